@@ -1,7 +1,6 @@
 //! Benchmarks of single FLUX.1 blocks at full size.
 
-use super::Iteration;
-use super::operations::{forward_and_backward, normal};
+use super::operations::{Iteration, forward_and_backward, normal};
 use crate::device::Compute;
 use crate::error::Result;
 use crate::models::flux::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};

@@ -10,15 +10,13 @@ mod sd;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::Result;
+use operations::Iteration;
 use std::time::{Duration, Instant};
 
 /// A benchmark is repeated for at least this long and at least [`MIN_RUNS`] times.
 const MIN_DURATION: Duration = Duration::from_secs(3);
 const MIN_RUNS: usize = 3;
 const MAX_RUNS: usize = 1000;
-
-/// One run of a benchmark; its weights and inputs are captured.
-type Iteration = Box<dyn FnMut() -> Result<()> + Send>;
 
 /// A benchmark.
 pub struct Benchmark {

@@ -1,6 +1,5 @@
 //! Benchmarks of single operations, of an optimizer step and of loading a file.
 
-use super::Iteration;
 use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
@@ -12,6 +11,9 @@ use crate::weights::Weights;
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor, Var};
 use std::collections::BTreeMap;
+
+/// One run of a benchmark; its weights and inputs are captured.
+pub(super) type Iteration = Box<dyn FnMut() -> Result<()> + Send>;
 
 /// Normal random numbers with a fixed seed.
 pub(super) fn normal(compute: &Compute, shape: &[usize]) -> Result<Tensor> {

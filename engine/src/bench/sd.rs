@@ -1,7 +1,6 @@
 //! Benchmarks of Stable Diffusion at full size.
 
-use super::Iteration;
-use super::operations::{forward_and_backward, normal};
+use super::operations::{Iteration, forward_and_backward, normal};
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::device::Compute;

@@ -4,8 +4,9 @@ use super::allowed_paths::AllowedPaths;
 use super::bucket::{BucketPlan, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::discover::discover;
-use super::latent_cache::{LatentKey, content_hash};
-use super::masks::{Mask, MaskOptions};
+use super::item::Item;
+use super::latent_cache::content_hash;
+use super::masks::MaskOptions;
 use super::sizes::SizeCache;
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -88,41 +89,6 @@ impl Default for DatasetOptions {
             cache_latents: false,
             cache_latents_to_disk: false,
             stay_in_folder: false,
-        }
-    }
-}
-
-/// One training image.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Item {
-    /// The image file.
-    pub path: PathBuf,
-    /// SHA-256 of the file, in hexadecimal.
-    pub content: String,
-    /// The folder of its cached latent. `None`: next to the image.
-    pub derived: Option<PathBuf>,
-    /// How it is scaled and cropped.
-    pub plan: BucketPlan,
-    /// Whether it is flipped left to right.
-    pub flip_x: bool,
-    /// Whether it is flipped upside down.
-    pub flip_y: bool,
-    /// The caption as read, before the caption rules.
-    pub caption: String,
-    /// Its loss mask. `None`: all pixels count.
-    pub mask: Option<Mask>,
-}
-
-impl Item {
-    /// The cache key of its latent.
-    #[must_use]
-    pub fn latent_key(&self, latent_space: &str) -> LatentKey {
-        LatentKey {
-            filename: self.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
-            plan: self.plan,
-            flip_x: self.flip_x,
-            flip_y: self.flip_y,
-            latent_space: latent_space.to_owned(),
         }
     }
 }

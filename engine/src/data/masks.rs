@@ -1,6 +1,6 @@
 //! Loss masks: the mask file of each image, and the mask scaled, cropped and flipped like its image.
 
-use super::dataset::Item;
+use super::item::{Item, Mask};
 use super::pixels::apply_plan;
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -11,19 +11,6 @@ use std::path::{Path, PathBuf};
 pub struct MaskOptions {
     /// The folder of mask files, which have the stems of their images. `None`: the image's alpha channel is the mask.
     pub folder: Option<PathBuf>,
-    /// Black counts in full instead of white.
-    pub invert: bool,
-    /// Loss weight of black pixels (of white ones with `invert`).
-    pub min_value: f64,
-}
-
-/// The loss mask of one image. Its `Debug` text is hashed in checkpoints and must not change.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Mask {
-    /// The mask file, or the image itself where its alpha channel is the mask.
-    pub path: PathBuf,
-    /// Use the alpha channel.
-    pub alpha: bool,
     /// Black counts in full instead of white.
     pub invert: bool,
     /// Loss weight of black pixels (of white ones with `invert`).

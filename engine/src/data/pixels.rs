@@ -1,6 +1,6 @@
 //! Loads training images as tensors.
 
-use super::dataset::Item;
+use super::item::Item;
 use crate::error::Result;
 use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};

@@ -1,6 +1,6 @@
 //! Classifier-free guidance: combines the model's predictions with and without the prompt.
 
-use super::{GenerateRequest, Pipeline};
+use super::pipeline::{GenerateRequest, Pipeline};
 use crate::error::{EngineError, Result};
 use candle_core::{D, DType, Tensor};
 

@@ -2,10 +2,12 @@
 //! 0.42.1. With a CPU generator of the same seed the images are the same.
 
 mod guidance;
+mod pipeline;
 mod sample;
 #[cfg(test)]
 mod tests;
 
+pub use pipeline::{GenerateRequest, OnStep, Pipeline};
 pub(crate) use sample::to_generate_request;
 pub use sample::{SampleSettings, generate_images, random_seed};
 
@@ -26,58 +28,6 @@ impl From<SamplerError> for EngineError {
             other => Self::BadInput(other.to_string()),
         }
     }
-}
-
-/// What to generate: one image per prompt, all in one batch.
-#[derive(Clone, Debug, PartialEq)]
-pub struct GenerateRequest {
-    /// Prompts. They are truncated to 77 tokens.
-    pub prompts: Vec<String>,
-    /// Negative prompts: one for all images, or one per prompt.
-    pub negative: Vec<String>,
-    /// Width in pixels; a multiple of 8. Image-to-image ignores it and uses the size of its images.
-    pub width: usize,
-    /// Height in pixels; a multiple of 8.
-    pub height: usize,
-    /// Sampling steps.
-    pub steps: usize,
-    /// Guidance scale. At 1 and below, negative prompts are not used.
-    pub guidance_scale: f64,
-    /// Guidance rescale: 0 is off.
-    pub guidance_rescale: f64,
-    /// Name of the sampler, see [`samplers::names`].
-    pub sampler: String,
-    /// `eta` of ddim.
-    pub eta: f64,
-}
-
-impl Default for GenerateRequest {
-    /// diffusers' own defaults, without a prompt.
-    fn default() -> Self {
-        Self {
-            prompts: vec![String::new()],
-            negative: vec![String::new()],
-            width: 512,
-            height: 512,
-            steps: 50,
-            guidance_scale: 7.5,
-            guidance_rescale: 0.0,
-            sampler: "pndm".into(),
-            eta: 0.0,
-        }
-    }
-}
-
-/// Called before each step with the number of finished steps and of all steps. `false` stops the generation.
-pub type OnStep<'a> = &'a mut dyn FnMut(usize, usize) -> bool;
-
-/// A loaded model with its sampler parameters, which generates images.
-#[derive(Debug)]
-pub struct Pipeline<'a> {
-    model: &'a SdModel,
-    device: Device,
-    dtype: DType,
-    params: SamplerParams,
 }
 
 impl<'a> Pipeline<'a> {

@@ -1,6 +1,6 @@
 //! Generates images one after another, each with its own settings: samples during training, and `to_folder` jobs.
 
-use super::{GenerateRequest, OnStep, Pipeline};
+use super::pipeline::{GenerateRequest, OnStep, Pipeline};
 use crate::adapters::Multiplier;
 use crate::error::Result;
 use crate::models::sd::SdModel;

@@ -4,11 +4,11 @@
 //! seed decides everything random (seeds, sizes of `size_list`, random prompts, the shuffled order), so that another
 //! attempt generates the same images.
 
+use super::context::{COMPILE_NOTE, Context, artifact_name};
 use super::image_generator::{
     FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters, prompt_with_flags,
 };
 use super::rate::Progress;
-use super::{Context, artifact_name};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::pipelines::{SampleSettings, generate_images, random_seed};
@@ -79,7 +79,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
 
     let generator = ImageGenerator::load(&process.model, cx)?;
     if config.compile && !process.model.compile && !process.model.block_compile {
-        cx.log("info", super::COMPILE_NOTE);
+        cx.log("info", COMPILE_NOTE);
     }
     cx.phase("generating");
     let mut done = total - remaining.len() as u64;

@@ -1,6 +1,6 @@
 //! Shared by the processes that generate images: the loaded model, the list of finished images, and image metadata.
 
-use super::Context;
+use super::context::Context;
 use crate::adapters::{Component, LoadedLora, load_lora};
 use crate::device;
 use crate::error::{EngineError, Result};

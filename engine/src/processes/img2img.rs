@@ -1,9 +1,9 @@
 //! The `batch_img2img` process (section 3.3 of the config reference): image-to-image on data sets, with captions as
 //! prompts.
 
+use super::context::{Context, artifact_name};
 use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters};
 use super::rate::Progress;
-use super::{Context, artifact_name};
 use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};

@@ -1,6 +1,6 @@
 //! `log.txt` of a run folder: the log messages of a run with their times.
 
-use super::EventSink;
+use super::events::EventSink;
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::ChildEvent;
 use aitk_common::step_metrics::{now, step_line};

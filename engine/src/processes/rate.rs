@@ -1,6 +1,6 @@
 //! Progress and speed: wall time per step over the last steps. Times are arguments.
 
-use super::Context;
+use super::context::Context;
 use aitk_common::attempt::ChildEvent;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

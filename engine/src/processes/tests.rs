@@ -3,9 +3,10 @@
 use super::*;
 use crate::image_io;
 use crate::testing::{attempt, fixtures, in_own_folder};
+use aitk_common::attempt::ChildEvent;
 use aitk_common::job::{self, LoadOptions};
 use candle_core::{Device, safetensors};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub(super) fn spec(yaml: &str) -> AttemptSpec {
     let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();

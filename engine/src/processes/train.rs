@@ -6,44 +6,41 @@
 
 mod data;
 mod folder;
+mod loss_plot;
 mod options;
 mod preview;
 mod record;
 mod resume;
+mod run;
 mod samples;
+mod save_files;
 mod saving;
 mod target;
 mod write;
 
 pub use preview::{TrainingPreview, preview};
 
+use super::context::{Context, LoadedModel};
 use super::rate::Progress;
-use super::{Context, LoadedModel};
-use crate::adapters::{Component, load_lora};
+use crate::adapters::load_lora;
 use crate::data::Dataset;
 use crate::device;
 use crate::error::{EngineError, Result};
-use crate::models::sd::SdModel;
-use crate::nn::VisitLayers;
-use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
-use crate::training::{
-    ContextCache, LatentStore, LossMasks, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, Trainer, TrainerOptions,
-    batch_generator, draw, loss,
-};
+use crate::training::{ContextCache, LatentStore, LossMasks, MicroBatch, NoiseDraw, batch_generator, draw, loss};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
 use data::{StepBatch, TrainingData};
 use folder::RunFolder;
 use record::StepRecorder;
+use run::{Run, trainer};
 use std::collections::BTreeMap;
 use std::time::Instant;
-use target::Target;
+use target::{Target, components};
 
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
 /// as zero and continues.
@@ -59,34 +56,6 @@ fn not_saved_message(step: u64, non_finite: u64) -> String {
 pub(super) fn run(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
     let mut run = Run::prepare(process, cx)?;
     run.train(cx)
-}
-
-/// A training run.
-struct Run<'a> {
-    process: &'a TrainerProcess,
-    seed: u64,
-    folder: RunFolder,
-    compute: device::Compute,
-    model: SdModel,
-    target: Target,
-    trainer: Trainer,
-    choices: MemoryOptions,
-    schedule: NoiseSchedule,
-    loss: LossOptions,
-    noise: NoiseOptions,
-    data: TrainingData,
-    latents: LatentStore,
-    masks: LossMasks,
-    contexts: ContextCache,
-    /// The step at which this attempt starts: the number of finished steps.
-    start_step: u64,
-    /// The step of the newest checkpoint on disk.
-    last_checkpoint: Option<u64>,
-    /// Steps at which earlier attempts were interrupted. Their step saves are removed after the next save.
-    interrupted_saves: Vec<u64>,
-    /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
-    non_finite_steps: u64,
-    metrics: StepRecorder,
 }
 
 impl<'a> Run<'a> {
@@ -408,46 +377,6 @@ impl<'a> Run<'a> {
         }
         Ok(true)
     }
-}
-
-/// The components of the model that may be trained.
-fn components(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
-    [
-        (Component::TextEncoder, &mut model.text_encoder),
-        (Component::Unet, &mut model.unet),
-    ]
-}
-
-/// Makes a trainer with a new optimizer.
-fn trainer(process: &TrainerProcess, target: &Target, choices: &MemoryOptions) -> Result<Trainer> {
-    let train = &process.train;
-    let params = target.params();
-    let error = crate::training::optim_error;
-    let optimizer =
-        crate::optim::build(train.optimizer, params.clone(), &train.optimizer_params, train.lr).map_err(error)?;
-    let schedule = Schedule::new(ScheduleParams {
-        name: train.lr_scheduler.name(),
-        params: &train.lr_scheduler_params,
-        lr: crate::optim::base_lr(train.optimizer, train.lr),
-        steps: train.steps,
-    })
-    .map_err(error)?;
-    let ema = &train.ema_config;
-    let ema = if ema.use_ema {
-        Some(Ema::new(params.clone(), ema.ema_decay, false, 1.0).map_err(error)?)
-    } else {
-        None
-    };
-    let max_grad_norm = Some(train.max_grad_norm).filter(|n| *n > 0.0);
-    Ok(Trainer::new(TrainerOptions {
-        params,
-        optimizer,
-        schedule,
-        max_grad_norm,
-        ema,
-        // The gradients of a LoRA are small, so it needs no fused backward pass.
-        fused_backward: choices.fused_backward && matches!(target, Target::Model(_)),
-    }))
 }
 
 #[cfg(test)]

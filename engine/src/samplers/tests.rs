@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::rng::TorchGenerator;
-use candle_core::{Device, safetensors};
+use candle_core::{DType, Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
 

@@ -1,6 +1,6 @@
 //! The data sets of a run, and the batch of each step.
 
-use super::super::Context;
+use super::super::context::Context;
 use super::options;
 use crate::data::{Batch, Dataset, Item, batches, build_caption, epoch_order};
 use crate::error::{EngineError, Result};

@@ -1,7 +1,7 @@
 //! The run folder (section 15 of the config reference): file names, the lock, retention.
 
-use super::super::Context;
-use super::write::files_in_save;
+use super::super::context::Context;
+use super::save_files::files_in_save;
 use crate::error::{EngineError, Result};
 use aitk_common::checkpoint::CheckpointError;
 use aitk_common::fsutil;

@@ -1,7 +1,7 @@
 //! Whole runs of full fine-tunes on the tiny model.
 
+use super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use super::write::files_in_save;
 use crate::models::sd::{LoadOptions, SdModel, saved_step};
 use crate::testing::{fixtures, gap};
 use crate::weights::Index;

@@ -1,6 +1,6 @@
 //! Converts the config to the engine's types.
 
-use super::super::Context;
+use super::super::context::Context;
 use super::folder::SAMPLES;
 use crate::adapters::LoraConfig;
 use crate::data::{CaptionRules, DatasetOptions, MaskOptions};

@@ -1,13 +1,11 @@
 //! The metrics of a run's steps: `metrics.jsonl`, and the plot of the loss.
 
-use super::super::Context;
-use super::Run;
 use crate::error::{EngineError, Result};
 use crate::training::StepReport;
 use aitk_common::checkpoint::Checkpoint;
 use aitk_common::fsutil;
 use aitk_common::plot::Curve;
-use aitk_common::step_metrics::{self, METRICS_FILE, PLOT_FILE, StepMetrics};
+use aitk_common::step_metrics::{self, METRICS_FILE, StepMetrics};
 use candle_core::{Device, Tensor};
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -142,26 +140,13 @@ impl StepRecorder {
         self.steps.is_empty()
     }
 
-    fn png(&self, title: &str) -> Option<Vec<u8>> {
+    /// The plot of the losses so far; `None` without any.
+    pub(super) fn png(&self, title: &str) -> Option<Vec<u8>> {
         let curve = Curve {
             title: title.to_owned(),
             points: self.steps.iter().copied().zip(self.losses.iter().copied()).collect(),
         };
         curve.png()
-    }
-}
-
-impl Run<'_> {
-    /// Writes the plot of the loss and emits it. An error is only logged.
-    pub(super) fn write_loss_plot(&self, cx: &mut Context<'_>, step: u64) {
-        let Some(png) = self.metrics.png(&format!("{}   {step} steps", cx.job.name)) else {
-            return;
-        };
-        let path = self.folder.path.join(PLOT_FILE);
-        match fsutil::write_atomic(&path, |out| out.write_all(&png)) {
-            Ok(()) => cx.artifact("plot", &self.folder.root, &path, Some(step), None),
-            Err(error) => cx.log("warn", format!("cannot write the plot of the loss: {error}")),
-        }
     }
 }
 

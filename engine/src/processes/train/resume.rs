@@ -4,10 +4,10 @@
 //! checkpoint in the run folder, its newest save by step (of an unfinished ai-toolkit run),
 //! `network.pretrained_lora_path`. Else it starts anew.
 
-use super::super::Context;
-use super::Run;
+use super::super::context::Context;
 use super::folder::{RunFolder, checkpoint_error};
 use super::record;
+use super::run::Run;
 use super::target::Target;
 use crate::adapters::LoraFile;
 use crate::error::{EngineError, Result};
@@ -118,7 +118,7 @@ impl Run<'_> {
                     ))
                 })?;
                 // A new trainer, so that the EMA starts from these weights too.
-                self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
+                self.trainer = super::run::trainer(self.process, &self.target, &self.choices)?;
             }
         }
         self.start_step = step;
@@ -184,7 +184,7 @@ impl Run<'_> {
             );
         }
         // A new trainer, so that the EMA starts from these weights too.
-        self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
+        self.trainer = super::run::trainer(self.process, &self.target, &self.choices)?;
         Ok(())
     }
 
@@ -220,7 +220,7 @@ impl Run<'_> {
             tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
         }
         // A new trainer, so that an EMA that is not in the checkpoint starts from these weights.
-        self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
+        self.trainer = super::run::trainer(self.process, &self.target, &self.choices)?;
         self.trainer
             .restore_state(tensors, number("ema_updates").unwrap_or(0))?;
         self.start_step = checkpoint.step();

@@ -1,8 +1,8 @@
 //! Sample images during training.
 
-use super::super::Context;
+use super::super::context::Context;
 use super::super::rate::Progress;
-use super::Run;
+use super::run::Run;
 use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, generate_images};

@@ -1,8 +1,8 @@
 //! Saves during a run, and the end of a run.
 
-use super::super::{Context, artifact_name};
-use super::Run;
-use super::write::files_in_save;
+use super::super::context::{Context, artifact_name};
+use super::run::Run;
+use super::save_files::files_in_save;
 use crate::error::Result;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;

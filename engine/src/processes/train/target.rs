@@ -1,9 +1,11 @@
 //! The trained parameters of a run: a LoRA, or the model's own weights.
 
-use super::{Context, components, options};
+use super::super::context::Context;
+use super::options;
 use crate::adapters::{Component, LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
 use crate::models::sd::SdModel;
+use crate::nn::VisitLayers;
 use crate::optim::Param;
 use crate::rng::generator_for;
 use crate::weights::TrainableFilter;
@@ -128,4 +130,12 @@ impl Target {
             Self::Model(_) => None,
         }
     }
+}
+
+/// The components of the model that may be trained.
+pub(super) fn components(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
+    [
+        (Component::TextEncoder, &mut model.text_encoder),
+        (Component::Unet, &mut model.unet),
+    ]
 }

@@ -1,7 +1,8 @@
 //! Writes saves: a LoRA, a whole model as one file, or a whole model as a diffusers folder.
 
-use super::super::Context;
-use super::Run;
+use super::super::context::Context;
+use super::run::Run;
+use super::save_files::files_in_save;
 use super::target::Target;
 use crate::adapters::{lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};
@@ -14,7 +15,7 @@ use candle_core::{DType, Tensor};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 impl Run<'_> {
     /// Writes the trained weights after `step` steps to a file or folder in `save.dtype`, with the metadata of section
@@ -64,21 +65,6 @@ impl Run<'_> {
             cx.artifact(kind, &self.folder.root, &file, Some(step), None);
         }
     }
-}
-
-/// The files of a save, sorted. A save that is a file is its only file.
-pub(super) fn files_in_save(save: &Path) -> Vec<PathBuf> {
-    if !save.is_dir() {
-        return vec![save.to_owned()];
-    }
-    let mut inside: Vec<PathBuf> = std::fs::read_dir(save)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-        .collect();
-    inside.sort();
-    inside.iter().flat_map(|path| files_in_save(path)).collect()
 }
 
 /// The dtype of saves.

@@ -1,0 +1,53 @@
+//! One training image of a data set, and its loss mask.
+
+use super::bucket::BucketPlan;
+use super::latent_cache::LatentKey;
+use std::path::PathBuf;
+
+/// One training image.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Item {
+    /// The image file.
+    pub path: PathBuf,
+    /// SHA-256 of the file, in hexadecimal.
+    pub content: String,
+    /// The folder of its cached latent. `None`: next to the image.
+    pub derived: Option<PathBuf>,
+    /// How it is scaled and cropped.
+    pub plan: BucketPlan,
+    /// Whether it is flipped left to right.
+    pub flip_x: bool,
+    /// Whether it is flipped upside down.
+    pub flip_y: bool,
+    /// The caption as read, before the caption rules.
+    pub caption: String,
+    /// Its loss mask. `None`: all pixels count.
+    pub mask: Option<Mask>,
+}
+
+impl Item {
+    /// The cache key of its latent.
+    #[must_use]
+    pub fn latent_key(&self, latent_space: &str) -> LatentKey {
+        LatentKey {
+            filename: self.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            plan: self.plan,
+            flip_x: self.flip_x,
+            flip_y: self.flip_y,
+            latent_space: latent_space.to_owned(),
+        }
+    }
+}
+
+/// The loss mask of one image. Its `Debug` text is hashed in checkpoints and must not change.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Mask {
+    /// The mask file, or the image itself where its alpha channel is the mask.
+    pub path: PathBuf,
+    /// Use the alpha channel.
+    pub alpha: bool,
+    /// Black counts in full instead of white.
+    pub invert: bool,
+    /// Loss weight of black pixels (of white ones with `invert`).
+    pub min_value: f64,
+}

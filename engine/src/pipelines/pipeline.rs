@@ -1,0 +1,57 @@
+//! A generation request, and the pipeline that runs it.
+
+use crate::models::sd::SdModel;
+use crate::samplers::SamplerParams;
+use candle_core::{DType, Device};
+
+/// What to generate: one image per prompt, all in one batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GenerateRequest {
+    /// Prompts. They are truncated to 77 tokens.
+    pub prompts: Vec<String>,
+    /// Negative prompts: one for all images, or one per prompt.
+    pub negative: Vec<String>,
+    /// Width in pixels; a multiple of 8. Image-to-image ignores it and uses the size of its images.
+    pub width: usize,
+    /// Height in pixels; a multiple of 8.
+    pub height: usize,
+    /// Sampling steps.
+    pub steps: usize,
+    /// Guidance scale. At 1 and below, negative prompts are not used.
+    pub guidance_scale: f64,
+    /// Guidance rescale: 0 is off.
+    pub guidance_rescale: f64,
+    /// Name of the sampler, see [`crate::samplers::names`].
+    pub sampler: String,
+    /// `eta` of ddim.
+    pub eta: f64,
+}
+
+impl Default for GenerateRequest {
+    /// diffusers' own defaults, without a prompt.
+    fn default() -> Self {
+        Self {
+            prompts: vec![String::new()],
+            negative: vec![String::new()],
+            width: 512,
+            height: 512,
+            steps: 50,
+            guidance_scale: 7.5,
+            guidance_rescale: 0.0,
+            sampler: "pndm".into(),
+            eta: 0.0,
+        }
+    }
+}
+
+/// Called before each step with the number of finished steps and of all steps. `false` stops the generation.
+pub type OnStep<'a> = &'a mut dyn FnMut(usize, usize) -> bool;
+
+/// A loaded model with its sampler parameters, which generates images.
+#[derive(Debug)]
+pub struct Pipeline<'a> {
+    pub(super) model: &'a SdModel,
+    pub(super) device: Device,
+    pub(super) dtype: DType,
+    pub(super) params: SamplerParams,
+}

@@ -1,0 +1,193 @@
+//! The context that a process runs in: its spec, its events, its paths and its model.
+
+use super::events::{EventSink, StopSignal};
+use super::log_file::LogFile;
+use crate::adapters::LoadedLora;
+use crate::device::Compute;
+use crate::device::allocator::FreePages;
+use crate::error::{EngineError, Result};
+use crate::models::sd::{LoadOptions, SdModel};
+use crate::weights::TrainableFilter;
+use aitk_common::attempt::{AttemptSpec, ChildEvent};
+use aitk_common::job::JobSpec;
+use aitk_common::job::model::ModelConfig;
+use aitk_common::job::paths::not_an_input;
+use aitk_common::plan::memory_options::MemoryOptions;
+use std::path::{Path, PathBuf};
+
+/// The log message about a `compile` key.
+pub(super) const COMPILE_NOTE: &str = "`compile` has no effect: nothing is compiled when a job starts, because the operations that it would \
+                            fuse are fused already (attention, a norm with its activation, a LoRA with its layer)";
+
+/// A loaded model and how it was loaded.
+pub(super) struct LoadedModel {
+    pub(super) model: SdModel,
+    /// The folder or file of its VAE: the model's own, or `model.vae_path`.
+    pub(super) vae_path: PathBuf,
+    /// What the memory profile chose.
+    pub(super) choices: MemoryOptions,
+}
+
+/// The context that a process runs in.
+pub struct Context<'a> {
+    /// The attempt's spec.
+    pub spec: &'a AttemptSpec,
+    /// The attempt's job.
+    pub job: &'a JobSpec,
+    /// Receives the events.
+    pub events: &'a mut dyn EventSink,
+    /// Tells the process to stop.
+    pub stop: &'a StopSignal,
+    /// The log file, which is written once the run folder is open.
+    pub log_file: LogFile,
+}
+
+impl Context<'_> {
+    /// Whether the attempt may open only files that were staged for it. False if the job runs in place.
+    #[must_use]
+    pub fn has_staged_inputs(&self) -> bool {
+        self.spec.output_root.is_some()
+    }
+
+    /// The path on this machine of a path in the config.
+    ///
+    /// # Errors
+    /// When the path is not an input of the job, unless the job runs in place. The message is the same whether the file
+    /// exists or not.
+    pub fn local_path(&self, path: &str) -> Result<PathBuf> {
+        match self.spec.inputs.get(path) {
+            Some(here) => Ok(here.clone()),
+            None if self.has_staged_inputs() => Err(EngineError::BadInput(not_an_input(path))),
+            None => Ok(expand_home(path)),
+        }
+    }
+
+    /// The folder of the results: the attempt's own, or else the one in the config.
+    #[must_use]
+    pub fn output_root(&self, configured: Option<&str>) -> PathBuf {
+        match (&self.spec.output_root, configured) {
+            (Some(root), _) => root.clone(),
+            (None, Some(folder)) => expand_home(folder),
+            (None, None) => PathBuf::from("output"),
+        }
+    }
+
+    /// Emits a log message.
+    pub fn log(&mut self, level: &str, message: impl Into<String>) {
+        self.events.emit(ChildEvent::Log {
+            level: level.into(),
+            message: message.into(),
+        });
+    }
+
+    /// Logs how many layers of a LoRA file were loaded, and how many names were ignored.
+    pub(super) fn log_loaded_lora(&mut self, path: &Path, loaded: &LoadedLora) {
+        self.log(
+            "info",
+            format!("{}: a LoRA on {} layers", path.display(), loaded.layers),
+        );
+        if let Some(first) = loaded.unknown.first() {
+            let count = loaded.unknown.len();
+            self.log(
+                "warn",
+                format!(
+                    "{}: {count} names match no layer of this model and are ignored, such as `{first}`",
+                    path.display()
+                ),
+            );
+        }
+    }
+
+    /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
+    /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
+    /// is handled as the profile says. `[unet, text_encoder]`: which of their own tensors are trained.
+    ///
+    /// # Errors
+    /// As [`SdModel::load`] and [`SdModel::replace_vae`].
+    pub(super) fn load_model(
+        &mut self,
+        config: &ModelConfig,
+        compute: &Compute,
+        [unet, text_encoder]: [TrainableFilter; 2],
+    ) -> Result<LoadedModel> {
+        let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
+            .training(unet, text_encoder);
+        FreePages::Release.apply();
+        let path = self.local_path(&config.name_or_path)?;
+        let mut model = SdModel::load(&path, &options)?;
+        for (part, kinds) in &model.quantised_in_file {
+            let key_and_qtype = match *part {
+                "U-Net" => config.quantization().map(|qtype| ("qtype", qtype)),
+                "text encoder" => config.text_encoder_quantization().map(|qtype| ("qtype_te", qtype)),
+                _ => None,
+            };
+            let rest = key_and_qtype.map_or(String::new(), |(key, qtype)| {
+                format!("; `{key}` ({qtype}) applies only to layers that are not quantised in the file")
+            });
+            self.log(
+                "info",
+                format!(
+                    "the file of the {part} holds {} weights, which are used as they are{rest}",
+                    kinds.join(", ")
+                ),
+            );
+        }
+        let vae_path = match &config.vae_path {
+            Some(vae) => {
+                let path = self.local_path(vae)?;
+                model.replace_vae(&path, &options)?;
+                path
+            }
+            None => path,
+        };
+        if !options.choices.pages_returned {
+            FreePages::Retain.apply();
+        }
+        if config.compile || config.block_compile {
+            self.log("info", COMPILE_NOTE);
+        }
+        Ok(LoadedModel {
+            model,
+            vae_path,
+            choices: options.choices,
+        })
+    }
+
+    /// Emits the beginning of a phase.
+    pub fn phase(&mut self, name: &str) {
+        self.events.emit(ChildEvent::Phase { name: name.into() });
+    }
+
+    /// Emits a finished file below the output root.
+    pub fn artifact(&mut self, kind: &str, root: &Path, path: &Path, step: Option<u64>, index: Option<u64>) {
+        let name = artifact_name(root, path);
+        self.events.emit(ChildEvent::Artifact {
+            kind: kind.into(),
+            path: path.into(),
+            name,
+            step,
+            index,
+        });
+    }
+}
+
+/// Replaces `~/` at the beginning of a path by the user's home folder, as `aitk submit` does. A path without it is
+/// unchanged, and so is every path if `HOME` is not set.
+#[must_use]
+pub fn expand_home(path: &str) -> PathBuf {
+    match (path.strip_prefix("~/"), std::env::var_os("HOME")) {
+        (Some(rest), Some(home)) if !home.is_empty() => PathBuf::from(home).join(rest),
+        _ => PathBuf::from(path),
+    }
+}
+
+/// The name of an artifact: its path below the output root, with `/` between folders.
+#[must_use]
+pub fn artifact_name(root: &Path, path: &Path) -> String {
+    let below = path.strip_prefix(root).unwrap_or(path);
+    below
+        .components()
+        .map(|c| c.as_os_str().to_string_lossy())
+        .collect::<Vec<_>>()
+        .join("/")
+}

@@ -1,0 +1,74 @@
+//! The state of a training run.
+
+use super::data::TrainingData;
+use super::folder::RunFolder;
+use super::record::StepRecorder;
+use super::target::Target;
+use crate::device::Compute;
+use crate::error::Result;
+use crate::models::sd::SdModel;
+use crate::optim::{Ema, Schedule, ScheduleParams};
+use crate::samplers::NoiseSchedule;
+use crate::training::{ContextCache, LatentStore, LossMasks, LossOptions, NoiseOptions, Trainer, TrainerOptions};
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::plan::memory_options::MemoryOptions;
+
+/// A training run.
+pub(super) struct Run<'a> {
+    pub(super) process: &'a TrainerProcess,
+    pub(super) seed: u64,
+    pub(super) folder: RunFolder,
+    pub(super) compute: Compute,
+    pub(super) model: SdModel,
+    pub(super) target: Target,
+    pub(super) trainer: Trainer,
+    pub(super) choices: MemoryOptions,
+    pub(super) schedule: NoiseSchedule,
+    pub(super) loss: LossOptions,
+    pub(super) noise: NoiseOptions,
+    pub(super) data: TrainingData,
+    pub(super) latents: LatentStore,
+    pub(super) masks: LossMasks,
+    pub(super) contexts: ContextCache,
+    /// The step at which this attempt starts: the number of finished steps.
+    pub(super) start_step: u64,
+    /// The step of the newest checkpoint on disk.
+    pub(super) last_checkpoint: Option<u64>,
+    /// Steps at which earlier attempts were interrupted. Their step saves are removed after the next save.
+    pub(super) interrupted_saves: Vec<u64>,
+    /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
+    pub(super) non_finite_steps: u64,
+    pub(super) metrics: StepRecorder,
+}
+
+/// Makes a trainer with a new optimizer.
+pub(super) fn trainer(process: &TrainerProcess, target: &Target, choices: &MemoryOptions) -> Result<Trainer> {
+    let train = &process.train;
+    let params = target.params();
+    let error = crate::training::optim_error;
+    let optimizer =
+        crate::optim::build(train.optimizer, params.clone(), &train.optimizer_params, train.lr).map_err(error)?;
+    let schedule = Schedule::new(ScheduleParams {
+        name: train.lr_scheduler.name(),
+        params: &train.lr_scheduler_params,
+        lr: crate::optim::base_lr(train.optimizer, train.lr),
+        steps: train.steps,
+    })
+    .map_err(error)?;
+    let ema = &train.ema_config;
+    let ema = if ema.use_ema {
+        Some(Ema::new(params.clone(), ema.ema_decay, false, 1.0).map_err(error)?)
+    } else {
+        None
+    };
+    let max_grad_norm = Some(train.max_grad_norm).filter(|n| *n > 0.0);
+    Ok(Trainer::new(TrainerOptions {
+        params,
+        optimizer,
+        schedule,
+        max_grad_norm,
+        ema,
+        // The gradients of a LoRA are small, so it needs no fused backward pass.
+        fused_backward: choices.fused_backward && matches!(target, Target::Model(_)),
+    }))
+}
