@@ -20,7 +20,7 @@ pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
 
 /// How many images the job draws, where its prompts lie here.
 pub(crate) fn images(spec: &JobSpec, directory: &Path) -> Option<u64> {
-    spec.images(|file| prompts_in(file, directory))
+    spec.image_count(|file| prompts_in(file, directory))
 }
 
 /// How many prompts a file holds.

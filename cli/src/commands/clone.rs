@@ -150,7 +150,7 @@ fn changed(ui: &Ui, job: &JobView, stored: &Submission, changes: &[Change]) -> R
         unfit(&error).hint("another version of aitk took it in; `aitk submit CONFIG` submits its config")
     })?;
     let format = ConfigFormat::from_name(&stored.config_format).unwrap_or(ConfigFormat::Yaml);
-    let (spec, warnings) = before.changed(changes).map_err(|error| unfit(&error))?;
+    let (spec, warnings) = before.with_changes(changes).map_err(|error| unfit(&error))?;
     let support = spec.unsupported();
     if !support.errors.is_empty() {
         let lines: Vec<String> = support.errors.iter().map(ToString::to_string).collect();
@@ -203,7 +203,7 @@ fn count_images(
     drawn: Option<u64>,
     prompts_here: impl Fn(&str) -> Option<usize>,
 ) -> Option<u64> {
-    let drawn_from = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
+    let drawn_from = |spec: &JobSpec, prompts: usize| spec.image_count(|_| Some(prompts));
     let stored = || {
         // Where prompts are drawn at random, their number says nothing.
         let of_one = drawn_from(before, 1).filter(|one| *one > 0 && drawn_from(before, 2) != Some(*one))?;
@@ -212,7 +212,7 @@ fn count_images(
     if drawn_from(copy, 1) == drawn_from(copy, 2) {
         return drawn_from(copy, 1);
     }
-    copy.images(|file| prompts_here(file).or_else(stored))
+    copy.image_count(|file| prompts_here(file).or_else(stored))
 }
 
 /// How many images a job drew that was cut into parts: the last part ends with the last of them.

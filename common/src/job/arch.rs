@@ -1,7 +1,7 @@
 //! Families of models, as `model.arch` names them.
 
 use super::node::Node;
-use super::schema::{Cx, FieldValue, Report, Status, choices};
+use super::schema::{FieldValue, ReadContext, Report, Status, choices};
 use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
@@ -243,19 +243,19 @@ impl<'de> Deserialize<'de> for Arch {
 }
 
 impl FieldValue for Arch {
-    const CHECKED: bool = true;
+    const HAS_CHECKS: bool = true;
 
     fn kind() -> String {
         ArchName::kind()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let names: Vec<&'static str> = ArchName::ALL.iter().map(|arch| arch.name()).collect();
         read_choice(node, cx, "model architecture", &names, Self::parse)
     }
     fn show(&self) -> String {
         self.to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
     fn check(&self, path: &str, report: &mut Report) {

@@ -21,7 +21,7 @@ section! {
         device: String = "cuda".into(), Works;
         /// Quantise the weights.
         quantize: bool = false, Works;
-        /// How.
+        /// Quantisation type.
         qtype: String = "float8".into(), Works;
         /// Keep weights in RAM when idle.
         low_vram: bool = false, Works;
@@ -59,8 +59,8 @@ section! {
         kind as "type": ProcessType = ProcessType::Qwen3VlCaptioner, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("captioners write beside the files");
-        /// A hint.
-        device: Option<String> = None, Accepted("`caption.device` counts");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("`caption.device` is used instead");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
         /// What to do.

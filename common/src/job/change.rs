@@ -3,15 +3,15 @@
 use super::error::Finding;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::scalar::resolve;
-use super::schema::{Cx, join};
+use super::schema::{ReadContext, join};
 use super::yaml;
 
 /// Keys of the document itself; whatever else a path begins with lies in its process.
-const TOP: [&str; 4] = ["job", "config", "meta", "cluster"];
+const TOP_LEVEL_KEYS: [&str; 4] = ["job", "config", "meta", "cluster"];
 /// Stands in findings where otherwise the file does.
 const COMMAND_LINE: &str = "command line";
 /// Deeper paths lead to nothing.
-const STEPS_MOST: usize = 16;
+const MAX_PATH_STEPS: usize = 16;
 
 /// Another value for a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,11 +28,11 @@ enum Step {
     Index(usize),
 }
 
-/// Makes the changes. Returns the whole path of each key, and of those that were taken out for them.
+/// Makes the changes. Returns the full_path path of each key, and of those that were taken out for them.
 ///
 /// # Errors
 /// The first path that leads nowhere.
-pub(super) fn apply(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
+pub(super) fn apply_changes(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
     let mut paths = Vec::with_capacity(changes.len());
     for change in changes {
         let wrong = |message: String| Finding {
@@ -42,22 +42,22 @@ pub(super) fn apply(root: &mut Node, changes: &[Change], file: Option<&str>) -> 
             key: change.key.clone(),
             message,
         };
-        let steps = steps(root, &change.key).map_err(wrong)?;
-        let value = node(&change.value, root.mark).map_err(wrong)?;
+        let steps = parse_path(root, &change.key).map_err(wrong)?;
+        let value = parse_value(&change.value, root.mark).map_err(wrong)?;
         let is_null = value.value == Value::Null;
-        set(root, &steps, value).map_err(wrong)?;
-        paths.push(shown(&steps));
-        if let Some(other) = overruling(&steps).filter(|_| !is_null)
-            && take_out(root, &other)
+        set_value(root, &steps, value).map_err(wrong)?;
+        paths.push(format_path(&steps));
+        if let Some(other) = conflicting_key(&steps).filter(|_| !is_null)
+            && remove_key(root, &other)
         {
-            paths.push(shown(&other));
+            paths.push(format_path(&other));
         }
     }
     Ok(paths)
 }
 
 /// The key that would win over the one that is set: whoever sets a key on the command line means it.
-fn overruling(steps: &[Step]) -> Option<Vec<Step>> {
+fn conflicting_key(steps: &[Step]) -> Option<Vec<Step>> {
     let [around @ .., Step::Key(section), Step::Key(key)] = steps else {
         return None;
     };
@@ -75,15 +75,17 @@ fn overruling(steps: &[Step]) -> Option<Vec<Step>> {
 }
 
 /// Keys of changes that no section has are errors: elsewhere in a config they are ignored with a warning.
-pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
+pub(super) fn refuse_unknown_keys(paths: &[String], cx: &mut ReadContext) {
     let unknown: Vec<Finding> = cx
         .warnings
         .iter()
-        .filter(|warning| cx.unknown.contains(&warning.key) && paths.iter().any(|path| is_at(path, &warning.key)))
+        .filter(|warning| {
+            cx.unknown.contains(&warning.key) && paths.iter().any(|path| is_at_or_below(path, &warning.key))
+        })
         .cloned()
         .collect();
     for mut finding in unknown {
-        on_command_line(&mut finding);
+        set_command_line(&mut finding);
         finding.message = finding
             .message
             .replace("; it is ignored", "; `aitk help config-keys` lists all");
@@ -92,31 +94,33 @@ pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
 }
 
 /// Findings about changed keys name the command line: the file says something else at their place.
-pub(super) fn place_on_command_line(findings: &mut [Finding], paths: &[String]) {
+pub(super) fn move_to_command_line(findings: &mut [Finding], paths: &[String]) {
     for finding in findings {
-        if is_given(&finding.key, paths) {
-            on_command_line(finding);
+        if is_changed(&finding.key, paths) {
+            set_command_line(finding);
         }
     }
 }
 
-fn on_command_line(finding: &mut Finding) {
+fn set_command_line(finding: &mut Finding) {
     finding.file = finding.file.take().map(|_| COMMAND_LINE.to_owned());
     (finding.line, finding.column) = (None, None);
 }
 
 /// Whether a key is one of those that were changed, or lies below one.
-pub(super) fn is_given(key: &str, paths: &[String]) -> bool {
-    paths.iter().any(|path| is_at(key, path))
+pub(super) fn is_changed(key: &str, paths: &[String]) -> bool {
+    paths.iter().any(|path| is_at_or_below(key, path))
 }
 
 /// Whether a key is one of those that were changed, lies below one, or holds one.
-pub(super) fn concerns(key: &str, paths: &[String]) -> bool {
-    paths.iter().any(|path| is_at(key, path) || is_at(path, key))
+pub(super) fn overlaps_change(key: &str, paths: &[String]) -> bool {
+    paths
+        .iter()
+        .any(|path| is_at_or_below(key, path) || is_at_or_below(path, key))
 }
 
 /// Whether a path leads to a key or to something below it.
-fn is_at(path: &str, key: &str) -> bool {
+fn is_at_or_below(path: &str, key: &str) -> bool {
     path == key || path.strip_prefix(key).is_some_and(|rest| rest.starts_with(['.', '[']))
 }
 
@@ -128,7 +132,7 @@ fn is_quoted(text: &str) -> bool {
 }
 
 /// What a value stands for: a YAML scalar, or a list or map as YAML writes them in one line.
-fn node(text: &str, mark: Mark) -> Result<Node, String> {
+fn parse_value(text: &str, mark: Mark) -> Result<Node, String> {
     let text = text.trim();
     // `[name]` is what a config writes for the job's name.
     if text.starts_with('{') || (text.starts_with('[') && !text.starts_with("[name]")) {
@@ -140,12 +144,12 @@ fn node(text: &str, mark: Mark) -> Result<Node, String> {
     }
     Ok(Node {
         mark,
-        value: value(text),
+        value: parse_scalar(text),
         plain: (!is_quoted(text)).then(|| text.to_owned()),
     })
 }
 
-fn value(text: &str) -> Value {
+fn parse_scalar(text: &str) -> Value {
     let text = text.trim();
     match text.get(1..text.len().saturating_sub(1)) {
         Some(inner) if is_quoted(text) => Value::Text(inner.to_owned()),
@@ -154,7 +158,7 @@ fn value(text: &str) -> Value {
 }
 
 /// The steps from the top of the document.
-fn steps(root: &Node, key: &str) -> Result<Vec<Step>, String> {
+fn parse_path(root: &Node, key: &str) -> Result<Vec<Step>, String> {
     let mut steps = Vec::new();
     for part in key.split('.') {
         let name = part.split('[').next().unwrap_or_default();
@@ -172,17 +176,17 @@ fn steps(root: &Node, key: &str) -> Result<Vec<Step>, String> {
             })?));
         }
     }
-    if steps.len() > STEPS_MOST {
+    if steps.len() > MAX_PATH_STEPS {
         return Err(format!("a path of {} steps leads nowhere", steps.len()));
     }
     let first = match steps.first() {
         Some(Step::Key(first)) => first.clone(),
         _ => String::new(),
     };
-    if TOP.contains(&first.as_str()) {
+    if TOP_LEVEL_KEYS.contains(&first.as_str()) {
         return Ok(steps);
     }
-    let mut whole = vec![Step::Key("config".into())];
+    let mut full_path = vec![Step::Key("config".into())];
     if first != "process" {
         let processes = root.get("config").and_then(|config| config.get("process"));
         let count = match processes.map(|node| &node.value) {
@@ -194,20 +198,20 @@ fn steps(root: &Node, key: &str) -> Result<Vec<Step>, String> {
                 "the job has {count} processes: write `config.process[0].{key}`, or another number"
             ));
         }
-        whole.extend([Step::Key("process".into()), Step::Index(0)]);
+        full_path.extend([Step::Key("process".into()), Step::Index(0)]);
     }
-    whole.extend(steps);
-    Ok(whole)
+    full_path.extend(steps);
+    Ok(full_path)
 }
 
-fn shown(steps: &[Step]) -> String {
+fn format_path(steps: &[Step]) -> String {
     steps.iter().fold(String::new(), |path, step| match step {
         Step::Key(key) => join(&path, key),
         Step::Index(index) => format!("{path}[{index}]"),
     })
 }
 
-fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
+fn set_value(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
     let Some((step, rest)) = steps.split_first() else {
         *node = Node {
             mark: node.mark,
@@ -236,14 +240,14 @@ fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
                 });
             }
             match entries.get_mut(at) {
-                Some(entry) => set(&mut entry.node, rest, value),
+                Some(entry) => set_value(&mut entry.node, rest, value),
                 None => Ok(()),
             }
         }
         (Step::Index(index), Value::List(items)) => {
             let count = items.len();
             match items.get_mut(*index) {
-                Some(item) => set(item, rest, value),
+                Some(item) => set_value(item, rest, value),
                 None => Err(format!("there is no `[{index}]` in a list of {count}")),
             }
         }
@@ -252,15 +256,15 @@ fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
     }
 }
 
-/// Takes the key with this whole path out, where there is one.
+/// Takes the key with this full_path path out, where there is one.
 pub(super) fn remove(root: &mut Node, key: &str) {
-    if let Ok(steps) = steps(root, key) {
-        take_out(root, &steps);
+    if let Ok(steps) = parse_path(root, key) {
+        remove_key(root, &steps);
     }
 }
 
 /// Whether there was such a key.
-fn take_out(node: &mut Node, steps: &[Step]) -> bool {
+fn remove_key(node: &mut Node, steps: &[Step]) -> bool {
     match (steps, &mut node.value) {
         ([Step::Key(key)], Value::Map(entries)) => {
             let before = entries.len();
@@ -269,10 +273,10 @@ fn take_out(node: &mut Node, steps: &[Step]) -> bool {
         }
         ([Step::Key(key), rest @ ..], Value::Map(entries)) => {
             let entry = entries.iter_mut().find(|entry| entry.key == *key);
-            entry.is_some_and(|entry| take_out(&mut entry.node, rest))
+            entry.is_some_and(|entry| remove_key(&mut entry.node, rest))
         }
         ([Step::Index(index), rest @ ..], Value::List(items)) => {
-            items.get_mut(*index).is_some_and(|item| take_out(item, rest))
+            items.get_mut(*index).is_some_and(|item| remove_key(item, rest))
         }
         _ => false,
     }
@@ -328,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_found_from_the_process_or_from_the_top() {
+    fn a_key_path_may_begin_at_the_process_or_at_the_document() {
         let job = with(
             &[
                 ("train.lr", "2e-3"),
@@ -358,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_and_maps_are_set_as_the_file_would_have_them() {
+    fn a_change_may_set_a_list_or_a_map() {
         let job = with(
             &[
                 ("network.network_kwargs.ignore_if_contains", "[attn1, 'attn 2']"),
@@ -388,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_set_is_not_overruled_by_one_of_the_file() {
+    fn a_changed_key_wins_over_a_conflicting_key_of_the_file() {
         let ranked = TEXT.replace("linear: 4", "rank: 4");
         let drawn = "job: generate\nconfig:\n  name: cat\n  process:\n  - type: to_folder\n    output_folder: out\n    \
                      dtype: bf16\n    model: {name_or_path: m}\n    generate: {prompts: [a]}\n";
@@ -422,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_are_not_there_are_errors_with_the_nearest() {
+    fn unknown_keys_in_changes_are_errors_with_a_suggestion() {
         let near = with(&[("train.stepz", "1")], "").unwrap_err();
         assert!(
             near.starts_with("command line: ")

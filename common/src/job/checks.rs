@@ -4,10 +4,10 @@ use super::arch::ArchName;
 use super::dataset::DatasetConfig;
 use super::limits::MAX_DATASETS;
 use super::process::{ProcessType, TrainerProcess};
-use super::schema::Cx;
+use super::schema::ReadContext;
 
 /// Checks a training as a whole.
-pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
+pub(crate) fn check_trainer(process: &TrainerProcess, cx: &mut ReadContext) {
     let train = &process.train;
     let model = &process.model;
     let has_trigger =
@@ -73,22 +73,22 @@ pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
             | ProcessType::TextualInversionTrainer
             | ProcessType::ConceptSlider
     );
-    let place = super::schema::join(cx.path(), "datasets");
-    let said = cx.errors.iter().any(|error| error.key.starts_with(&place));
-    if needs_data && process.datasets.is_empty() && !said {
+    let path = super::schema::join(cx.path(), "datasets");
+    let is_reported = cx.errors.iter().any(|error| error.key.starts_with(&path));
+    if needs_data && process.datasets.is_empty() && !is_reported {
         cx.error_at(
             "datasets",
             "a training needs at least one data set (`- folder_path: …`)",
         );
     }
     if needs_data {
-        datasets(&process.datasets, cx);
+        check_datasets(&process.datasets, cx);
     }
 }
 
 /// Checks that every data set says where its images are.
-pub(crate) fn datasets(datasets: &[DatasetConfig], cx: &mut Cx) {
-    cx.at_most_items("datasets", datasets.len(), MAX_DATASETS);
+pub(crate) fn check_datasets(datasets: &[DatasetConfig], cx: &mut ReadContext) {
+    cx.check_item_count("datasets", datasets.len(), MAX_DATASETS);
     for (index, dataset) in datasets.iter().enumerate() {
         if dataset.path().is_none() {
             cx.error_at(

@@ -90,19 +90,19 @@ macro_rules! section {
         }
 
         impl $crate::job::schema::FieldValue for $Name {
-            const CHECKED: bool = true;
+            const HAS_CHECKS: bool = true;
             const HAS_INPUTS: bool = true;
 
             fn kind() -> String {
                 format!("map, see `{}`", $title)
             }
 
-            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::Cx) -> Option<Self> {
-                let entries = cx.map(node, $title)?;
+            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::ReadContext) -> Option<Self> {
+                let entries = cx.read_map(node, $title)?;
                 #[allow(unused_mut)]
                 let mut section = Self::default();
                 $(
-                    cx.take(
+                    cx.read_key(
                         entries,
                         $title,
                         $crate::job::schema::section!(@key $field $($key)?),
@@ -111,8 +111,8 @@ macro_rules! section {
                     );
                 )*
                 let rare: Vec<&str> = Self::RARE.iter().map(|(key, _)| *key).collect();
-                cx.leftover(entries, $title, Self::KEYS, &rare, &mut section.rare);
-                $( $finish(&mut section, &$crate::job::schema::Cx::given(entries), cx); )?
+                cx.read_other_keys(entries, $title, Self::KEYS, &rare, &mut section.rare);
+                $( $finish(&mut section, &$crate::job::schema::ReadContext::present_keys(entries), cx); )?
                 Some(section)
             }
 
@@ -120,7 +120,7 @@ macro_rules! section {
                 if *self == Self::default() { "{}".into() } else { "{…}".into() }
             }
 
-            fn is_off(&self) -> bool {
+            fn is_falsy(&self) -> bool {
                 *self == Self::default()
             }
 
@@ -148,7 +148,7 @@ macro_rules! section {
                         self.$field.inputs(&join(path, KEY), out);
                     }
                     $(
-                        self.$field.texts(&mut |behind, text| {
+                        self.$field.for_each_text(&mut |behind, text| {
                             if !text.is_empty() {
                                 out.push(Input {
                                     config_path: text.to_owned(),
@@ -230,13 +230,13 @@ macro_rules! choices {
         }
 
         impl $crate::job::schema::FieldValue for $Name {
-            const CHECKED: bool = true;
+            const HAS_CHECKS: bool = true;
 
             fn kind() -> String {
                 format!("name of a {}", $what)
             }
 
-            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::Cx) -> Option<Self> {
+            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::ReadContext) -> Option<Self> {
                 let names: Vec<&'static str> = Self::ALL.iter().map(|value| value.name()).collect();
                 $crate::job::values::read_choice(node, cx, $what, &names, Self::from_name)
             }
@@ -245,7 +245,7 @@ macro_rules! choices {
                 self.name().into()
             }
 
-            fn is_off(&self) -> bool {
+            fn is_falsy(&self) -> bool {
                 false
             }
 

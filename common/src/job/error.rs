@@ -87,12 +87,12 @@ impl fmt::Display for Support {
 #[non_exhaustive]
 pub enum JobError {
     /// No such config.
-    #[error("no config `{name}`: looked for {}", looked.join(", "))]
+    #[error("no config `{name}`: searched for {}", searched.join(", "))]
     NotFound {
         /// The name or path that was asked for.
         name: String,
-        /// Where it was looked for, in order.
-        looked: Vec<String>,
+        /// Where it was searched for, in order.
+        searched: Vec<String>,
     },
     /// The file could not be read.
     #[error("{path}: cannot be read: {source}")]

@@ -14,7 +14,7 @@ use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::process::{GenerateProcess, Img2ImgProcess, ProcessKind, TrainerProcess};
 use super::repository::{is_commit, is_repository};
-use super::schema::{Cx, FieldValue, SectionInfo, join};
+use super::schema::{FieldValue, ReadContext, SectionInfo, join};
 use super::spec::{ConfigSection, JobSpec};
 use serde::Deserialize;
 use serde_json::Value as Json;
@@ -37,7 +37,7 @@ impl JobSpec {
     /// # Errors
     /// As there.
     pub fn from_json(text: &str) -> Result<Self, JobError> {
-        let json = serde_json::from_str(text).map_err(|error| whole(error.to_string()))?;
+        let json = serde_json::from_str(text).map_err(|error| job_error(error.to_string()))?;
         Self::from_value(&json)
     }
 
@@ -46,17 +46,17 @@ impl JobSpec {
     /// # Errors
     /// [`JobError::Invalid`] with every place that is wrong.
     pub fn from_value(json: &Json) -> Result<Self, JobError> {
-        within_limits(json).map_err(whole)?;
+        check_limits(json).map_err(job_error)?;
         let spec = Self::deserialize(json);
-        let mut cx = Cx::new(None);
-        let read = Self::read(&document(json, spec.as_ref().ok()), None, &mut cx);
+        let mut cx = ReadContext::new(None);
+        let read = Self::read(&to_config(json, spec.as_ref().ok()), None, &mut cx);
         let spec = match spec {
             Ok(spec) => spec,
-            Err(error) if cx.errors.is_empty() => return Err(whole(error.to_string())),
+            Err(error) if cx.errors.is_empty() => return Err(job_error(error.to_string())),
             // The reader says where it is.
             Err(_) => {
                 return Err(JobError::Invalid {
-                    findings: cx.errors.into_iter().map(without_place).collect(),
+                    findings: cx.errors.into_iter().map(without_position).collect(),
                 });
             }
         };
@@ -65,7 +65,7 @@ impl JobSpec {
             .as_deref()
             .is_some_and(|file| file.len() > MAX_FILE_NAME || file.contains(char::is_control))
         {
-            return Err(whole("`file` is no name of a file that can be shown".into()));
+            return Err(job_error("`file` is no name of a file that can be shown".into()));
         }
         let mut findings: Vec<Finding> = cx
             .errors
@@ -74,12 +74,12 @@ impl JobSpec {
             .collect();
         if findings.is_empty() {
             findings.extend(match read {
-                Some(read) => spec.differs_from(read),
+                Some(read) => spec.find_difference(read),
                 None => Some(spec.finding(String::new(), "the job could not be understood".into())),
             });
         }
-        findings.extend(spec.wrong_part());
-        findings.extend(spec.wrong_revision());
+        findings.extend(spec.check_part());
+        findings.extend(spec.check_revisions());
         if findings.is_empty() {
             Ok(spec)
         } else {
@@ -93,27 +93,27 @@ impl JobSpec {
     ///
     /// # Errors
     /// [`JobError::Invalid`] with every place that is wrong.
-    pub fn changed(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
-        let json = serde_json::to_value(self).map_err(|error| whole(error.to_string()))?;
-        let mut config = document(&json, Some(self));
-        derived::take_out(&mut config, self);
-        let mut before = Cx::new(None);
+    pub fn with_changes(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
+        let json = serde_json::to_value(self).map_err(|error| job_error(error.to_string()))?;
+        let mut config = to_config(&json, Some(self));
+        derived::remove_derived_keys(&mut config, self);
+        let mut before = ReadContext::new(None);
         // What it warns of was said when the job was read.
         let _ = Self::read(&config, None, &mut before);
-        let changed = change::apply(&mut config, changes, None).map_err(|found| JobError::Invalid {
-            findings: vec![without_place(found)],
+        let changed = change::apply_changes(&mut config, changes, None).map_err(|found| JobError::Invalid {
+            findings: vec![without_position(found)],
         })?;
-        let mut cx = Cx::new(None);
+        let mut cx = ReadContext::new(None);
         let read = Self::read(&config, None, &mut cx);
-        change::refuse_unknown(&changed, &mut cx);
-        let findings: Vec<Finding> = cx.errors.into_iter().map(without_place).collect();
+        change::refuse_unknown_keys(&changed, &mut cx);
+        let findings: Vec<Finding> = cx.errors.into_iter().map(without_position).collect();
         // A change of one key may be without effect because of another, whose place the warning has.
-        let is_news =
-            |warning: &Finding| !before.warnings.contains(warning) || change::concerns(&warning.key, &changed);
-        let warnings = cx.warnings.into_iter().filter(is_news).map(without_place).collect();
+        let is_new =
+            |warning: &Finding| !before.warnings.contains(warning) || change::overlaps_change(&warning.key, &changed);
+        let warnings = cx.warnings.into_iter().filter(is_new).map(without_position).collect();
         let Some(read) = read.filter(|_| findings.is_empty()) else {
             return Err(match findings.is_empty() {
-                true => whole("the job could not be understood".into()),
+                true => job_error("the job could not be understood".into()),
                 false => JobError::Invalid { findings },
             });
         };
@@ -128,12 +128,12 @@ impl JobSpec {
             spec.config.name = None;
         }
         // Where they stand in the file says nothing of values that are not from there.
-        spec.positions.retain(|key, _| !change::is_given(key, &changed));
+        spec.positions.retain(|key, _| !change::is_changed(key, &changed));
         Ok((spec, warnings))
     }
 
     /// What is wrong with the images that a part of a job is about.
-    fn wrong_part(&self) -> Option<Finding> {
+    fn check_part(&self) -> Option<Finding> {
         let part = self.part?;
         let one = matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
         (!one || part.from >= part.to).then(|| {
@@ -144,7 +144,7 @@ impl JobSpec {
     }
 
     /// A revision that is no commit of a repository: it becomes part of an address and of a path.
-    fn wrong_revision(&self) -> Option<Finding> {
+    fn check_revisions(&self) -> Option<Finding> {
         let wrong = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
         let (repository, _) = self.revisions.iter().find(wrong)?;
         let message = format!(
@@ -155,7 +155,7 @@ impl JobSpec {
     }
 
     /// Where this job has another value than reading its own config gives.
-    fn differs_from(&self, mut read: Self) -> Option<Finding> {
+    fn find_difference(&self, mut read: Self) -> Option<Finding> {
         if self.config.name.is_none() {
             read.config.name = None;
         }
@@ -183,7 +183,7 @@ impl JobSpec {
 }
 
 /// An error about the job as a whole.
-fn whole(message: String) -> JobError {
+fn job_error(message: String) -> JobError {
     JobError::Invalid {
         findings: vec![Finding {
             message,
@@ -193,7 +193,7 @@ fn whole(message: String) -> JobError {
 }
 
 /// Lines and columns of JSON that was written back say nothing to anybody.
-fn without_place(finding: Finding) -> Finding {
+fn without_position(finding: Finding) -> Finding {
     Finding {
         line: None,
         column: None,
@@ -201,7 +201,7 @@ fn without_place(finding: Finding) -> Finding {
     }
 }
 
-fn within_limits(json: &Json) -> Result<(), String> {
+fn check_limits(json: &Json) -> Result<(), String> {
     let mut left = MAX_VALUES;
     let mut open = vec![(json, 0_usize)];
     while let Some((value, depth)) = open.pop() {
@@ -226,9 +226,9 @@ fn within_limits(json: &Json) -> Result<(), String> {
 
 /// Which keys of a section are sections themselves.
 #[derive(Default)]
-struct Shape(HashMap<&'static str, Shape>);
+struct SectionTree(HashMap<&'static str, SectionTree>);
 
-impl Shape {
+impl SectionTree {
     fn of(section: Option<SectionInfo>) -> Self {
         let fields = section.map(|section| section.fields).unwrap_or_default();
         let nested = fields
@@ -239,26 +239,29 @@ impl Shape {
 }
 
 /// The body of a job, and its processes by their names in JSON.
-static SHAPES: LazyLock<HashMap<&'static str, Shape>> = LazyLock::new(|| {
+static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::new(|| {
     HashMap::from([
-        ("config", Shape::of(ConfigSection::section())),
-        ("cluster", Shape::default()),
-        ("train", Shape::of(TrainerProcess::section())),
-        ("generate", Shape::of(GenerateProcess::section())),
-        ("img2_img", Shape::of(Img2ImgProcess::section())),
-        ("caption", Shape::of(CaptionProcess::section())),
-        ("extract", Shape::of(ExtractProcess::section())),
-        ("rescale_lora", Shape::of(RescaleLoraProcess::section())),
+        ("config", SectionTree::of(ConfigSection::section())),
+        ("cluster", SectionTree::default()),
+        ("train", SectionTree::of(TrainerProcess::section())),
+        ("generate", SectionTree::of(GenerateProcess::section())),
+        ("img2_img", SectionTree::of(Img2ImgProcess::section())),
+        ("caption", SectionTree::of(CaptionProcess::section())),
+        ("extract", SectionTree::of(ExtractProcess::section())),
+        ("rescale_lora", SectionTree::of(RescaleLoraProcess::section())),
     ])
 });
 
 /// The config of a job, as its user could have written it.
-fn document(json: &Json, spec: Option<&JobSpec>) -> Node {
+fn to_config(json: &Json, spec: Option<&JobSpec>) -> Node {
     let mut document = Vec::new();
     if let Some(job) = json.get("job") {
-        document.push(entry("job", node(job, None)));
+        document.push(entry("job", json_to_node(job, None)));
     }
-    let mut config = match json.get("config").map(|config| node(config, SHAPES.get("config"))) {
+    let mut config = match json
+        .get("config")
+        .map(|config| json_to_node(config, SECTION_TREES.get("config")))
+    {
         Some(Node {
             value: Value::Map(entries),
             ..
@@ -267,58 +270,58 @@ fn document(json: &Json, spec: Option<&JobSpec>) -> Node {
     };
     config.retain(|entry| !matches!(entry.key.as_str(), "name" | "process"));
     if let Some(name) = json.get("name") {
-        config.push(entry("name", node(name, None)));
+        config.push(entry("name", json_to_node(name, None)));
     }
     if let Some(list) = json.get("process") {
         let processes = match list.as_array() {
-            Some(list) => plain(Value::List(list.iter().map(process).collect())),
-            None => node(list, None),
+            Some(list) => plain_node(Value::List(list.iter().map(process_node).collect())),
+            None => json_to_node(list, None),
         };
         config.push(entry("process", processes));
     }
-    document.push(entry("config", plain(Value::Map(config))));
+    document.push(entry("config", plain_node(Value::Map(config))));
     if let Some(meta) = json.get("meta") {
-        document.push(entry("meta", node(meta, None)));
+        document.push(entry("meta", json_to_node(meta, None)));
     }
-    if let Some(wishes) = json.get("cluster") {
-        document.push(entry("cluster", cluster(wishes, spec)));
+    if let Some(constraints) = json.get("cluster") {
+        document.push(entry("cluster", cluster_node(constraints, spec)));
     }
-    plain(Value::Map(document))
+    plain_node(Value::Map(document))
 }
 
 /// `{"type": …, "kind": {"train": {…}}}` -> the process as a config has it.
-fn process(json: &Json) -> Node {
+fn process_node(json: &Json) -> Node {
     let kind = json.get("kind").and_then(Json::as_object);
     let body = match kind.and_then(|kinds| kinds.iter().next()) {
-        Some((kind, body)) if kind == "rare" => node(body.get("keys").unwrap_or(&Json::Null), None),
-        Some((kind, body)) => node(body, SHAPES.get(kind.as_str())),
-        None => plain(Value::Null),
+        Some((kind, body)) if kind == "rare" => json_to_node(body.get("keys").unwrap_or(&Json::Null), None),
+        Some((kind, body)) => json_to_node(body, SECTION_TREES.get(kind.as_str())),
+        None => plain_node(Value::Null),
     };
     let Value::Map(mut entries) = body.value else {
         return body;
     };
     entries.retain(|entry| entry.key != "type");
     if let Some(of_type) = json.get("type") {
-        entries.push(entry("type", node(of_type, None)));
+        entries.push(entry("type", json_to_node(of_type, None)));
     }
-    plain(Value::Map(entries))
+    plain_node(Value::Map(entries))
 }
 
 /// Times and sizes, which a config has as text and the queue as numbers.
-fn cluster(json: &Json, spec: Option<&JobSpec>) -> Node {
-    let mut read = node(json, SHAPES.get("cluster"));
+fn cluster_node(json: &Json, spec: Option<&JobSpec>) -> Node {
+    let mut read = json_to_node(json, SECTION_TREES.get("cluster"));
     let (Value::Map(entries), Some(spec)) = (&mut read.value, spec) else {
         return read;
     };
     let cluster = &spec.cluster;
     for entry in entries {
         let value = match entry.key.as_str() {
-            "not_before" => cluster.not_before.map(|moment| Value::Text(moment.show())),
+            "not_before" => cluster.not_before.map(|time| Value::Text(time.show())),
             "split" => cluster.split.map(|split| match split {
                 super::cluster::Split::Auto => Value::Text("auto".into()),
                 super::cluster::Split::Parts(parts) => Value::Int(parts.into()),
             }),
-            _ => match time_span(&entry.node) {
+            _ => match format_time_span(&entry.node) {
                 Some(text) => Some(Value::Text(text)),
                 None => continue,
             },
@@ -329,12 +332,12 @@ fn cluster(json: &Json, spec: Option<&JobSpec>) -> Node {
 }
 
 /// `{"secs": 60, "nanos": 0}` -> `60s`.
-fn time_span(node: &Node) -> Option<String> {
-    let whole = |key| match node.get(key).map(|node| &node.value) {
+fn format_time_span(node: &Node) -> Option<String> {
+    let integer = |key| match node.get(key).map(|node| &node.value) {
         Some(Value::Int(number)) => Some(*number),
         _ => None,
     };
-    let (seconds, nanos) = (whole("secs")?, whole("nanos")?);
+    let (seconds, nanos) = (integer("secs")?, integer("nanos")?);
     (nanos == 0 && node.entries()?.len() == 2).then(|| format!("{seconds}s"))
 }
 
@@ -346,7 +349,7 @@ fn entry(key: &str, node: Node) -> Entry {
     }
 }
 
-fn plain(value: Value) -> Node {
+fn plain_node(value: Value) -> Node {
     Node {
         mark: Mark::default(),
         value,
@@ -355,8 +358,8 @@ fn plain(value: Value) -> Node {
 }
 
 /// JSON as a node. In a section, seldom used keys lie under `rare`; in its config they lie beside the others.
-fn node(json: &Json, section: Option<&Shape>) -> Node {
-    plain(match json {
+fn json_to_node(json: &Json, section: Option<&SectionTree>) -> Node {
+    plain_node(match json {
         Json::Null => Value::Null,
         Json::Bool(value) => Value::Bool(*value),
         Json::Number(number) => match number.as_i64() {
@@ -364,17 +367,17 @@ fn node(json: &Json, section: Option<&Shape>) -> Node {
             None => Value::Float(number.as_f64().unwrap_or(f64::NAN)),
         },
         Json::String(text) => Value::Text(text.clone()),
-        Json::Array(items) => Value::List(items.iter().map(|item| node(item, section)).collect()),
+        Json::Array(items) => Value::List(items.iter().map(|item| json_to_node(item, section)).collect()),
         Json::Object(map) => {
             let mut entries = Vec::with_capacity(map.len());
             for (key, value) in map {
                 match value {
                     Json::Object(rare) if section.is_some() && key == "rare" => {
-                        entries.extend(rare.iter().map(|(key, value)| entry(key, node(value, None))));
+                        entries.extend(rare.iter().map(|(key, value)| entry(key, json_to_node(value, None))));
                     }
                     value => {
                         let nested = section.and_then(|section| section.0.get(key.as_str()));
-                        entries.push(entry(key, node(value, nested)));
+                        entries.push(entry(key, json_to_node(value, nested)));
                     }
                 }
             }

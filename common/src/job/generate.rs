@@ -2,7 +2,7 @@
 
 use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
-use super::schema::{Cx, Given, section};
+use super::schema::{PresentKeys, ReadContext, section};
 use super::values::{Pair, TextSource};
 
 section! {
@@ -16,7 +16,7 @@ section! {
         width: u32 = 512, Works;
         /// Height in pixels, floored to a multiple of 8, at least 64.
         height: u32 = 512, Works;
-        /// Sizes of which one is picked at random per image.
+        /// Sizes; one is picked at random for each image.
         size_list: Option<Vec<Pair>> = None, Works;
         /// Negative prompt.
         neg: String = String::new(), Works;
@@ -36,7 +36,7 @@ section! {
         ext: String = "png".into(), Works;
         /// Write the prompt beside the image as `.txt`.
         prompt_file: bool = false, Works;
-        /// Repeat the list of prompts.
+        /// How often the list of prompts is repeated.
         num_repeats: u32 = 1, Works;
         /// Build prompts from random lines, joined by commas.
         random_prompts: bool = false, Works;
@@ -47,7 +47,7 @@ section! {
         /// Shuffle the prompts.
         shuffle: bool = false, Works;
         /// torch.compile.
-        compile: bool = false, Accepted("the same result another way");
+        compile: bool = false, Accepted("an optimisation; the result is the same");
     }
     finish = finish_generate;
 }
@@ -62,7 +62,7 @@ pub fn prompt_lines(text: &str) -> Vec<&str> {
 impl GenerateConfig {
     /// How many images are drawn from so many prompts.
     #[must_use]
-    pub fn images(&self, prompts: usize) -> u64 {
+    pub fn image_count(&self, prompts: usize) -> u64 {
         let list = if self.random_prompts {
             u64::from(self.max_images)
         } else {
@@ -72,24 +72,24 @@ impl GenerateConfig {
     }
 }
 
-fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
+fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
-    image_suffix(&generate.ext, cx);
+    check_image_suffix(&generate.ext, cx);
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
-    cx.at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
-    cx.at_most("width", generate.width, MAX_SIDE);
-    cx.at_most("height", generate.height, MAX_SIDE);
-    cx.at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
-    cx.at_most("max_images", generate.max_images, MAX_RANDOM_PROMPTS);
-    cx.at_most(
+    cx.check_at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_at_most("width", generate.width, MAX_SIDE);
+    cx.check_at_most("height", generate.height, MAX_SIDE);
+    cx.check_at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
+    cx.check_at_most("max_images", generate.max_images, MAX_RANDOM_PROMPTS);
+    cx.check_at_most(
         "max_random_per_prompt",
         generate.max_random_per_prompt,
         MAX_LINES_PER_PROMPT,
     );
     for (index, Pair(width, height)) in generate.size_list.iter().flatten().enumerate() {
-        cx.at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
+        cx.check_at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
     }
     if generate.size_list.as_ref().is_some_and(Vec::is_empty) {
         generate.size_list = None;
@@ -115,7 +115,7 @@ section! {
         guidance_rescale: f64 = 0.0, Works;
         /// Suffix of the files, with or without the dot.
         ext: String = "png".into(), Works;
-        /// How much of the image is redrawn: 0 nothing, 1 everything.
+        /// How much of the image changes: 0 nothing, 1 everything.
         denoise_strength: f64 = 0.5, Works;
         /// Trigger word for `[trigger]` in captions.
         trigger_word: Option<String> = None, Works;
@@ -123,19 +123,19 @@ section! {
     finish = finish_img2img;
 }
 
-fn finish_img2img(generate: &mut Img2ImgConfig, _given: &Given, cx: &mut Cx) {
+fn finish_img2img(generate: &mut Img2ImgConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
-    image_suffix(&generate.ext, cx);
+    check_image_suffix(&generate.ext, cx);
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
-    cx.at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
     if !(0.0..=1.0).contains(&generate.denoise_strength) {
         cx.error_at("denoise_strength", "expected a share from 0 to 1");
     }
 }
 
-fn image_suffix(ext: &str, cx: &mut Cx) {
+fn check_image_suffix(ext: &str, cx: &mut ReadContext) {
     const KNOWN: &[&str] = &["png", "jpg", "jpeg", "webp"];
     if !KNOWN.contains(&ext) {
         cx.error_at(

@@ -4,13 +4,13 @@ use super::node::shorten;
 use super::process::ProcessKind;
 use super::prompt::PromptFlags;
 use super::sample::SampleConfig;
-use super::schema::{Cx, Input, InputKind, Report};
+use super::schema::{Input, InputKind, ReadContext, Report};
 use super::spec::JobSpec;
 use super::values::TextSource;
 use std::collections::BTreeSet;
 
 /// Keys of inputs that nobody opens, because of another key or because of what the process does.
-pub(crate) fn unopened(job: &JobSpec) -> BTreeSet<String> {
+pub(crate) fn unopened_keys(job: &JobSpec) -> BTreeSet<String> {
     let mut keys = BTreeSet::new();
     for (index, process) in job.process.iter().enumerate() {
         let (datasets, trains) = match &process.kind {
@@ -33,9 +33,9 @@ pub(crate) fn unopened(job: &JobSpec) -> BTreeSet<String> {
 }
 
 /// Adds the files that prompts name.
-pub(crate) fn from_prompts(job: &JobSpec, out: &mut Vec<Input>) {
+pub(crate) fn add_prompt_inputs(job: &JobSpec, out: &mut Vec<Input>) {
     for (index, process) in job.process.iter().enumerate() {
-        each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+        for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
             if let Some(config_path) = PromptFlags::parse(text).ctrl_img.filter(|path| !path.is_empty()) {
                 out.push(Input {
                     config_path,
@@ -48,9 +48,9 @@ pub(crate) fn from_prompts(job: &JobSpec, out: &mut Vec<Input>) {
 }
 
 /// Says which flags of prompts this release does not follow; the keys of the same meaning say the same.
-pub(crate) fn unsupported(job: &JobSpec, report: &mut Report) {
+pub(crate) fn check_flag_support(job: &JobSpec, report: &mut Report) {
     for (index, process) in job.process.iter().enumerate() {
-        each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+        for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
             let flags = PromptFlags::parse(text);
             if flags.num_frames.is_some_and(|frames| frames > 1) {
                 report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
@@ -80,8 +80,8 @@ pub(crate) fn unsupported(job: &JobSpec, report: &mut Report) {
 }
 
 /// Says which flags of prompts cannot be understood.
-pub(crate) fn check_prompts(process: &ProcessKind, path: &str, cx: &mut Cx) {
-    each_prompt(process, path, &mut |key, text| {
+pub(crate) fn check_prompts(process: &ProcessKind, path: &str, cx: &mut ReadContext) {
+    for_each_prompt(process, path, &mut |key, text| {
         let flags = PromptFlags::parse(text);
         for problem in flags.problems {
             cx.error_at(&key, problem);
@@ -96,12 +96,12 @@ pub(crate) fn check_prompts(process: &ProcessKind, path: &str, cx: &mut Cx) {
     });
 }
 
-fn each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str)) {
+fn for_each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str)) {
     match process {
         ProcessKind::Train(process) => {
-            samples(&process.sample, &format!("{path}.sample"), f);
+            for_each_sample_prompt(&process.sample, &format!("{path}.sample"), f);
             if let Some(first) = &process.first_sample {
-                samples(first, &format!("{path}.first_sample"), f);
+                for_each_sample_prompt(first, &format!("{path}.first_sample"), f);
             }
         }
         ProcessKind::Generate(process) => {
@@ -115,7 +115,7 @@ fn each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str
     }
 }
 
-fn samples(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, &str)) {
+fn for_each_sample_prompt(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, &str)) {
     let from_prompts = !sample.prompts.is_empty() && sample.prompts.len() == sample.samples.len();
     for (index, item) in sample.samples.iter().enumerate() {
         if from_prompts && sample.prompts.get(index) == Some(&item.prompt) {
@@ -131,7 +131,7 @@ mod tests {
     use crate::job::{Format, LoadOptions, parse};
 
     #[test]
-    fn flags_say_what_their_keys_say() {
+    fn unsupported_prompt_flags_are_reported_like_their_keys() {
         let config = |prompt: &str| {
             let text = format!(
                 "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      model:\n        \

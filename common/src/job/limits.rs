@@ -40,7 +40,7 @@ pub const MAX_TEXT_FILE_BYTES: u64 = 64 * 1024 * 1024;
 /// Bytes of the caption of one image.
 pub const MAX_CAPTION_BYTES: u64 = 1024 * 1024;
 /// What one value costs besides its text.
-pub(crate) const NODE_COST: usize = 64;
+pub(crate) const NODE_BYTES: usize = 64;
 
 pub(crate) fn finding(file: Option<&str>, mark: Mark, key: &str, message: impl Into<String>) -> Finding {
     Finding {

@@ -4,7 +4,7 @@ use super::change::{self, Change};
 use super::error::{Finding, JobError};
 use super::limits::{MAX_BYTES, finding};
 use super::node::{Mark, Node, Value};
-use super::schema::Cx;
+use super::schema::ReadContext;
 use super::spec::JobSpec;
 use super::{Format, json, template, yaml};
 use std::collections::BTreeMap;
@@ -17,8 +17,8 @@ pub struct LoadOptions<'a> {
     /// `--name`: replaces `[name]` instead of `config.name`.
     pub name_override: Option<&'a str>,
     /// Looks up `${VAR}`.
-    pub env: template::Env<'a>,
-    /// The folder in which `config/` is looked for. Unset: the current one.
+    pub env: template::EnvLookup<'a>,
+    /// The folder in which `config/` is searched for. Unset: the current one.
     pub search_dir: Option<&'a Path>,
     /// Keys that have another value than in the file.
     pub changes: &'a [Change],
@@ -79,7 +79,7 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
         findings: vec![finding],
     };
     if text.len() as u64 > MAX_BYTES {
-        return Err(invalid(too_big(file)));
+        return Err(invalid(too_large_file(file)));
     }
     let body = text.strip_prefix('\u{feff}').unwrap_or(text);
     let mut root = match format {
@@ -88,25 +88,29 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
         Format::Jsonc => json::parse(body, true, file),
     }
     .map_err(invalid)?;
-    let changed = change::apply(&mut root, options.changes, file).map_err(invalid)?;
+    let changed = change::apply_changes(&mut root, options.changes, file).map_err(invalid)?;
     let secrets = template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
-    if let Some(name) = options.name_override.map(str::to_owned).or_else(|| own_name(&root)) {
+    if let Some(name) = options
+        .name_override
+        .map(str::to_owned)
+        .or_else(|| name_in_config(&root))
+    {
         let name = format!("{name}{}", options.suffix);
-        template::fill_name(&mut root, &name, file).map_err(invalid)?;
+        template::replace_name(&mut root, &name, file).map_err(invalid)?;
     }
     change::append_to_name(&mut root, options.suffix);
     let given = options.name_override.map(|name| format!("{name}{}", options.suffix));
-    let mut cx = Cx::new(file.map(str::to_owned));
+    let mut cx = ReadContext::new(file.map(str::to_owned));
     cx.warnings = secrets;
     let spec = JobSpec::read(&root, given.as_deref(), &mut cx);
-    change::refuse_unknown(&changed, &mut cx);
-    change::place_on_command_line(&mut cx.warnings, &changed);
-    change::place_on_command_line(&mut cx.errors, &changed);
+    change::refuse_unknown_keys(&changed, &mut cx);
+    change::move_to_command_line(&mut cx.warnings, &changed);
+    change::move_to_command_line(&mut cx.errors, &changed);
     let mut findings = cx.errors;
     match spec {
         Some(mut spec) if findings.is_empty() => {
             // Where they stand in the file says nothing of values that are not from there.
-            spec.positions.retain(|key, _| !change::is_given(key, &changed));
+            spec.positions.retain(|key, _| !change::is_changed(key, &changed));
             Ok(LoadedJob {
                 spec,
                 text: text.to_owned(),
@@ -127,18 +131,18 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
 
 /// Parses YAML in which variables may stand anywhere.
 fn parse_yaml(body: &str, file: Option<&str>) -> Result<Node, Finding> {
-    let mut parsed = yaml::parse(&template::shield(body), file);
+    let mut parsed = yaml::parse(&template::hide_variables(body), file);
     match &mut parsed {
-        Ok(root) => template::unshield(root),
+        Ok(root) => template::restore_variables(root),
         Err(finding) => {
-            template::unshield_text(&mut finding.message);
-            template::unshield_text(&mut finding.key);
+            template::restore_variables_in_text(&mut finding.message);
+            template::restore_variables_in_text(&mut finding.key);
         }
     }
     parsed
 }
 
-fn own_name(root: &Node) -> Option<String> {
+fn name_in_config(root: &Node) -> Option<String> {
     let node = root.get("config")?.get("name")?;
     match &node.value {
         Value::Text(name) => Some(name.clone()),
@@ -147,7 +151,7 @@ fn own_name(root: &Node) -> Option<String> {
     }
 }
 
-fn too_big(file: Option<&str>) -> Finding {
+fn too_large_file(file: Option<&str>) -> Finding {
     let message = format!(
         "the config is larger than {} MiB; this is probably another file",
         MAX_BYTES >> 20
@@ -169,7 +173,7 @@ fn read(path: &Path, shown: &str) -> Result<String, JobError> {
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(JobError::Invalid {
-            findings: vec![too_big(Some(shown))],
+            findings: vec![too_large_file(Some(shown))],
         });
     }
     String::from_utf8(bytes).map_err(|error| {
@@ -198,7 +202,7 @@ const EXTENSIONS: [&str; 4] = ["yaml", "yml", "json", "jsonc"];
 /// Finds a config: a name without extension first in `config/`, anything else first as a path.
 ///
 /// # Errors
-/// [`JobError::NotFound`] with every place that was looked at.
+/// [`JobError::NotFound`] with every place that was searched at.
 pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> {
     let root = search_dir.unwrap_or_else(|| Path::new(""));
     let folder = root.join("config");
@@ -224,19 +228,19 @@ pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> 
                 .map(|extension| root.join(format!("{name}.{extension}"))),
         );
     }
-    let mut looked: Vec<String> = Vec::new();
+    let mut searched: Vec<String> = Vec::new();
     for candidate in candidates {
         if candidate.is_file() {
             return Ok(candidate);
         }
         let shown = candidate.display().to_string();
-        if !looked.contains(&shown) {
-            looked.push(shown);
+        if !searched.contains(&shown) {
+            searched.push(shown);
         }
     }
     Err(JobError::NotFound {
         name: name.to_owned(),
-        looked,
+        searched,
     })
 }
 

@@ -332,7 +332,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
 }
 
 #[test]
-fn every_mistake_has_its_line_and_key() {
+fn every_mistake_is_reported_with_its_line_and_key() {
     let mut wrong = Vec::new();
     for (what, text, line, key, part) in mistakes() {
         match yaml(&text) {

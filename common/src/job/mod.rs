@@ -33,7 +33,7 @@ pub mod optimizer_params;
 pub mod paths;
 pub mod process;
 pub mod prompt;
-mod reading;
+mod read_context;
 pub mod reference;
 pub mod repository;
 pub mod sample;

@@ -41,9 +41,9 @@ section! {
         linear: Option<f64> = None, Works, shown "by type and mode";
         /// Parameter for larger convolutions.
         conv: Option<f64> = None, Works, shown "by type and mode";
-        /// Keep the rest as a sparse bias.
+        /// Keep the residual as a sparse bias.
         use_sparse_bias: bool = false, Works;
-        /// How sparse.
+        /// Sparsity of that bias.
         sparsity: f64 = 0.98, Works;
         /// `locon`: no third factor for convolutions.
         disable_cp: bool = false, Works;
@@ -73,7 +73,7 @@ section! {
         output_path [required]: String = String::new(), Works;
         /// Strength at which the LoRA works now.
         current_weight [required]: f64 = 1.0, Works;
-        /// Strength at which it should do the same.
+        /// Strength at which the result should have the same effect.
         target_weight [required]: f64 = 1.0, Works;
         /// Which tensors are changed.
         scale_target: ScaleTarget = ScaleTarget::UpDown, Works;

@@ -99,7 +99,7 @@ pub fn generated_file(unix_ms: u64, count: u64, ext: &str) -> String {
 /// Which step saves `max_step_saves_to_keep` removes: given the steps of one group, those beyond the newest
 /// `keep`, oldest first. `keep` 0 keeps all.
 #[must_use]
-pub fn expired(steps: &[u64], keep: u64) -> Vec<u64> {
+pub fn saves_to_delete(steps: &[u64], keep: u64) -> Vec<u64> {
     let mut steps = steps.to_vec();
     steps.sort_unstable();
     steps.dedup();
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_ai_toolkit() {
+    fn file_names_match_ai_toolkit() {
         assert_eq!(save_file("cat", Some(500)), "cat_000000500.safetensors");
         assert_eq!(save_file("cat", None), "cat.safetensors");
         assert_eq!(save_folder("cat", Some(500)), "cat_000000500");
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_read_back() {
+    fn step_of_reads_the_step_of_a_save() {
         assert_eq!(step_of("cat", "cat_000000500.safetensors"), Some(500));
         assert_eq!(step_of("cat", "cat_000000500"), Some(500));
         for other in [
@@ -144,13 +144,13 @@ mod tests {
 
     #[test]
     fn retention_keeps_the_newest_by_step() {
-        assert_eq!(expired(&[300, 100, 200, 400], 2), [100, 200]);
-        assert_eq!(expired(&[300, 100], 2), [0; 0]);
-        assert_eq!(expired(&[300, 100, 200], 0), [0; 0], "0 keeps all");
+        assert_eq!(saves_to_delete(&[300, 100, 200, 400], 2), [100, 200]);
+        assert_eq!(saves_to_delete(&[300, 100], 2), [0; 0]);
+        assert_eq!(saves_to_delete(&[300, 100, 200], 0), [0; 0], "0 keeps all");
     }
 
     #[test]
-    fn names_that_cannot_name_folders() {
+    fn check_name_refuses_names_that_are_unsafe_as_folders() {
         for name in [
             "",
             " ",
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn suffixes_add_no_folder() {
+    fn check_suffix_refuses_path_separators() {
         for suffix in [
             "/../../etc/passwd",
             ".txt/x",

@@ -48,10 +48,10 @@ choices! {
         /// Experimental.
         AutomagicExperiment = "automagicexperiment", Refused(LATER);
     }
-    normalise = prodigy;
+    normalise = normalise_prodigy;
 }
 
-fn prodigy(name: &str) -> &str {
+fn normalise_prodigy(name: &str) -> &str {
     if name.starts_with("prodigy8bit") {
         "prodigy8bit"
     } else if name.starts_with("prodigy") {

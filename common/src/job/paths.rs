@@ -18,7 +18,7 @@ impl JobSpec {
         self.inputs()
             .into_iter()
             .filter(foreign)
-            .map(|input| self.finding(input.key, not_an_input(&input.config_path)))
+            .map(|input| self.finding(input.key, not_an_input_message(&input.config_path)))
             .collect()
     }
 
@@ -39,7 +39,7 @@ impl Input {
 
 /// What is said of a path that is no input of its job; the same whether it exists or not.
 #[must_use]
-pub fn not_an_input(path: &str) -> String {
+pub fn not_an_input_message(path: &str) -> String {
     let mut shown: String = path.chars().take(SHOWN).flat_map(char::escape_debug).collect();
     if path.chars().nth(SHOWN).is_some() {
         shown.push('…');

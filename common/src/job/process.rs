@@ -11,7 +11,7 @@ use super::network::NetworkConfig;
 use super::node::Node;
 use super::sample::SampleConfig;
 use super::save::SaveConfig;
-use super::schema::{Cx, FieldValue, Given, Input, Report, SectionInfo, Status, choices, join, section};
+use super::schema::{FieldValue, Input, PresentKeys, ReadContext, Report, SectionInfo, Status, choices, join, section};
 use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
 use super::train::TrainConfig;
 use super::values::FreeMap;
@@ -121,8 +121,8 @@ section! {
         name: Option<String> = None, Works, shown "`config.name`";
         /// The run folder is `training_folder/name`.
         training_folder: Option<String> = None, Works, shown "the job's";
-        /// A hint in ai-toolkit, ignored there too.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored, as in ai-toolkit.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Trigger word of all data sets without their own, and of sample prompts.
         trigger_word: Option<String> = None, Works;
         /// Seed of everything random in the training. Absent: chosen once per job.
@@ -133,47 +133,47 @@ section! {
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// The small weights to train. Absent: the full model.
+        /// The adapter to train. Absent: the full model is trained.
         network: Option<NetworkConfig> = None, Works;
-        /// The loop.
+        /// The training loop.
         train: TrainConfig = TrainConfig::default(), Works;
         /// The base model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
-        /// Saves.
+        /// When and how to save.
         save: SaveConfig = SaveConfig::default(), Works;
-        /// Samples.
+        /// Sample images during the training.
         sample: SampleConfig = SampleConfig::default(), Works;
         /// A second `sample` section, used once, at step 0.
         first_sample: Option<SampleConfig> = None, Works;
-        /// Logs.
+        /// Logging.
         logging: LoggingConfig = LoggingConfig::default(), Works;
         /// Training data, as written: a list of resolutions is one entry here, see `split_datasets`.
         datasets: Vec<DatasetConfig> = Vec::new(), Works;
         /// Textual inversion.
         embedding: Option<EmbeddingConfig> = None, Refused("no textual inversion");
         /// Sliders.
-        slider: Option<SliderConfig> = None, With("type: concept_slider");
+        slider: Option<SliderConfig> = None, DependsOn("type: concept_slider");
         /// `concept_replacer` only.
-        replacements: Vec<Replacement> = Vec::new(), With("type: concept_replacer");
-        /// Without effect in ai-toolkit too.
+        replacements: Vec<Replacement> = Vec::new(), DependsOn("type: concept_replacer");
+        /// No effect, as in ai-toolkit.
         guidance: Option<FreeMap> = None, Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         do_lorm: bool = false, Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         lorm_extract_mode: String = "ratio".into(), Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         lorm_extract_mode_param: f64 = 0.25, Accepted("never had an effect");
     }
     rare {
         "torch_profiler" => Ignored("no torch profiler");
         "adapter" => Refused("no adapters");
         "decorator" => Refused("no decorators");
-        "rescale" => With("type: rescale_sd");
+        "rescale" => DependsOn("type: rescale_sd");
     }
     finish = finish_trainer;
 }
 
-fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
+fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut ReadContext) {
     process.model.dtype = process.train.dtype;
     if process.trigger_word.as_deref() == Some("") {
         process.trigger_word = None;
@@ -183,7 +183,7 @@ fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
             dataset.trigger_word = None;
         }
     }
-    super::checks::trainer(process, cx);
+    super::checks::check_trainer(process, cx);
 }
 
 impl TrainerProcess {
@@ -213,22 +213,22 @@ section! {
         kind as "type": ProcessType = ProcessType::ToFolder, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
-        /// Where the images go.
+        /// Folder for the images.
         output_folder [required]: String = String::new(), Works;
-        /// A hint.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Number format of the arithmetic.
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
-        /// What to draw.
+        /// What to generate.
         generate [required]: GenerateConfig = GenerateConfig::default(), Works;
     }
     finish = finish_generate;
 }
 
-fn finish_generate(process: &mut GenerateProcess, given: &Given, _cx: &mut Cx) {
-    if given.has("dtype") {
+fn finish_generate(process: &mut GenerateProcess, present: &PresentKeys, _cx: &mut ReadContext) {
+    if present.has("dtype") {
         process.model.dtype = process.dtype;
     } else {
         process.dtype = process.model.dtype;
@@ -242,30 +242,30 @@ section! {
         kind as "type": ProcessType = ProcessType::BatchImg2Img, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
-        /// Where the images go.
+        /// Folder for the images.
         output_folder [required]: String = String::new(), Works;
-        /// Copy the images it starts from into this folder.
+        /// Folder into which the source images are copied.
         copy_inputs_to: Option<String> = None, Works;
-        /// A hint.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Number format of the arithmetic.
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
         /// The images, with captions as prompts.
         datasets [required]: Vec<DatasetConfig> = Vec::new(), Works;
-        /// How they are redrawn.
+        /// How the images are changed.
         generate: Img2ImgConfig = Img2ImgConfig::default(), Works;
     }
     finish = finish_img2img;
 }
 
-fn finish_img2img(process: &mut Img2ImgProcess, given: &Given, cx: &mut Cx) {
-    super::checks::datasets(&process.datasets, cx);
-    if process.datasets.is_empty() && given.has("datasets") {
+fn finish_img2img(process: &mut Img2ImgProcess, present: &PresentKeys, cx: &mut ReadContext) {
+    super::checks::check_datasets(&process.datasets, cx);
+    if process.datasets.is_empty() && present.has("datasets") {
         cx.error_at("datasets", "needs at least one data set (`- folder_path: …`)");
     }
-    if given.has("dtype") {
+    if present.has("dtype") {
         process.model.dtype = process.dtype;
     } else {
         process.dtype = process.model.dtype;
@@ -311,7 +311,7 @@ pub struct Process {
     pub kind: ProcessKind,
 }
 
-macro_rules! each {
+macro_rules! match_process {
     ($kind:expr, $process:ident => $body:expr, $rare:ident => $else:expr) => {
         match $kind {
             ProcessKind::Train($process) => $body,
@@ -329,7 +329,7 @@ impl Process {
     /// Its own name, if it has one.
     #[must_use]
     pub fn name(&self) -> Option<&str> {
-        each!(&self.kind, process => process.name.as_deref(), rare => rare.keys.get("name").and_then(|name| name.as_str()))
+        match_process!(&self.kind, process => process.name.as_deref(), rare => rare.keys.get("name").and_then(|name| name.as_str()))
     }
 
     /// The base model, for a process that runs one.
@@ -354,21 +354,21 @@ impl Process {
 }
 
 impl FieldValue for Process {
-    const CHECKED: bool = true;
+    const HAS_CHECKS: bool = true;
     const HAS_INPUTS: bool = true;
 
     fn kind() -> String {
         "map with a `type`".into()
     }
 
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
-        let entries = cx.map(node, "process")?;
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
+        let entries = cx.read_map(node, "process")?;
         let Some(entry) = entries.iter().find(|entry| entry.key == "type") else {
             let names: Vec<&str> = ProcessType::ALL.iter().map(|kind| kind.name()).collect();
             cx.error(format!("a process needs the key `type`. Known: {}", names.join(", ")));
             return None;
         };
-        let process_type = cx.below("type", entry.mark, |cx| ProcessType::read(&entry.node, cx))?;
+        let process_type = cx.descend("type", entry.mark, |cx| ProcessType::read(&entry.node, cx))?;
         let kind = match process_type {
             ProcessType::SdTrainer
             | ProcessType::DiffusionTrainer
@@ -411,7 +411,7 @@ impl FieldValue for Process {
         self.process_type.name().into()
     }
 
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 
@@ -420,12 +420,12 @@ impl FieldValue for Process {
             // One error says it; what is inside such a process does not matter then.
             self.process_type.check(&join(path, "type"), report);
         } else {
-            each!(&self.kind, process => process.check(path, report), _rare => {});
+            match_process!(&self.kind, process => process.check(path, report), _rare => {});
         }
     }
 
     fn inputs(&self, path: &str, out: &mut Vec<Input>) {
-        each!(&self.kind, process => process.inputs(path, out), _rare => {});
+        match_process!(&self.kind, process => process.inputs(path, out), _rare => {});
     }
 
     fn section() -> Option<SectionInfo> {

@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_org_and_name_is_a_repository() {
+    fn only_org_slash_name_is_a_repository() {
         for good in [
             "stable-diffusion-v1-5/stable-diffusion-v1-5",
             "a/b",
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn commits_are_hexadecimal() {
+    fn only_lower_case_hexadecimal_is_a_commit() {
         assert!(is_commit(&"0a".repeat(20)) && is_commit(&"f".repeat(64)));
         assert!(!is_commit("main") && !is_commit(&"0A".repeat(20)) && !is_commit(&"../".repeat(13)));
     }

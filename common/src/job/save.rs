@@ -27,9 +27,9 @@ section! {
         /// Upload the run folder to Hugging Face at the end.
         push_to_hub: bool = false, Ignored("nothing is uploaded; take the files from the run folder");
         /// Repository to upload to.
-        hf_repo_id: Option<String> = None, With("push_to_hub");
+        hf_repo_id: Option<String> = None, DependsOn("push_to_hub");
         /// Whether that repository is private.
-        hf_private: bool = false, With("push_to_hub");
+        hf_private: bool = false, DependsOn("push_to_hub");
     }
 }
 

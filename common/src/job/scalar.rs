@@ -140,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn yaml_1_1_types() {
+    fn scalars_get_their_yaml_1_1_types() {
         let text = |text: &str| Value::Text(text.into());
         let cases = [
             ("", Value::Null),

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 
 pub(crate) use super::declare::{choices, section};
-pub(crate) use super::reading::parent;
-pub use super::reading::{Cx, Given, join, nearest};
+pub(crate) use super::read_context::parent;
+pub use super::read_context::{PresentKeys, ReadContext, join, nearest};
 
 /// What this release does with a key or a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub enum Status {
     /// Has no influence on the result (here), so nothing needs to be said. Why.
     Accepted(&'static str),
     /// Only matters together with another key, which carries the status.
-    With(&'static str),
+    DependsOn(&'static str),
     /// Ignored with a warning; the result stays what was asked for. Why.
     Ignored(&'static str),
     /// Not supported yet, and ignoring it would change the result: an error. What is missing.
@@ -31,7 +31,7 @@ impl Status {
     /// Whether a path under such a key is opened by anybody. What it would only matter with is refused or ignored itself; a
     /// test in `paths` says so.
     pub(crate) fn opens_paths(self) -> bool {
-        !matches!(self, Self::With(_) | Self::Ignored(_))
+        !matches!(self, Self::DependsOn(_) | Self::Ignored(_))
     }
 }
 
@@ -101,7 +101,7 @@ pub trait FieldValue: Sized + PartialEq {
     /// Whether an explicit `null` is a value of its own.
     const NULLABLE: bool = false;
     /// Whether [`FieldValue::check`] can report anything: only then its path is put together.
-    const CHECKED: bool = false;
+    const HAS_CHECKS: bool = false;
     /// Whether [`FieldValue::inputs`] can list anything.
     const HAS_INPUTS: bool = false;
 
@@ -109,7 +109,7 @@ pub trait FieldValue: Sized + PartialEq {
     fn kind() -> String;
 
     /// Reads it, or says what is wrong and returns `None`.
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self>;
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self>;
 
     /// The value that `null` stands for, where [`FieldValue::NULLABLE`].
     fn null() -> Option<Self> {
@@ -120,7 +120,7 @@ pub trait FieldValue: Sized + PartialEq {
     fn show(&self) -> String;
 
     /// Zero, false or empty: what Python takes for false.
-    fn is_off(&self) -> bool;
+    fn is_falsy(&self) -> bool;
 
     /// Reports unsupported parts of this value; `path` is its key.
     fn check(&self, path: &str, report: &mut Report) {
@@ -133,7 +133,7 @@ pub trait FieldValue: Sized + PartialEq {
     }
 
     /// Calls `f` with every text in this value and the path behind its key (`[0]`).
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         let _ = f;
     }
 
@@ -171,25 +171,25 @@ impl Report {
     /// A key with its value and its default.
     pub fn field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
         if matches!(status, Status::Works | Status::Accepted(_)) {
-            if T::CHECKED {
+            if T::HAS_CHECKS {
                 value.check(&join(path, key), self);
             }
-        } else if value != default && !(value.is_off() && default.is_off()) {
+        } else if value != default && !(value.is_falsy() && default.is_falsy()) {
             self.status(&join(path, key), status, &value.show());
         }
     }
 
     /// A key without a typed field. Its value is reported unless it is false, zero or empty.
     pub fn rare(&mut self, path: &str, key: &str, status: Status, value: &serde_json::Value) {
-        if !json_off(value) {
-            self.status(&join(path, key), status, &json_show(value));
+        if !is_falsy_json(value) {
+            self.status(&join(path, key), status, &show_json(value));
         }
     }
 
     /// Says what a status means for a value.
     pub fn status(&mut self, path: &str, status: Status, shown: &str) {
         match status {
-            Status::Works | Status::Accepted(_) | Status::With(_) => {}
+            Status::Works | Status::Accepted(_) | Status::DependsOn(_) => {}
             Status::Ignored(why) => self.warn(path, format!("{} is ignored: {why}", quoted(shown))),
             Status::Refused(why) => self.error(path, format!("{} is not supported yet: {why}", quoted(shown))),
         }
@@ -201,7 +201,7 @@ fn quoted(shown: &str) -> String {
 }
 
 /// Zero, false or empty.
-pub(crate) fn json_off(value: &serde_json::Value) -> bool {
+pub(crate) fn is_falsy_json(value: &serde_json::Value) -> bool {
     use serde_json::Value as Json;
     match value {
         Json::Null => true,
@@ -213,7 +213,7 @@ pub(crate) fn json_off(value: &serde_json::Value) -> bool {
     }
 }
 
-pub(crate) fn json_show(value: &serde_json::Value) -> String {
+pub(crate) fn show_json(value: &serde_json::Value) -> String {
     let mut text = String::new();
     match value {
         serde_json::Value::String(value) => text.push_str(value),

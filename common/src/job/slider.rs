@@ -60,9 +60,9 @@ section! {
     pub struct SliderConfig("slider") {
         /// Pairs of opposites (`slider`, `ultimate_slider_trainer`).
         targets: Vec<SliderTarget> = Vec::new(), Works;
-        /// Prompts to hold still (`slider`, `ultimate_slider_trainer`).
+        /// Prompts whose result must not change (`slider`, `ultimate_slider_trainer`).
         anchors: Vec<SliderAnchor> = Vec::new(), Works;
-        /// Sizes of which one is picked at random.
+        /// Sizes; one is picked at random.
         resolutions: Vec<Pair> = vec![Pair(512, 512)], Works;
         /// Neutral prompts, one per line.
         prompt_file: Option<String> = None, Works, input PromptFile;

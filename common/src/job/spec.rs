@@ -5,7 +5,7 @@ use super::error::{Finding, Support};
 use super::limits::{MAX_LABELS, MAX_PROCESSES};
 use super::node::Node;
 use super::process::{JobKind, Process, ProcessKind};
-use super::schema::{Cx, FieldValue, Input, Report, section};
+use super::schema::{FieldValue, Input, ReadContext, Report, section};
 use super::values::{FreeMap, TextSource};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -15,30 +15,30 @@ section! {
     pub struct ConfigSection("config") {
         /// Name of the job: of its folder, its files, and of `[name]`.
         name: Option<String> = None, Works, shown "required";
-        /// What the job runs, one after another.
+        /// The processes that the job runs, in order.
         process [required]: Vec<Process> = Vec::new(), Works;
-        /// A hint.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Default of the processes' `training_folder`.
         training_folder: Option<String> = None, Works;
         /// Default of the processes' `output_folder` (`job: extract`).
-        output_folder: Option<String> = None, With("job: extract");
+        output_folder: Option<String> = None, DependsOn("job: extract");
         /// `job: train`: the model is Stable Diffusion 2.x.
-        is_v2: bool = false, With("job: train");
+        is_v2: bool = false, DependsOn("job: train");
         /// `job: train`: folder for TensorBoard.
-        log_dir: Option<String> = None, With("job: train");
-        /// Never had an effect here: it is read per process.
+        log_dir: Option<String> = None, DependsOn("job: train");
+        /// No effect here: the seed is read per process.
         training_seed: Option<i64> = None, Ignored("it is read per process: move it into `process`");
         /// `job: extract`: model to subtract.
-        base_model: Option<String> = None, With("job: extract"), input Model;
+        base_model: Option<String> = None, DependsOn("job: extract"), input Model;
         /// `job: extract`: fine-tuned model.
-        extract_model: Option<String> = None, With("job: extract"), input Model;
+        extract_model: Option<String> = None, DependsOn("job: extract"), input Model;
         /// `job: extract`: extract the U-Net.
-        extract_unet: bool = true, With("job: extract");
+        extract_unet: bool = true, DependsOn("job: extract");
         /// `job: extract`: extract the text encoder.
-        extract_text_encoder: bool = true, With("job: extract");
+        extract_text_encoder: bool = true, DependsOn("job: extract");
         /// `job: extract`: number format of the file.
-        dtype: super::dtype::DType = super::dtype::DType::F16, With("job: extract");
+        dtype: super::dtype::DType = super::dtype::DType::F16, DependsOn("job: extract");
     }
 }
 
@@ -70,7 +70,7 @@ pub struct JobSpec {
     /// Where and when it runs.
     pub cluster: ClusterConfig,
     /// The other keys of `config`.
-    pub config: JobLevel,
+    pub config: Box<ConfigSection>,
     /// The file it came from, for findings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
@@ -79,7 +79,7 @@ pub struct JobSpec {
     pub positions: BTreeMap<String, (u32, u32)>,
     /// Only these of its images: the coordinator cuts a job into such parts. No key of a config.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<Part>,
+    pub part: Option<ImageRange>,
     /// Repositories that its models come from -> the commit that was the newest when the job was submitted, so that every
     /// attempt works with the same model. No key of a config.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -88,22 +88,19 @@ pub struct JobSpec {
 
 /// Some of the images of a job, by their numbers: from the first one to before the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
+pub struct ImageRange {
     /// The first one.
     pub from: u64,
     /// Before this one.
     pub to: u64,
 }
 
-/// The keys of `config` other than `name` and `process`; what of it is the default of a process is already there.
-pub type JobLevel = Box<ConfigSection>;
-
 impl JobSpec {
     /// Reads a templated document. `name_override` names the job when the config does not.
     ///
     /// # Errors
     /// `cx.errors` says what is wrong; `None` then.
-    pub(crate) fn read(root: &Node, name_override: Option<&str>, cx: &mut Cx) -> Option<Self> {
+    pub(crate) fn read(root: &Node, name_override: Option<&str>, cx: &mut ReadContext) -> Option<Self> {
         if root.entries().is_none() {
             cx.wrong_type(root, "a map with the keys `job` and `config`");
             return None;
@@ -135,10 +132,10 @@ impl JobSpec {
         if process.is_empty() && named.is_some_and(|node| node.value == super::node::Value::List(Vec::new())) {
             cx.error_at("config.process", "needs at least one process");
         }
-        cx.at_most_items("config.process", process.len(), MAX_PROCESSES);
-        cx.at_most_items("cluster.labels", cluster.labels.0.len(), MAX_LABELS);
+        cx.check_item_count("config.process", process.len(), MAX_PROCESSES);
+        cx.check_item_count("cluster.labels", cluster.labels.0.len(), MAX_LABELS);
         for (index, process) in process.iter_mut().enumerate().take(MAX_PROCESSES) {
-            inherit(process, index, job, &body, cx);
+            inherit_job_keys(process, index, job, &body, cx);
         }
         if !cx.errors.is_empty() {
             return None;
@@ -165,9 +162,9 @@ impl JobSpec {
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
         self.process.inputs("config.process", &mut inputs);
-        let unopened = super::inputs::unopened(self);
+        let unopened = super::inputs::unopened_keys(self);
         inputs.retain(|input| !unopened.contains(&input.key));
-        super::inputs::from_prompts(self, &mut inputs);
+        super::inputs::add_prompt_inputs(self, &mut inputs);
         let mut unique: Vec<Input> = Vec::with_capacity(inputs.len());
         for input in inputs {
             if !unique.contains(&input) {
@@ -179,7 +176,7 @@ impl JobSpec {
 
     /// How many images the job draws, if its only process is a `to_folder`; `lines` counts the prompts in a file.
     #[must_use]
-    pub fn images(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
+    pub fn image_count(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
         let [
             Process {
                 kind: ProcessKind::Generate(process),
@@ -193,7 +190,7 @@ impl JobSpec {
             TextSource::List(list) => list.len(),
             TextSource::File(file) => lines(file)?,
         };
-        Some(process.generate.images(prompts))
+        Some(process.generate.image_count(prompts))
     }
 
     /// What the job asks for that this release does not have.
@@ -205,7 +202,7 @@ impl JobSpec {
             self.config.check("config", &mut report);
             self.process.check("config.process", &mut report);
             self.cluster.check("cluster", &mut report);
-            super::inputs::unsupported(self, &mut report);
+            super::inputs::check_flag_support(self, &mut report);
         }
         Support {
             errors: self.findings(report.errors),
@@ -241,7 +238,7 @@ impl JobSpec {
     }
 }
 
-fn inherit(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut Cx) {
+fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut ReadContext) {
     let path = format!("config.process[{index}]");
     let kind = process.process_type;
     if kind.job() != job {

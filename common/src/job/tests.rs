@@ -5,11 +5,11 @@ use super::*;
 /// Reads a config. A job that comes out passes for one when it is handed over.
 pub(super) fn yaml(text: &str) -> Result<LoadedJob, JobError> {
     let job = parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())?;
-    passes_when_handed_over(&job);
+    assert_valid_as_json(&job);
     Ok(job)
 }
 
-pub(super) fn passes_when_handed_over(job: &LoadedJob) {
+pub(super) fn assert_valid_as_json(job: &LoadedJob) {
     let json = serde_json::to_string(&job.spec).unwrap();
     match JobSpec::from_json(&json) {
         Ok(again) => assert_eq!(again, job.spec),
@@ -49,7 +49,7 @@ pub(super) fn with(after: &str, line: &str) -> String {
 }
 
 #[test]
-fn minimal_config_gets_every_default() {
+fn a_minimal_config_gets_every_default() {
     let job = yaml(MINIMAL).unwrap();
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.name, "cat");
@@ -67,7 +67,7 @@ fn minimal_config_gets_every_default() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_errors_are_reported_together() {
     let text = MINIMAL.replace("10", "ten").replace("linear: 8", "linear: eight");
     let error = yaml(&text).unwrap_err();
     assert_eq!(
@@ -77,7 +77,7 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn unknown_keys_warn_and_nulls_warn_where_they_matter() {
+fn unknown_keys_and_nulls_that_replace_a_value_are_warnings() {
     let text = with(
         "steps: 10",
         "        something_else: 1\n        lr: null\n        max_loss: null\n        batch_size: 1",
@@ -91,7 +91,7 @@ fn unknown_keys_warn_and_nulls_warn_where_they_matter() {
 }
 
 #[test]
-fn variables_and_names_are_filled_in() {
+fn variables_and_job_names_are_replaced() {
     let text = "\
 # ${UNSET_IN_A_COMMENT}
 job: extension
@@ -144,7 +144,7 @@ config:
 }
 
 #[test]
-fn variables_stand_anywhere_in_yaml() {
+fn yaml_accepts_variables_anywhere() {
     let env = |name: &str| match name {
         "DIR" => Some("/data/my cats, all".to_owned()),
         "SIZE" => Some("64".to_owned()),
@@ -174,7 +174,7 @@ fn variables_stand_anywhere_in_yaml() {
 }
 
 #[test]
-fn hints_about_quotes_are_for_what_is_in_quotes() {
+fn only_a_quoted_value_gets_the_hint_about_quotes() {
     let wrong = |value: &str| {
         yaml(&MINIMAL.replace("steps: 10", &format!("steps: {value}")))
             .unwrap_err()
@@ -185,7 +185,7 @@ fn hints_about_quotes_are_for_what_is_in_quotes() {
 }
 
 #[test]
-fn secrets_stay_out_of_the_job() {
+fn secrets_are_not_written_into_the_job() {
     let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
     let env = |name: &str| match name {
         "HF_TOKEN" => Some(token.to_owned()),
@@ -220,7 +220,7 @@ fn secrets_stay_out_of_the_job() {
 }
 
 #[test]
-fn anchors_and_merge_keys() {
+fn yaml_anchors_and_merge_keys_are_resolved() {
     let text = "\
 shared: &shared
   resolution: [512, 768]
@@ -260,7 +260,7 @@ config:
 }
 
 #[test]
-fn json_and_jsonc() {
+fn json_refuses_comments_and_jsonc_accepts_them() {
     let text = r#"{"job": "extension", "config": {"name": "cat", "process": [{
   "type": "sd_trainer", "training_folder": "output", "model": {"name_or_path": "base"},
   "network": {"type": "lora"}, "datasets": [{"folder_path": "x"}], "train": {"lr": 1e-4}
@@ -315,7 +315,7 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
 }
 
 #[test]
-fn adam_parameters_are_checked() {
+fn unknown_optimizer_parameters_are_refused() {
     let text = with("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
     let support = yaml(&text).unwrap().spec.unsupported();
     assert_eq!(support.errors.len(), 1);
@@ -324,7 +324,7 @@ fn adam_parameters_are_checked() {
 }
 
 #[test]
-fn inputs_are_listed() {
+fn inputs_lists_every_path_with_its_kind_and_key() {
     let text = with(
         "type: sd_trainer",
         "      sample:\n        samples:\n          - prompt: 'a --ctrl_img c.png'\n            ctrl_img_2: d.png",
@@ -413,7 +413,7 @@ fn defaults_of(section: &schema::SectionInfo, indent: &str) -> String {
 }
 
 #[test]
-fn every_key_with_its_default_is_fine() {
+fn a_config_with_every_documented_default_is_valid() {
     let keys = |section: schema::SectionInfo| defaults_of(&section, "        ");
     let text = format!(
         "job: extension\nconfig:\n  name: cat\n  process:\n    - type: sd_trainer\n      training_folder: output\n      \
@@ -445,7 +445,7 @@ fn every_key_with_its_default_is_fine() {
 }
 
 #[test]
-fn scheduler_parameters_are_checked() {
+fn invalid_scheduler_and_optimizer_parameters_are_refused() {
     for (line, part) in [
         (
             "{lr_scheduler: cosine, lr_scheduler_params: {eta_min: low}}",
@@ -473,7 +473,7 @@ fn scheduler_parameters_are_checked() {
 }
 
 #[test]
-fn comments_may_stand_anywhere() {
+fn yaml_accepts_comments_anywhere() {
     let text = MINIMAL.replace(
         "      model:",
         "#      performance_log_every: 1000\n      # a comment\n      model:",
@@ -485,7 +485,7 @@ fn comments_may_stand_anywhere() {
 }
 
 #[test]
-fn a_missing_quote_in_a_list_of_prompts_is_told_where_it_is() {
+fn a_missing_quote_in_a_list_of_prompts_is_reported_at_its_line() {
     let sample = "      sample:\n        prompts:\n          - \"a bear\n          - \"a fox\"\n          - \"a cat\"";
     let error = yaml(&with("type: sd_trainer", sample)).unwrap_err();
     let first = &error.findings()[0];
@@ -494,7 +494,7 @@ fn a_missing_quote_in_a_list_of_prompts_is_told_where_it_is() {
 }
 
 #[test]
-fn a_value_that_repeats_what_holds_anyway_is_not_reported() {
+fn a_value_equal_to_the_effective_default_is_not_reported() {
     let text = with(
         "name_or_path: base",
         "        extras_name_or_path: base\n        quantize_te: false\n        layer_offloading: false",
@@ -503,7 +503,7 @@ fn a_value_that_repeats_what_holds_anyway_is_not_reported() {
 }
 
 #[test]
-fn quantised_weights_are_of_a_kind_that_there_is() {
+fn unknown_quantization_types_and_options_are_refused() {
     let model = |keys: &str| {
         let spec = yaml(&with("name_or_path: base", keys)).unwrap().spec;
         let errors: Vec<String> = spec.unsupported().errors.iter().map(ToString::to_string).collect();

@@ -1,7 +1,7 @@
 //! Values that keys can have: numbers, text, lists, and the coercions that ai-toolkit made.
 
 use super::node::{Node, Value};
-use super::schema::{Cx, FieldValue, Input, Report, SectionInfo, Status, json_off, json_show, nearest};
+use super::schema::{FieldValue, Input, ReadContext, Report, SectionInfo, Status, is_falsy_json, nearest, show_json};
 
 pub use super::compound::{Float, FloatOrRange, Integer, OneOrMany, Pair, TextOrFalse, TextSource};
 
@@ -11,12 +11,12 @@ pub type FreeMap = serde_json::Map<String, serde_json::Value>;
 /// Reads a value that is one of some names.
 pub(crate) fn read_choice<T>(
     node: &Node,
-    cx: &mut Cx,
+    cx: &mut ReadContext,
     what: &str,
     names: &[&'static str],
     from_name: impl Fn(&str) -> Option<T>,
 ) -> Option<T> {
-    let Some(text) = text_of(node).or(node.plain.as_deref()) else {
+    let Some(text) = as_text(node).or(node.plain.as_deref()) else {
         cx.wrong_type(node, &format!("the name of a {what} (text)"));
         return None;
     };
@@ -34,7 +34,7 @@ pub(crate) fn read_choice<T>(
 }
 
 /// Text, or the characters of a number that stands where text belongs.
-fn text_of(node: &Node) -> Option<&str> {
+fn as_text(node: &Node) -> Option<&str> {
     match &node.value {
         Value::Text(text) => Some(text),
         Value::Int(_) | Value::Float(_) => node.plain.as_deref(),
@@ -42,7 +42,7 @@ fn text_of(node: &Node) -> Option<&str> {
     }
 }
 
-fn integer_of(node: &Node) -> Option<i64> {
+fn as_integer(node: &Node) -> Option<i64> {
     match node.value {
         Value::Int(value) => Some(value),
         // 2^53: beyond it a float is no exact whole number.
@@ -58,8 +58,8 @@ macro_rules! integers {
             fn kind() -> String {
                 $kind.into()
             }
-            fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
-                let value = integer_of(node).and_then(|value| Self::try_from(value).ok());
+            fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
+                let value = as_integer(node).and_then(|value| Self::try_from(value).ok());
                 if value.is_none() {
                     cx.wrong_type(node, concat!("a ", $kind));
                 }
@@ -68,7 +68,7 @@ macro_rules! integers {
             fn show(&self) -> String {
                 self.to_string()
             }
-            fn is_off(&self) -> bool {
+            fn is_falsy(&self) -> bool {
                 *self == 0
             }
         }
@@ -80,7 +80,7 @@ impl FieldValue for f64 {
     fn kind() -> String {
         "number".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         #[allow(clippy::cast_precision_loss)]
         let value = match node.value {
             Value::Int(value) => Some(value as Self),
@@ -95,7 +95,7 @@ impl FieldValue for f64 {
     fn show(&self) -> String {
         show_float(*self)
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         *self == 0.0
     }
 }
@@ -112,7 +112,7 @@ impl FieldValue for bool {
     fn kind() -> String {
         "true or false".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match node.value {
             Value::Bool(value) => Some(value),
             Value::Int(0) => Some(false),
@@ -126,7 +126,7 @@ impl FieldValue for bool {
     fn show(&self) -> String {
         self.to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         !self
     }
 }
@@ -135,8 +135,8 @@ impl FieldValue for String {
     fn kind() -> String {
         "text".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
-        let text = text_of(node);
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
+        let text = as_text(node);
         if text.is_none() {
             cx.wrong_type(node, "text");
         }
@@ -145,22 +145,22 @@ impl FieldValue for String {
     fn show(&self) -> String {
         if self.is_empty() { "\"\"".into() } else { self.clone() }
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.is_empty()
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         f("", self);
     }
 }
 
 impl<T: FieldValue> FieldValue for Option<T> {
     const NULLABLE: bool = true;
-    const CHECKED: bool = T::CHECKED;
+    const HAS_CHECKS: bool = T::HAS_CHECKS;
     const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         T::kind()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         T::read(node, cx).map(Some)
     }
     fn null() -> Option<Self> {
@@ -169,8 +169,8 @@ impl<T: FieldValue> FieldValue for Option<T> {
     fn show(&self) -> String {
         self.as_ref().map_or_else(|| "null".into(), T::show)
     }
-    fn is_off(&self) -> bool {
-        self.as_ref().is_none_or(T::is_off)
+    fn is_falsy(&self) -> bool {
+        self.as_ref().is_none_or(T::is_falsy)
     }
     fn check(&self, path: &str, report: &mut Report) {
         if let Some(value) = self {
@@ -182,9 +182,9 @@ impl<T: FieldValue> FieldValue for Option<T> {
             value.inputs(path, out);
         }
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         if let Some(value) = self {
-            value.texts(f);
+            value.for_each_text(f);
         }
     }
     fn section() -> Option<SectionInfo> {
@@ -196,19 +196,19 @@ impl<T: FieldValue> FieldValue for Option<T> {
 }
 
 impl<T: FieldValue> FieldValue for Box<T> {
-    const CHECKED: bool = T::CHECKED;
+    const HAS_CHECKS: bool = T::HAS_CHECKS;
     const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         T::kind()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         T::read(node, cx).map(Self::new)
     }
     fn show(&self) -> String {
         (**self).show()
     }
-    fn is_off(&self) -> bool {
-        (**self).is_off()
+    fn is_falsy(&self) -> bool {
+        (**self).is_falsy()
     }
     fn check(&self, path: &str, report: &mut Report) {
         (**self).check(path, report);
@@ -221,10 +221,10 @@ impl<T: FieldValue> FieldValue for Box<T> {
     }
 }
 
-pub(crate) fn read_items<T: FieldValue>(items: &[Node], cx: &mut Cx) -> Option<Vec<T>> {
+pub(crate) fn read_items<T: FieldValue>(items: &[Node], cx: &mut ReadContext) -> Option<Vec<T>> {
     let mut all = Some(Vec::with_capacity(items.len().min(1024)));
     for (index, item) in items.iter().enumerate() {
-        match cx.below(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
+        match cx.descend(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
             Some(value) => {
                 if let Some(all) = all.as_mut() {
                     all.push(value);
@@ -242,12 +242,12 @@ pub(crate) fn show_items<T: FieldValue>(items: &[T]) -> String {
 }
 
 impl<T: FieldValue> FieldValue for Vec<T> {
-    const CHECKED: bool = T::CHECKED;
+    const HAS_CHECKS: bool = T::HAS_CHECKS;
     const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         format!("list of {}", T::kind())
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match &node.value {
             Value::List(items) => read_items(items, cx),
             _ => {
@@ -259,7 +259,7 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     fn show(&self) -> String {
         show_items(self)
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.is_empty()
     }
     fn check(&self, path: &str, report: &mut Report) {
@@ -272,9 +272,9 @@ impl<T: FieldValue> FieldValue for Vec<T> {
             item.inputs(&format!("{path}[{index}]"), out);
         }
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         for (index, item) in self.iter().enumerate() {
-            item.texts(&mut |behind, text| f(&format!("[{index}]{behind}"), text));
+            item.for_each_text(&mut |behind, text| f(&format!("[{index}]{behind}"), text));
         }
     }
     fn section() -> Option<SectionInfo> {
@@ -289,7 +289,7 @@ impl FieldValue for FreeMap {
     fn kind() -> String {
         "map".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match node.to_json() {
             Some(serde_json::Value::Object(map)) => Some(map),
             Some(_) => {
@@ -305,7 +305,7 @@ impl FieldValue for FreeMap {
     fn show(&self) -> String {
         serde_json::Value::Object(self.clone()).to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.is_empty()
     }
 }
@@ -314,7 +314,7 @@ impl FieldValue for serde_json::Value {
     fn kind() -> String {
         "any".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let json = node.to_json();
         if json.is_none() {
             cx.error("numbers must be finite here: .inf and .nan cannot be stored");
@@ -322,9 +322,9 @@ impl FieldValue for serde_json::Value {
         json
     }
     fn show(&self) -> String {
-        json_show(self)
+        show_json(self)
     }
-    fn is_off(&self) -> bool {
-        json_off(self)
+    fn is_falsy(&self) -> bool {
+        is_falsy_json(self)
     }
 }

@@ -26,7 +26,7 @@ use crate::models::sd::{LoadOptions, SdModel};
 use crate::weights::Trained;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
-use aitk_common::job::paths::not_an_input;
+use aitk_common::job::paths::not_an_input_message;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 use aitk_common::plan::choices::Choices;
 use std::path::{Path, PathBuf};
@@ -108,7 +108,7 @@ impl Context<'_> {
     pub fn local(&self, path: &str) -> Result<PathBuf> {
         match self.spec.inputs.get(path) {
             Some(here) => Ok(here.clone()),
-            None if self.is_enclosed() => Err(EngineError::BadInput(not_an_input(path))),
+            None if self.is_enclosed() => Err(EngineError::BadInput(not_an_input_message(path))),
             None => Ok(at_home(path)),
         }
     }

@@ -7,7 +7,7 @@ fn minimal() -> Json {
     serde_json::to_value(yaml(MINIMAL).unwrap().spec).unwrap()
 }
 
-fn refusal(json: &Json) -> String {
+fn error_for(json: &Json) -> String {
     JobSpec::from_json(&json.to_string()).unwrap_err().to_string()
 }
 
@@ -19,7 +19,7 @@ fn with(pointer: &str, value: Json) -> Json {
 }
 
 #[test]
-fn a_job_that_was_read_is_read_again() {
+fn a_job_survives_the_round_trip_through_json() {
     let spec = yaml(MINIMAL).unwrap().spec;
     assert_eq!(JobSpec::from_json(&minimal().to_string()).unwrap(), spec);
     // Seldom used keys, times, sizes, and a free map that has a key like one of ours.
@@ -31,7 +31,7 @@ fn a_job_that_was_read_is_read_again() {
 }
 
 #[test]
-fn keys_that_are_left_out_have_their_defaults_and_unknown_ones_are_ignored() {
+fn missing_keys_get_their_defaults_and_unknown_keys_are_ignored() {
     let json = json!({
         "job": "generate", "name": "a", "meta": {}, "config": {}, "cluster": {}, "newer": [1],
         "process": [{"type": "to_folder", "kind": {"generate": {
@@ -40,11 +40,11 @@ fn keys_that_are_left_out_have_their_defaults_and_unknown_ones_are_ignored() {
         }}}]
     });
     let spec = JobSpec::from_json(&json.to_string()).unwrap();
-    assert_eq!(spec.images(|_| None), Some(1));
+    assert_eq!(spec.image_count(|_| None), Some(1));
 }
 
 #[test]
-fn what_reading_refuses_is_refused_in_json_too_with_its_place() {
+fn json_values_that_a_config_may_not_have_are_refused_with_their_key() {
     let train = "/process/0/kind/train";
     for (pointer, value, said) in [
         (
@@ -118,13 +118,13 @@ fn what_reading_refuses_is_refused_in_json_too_with_its_place() {
             "cluster.split: expected a number of parts",
         ),
     ] {
-        let error = refusal(&with(&pointer, value));
+        let error = error_for(&with(&pointer, value));
         assert!(error.contains(said), "{pointer}: {error}");
     }
 }
 
 #[test]
-fn values_that_reading_never_gives_are_refused_with_their_key() {
+fn json_values_that_no_config_produces_are_refused_with_their_key() {
     let train = "/process/0/kind/train";
     for (pointer, value, key) in [
         // `name_or_path` and the like would be normalised by the reader.
@@ -155,7 +155,7 @@ fn values_that_reading_never_gives_are_refused_with_their_key() {
         ),
         ("/config/name".to_owned(), json!("other"), "config.name"),
     ] {
-        let error = refusal(&with(&pointer, value));
+        let error = error_for(&with(&pointer, value));
         assert!(
             error.contains(key) && error.contains("that no config gives this key"),
             "{pointer}: {error}"
@@ -164,9 +164,9 @@ fn values_that_reading_never_gives_are_refused_with_their_key() {
     let mut hidden = minimal();
     hidden["process"][0]["kind"]["train"]["rare"] = json!({"steps": 5});
     assert!(
-        refusal(&hidden).contains("config.process[0].rare"),
+        error_for(&hidden).contains("config.process[0].rare"),
         "{}",
-        refusal(&hidden)
+        error_for(&hidden)
     );
     let mut other_kind = minimal();
     let body = other_kind["process"][0]["kind"]["train"].take();
@@ -175,15 +175,15 @@ fn values_that_reading_never_gives_are_refused_with_their_key() {
     for part in [json!({"from": 0, "to": 1}), json!({"from": 3, "to": 3})] {
         let mut cut = minimal();
         cut["part"] = part;
-        assert!(refusal(&cut).contains("part"), "{}", refusal(&cut));
+        assert!(error_for(&cut).contains("part"), "{}", error_for(&cut));
     }
     let mut file = minimal();
     file["file"] = json!("a\u{1b}[2Jb");
-    assert!(refusal(&file).contains("`file`"));
+    assert!(error_for(&file).contains("`file`"));
 }
 
 #[test]
-fn what_is_no_job_says_so() {
+fn json_that_is_not_a_job_is_an_error() {
     for text in [
         "",
         "[]",
@@ -199,14 +199,14 @@ fn what_is_no_job_says_so() {
 }
 
 #[test]
-fn depth_and_number_of_values_are_bounded() {
+fn depth_and_number_of_values_are_limited() {
     let mut deep = json!(1);
     for _ in 0..MAX_JSON_DEPTH {
         deep = json!([deep]);
     }
-    assert!(refusal(&with("/meta", json!({"a": deep}))).contains("inside each other"));
+    assert!(error_for(&with("/meta", json!({"a": deep}))).contains("inside each other"));
     let many = json!(vec![0; MAX_VALUES]);
-    assert!(refusal(&with("/process/0/kind/train/datasets/0/resolution", many)).contains("more than 250000 values"));
+    assert!(error_for(&with("/process/0/kind/train/datasets/0/resolution", many)).contains("more than 250000 values"));
     let train = "/process/0/kind/train";
     let data = minimal()["process"][0]["kind"]["train"]["datasets"][0].clone();
     for (pointer, value, said) in [
@@ -231,7 +231,7 @@ fn depth_and_number_of_values_are_bounded() {
             "at most 100 items",
         ),
     ] {
-        let error = refusal(&with(&pointer, value));
+        let error = error_for(&with(&pointer, value));
         assert!(error.contains(said), "{pointer}: {error}");
     }
     let mut keys = minimal();
@@ -242,15 +242,15 @@ fn depth_and_number_of_values_are_bounded() {
 }
 
 #[test]
-fn a_job_is_changed_as_its_config_would_be() {
+fn with_changes_gives_the_same_job_as_the_changed_config() {
     let spec = yaml(MINIMAL).unwrap().spec;
-    let (same, warnings) = spec.changed(&[]).unwrap();
+    let (same, warnings) = spec.with_changes(&[]).unwrap();
     assert_eq!((same, warnings), (spec.clone(), Vec::new()));
 
     let text = format!("{MINIMAL}\ncluster:\n  time_limit: 1h30m\n  not_before: 2026-11-22T02:00:00.123Z\n");
     let spec = yaml(&text).unwrap().spec;
     let part = JobSpec {
-        part: Some(super::super::spec::Part { from: 0, to: 1 }),
+        part: Some(super::super::spec::ImageRange { from: 0, to: 1 }),
         ..spec.clone()
     };
     let changes = [
@@ -260,7 +260,7 @@ fn a_job_is_changed_as_its_config_would_be() {
         // An abbreviation, as a config may have it.
         change("train.dtype", "fp32"),
     ];
-    let (changed, _) = part.changed(&changes).unwrap();
+    let (changed, _) = part.with_changes(&changes).unwrap();
     let json = serde_json::to_value(&changed).unwrap();
     let train = &json["process"][0]["kind"]["train"]["train"];
     assert_eq!((&json["name"], &train["steps"]), (&"another".into(), &7.into()));
@@ -278,7 +278,7 @@ fn a_job_is_changed_as_its_config_would_be() {
         ("config.name", "../up", "cannot name a folder"),
         ("datasets[7].folder_path", "x", "no `[7]` in a list"),
     ] {
-        let error = spec.changed(&[change(key, value)]).unwrap_err().to_string();
+        let error = spec.with_changes(&[change(key, value)]).unwrap_err().to_string();
         assert!(error.contains(said), "{key}: {error}");
     }
 }
@@ -308,7 +308,10 @@ fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
     };
     let before = yaml(text).unwrap();
     let mut config = parse(text, Format::Yaml, Some("job.yaml"), &options).unwrap_or_else(|e| panic!("{key}: {e}"));
-    let (mut job, warnings) = before.spec.changed(&changes).unwrap_or_else(|e| panic!("{key}: {e}"));
+    let (mut job, warnings) = before
+        .spec
+        .with_changes(&changes)
+        .unwrap_or_else(|e| panic!("{key}: {e}"));
     // The places of what is not in the file.
     (job.positions, config.spec.positions) = Default::default();
     assert_eq!(job, config.spec, "{key}={value}\n{text}");
@@ -325,7 +328,7 @@ fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
 }
 
 #[test]
-fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
+fn changing_a_key_also_changes_the_keys_derived_from_it() {
     let network = |keys: &str| MINIMAL.replace("linear: 8", keys);
     let trained = |text: &str, key: &str, value: &str| {
         let job = changed_both_ways(text, key, value);
@@ -382,7 +385,7 @@ fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
 }
 
 #[test]
-fn the_number_format_of_a_model_that_draws_is_the_one_that_was_set() {
+fn changing_dtype_or_model_dtype_of_an_image_job_changes_both() {
     let drawing = |process: &str, model: &str| {
         format!(
             "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n{process}      model: \
@@ -414,7 +417,7 @@ fn the_number_format_of_a_model_that_draws_is_the_one_that_was_set() {
 }
 
 #[test]
-fn other_keys_are_changed_as_in_the_config() {
+fn ordinary_keys_change_as_in_the_config() {
     let text = with_line(
         "type: sd_trainer",
         "      sample: {prompts: [a cat], neg: dark}\n      save: {save_every: 5}\n      trigger_word: ohwx",
@@ -451,7 +454,7 @@ fn other_keys_are_changed_as_in_the_config() {
 }
 
 #[test]
-fn a_change_without_effect_is_said_also_where_it_was_said_before() {
+fn a_change_without_effect_is_warned_about_again() {
     let text = with_line(
         "type: sd_trainer",
         "      sample: {prompts: [a cat], samples: [{prompt: a fox}]}",
@@ -459,7 +462,7 @@ fn a_change_without_effect_is_said_also_where_it_was_said_before() {
     let spec = yaml(&text).unwrap().spec;
     let changed = changed_both_ways(&text, "sample.prompts[0]", "a dog");
     assert_eq!(changed.process[0].trainer().unwrap().sample.samples[0].prompt, "a fox");
-    let (_, warnings) = spec.changed(&[change("sample.prompts[0]", "a dog")]).unwrap();
+    let (_, warnings) = spec.with_changes(&[change("sample.prompts[0]", "a dog")]).unwrap();
     assert_eq!(
         said(&warnings),
         [(
@@ -467,10 +470,10 @@ fn a_change_without_effect_is_said_also_where_it_was_said_before() {
             "`samples` is given, so `prompts` is not used"
         )]
     );
-    let (_, warnings) = spec.changed(&[change("train.steps", "7")]).unwrap();
+    let (_, warnings) = spec.with_changes(&[change("train.steps", "7")]).unwrap();
     assert_eq!(warnings, [], "it was said when the job was read");
     let (_, warnings) = spec
-        .changed(&[change("model.is_xl", "true"), change("model.arch", "sd1")])
+        .with_changes(&[change("model.is_xl", "true"), change("model.arch", "sd1")])
         .unwrap();
     assert_eq!(
         said(&warnings),
@@ -479,18 +482,18 @@ fn a_change_without_effect_is_said_also_where_it_was_said_before() {
 }
 
 #[test]
-fn a_job_that_came_from_no_file_is_changed_by_its_values() {
+fn a_job_without_a_file_can_be_changed() {
     let text = MINIMAL.replace("linear: 8", "conv: 4, conv_alpha: 4, rank: 4, alpha: 2");
     let mut spec = yaml(&text).unwrap().spec;
     spec.positions.clear();
-    let (same, _) = spec.changed(&[]).unwrap();
+    let (same, _) = spec.with_changes(&[]).unwrap();
     assert_eq!(same, spec);
     let changes = [
         change("network.conv", "8"),
         change("network.rank", "16"),
         change("network.alpha", "4"),
     ];
-    let (changed, warnings) = spec.changed(&changes).unwrap();
+    let (changed, warnings) = spec.with_changes(&changes).unwrap();
     let network = changed.process[0].trainer().unwrap().network.clone().unwrap();
     assert_eq!(
         (network.conv_alpha, network.linear, network.linear_alpha),

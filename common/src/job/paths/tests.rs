@@ -159,7 +159,7 @@ fn sections() -> [SectionInfo; 8] {
 /// Every key that can hold text is an input, or stands in the list above: a new one fails here until somebody says
 /// which it is.
 #[test]
-fn every_text_of_a_config_is_an_input_or_never_opened() {
+fn every_text_key_is_an_input_or_listed_as_no_input() {
     let mut found = BTreeSet::new();
     for section in sections() {
         text_keys(&section, &mut found);
@@ -184,7 +184,7 @@ fn every_text_of_a_config_is_an_input_or_never_opened() {
 }
 
 #[test]
-fn only_inputs_and_repositories_may_be_named() {
+fn a_path_that_is_no_input_and_no_repository_is_refused() {
     let text = with(
         "- folder_path: images",
         "          mask_path: /etc\n          random_triggers: ../words.txt",
@@ -223,11 +223,11 @@ fn only_inputs_and_repositories_may_be_named() {
 }
 
 #[test]
-fn the_message_does_not_depend_on_what_is_there() {
-    let (here, absent) = (not_an_input("/etc/passwd"), not_an_input("/etc/absent"));
+fn the_message_is_the_same_whether_the_path_exists_or_not() {
+    let (here, absent) = (not_an_input_message("/etc/passwd"), not_an_input_message("/etc/absent"));
     assert_eq!(here.replace("/etc/passwd", ""), absent.replace("/etc/absent", ""));
-    assert!(not_an_input(&"x".repeat(5_000)).len() < 500);
-    assert!(!not_an_input("a\n\u{1b}b").contains(['\n', '\u{1b}']));
+    assert!(not_an_input_message(&"x".repeat(5_000)).len() < 500);
+    assert!(!not_an_input_message("a\n\u{1b}b").contains(['\n', '\u{1b}']));
 }
 
 /// Paths that only matter together with another key, and what this release does with that key.
@@ -240,7 +240,9 @@ fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
         if let Some(nested) = &field.nested {
             paths_with(nested, found);
         }
-        let Status::With(other) = field.status else { continue };
+        let Status::DependsOn(other) = field.status else {
+            continue;
+        };
         if !leads_somewhere(field) {
             continue;
         }
@@ -262,7 +264,7 @@ fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
 }
 
 #[test]
-fn a_path_that_nobody_opens_is_no_input() {
+fn a_path_that_is_never_opened_is_not_an_input() {
     let mut found = BTreeSet::new();
     for section in sections() {
         paths_with(&section, &mut found);

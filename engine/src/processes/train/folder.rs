@@ -128,7 +128,7 @@ impl RunFolder {
         }
         let steps = self.saves().into_iter().filter_map(|(s, _)| s);
         let steps = steps.filter(|s| *s <= step && !apart.contains(s));
-        let here = naming::expired(&steps.collect::<Vec<_>>(), keep);
+        let here = naming::saves_to_delete(&steps.collect::<Vec<_>>(), keep);
         let mut gone = Vec::new();
         for old in &here {
             let save = self.step_save(*old);

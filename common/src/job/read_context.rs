@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Which keys a section was given (with anything but `null`).
 #[derive(Debug, Default)]
-pub struct Given(BTreeSet<String>);
+pub struct PresentKeys(BTreeSet<String>);
 
-impl Given {
+impl PresentKeys {
     /// Whether the key was given.
     #[must_use]
     pub fn has(&self, key: &str) -> bool {
@@ -19,7 +19,7 @@ impl Given {
 
 /// What reading a config collects: errors, warnings and the place of every key.
 #[derive(Debug, Default)]
-pub struct Cx {
+pub struct ReadContext {
     /// The file's name, for findings.
     pub file: Option<String>,
     /// What makes the config unusable.
@@ -39,7 +39,7 @@ pub struct Cx {
 /// Unknown keys and the like are reported in full up to this number; nobody reads more.
 const MAX_FINDINGS: usize = 100;
 
-impl Cx {
+impl ReadContext {
     /// An empty collection for a file of this name.
     #[must_use]
     pub fn new(file: Option<String>) -> Self {
@@ -68,7 +68,7 @@ impl Cx {
     /// An error at the key that is being read.
     pub fn error(&mut self, message: impl Into<String>) {
         let finding = self.finding(&self.path, self.mark_of(&self.path), message.into());
-        push(&mut self.errors, finding);
+        push_finding(&mut self.errors, finding);
     }
 
     /// An error at a key of the section that is being read.
@@ -76,18 +76,18 @@ impl Cx {
         let path = join(&self.path, key);
         let mark = self.mark_of(&path);
         let finding = self.finding(&path, mark, message.into());
-        push(&mut self.errors, finding);
+        push_finding(&mut self.errors, finding);
     }
 
     /// An error at a key of the section that is being read, where its value is beyond what anybody means.
-    pub fn at_most(&mut self, key: &str, value: u32, most: u32) {
+    pub fn check_at_most(&mut self, key: &str, value: u32, most: u32) {
         if value > most {
             self.error_at(key, format!("expected at most {most}, found {value}"));
         }
     }
 
     /// An error at a list of the section that is being read, where it is longer than anybody needs.
-    pub fn at_most_items(&mut self, key: &str, count: usize, most: usize) {
+    pub fn check_item_count(&mut self, key: &str, count: usize, most: usize) {
         if count > most {
             self.error_at(key, format!("expected at most {most} items, found {count}"));
         }
@@ -98,7 +98,7 @@ impl Cx {
         let path = join(&self.path, key);
         let mark = self.mark_of(&path);
         let finding = self.finding(&path, mark, message.into());
-        push(&mut self.warnings, finding);
+        push_finding(&mut self.warnings, finding);
     }
 
     /// The place of a key, or of the nearest section around it that is there.
@@ -125,7 +125,7 @@ impl Cx {
             Value::Text(text) if quoted && expected.contains("number") && text.trim().parse::<f64>().is_ok() => {
                 message.push_str("; write it without quotes");
             }
-            Value::Text(text) if quoted && expected.contains("true or false") && bool_word(text) => {
+            Value::Text(text) if quoted && expected.contains("true or false") && is_bool_word(text) => {
                 message.push_str("; write it without quotes");
             }
             _ => {}
@@ -134,7 +134,7 @@ impl Cx {
     }
 
     /// Runs `f` one level down, at `key` (or `[index]`).
-    pub fn below<T>(&mut self, key: &str, mark: Mark, f: impl FnOnce(&mut Self) -> T) -> T {
+    pub fn descend<T>(&mut self, key: &str, mark: Mark, f: impl FnOnce(&mut Self) -> T) -> T {
         let (length, outer) = (self.path.len(), self.mark);
         if !self.path.is_empty() && !key.starts_with('[') {
             self.path.push('.');
@@ -152,7 +152,7 @@ impl Cx {
     }
 
     /// The entries of a map, or an error.
-    pub fn map<'n>(&mut self, node: &'n Node, title: &str) -> Option<&'n [Entry]> {
+    pub fn read_map<'n>(&mut self, node: &'n Node, title: &str) -> Option<&'n [Entry]> {
         let entries = node.entries();
         if entries.is_none() {
             self.wrong_type(node, &format!("a map of `{title}` keys (`key: value` lines)"));
@@ -162,8 +162,8 @@ impl Cx {
 
     /// The keys a map gives a value.
     #[must_use]
-    pub fn given(entries: &[Entry]) -> Given {
-        Given(
+    pub fn present_keys(entries: &[Entry]) -> PresentKeys {
+        PresentKeys(
             entries
                 .iter()
                 .filter(|e| e.node.value != Value::Null)
@@ -173,21 +173,21 @@ impl Cx {
     }
 
     /// Reads one key into its slot; an absent key leaves the default there.
-    pub fn take<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
+    pub fn read_key<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
         let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
             if required {
                 self.error_at(key, format!("`{title}` needs the key `{key}` ({})", T::kind()));
             }
             return;
         };
-        let read = self.below(key, entry.mark, |cx| {
+        let read = self.descend(key, entry.mark, |cx| {
             if entry.node.value != Value::Null {
                 return T::read(&entry.node, cx);
             }
             cx.nulls.insert(cx.path.clone());
             if required {
                 cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
-            } else if !T::NULLABLE && !slot.is_off() && title != "process" && title != "config" {
+            } else if !T::NULLABLE && !slot.is_falsy() && title != "process" && title != "config" {
                 let finding = cx.finding(
                     &cx.path,
                     cx.mark,
@@ -196,7 +196,7 @@ impl Cx {
                         slot.show()
                     ),
                 );
-                push(&mut cx.warnings, finding);
+                push_finding(&mut cx.warnings, finding);
             }
             T::null()
         });
@@ -206,7 +206,7 @@ impl Cx {
     }
 
     /// Sorts out the keys that no field took: rare ones are kept, near misses are errors, others warnings.
-    pub fn leftover(
+    pub fn read_other_keys(
         &mut self,
         entries: &[Entry],
         title: &str,
@@ -224,7 +224,7 @@ impl Cx {
             if unknown > MAX_FINDINGS {
                 return;
             }
-            self.below(key, entry.mark, |cx| {
+            self.descend(key, entry.mark, |cx| {
                 if rare.contains(&key) {
                     match entry.node.to_json() {
                         Some(serde_json::Value::Null) => {}
@@ -245,20 +245,20 @@ impl Cx {
                     let message = format!("`{title}` has no key `{}`; it is ignored", shorten(key));
                     let finding = cx.finding(&cx.path, cx.mark, message);
                     cx.unknown.insert(cx.path.clone());
-                    push(&mut cx.warnings, finding);
+                    push_finding(&mut cx.warnings, finding);
                 }
             });
         }
     }
 }
 
-fn push(findings: &mut Vec<Finding>, finding: Finding) {
+fn push_finding(findings: &mut Vec<Finding>, finding: Finding) {
     if findings.len() < MAX_FINDINGS && !findings.contains(&finding) {
         findings.push(finding);
     }
 }
 
-fn bool_word(text: &str) -> bool {
+fn is_bool_word(text: &str) -> bool {
     ["true", "false", "yes", "no", "on", "off"].contains(&text.to_ascii_lowercase().as_str())
 }
 
