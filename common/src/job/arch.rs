@@ -1,4 +1,4 @@
-//! Families of models, as `model.arch` names them.
+//! Model families: the values of `model.arch`.
 
 use super::node::Node;
 use super::schema::{FieldValue, ReadContext, Report, Status, choices};
@@ -181,7 +181,7 @@ impl ArchName {
         }
     }
 
-    /// `latent_space_version` of the latent cache, unless `model.latent_space_version` says another.
+    /// `latent_space_version` of the latent cache, unless `model.latent_space_version` sets it.
     #[must_use]
     pub fn latent_space_version(self) -> &'static str {
         match self {
@@ -198,7 +198,7 @@ impl ArchName {
 pub struct Arch {
     /// The family.
     pub name: ArchName,
-    /// What stood after the colon.
+    /// The text after the colon.
     pub tag: Option<String>,
 }
 

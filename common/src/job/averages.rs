@@ -24,7 +24,7 @@ fn finish_ema(ema: &mut EmaConfig, _present: &PresentKeys, cx: &mut ReadContext)
 }
 
 section! {
-    /// One image whose loss is measured again and again.
+    /// An image whose loss is measured repeatedly.
     pub struct ValidationItem("validation_items") {
         /// The image.
         image_path [required]: String = String::new(), Works, input ControlImages;

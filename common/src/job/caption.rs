@@ -5,7 +5,7 @@ use super::process::ProcessType;
 use super::schema::section;
 
 section! {
-    /// Which model describes which files, and how.
+    /// The captioning model, its files and its settings.
     pub struct CaptionConfig("caption") {
         /// Captioning model.
         model_name_or_path [required]: String = String::new(), Works, input Model;
@@ -53,7 +53,7 @@ section! {
 }
 
 section! {
-    /// A process that writes captions beside media files.
+    /// A process that writes caption files next to media files.
     pub struct CaptionProcess("process") {
         /// Which captioner.
         kind as "type": ProcessType = ProcessType::Qwen3VlCaptioner, Works;

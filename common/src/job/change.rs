@@ -1,4 +1,4 @@
-//! Keys that are given another value than the file has: `aitk submit --sweep`.
+//! Changes of single keys of a config, such as those of `aitk submit --sweep`.
 
 use super::error::Finding;
 use super::node::{Entry, Mark, Node, Value, shorten};
@@ -6,17 +6,17 @@ use super::scalar::resolve;
 use super::schema::{ReadContext, join};
 use super::yaml;
 
-/// Keys of the document itself; whatever else a path begins with lies in its process.
+/// Keys at the top level of the document. A path that begins with another key is relative to the process.
 const TOP_LEVEL_KEYS: [&str; 4] = ["job", "config", "meta", "cluster"];
-/// Stands in findings where otherwise the file does.
+/// The file name in findings about changes from the command line.
 const COMMAND_LINE: &str = "command line";
-/// Deeper paths lead to nothing.
+/// The maximum number of steps of a key path; no key is deeper.
 const MAX_PATH_STEPS: usize = 16;
 
-/// Another value for a key.
+/// A new value for a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Its path: `config.process[0].train.lr`, or `train.lr` of the only process.
+    /// The path of the key: `config.process[0].train.lr`, or `train.lr` of the only process.
     pub key: String,
     /// A YAML scalar, or a list or map in one line: `[a, b]`, `{key: value}`.
     pub value: String,
@@ -28,10 +28,10 @@ enum Step {
     Index(usize),
 }
 
-/// Makes the changes. Returns the full_path path of each key, and of those that were taken out for them.
+/// Applies the changes. Returns the full paths of the changed keys and of the conflicting keys that were removed.
 ///
 /// # Errors
-/// The first path that leads nowhere.
+/// The first change whose path or value is invalid.
 pub(super) fn apply_changes(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
     let mut paths = Vec::with_capacity(changes.len());
     for change in changes {
@@ -56,12 +56,12 @@ pub(super) fn apply_changes(root: &mut Node, changes: &[Change], file: Option<&s
     Ok(paths)
 }
 
-/// The key that would win over the one that is set: whoever sets a key on the command line means it.
+/// Returns the key that would win over the changed one, so that it can be removed: the change must take effect.
 fn conflicting_key(steps: &[Step]) -> Option<Vec<Step>> {
     let [around @ .., Step::Key(section), Step::Key(key)] = steps else {
         return None;
     };
-    // The sections of a process, and not what `meta` has of these names.
+    // Only the sections of a process, not keys of the same name in `meta`.
     if !matches!(around, [Step::Key(top), .., Step::Index(_)] if top == "config") {
         return None;
     }
@@ -74,7 +74,7 @@ fn conflicting_key(steps: &[Step]) -> Option<Vec<Step>> {
     Some(path)
 }
 
-/// Keys of changes that no section has are errors: elsewhere in a config they are ignored with a warning.
+/// Turns warnings about unknown keys into errors if a change set the key. In the file, unknown keys are only warnings.
 pub(super) fn refuse_unknown_keys(paths: &[String], cx: &mut ReadContext) {
     let unknown: Vec<Finding> = cx
         .warnings
@@ -93,7 +93,7 @@ pub(super) fn refuse_unknown_keys(paths: &[String], cx: &mut ReadContext) {
     }
 }
 
-/// Findings about changed keys name the command line: the file says something else at their place.
+/// Sets the position of findings about changed keys to the command line, because the file has another value there.
 pub(super) fn move_to_command_line(findings: &mut [Finding], paths: &[String]) {
     for finding in findings {
         if is_changed(&finding.key, paths) {
@@ -107,19 +107,19 @@ fn set_command_line(finding: &mut Finding) {
     (finding.line, finding.column) = (None, None);
 }
 
-/// Whether a key is one of those that were changed, or lies below one.
+/// Whether the key was changed, or is below a changed key.
 pub(super) fn is_changed(key: &str, paths: &[String]) -> bool {
     paths.iter().any(|path| is_at_or_below(key, path))
 }
 
-/// Whether a key is one of those that were changed, lies below one, or holds one.
+/// Whether the key was changed, is below a changed key, or contains one.
 pub(super) fn overlaps_change(key: &str, paths: &[String]) -> bool {
     paths
         .iter()
         .any(|path| is_at_or_below(key, path) || is_at_or_below(path, key))
 }
 
-/// Whether a path leads to a key or to something below it.
+/// Whether the path is the key or is below it.
 fn is_at_or_below(path: &str, key: &str) -> bool {
     path == key || path.strip_prefix(key).is_some_and(|rest| rest.starts_with(['.', '[']))
 }
@@ -131,12 +131,13 @@ fn is_quoted(text: &str) -> bool {
         .any(|quote| text.len() > 1 && text.starts_with(*quote) && text.ends_with(*quote))
 }
 
-/// What a value stands for: a YAML scalar, or a list or map as YAML writes them in one line.
+/// Parses a value: a YAML scalar, or a list or map in YAML's one-line notation.
 fn parse_value(text: &str, mark: Mark) -> Result<Node, String> {
     let text = text.trim();
-    // `[name]` is what a config writes for the job's name.
+    // `[name]` is the placeholder for the job's name, not a list.
     if text.starts_with('{') || (text.starts_with('[') && !text.starts_with("[name]")) {
-        let expected = "expected a list such as [a, b] or a map such as {key: value}; a text that begins like one is put into quotes";
+        let expected =
+            "expected a list such as [a, b] or a map such as {key: value}; put a text that begins like one in quotes";
         return match yaml::parse(text, None) {
             Ok(node) => Ok(node),
             Err(finding) => Err(format!("{expected}: {}", finding.message)),
@@ -157,7 +158,7 @@ fn parse_scalar(text: &str) -> Value {
     }
 }
 
-/// The steps from the top of the document.
+/// Parses a key path into steps from the top of the document.
 fn parse_path(root: &Node, key: &str) -> Result<Vec<Step>, String> {
     let mut steps = Vec::new();
     for part in key.split('.') {
@@ -170,14 +171,17 @@ fn parse_path(root: &Node, key: &str) -> Result<Vec<Step>, String> {
             let number = index.strip_suffix(']').and_then(|number| number.parse().ok());
             steps.push(Step::Index(number.ok_or_else(|| {
                 format!(
-                    "`[{}` is no place in a list; expected `[0]`, `[1]` and so on",
+                    "`[{}` is not a list index; expected `[0]`, `[1]` and so on",
                     shorten(index)
                 )
             })?));
         }
     }
     if steps.len() > MAX_PATH_STEPS {
-        return Err(format!("a path of {} steps leads nowhere", steps.len()));
+        return Err(format!(
+            "the path has {} steps; expected at most {MAX_PATH_STEPS}",
+            steps.len()
+        ));
     }
     let first = match steps.first() {
         Some(Step::Key(first)) => first.clone(),
@@ -252,18 +256,18 @@ fn set_value(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String>
             }
         }
         (Step::Key(key), _) => Err(format!("`{}` cannot be below {described}", shorten(key))),
-        (Step::Index(index), _) => Err(format!("`[{index}]` wants a list, and this is {described}")),
+        (Step::Index(index), _) => Err(format!("`[{index}]` needs a list, found {described}")),
     }
 }
 
-/// Takes the key with this full_path path out, where there is one.
+/// Removes the key with this full path, if it exists.
 pub(super) fn remove(root: &mut Node, key: &str) {
     if let Ok(steps) = parse_path(root, key) {
         remove_key(root, &steps);
     }
 }
 
-/// Whether there was such a key.
+/// Removes a key. Returns whether it existed.
 fn remove_key(node: &mut Node, steps: &[Step]) -> bool {
     match (steps, &mut node.value) {
         ([Step::Key(key)], Value::Map(entries)) => {
@@ -282,7 +286,7 @@ fn remove_key(node: &mut Node, steps: &[Step]) -> bool {
     }
 }
 
-/// Appends to the job's name, unless that has it already.
+/// Appends a suffix to the job's name, unless it ends with it already.
 pub(super) fn append_to_name(root: &mut Node, suffix: &str) {
     let Value::Map(entries) = &mut root.value else { return };
     let config = entries.iter_mut().find(|entry| entry.key == "config");
@@ -394,7 +398,7 @@ mod tests {
     #[test]
     fn a_changed_key_wins_over_a_conflicting_key_of_the_file() {
         let ranked = TEXT.replace("linear: 4", "rank: 4");
-        let drawn = "job: generate\nconfig:\n  name: cat\n  process:\n  - type: to_folder\n    output_folder: out\n    \
+        let generate = "job: generate\nconfig:\n  name: cat\n  process:\n  - type: to_folder\n    output_folder: out\n    \
                      dtype: bf16\n    model: {name_or_path: m}\n    generate: {prompts: [a]}\n";
         let read = |text: &str, key: &str, value: &str| {
             let changes = [Change {
@@ -412,12 +416,12 @@ mod tests {
         let network = &job["process"][0]["kind"]["train"]["network"];
         assert_eq!((&network["linear"], warnings), (&16.into(), Vec::new()));
         assert!(network["rank"].is_null());
-        let (job, _) = read(drawn, "model.dtype", "float32");
+        let (job, _) = read(generate, "model.dtype", "float32");
         let process = &job["process"][0]["kind"]["generate"];
         assert_eq!(process["dtype"], "float32");
         assert_eq!(process["model"]["dtype"], "float32");
         assert!(job["positions"]["config.process[0].dtype"].is_null());
-        // What is taken away with `null` leaves the other as it was, and `meta` is nobody's section.
+        // A change to `null` keeps the conflicting key, and `meta` is not a section.
         let (job, _) = read(&ranked, "network.linear", "null");
         assert_eq!(job["process"][0]["kind"]["train"]["network"]["linear"], 4);
         let noted = format!("{TEXT}meta: {{network: {{rank: 4}}}}\n");
@@ -434,17 +438,17 @@ mod tests {
                 && near.contains("did you mean `steps`?"),
             "{near}"
         );
-        for (key, value, says) in [
+        for (key, value, expected) in [
             ("train.no_such_thing_here", "1", "has no key"),
             ("nowhere.at_all", "1", "has no key `nowhere`"),
             ("train.lr.deeper", "1", "cannot be below the number"),
             ("datasets[3].caption_ext", "txt", "no `[3]` in a list of 1"),
-            ("datasets[x].caption_ext", "txt", "no place in a list"),
+            ("datasets[x].caption_ext", "txt", "is not a list index"),
             ("train..lr", "1", "expected the path of a key"),
             ("train.steps", "many", "train.steps: expected"),
         ] {
             let error = with(&[(key, value)], "").unwrap_err();
-            assert!(error.contains(says), "{key}: {error}");
+            assert!(error.contains(expected), "{key}: {error}");
             assert!(error.starts_with("command line: "), "{error}");
         }
     }

@@ -1,4 +1,4 @@
-//! Combinations of keys that cannot work, whatever the release.
+//! Checks for combinations of keys that can never work, in this or a later release.
 
 use super::arch::ArchName;
 use super::dataset::DatasetConfig;
@@ -6,7 +6,7 @@ use super::limits::MAX_DATASETS;
 use super::process::{ProcessType, TrainerProcess};
 use super::schema::ReadContext;
 
-/// Checks a training as a whole.
+/// Checks the keys of a training process against each other.
 pub(crate) fn check_trainer(process: &TrainerProcess, cx: &mut ReadContext) {
     let train = &process.train;
     let model = &process.model;
@@ -38,7 +38,7 @@ pub(crate) fn check_trainer(process: &TrainerProcess, cx: &mut ReadContext) {
     if model.lora_path.is_some() && process.network.is_none() {
         cx.error_at(
             "model.lora_path",
-            "needs a `network`: what a full fine-tune saves would lack this LoRA; merge it into the model first",
+            "needs a `network`: a full fine-tune would not save this LoRA; merge it into the model first",
         );
     }
     if train.blank_prompt_preservation && process.network.is_none() {
@@ -86,7 +86,7 @@ pub(crate) fn check_trainer(process: &TrainerProcess, cx: &mut ReadContext) {
     }
 }
 
-/// Checks that every data set says where its images are.
+/// Checks that every data set has a path.
 pub(crate) fn check_datasets(datasets: &[DatasetConfig], cx: &mut ReadContext) {
     cx.check_item_count("datasets", datasets.len(), MAX_DATASETS);
     for (index, dataset) in datasets.iter().enumerate() {

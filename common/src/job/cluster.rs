@@ -1,4 +1,4 @@
-//! `cluster`: wishes about where and when a job runs. Ours; ai-toolkit has no such section.
+//! `cluster`: constraints on where and when a job runs. ai-toolkit has no such section.
 
 use super::node::Node;
 use super::schema::{FieldValue, ReadContext, Status, section};
@@ -10,7 +10,7 @@ use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Names with values that a worker must carry, all of them.
+/// Label names and values; a worker must have all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Labels(pub BTreeMap<String, String>);
@@ -21,7 +21,7 @@ pub struct Labels(pub BTreeMap<String, String>);
 pub struct ByteCount(pub u64);
 
 section! {
-    /// Wishes about where and when a job runs.
+    /// Constraints on where and when a job runs.
     pub struct ClusterConfig("cluster") {
         /// Jobs of a higher priority start first.
         priority: i64 = 0, Works;
@@ -58,13 +58,13 @@ section! {
     }
 }
 
-/// The name of a secret that workers keep for the user whose job it is.
+/// The name of a secret that workers keep for the job's user.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct SecretName(pub String);
 
 impl SecretName {
-    /// Whether this can be the name of a secret: 1 to 64 letters, digits, `-` or `_`.
+    /// Whether this is a valid name of a secret: 1 to 64 letters, digits, `-` or `_`.
     #[must_use]
     pub fn is_name(text: &str) -> bool {
         (1..=64).contains(&text.len())
@@ -86,7 +86,7 @@ impl FieldValue for SecretName {
             _ => None,
         };
         if name.is_none() {
-            // What was found may be the token: it is not repeated.
+            // The value may be the token itself, so the message does not repeat it.
             cx.error(
                 "expected the name under which workers keep the token, 1 to 64 letters, digits, '-' or '_'; never the token itself",
             );
@@ -101,13 +101,13 @@ impl FieldValue for SecretName {
     }
 }
 
-/// Parts that a job is cut into.
+/// How many parts a job is split into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Split {
-    /// As many as pay, by the devices that are there and by how long the work takes.
+    /// As many as save time, given the devices and the length of the work.
     Auto,
-    /// At most so many.
+    /// At most this many.
     Parts(u32),
 }
 
@@ -174,7 +174,7 @@ impl FieldValue for Timestamp {
 }
 
 impl TimeSpan {
-    /// Reads `90s`, `10m`, `8h`, `2d`, and several of them together: `1h30m`.
+    /// Parses `90s`, `10m`, `8h`, `2d`, and several of them together: `1h30m`.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let mut rest = text.trim();
@@ -195,7 +195,7 @@ impl TimeSpan {
             seconds = seconds.checked_add(number.checked_mul(unit)?)?;
             rest = rest.get(digits + 1..)?.trim_start();
         }
-        // Longer than a human life: a slip of the keyboard.
+        // More than 100 years is a typing error.
         (seconds > 0 && seconds <= 100 * 366 * 86_400).then(|| Self(std::time::Duration::from_secs(seconds)))
     }
 }
@@ -299,7 +299,7 @@ impl FieldValue for Labels {
 }
 
 impl ByteCount {
-    /// Reads `12GiB`, `12 GB`, `800m`, `1024`. Decimal units are powers of 1000, `i` units powers of 1024.
+    /// Parses `12GiB`, `12 GB`, `800m`, `1024`. Decimal units are powers of 1000, `i` units powers of 1024.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
@@ -379,7 +379,7 @@ mod tests {
             }
         }
         assert!(yaml(&format!("{MINIMAL}cluster: {{hub_token: my-models_2}}\n")).is_ok());
-        // The same of a token that stands in another place.
+        // A token at another key is not repeated either.
         let text = format!("{MINIMAL}cluster: {{priority: {token}, hub_token: {token}}}\n");
         let below = [Change {
             key: "cluster.hub_token.x".into(),

@@ -1,4 +1,4 @@
-//! Values that may be written in more than one way.
+//! Values with more than one notation, such as one item or a list of items.
 
 use super::node::{Node, Value};
 use super::schema::{FieldValue, ReadContext};
@@ -170,11 +170,11 @@ quotable!(
 
 impl Eq for Integer {}
 
-/// A number, or a `[low, high]` range from which one is drawn.
+/// A number, or a `[low, high]` range from which a random number is drawn.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum FloatOrRange {
-    /// Always this.
+    /// This number.
     One(f64),
     /// From low to high.
     Range([f64; 2]),

@@ -1,4 +1,4 @@
-//! `datasets`: images, captions, and what is done to them on the way.
+//! `datasets`: images, captions and their preprocessing.
 
 use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
@@ -7,7 +7,7 @@ use super::values::{Float, OneOrMany, TextSource};
 use serde::{Deserialize, Serialize};
 
 choices! {
-    /// What a dataset holds.
+    /// The kind of data in a data set.
     pub enum DatasetType("dataset type") {
         /// Images (or videos) with captions.
         Image = "image", Works;
@@ -58,7 +58,7 @@ impl FieldValue for Rgb {
 }
 
 section! {
-    /// Images, captions, and what is done to them on the way.
+    /// Images, captions and their preprocessing.
     pub struct DatasetConfig("datasets") {
         /// Kind of data.
         kind as "type": DatasetType = DatasetType::Image, Works;
@@ -239,7 +239,7 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         );
     }
     if let Some(legacy) = &dataset.caption_type
-        // A job that was read before has both keys.
+        // A job from JSON has both keys.
         && (!present.has("caption_ext") || dataset.caption_ext == *legacy)
     {
         dataset.caption_ext.clone_from(legacy);
@@ -295,7 +295,7 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
 }
 
 impl DatasetConfig {
-    /// `control_path` as the web UI writes it.
+    /// The control folders as the web UI writes them: `control_path_1` to `control_path_3`.
     pub(super) fn numbered_controls(&self) -> Vec<String> {
         let each = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
         let given = each.into_iter().flatten().filter(|path| !path.is_empty());

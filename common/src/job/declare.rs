@@ -1,10 +1,11 @@
-//! The two declarations: [`section!`] for a map with known keys, [`choices!`] for a value that is one of some names.
+//! Two macros: [`section!`] declares a map with known keys, [`choices!`] an enum of names.
 
-/// Declares a section: a struct with one public field per key, its defaults, reader, documentation and support.
+/// Declares a section: a struct with one public field per key, its defaults, its reader, its documentation and its support checks.
 ///
-/// Per key: documentation, `field`, optionally `as "key"` where the key is no Rust name, optionally
-/// `[required]`, its type, its default, its [`Status`]; then optionally `shown "…"` (how the default is
-/// documented when it depends on other keys) and `input Kind` (it may be a path).
+/// Each key has: its documentation, `field`, optionally `as "key"` if the key is not a Rust identifier, optionally `[required]`,
+/// the type, the default and the [`Status`]. Then optionally `shown "…"` (the documented default when it depends on other
+/// keys) and `input Kind` (the value may be a path). `rare` lists keys without a typed field. `finish` normalises and
+/// validates a section after reading; `check` reports unsupported values.
 macro_rules! section {
     (
         $(#[$meta:meta])*
@@ -28,7 +29,7 @@ macro_rules! section {
                 $(#[serde(rename = $key)])?
                 pub $field: $ty,
             )*
-            /// Seldom used keys that the config has: known by name, without a type of their own.
+            /// Rarely used keys that the config sets, by name. They have no typed field.
             #[serde(skip_serializing_if = "std::collections::BTreeMap::is_empty")]
             pub rare: std::collections::BTreeMap<String, serde_json::Value>,
         }
@@ -49,7 +50,7 @@ macro_rules! section {
                 &[$($( ($rare, $rare_status) ),*)?]
             };
 
-            /// Every key with its meaning, its default and what this release does with it.
+            /// Describes every key: its meaning, its default and its status in this release.
             #[must_use]
             pub fn describe() -> $crate::job::schema::SectionInfo {
                 #[allow(unused_imports)]
@@ -171,7 +172,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// Declares a value that is one of some names, each with a [`Status`]. Names are compared without case.
+/// Declares an enum of names, each with a [`Status`]. Names are matched without regard to case.
 macro_rules! choices {
     (
         $(#[$meta:meta])*
@@ -203,7 +204,7 @@ macro_rules! choices {
                 match self { $(Self::$variant => $name),* }
             }
 
-            /// What this release does with it.
+            /// The status of this value in this release.
             #[must_use]
             pub fn status(self) -> $crate::job::schema::Status {
                 #[allow(unused_imports)]

@@ -1,5 +1,5 @@
-//! DerivedKeys whose values come from other keys where they are absent. A job has a value for each of them; written back as a config,
-//! that value would count as given, and would not follow the keys that it comes from.
+//! Keys whose default is derived from other keys. A job has a value for each of them. In a config made from the job that value
+//! would count as set by the user and would not follow the keys it is derived from, so it is removed.
 
 use super::arch::{Arch, ArchName};
 use super::change;
@@ -12,7 +12,7 @@ use super::sample::SampleConfig;
 use super::schema::join;
 use super::spec::{ConfigSection, JobSpec};
 
-/// Takes them out of the config that a job was written back as. What the job's file has stays: there it was given.
+/// Removes derived keys from a config made from a job. Keys that the job's file sets stay.
 pub(super) fn remove_derived_keys(config: &mut Node, spec: &JobSpec) {
     for (index, process) in spec.process.iter().enumerate() {
         let path = format!("config.process[{index}]");
@@ -24,10 +24,10 @@ pub(super) fn remove_derived_keys(config: &mut Node, spec: &JobSpec) {
     }
 }
 
-/// Those keys of a process whose value is what others give them.
+/// Returns the keys of a process whose value equals the derived one.
 fn derived_keys(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&str) -> bool) -> Vec<String> {
     let mut keys = DerivedKeys::default();
-    // The two are always equal, and one of them has to stay.
+    // `dtype` and `model.dtype` are always equal, and one of them must stay.
     let dtype = if is_written("dtype") { "model.dtype" } else { "dtype" };
     match &process.kind {
         ProcessKind::Train(process) => {
@@ -63,7 +63,7 @@ fn derived_keys(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&st
     keys.0
 }
 
-/// Paths below a process.
+/// Derived keys, as paths below a process.
 #[derive(Default)]
 struct DerivedKeys(Vec<String>);
 

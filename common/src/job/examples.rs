@@ -1,4 +1,4 @@
-//! Configs in the shapes that users have: all parse, and those that cannot run yet say why.
+//! Realistic configs: all parse, and the unsupported ones report why.
 
 use super::*;
 
@@ -67,7 +67,7 @@ fn shipped_examples_are_supported() {
         let job = load_text(name, text);
         assert_eq!(job.warnings, [], "{name}");
         assert_eq!(job.spec.unsupported(), Support::default(), "{name}");
-        // What is commented out is correct too.
+        // The commented-out keys are valid too.
         let uncommented = uncomment(text);
         assert_ne!(uncommented, text);
         let job = load_text(name, &uncommented);
@@ -266,7 +266,7 @@ fn a_full_fine_tune_is_refused_only_for_its_unsupported_keys() {
     for key in ["model.arch", "train.do_paramiter_swapping", "datasets[0].augmentations"] {
         assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
     }
-    // Neither the missing network, nor which parameters are trained, nor the folder that is saved.
+    // These keys of a full fine-tune are supported.
     assert!(
         !refused
             .iter()

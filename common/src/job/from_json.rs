@@ -1,9 +1,9 @@
-//! A job as it was handed over (`job_json`): everything that reading its config checks is checked again.
+//! Reads a submitted job (`job_json`) and repeats every check that reading its config makes.
 //!
-//! Whoever sends a job may send any JSON. Written back as the config that it came from and read once more by the same
-//! reader, it has to become the same job: one reader, so nothing that it refuses comes in another way, and no value
-//! that it never gives either. Keys that no section knows are ignored, here and by whoever runs the job: no code reads
-//! them, and refusing them would lock out every client that is newer than its coordinator.
+//! A client may send any JSON. The JSON is converted back to the config that it came from and read by the same reader; the
+//! result must be the same job. So JSON can contain neither a value that the reader refuses nor one that it never produces.
+//! Unknown keys are ignored, here and by the worker: no code reads them, and refusing them would exclude every client that is
+//! newer than its coordinator.
 
 use super::caption::CaptionProcess;
 use super::change::{self, Change};
@@ -21,30 +21,29 @@ use serde_json::Value as Json;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-/// Values of a job: numbers, texts, lists, maps. A job of the largest size that is all prompts, with the place of each,
-/// has 180,000.
+/// Values of a job: numbers, texts, lists, maps. A job with the maximum number of prompts, with their positions, has 180,000.
 const MAX_VALUES: usize = 250_000;
 /// Keys of one section; the largest section knows 120.
 const MAX_SECTION_KEYS: usize = 1_000;
-/// Bytes of the name of the file that a job came from, which is shown.
+/// Bytes of the name of the job's config file, which appears in messages.
 const MAX_FILE_NAME: usize = 4_096;
-/// A process lies two levels deeper in a job than in its config.
+/// A process is two levels deeper in a job's JSON than in its config.
 const MAX_JSON_DEPTH: usize = MAX_DEPTH + 2;
 
 impl JobSpec {
-    /// [`JobSpec::from_value`] of JSON text.
+    /// Parses JSON text and calls [`JobSpec::from_value`].
     ///
     /// # Errors
-    /// As there.
+    /// Invalid JSON, and the errors of [`JobSpec::from_value`].
     pub fn from_json(text: &str) -> Result<Self, JobError> {
         let json = serde_json::from_str(text).map_err(|error| job_error(error.to_string()))?;
         Self::from_value(&json)
     }
 
-    /// Takes a job that was handed over as JSON and checks it as if its config were read.
+    /// Reads a job from JSON with the same checks as for its config.
     ///
     /// # Errors
-    /// [`JobError::Invalid`] with every place that is wrong.
+    /// [`JobError::Invalid`] with every error.
     pub fn from_value(json: &Json) -> Result<Self, JobError> {
         check_limits(json).map_err(job_error)?;
         let spec = Self::deserialize(json);
@@ -53,7 +52,7 @@ impl JobSpec {
         let spec = match spec {
             Ok(spec) => spec,
             Err(error) if cx.errors.is_empty() => return Err(job_error(error.to_string())),
-            // The reader says where it is.
+            // The reader's errors name the key; serde's does not.
             Err(_) => {
                 return Err(JobError::Invalid {
                     findings: cx.errors.into_iter().map(without_position).collect(),
@@ -65,7 +64,9 @@ impl JobSpec {
             .as_deref()
             .is_some_and(|file| file.len() > MAX_FILE_NAME || file.contains(char::is_control))
         {
-            return Err(job_error("`file` is no name of a file that can be shown".into()));
+            return Err(job_error(
+                "`file` is not a printable file name of at most 4096 bytes".into(),
+            ));
         }
         let mut findings: Vec<Finding> = cx
             .errors
@@ -87,18 +88,17 @@ impl JobSpec {
         }
     }
 
-    /// The job with other values for some keys, named and written as in [`super::LoadOptions::changes`], and what is to be
-    /// known about it. Everything else stays as it is, also what `[name]` and `${VAR}` stood for; what is said of a part of a
-    /// job is left out, so that it is the whole job.
+    /// Returns the job with other values for some keys, written as in [`super::LoadOptions::changes`], and new warnings.
+    /// Everything else stays, including the replaced `[name]` and `${VAR}`. `part` is removed, so the result is the whole job.
     ///
     /// # Errors
-    /// [`JobError::Invalid`] with every place that is wrong.
+    /// [`JobError::Invalid`] with every error.
     pub fn with_changes(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
         let json = serde_json::to_value(self).map_err(|error| job_error(error.to_string()))?;
         let mut config = to_config(&json, Some(self));
         derived::remove_derived_keys(&mut config, self);
         let mut before = ReadContext::new(None);
-        // What it warns of was said when the job was read.
+        // The user saw these warnings when the job was submitted.
         let _ = Self::read(&config, None, &mut before);
         let changed = change::apply_changes(&mut config, changes, None).map_err(|found| JobError::Invalid {
             findings: vec![without_position(found)],
@@ -107,7 +107,7 @@ impl JobSpec {
         let read = Self::read(&config, None, &mut cx);
         change::refuse_unknown_keys(&changed, &mut cx);
         let findings: Vec<Finding> = cx.errors.into_iter().map(without_position).collect();
-        // A change of one key may be without effect because of another, whose place the warning has.
+        // A change may have no effect because of another key; the warning is then at that other key.
         let is_new =
             |warning: &Finding| !before.warnings.contains(warning) || change::overlaps_change(&warning.key, &changed);
         let warnings = cx.warnings.into_iter().filter(is_new).map(without_position).collect();
@@ -127,23 +127,22 @@ impl JobSpec {
         if self.config.name.is_none() {
             spec.config.name = None;
         }
-        // Where they stand in the file says nothing of values that are not from there.
+        // Changed values have no position in the file.
         spec.positions.retain(|key, _| !change::is_changed(key, &changed));
         Ok((spec, warnings))
     }
 
-    /// What is wrong with the images that a part of a job is about.
+    /// Checks `part`: only jobs of one `to_folder` process have parts, and the range must not be empty.
     fn check_part(&self) -> Option<Finding> {
         let part = self.part?;
         let one = matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
         (!one || part.from >= part.to).then(|| {
-            let message =
-                "only the images of one `to_folder` process are cut into parts, from the first to before the last";
+            let message = "a part needs a job of one `to_folder` process, and `from` below `to`";
             self.finding("part".into(), message.into())
         })
     }
 
-    /// A revision that is no commit of a repository: it becomes part of an address and of a path.
+    /// Checks that each revision maps a repository to a commit id, because both become parts of a URL and of a path.
     fn check_revisions(&self) -> Option<Finding> {
         let wrong = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
         let (repository, _) = self.revisions.iter().find(wrong)?;
@@ -154,7 +153,7 @@ impl JobSpec {
         Some(self.finding("revisions".into(), message))
     }
 
-    /// Where this job has another value than reading its own config gives.
+    /// Returns an error at the first value that differs from the job read from its own config.
     fn find_difference(&self, mut read: Self) -> Option<Finding> {
         if self.config.name.is_none() {
             read.config.name = None;
@@ -177,12 +176,12 @@ impl JobSpec {
             json
         });
         let key = first_difference(&texts[0], &texts[1], "").unwrap_or_default();
-        let message = "has a value that no config gives this key; submit the config again".to_owned();
+        let message = "has a value that no config can produce; submit the config again".to_owned();
         Some(self.finding(config_key(&key), message))
     }
 }
 
-/// An error about the job as a whole.
+/// Creates an error about the whole job.
 fn job_error(message: String) -> JobError {
     JobError::Invalid {
         findings: vec![Finding {
@@ -192,7 +191,7 @@ fn job_error(message: String) -> JobError {
     }
 }
 
-/// Lines and columns of JSON that was written back say nothing to anybody.
+/// Removes line and column: the reconstructed config has no text.
 fn without_position(finding: Finding) -> Finding {
     Finding {
         line: None,
@@ -224,7 +223,7 @@ fn check_limits(json: &Json) -> Result<(), String> {
     Ok(())
 }
 
-/// Which keys of a section are sections themselves.
+/// The keys of a section that are sections themselves.
 #[derive(Default)]
 struct SectionTree(HashMap<&'static str, SectionTree>);
 
@@ -238,7 +237,7 @@ impl SectionTree {
     }
 }
 
-/// The body of a job, and its processes by their names in JSON.
+/// The sections of a job: `config`, `cluster`, and each process kind by its JSON name.
 static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::new(|| {
     HashMap::from([
         ("config", SectionTree::of(ConfigSection::section())),
@@ -252,7 +251,7 @@ static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::n
     ])
 });
 
-/// The config of a job, as its user could have written it.
+/// Converts a job's JSON to a config document.
 fn to_config(json: &Json, spec: Option<&JobSpec>) -> Node {
     let mut document = Vec::new();
     if let Some(job) = json.get("job") {
@@ -289,7 +288,7 @@ fn to_config(json: &Json, spec: Option<&JobSpec>) -> Node {
     plain_node(Value::Map(document))
 }
 
-/// `{"type": …, "kind": {"train": {…}}}` -> the process as a config has it.
+/// Converts `{"type": …, "kind": {"train": {…}}}` to a process of a config.
 fn process_node(json: &Json) -> Node {
     let kind = json.get("kind").and_then(Json::as_object);
     let body = match kind.and_then(|kinds| kinds.iter().next()) {
@@ -307,7 +306,7 @@ fn process_node(json: &Json) -> Node {
     plain_node(Value::Map(entries))
 }
 
-/// Times and sizes, which a config has as text and the queue as numbers.
+/// Converts `cluster`: a config has times and sizes as text, the job's JSON as numbers.
 fn cluster_node(json: &Json, spec: Option<&JobSpec>) -> Node {
     let mut read = json_to_node(json, SECTION_TREES.get("cluster"));
     let (Value::Map(entries), Some(spec)) = (&mut read.value, spec) else {
@@ -331,7 +330,7 @@ fn cluster_node(json: &Json, spec: Option<&JobSpec>) -> Node {
     read
 }
 
-/// `{"secs": 60, "nanos": 0}` -> `60s`.
+/// Formats `{"secs": 60, "nanos": 0}` as `60s`.
 fn format_time_span(node: &Node) -> Option<String> {
     let integer = |key| match node.get(key).map(|node| &node.value) {
         Some(Value::Int(number)) => Some(*number),
@@ -357,7 +356,7 @@ fn plain_node(value: Value) -> Node {
     }
 }
 
-/// JSON as a node. In a section, seldom used keys lie under `rare`; in its config they lie beside the others.
+/// Converts JSON to a node. In a section's JSON, rare keys are below `rare`; in a config they are beside the other keys.
 fn json_to_node(json: &Json, section: Option<&SectionTree>) -> Node {
     plain_node(match json {
         Json::Null => Value::Null,
@@ -382,7 +381,7 @@ fn json_to_node(json: &Json, section: Option<&SectionTree>) -> Node {
                 }
             }
             if section.is_some() {
-                // Each known key is looked for among them.
+                // The reader searches all entries for each known key.
                 entries.truncate(MAX_SECTION_KEYS);
             }
             Value::Map(entries)
@@ -390,7 +389,7 @@ fn json_to_node(json: &Json, section: Option<&SectionTree>) -> Node {
     })
 }
 
-/// The path of the first value that differs.
+/// Returns the path of the first value that differs.
 fn first_difference(one: &Json, other: &Json, path: &str) -> Option<String> {
     if one == other {
         return None;
@@ -419,7 +418,7 @@ fn first_difference(one: &Json, other: &Json, path: &str) -> Option<String> {
     }
 }
 
-/// `process[0].kind.train.train.steps` -> `config.process[0].train.steps`.
+/// Converts `process[0].kind.train.train.steps` to `config.process[0].train.steps`.
 fn config_key(key: &str) -> String {
     let Some((process, rest)) = key.split_once("].kind.").filter(|_| key.starts_with("process[")) else {
         return match key.starts_with("process[") {

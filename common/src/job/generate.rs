@@ -1,4 +1,4 @@
-//! `generate` of the processes that only make images: `to_folder` and `batch_img2img`.
+//! `generate` of the processes that generate images: `to_folder` and `batch_img2img`.
 
 use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
@@ -6,7 +6,7 @@ use super::schema::{PresentKeys, ReadContext, section};
 use super::values::{Pair, TextSource};
 
 section! {
-    /// What `to_folder` draws.
+    /// What `to_folder` generates.
     pub struct GenerateConfig("generate") {
         /// Prompts, or a text file with one per line. May end in flags such as `--seed 7`.
         prompts [required]: TextSource = TextSource::default(), Works, input PromptFile;
@@ -52,7 +52,7 @@ section! {
     finish = finish_generate;
 }
 
-/// The prompts of a text file: its lines without the space around them, empty ones left out.
+/// Returns the prompts of a text file: its trimmed lines, without empty ones.
 #[must_use]
 pub fn prompt_lines(text: &str) -> Vec<&str> {
     let text = text.trim_start_matches('\u{feff}');
@@ -60,7 +60,7 @@ pub fn prompt_lines(text: &str) -> Vec<&str> {
 }
 
 impl GenerateConfig {
-    /// How many images are drawn from so many prompts.
+    /// The number of images generated from this many prompts.
     #[must_use]
     pub fn image_count(&self, prompts: usize) -> u64 {
         let list = if self.random_prompts {
@@ -97,7 +97,7 @@ fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &m
 }
 
 section! {
-    /// What `batch_img2img` makes of the images in its data sets.
+    /// How `batch_img2img` changes the images of its data sets.
     pub struct Img2ImgConfig("generate") {
         /// Sampler.
         sampler: SamplerName = SamplerName::Ddpm, Works;

@@ -1,4 +1,4 @@
-//! Files that nobody wrote by hand: any bytes end in a job or an error, in bounded time.
+//! Hostile and random files: any input gives a job or an error, in bounded time.
 
 use super::tests::{MINIMAL, yaml};
 use super::*;

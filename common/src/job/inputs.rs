@@ -1,4 +1,4 @@
-//! What prompts hold besides words: inputs (`--ctrl_img path`) and flags with mistakes.
+//! Input paths and flags inside prompts (`--ctrl_img path`), and inputs that are never opened.
 
 use super::node::shorten;
 use super::process::ProcessKind;
@@ -9,7 +9,7 @@ use super::spec::JobSpec;
 use super::values::TextSource;
 use std::collections::BTreeSet;
 
-/// Keys of inputs that nobody opens, because of another key or because of what the process does.
+/// Returns the keys of inputs that are never opened, because another key replaces them or the process does not use them.
 pub(crate) fn unopened_keys(job: &JobSpec) -> BTreeSet<String> {
     let mut keys = BTreeSet::new();
     for (index, process) in job.process.iter().enumerate() {
@@ -21,7 +21,7 @@ pub(crate) fn unopened_keys(job: &JobSpec) -> BTreeSet<String> {
         for (number, dataset) in datasets.iter().enumerate() {
             let unopened = [
                 ("folder_path", dataset.dataset_path.is_some()),
-                // The image's own transparency wins.
+                // The image's alpha channel wins.
                 ("mask_path", dataset.alpha_mask || !trains),
                 ("random_triggers", !trains),
             ];
@@ -32,7 +32,7 @@ pub(crate) fn unopened_keys(job: &JobSpec) -> BTreeSet<String> {
     keys
 }
 
-/// Adds the files that prompts name.
+/// Adds the control images named in prompts.
 pub(crate) fn add_prompt_inputs(job: &JobSpec, out: &mut Vec<Input>) {
     for (index, process) in job.process.iter().enumerate() {
         for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
@@ -47,7 +47,7 @@ pub(crate) fn add_prompt_inputs(job: &JobSpec, out: &mut Vec<Input>) {
     }
 }
 
-/// Says which flags of prompts this release does not follow; the keys of the same meaning say the same.
+/// Reports prompt flags that this release does not support, like the config keys of the same meaning.
 pub(crate) fn check_flag_support(job: &JobSpec, report: &mut Report) {
     for (index, process) in job.process.iter().enumerate() {
         for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
@@ -79,7 +79,7 @@ pub(crate) fn check_flag_support(job: &JobSpec, report: &mut Report) {
     }
 }
 
-/// Says which flags of prompts cannot be understood.
+/// Reports invalid and unknown prompt flags.
 pub(crate) fn check_prompts(process: &ProcessKind, path: &str, cx: &mut ReadContext) {
     for_each_prompt(process, path, &mut |key, text| {
         let flags = PromptFlags::parse(text);

@@ -1,4 +1,4 @@
-//! JSON and JSONC text -> [`Node`].
+//! Parses JSON and JSONC text into a [`Node`].
 
 use super::error::Finding;
 use super::limits::{MAX_DEPTH, finding, too_deep};
@@ -9,10 +9,10 @@ use jsonc_parser::{CollectOptions, ParseOptions, parse_to_ast};
 use std::cell::Cell;
 use std::collections::HashMap;
 
-/// Reads a JSON document; with `comments` also comments and trailing commas.
+/// Parses a JSON document; with `comments` also comments and trailing commas.
 ///
 /// # Errors
-/// The first thing that is wrong, with its place.
+/// The first error, with its position.
 pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<Node, Finding> {
     let lines = PositionCounter::new(text);
     if let Some(offset) = find_too_deep(text) {
@@ -63,7 +63,7 @@ fn lower_first(text: &str) -> String {
         .map_or_else(String::new, |first| first.to_lowercase().chain(chars).collect())
 }
 
-/// Where brackets outside of strings nest too deeply. Comments may mislead it only towards too many.
+/// Returns the offset where brackets outside of strings nest too deeply. Brackets in comments count too.
 fn find_too_deep(text: &str) -> Option<usize> {
     let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
     for (offset, byte) in text.bytes().enumerate() {
@@ -73,7 +73,7 @@ fn find_too_deep(text: &str) -> Option<usize> {
             b'"' => in_string = !in_string,
             b'[' | b'{' if !in_string => {
                 depth += 1;
-                // The parser itself stops at 512; this is only a cheap first look.
+                // The parser stops at 512; this check is cheaper.
                 if depth > 400 {
                     return Some(offset);
                 }
@@ -85,8 +85,8 @@ fn find_too_deep(text: &str) -> Option<usize> {
     None
 }
 
-/// Turns byte offsets into places. Remembers the last one and counts on from there, so that asking for
-/// many places in order reads the text once, however long its lines are.
+/// Converts byte offsets to positions. Continues from the last offset, so increasing offsets read the text only once, however
+/// long its lines are.
 struct PositionCounter<'a> {
     text: &'a str,
     last: Cell<(usize, Mark)>,

@@ -1,4 +1,4 @@
-//! From a name or a path to a [`LoadedJob`].
+//! Finds, reads and parses a config file into a [`LoadedJob`].
 
 use super::change::{self, Change};
 use super::error::{Finding, JobError};
@@ -11,23 +11,23 @@ use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-/// What loading depends on besides the file.
+/// Options for loading a config.
 #[derive(Clone, Copy)]
 pub struct LoadOptions<'a> {
-    /// `--name`: replaces `[name]` instead of `config.name`.
+    /// `--name`: replaces `[name]` in place of `config.name`.
     pub name_override: Option<&'a str>,
     /// Looks up `${VAR}`.
     pub env: template::EnvLookup<'a>,
-    /// The folder in which `config/` is searched for. Unset: the current one.
+    /// The folder that contains `config/`. Unset: the current folder.
     pub search_dir: Option<&'a Path>,
-    /// Keys that have another value than in the file.
+    /// Changes of single keys, applied after parsing.
     pub changes: &'a [Change],
     /// Appended to the job's name, and to what replaces `[name]`.
     pub suffix: &'a str,
 }
 
 impl Default for LoadOptions<'_> {
-    /// No name, no variables, the current folder.
+    /// No name override, no variables, the current folder.
     fn default() -> Self {
         Self {
             name_override: None,
@@ -39,22 +39,22 @@ impl Default for LoadOptions<'_> {
     }
 }
 
-/// A config that was read and understood.
+/// A config that was read and validated.
 #[derive(Clone, Debug)]
 pub struct LoadedJob {
     /// The job.
     pub spec: JobSpec,
     /// The text as its user wrote it, variables unexpanded.
     pub text: String,
-    /// How it is written.
+    /// Its file format.
     pub format: Format,
-    /// Where it was found.
+    /// The path of the file.
     pub path: Option<PathBuf>,
-    /// What its user should know: unknown keys, nulls that mattered, and the like.
+    /// Warnings, such as unknown keys and ignored nulls.
     pub warnings: Vec<Finding>,
 }
 
-/// Finds, reads and understands a config. `name` is a path, or the name of a file in `config/` with or
+/// Finds, reads and validates a config. `name` is a path, or the name of a file in `config/` with or
 /// without its extension.
 ///
 /// # Errors
@@ -70,10 +70,10 @@ pub fn load(name: &str, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError
     Ok(job)
 }
 
-/// Understands the text of a config. `file` is its name for messages.
+/// Parses and validates the text of a config. `file` is its name for messages.
 ///
 /// # Errors
-/// When it is not a valid config: every place that is wrong.
+/// [`JobError::Invalid`] with every error.
 pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError> {
     let invalid = |finding: Finding| JobError::Invalid {
         findings: vec![finding],
@@ -109,7 +109,7 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     let mut findings = cx.errors;
     match spec {
         Some(mut spec) if findings.is_empty() => {
-            // Where they stand in the file says nothing of values that are not from there.
+            // Changed values have no position in the file.
             spec.positions.retain(|key, _| !change::is_changed(key, &changed));
             Ok(LoadedJob {
                 spec,
@@ -129,7 +129,7 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     }
 }
 
-/// Parses YAML in which variables may stand anywhere.
+/// Parses YAML in which `${VAR}` may be anywhere.
 fn parse_yaml(body: &str, file: Option<&str>) -> Result<Node, Finding> {
     let mut parsed = yaml::parse(&template::hide_variables(body), file);
     match &mut parsed {
@@ -196,13 +196,13 @@ fn read(path: &Path, shown: &str) -> Result<String, JobError> {
     })
 }
 
-/// Extensions in the order in which they are tried.
+/// File extensions, in the order they are tried.
 const EXTENSIONS: [&str; 4] = ["yaml", "yml", "json", "jsonc"];
 
-/// Finds a config: a name without extension first in `config/`, anything else first as a path.
+/// Finds a config. A name without extension is searched in `config/` first; anything else is tried as a path first.
 ///
 /// # Errors
-/// [`JobError::NotFound`] with every place that was searched at.
+/// [`JobError::NotFound`] with every path that was tried.
 pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> {
     let root = search_dir.unwrap_or_else(|| Path::new(""));
     let folder = root.join("config");
@@ -244,10 +244,10 @@ pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> 
     })
 }
 
-/// The variables of `.env` in a folder; empty without such a file.
+/// Reads the variables of `.env` in a folder; empty if there is no such file.
 ///
 /// # Errors
-/// When the file is there and cannot be read or understood.
+/// The file exists and cannot be read or parsed.
 pub fn dotenv(folder: &Path) -> Result<BTreeMap<String, String>, JobError> {
     let path = folder.join(".env");
     if !path.is_file() {
@@ -273,7 +273,7 @@ pub fn dotenv(folder: &Path) -> Result<BTreeMap<String, String>, JobError> {
         .collect()
 }
 
-/// Looks variables up in the environment of this process, then in what [`dotenv`] found.
+/// Returns a function that looks up a variable in the process environment, then in `dotenv`.
 pub fn env_with(dotenv: BTreeMap<String, String>) -> impl Fn(&str) -> Option<String> {
     move |name| std::env::var(name).ok().or_else(|| dotenv.get(name).cloned())
 }

@@ -1,9 +1,9 @@
-//! `logging`: how often numbers are written, and where to.
+//! `logging`: how often metrics are logged, and where to.
 
 use super::schema::section;
 
 section! {
-    /// How often numbers are written, and where to.
+    /// How often metrics are logged, and where to.
     pub struct LoggingConfig("logging") {
         /// Steps between log lines; null logs every step.
         log_every: Option<u64> = Some(100), Works;

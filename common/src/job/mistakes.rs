@@ -1,4 +1,4 @@
-//! Every mistake that the documentation promises a clear error for, with its line and its key.
+//! Common mistakes in configs, with the line, the key and the message of the expected error.
 
 use super::tests::{MINIMAL, with, yaml};
 

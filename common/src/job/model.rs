@@ -1,4 +1,4 @@
-//! `model`: which base model, from where, and how it is kept in memory.
+//! `model`: the base model, its source, and how it is held in memory.
 
 use super::arch::{Arch, ArchName};
 use super::dtype::DType;
@@ -8,7 +8,7 @@ use crate::plan::choices::Choices;
 use crate::plan::qtype::QType;
 
 section! {
-    /// Which base model, from where, and how it is kept in memory.
+    /// The base model, its source, and how it is held in memory.
     pub struct ModelConfig("model") {
         /// Local folder or file, or the id of a Hugging Face repository.
         name_or_path [required]: String = String::new(), Works, input Model;
@@ -197,7 +197,10 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
     }
     if let Some(key) = model.quantize_kwargs.keys().find(|key| *key != "exclude") {
         let key = format!("quantize_kwargs.{key}");
-        report.error(join(path, &key), "is not known; `exclude` is, with a list of names");
+        report.error(
+            join(path, &key),
+            "is not a known option; only `exclude` (a list of layer names) is known",
+        );
     } else if model.quantize_kwargs.contains_key("exclude") && model.quantize_exclude().is_none() {
         let message = "expected a list of names of layers, such as `- \"down_blocks.0.*\"`";
         report.error(join(path, "quantize_kwargs.exclude"), message);
@@ -222,7 +225,7 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
 }
 
 impl ModelConfig {
-    /// What the first `is_…` key that is on says, and that key.
+    /// The architecture of the first `is_…` key that is true, and that key.
     pub(super) fn legacy_arch(&self) -> Option<(ArchName, &'static str)> {
         let flags = [
             (self.is_v2, ArchName::Sd2, "is_v2"),
@@ -258,7 +261,7 @@ impl ModelConfig {
         QType::from_name(&self.qtype_te).filter(|_| self.quantizes_text_encoder())
     }
 
-    /// Which layers are left as they are; `None` when that is no list of names.
+    /// The names of layers that are not quantised; `None` if `exclude` is not a list of names.
     #[must_use]
     pub fn quantize_exclude(&self) -> Option<Vec<String>> {
         match self.quantize_kwargs.get("exclude") {
@@ -271,13 +274,13 @@ impl ModelConfig {
         }
     }
 
-    /// Whether layers are streamed from RAM.
+    /// Whether layers are streamed instead of staying in memory.
     #[must_use]
     pub fn offloads_layers(&self) -> bool {
         self.layer_offloading.unwrap_or(self.auto_memory)
     }
 
-    /// What the keys of this section ask for, beside the memory profile.
+    /// The memory choices that the keys of this section request in addition to the memory profile.
     #[must_use]
     pub fn memory_choices(&self) -> Choices {
         let shares = [

@@ -1,4 +1,4 @@
-//! Processes that turn files into other files: `locon` and `lora` (extract), `rescale_lora` (mod).
+//! Processes that convert model files: `locon` and `lora` (extract), `rescale_lora` (mod).
 
 use super::dtype::DType;
 use super::process::ProcessType;
@@ -29,7 +29,7 @@ choices! {
 }
 
 section! {
-    /// A LoRA from the difference of two models.
+    /// Extracts a LoRA from the difference of two models.
     pub struct ExtractProcess("process") {
         /// `locon` or `lora`.
         kind as "type": ProcessType = ProcessType::ExtractLocon, Works;
@@ -61,7 +61,7 @@ section! {
 }
 
 section! {
-    /// A LoRA with another strength.
+    /// Changes the strength of a LoRA.
     pub struct RescaleLoraProcess("process") {
         /// `rescale_lora`.
         kind as "type": ProcessType = ProcessType::RescaleLora, Works;

@@ -1,4 +1,4 @@
-//! `network`: which small weights are trained beside the frozen model.
+//! `network`: the adapter (LoRA) that is trained while the base model is frozen.
 
 use super::limits::MAX_RANK;
 use super::schema::{PresentKeys, ReadContext, choices, section};
@@ -27,7 +27,7 @@ choices! {
 }
 
 section! {
-    /// Options that ai-toolkit handed to the network's constructor. Names match by plain substring.
+    /// Options that ai-toolkit passes to the network's constructor. Names match by plain substring.
     pub struct NetworkKwargs("network_kwargs") {
         /// Only layers whose dotted or flattened name contains one of these.
         only_if_contains: Option<OneOrMany<String>> = None, Works;
@@ -55,7 +55,7 @@ section! {
 }
 
 section! {
-    /// Which small weights are trained beside the frozen model.
+    /// The adapter (LoRA) that is trained while the base model is frozen.
     pub struct NetworkConfig("network") {
         /// Kind of network.
         kind as "type": NetworkType = NetworkType::Lora, Works;

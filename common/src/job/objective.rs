@@ -1,4 +1,4 @@
-//! Names that `train` uses for noise levels and losses.
+//! Names of losses and time step distributions in `train`.
 
 use super::schema::choices;
 

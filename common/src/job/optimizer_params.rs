@@ -1,11 +1,10 @@
-//! What `train.optimizer_params` may hold, for each optimizer: one table, for the check of a config before it runs and
-//! for the engine that reads it.
+//! The parameters of each optimizer in `train.optimizer_params`. One table serves both the check of a config and the engine.
 
 use super::optimizer::OptimizerName;
 use super::values::FreeMap;
 use serde_json::Value;
 
-/// What a parameter's value may be.
+/// The allowed values of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParamKind {
     /// Two numbers from 0 up to, not including, 1.
@@ -36,13 +35,13 @@ pub enum ParamKind {
     IntegerTwoToEight,
     /// `true` or `false`.
     Bool,
-    /// A switch that may be written, but not turned on.
+    /// `false` only: a switch that is known but not supported.
     OnlyFalse,
-    /// Changes nothing in the result here: anything.
+    /// Any value: it does not change the result here.
     NoEffect,
 }
 
-/// Switches of torch that choose how, not what, is computed.
+/// torch's switches. Those that only choose an implementation have no effect here.
 const TORCH_SWITCHES: &[(&str, ParamKind)] = &[
     ("foreach", ParamKind::NoEffect),
     ("fused", ParamKind::NoEffect),
@@ -52,7 +51,7 @@ const TORCH_SWITCHES: &[(&str, ParamKind)] = &[
     ("maximize", ParamKind::OnlyFalse),
 ];
 
-/// What bitsandbytes' 8-bit optimizers take besides their formula's own.
+/// Extra parameters of bitsandbytes' 8-bit optimizers.
 const BITSANDBYTES: &[(&str, ParamKind)] = &[
     ("min_8bit_size", ParamKind::NonNegativeInteger),
     ("amsgrad", ParamKind::OnlyFalse),
@@ -91,7 +90,7 @@ const AUTOMAGIC: &[(&str, ParamKind)] = &[
     ("weight_decay", ParamKind::NonNegative),
 ];
 
-/// The parameters that an optimizer has: those of its formula, and others that are taken because configs have them.
+/// The parameters of an optimizer: those of its formula, and others that are accepted because configs contain them.
 fn known_params(name: OptimizerName) -> [&'static [(&'static str, ParamKind)]; 2] {
     match name {
         OptimizerName::Adam | OptimizerName::AdamW => [ADAM, TORCH_SWITCHES],
@@ -255,21 +254,24 @@ fn check_value(kind: ParamKind, value: &Value) -> Option<&'static str> {
             "expected a whole number from 2 to 8",
         ),
         ParamKind::Bool => (value.is_boolean(), "expected true or false"),
-        ParamKind::OnlyFalse => (value.as_bool() == Some(false), "is not supported yet: only false"),
+        ParamKind::OnlyFalse => (
+            value.as_bool() == Some(false),
+            "is not supported yet; only false is accepted",
+        ),
         ParamKind::NoEffect => (true, ""),
     };
     (!fine).then_some(expected)
 }
 
-/// `train.optimizer_params`, found to be in order.
+/// Validated `train.optimizer_params`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OptimizerParams(FreeMap);
 
 impl OptimizerParams {
-    /// Checks the parameters of an optimizer.
+    /// Validates the parameters of an optimizer.
     ///
     /// # Errors
-    /// What is wrong with which of them, all at once.
+    /// The key and the message of every invalid parameter.
     pub fn new(name: OptimizerName, params: &FreeMap) -> Result<Self, Vec<(String, String)>> {
         let known = known_params(name).concat();
         let wrong = |(key, value): (&String, &Value)| {
@@ -292,7 +294,7 @@ impl OptimizerParams {
         if problems.is_empty() { Ok(read) } else { Err(problems) }
     }
 
-    /// The least and the greatest learning rate of an optimizer that finds its own between `min_lr` and `max_lr`.
+    /// The minimum and maximum learning rate of an optimizer that adapts it between `min_lr` and `max_lr`.
     #[must_use]
     pub fn lr_range(&self, name: OptimizerName) -> (f64, f64) {
         let (min, max) = match name {
@@ -302,19 +304,19 @@ impl OptimizerParams {
         (self.number("min_lr", min), self.number("max_lr", max))
     }
 
-    /// A number, or its default where it is left out.
+    /// A number, or its default if absent.
     #[must_use]
     pub fn number(&self, key: &str, default: f64) -> f64 {
         self.optional(key).unwrap_or(default)
     }
 
-    /// A number that may be left out.
+    /// A number, if present.
     #[must_use]
     pub fn optional(&self, key: &str) -> Option<f64> {
         self.0.get(key).and_then(Value::as_f64)
     }
 
-    /// Two numbers, or their defaults. One number stands for the first.
+    /// Two numbers, or their defaults. A single number sets the first.
     #[must_use]
     pub fn pair(&self, key: &str, default: (f64, f64)) -> (f64, f64) {
         match (self.optional(key), self.0.get(key).and_then(as_numbers).as_deref()) {

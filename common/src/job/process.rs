@@ -1,4 +1,4 @@
-//! `config.process`: what a job runs, one after another.
+//! `config.process`: the processes that a job runs, in order.
 
 use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
@@ -187,8 +187,8 @@ fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut
 }
 
 impl TrainerProcess {
-    /// The data sets as they are trained: one per entry and resolution, with the process's and the loop's
-    /// values where the entry has none (trigger word, batch size). Each has exactly one resolution.
+    /// Returns the data sets as they are trained: one for each entry and resolution, each with exactly one resolution. An entry
+    /// without trigger word or batch size gets the process's.
     #[must_use]
     pub fn split_datasets(&self) -> Vec<DatasetConfig> {
         let mut split = Vec::new();
@@ -207,7 +207,7 @@ impl TrainerProcess {
 }
 
 section! {
-    /// A process that draws images from prompts (`to_folder`).
+    /// A process that generates images from prompts (`to_folder`).
     pub struct GenerateProcess("process") {
         /// `to_folder`.
         kind as "type": ProcessType = ProcessType::ToFolder, Works;
@@ -236,7 +236,7 @@ fn finish_generate(process: &mut GenerateProcess, present: &PresentKeys, _cx: &m
 }
 
 section! {
-    /// A process that redraws the images of data sets (`batch_img2img`).
+    /// A process that runs image to image over data sets (`batch_img2img`).
     pub struct Img2ImgProcess("process") {
         /// `batch_img2img`.
         kind as "type": ProcessType = ProcessType::BatchImg2Img, Works;
@@ -272,16 +272,16 @@ fn finish_img2img(process: &mut Img2ImgProcess, present: &PresentKeys, cx: &mut 
     }
 }
 
-/// A process that is known by name only: its keys are kept as they are.
+/// A process that is known by name only. Its keys are stored unchanged.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RareProcess {
-    /// Which.
+    /// Its type.
     pub kind: ProcessType,
     /// Its keys.
     pub keys: FreeMap,
 }
 
-/// What a process is, with its settings.
+/// The kind of a process, with its settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProcessKind {
@@ -297,7 +297,7 @@ pub enum ProcessKind {
     Extract(Box<ExtractProcess>),
     /// `rescale_lora`.
     RescaleLora(Box<RescaleLoraProcess>),
-    /// Seldom used processes.
+    /// Rarely used processes without typed keys.
     Rare(Box<RareProcess>),
 }
 
@@ -307,7 +307,7 @@ pub struct Process {
     /// Its type as written.
     #[serde(rename = "type")]
     pub process_type: ProcessType,
-    /// What it is.
+    /// Its kind, with its settings.
     pub kind: ProcessKind,
 }
 
@@ -343,7 +343,7 @@ impl Process {
         }
     }
 
-    /// The training, if it is one.
+    /// The settings of the training, if this is one.
     #[must_use]
     pub fn trainer(&self) -> Option<&TrainerProcess> {
         match &self.kind {
@@ -417,7 +417,7 @@ impl FieldValue for Process {
 
     fn check(&self, path: &str, report: &mut Report) {
         if let Status::Refused(_) = self.process_type.status() {
-            // One error says it; what is inside such a process does not matter then.
+            // One error is enough; the keys inside do not matter.
             self.process_type.check(&join(path, "type"), report);
         } else {
             match_process!(&self.kind, process => process.check(path, report), _rare => {});

@@ -1,11 +1,11 @@
-//! Prompts with flags (`a cat --n blurry --seed 7`), and what one image is made from.
+//! Prompts with flags (`a cat --n blurry --seed 7`), and the request for one image.
 
 use super::generate::GenerateConfig;
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sample::SampleConfig;
 use serde::{Deserialize, Serialize};
 
-/// A prompt taken apart at `--`. Flags override everything else; unknown ones are dropped with their value.
+/// A prompt split at `--` into text and flags. Flags override all other settings; unknown flags are dropped with their value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PromptFlags {
     /// The prompt without flags.
@@ -44,14 +44,14 @@ pub struct PromptFlags {
     pub ctrl_img: Option<String>,
     /// `--ctrl_idx`.
     pub ctrl_idx: Option<u32>,
-    /// Flags that nobody knows; they were dropped.
+    /// Unknown flags, which were dropped.
     pub unknown: Vec<String>,
-    /// Flags whose value is not what it should be: one message each. They were dropped too.
+    /// One message for each flag with an invalid value. These flags were dropped too.
     pub problems: Vec<String>,
 }
 
 impl PromptFlags {
-    /// Takes a prompt apart. Never fails: see [`PromptFlags::problems`].
+    /// Parses a prompt. Never fails; [`PromptFlags::problems`] has the errors.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let mut parts = text.trim().split("--");
@@ -150,13 +150,13 @@ fn parse_finite(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f
     })
 }
 
-/// A width or height as images have it: floored to a multiple of 8, at least 64.
+/// Rounds a width or height down to a multiple of 8, at least 64.
 #[must_use]
 pub fn floor_size(pixels: u32) -> u32 {
     (pixels / 8 * 8).max(64)
 }
 
-/// A sample prompt with `[trigger]` replaced; without a trigger word the text stays as it is.
+/// Replaces `[trigger]` in a sample prompt; without a trigger word the text is unchanged.
 #[must_use]
 pub fn replace_trigger(prompt: &str, trigger: Option<&str>) -> String {
     match trigger {
@@ -165,7 +165,7 @@ pub fn replace_trigger(prompt: &str, trigger: Option<&str>) -> String {
     }
 }
 
-/// Everything that decides one image, after defaults, the item's own values and prompt flags.
+/// All settings of one image, after defaults, the item's own values and prompt flags are applied.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ImageRequest {
     /// The prompt without flags.
@@ -215,7 +215,7 @@ pub struct ImageRequest {
 }
 
 impl ImageRequest {
-    /// Takes over what the flags in its prompt say, and makes the size a possible one.
+    /// Applies the flags in the prompt and rounds the size.
     #[must_use]
     fn apply_flags(mut self) -> Self {
         let flags = PromptFlags::parse(&self.prompt);
@@ -237,7 +237,7 @@ impl ImageRequest {
         self.extra_values = flags.extra_values.unwrap_or(self.extra_values);
         self.num_frames = flags.num_frames.unwrap_or(self.num_frames);
         self.fps = flags.fps.unwrap_or(self.fps);
-        // As in ai-toolkit the flag does not become the first of several.
+        // As in ai-toolkit, the flag does not set `ctrl_img_1`.
         self.ctrl_img = flags.ctrl_img.or(self.ctrl_img);
         self.ctrl_idx = flags.ctrl_idx.unwrap_or(self.ctrl_idx);
         self
@@ -245,8 +245,8 @@ impl ImageRequest {
 }
 
 impl SampleConfig {
-    /// The images of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit an item's
-    /// own seed is its own: later items without one use the section's.
+    /// Returns the image requests of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit, an item's seed
+    /// does not carry over: later items without one use the section's.
     #[must_use]
     pub fn requests(&self, trigger: Option<&str>) -> Vec<ImageRequest> {
         let one = |(index, item): (usize, &super::sample::SampleItem)| {
@@ -286,8 +286,7 @@ impl SampleConfig {
 }
 
 impl GenerateConfig {
-    /// The image for one prompt (with its flags). A size of `size_list` is the caller's to draw:
-    /// pass it as `size`, else `None`.
+    /// Returns the image request for one prompt with flags. `size` is the size that the caller drew from `size_list`, if any.
     #[must_use]
     pub fn request(&self, prompt: &str, size: Option<(u32, u32)>) -> ImageRequest {
         let (width, height) = size.unwrap_or((self.width, self.height));

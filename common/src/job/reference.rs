@@ -1,5 +1,5 @@
-//! `docs/config-keys.md`: every key, what it means, and what this release does with it. Made from the same
-//! declarations that read configs, so it cannot be wrong; a test keeps the file up to date.
+//! Generates `docs/config-keys.md`: every key, its meaning and its status in this release. Generated from the declarations that
+//! read configs; a test checks that the file is up to date.
 
 use super::caption::{CaptionConfig, CaptionProcess};
 use super::cluster::ClusterConfig;
@@ -43,7 +43,7 @@ for private models set `HF_TOKEN` where the worker runs (and list them with `--h
 and has no effect, as in ai-toolkit; `cluster.device` requests a kind of device.
 ";
 
-/// A heading, what stands below it, and whether all of it is refused for now.
+/// The sections of the page: heading, keys, and whether this release refuses all of them.
 fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
     vec![
         ("The document", Document::describe(), false),
@@ -91,14 +91,16 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
     ]
 }
 
-/// The whole page.
+/// Returns the whole page.
 #[must_use]
 pub fn markdown() -> String {
     let mut page = INTRODUCTION.to_owned();
     for (heading, section, is_refused) in sections() {
         let _ = write!(page, "\n## {heading}\n\n");
         if is_refused {
-            page.push_str("These keys are read and checked, but the feature that uses them does not run in this release.\n\n");
+            page.push_str(
+                "These keys are read and checked, but the feature that uses them does not run in this release.\n\n",
+            );
         }
         page.push_str("| key | value | default | meaning | this release |\n|---|---|---|---|---|\n");
         for field in section.fields.iter().filter(|field| !field.rare) {

@@ -1,4 +1,4 @@
-//! `sample`: images made while training, to see how it goes.
+//! `sample`: images generated during the training, to show its progress.
 
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
 use super::sampler::SamplerName;
@@ -6,7 +6,7 @@ use super::schema::{PresentKeys, ReadContext, section};
 use super::values::{Float, TextOrFalse};
 
 section! {
-    /// One image. What is absent comes from the section.
+    /// One image. Absent keys take the section's value.
     pub struct SampleItem("samples") {
         /// The prompt; may end in flags such as `--seed 7`.
         prompt: String = String::new(), Works;
@@ -64,7 +64,7 @@ fn finish_item(item: &mut SampleItem, _present: &PresentKeys, cx: &mut ReadConte
 }
 
 section! {
-    /// Images made while training, to see how it goes.
+    /// Images generated during the training, to show its progress.
     pub struct SampleConfig("sample") {
         /// Sampler; flow models use `flowmatch`.
         sampler: SamplerName = SamplerName::Ddpm, Works;
@@ -144,7 +144,7 @@ fn finish(sample: &mut SampleConfig, present: &PresentKeys, cx: &mut ReadContext
 const FORMATS: &[&str] = &["jpg", "jpeg", "png", "webp", "wav", "mp3", "flac", "ogg", "mp4"];
 
 impl SampleConfig {
-    /// The images where `samples` is absent.
+    /// The samples made from `prompts`, for configs without `samples`.
     pub(super) fn samples_of_prompts(&self) -> Vec<SampleItem> {
         let items = self.prompts.iter().map(|prompt| SampleItem {
             prompt: prompt.clone(),

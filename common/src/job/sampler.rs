@@ -1,4 +1,4 @@
-//! Names of noise schedulers and samplers, for training and for images.
+//! Names of noise schedulers (training) and samplers (image generation).
 
 use super::schema::choices;
 

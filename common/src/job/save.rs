@@ -1,4 +1,4 @@
-//! `save`: what is written, how often, and how much of it stays.
+//! `save`: what is saved, how often, and how many saves are kept.
 
 use super::dtype::DType;
 use super::schema::{choices, section};
@@ -14,7 +14,7 @@ choices! {
 }
 
 section! {
-    /// What is written, how often, and how much of it stays.
+    /// What is saved, how often, and how many saves are kept.
     pub struct SaveConfig("save") {
         /// Save when `step % save_every == 0`, never on the first step that runs; 0 or null: only at the end.
         save_every: Option<u64> = Some(1000), Works;

@@ -1,6 +1,6 @@
-//! Which variables hold secrets.
+//! Recognises variables and texts that are secrets.
 
-/// Names that are secrets whatever their value is.
+/// A variable whose name has one of these words is a secret, whatever its value.
 const SECRET_WORDS: &[&str] = &[
     "PASSWORD",
     "PASSWD",
@@ -9,11 +9,12 @@ const SECRET_WORDS: &[&str] = &[
     "CREDENTIAL",
     "CREDENTIALS",
 ];
-/// Names that are secrets when their value can be one. People also call the word that a LoRA learns a token.
+/// A variable whose name has one of these words is a secret if its value looks generated: a LoRA's trigger word is also called
+/// a token.
 const TOKEN_WORDS: &[&str] = &["TOKEN", "APIKEY", "AUTH"];
-/// What stands before `_KEY` when it opens something.
+/// Words before `_KEY` that make it a secret.
 const KEY_QUALIFIERS: &[&str] = &["API", "ACCESS", "PRIVATE", "SECRET", "AUTH", "ACCOUNT", "STORAGE"];
-/// Beginnings of tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, AWS, and of JSON web tokens.
+/// Prefixes of the tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, AWS, and of JSON web tokens.
 const TOKEN_PREFIXES: &[&str] = &[
     "hf_",
     "api_org_",
@@ -29,10 +30,10 @@ const TOKEN_PREFIXES: &[&str] = &[
     "ASIA",
     "eyJ",
 ];
-/// The shortest thing that is taken for a generated token.
+/// The minimum length of a generated token.
 const MIN_TOKEN_BYTES: usize = 16;
 
-/// Whether the value of a variable must not be written down: by the variable's name, or by the look of the value.
+/// Whether the value of a variable is a secret that must not be stored, judged by the variable's name and the form of the value.
 #[must_use]
 pub(super) fn is_secret(name: &str, value: &str) -> bool {
     let value = value.trim();
@@ -55,14 +56,14 @@ pub(super) fn is_secret(name: &str, value: &str) -> bool {
     ends(SECRET_WORDS) || (generated && (ends(TOKEN_WORDS) || key))
 }
 
-/// Whether a text is a token of one of the well-known kinds.
+/// Whether a text has the form of a well-known kind of token.
 #[must_use]
 pub(super) fn looks_like_token(text: &str) -> bool {
     let Some(rest) = TOKEN_PREFIXES.iter().find_map(|prefix| text.strip_prefix(prefix)) else {
         return false;
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    // Words of a name are shorter than what a generator writes in one go.
+    // Words of ordinary names are shorter than runs of a generated token.
     rest.chars().all(plain) && rest.split(['-', '_', '.']).any(|run| run.len() >= MIN_TOKEN_BYTES)
 }
 

@@ -1,4 +1,4 @@
-//! `slider`, `embedding`, `decorator` and `replacements`: trainings that are steered by text or pairs.
+//! `slider`, `embedding`, `decorator` and `replacements`: trainings guided by text or by image pairs.
 
 use super::schema::{choices, section};
 use super::values::Pair;

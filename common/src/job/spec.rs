@@ -1,4 +1,4 @@
-//! The whole job: what the coordinator stores and a worker runs.
+//! The whole job, as the coordinator stores it and a worker runs it.
 
 use super::cluster::ClusterConfig;
 use super::error::{Finding, Support};
@@ -56,7 +56,7 @@ section! {
     }
 }
 
-/// A job, validated, with every default filled in.
+/// A validated job with every default set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// Kind of job.
@@ -65,41 +65,40 @@ pub struct JobSpec {
     pub name: String,
     /// Copied into the metadata of every safetensors file that the job writes.
     pub meta: FreeMap,
-    /// What it runs, in order. Never empty.
+    /// Its processes, in order. Never empty.
     pub process: Vec<Process>,
-    /// Where and when it runs.
+    /// Constraints on where and when it runs.
     pub cluster: ClusterConfig,
-    /// The other keys of `config`.
+    /// The keys of `config` other than `name` and `process`. Defaults for processes are already copied into them.
     pub config: Box<ConfigSection>,
-    /// The file it came from, for findings.
+    /// The config file, for findings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
-    /// Key path -> line and column in that file, for findings. Of those keys that have a value there.
+    /// Key path -> line and column in that file, for findings. Only keys with a value.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub positions: BTreeMap<String, (u32, u32)>,
-    /// Only these of its images: the coordinator cuts a job into such parts. No key of a config.
+    /// Only these images of the job: the coordinator splits a job into parts. Not a config key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<ImageRange>,
-    /// Repositories that its models come from -> the commit that was the newest when the job was submitted, so that every
-    /// attempt works with the same model. No key of a config.
+    /// Repository of a model -> the newest commit when the job was submitted, so that every attempt uses the same model. Not a
+    /// config key.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub revisions: BTreeMap<String, String>,
 }
 
-/// Some of the images of a job, by their numbers: from the first one to before the last one.
+/// A half-open range of image indices of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageRange {
-    /// The first one.
+    /// The first index.
     pub from: u64,
-    /// Before this one.
+    /// One past the last index.
     pub to: u64,
 }
 
 impl JobSpec {
-    /// Reads a templated document. `name_override` names the job when the config does not.
+    /// Reads a document in which variables are already replaced. `name_override` names the job when the config does not.
     ///
-    /// # Errors
-    /// `cx.errors` says what is wrong; `None` then.
+    /// Returns `None` on failure, with the errors in `cx.errors`.
     pub(crate) fn read(root: &Node, name_override: Option<&str>, cx: &mut ReadContext) -> Option<Self> {
         if root.entries().is_none() {
             cx.wrong_type(root, "a map with the keys `job` and `config`");
@@ -141,7 +140,7 @@ impl JobSpec {
             return None;
         }
         let mut positions = std::mem::take(&mut cx.positions);
-        // Whoever asks which keys the file gave a value finds those.
+        // `positions` must list only keys with a value.
         positions.retain(|key, _| !cx.nulls.contains(key));
         Some(Self {
             job,
@@ -157,7 +156,7 @@ impl JobSpec {
         })
     }
 
-    /// Every value that may be a path on this machine and that is opened; what has no effect is not among them.
+    /// Returns every value that may be a path on this machine and is opened. Values without effect are left out.
     #[must_use]
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
@@ -174,7 +173,7 @@ impl JobSpec {
         unique
     }
 
-    /// How many images the job draws, if its only process is a `to_folder`; `lines` counts the prompts in a file.
+    /// The number of images the job generates, if its only process is a `to_folder`; `lines` counts the prompts in a file.
     #[must_use]
     pub fn image_count(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
         let [
@@ -193,7 +192,7 @@ impl JobSpec {
         Some(process.generate.image_count(prompts))
     }
 
-    /// What the job asks for that this release does not have.
+    /// Returns the keys and values that this release does not support.
     #[must_use]
     pub fn unsupported(&self) -> Support {
         let mut report = Report::default();
@@ -219,7 +218,7 @@ impl JobSpec {
         findings
     }
 
-    /// A finding at a key, with the nearest place that is known.
+    /// Creates a finding at a key, with the nearest known position.
     #[must_use]
     pub fn finding(&self, key: String, message: String) -> Finding {
         let mut place = None;

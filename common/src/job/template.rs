@@ -1,6 +1,6 @@
-//! Templating of a parsed document: `${VAR}` and `[name]` in text. Keys and comments are left alone.
+//! Replaces `${VAR}` and `[name]` in the texts of a parsed document. Keys and comments are not changed.
 //!
-//! A variable that holds a secret is not filled in: the job is stored and shown, so it keeps the reference.
+//! A variable that holds a secret is not replaced: the job is stored and shown, so it keeps the reference.
 
 use super::error::Finding;
 use super::limits::{MAX_EXPANDED, NODE_BYTES, finding, too_large};
@@ -10,11 +10,11 @@ use super::schema::join;
 use super::secret;
 use std::borrow::Cow;
 
-/// Looks a variable up.
+/// A function that looks up a variable.
 pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Replaces every `${VAR}` in every text. An unquoted YAML scalar gets the type that the whole of it would have had
-/// in the file. A secret stays `${VAR}`; those places are returned as warnings.
+/// Replaces every `${VAR}` in every text. A plain YAML scalar gets the type of its expanded text. A secret stays `${VAR}` and
+/// gives one of the returned warnings.
 ///
 /// # Errors
 /// The first variable that is not set.
@@ -66,7 +66,7 @@ pub fn expand_variables(node: &mut Node, env: EnvLookup<'_>, file: Option<&str>)
     Ok(warnings)
 }
 
-/// The text with every variable replaced but `secrets`, or the name of one that is not set (`None`: `${}`).
+/// Returns the text with every variable replaced except `secrets`, or the name of an unset variable (`None`: `${}`).
 fn expand_text(text: &str, env: EnvLookup<'_>, secrets: &mut Vec<String>) -> Result<String, Option<String>> {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -100,7 +100,7 @@ fn expand_text(text: &str, env: EnvLookup<'_>, secrets: &mut Vec<String>) -> Res
 /// Replaces every `[name]` in every text by the job's name.
 ///
 /// # Errors
-/// When the config grows beyond all bounds.
+/// The config grows beyond [`MAX_EXPANDED`].
 pub fn replace_name(node: &mut Node, name: &str, file: Option<&str>) -> Result<(), Finding> {
     let mut expanded_bytes = 0;
     visit_scalars(node, "", &mut |node, path| {
@@ -119,12 +119,12 @@ pub fn replace_name(node: &mut Node, name: &str, file: Option<&str>) -> Result<(
     })
 }
 
-/// Stand-ins for `${` and `}` of a variable while YAML is parsed: ai-toolkit replaced variables in the raw text, so they
-/// may stand unquoted inside `[ ]` and `{ }`, where YAML gives braces a meaning. As many characters, so places stay.
+/// Placeholders for `${` and `}` while YAML is parsed. ai-toolkit replaced variables in the raw text, so they may be unquoted
+/// inside `[ ]` and `{ }`, where braces have a meaning in YAML. They have the same number of characters, so positions stay.
 const OPEN: &str = "\u{e000}\u{e000}";
 const CLOSE: &str = "\u{e001}";
 
-/// The text with every `${NAME}` hidden from the YAML parser; undone by [`restore_variables`].
+/// Hides every `${NAME}` from the YAML parser; undone by [`restore_variables`].
 pub(super) fn hide_variables(text: &str) -> Cow<'_, str> {
     if !text.contains("${") || text.contains(['\u{e000}', '\u{e001}']) {
         return Cow::Borrowed(text);
@@ -150,14 +150,14 @@ pub(super) fn hide_variables(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The text of [`hide_variables`] as it was.
+/// Undoes [`hide_variables`] in a text.
 pub(super) fn restore_variables_in_text(text: &mut String) {
     if text.contains(OPEN) {
         *text = text.replace(OPEN, "${").replace(CLOSE, "}");
     }
 }
 
-/// Undoes [`hide_variables`] in everything that was parsed.
+/// Undoes [`hide_variables`] in a parsed tree.
 pub(super) fn restore_variables(node: &mut Node) {
     node.plain.iter_mut().for_each(restore_variables_in_text);
     match &mut node.value {

@@ -1,8 +1,8 @@
-//! Whole configs: what parses, what does not, and what is said about it.
+//! Tests of whole configs: valid ones, invalid ones, and their messages.
 
 use super::*;
 
-/// Reads a config. A job that comes out passes for one when it is handed over.
+/// Reads a config. A valid job must also be accepted as JSON.
 pub(super) fn yaml(text: &str) -> Result<LoadedJob, JobError> {
     let job = parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())?;
     assert_valid_as_json(&job);
@@ -124,7 +124,7 @@ config:
     assert_eq!(trainer.trigger_word.as_deref(), Some("42"));
     assert_eq!(trainer.name.as_deref(), Some("cat_v2"));
     assert_eq!(trainer.datasets[0].folder_path.as_deref(), Some("data/cat"));
-    assert!(job.text.contains("${OUT}"), "the text stays unexpanded");
+    assert!(job.text.contains("${OUT}"), "the text is stored unexpanded");
     let options = LoadOptions {
         env: &env,
         name_override: Some("dog"),
@@ -167,7 +167,7 @@ fn yaml_accepts_variables_anywhere() {
     assert_eq!(dataset.folder_path.as_deref(), Some("/data/my cats, all/a"));
     assert_eq!((dataset.resolution[0], dataset.resolution[1]), (64, 164));
     assert_eq!(trainer.train.steps, 6464);
-    // Broken text is quoted as it was written, and keys are left alone.
+    // An error quotes the text as written, and keys are not expanded.
     let twice = format!("{MINIMAL}${{KEY}}: 1\n${{KEY}}: 2\n");
     let error = parse(&twice, Format::Yaml, None, &options).unwrap_err();
     assert!(error.to_string().contains("`${KEY}` is given twice"), "{error}");
@@ -209,8 +209,8 @@ fn secrets_are_not_written_into_the_job() {
         Some("ohwx cat"),
         "a trigger is no secret"
     );
-    let said: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
-    assert_eq!(said, ["meta.hub", "meta.link"]);
+    let keys: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
+    assert_eq!(keys, ["meta.hub", "meta.link"]);
     assert!(!format!("{:?}", job.warnings).contains(token));
 
     let written = format!("{MINIMAL}meta:\n  hub: {token}\n");
@@ -308,7 +308,7 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
     assert_eq!(errors.len(), 3, "{support}");
     assert_eq!(support.warnings.len(), 1, "{support}");
     assert!(support.warnings[0].key.ends_with("unet_lr"));
-    // The places survive the trip to the coordinator and into the child.
+    // Positions survive serialisation for the coordinator and the worker's child process.
     let json = serde_json::to_value(&job.spec).unwrap();
     let back: JobSpec = serde_json::from_value(json).unwrap();
     assert_eq!(back.unsupported(), support);
@@ -399,7 +399,7 @@ fn configs_are_found_by_name_and_by_path() {
 /// The keys of a section with their defaults, as lines of a config.
 fn defaults_of(section: &schema::SectionInfo, indent: &str) -> String {
     let written = |field: &&schema::FieldInfo| {
-        // Texts about a default, keys that are given below, and defaults of a section below.
+        // Leaves out defaults that are descriptions, keys set below, and nested sections.
         let is_text = field.default.contains('`') || (field.default.contains(' ') && !field.default.starts_with('['));
         let given = ["required", "off", "at most 6"].contains(&field.default.as_str());
         !field.rare && !is_text && !given && field.nested.is_none()

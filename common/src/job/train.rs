@@ -1,4 +1,4 @@
-//! `train`: steps, optimizer, noise, loss and everything else about the loop.
+//! `train`: steps, optimizer, noise, loss and the other settings of the training loop.
 
 use super::dtype::DType;
 use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
@@ -12,7 +12,7 @@ pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
 pub use super::objective::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType, TimestepType};
 
 section! {
-    /// Steps, optimizer, noise, loss and everything else about the loop.
+    /// Steps, optimizer, noise, loss and the other settings of the training loop.
     pub struct TrainConfig("train") {
         /// Total number of steps, including the steps before a resume.
         steps: u64 = 1000, Works;
@@ -329,7 +329,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     }
 }
 
-/// Parameters of every scheduler that this release has, and those of one.
+/// The parameters of a learning rate scheduler: its own, and those that every scheduler accepts.
 fn lr_scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
     let own: &[&str] = match name {
         LrSchedulerName::Constant | LrSchedulerName::ConstantWithWarmup => &["factor"],
@@ -354,7 +354,7 @@ fn check(train: &TrainConfig, path: &str, report: &mut Report) {
         );
         report.error(join(path, "noise_scheduler"), message);
     }
-    // What an optimizer that does not run yet would take is not known.
+    // The parameters of an unsupported optimizer are not known.
     if matches!(train.optimizer.status(), Status::Works) {
         let checked = OptimizerParams::new(train.optimizer, &train.optimizer_params);
         for (key, problem) in checked.err().unwrap_or_default() {

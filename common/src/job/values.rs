@@ -1,4 +1,4 @@
-//! Values that keys can have: numbers, text, lists, and the coercions that ai-toolkit made.
+//! [`FieldValue`] for numbers, text, lists and maps, with the type coercions of ai-toolkit.
 
 use super::node::{Node, Value};
 use super::schema::{FieldValue, Input, ReadContext, Report, SectionInfo, Status, is_falsy_json, nearest, show_json};
@@ -33,7 +33,7 @@ pub(crate) fn read_choice<T>(
     value
 }
 
-/// Text, or the characters of a number that stands where text belongs.
+/// Returns the text, or the source characters of a number in a text key.
 fn as_text(node: &Node) -> Option<&str> {
     match &node.value {
         Value::Text(text) => Some(text),
@@ -45,7 +45,7 @@ fn as_text(node: &Node) -> Option<&str> {
 fn as_integer(node: &Node) -> Option<i64> {
     match node.value {
         Value::Int(value) => Some(value),
-        // 2^53: beyond it a float is no exact whole number.
+        // 2^53: above it a float may not be an exact integer.
         #[allow(clippy::cast_possible_truncation)]
         Value::Float(value) if value.fract() == 0.0 && value.abs() <= 9_007_199_254_740_992.0 => Some(value as i64),
         _ => None,

@@ -1,4 +1,4 @@
-//! YAML text -> [`Node`], with anchors, merge keys, and one clear error at the first thing that is wrong.
+//! Parses YAML text into a [`Node`], with anchors and merge keys. Stops at the first error.
 
 use super::error::Finding;
 use super::limits::{MAX_DEPTH, MAX_EXPANDED, NODE_BYTES, finding, too_deep, too_large};
@@ -7,10 +7,10 @@ use super::scalar::resolve;
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, Span, Tag};
 use std::collections::HashMap;
 
-/// Reads one YAML document.
+/// Parses one YAML document.
 ///
 /// # Errors
-/// The first thing that is wrong, with its place.
+/// The first error, with its position.
 pub(super) fn parse(text: &str, file: Option<&str>) -> Result<Node, Finding> {
     let mut builder = Builder {
         file,
@@ -46,7 +46,7 @@ fn mark(marker: &Marker) -> Mark {
     }
 }
 
-/// What the parser says, in words for people. Tabs are the usual cause, so they are looked for first.
+/// Converts a parser error to a finding with a hint. Tabs are the usual cause, so they are checked first.
 fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Finding {
     let at = mark(marker);
     if info.contains("recursion limit") {
@@ -67,7 +67,7 @@ fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Fi
                 file,
                 place,
                 "",
-                "a tab in the indentation; YAML wants spaces, so replace each tab by two spaces",
+                "a tab in the indentation; YAML needs spaces, so replace each tab by two spaces",
             );
         }
     }
@@ -126,7 +126,7 @@ impl Builder<'_> {
         Err(finding(self.file, at, &self.path(), message))
     }
 
-    /// The key path of what is being built.
+    /// The key path of the current node.
     fn path(&self) -> String {
         let mut path = String::new();
         for frame in &self.frames {
@@ -214,10 +214,7 @@ impl Builder<'_> {
             }
             Event::Alias(id) => {
                 let Some(anchored) = self.anchors.get(&id) else {
-                    return self.fail(
-                        at,
-                        "this alias stands inside its own anchor, or its anchor does not exist",
-                    );
+                    return self.fail(at, "this alias is inside its own anchor, or its anchor does not exist");
                 };
                 if self.frames.len() + anchored.depth > MAX_DEPTH {
                     return self.fail(at, too_deep());
@@ -339,7 +336,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// The entries of a map with its `<<` filled in: what the map says itself wins, then the first merged map.
+    /// Returns the entries of a map with its `<<` resolved. The map's own keys win, then those of the first merged map.
     fn resolve_merges(&mut self, map: MapFrame) -> Result<Vec<Entry>, Finding> {
         let MapFrame {
             mut entries,
@@ -378,7 +375,7 @@ impl Builder<'_> {
     }
 }
 
-/// What a copy of this tree costs, and how deep it is.
+/// Returns the bytes that a copy of this tree counts for, and its depth.
 fn measure_tree(node: &Node) -> (usize, usize) {
     let text = node.plain.as_ref().map_or(0, String::len);
     match &node.value {

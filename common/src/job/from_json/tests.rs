@@ -11,7 +11,7 @@ fn error_for(json: &Json) -> String {
     JobSpec::from_json(&json.to_string()).unwrap_err().to_string()
 }
 
-/// The minimal job with another value at a place of its JSON.
+/// The minimal job with another value at a JSON pointer.
 fn with(pointer: &str, value: Json) -> Json {
     let mut json = minimal();
     *json.pointer_mut(pointer).unwrap_or_else(|| panic!("{pointer}")) = value;
@@ -22,7 +22,7 @@ fn with(pointer: &str, value: Json) -> Json {
 fn a_job_survives_the_round_trip_through_json() {
     let spec = yaml(MINIMAL).unwrap().spec;
     assert_eq!(JobSpec::from_json(&minimal().to_string()).unwrap(), spec);
-    // Seldom used keys, times, sizes, and a free map that has a key like one of ours.
+    // Rare keys, times, sizes, and a free map with a key named `rare`.
     let text = format!(
         "{MINIMAL}\n        do_signal_amplification: false\nmeta: {{rare: {{a: 1}}, kind: x}}\ncluster:\n  after: [a]\n  not_before: \
          2026-11-22T02:00:00.123Z\n  time_limit: 1h30m\n  memory_budget: 12GiB\n  labels: {{zone: x}}\n  memory_profile: balanced\n"
@@ -46,7 +46,7 @@ fn missing_keys_get_their_defaults_and_unknown_keys_are_ignored() {
 #[test]
 fn json_values_that_a_config_may_not_have_are_refused_with_their_key() {
     let train = "/process/0/kind/train";
-    for (pointer, value, said) in [
+    for (pointer, value, expected) in [
         (
             "/name".to_owned(),
             json!("../x"),
@@ -119,7 +119,7 @@ fn json_values_that_a_config_may_not_have_are_refused_with_their_key() {
         ),
     ] {
         let error = error_for(&with(&pointer, value));
-        assert!(error.contains(said), "{pointer}: {error}");
+        assert!(error.contains(expected), "{pointer}: {error}");
     }
 }
 
@@ -127,7 +127,7 @@ fn json_values_that_a_config_may_not_have_are_refused_with_their_key() {
 fn json_values_that_no_config_produces_are_refused_with_their_key() {
     let train = "/process/0/kind/train";
     for (pointer, value, key) in [
-        // `name_or_path` and the like would be normalised by the reader.
+        // The reader would normalise these values.
         (
             format!("{train}/trigger_word"),
             json!(""),
@@ -157,7 +157,7 @@ fn json_values_that_no_config_produces_are_refused_with_their_key() {
     ] {
         let error = error_for(&with(&pointer, value));
         assert!(
-            error.contains(key) && error.contains("that no config gives this key"),
+            error.contains(key) && error.contains("that no config can produce"),
             "{pointer}: {error}"
         );
     }
@@ -209,7 +209,7 @@ fn depth_and_number_of_values_are_limited() {
     assert!(error_for(&with("/process/0/kind/train/datasets/0/resolution", many)).contains("more than 250000 values"));
     let train = "/process/0/kind/train";
     let data = minimal()["process"][0]["kind"]["train"]["datasets"][0].clone();
-    for (pointer, value, said) in [
+    for (pointer, value, expected) in [
         (
             format!("{train}/datasets"),
             json!(vec![data; 1_001]),
@@ -232,7 +232,7 @@ fn depth_and_number_of_values_are_limited() {
         ),
     ] {
         let error = error_for(&with(&pointer, value));
-        assert!(error.contains(said), "{pointer}: {error}");
+        assert!(error.contains(expected), "{pointer}: {error}");
     }
     let mut keys = minimal();
     for number in 0..2_000 {
@@ -257,7 +257,7 @@ fn with_changes_gives_the_same_job_as_the_changed_config() {
         change("config.name", "another"),
         change("train.steps", "7"),
         change("cluster.time_limit", "10m"),
-        // An abbreviation, as a config may have it.
+        // An alias, as in a config.
         change("train.dtype", "fp32"),
     ];
     let (changed, _) = part.with_changes(&changes).unwrap();
@@ -272,14 +272,14 @@ fn with_changes_gives_the_same_job_as_the_changed_config() {
     assert!(!changed.positions.contains_key("config.name") && changed.positions.contains_key("job"));
     JobSpec::from_json(&json.to_string()).unwrap();
 
-    for (key, value, said) in [
+    for (key, value, expected) in [
         ("train.stepz", "1", "did you mean `steps`?"),
         ("train.steps", "many", "train.steps: expected"),
         ("config.name", "../up", "cannot name a folder"),
         ("datasets[7].folder_path", "x", "no `[7]` in a list"),
     ] {
         let error = spec.with_changes(&[change(key, value)]).unwrap_err().to_string();
-        assert!(error.contains(said), "{key}: {error}");
+        assert!(error.contains(expected), "{key}: {error}");
     }
 }
 
@@ -290,17 +290,17 @@ fn change(key: &str, value: &str) -> Change {
     }
 }
 
-/// What is said of a job beside its values.
-fn said(warnings: &[Finding]) -> Vec<(&str, &str)> {
+/// The keys and messages of warnings.
+fn keys_and_messages(warnings: &[Finding]) -> Vec<(&str, &str)> {
     warnings
         .iter()
         .map(|finding| (finding.key.as_str(), finding.message.as_str()))
         .collect()
 }
 
-/// Changes one key of the job that a config became, and of the config: the same has to come out, and whatever is said of the
-/// changed config alone.
-fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
+/// Changes one key in the job and in its config. Both must give the same job, and the job must report every warning that only
+/// the changed config has.
+fn change_job_and_config(text: &str, key: &str, value: &str) -> JobSpec {
     let changes = [change(key, value)];
     let options = LoadOptions {
         changes: &changes,
@@ -312,16 +312,16 @@ fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
         .spec
         .with_changes(&changes)
         .unwrap_or_else(|e| panic!("{key}: {e}"));
-    // The places of what is not in the file.
+    // Positions may differ.
     (job.positions, config.spec.positions) = Default::default();
     assert_eq!(job, config.spec, "{key}={value}\n{text}");
-    let news = said(&config.warnings)
+    let news = keys_and_messages(&config.warnings)
         .into_iter()
-        .filter(|one| !said(&before.warnings).contains(one));
+        .filter(|one| !keys_and_messages(&before.warnings).contains(one));
     for one in news {
         assert!(
-            said(&warnings).contains(&one),
-            "{key}={value}: {one:?} is not said: {warnings:?}"
+            keys_and_messages(&warnings).contains(&one),
+            "{key}={value}: {one:?} is not reported: {warnings:?}"
         );
     }
     job
@@ -331,7 +331,7 @@ fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
 fn changing_a_key_also_changes_the_keys_derived_from_it() {
     let network = |keys: &str| MINIMAL.replace("linear: 8", keys);
     let trained = |text: &str, key: &str, value: &str| {
-        let job = changed_both_ways(text, key, value);
+        let job = change_job_and_config(text, key, value);
         job.process[0].trainer().unwrap().clone()
     };
     let of_network = |keys: &str, key: &str, value: &str| trained(&network(keys), key, value).network.unwrap();
@@ -350,12 +350,12 @@ fn changing_a_key_also_changes_the_keys_derived_from_it() {
     assert_eq!(of_network("linear: 8", "network.alpha", "8").linear_alpha, 8.0);
     let conv = of_network("conv: 4", "network.conv", "8");
     assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
-    // A key that is `null` in the file was not given.
+    // A key that is `null` in the file counts as absent.
     let conv = of_network("conv: 4, conv_alpha: null", "network.conv", "8");
     assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
     let conv = of_network("conv: 0", "network.conv", "8");
     assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
-    // What was written stays, also where it is what would be derived.
+    // A key of the file stays, even if it equals the derived value.
     assert_eq!(
         of_network("conv: 4, conv_alpha: 4", "network.conv", "8").conv_alpha,
         Some(4.0)
@@ -386,13 +386,13 @@ fn changing_a_key_also_changes_the_keys_derived_from_it() {
 
 #[test]
 fn changing_dtype_or_model_dtype_of_an_image_job_changes_both() {
-    let drawing = |process: &str, model: &str| {
+    let generating = |process: &str, model: &str| {
         format!(
             "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n{process}      model: \
              {{name_or_path: m{model}}}\n      generate: {{prompts: [a cat]}}\n"
         )
     };
-    let redrawing = |process: &str, model: &str| {
+    let img2img = |process: &str, model: &str| {
         format!(
             "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: \
              out\n{process}      model: {{name_or_path: m{model}}}\n      datasets: [{{folder_path: d}}]\n"
@@ -405,12 +405,12 @@ fn changing_dtype_or_model_dtype_of_an_image_job_changes_both() {
     };
     for process in ["", "      dtype: bf16\n"] {
         for model in ["", ", dtype: bf16"] {
-            for text in [drawing(process, model), redrawing(process, model)] {
+            for text in [generating(process, model), img2img(process, model)] {
                 for key in ["model.dtype", "dtype"] {
-                    let job = changed_both_ways(&text, key, "float32");
+                    let job = change_job_and_config(&text, key, "float32");
                     assert_eq!(formats(&job), [super::super::dtype::DType::F32; 2], "{key}\n{text}");
                 }
-                changed_both_ways(&text, "dtype", "null");
+                change_job_and_config(&text, "dtype", "null");
             }
         }
     }
@@ -449,7 +449,7 @@ fn ordinary_keys_change_as_in_the_config() {
         ("cluster.time_limit", "1h30m"),
         ("meta.note", "a"),
     ] {
-        changed_both_ways(&text, key, value);
+        change_job_and_config(&text, key, value);
     }
 }
 
@@ -460,23 +460,23 @@ fn a_change_without_effect_is_warned_about_again() {
         "      sample: {prompts: [a cat], samples: [{prompt: a fox}]}",
     );
     let spec = yaml(&text).unwrap().spec;
-    let changed = changed_both_ways(&text, "sample.prompts[0]", "a dog");
+    let changed = change_job_and_config(&text, "sample.prompts[0]", "a dog");
     assert_eq!(changed.process[0].trainer().unwrap().sample.samples[0].prompt, "a fox");
     let (_, warnings) = spec.with_changes(&[change("sample.prompts[0]", "a dog")]).unwrap();
     assert_eq!(
-        said(&warnings),
+        keys_and_messages(&warnings),
         [(
             "config.process[0].sample.prompts",
             "`samples` is given, so `prompts` is not used"
         )]
     );
     let (_, warnings) = spec.with_changes(&[change("train.steps", "7")]).unwrap();
-    assert_eq!(warnings, [], "it was said when the job was read");
+    assert_eq!(warnings, [], "already reported when the job was read");
     let (_, warnings) = spec
         .with_changes(&[change("model.is_xl", "true"), change("model.arch", "sd1")])
         .unwrap();
     assert_eq!(
-        said(&warnings),
+        keys_and_messages(&warnings),
         [("config.process[0].model.is_xl", "`arch: sd1` wins over `is_xl`")]
     );
 }
