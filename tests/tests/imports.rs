@@ -13,7 +13,7 @@ use syn::{Attribute, Item, UseTree, Visibility};
 
 /// Files that are in a circle, for each crate that still has some. A crate that is not named has none, and these numbers
 /// only ever become smaller.
-const LEFT: [(&str, usize); 5] = [("cli", 3), ("common", 21), ("engine", 78), ("tests", 9), ("worker", 15)];
+const LEFT: [(&str, usize); 5] = [("cli", 3), ("common", 10), ("engine", 78), ("tests", 9), ("worker", 15)];
 
 type Name = Vec<String>;
 

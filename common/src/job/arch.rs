@@ -1,7 +1,8 @@
 //! Model families: the values of `model.arch`.
 
+use super::declare::choices;
 use super::node::Node;
-use super::schema::{FieldValue, ReadContext, Report, Status, choices};
+use super::schema::{FieldValue, ReadContext, Report, Status};
 use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;

@@ -1,6 +1,7 @@
 //! `train.ema_config` and `train.validation_config`.
 
-use super::schema::{PresentKeys, ReadContext, section};
+use super::declare::section;
+use super::schema::{PresentKeys, ReadContext};
 
 section! {
     /// Exponential moving average of the trained weights.

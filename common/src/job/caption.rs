@@ -1,8 +1,8 @@
 //! `caption` of the captioning processes.
 
+use super::declare::section;
 use super::dtype::DType;
-use super::process::ProcessType;
-use super::schema::section;
+use super::process_type::ProcessType;
 
 section! {
     /// The captioning model, its files and its settings.

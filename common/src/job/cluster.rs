@@ -1,7 +1,8 @@
 //! `cluster`: constraints on where and when a job runs. ai-toolkit has no such section.
 
+use super::declare::section;
 use super::node::Node;
-use super::schema::{FieldValue, ReadContext, Status, section};
+use super::schema::{FieldValue, ReadContext, Status};
 use super::secret::looks_like_token;
 use super::values::{OneOrMany, read_choice};
 use crate::capability::DeviceKind;

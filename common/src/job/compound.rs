@@ -1,8 +1,7 @@
 //! Values with more than one notation, such as one item or a list of items.
 
 use super::node::{Node, Value};
-use super::schema::{FieldValue, ReadContext};
-use super::values::{read_items, show_items};
+use super::schema::{FieldValue, ReadContext, read_items, show_items};
 use serde::{Deserialize, Serialize};
 use std::ops::Deref;
 

@@ -1,8 +1,9 @@
 //! `datasets`: images, captions and their preprocessing.
 
+use super::declare::{choices, section};
 use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
-use super::schema::{FieldValue, PresentKeys, ReadContext, Report, choices, join, section};
+use super::schema::{FieldValue, PresentKeys, ReadContext, Report, join};
 use super::values::{Float, OneOrMany, TextSource};
 use serde::{Deserialize, Serialize};
 

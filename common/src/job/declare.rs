@@ -43,7 +43,7 @@ macro_rules! section {
         impl $Name {
             /// The section's name.
             pub const TITLE: &'static str = $title;
-            const KEYS: &'static [&'static str] = &[$( $crate::job::schema::section!(@key $field $($key)?) ),*];
+            const KEYS: &'static [&'static str] = &[$( $crate::job::declare::section!(@key $field $($key)?) ),*];
             const RARE: &'static [(&'static str, $crate::job::schema::Status)] = {
                 #[allow(unused_imports)]
                 use $crate::job::schema::Status::*;
@@ -62,7 +62,7 @@ macro_rules! section {
                     $( default = String::from($shown); )?
                     $( default = String::from(stringify!($required)); )?
                     fields.push(FieldInfo {
-                        key: $crate::job::schema::section!(@key $field $($key)?),
+                        key: $crate::job::declare::section!(@key $field $($key)?),
                         kind: <$ty as FieldValue>::kind(),
                         default,
                         doc: concat!("" $(, $doc)*).trim().to_owned(),
@@ -106,7 +106,7 @@ macro_rules! section {
                     cx.read_key(
                         entries,
                         $title,
-                        $crate::job::schema::section!(@key $field $($key)?),
+                        $crate::job::declare::section!(@key $field $($key)?),
                         false $( || { let _ = stringify!($required); true } )?,
                         &mut section.$field,
                     );
@@ -130,7 +130,7 @@ macro_rules! section {
                 use $crate::job::schema::Status::*;
                 $({
                     let default: $ty = $default;
-                    report.field(path, $crate::job::schema::section!(@key $field $($key)?), $status, &self.$field, &default);
+                    report.field(path, $crate::job::declare::section!(@key $field $($key)?), $status, &self.$field, &default);
                 })*
                 for &(key, status) in Self::RARE {
                     if let Some(value) = self.rare.get(key) {
@@ -144,7 +144,7 @@ macro_rules! section {
                 #[allow(unused_imports)]
                 use $crate::job::schema::{FieldValue, Input, InputKind, Status::*, join};
                 $(if $status.opens_paths() {
-                    const KEY: &str = $crate::job::schema::section!(@key $field $($key)?);
+                    const KEY: &str = $crate::job::declare::section!(@key $field $($key)?);
                     if <$ty as FieldValue>::HAS_INPUTS {
                         self.$field.inputs(&join(path, KEY), out);
                     }

@@ -1,8 +1,9 @@
 //! `generate` of the processes that generate images: `to_folder` and `batch_img2img`.
 
+use super::declare::section;
 use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
-use super::schema::{PresentKeys, ReadContext, section};
+use super::schema::{PresentKeys, ReadContext};
 use super::values::{Pair, TextSource};
 
 section! {

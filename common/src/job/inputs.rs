@@ -9,91 +9,95 @@ use super::spec::JobSpec;
 use super::values::TextSource;
 use std::collections::BTreeSet;
 
-/// Returns the keys of inputs that are never opened, because another key replaces them or the process does not use them.
-pub(crate) fn unopened_keys(job: &JobSpec) -> BTreeSet<String> {
-    let mut keys = BTreeSet::new();
-    for (index, process) in job.process.iter().enumerate() {
-        let (datasets, trains) = match &process.kind {
-            ProcessKind::Train(process) => (&process.datasets, true),
-            ProcessKind::Img2Img(process) => (&process.datasets, false),
-            _ => continue,
-        };
-        for (number, dataset) in datasets.iter().enumerate() {
-            let unopened = [
-                ("folder_path", dataset.dataset_path.is_some()),
-                // The image's alpha channel wins.
-                ("mask_path", dataset.alpha_mask || !trains),
-                ("random_triggers", !trains),
-            ];
-            let unopened = unopened.into_iter().filter(|(_, is_unopened)| *is_unopened);
-            keys.extend(unopened.map(|(key, _)| format!("config.process[{index}].datasets[{number}].{key}")));
+impl JobSpec {
+    /// Returns the keys of inputs that are never opened, because another key replaces them or the process does not use them.
+    pub(super) fn unopened_keys(&self) -> BTreeSet<String> {
+        let mut keys = BTreeSet::new();
+        for (index, process) in self.process.iter().enumerate() {
+            let (datasets, trains) = match &process.kind {
+                ProcessKind::Train(process) => (&process.datasets, true),
+                ProcessKind::Img2Img(process) => (&process.datasets, false),
+                _ => continue,
+            };
+            for (number, dataset) in datasets.iter().enumerate() {
+                let unopened = [
+                    ("folder_path", dataset.dataset_path.is_some()),
+                    // The image's alpha channel wins.
+                    ("mask_path", dataset.alpha_mask || !trains),
+                    ("random_triggers", !trains),
+                ];
+                let unopened = unopened.into_iter().filter(|(_, is_unopened)| *is_unopened);
+                keys.extend(unopened.map(|(key, _)| format!("config.process[{index}].datasets[{number}].{key}")));
+            }
+        }
+        keys
+    }
+
+    /// Adds the control images named in prompts.
+    pub(super) fn add_prompt_inputs(&self, out: &mut Vec<Input>) {
+        for (index, process) in self.process.iter().enumerate() {
+            for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+                if let Some(config_path) = PromptFlags::parse(text).ctrl_img.filter(|path| !path.is_empty()) {
+                    out.push(Input {
+                        config_path,
+                        kind: InputKind::ControlImages,
+                        key,
+                    });
+                }
+            });
         }
     }
-    keys
-}
 
-/// Adds the control images named in prompts.
-pub(crate) fn add_prompt_inputs(job: &JobSpec, out: &mut Vec<Input>) {
-    for (index, process) in job.process.iter().enumerate() {
-        for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
-            if let Some(config_path) = PromptFlags::parse(text).ctrl_img.filter(|path| !path.is_empty()) {
-                out.push(Input {
-                    config_path,
-                    kind: InputKind::ControlImages,
-                    key,
-                });
-            }
-        });
-    }
-}
-
-/// Reports prompt flags that this release does not support, like the config keys of the same meaning.
-pub(crate) fn check_flag_support(job: &JobSpec, report: &mut Report) {
-    for (index, process) in job.process.iter().enumerate() {
-        for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
-            let flags = PromptFlags::parse(text);
-            if flags.num_frames.is_some_and(|frames| frames > 1) {
-                report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
-            }
-            if flags.ctrl_img.is_some() {
-                report.error(
-                    key.as_str(),
-                    "the prompt's flag `--ctrl_img`: control images are not used yet",
-                );
-            }
-            for (flag, given) in [
-                ("a", flags.adapter_conditioning_scale.is_some()),
-                ("ref", flags.refiner_start_at.is_some()),
-                ("ev", flags.extra_values.is_some()),
-                ("fps", flags.fps.is_some()),
-                ("ctrl_idx", flags.ctrl_idx.is_some()),
-            ] {
-                if given {
-                    report.warn(
+    /// Reports prompt flags that this release does not support, like the config keys of the same meaning.
+    pub(super) fn check_flag_support(&self, report: &mut Report) {
+        for (index, process) in self.process.iter().enumerate() {
+            for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+                let flags = PromptFlags::parse(text);
+                if flags.num_frames.is_some_and(|frames| frames > 1) {
+                    report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
+                }
+                if flags.ctrl_img.is_some() {
+                    report.error(
                         key.as_str(),
-                        format!("the prompt's flag `--{flag}` has no effect with the models of this release"),
+                        "the prompt's flag `--ctrl_img`: control images are not used yet",
                     );
                 }
-            }
-        });
+                for (flag, given) in [
+                    ("a", flags.adapter_conditioning_scale.is_some()),
+                    ("ref", flags.refiner_start_at.is_some()),
+                    ("ev", flags.extra_values.is_some()),
+                    ("fps", flags.fps.is_some()),
+                    ("ctrl_idx", flags.ctrl_idx.is_some()),
+                ] {
+                    if given {
+                        report.warn(
+                            key.as_str(),
+                            format!("the prompt's flag `--{flag}` has no effect with the models of this release"),
+                        );
+                    }
+                }
+            });
+        }
     }
 }
 
-/// Reports invalid and unknown prompt flags.
-pub(crate) fn check_prompts(process: &ProcessKind, path: &str, cx: &mut ReadContext) {
-    for_each_prompt(process, path, &mut |key, text| {
-        let flags = PromptFlags::parse(text);
-        for problem in flags.problems {
-            cx.error_at(&key, problem);
-        }
-        for flag in flags.unknown {
-            let message = format!(
-                "`--{}` is not a prompt flag; it and the text after it are dropped",
-                shorten(&flag)
-            );
-            cx.warn_at(&key, message);
-        }
-    });
+impl ProcessKind {
+    /// Reports invalid and unknown prompt flags.
+    pub(super) fn check_prompts(&self, path: &str, cx: &mut ReadContext) {
+        for_each_prompt(self, path, &mut |key, text| {
+            let flags = PromptFlags::parse(text);
+            for problem in flags.problems {
+                cx.error_at(&key, problem);
+            }
+            for flag in flags.unknown {
+                let message = format!(
+                    "`--{}` is not a prompt flag; it and the text after it are dropped",
+                    shorten(&flag)
+                );
+                cx.warn_at(&key, message);
+            }
+        });
+    }
 }
 
 fn for_each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str)) {

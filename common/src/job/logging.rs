@@ -1,6 +1,6 @@
 //! `logging`: how often metrics are logged, and where to.
 
-use super::schema::section;
+use super::declare::section;
 
 section! {
     /// How often metrics are logged, and where to.

@@ -32,6 +32,7 @@ pub mod optimizer;
 pub mod optimizer_params;
 pub mod paths;
 pub mod process;
+mod process_type;
 pub mod prompt;
 mod read_context;
 pub mod reference;

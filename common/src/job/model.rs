@@ -1,8 +1,9 @@
 //! `model`: the base model, its source, and how it is held in memory.
 
 use super::arch::{Arch, ArchName};
+use super::declare::section;
 use super::dtype::DType;
-use super::schema::{PresentKeys, ReadContext, Report, join, section};
+use super::schema::{PresentKeys, ReadContext, Report, join};
 use super::values::{FreeMap, OneOrMany};
 use crate::plan::choices::Choices;
 use crate::plan::qtype::QType;

@@ -1,8 +1,8 @@
 //! Processes that convert model files: `locon` and `lora` (extract), `rescale_lora` (mod).
 
+use super::declare::{choices, section};
 use super::dtype::DType;
-use super::process::ProcessType;
-use super::schema::{choices, section};
+use super::process_type::ProcessType;
 
 choices! {
     /// How an extraction chooses ranks.

@@ -1,7 +1,8 @@
 //! `network`: the adapter (LoRA) that is trained while the base model is frozen.
 
+use super::declare::{choices, section};
 use super::limits::MAX_RANK;
-use super::schema::{PresentKeys, ReadContext, choices, section};
+use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
 
 choices! {

@@ -1,6 +1,6 @@
 //! Names of losses and time step distributions in `train`.
 
-use super::schema::choices;
+use super::declare::choices;
 
 choices! {
     /// How prediction and target are compared.

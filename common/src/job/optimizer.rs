@@ -1,6 +1,6 @@
 //! Names of optimizers and learning rate schedulers.
 
-use super::schema::choices;
+use super::declare::choices;
 
 const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`, `automagic`";
 

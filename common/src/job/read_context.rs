@@ -2,7 +2,6 @@
 
 use super::error::Finding;
 use super::node::{Entry, Mark, Node, Value, shorten};
-use super::schema::FieldValue;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// The keys of a section that have a value other than `null`.
@@ -93,6 +92,12 @@ impl ReadContext {
         }
     }
 
+    /// Adds a warning at the current key.
+    pub fn warn(&mut self, message: impl Into<String>) {
+        let finding = self.finding(&self.path, self.mark, message.into());
+        push_finding(&mut self.warnings, finding);
+    }
+
     /// Adds a warning at a key of the current section.
     pub fn warn_at(&mut self, key: &str, message: impl Into<String>) {
         let path = join(&self.path, key);
@@ -172,39 +177,6 @@ impl ReadContext {
         )
     }
 
-    /// Reads one key into `slot`. An absent key leaves the default.
-    pub fn read_key<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
-        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
-            if required {
-                self.error_at(key, format!("`{title}` needs the key `{key}` ({})", T::kind()));
-            }
-            return;
-        };
-        let read = self.descend(key, entry.mark, |cx| {
-            if entry.node.value != Value::Null {
-                return T::read(&entry.node, cx);
-            }
-            cx.nulls.insert(cx.path.clone());
-            if required {
-                cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
-            } else if !T::NULLABLE && !slot.is_falsy() && title != "process" && title != "config" {
-                let finding = cx.finding(
-                    &cx.path,
-                    cx.mark,
-                    format!(
-                        "null counts as absent here, so the default {} is used; remove the key or give a value",
-                        slot.show()
-                    ),
-                );
-                push_finding(&mut cx.warnings, finding);
-            }
-            T::null()
-        });
-        if let Some(value) = read {
-            *slot = value;
-        }
-    }
-
     /// Reads the keys without a typed field: stores rare ones in `kept`; near misses are errors, other unknown keys warnings.
     pub fn read_other_keys(
         &mut self,
@@ -243,9 +215,8 @@ impl ReadContext {
                     ));
                 } else {
                     let message = format!("`{title}` has no key `{}`; it is ignored", shorten(key));
-                    let finding = cx.finding(&cx.path, cx.mark, message);
                     cx.unknown.insert(cx.path.clone());
-                    push_finding(&mut cx.warnings, finding);
+                    cx.warn(message);
                 }
             });
         }

@@ -1,8 +1,9 @@
 //! `sample`: images generated during the training, to show its progress.
 
+use super::declare::section;
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
 use super::sampler::SamplerName;
-use super::schema::{PresentKeys, ReadContext, section};
+use super::schema::{PresentKeys, ReadContext};
 use super::values::{Float, TextOrFalse};
 
 section! {

@@ -1,7 +1,7 @@
 //! `save`: what is saved, how often, and how many saves are kept.
 
+use super::declare::{choices, section};
 use super::dtype::DType;
-use super::schema::{choices, section};
 
 choices! {
     /// Layout of full-model saves. LoRAs are always one safetensors file.

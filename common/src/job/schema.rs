@@ -3,11 +3,10 @@
 //! [`section!`] declares a map with known keys, [`choices!`] an enum of names. Both implement [`FieldValue`] for the declared
 //! type, so it can be the value of a key in another section.
 
-use super::node::{Node, shorten};
+use super::node::{Entry, Node, Value, shorten};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 
-pub(crate) use super::declare::{choices, section};
 pub(crate) use super::read_context::parent;
 pub use super::read_context::{PresentKeys, ReadContext, join, nearest};
 
@@ -147,6 +146,36 @@ pub trait FieldValue: Sized + PartialEq {
     }
 }
 
+impl ReadContext {
+    /// Reads one key into `slot`. An absent key leaves the default.
+    pub fn read_key<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
+        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
+            if required {
+                self.error_at(key, format!("`{title}` needs the key `{key}` ({})", T::kind()));
+            }
+            return;
+        };
+        let read = self.descend(key, entry.mark, |cx| {
+            if entry.node.value != Value::Null {
+                return T::read(&entry.node, cx);
+            }
+            cx.nulls.insert(cx.path().to_owned());
+            if required {
+                cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
+            } else if !T::NULLABLE && !slot.is_falsy() && title != "process" && title != "config" {
+                cx.warn(format!(
+                    "null counts as absent here, so the default {} is used; remove the key or give a value",
+                    slot.show()
+                ));
+            }
+            T::null()
+        });
+        if let Some(value) = read {
+            *slot = value;
+        }
+    }
+}
+
 /// Collects the unsupported keys and values of a config.
 #[derive(Debug, Default)]
 pub struct Report {
@@ -221,4 +250,26 @@ pub(crate) fn show_json(value: &serde_json::Value) -> String {
         }
     }
     text
+}
+
+/// Reads the items of a list. `None` if an item is invalid; all items are read, so that every error is reported.
+pub(crate) fn read_items<T: FieldValue>(items: &[Node], cx: &mut ReadContext) -> Option<Vec<T>> {
+    let mut all = Some(Vec::with_capacity(items.len().min(1024)));
+    for (index, item) in items.iter().enumerate() {
+        match cx.descend(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
+            Some(value) => {
+                if let Some(all) = all.as_mut() {
+                    all.push(value);
+                }
+            }
+            None => all = None,
+        }
+    }
+    all
+}
+
+/// Formats at most 20 items of a list.
+pub(crate) fn show_items<T: FieldValue>(items: &[T]) -> String {
+    let shown: Vec<String> = items.iter().take(20).map(T::show).collect();
+    format!("[{}]", shown.join(", "))
 }

@@ -1,6 +1,6 @@
 //! `slider`, `embedding`, `decorator` and `replacements`: trainings guided by text or by image pairs.
 
-use super::schema::{choices, section};
+use super::declare::{choices, section};
 use super::values::Pair;
 
 section! {

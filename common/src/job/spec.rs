@@ -1,11 +1,12 @@
 //! The whole job, as the coordinator stores it and a worker runs it.
 
 use super::cluster::ClusterConfig;
+use super::declare::section;
 use super::error::{Finding, Support};
 use super::limits::{MAX_LABELS, MAX_PROCESSES};
 use super::node::Node;
 use super::process::{JobKind, Process, ProcessKind};
-use super::schema::{FieldValue, Input, ReadContext, Report, section};
+use super::schema::{FieldValue, Input, ReadContext, Report};
 use super::values::{FreeMap, TextSource};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -161,9 +162,9 @@ impl JobSpec {
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
         self.process.inputs("config.process", &mut inputs);
-        let unopened = super::inputs::unopened_keys(self);
+        let unopened = self.unopened_keys();
         inputs.retain(|input| !unopened.contains(&input.key));
-        super::inputs::add_prompt_inputs(self, &mut inputs);
+        self.add_prompt_inputs(&mut inputs);
         let mut unique: Vec<Input> = Vec::with_capacity(inputs.len());
         for input in inputs {
             if !unique.contains(&input) {
@@ -201,7 +202,7 @@ impl JobSpec {
             self.config.check("config", &mut report);
             self.process.check("config.process", &mut report);
             self.cluster.check("cluster", &mut report);
-            super::inputs::check_flag_support(self, &mut report);
+            self.check_flag_support(&mut report);
         }
         Support {
             errors: self.findings(report.errors),
@@ -268,7 +269,7 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
         }
         _ => {}
     }
-    super::inputs::check_prompts(&process.kind, &path, cx);
+    process.kind.check_prompts(&path, cx);
     let named = process.name().map(super::naming::check_name);
     if let Some(Err(why)) = named {
         cx.error_at(&format!("{path}.name"), why);

@@ -1,11 +1,12 @@
 //! `train`: steps, optimizer, noise, loss and the other settings of the training loop.
 
+use super::declare::section;
 use super::dtype::DType;
 use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
-use super::schema::{PresentKeys, ReadContext, Report, Status, join, section};
+use super::schema::{PresentKeys, ReadContext, Report, Status, join};
 use super::values::{FloatOrRange, FreeMap};
 
 pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};

@@ -1,7 +1,10 @@
 //! [`FieldValue`] for numbers, text, lists and maps, with the type coercions of ai-toolkit.
 
 use super::node::{Node, Value};
-use super::schema::{FieldValue, Input, ReadContext, Report, SectionInfo, Status, is_falsy_json, nearest, show_json};
+use super::schema::{
+    FieldValue, Input, ReadContext, Report, SectionInfo, Status, is_falsy_json, nearest, read_items, show_items,
+    show_json,
+};
 
 pub use super::compound::{Float, FloatOrRange, Integer, OneOrMany, Pair, TextOrFalse, TextSource};
 
@@ -219,26 +222,6 @@ impl<T: FieldValue> FieldValue for Box<T> {
     fn section() -> Option<SectionInfo> {
         T::section()
     }
-}
-
-pub(crate) fn read_items<T: FieldValue>(items: &[Node], cx: &mut ReadContext) -> Option<Vec<T>> {
-    let mut all = Some(Vec::with_capacity(items.len().min(1024)));
-    for (index, item) in items.iter().enumerate() {
-        match cx.descend(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
-            Some(value) => {
-                if let Some(all) = all.as_mut() {
-                    all.push(value);
-                }
-            }
-            None => all = None,
-        }
-    }
-    all
-}
-
-pub(crate) fn show_items<T: FieldValue>(items: &[T]) -> String {
-    let shown: Vec<String> = items.iter().take(20).map(T::show).collect();
-    format!("[{}]", shown.join(", "))
 }
 
 impl<T: FieldValue> FieldValue for Vec<T> {
