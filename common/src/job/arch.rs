@@ -259,8 +259,8 @@ impl FieldValue for Arch {
     fn is_falsy(&self) -> bool {
         false
     }
-    fn check(&self, path: &str, report: &mut Report) {
-        self.name.check(path, report);
+    fn check_support(&self, path: &str, report: &mut Report) {
+        self.name.check_support(path, report);
     }
     fn values() -> Vec<(&'static str, Status)> {
         ArchName::values()

@@ -352,7 +352,7 @@ impl FieldValue for ByteCount {
 #[cfg(test)]
 mod tests {
     use super::super::change::Change;
-    use super::super::tests::{MINIMAL, yaml};
+    use super::super::tests::{MINIMAL, load_yaml};
     use super::super::{Format, LoadOptions, parse};
     use super::*;
 
@@ -368,7 +368,7 @@ mod tests {
             "[my-secret]",
             "{my-secret: 1}",
         ] {
-            let error = yaml(&format!("{MINIMAL}cluster:\n  hub_token: {written}\n")).unwrap_err();
+            let error = load_yaml(&format!("{MINIMAL}cluster:\n  hub_token: {written}\n")).unwrap_err();
             let [finding] = error.findings() else { panic!("{error}") };
             assert_eq!((finding.key.as_str(), finding.line), ("cluster.hub_token", Some(15)));
             assert!(
@@ -379,7 +379,7 @@ mod tests {
                 assert!(!error.to_string().contains(part), "{error}");
             }
         }
-        assert!(yaml(&format!("{MINIMAL}cluster: {{hub_token: my-models_2}}\n")).is_ok());
+        assert!(load_yaml(&format!("{MINIMAL}cluster: {{hub_token: my-models_2}}\n")).is_ok());
         // A token at another key is not repeated either.
         let text = format!("{MINIMAL}cluster: {{priority: {token}, hub_token: {token}}}\n");
         let below = [Change {

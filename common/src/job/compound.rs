@@ -174,7 +174,7 @@ impl Eq for Integer {}
 #[serde(untagged)]
 pub enum FloatOrRange {
     /// This number.
-    One(f64),
+    Fixed(f64),
     /// From low to high.
     Range([f64; 2]),
 }
@@ -192,25 +192,25 @@ impl FieldValue for FloatOrRange {
                     None
                 }
             },
-            _ => f64::read(node, cx).map(Self::One),
+            _ => f64::read(node, cx).map(Self::Fixed),
         }
     }
     fn show(&self) -> String {
         match self {
-            Self::One(value) => value.show(),
+            Self::Fixed(value) => value.show(),
             Self::Range([low, high]) => format!("[{}, {}]", low.show(), high.show()),
         }
     }
     fn is_falsy(&self) -> bool {
-        matches!(self, Self::One(value) if *value == 0.0)
+        matches!(self, Self::Fixed(value) if *value == 0.0)
     }
 }
 
 /// Two whole numbers: `[width, height]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pair(pub u32, pub u32);
+pub struct ImageSize(pub u32, pub u32);
 
-impl FieldValue for Pair {
+impl FieldValue for ImageSize {
     fn kind() -> String {
         "[width, height]".into()
     }

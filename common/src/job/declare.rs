@@ -125,28 +125,28 @@ macro_rules! section {
                 *self == Self::default()
             }
 
-            fn check(&self, path: &str, report: &mut $crate::job::schema::Report) {
+            fn check_support(&self, path: &str, report: &mut $crate::job::schema::Report) {
                 #[allow(unused_imports)]
                 use $crate::job::schema::Status::*;
                 $({
                     let default: $ty = $default;
-                    report.field(path, $crate::job::declare::section!(@key $field $($key)?), $status, &self.$field, &default);
+                    report.check_field(path, $crate::job::declare::section!(@key $field $($key)?), $status, &self.$field, &default);
                 })*
                 for &(key, status) in Self::RARE {
                     if let Some(value) = self.rare.get(key) {
-                        report.rare(path, key, status, value);
+                        report.check_rare_key(path, key, status, value);
                     }
                 }
                 $( $check(self, path, report); )?
             }
 
-            fn inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
+            fn collect_inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
                 #[allow(unused_imports)]
                 use $crate::job::schema::{FieldValue, Input, InputKind, Status::*, join};
                 $(if $status.opens_paths() {
                     const KEY: &str = $crate::job::declare::section!(@key $field $($key)?);
                     if <$ty as FieldValue>::HAS_INPUTS {
-                        self.$field.inputs(&join(path, KEY), out);
+                        self.$field.collect_inputs(&join(path, KEY), out);
                     }
                     $(
                         self.$field.for_each_text(&mut |behind, text| {
@@ -250,8 +250,8 @@ macro_rules! choices {
                 false
             }
 
-            fn check(&self, path: &str, report: &mut $crate::job::schema::Report) {
-                report.status(path, self.status(), self.name());
+            fn check_support(&self, path: &str, report: &mut $crate::job::schema::Report) {
+                report.add_status(path, self.status(), self.name());
             }
 
             fn values() -> Vec<(&'static str, $crate::job::schema::Status)> {

@@ -4,7 +4,7 @@ use super::declare::section;
 use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{PresentKeys, ReadContext};
-use super::values::{Pair, TextSource};
+use super::values::{ImageSize, TextSource};
 
 section! {
     /// What `to_folder` generates.
@@ -18,7 +18,7 @@ section! {
         /// Height in pixels, floored to a multiple of 8, at least 64.
         height: u32 = 512, Works;
         /// Sizes; one is picked at random for each image.
-        size_list: Option<Vec<Pair>> = None, Works;
+        size_list: Option<Vec<ImageSize>> = None, Works;
         /// Negative prompt.
         neg: String = String::new(), Works;
         /// Prompt of the second text encoder.
@@ -89,7 +89,7 @@ fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &m
         generate.max_random_per_prompt,
         MAX_LINES_PER_PROMPT,
     );
-    for (index, Pair(width, height)) in generate.size_list.iter().flatten().enumerate() {
+    for (index, ImageSize(width, height)) in generate.size_list.iter().flatten().enumerate() {
         cx.check_at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
     }
     if generate.size_list.as_ref().is_some_and(Vec::is_empty) {

@@ -1,6 +1,6 @@
 //! Hostile and random files: any input gives a job or an error, in bounded time.
 
-use super::tests::{MINIMAL, yaml};
+use super::tests::{MINIMAL, load_yaml};
 use super::*;
 use proptest::prelude::*;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ fn alias_bombs_deep_nesting_and_large_files_are_refused_quickly() {
         let inner = format!("*a{},", level - 1).repeat(10);
         bomb.push_str(&format!("a{level}: &a{level} [{}]\n", inner.trim_end_matches(',')));
     }
-    let error = yaml(&bomb).unwrap_err();
+    let error = load_yaml(&bomb).unwrap_err();
     assert!(error.to_string().contains("grows beyond"), "{error}");
     for (text, format) in [
         ("[".repeat(100_000), Format::Yaml),
@@ -32,7 +32,7 @@ fn alias_bombs_deep_nesting_and_large_files_are_refused_quickly() {
         let error = parse(&text, format, None, &LoadOptions::default()).unwrap_err();
         assert!(error.to_string().contains("inside each other"), "{error}");
     }
-    let error = yaml(&"a".repeat(11 << 20)).unwrap_err();
+    let error = load_yaml(&"a".repeat(11 << 20)).unwrap_err();
     assert!(error.to_string().contains("larger than 10 MiB"), "{error}");
     timed(
         "many keys",
@@ -61,7 +61,7 @@ proptest! {
 
     #[test]
     fn arbitrary_yaml_like_text_never_panics(text in "([a-z]{1,3}|: |- |\n|  |\\[|\\]|\\{|\\}|,|&a|\\*a|<<: |'|\"|\\||>|#|!!|\\$\\{A\\}|1e4|\t){0,60}") {
-        let _ = yaml(&text);
+        let _ = load_yaml(&text);
         let _ = parse(&text, Format::Jsonc, None, &LoadOptions::default());
     }
 
@@ -69,7 +69,7 @@ proptest! {
     fn a_config_with_one_character_replaced_never_panics(at in 0usize..MINIMAL.len(), replacement in ".{0,3}") {
         let mut text = MINIMAL.to_owned();
         text.replace_range(at..=at, &replacement);
-        if let Ok(job) = yaml(&text) {
+        if let Ok(job) = load_yaml(&text) {
             let _ = job.spec.unsupported();
             let _ = job.spec.inputs();
             let json = serde_json::to_string(&job.spec).unwrap();

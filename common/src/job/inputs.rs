@@ -62,14 +62,14 @@ impl JobSpec {
                         "the prompt's flag `--ctrl_img`: control images are not used yet",
                     );
                 }
-                for (flag, given) in [
+                for (flag, is_set) in [
                     ("a", flags.adapter_conditioning_scale.is_some()),
                     ("ref", flags.refiner_start_at.is_some()),
                     ("ev", flags.extra_values.is_some()),
                     ("fps", flags.fps.is_some()),
                     ("ctrl_idx", flags.ctrl_idx.is_some()),
                 ] {
-                    if given {
+                    if is_set {
                         report.warn(
                             key.as_str(),
                             format!("the prompt's flag `--{flag}` has no effect with the models of this release"),

@@ -99,10 +99,10 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
         template::replace_name(&mut root, &name, file).map_err(invalid)?;
     }
     change::append_to_name(&mut root, options.suffix);
-    let given = options.name_override.map(|name| format!("{name}{}", options.suffix));
+    let suffixed_name = options.name_override.map(|name| format!("{name}{}", options.suffix));
     let mut cx = ReadContext::new(file.map(str::to_owned));
     cx.warnings = secrets;
-    let spec = JobSpec::read(&root, given.as_deref(), &mut cx);
+    let spec = JobSpec::read(&root, suffixed_name.as_deref(), &mut cx);
     change::refuse_unknown_keys(&changed, &mut cx);
     change::move_to_command_line(&mut cx.warnings, &changed);
     change::move_to_command_line(&mut cx.errors, &changed);
@@ -206,8 +206,8 @@ const EXTENSIONS: [&str; 4] = ["yaml", "yml", "json", "jsonc"];
 pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> {
     let root = search_dir.unwrap_or_else(|| Path::new(""));
     let folder = root.join("config");
-    let given = Path::new(name);
-    let has_extension = given
+    let path = Path::new(name);
+    let has_extension = path
         .extension()
         .and_then(|extension| extension.to_str())
         .is_some_and(|text| Format::from_name(text).is_some());
@@ -219,8 +219,8 @@ pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> 
                 .map(|extension| folder.join(format!("{name}.{extension}"))),
         );
     }
-    candidates.push(root.join(given));
-    candidates.push(folder.join(given));
+    candidates.push(root.join(path));
+    candidates.push(folder.join(path));
     if !has_extension && !name.is_empty() {
         candidates.extend(
             EXTENSIONS

@@ -323,17 +323,17 @@ impl FieldValue for Process {
         false
     }
 
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         if let Status::Refused(_) = self.process_type.status() {
             // One error is enough; the keys inside do not matter.
-            self.process_type.check(&join(path, "type"), report);
+            self.process_type.check_support(&join(path, "type"), report);
         } else {
-            match_process!(&self.kind, process => process.check(path, report), _rare => {});
+            match_process!(&self.kind, process => process.check_support(path, report), _rare => {});
         }
     }
 
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
-        match_process!(&self.kind, process => process.inputs(path, out), _rare => {});
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
+        match_process!(&self.kind, process => process.collect_inputs(path, out), _rare => {});
     }
 
     fn section() -> Option<SectionInfo> {

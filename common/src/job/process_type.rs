@@ -10,7 +10,7 @@ choices! {
     pub enum ProcessType("process type") {
         /// The general trainer.
         SdTrainer = "sd_trainer", Works;
-        /// The same, as the web UI of ai-toolkit writes it.
+        /// The same trainer, under the name that ai-toolkit's web UI writes.
         DiffusionTrainer = "diffusion_trainer", Works;
         /// Older name of `diffusion_trainer`.
         UiTrainer = "ui_trainer", Works;
@@ -50,7 +50,7 @@ choices! {
         ToFolder = "to_folder", Works;
         /// Legacy slider with text targets.
         Slider = "slider", Refused(LATER);
-        /// Its predecessor.
+        /// The predecessor of `slider`.
         SliderOld = "slider_old", Refused(LATER);
         /// Rescaling of Stable Diffusion.
         RescaleSd = "rescale_sd", Refused(LATER);
@@ -78,7 +78,7 @@ choices! {
         Extract = "extract", Refused(LATER);
         /// Images from prompts.
         Generate = "generate", Works;
-        /// Changes to files.
+        /// Changes of model files.
         Mod = "mod", Refused(LATER);
     }
 }

@@ -177,14 +177,14 @@ impl ReadContext {
         )
     }
 
-    /// Reads the keys without a typed field: stores rare ones in `kept`; near misses are errors, other unknown keys warnings.
+    /// Reads the keys without a typed field: stores rare ones in `rare_values`; near misses are errors, other unknown keys warnings.
     pub fn read_other_keys(
         &mut self,
         entries: &[Entry],
         title: &str,
         known: &[&str],
         rare: &[&str],
-        kept: &mut BTreeMap<String, serde_json::Value>,
+        rare_values: &mut BTreeMap<String, serde_json::Value>,
     ) {
         let mut unknown = 0;
         for entry in entries {
@@ -201,7 +201,7 @@ impl ReadContext {
                     match entry.node.to_json() {
                         Some(serde_json::Value::Null) => {}
                         Some(json) => {
-                            kept.insert(key.to_owned(), json);
+                            rare_values.insert(key.to_owned(), json);
                         }
                         None => cx.wrong_type(&entry.node, "finite numbers"),
                     }

@@ -98,9 +98,9 @@ pub struct Input {
 pub trait FieldValue: Sized + PartialEq {
     /// Whether an explicit `null` is a valid value.
     const NULLABLE: bool = false;
-    /// Whether [`FieldValue::check`] can report anything. The path is built only then.
+    /// Whether [`FieldValue::check_support`] can report anything. The path is built only then.
     const HAS_CHECKS: bool = false;
-    /// Whether [`FieldValue::inputs`] can list anything.
+    /// Whether [`FieldValue::collect_inputs`] can list anything.
     const HAS_INPUTS: bool = false;
 
     /// The type as text: `whole number`, `text`, `list of text`.
@@ -121,12 +121,12 @@ pub trait FieldValue: Sized + PartialEq {
     fn is_falsy(&self) -> bool;
 
     /// Reports unsupported parts of this value; `path` is its key.
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         let _ = (path, report);
     }
 
     /// Lists inputs below this value; `path` is its key.
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
         let _ = (path, out);
     }
 
@@ -197,25 +197,25 @@ impl Report {
     }
 
     /// Checks one key: reports its status if the value differs from the default.
-    pub fn field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
+    pub fn check_field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
         if matches!(status, Status::Works | Status::Accepted(_)) {
             if T::HAS_CHECKS {
-                value.check(&join(path, key), self);
+                value.check_support(&join(path, key), self);
             }
         } else if value != default && !(value.is_falsy() && default.is_falsy()) {
-            self.status(&join(path, key), status, &value.show());
+            self.add_status(&join(path, key), status, &value.show());
         }
     }
 
     /// Checks a key without a typed field: reports its status unless the value is false, zero or empty.
-    pub fn rare(&mut self, path: &str, key: &str, status: Status, value: &serde_json::Value) {
+    pub fn check_rare_key(&mut self, path: &str, key: &str, status: Status, value: &serde_json::Value) {
         if !is_falsy_json(value) {
-            self.status(&join(path, key), status, &show_json(value));
+            self.add_status(&join(path, key), status, &show_json(value));
         }
     }
 
     /// Adds the error or warning that a status implies for a value.
-    pub fn status(&mut self, path: &str, status: Status, shown: &str) {
+    pub fn add_status(&mut self, path: &str, status: Status, shown: &str) {
         match status {
             Status::Works | Status::Accepted(_) | Status::DependsOn(_) => {}
             Status::Ignored(why) => self.warn(path, format!("{} is ignored: {why}", quoted(shown))),

@@ -1,7 +1,7 @@
 //! `slider`, `embedding`, `decorator` and `replacements`: trainings guided by text or by image pairs.
 
 use super::declare::{choices, section};
-use super::values::Pair;
+use super::values::ImageSize;
 
 section! {
     /// One pair of opposites for a slider.
@@ -63,7 +63,7 @@ section! {
         /// Prompts whose result must not change (`slider`, `ultimate_slider_trainer`).
         anchors: Vec<SliderAnchor> = Vec::new(), Works;
         /// Sizes; one is picked at random.
-        resolutions: Vec<Pair> = vec![Pair(512, 512)], Works;
+        resolutions: Vec<ImageSize> = vec![ImageSize(512, 512)], Works;
         /// Neutral prompts, one per line.
         prompt_file: Option<String> = None, Works, input PromptFile;
         /// Cache of encoded prompts.

@@ -161,7 +161,7 @@ impl JobSpec {
     #[must_use]
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
-        self.process.inputs("config.process", &mut inputs);
+        self.process.collect_inputs("config.process", &mut inputs);
         let unopened = self.unopened_keys();
         inputs.retain(|input| !unopened.contains(&input.key));
         self.add_prompt_inputs(&mut inputs);
@@ -197,11 +197,11 @@ impl JobSpec {
     #[must_use]
     pub fn unsupported(&self) -> Support {
         let mut report = Report::default();
-        self.job.check("job", &mut report);
+        self.job.check_support("job", &mut report);
         if report.errors.is_empty() {
-            self.config.check("config", &mut report);
-            self.process.check("config.process", &mut report);
-            self.cluster.check("cluster", &mut report);
+            self.config.check_support("config", &mut report);
+            self.process.check_support("config.process", &mut report);
+            self.cluster.check_support("cluster", &mut report);
             self.check_flag_support(&mut report);
         }
         Support {
@@ -222,16 +222,16 @@ impl JobSpec {
     /// Creates a finding at a key, with the nearest known position.
     #[must_use]
     pub fn finding(&self, key: String, message: String) -> Finding {
-        let mut place = None;
+        let mut position = None;
         let mut path = key.as_str();
-        while place.is_none() && !path.is_empty() {
-            place = self.positions.get(path).copied();
+        while position.is_none() && !path.is_empty() {
+            position = self.positions.get(path).copied();
             path = super::schema::parent(path);
         }
         Finding {
             file: self.file.clone(),
-            line: place.map(|(line, _)| line),
-            column: place.map(|(_, column)| column),
+            line: position.map(|(line, _)| line),
+            column: position.map(|(_, column)| column),
             key,
             message,
         }

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Reads a config. A valid job must also be accepted as JSON.
-pub(super) fn yaml(text: &str) -> Result<LoadedJob, JobError> {
+pub(super) fn load_yaml(text: &str) -> Result<LoadedJob, JobError> {
     let job = parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())?;
     assert_valid_as_json(&job);
     Ok(job)
@@ -34,7 +34,7 @@ config:
 ";
 
 /// The minimal config with one line after the line that contains `after`.
-pub(super) fn with(after: &str, line: &str) -> String {
+pub(super) fn with_line_after(after: &str, line: &str) -> String {
     assert!(MINIMAL.contains(after), "{after}");
     MINIMAL
         .lines()
@@ -50,7 +50,7 @@ pub(super) fn with(after: &str, line: &str) -> String {
 
 #[test]
 fn a_minimal_config_gets_every_default() {
-    let job = yaml(MINIMAL).unwrap();
+    let job = load_yaml(MINIMAL).unwrap();
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.name, "cat");
     let trainer = job.spec.process[0].trainer().unwrap();
@@ -69,7 +69,7 @@ fn a_minimal_config_gets_every_default() {
 #[test]
 fn all_errors_are_reported_together() {
     let text = MINIMAL.replace("10", "ten").replace("linear: 8", "linear: eight");
-    let error = yaml(&text).unwrap_err();
+    let error = load_yaml(&text).unwrap_err();
     assert_eq!(
         error.findings().iter().map(|f| f.line.unwrap()).collect::<Vec<_>>(),
         [9, 13]
@@ -78,11 +78,11 @@ fn all_errors_are_reported_together() {
 
 #[test]
 fn unknown_keys_and_nulls_that_replace_a_value_are_warnings() {
-    let text = with(
+    let text = with_line_after(
         "steps: 10",
         "        something_else: 1\n        lr: null\n        max_loss: null\n        batch_size: 1",
     );
-    let job = yaml(&text).unwrap();
+    let job = load_yaml(&text).unwrap();
     let found: Vec<(&str, u32)> = job.warnings.iter().map(|f| (f.key.as_str(), f.line.unwrap())).collect();
     assert_eq!(found.len(), 2);
     assert!(found.contains(&("config.process[0].train.lr", 15)));
@@ -176,7 +176,7 @@ fn yaml_accepts_variables_anywhere() {
 #[test]
 fn only_a_quoted_value_gets_the_hint_about_quotes() {
     let wrong = |value: &str| {
-        yaml(&MINIMAL.replace("steps: 10", &format!("steps: {value}")))
+        load_yaml(&MINIMAL.replace("steps: 10", &format!("steps: {value}")))
             .unwrap_err()
             .to_string()
     };
@@ -196,7 +196,7 @@ fn secrets_are_not_written_into_the_job() {
         env: &env,
         ..LoadOptions::default()
     };
-    let text = with("type: sd_trainer", "      trigger_word: ${TRIGGER_TOKEN}")
+    let text = with_line_after("type: sd_trainer", "      trigger_word: ${TRIGGER_TOKEN}")
         + "meta:\n  hub: ${HF_TOKEN}\n  link: \"https://me:${HF_TOKEN}@host\"\n";
     let job = parse(&text, Format::Yaml, Some("job.yaml"), &options).unwrap();
     let json = serde_json::to_string(&job.spec).unwrap();
@@ -214,7 +214,7 @@ fn secrets_are_not_written_into_the_job() {
     assert!(!format!("{:?}", job.warnings).contains(token));
 
     let written = format!("{MINIMAL}meta:\n  hub: {token}\n");
-    let job = yaml(&written).unwrap();
+    let job = load_yaml(&written).unwrap();
     assert!(job.warnings[0].message.contains("access token"), "{:?}", job.warnings);
     assert!(!format!("{:?}", job.warnings).contains(token));
 }
@@ -240,7 +240,7 @@ config:
           folder_path: b
           caption_ext: .cap
 ";
-    let job = yaml(text).unwrap();
+    let job = load_yaml(text).unwrap();
     assert_eq!(job.warnings.len(), 1, "only the unknown key `shared`");
     let trainer = job.spec.process[0].trainer().unwrap();
     let split = trainer.split_datasets();
@@ -291,11 +291,11 @@ fn json_refuses_comments_and_jsonc_accepts_them() {
 
 #[test]
 fn unsupported_keys_are_errors_or_warnings_with_their_line() {
-    let text = with(
+    let text = with_line_after(
         "steps: 10",
         "        do_cfg: true\n        max_loss: 0.5\n        optimizer: automagicexperiment\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
     );
-    let job = yaml(&text).unwrap();
+    let job = load_yaml(&text).unwrap();
     let support = job.spec.unsupported();
     let errors: Vec<(&str, u32)> = support
         .errors
@@ -316,8 +316,8 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
 
 #[test]
 fn unknown_optimizer_parameters_are_refused() {
-    let text = with("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
-    let support = yaml(&text).unwrap().spec.unsupported();
+    let text = with_line_after("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
+    let support = load_yaml(&text).unwrap().spec.unsupported();
     assert_eq!(support.errors.len(), 1);
     assert!(support.errors[0].message.contains("no such parameter; known: betas"));
     assert_eq!(support.errors[0].line, Some(14));
@@ -325,12 +325,12 @@ fn unknown_optimizer_parameters_are_refused() {
 
 #[test]
 fn inputs_lists_every_path_with_its_kind_and_key() {
-    let text = with(
+    let text = with_line_after(
         "type: sd_trainer",
         "      sample:\n        samples:\n          - prompt: 'a --ctrl_img c.png'\n            ctrl_img_2: d.png",
     );
     let text = text.replace("linear: 8", "pretrained_lora_path: l.safetensors");
-    let inputs = yaml(&text).unwrap().spec.inputs();
+    let inputs = load_yaml(&text).unwrap().spec.inputs();
     let found: Vec<(&str, InputKind, &str)> = inputs
         .iter()
         .map(|i| (i.config_path.as_str(), i.kind, i.key.as_str()))
@@ -428,10 +428,10 @@ fn a_config_with_every_documented_default_is_valid() {
         keys(dataset::DatasetConfig::describe()).replace("        folder_path: null\n", ""),
     );
     assert!(text.lines().count() > 250, "{}", text.lines().count());
-    let job = yaml(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+    let job = load_yaml(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.unsupported(), Support::default());
-    let minimal = yaml(
+    let minimal = load_yaml(
         &MINIMAL
             .replace("images", "a")
             .replace("linear: 8", "linear: 4")
@@ -463,13 +463,13 @@ fn invalid_scheduler_and_optimizer_parameters_are_refused() {
         ("{noise_scheduler: k_euler}", "Karras"),
     ] {
         let text = MINIMAL.replace("train:\n        steps: 10", &format!("train: {line}"));
-        let support = yaml(&text).unwrap().spec.unsupported();
+        let support = load_yaml(&text).unwrap().spec.unsupported();
         assert_eq!(support.errors.len(), 1, "{line}: {support}");
         assert!(support.errors[0].message.contains(part), "{line}: {support}");
     }
     let fine = "train: {lr_scheduler: polynomial, lr_scheduler_params: {power: 2, num_warmup_steps: 10}, optimizer_params: {betas: [0.9, 0.99], weight_decay: 1e-4}, content_or_style: style}";
     let text = MINIMAL.replace("train:\n        steps: 10", fine);
-    assert_eq!(yaml(&text).unwrap().spec.unsupported(), Support::default());
+    assert_eq!(load_yaml(&text).unwrap().spec.unsupported(), Support::default());
 }
 
 #[test]
@@ -479,7 +479,7 @@ fn yaml_accepts_comments_anywhere() {
         "#      performance_log_every: 1000\n      # a comment\n      model:",
     );
     let text = format!("# a note: with a colon\n\n---\n{text}# the end\n");
-    let job = yaml(&text).unwrap();
+    let job = load_yaml(&text).unwrap();
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.positions["config.process[0].model"].0, 12);
 }
@@ -487,7 +487,7 @@ fn yaml_accepts_comments_anywhere() {
 #[test]
 fn a_missing_quote_in_a_list_of_prompts_is_reported_at_its_line() {
     let sample = "      sample:\n        prompts:\n          - \"a bear\n          - \"a fox\"\n          - \"a cat\"";
-    let error = yaml(&with("type: sd_trainer", sample)).unwrap_err();
+    let error = load_yaml(&with_line_after("type: sd_trainer", sample)).unwrap_err();
     let first = &error.findings()[0];
     assert!(first.message.contains("a quote is probably not closed"), "{error}");
     assert!((8..=9).contains(&first.line.unwrap()), "{error}");
@@ -495,17 +495,17 @@ fn a_missing_quote_in_a_list_of_prompts_is_reported_at_its_line() {
 
 #[test]
 fn a_value_equal_to_the_effective_default_is_not_reported() {
-    let text = with(
+    let text = with_line_after(
         "name_or_path: base",
         "        extras_name_or_path: base\n        quantize_te: false\n        layer_offloading: false",
     );
-    assert_eq!(yaml(&text).unwrap().spec.unsupported(), Support::default());
+    assert_eq!(load_yaml(&text).unwrap().spec.unsupported(), Support::default());
 }
 
 #[test]
 fn unknown_quantization_types_and_options_are_refused() {
     let model = |keys: &str| {
-        let spec = yaml(&with("name_or_path: base", keys)).unwrap().spec;
+        let spec = load_yaml(&with_line_after("name_or_path: base", keys)).unwrap().spec;
         let errors: Vec<String> = spec.unsupported().errors.iter().map(ToString::to_string).collect();
         errors
     };

@@ -214,7 +214,7 @@ section! {
         /// Move the target away from the unconditional prediction.
         do_guidance_loss: bool = false, Refused("only the plain loss");
         /// Scale of the guidance, or a range.
-        guidance_loss_target: FloatOrRange = FloatOrRange::One(3.0), DependsOn("do_guidance_loss");
+        guidance_loss_target: FloatOrRange = FloatOrRange::Fixed(3.0), DependsOn("do_guidance_loss");
         /// How that scale changes with the noise level.
         guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, DependsOn("do_guidance_loss");
         /// CFG-Zero projection.

@@ -6,7 +6,7 @@ use super::schema::{
     show_json,
 };
 
-pub use super::compound::{Float, FloatOrRange, Integer, OneOrMany, Pair, TextOrFalse, TextSource};
+pub use super::compound::{Float, FloatOrRange, ImageSize, Integer, OneOrMany, TextOrFalse, TextSource};
 
 /// A free-form map, in the order of the document.
 pub type FreeMap = serde_json::Map<String, serde_json::Value>;
@@ -175,14 +175,14 @@ impl<T: FieldValue> FieldValue for Option<T> {
     fn is_falsy(&self) -> bool {
         self.as_ref().is_none_or(T::is_falsy)
     }
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         if let Some(value) = self {
-            value.check(path, report);
+            value.check_support(path, report);
         }
     }
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
         if let Some(value) = self {
-            value.inputs(path, out);
+            value.collect_inputs(path, out);
         }
     }
     fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
@@ -213,11 +213,11 @@ impl<T: FieldValue> FieldValue for Box<T> {
     fn is_falsy(&self) -> bool {
         (**self).is_falsy()
     }
-    fn check(&self, path: &str, report: &mut Report) {
-        (**self).check(path, report);
+    fn check_support(&self, path: &str, report: &mut Report) {
+        (**self).check_support(path, report);
     }
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
-        (**self).inputs(path, out);
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
+        (**self).collect_inputs(path, out);
     }
     fn section() -> Option<SectionInfo> {
         T::section()
@@ -245,14 +245,14 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     fn is_falsy(&self) -> bool {
         self.is_empty()
     }
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         for (index, item) in self.iter().enumerate() {
-            item.check(&format!("{path}[{index}]"), report);
+            item.check_support(&format!("{path}[{index}]"), report);
         }
     }
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
         for (index, item) in self.iter().enumerate() {
-            item.inputs(&format!("{path}[{index}]"), out);
+            item.collect_inputs(&format!("{path}[{index}]"), out);
         }
     }
     fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {

@@ -52,26 +52,26 @@ fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Fi
     if info.contains("recursion limit") {
         return finding(file, at, "", too_deep());
     }
-    let until = usize::try_from(at.line).unwrap_or(0);
-    for (index, line) in text.lines().enumerate().take(until + 1) {
+    let error_line = usize::try_from(at.line).unwrap_or(0);
+    for (index, line) in text.lines().enumerate().take(error_line + 1) {
         let indent = line.len() - line.trim_start_matches([' ', '\t']).len();
         if let Some(column) = line[..indent].find('\t')
             && indent < line.len()
-            && index + 3 >= until
+            && index + 3 >= error_line
         {
-            let place = Mark {
+            let position = Mark {
                 line: u32::try_from(index + 1).unwrap_or(u32::MAX),
                 column: u32::try_from(column + 1).unwrap_or(u32::MAX),
             };
             return finding(
                 file,
-                place,
+                position,
                 "",
                 "a tab in the indentation; YAML needs spaces, so replace each tab by two spaces",
             );
         }
     }
-    let line = until
+    let line = error_line
         .checked_sub(1)
         .and_then(|index| text.lines().nth(index))
         .unwrap_or("")

@@ -1,10 +1,10 @@
-use super::super::tests::{MINIMAL, with as with_line, yaml};
+use super::super::tests::{MINIMAL, load_yaml, with_line_after};
 use super::super::{Format, LoadOptions, parse};
 use super::*;
 use serde_json::json;
 
 fn minimal() -> Json {
-    serde_json::to_value(yaml(MINIMAL).unwrap().spec).unwrap()
+    serde_json::to_value(load_yaml(MINIMAL).unwrap().spec).unwrap()
 }
 
 fn error_for(json: &Json) -> String {
@@ -20,14 +20,14 @@ fn with(pointer: &str, value: Json) -> Json {
 
 #[test]
 fn a_job_survives_the_round_trip_through_json() {
-    let spec = yaml(MINIMAL).unwrap().spec;
+    let spec = load_yaml(MINIMAL).unwrap().spec;
     assert_eq!(JobSpec::from_json(&minimal().to_string()).unwrap(), spec);
     // Rare keys, times, sizes, and a free map with a key named `rare`.
     let text = format!(
         "{MINIMAL}\n        do_signal_amplification: false\nmeta: {{rare: {{a: 1}}, kind: x}}\ncluster:\n  after: [a]\n  not_before: \
          2026-11-22T02:00:00.123Z\n  time_limit: 1h30m\n  memory_budget: 12GiB\n  labels: {{zone: x}}\n  memory_profile: balanced\n"
     );
-    yaml(&text).unwrap();
+    load_yaml(&text).unwrap();
 }
 
 #[test]
@@ -243,12 +243,12 @@ fn depth_and_number_of_values_are_limited() {
 
 #[test]
 fn with_changes_gives_the_same_job_as_the_changed_config() {
-    let spec = yaml(MINIMAL).unwrap().spec;
+    let spec = load_yaml(MINIMAL).unwrap().spec;
     let (same, warnings) = spec.with_changes(&[]).unwrap();
     assert_eq!((same, warnings), (spec.clone(), Vec::new()));
 
     let text = format!("{MINIMAL}\ncluster:\n  time_limit: 1h30m\n  not_before: 2026-11-22T02:00:00.123Z\n");
-    let spec = yaml(&text).unwrap().spec;
+    let spec = load_yaml(&text).unwrap().spec;
     let part = JobSpec {
         part: Some(super::super::spec::ImageRange { from: 0, to: 1 }),
         ..spec.clone()
@@ -306,7 +306,7 @@ fn change_job_and_config(text: &str, key: &str, value: &str) -> JobSpec {
         changes: &changes,
         ..LoadOptions::default()
     };
-    let before = yaml(text).unwrap();
+    let before = load_yaml(text).unwrap();
     let mut config = parse(text, Format::Yaml, Some("job.yaml"), &options).unwrap_or_else(|e| panic!("{key}: {e}"));
     let (mut job, warnings) = before
         .spec
@@ -336,7 +336,7 @@ fn changing_a_key_also_changes_the_keys_derived_from_it() {
     };
     let of_network = |keys: &str, key: &str, value: &str| trained(&network(keys), key, value).network.unwrap();
 
-    let prompts = with_line("type: sd_trainer", "      sample: {prompts: [a cat, a fox --seed 3]}");
+    let prompts = with_line_after("type: sd_trainer", "      sample: {prompts: [a cat, a fox --seed 3]}");
     let sample = trained(&prompts, "sample.prompts[0]", "a dog").sample;
     assert_eq!((sample.samples[0].prompt.as_str(), sample.samples.len()), ("a dog", 2));
     let first = prompts.replace("sample:", "first_sample:");
@@ -365,12 +365,12 @@ fn changing_a_key_also_changes_the_keys_derived_from_it() {
         4.0
     );
 
-    let legacy = with_line("folder_path: images", "          caption_type: txt");
+    let legacy = with_line_after("folder_path: images", "          caption_type: txt");
     assert_eq!(
         trained(&legacy, "datasets[0].caption_type", "cap").datasets[0].caption_ext,
         "cap"
     );
-    let controls = with_line("folder_path: images", "          control_path_1: a");
+    let controls = with_line_after("folder_path: images", "          control_path_1: a");
     let changed = trained(&controls, "datasets[0].control_path_1", "''");
     assert!(changed.datasets[0].control_path.is_empty());
     assert_eq!(
@@ -418,7 +418,7 @@ fn changing_dtype_or_model_dtype_of_an_image_job_changes_both() {
 
 #[test]
 fn ordinary_keys_change_as_in_the_config() {
-    let text = with_line(
+    let text = with_line_after(
         "type: sd_trainer",
         "      sample: {prompts: [a cat], neg: dark}\n      save: {save_every: 5}\n      trigger_word: ohwx",
     );
@@ -455,11 +455,11 @@ fn ordinary_keys_change_as_in_the_config() {
 
 #[test]
 fn a_change_without_effect_is_warned_about_again() {
-    let text = with_line(
+    let text = with_line_after(
         "type: sd_trainer",
         "      sample: {prompts: [a cat], samples: [{prompt: a fox}]}",
     );
-    let spec = yaml(&text).unwrap().spec;
+    let spec = load_yaml(&text).unwrap().spec;
     let changed = change_job_and_config(&text, "sample.prompts[0]", "a dog");
     assert_eq!(changed.process[0].trainer().unwrap().sample.samples[0].prompt, "a fox");
     let (_, warnings) = spec.with_changes(&[change("sample.prompts[0]", "a dog")]).unwrap();
@@ -484,7 +484,7 @@ fn a_change_without_effect_is_warned_about_again() {
 #[test]
 fn a_job_without_a_file_can_be_changed() {
     let text = MINIMAL.replace("linear: 8", "conv: 4, conv_alpha: 4, rank: 4, alpha: 2");
-    let mut spec = yaml(&text).unwrap().spec;
+    let mut spec = load_yaml(&text).unwrap().spec;
     spec.positions.clear();
     let (same, _) = spec.with_changes(&[]).unwrap();
     assert_eq!(same, spec);

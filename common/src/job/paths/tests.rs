@@ -1,7 +1,7 @@
 use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessType, TrainerProcess};
 use super::super::schema::{FieldInfo, SectionInfo, Status};
 use super::super::spec::{ConfigSection, Document};
-use super::super::tests::{MINIMAL, with, yaml};
+use super::super::tests::{MINIMAL, load_yaml, with_line_after};
 use super::super::{caption, modify};
 use super::*;
 use std::collections::BTreeSet;
@@ -134,7 +134,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
 fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     for field in &section.fields {
         let is_text = field.kind.contains("text") || field.kind.contains("map") || field.kind.contains("any");
-        // A key without a typed field is only ever refused or ignored: `Report::rare`.
+        // A key without a typed field is only ever refused or ignored: `Report::check_rare_key`.
         if let Some(nested) = &field.nested {
             text_keys(nested, found);
         } else if is_text && field.values.is_empty() && !field.rare {
@@ -184,11 +184,11 @@ fn every_text_key_is_an_input_or_listed_as_no_input() {
 
 #[test]
 fn a_path_that_is_no_input_and_no_repository_is_refused() {
-    let text = with(
+    let text = with_line_after(
         "- folder_path: images",
         "          mask_path: /etc\n          random_triggers: ../words.txt",
     );
-    let spec = yaml(&text.replace("name_or_path: base", "name_or_path: org/model"))
+    let spec = load_yaml(&text.replace("name_or_path: base", "name_or_path: org/model"))
         .unwrap()
         .spec;
     let staged = |path: &str| path == "images";
@@ -208,9 +208,9 @@ fn a_path_that_is_no_input_and_no_repository_is_refused() {
     let repositories: Vec<String> = spec.repositories(staged).map(|input| input.config_path).collect();
     assert_eq!(repositories, ["org/model"]);
     // A local model is not a repository, and a repository is not a data set.
-    let local = yaml(MINIMAL).unwrap().spec;
+    let local = load_yaml(MINIMAL).unwrap().spec;
     assert_eq!(local.foreign_paths(|_| false).len(), 2);
-    let data = yaml(&MINIMAL.replace("folder_path: images", "folder_path: org/data"))
+    let data = load_yaml(&MINIMAL.replace("folder_path: images", "folder_path: org/data"))
         .unwrap()
         .spec;
     assert!(
@@ -274,7 +274,7 @@ fn a_path_that_is_never_opened_is_not_an_input() {
     );
 
     let listed = |text: &str| {
-        let spec = yaml(text).unwrap().spec;
+        let spec = load_yaml(text).unwrap().spec;
         assert!(spec.unsupported().is_ok(), "{text}");
         let inputs = spec.inputs().into_iter().map(|input| input.config_path);
         let mut inputs: Vec<String> = inputs.collect();
@@ -283,14 +283,14 @@ fn a_path_that_is_never_opened_is_not_an_input() {
         assert_eq!(foreign, [], "{text}");
         inputs
     };
-    let negative = with("steps: 10", "        negative_prompt: 'blurry, low quality'");
+    let negative = with_line_after("steps: 10", "        negative_prompt: 'blurry, low quality'");
     assert_eq!(listed(&negative), ["images"]);
-    let validated = with(
+    let validated = with_line_after(
         "steps: 10",
         "        validation_config: {validation_items: [{image_path: v.png}]}",
     );
     assert_eq!(listed(&validated), ["images"]);
-    let set = |keys: &str| with("folder_path: images", &format!("          {keys}"));
+    let set = |keys: &str| with_line_after("folder_path: images", &format!("          {keys}"));
     assert_eq!(listed(&set("mask_path: masks")), ["images", "masks"]);
     assert_eq!(listed(&set("mask_path: masks\n          alpha_mask: true")), ["images"]);
     assert_eq!(listed(&set("dataset_path: others")), ["others"]);
