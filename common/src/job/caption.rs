@@ -35,7 +35,7 @@ section! {
         max_new_tokens: u32 = 128, Works;
         /// Let the model reason first.
         thinking: bool = false, Works;
-        /// What the model is asked.
+        /// Instruction for the model.
         caption_prompt: String = "Describe this image in detail.".into(), Works;
         /// torch.compile.
         compile: bool = false, Works;
@@ -55,7 +55,7 @@ section! {
 section! {
     /// A process that writes caption files next to media files.
     pub struct CaptionProcess("process") {
-        /// Which captioner.
+        /// Type of captioner.
         kind as "type": ProcessType = ProcessType::Qwen3VlCaptioner, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("captioners write beside the files");
@@ -63,7 +63,7 @@ section! {
         device: Option<String> = None, Accepted("`caption.device` is used instead");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// What to do.
+        /// Settings of the captioning.
         caption [required]: CaptionConfig = CaptionConfig::default(), Works;
     }
 }

@@ -35,17 +35,17 @@ enum Step {
 pub(super) fn apply_changes(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
     let mut paths = Vec::with_capacity(changes.len());
     for change in changes {
-        let wrong = |message: String| Finding {
+        let to_finding = |message: String| Finding {
             file: file.map(|_| COMMAND_LINE.to_owned()),
             line: None,
             column: None,
             key: change.key.clone(),
             message,
         };
-        let steps = parse_path(root, &change.key).map_err(wrong)?;
-        let value = parse_value(&change.value, root.mark).map_err(wrong)?;
+        let steps = parse_path(root, &change.key).map_err(to_finding)?;
+        let value = parse_value(&change.value, root.mark).map_err(to_finding)?;
         let is_null = value.value == Value::Null;
-        set_value(root, &steps, value).map_err(wrong)?;
+        set_value(root, &steps, value).map_err(to_finding)?;
         paths.push(format_path(&steps));
         if let Some(other) = conflicting_key(&steps).filter(|_| !is_null)
             && remove_key(root, &other)
@@ -386,8 +386,8 @@ mod tests {
             (&job["meta"]["note"], &train["training_folder"]),
             (&"[a]".into(), &"cat/out".into())
         );
-        for wrong in ["[a", "{a: 1", "[a] b"] {
-            let error = with(&[("sample.neg", wrong)], "").unwrap_err();
+        for to_finding in ["[a", "{a: 1", "[a] b"] {
+            let error = with(&[("sample.neg", to_finding)], "").unwrap_err();
             assert!(
                 error.starts_with("command line: ") && error.contains("expected a list"),
                 "{error}"

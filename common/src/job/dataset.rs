@@ -73,7 +73,7 @@ section! {
         batch_size: Option<u32> = None, Works, shown "`train.batch_size`";
         /// How often the list of files is repeated.
         num_repeats: u32 = 1, Works;
-        /// Suffix of caption files, with or without the dot. A `.json` file holds the caption under `caption`.
+        /// Suffix of caption files, with or without the dot. In a `.json` file the caption is at the key `caption`.
         caption_ext: String = ".txt".into(), Works;
         /// Older name of `caption_ext`.
         caption_type: Option<String> = None, Works;
@@ -154,9 +154,9 @@ section! {
         control_path_2: Option<String> = None, DependsOn("control_path"), input ControlImages;
         /// The third control folder.
         control_path_3: Option<String> = None, DependsOn("control_path"), input ControlImages;
-        /// Take random siblings as control images.
+        /// Use random other images of the same folder as control images.
         control_from_same_folder: bool = false, Refused("control images are not used yet");
-        /// How many siblings.
+        /// Number of siblings.
         num_controls_from_same_folder: u32 = 1, DependsOn("control_from_same_folder");
         /// Background of transparent control images.
         control_transparent_color: Rgb = Rgb([0, 0, 0]), DependsOn("control_path");
@@ -298,9 +298,9 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
 impl DatasetConfig {
     /// The control folders as the web UI writes them: `control_path_1` to `control_path_3`.
     pub(super) fn numbered_controls(&self) -> Vec<String> {
-        let each = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
-        let given = each.into_iter().flatten().filter(|path| !path.is_empty());
-        given.cloned().collect()
+        let paths = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
+        let non_empty = paths.into_iter().flatten().filter(|path| !path.is_empty());
+        non_empty.cloned().collect()
     }
 
     /// Where the images are: `dataset_path`, else `folder_path`.

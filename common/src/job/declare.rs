@@ -149,12 +149,12 @@ macro_rules! section {
                         self.$field.collect_inputs(&join(path, KEY), out);
                     }
                     $(
-                        self.$field.for_each_text(&mut |behind, text| {
+                        self.$field.for_each_text(&mut |subpath, text| {
                             if !text.is_empty() {
                                 out.push(Input {
                                     config_path: text.to_owned(),
                                     kind: InputKind::$input,
-                                    key: format!("{}{behind}", join(path, KEY)),
+                                    key: format!("{}{subpath}", join(path, KEY)),
                                 });
                             }
                         });

@@ -135,8 +135,9 @@ impl JobSpec {
     /// Checks `part`: only jobs of one `to_folder` process have parts, and the range must not be empty.
     fn check_part(&self) -> Option<Finding> {
         let part = self.part?;
-        let one = matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
-        (!one || part.from >= part.to).then(|| {
+        let is_generate_job =
+            matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
+        (!is_generate_job || part.from >= part.to).then(|| {
             let message = "a part needs a job of one `to_folder` process, and `from` below `to`";
             self.finding("part".into(), message.into())
         })
@@ -144,8 +145,8 @@ impl JobSpec {
 
     /// Checks that each revision maps a repository to a commit id, because both become parts of a URL and of a path.
     fn check_revisions(&self) -> Option<Finding> {
-        let wrong = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
-        let (repository, _) = self.revisions.iter().find(wrong)?;
+        let is_invalid = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
+        let (repository, _) = self.revisions.iter().find(is_invalid)?;
         let message = format!(
             "`{}`: expected a repository, ORG/NAME, and the id of a commit",
             shorten(repository)
@@ -168,14 +169,14 @@ impl JobSpec {
         if read == *self {
             return None;
         }
-        let texts = [self, &read].map(|job| {
+        let jsons = [self, &read].map(|job| {
             let mut json = serde_json::to_value(job).unwrap_or_default();
             if let Some(map) = json.as_object_mut() {
                 map.remove("positions");
             }
             json
         });
-        let key = first_difference(&texts[0], &texts[1], "").unwrap_or_default();
+        let key = first_difference(&jsons[0], &jsons[1], "").unwrap_or_default();
         let message = "has a value that no config can produce; submit the config again".to_owned();
         Some(self.finding(config_key(&key), message))
     }

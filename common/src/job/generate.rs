@@ -43,7 +43,7 @@ section! {
         random_prompts: bool = false, Works;
         /// Lines per random prompt.
         max_random_per_prompt: u32 = 1, Works;
-        /// How many random prompts.
+        /// Number of random prompts.
         max_images: u32 = 10_000, Works;
         /// Shuffle the prompts.
         shuffle: bool = false, Works;

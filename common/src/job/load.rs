@@ -58,7 +58,7 @@ pub struct LoadedJob {
 /// without its extension.
 ///
 /// # Errors
-/// When there is no such file, it cannot be read, or it is not a valid config.
+/// There is no such file, it cannot be read, or it is not a valid config.
 pub fn load(name: &str, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError> {
     let path = find(name, options.search_dir)?;
     let shown = path.display().to_string();

@@ -50,7 +50,7 @@ pub fn check_suffix(suffix: &str) -> Result<(), String> {
     }
 }
 
-/// `_000000500`: the part of a file name that says the step.
+/// `_000000500`: the step in a file name.
 fn step_suffix(step: u64) -> String {
     format!("_{step:09}")
 }
@@ -84,7 +84,7 @@ pub fn sample_file(unix_ms: u64, step: u64, index: usize, format: &str) -> Strin
     format!("{unix_ms}{}", sample_tail(step, index, format))
 }
 
-/// What follows the time in the name of a sample: `__000000500_0.jpg`.
+/// The part of a sample's file name after the time: `__000000500_0.jpg`.
 #[must_use]
 pub fn sample_tail(step: u64, index: usize, format: &str) -> String {
     format!("_{}_{index}.{}", step_suffix(step), format.trim_start_matches('.'))

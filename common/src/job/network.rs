@@ -66,7 +66,7 @@ section! {
         rank: Option<u32> = None, Works;
         /// Older name of `linear_alpha`, used when that is absent.
         alpha: f64 = 1.0, Works;
-        /// The LoRA's output is scaled by alpha / rank; 0 stands for the rank. Without effect on transformer models, where the scale is 1.
+        /// The LoRA's output is scaled by alpha / rank; 0 means the rank. No effect on transformer models, where the scale is 1.
         linear_alpha: f64 = 1.0, Works, shown "`alpha`";
         /// Rank for larger convolutions; null skips them.
         conv: Option<u32> = None, Works;

@@ -274,7 +274,7 @@ impl OptimizerParams {
     /// The key and the message of every invalid parameter.
     pub fn new(name: OptimizerName, params: &FreeMap) -> Result<Self, Vec<(String, String)>> {
         let known = known_params(name).concat();
-        let wrong = |(key, value): (&String, &Value)| {
+        let find_problem = |(key, value): (&String, &Value)| {
             let message = match known.iter().find(|(known, _)| known == key) {
                 Some((_, kind)) => check_value(*kind, value)?.to_owned(),
                 None => {
@@ -284,7 +284,7 @@ impl OptimizerParams {
             };
             Some((key.clone(), message))
         };
-        let mut problems: Vec<_> = params.iter().filter_map(wrong).collect();
+        let mut problems: Vec<_> = params.iter().filter_map(find_problem).collect();
         let read = Self(params.clone());
         if let (true, (min, max)) = (problems.is_empty(), read.lr_range(name))
             && min > max

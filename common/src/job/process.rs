@@ -23,9 +23,9 @@ pub use super::process_type::{JobKind, ProcessType};
 section! {
     /// A process that trains.
     pub struct TrainerProcess("process") {
-        /// Which trainer.
+        /// Type of trainer.
         kind as "type": ProcessType = ProcessType::SdTrainer, Works;
-        /// Name of the run folder. Unlike ai-toolkit, a name of its own does not break resume.
+        /// Name of the run folder. Unlike in ai-toolkit, a name that differs from the job's does not break resume.
         name: Option<String> = None, Works, shown "`config.name`";
         /// The run folder is `training_folder/name`.
         training_folder: Option<String> = None, Works, shown "the job's";
@@ -129,7 +129,7 @@ section! {
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
-        /// What to generate.
+        /// The images to generate.
         generate [required]: GenerateConfig = GenerateConfig::default(), Works;
     }
     finish = finish_generate;

@@ -6,7 +6,7 @@ const LATER: &str =
     "this release trains (`sd_trainer`, `diffusion_trainer`) and makes images (`to_folder`, `batch_img2img`)";
 
 choices! {
-    /// What a process does.
+    /// The type of a process.
     pub enum ProcessType("process type") {
         /// The general trainer.
         SdTrainer = "sd_trainer", Works;

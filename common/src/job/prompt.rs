@@ -208,7 +208,7 @@ pub struct ImageRequest {
     pub ctrl_img_2: Option<String>,
     /// Third of several control images.
     pub ctrl_img_3: Option<String>,
-    /// Which control it is.
+    /// Index of the control.
     pub ctrl_idx: u32,
     /// CFG norm (Qwen edit).
     pub do_cfg_norm: bool,
@@ -249,7 +249,7 @@ impl SampleConfig {
     /// does not carry over: later items without one use the section's.
     #[must_use]
     pub fn requests(&self, trigger: Option<&str>) -> Vec<ImageRequest> {
-        let one = |(index, item): (usize, &super::sample::SampleItem)| {
+        let to_request = |(index, item): (usize, &super::sample::SampleItem)| {
             let walk = if self.walk_seed {
                 i64::try_from(index).unwrap_or(0)
             } else {
@@ -281,7 +281,7 @@ impl SampleConfig {
             }
             .apply_flags()
         };
-        self.samples.iter().enumerate().map(one).collect()
+        self.samples.iter().enumerate().map(to_request).collect()
     }
 }
 

@@ -31,7 +31,7 @@ section! {
         network_multiplier: Option<Float> = None, Works;
         /// Control image.
         ctrl_img: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
-        /// Which control it is.
+        /// Index of the control.
         ctrl_idx: u32 = 0, DependsOn("ctrl_img");
         /// First of several control images.
         ctrl_img_1: Option<String> = None, Refused("control images are not used yet"), shown "`ctrl_img`", input ControlImages;

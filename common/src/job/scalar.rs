@@ -76,12 +76,12 @@ fn integer(text: &str) -> Option<Value> {
 fn sexagesimal(body: &str) -> Option<Vec<String>> {
     let parts: Vec<String> = body.split(':').map(|part| part.replace('_', "")).collect();
     let (first, rest) = parts.split_first()?;
-    let whole = |part: &String| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let ok = whole(first)
+    let is_digits = |part: &String| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let ok = is_digits(first)
         && !first.starts_with('0')
         && rest
             .iter()
-            .all(|part| whole(part) && part.len() <= 2 && part.parse::<u32>().is_ok_and(|value| value < 60));
+            .all(|part| is_digits(part) && part.len() <= 2 && part.parse::<u32>().is_ok_and(|value| value < 60));
     ok.then_some(parts)
 }
 

@@ -130,7 +130,7 @@ pub trait FieldValue: Sized + PartialEq {
         let _ = (path, out);
     }
 
-    /// Calls `f` with every text in this value and the path behind its key (`[0]`).
+    /// Calls `f` with the path of each text in this value, relative to its key (`[0]`), and the text.
     fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         let _ = f;
     }

@@ -6,7 +6,7 @@ use super::values::ImageSize;
 section! {
     /// One pair of opposites for a slider.
     pub struct SliderTarget("targets") {
-        /// What is changed.
+        /// Concept that is changed.
         target_class: String = String::new(), Works;
         /// The positive end.
         positive: String = String::new(), Works;
@@ -105,9 +105,9 @@ section! {
 section! {
     /// A concept and what replaces it.
     pub struct Replacement("replacements") {
-        /// What is replaced.
+        /// Concept that is replaced.
         concept: String = String::new(), Works;
-        /// What it becomes.
+        /// The replacement.
         replacement: String = String::new(), Works;
     }
 }
@@ -127,9 +127,9 @@ section! {
     pub struct EmbeddingConfig("embedding") {
         /// Name of the word and of the file.
         trigger: String = "custom_embedding".into(), Works;
-        /// How many vectors.
+        /// Number of vectors.
         tokens: u32 = 4, Works;
-        /// What they start from.
+        /// Text whose embedding initialises the vectors.
         init_words: String = "*".into(), Works;
         /// `safetensors` or `pt`.
         save_format: EmbeddingFormat = EmbeddingFormat::Safetensors, Works;

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 section! {
     /// The body of a job.
     pub struct ConfigSection("config") {
-        /// Name of the job: of its folder, its files, and of `[name]`.
+        /// Name of the job. It names the folder and the files, and replaces `[name]`.
         name: Option<String> = None, Works, shown "required";
         /// The processes that the job runs, in order.
         process [required]: Vec<Process> = Vec::new(), Works;

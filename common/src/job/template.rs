@@ -135,8 +135,8 @@ pub(super) fn hide_variables(text: &str) -> Cow<'_, str> {
         let (before, after) = rest.split_at(start);
         out.push_str(before);
         let name = after[2..].split('}').next().unwrap_or_default();
-        let whole = after.len() > name.len() + 2;
-        if whole && !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+        let is_closed = after.len() > name.len() + 2;
+        if is_closed && !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
             out.push_str(OPEN);
             out.push_str(name);
             out.push_str(CLOSE);

@@ -48,7 +48,7 @@ section! {
         lr_scheduler_params: FreeMap = FreeMap::new(), Works;
         /// Gradients are clipped to this norm; 0 or less: no clipping.
         max_grad_norm: f64 = 1.0, Works;
-        /// Start at this step, whatever the checkpoint says.
+        /// Start at this step instead of the checkpoint's step.
         start_step: Option<u64> = None, Works;
         /// Number format of the arithmetic; also replaces `model.dtype`.
         dtype: DType = DType::F32, Works;

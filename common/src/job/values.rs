@@ -257,7 +257,7 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     }
     fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         for (index, item) in self.iter().enumerate() {
-            item.for_each_text(&mut |behind, text| f(&format!("[{index}]{behind}"), text));
+            item.for_each_text(&mut |subpath, text| f(&format!("[{index}]{subpath}"), text));
         }
     }
     fn section() -> Option<SectionInfo> {
