@@ -386,8 +386,8 @@ mod tests {
             (&job["meta"]["note"], &train["training_folder"]),
             (&"[a]".into(), &"cat/out".into())
         );
-        for to_finding in ["[a", "{a: 1", "[a] b"] {
-            let error = with(&[("sample.neg", to_finding)], "").unwrap_err();
+        for invalid in ["[a", "{a: 1", "[a] b"] {
+            let error = with(&[("sample.neg", invalid)], "").unwrap_err();
             assert!(
                 error.starts_with("command line: ") && error.contains("expected a list"),
                 "{error}"
