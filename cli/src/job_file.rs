@@ -20,7 +20,7 @@ pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<ParameterC
 
 /// Counts the images that the job generates, if its prompts are on this machine.
 pub(crate) fn images(spec: &JobSpec, directory: &Path) -> Option<u64> {
-    spec.images(|file| prompts_in(file, directory))
+    spec.image_count(|file| prompts_in(file, directory))
 }
 
 /// Counts the prompts in a file.

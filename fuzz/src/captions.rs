@@ -2,7 +2,7 @@
 
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
-use aitk_common::job::prompt::{PromptFlags, floor_size, with_trigger};
+use aitk_common::job::prompt::{PromptFlags, floor_size, replace_trigger};
 use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan_bucket, plan_square, read_caption};
 use aitk_engine::rng::TorchGenerator;
 use std::path::Path;
@@ -41,7 +41,7 @@ fn prompt(text: &str) {
     }
     let numbers = [flags.guidance_scale, flags.network_multiplier, flags.guidance_rescale];
     assert!(numbers.into_iter().flatten().all(f64::is_finite), "{flags:?}");
-    let _ = with_trigger(&flags.prompt, Some("[trigger]"));
+    let _ = replace_trigger(&flags.prompt, Some("[trigger]"));
 }
 
 fn caption(input: &mut Unstructured<'_>) {

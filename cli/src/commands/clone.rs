@@ -158,7 +158,7 @@ fn apply_changes(
             .hint("it was submitted with another version of aitk; `aitk submit CONFIG` submits its config")
     })?;
     let format = ConfigFormat::from_name(&stored.config_format).unwrap_or(ConfigFormat::Yaml);
-    let (spec, warnings) = original.changed(changes).map_err(|error| cannot_copy(&error))?;
+    let (spec, warnings) = original.with_changes(changes).map_err(|error| cannot_copy(&error))?;
     let support = spec.unsupported();
     if !support.errors.is_empty() {
         let lines: Vec<String> = support.errors.iter().map(ToString::to_string).collect();
@@ -211,7 +211,7 @@ fn count_images(
     generated: Option<u64>,
     prompts_here: impl Fn(&str) -> Option<usize>,
 ) -> Option<u64> {
-    let images_for = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
+    let images_for = |spec: &JobSpec, prompts: usize| spec.image_count(|_| Some(prompts));
     let stored = || {
         // With random prompts the number of images does not depend on the number of prompts.
         let of_one = images_for(original, 1).filter(|one| *one > 0 && images_for(original, 2) != Some(*one))?;
@@ -220,7 +220,7 @@ fn count_images(
     if images_for(copy, 1) == images_for(copy, 2) {
         return images_for(copy, 1);
     }
-    copy.images(|file| prompts_here(file).or_else(stored))
+    copy.image_count(|file| prompts_here(file).or_else(stored))
 }
 
 /// Returns the number of images of a job that was split into parts: the end of its last part.

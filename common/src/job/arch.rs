@@ -1,7 +1,8 @@
-//! Families of models, as `model.arch` names them.
+//! Model families: the values of `model.arch`.
 
+use super::declare::choices;
 use super::node::Node;
-use super::schema::{Cx, FieldValue, Report, Status, choices};
+use super::schema::{FieldValue, ReadContext, Report, Status};
 use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
@@ -181,7 +182,7 @@ impl ArchName {
         }
     }
 
-    /// `latent_space_version` of the latent cache, unless `model.latent_space_version` says another.
+    /// `latent_space_version` of the latent cache, unless `model.latent_space_version` sets it.
     #[must_use]
     pub fn latent_space_version(self) -> &'static str {
         match self {
@@ -198,7 +199,7 @@ impl ArchName {
 pub struct Arch {
     /// The family.
     pub name: ArchName,
-    /// What stood after the colon.
+    /// The text after the colon.
     pub tag: Option<String>,
 }
 
@@ -243,23 +244,23 @@ impl<'de> Deserialize<'de> for Arch {
 }
 
 impl FieldValue for Arch {
-    const CHECKED: bool = true;
+    const HAS_CHECKS: bool = true;
 
     fn kind() -> String {
         ArchName::kind()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let names: Vec<&'static str> = ArchName::ALL.iter().map(|arch| arch.name()).collect();
         read_choice(node, cx, "model architecture", &names, Self::parse)
     }
     fn show(&self) -> String {
         self.to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
-    fn check(&self, path: &str, report: &mut Report) {
-        self.name.check(path, report);
+    fn check_support(&self, path: &str, report: &mut Report) {
+        self.name.check_support(path, report);
     }
     fn values() -> Vec<(&'static str, Status)> {
         ArchName::values()

@@ -1,13 +1,14 @@
 //! `train.ema_config` and `train.validation_config`.
 
-use super::schema::{Cx, Given, section};
+use super::declare::section;
+use super::schema::{PresentKeys, ReadContext};
 
 section! {
     /// Exponential moving average of the trained weights.
     pub struct EmaConfig("ema_config") {
         /// On or off. Saves and samples use the averaged weights.
         use_ema: bool = false, Works;
-        /// Share of the old average that stays at each step.
+        /// Share of the old average that is kept at each step.
         ema_decay: f64 = 0.999, Works;
         /// Feed the difference back into the weights.
         use_feedback: bool = false, Refused("only the plain average");
@@ -17,14 +18,14 @@ section! {
     finish = finish_ema;
 }
 
-fn finish_ema(ema: &mut EmaConfig, _given: &Given, cx: &mut Cx) {
+fn finish_ema(ema: &mut EmaConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     if !(0.0..=1.0).contains(&ema.ema_decay) {
         cx.error_at("ema_decay", "expected a share from 0 to 1");
     }
 }
 
 section! {
-    /// One image whose loss is measured again and again.
+    /// An image whose loss is measured repeatedly.
     pub struct ValidationItem("validation_items") {
         /// The image.
         image_path [required]: String = String::new(), Works, input ControlImages;

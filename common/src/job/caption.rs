@@ -1,11 +1,11 @@
 //! `caption` of the captioning processes.
 
+use super::declare::section;
 use super::dtype::DType;
-use super::process::ProcessType;
-use super::schema::section;
+use super::process_type::ProcessType;
 
 section! {
-    /// Which model describes which files, and how.
+    /// The captioning model, its files and its settings.
     pub struct CaptionConfig("caption") {
         /// Captioning model.
         model_name_or_path [required]: String = String::new(), Works, input Model;
@@ -21,7 +21,7 @@ section! {
         device: String = "cuda".into(), Works;
         /// Quantise the weights.
         quantize: bool = false, Works;
-        /// How.
+        /// Quantisation type.
         qtype: String = "float8".into(), Works;
         /// Keep weights in RAM when idle.
         low_vram: bool = false, Works;
@@ -35,7 +35,7 @@ section! {
         max_new_tokens: u32 = 128, Works;
         /// Let the model reason first.
         thinking: bool = false, Works;
-        /// What the model is asked.
+        /// Instruction for the model.
         caption_prompt: String = "Describe this image in detail.".into(), Works;
         /// torch.compile.
         compile: bool = false, Works;
@@ -53,17 +53,17 @@ section! {
 }
 
 section! {
-    /// A process that writes captions beside media files.
+    /// A process that writes caption files next to media files.
     pub struct CaptionProcess("process") {
-        /// Which captioner.
+        /// Type of captioner.
         kind as "type": ProcessType = ProcessType::Qwen3VlCaptioner, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("captioners write beside the files");
-        /// A hint.
-        device: Option<String> = None, Accepted("`caption.device` counts");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("`caption.device` is used instead");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// What to do.
+        /// Settings of the captioning.
         caption [required]: CaptionConfig = CaptionConfig::default(), Works;
     }
 }

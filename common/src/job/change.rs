@@ -1,22 +1,22 @@
-//! Keys that are given another value than the file has: `aitk submit --sweep`.
+//! Changes of single keys of a config, such as those of `aitk submit --sweep`.
 
 use super::error::Finding;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::scalar::resolve;
-use super::schema::{Cx, join};
+use super::schema::{ReadContext, join};
 use super::yaml;
 
-/// Keys of the document itself; whatever else a path begins with lies in its process.
-const TOP: [&str; 4] = ["job", "config", "meta", "cluster"];
-/// Stands in findings where otherwise the file does.
+/// Keys at the top level of the document. A path that begins with another key is relative to the process.
+const TOP_LEVEL_KEYS: [&str; 4] = ["job", "config", "meta", "cluster"];
+/// The file name in findings about changes from the command line.
 const COMMAND_LINE: &str = "command line";
-/// Deeper paths lead to nothing.
-const STEPS_MOST: usize = 16;
+/// The maximum number of steps of a key path; no key is deeper.
+const MAX_PATH_STEPS: usize = 16;
 
-/// Another value for a key.
+/// A new value for a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Its path: `config.process[0].train.lr`, or `train.lr` of the only process.
+    /// The path of the key: `config.process[0].train.lr`, or `train.lr` of the only process.
     pub key: String,
     /// A YAML scalar, or a list or map in one line: `[a, b]`, `{key: value}`.
     pub value: String,
@@ -28,40 +28,40 @@ enum Step {
     Index(usize),
 }
 
-/// Makes the changes. Returns the whole path of each key, and of those that were taken out for them.
+/// Applies the changes. Returns the full paths of the changed keys and of the conflicting keys that were removed.
 ///
 /// # Errors
-/// The first path that leads nowhere.
-pub(super) fn apply(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
+/// The first change whose path or value is invalid.
+pub(super) fn apply_changes(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
     let mut paths = Vec::with_capacity(changes.len());
     for change in changes {
-        let wrong = |message: String| Finding {
+        let to_finding = |message: String| Finding {
             file: file.map(|_| COMMAND_LINE.to_owned()),
             line: None,
             column: None,
             key: change.key.clone(),
             message,
         };
-        let steps = steps(root, &change.key).map_err(wrong)?;
-        let value = node(&change.value, root.mark).map_err(wrong)?;
+        let steps = parse_path(root, &change.key).map_err(to_finding)?;
+        let value = parse_value(&change.value, root.mark).map_err(to_finding)?;
         let is_null = value.value == Value::Null;
-        set(root, &steps, value).map_err(wrong)?;
-        paths.push(shown(&steps));
-        if let Some(other) = overruling(&steps).filter(|_| !is_null)
-            && take_out(root, &other)
+        set_value(root, &steps, value).map_err(to_finding)?;
+        paths.push(format_path(&steps));
+        if let Some(other) = conflicting_key(&steps).filter(|_| !is_null)
+            && remove_key(root, &other)
         {
-            paths.push(shown(&other));
+            paths.push(format_path(&other));
         }
     }
     Ok(paths)
 }
 
-/// The key that would win over the one that is set: whoever sets a key on the command line means it.
-fn overruling(steps: &[Step]) -> Option<Vec<Step>> {
+/// Returns the key that would win over the changed one, so that it can be removed: the change must take effect.
+fn conflicting_key(steps: &[Step]) -> Option<Vec<Step>> {
     let [around @ .., Step::Key(section), Step::Key(key)] = steps else {
         return None;
     };
-    // The sections of a process, and not what `meta` has of these names.
+    // Only the sections of a process, not keys of the same name in `meta`.
     if !matches!(around, [Step::Key(top), .., Step::Index(_)] if top == "config") {
         return None;
     }
@@ -74,16 +74,18 @@ fn overruling(steps: &[Step]) -> Option<Vec<Step>> {
     Some(path)
 }
 
-/// Keys of changes that no section has are errors: elsewhere in a config they are ignored with a warning.
-pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
+/// Turns warnings about unknown keys into errors if a change set the key. In the file, unknown keys are only warnings.
+pub(super) fn refuse_unknown_keys(paths: &[String], cx: &mut ReadContext) {
     let unknown: Vec<Finding> = cx
         .warnings
         .iter()
-        .filter(|warning| cx.unknown.contains(&warning.key) && paths.iter().any(|path| is_at(path, &warning.key)))
+        .filter(|warning| {
+            cx.unknown.contains(&warning.key) && paths.iter().any(|path| is_at_or_below(path, &warning.key))
+        })
         .cloned()
         .collect();
     for mut finding in unknown {
-        on_command_line(&mut finding);
+        set_command_line(&mut finding);
         finding.message = finding
             .message
             .replace("; it is ignored", "; `aitk help config-keys` lists all");
@@ -91,32 +93,34 @@ pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
     }
 }
 
-/// Findings about changed keys name the command line: the file says something else at their place.
-pub(super) fn place_on_command_line(findings: &mut [Finding], paths: &[String]) {
+/// Sets the position of findings about changed keys to the command line, because the file has another value there.
+pub(super) fn move_to_command_line(findings: &mut [Finding], paths: &[String]) {
     for finding in findings {
-        if is_given(&finding.key, paths) {
-            on_command_line(finding);
+        if is_changed(&finding.key, paths) {
+            set_command_line(finding);
         }
     }
 }
 
-fn on_command_line(finding: &mut Finding) {
+fn set_command_line(finding: &mut Finding) {
     finding.file = finding.file.take().map(|_| COMMAND_LINE.to_owned());
     (finding.line, finding.column) = (None, None);
 }
 
-/// Whether a key is one of those that were changed, or lies below one.
-pub(super) fn is_given(key: &str, paths: &[String]) -> bool {
-    paths.iter().any(|path| is_at(key, path))
+/// Whether the key was changed, or is below a changed key.
+pub(super) fn is_changed(key: &str, paths: &[String]) -> bool {
+    paths.iter().any(|path| is_at_or_below(key, path))
 }
 
-/// Whether a key is one of those that were changed, lies below one, or holds one.
-pub(super) fn concerns(key: &str, paths: &[String]) -> bool {
-    paths.iter().any(|path| is_at(key, path) || is_at(path, key))
+/// Whether the key was changed, is below a changed key, or contains one.
+pub(super) fn overlaps_change(key: &str, paths: &[String]) -> bool {
+    paths
+        .iter()
+        .any(|path| is_at_or_below(key, path) || is_at_or_below(path, key))
 }
 
-/// Whether a path leads to a key or to something below it.
-fn is_at(path: &str, key: &str) -> bool {
+/// Whether the path is the key or is below it.
+fn is_at_or_below(path: &str, key: &str) -> bool {
     path == key || path.strip_prefix(key).is_some_and(|rest| rest.starts_with(['.', '[']))
 }
 
@@ -127,12 +131,13 @@ fn is_quoted(text: &str) -> bool {
         .any(|quote| text.len() > 1 && text.starts_with(*quote) && text.ends_with(*quote))
 }
 
-/// What a value stands for: a YAML scalar, or a list or map as YAML writes them in one line.
-fn node(text: &str, mark: Mark) -> Result<Node, String> {
+/// Parses a value: a YAML scalar, or a list or map in YAML's one-line notation.
+fn parse_value(text: &str, mark: Mark) -> Result<Node, String> {
     let text = text.trim();
-    // `[name]` is what a config writes for the job's name.
+    // `[name]` is the placeholder for the job's name, not a list.
     if text.starts_with('{') || (text.starts_with('[') && !text.starts_with("[name]")) {
-        let expected = "expected a list such as [a, b] or a map such as {key: value}; a text that begins like one is put into quotes";
+        let expected =
+            "expected a list such as [a, b] or a map such as {key: value}; put a text that begins like one in quotes";
         return match yaml::parse(text, None) {
             Ok(node) => Ok(node),
             Err(finding) => Err(format!("{expected}: {}", finding.message)),
@@ -140,12 +145,12 @@ fn node(text: &str, mark: Mark) -> Result<Node, String> {
     }
     Ok(Node {
         mark,
-        value: value(text),
+        value: parse_scalar(text),
         plain: (!is_quoted(text)).then(|| text.to_owned()),
     })
 }
 
-fn value(text: &str) -> Value {
+fn parse_scalar(text: &str) -> Value {
     let text = text.trim();
     match text.get(1..text.len().saturating_sub(1)) {
         Some(inner) if is_quoted(text) => Value::Text(inner.to_owned()),
@@ -153,8 +158,8 @@ fn value(text: &str) -> Value {
     }
 }
 
-/// The steps from the top of the document.
-fn steps(root: &Node, key: &str) -> Result<Vec<Step>, String> {
+/// Parses a key path into steps from the top of the document.
+fn parse_path(root: &Node, key: &str) -> Result<Vec<Step>, String> {
     let mut steps = Vec::new();
     for part in key.split('.') {
         let name = part.split('[').next().unwrap_or_default();
@@ -166,23 +171,26 @@ fn steps(root: &Node, key: &str) -> Result<Vec<Step>, String> {
             let number = index.strip_suffix(']').and_then(|number| number.parse().ok());
             steps.push(Step::Index(number.ok_or_else(|| {
                 format!(
-                    "`[{}` is no place in a list; expected `[0]`, `[1]` and so on",
+                    "`[{}` is not a list index; expected `[0]`, `[1]` and so on",
                     shorten(index)
                 )
             })?));
         }
     }
-    if steps.len() > STEPS_MOST {
-        return Err(format!("a path of {} steps leads nowhere", steps.len()));
+    if steps.len() > MAX_PATH_STEPS {
+        return Err(format!(
+            "the path has {} steps; expected at most {MAX_PATH_STEPS}",
+            steps.len()
+        ));
     }
     let first = match steps.first() {
         Some(Step::Key(first)) => first.clone(),
         _ => String::new(),
     };
-    if TOP.contains(&first.as_str()) {
+    if TOP_LEVEL_KEYS.contains(&first.as_str()) {
         return Ok(steps);
     }
-    let mut whole = vec![Step::Key("config".into())];
+    let mut full_path = vec![Step::Key("config".into())];
     if first != "process" {
         let processes = root.get("config").and_then(|config| config.get("process"));
         let count = match processes.map(|node| &node.value) {
@@ -194,20 +202,20 @@ fn steps(root: &Node, key: &str) -> Result<Vec<Step>, String> {
                 "the job has {count} processes: write `config.process[0].{key}`, or another number"
             ));
         }
-        whole.extend([Step::Key("process".into()), Step::Index(0)]);
+        full_path.extend([Step::Key("process".into()), Step::Index(0)]);
     }
-    whole.extend(steps);
-    Ok(whole)
+    full_path.extend(steps);
+    Ok(full_path)
 }
 
-fn shown(steps: &[Step]) -> String {
+fn format_path(steps: &[Step]) -> String {
     steps.iter().fold(String::new(), |path, step| match step {
         Step::Key(key) => join(&path, key),
         Step::Index(index) => format!("{path}[{index}]"),
     })
 }
 
-fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
+fn set_value(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
     let Some((step, rest)) = steps.split_first() else {
         *node = Node {
             mark: node.mark,
@@ -236,31 +244,31 @@ fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
                 });
             }
             match entries.get_mut(at) {
-                Some(entry) => set(&mut entry.node, rest, value),
+                Some(entry) => set_value(&mut entry.node, rest, value),
                 None => Ok(()),
             }
         }
         (Step::Index(index), Value::List(items)) => {
             let count = items.len();
             match items.get_mut(*index) {
-                Some(item) => set(item, rest, value),
+                Some(item) => set_value(item, rest, value),
                 None => Err(format!("there is no `[{index}]` in a list of {count}")),
             }
         }
         (Step::Key(key), _) => Err(format!("`{}` cannot be below {described}", shorten(key))),
-        (Step::Index(index), _) => Err(format!("`[{index}]` wants a list, and this is {described}")),
+        (Step::Index(index), _) => Err(format!("`[{index}]` needs a list, found {described}")),
     }
 }
 
-/// Takes the key with this whole path out, where there is one.
+/// Removes the key with this full path, if it exists.
 pub(super) fn remove(root: &mut Node, key: &str) {
-    if let Ok(steps) = steps(root, key) {
-        take_out(root, &steps);
+    if let Ok(steps) = parse_path(root, key) {
+        remove_key(root, &steps);
     }
 }
 
-/// Whether there was such a key.
-fn take_out(node: &mut Node, steps: &[Step]) -> bool {
+/// Removes a key. Returns whether it existed.
+fn remove_key(node: &mut Node, steps: &[Step]) -> bool {
     match (steps, &mut node.value) {
         ([Step::Key(key)], Value::Map(entries)) => {
             let before = entries.len();
@@ -269,16 +277,16 @@ fn take_out(node: &mut Node, steps: &[Step]) -> bool {
         }
         ([Step::Key(key), rest @ ..], Value::Map(entries)) => {
             let entry = entries.iter_mut().find(|entry| entry.key == *key);
-            entry.is_some_and(|entry| take_out(&mut entry.node, rest))
+            entry.is_some_and(|entry| remove_key(&mut entry.node, rest))
         }
         ([Step::Index(index), rest @ ..], Value::List(items)) => {
-            items.get_mut(*index).is_some_and(|item| take_out(item, rest))
+            items.get_mut(*index).is_some_and(|item| remove_key(item, rest))
         }
         _ => false,
     }
 }
 
-/// Appends to the job's name, unless that has it already.
+/// Appends a suffix to the job's name, unless it ends with it already.
 pub(super) fn append_to_name(root: &mut Node, suffix: &str) {
     let Value::Map(entries) = &mut root.value else { return };
     let config = entries.iter_mut().find(|entry| entry.key == "config");
@@ -328,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_found_from_the_process_or_from_the_top() {
+    fn a_key_path_may_begin_at_the_process_or_at_the_document() {
         let job = with(
             &[
                 ("train.lr", "2e-3"),
@@ -358,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_and_maps_are_set_as_the_file_would_have_them() {
+    fn a_change_may_set_a_list_or_a_map() {
         let job = with(
             &[
                 ("network.network_kwargs.ignore_if_contains", "[attn1, 'attn 2']"),
@@ -378,8 +386,8 @@ mod tests {
             (&job["meta"]["note"], &train["training_folder"]),
             (&"[a]".into(), &"cat/out".into())
         );
-        for wrong in ["[a", "{a: 1", "[a] b"] {
-            let error = with(&[("sample.neg", wrong)], "").unwrap_err();
+        for invalid in ["[a", "{a: 1", "[a] b"] {
+            let error = with(&[("sample.neg", invalid)], "").unwrap_err();
             assert!(
                 error.starts_with("command line: ") && error.contains("expected a list"),
                 "{error}"
@@ -388,9 +396,9 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_is_set_is_not_overruled_by_one_of_the_file() {
+    fn a_changed_key_wins_over_a_conflicting_key_of_the_file() {
         let ranked = TEXT.replace("linear: 4", "rank: 4");
-        let drawn = "job: generate\nconfig:\n  name: cat\n  process:\n  - type: to_folder\n    output_folder: out\n    \
+        let generate = "job: generate\nconfig:\n  name: cat\n  process:\n  - type: to_folder\n    output_folder: out\n    \
                      dtype: bf16\n    model: {name_or_path: m}\n    generate: {prompts: [a]}\n";
         let read = |text: &str, key: &str, value: &str| {
             let changes = [Change {
@@ -408,12 +416,12 @@ mod tests {
         let network = &job["process"][0]["kind"]["train"]["network"];
         assert_eq!((&network["linear"], warnings), (&16.into(), Vec::new()));
         assert!(network["rank"].is_null());
-        let (job, _) = read(drawn, "model.dtype", "float32");
+        let (job, _) = read(generate, "model.dtype", "float32");
         let process = &job["process"][0]["kind"]["generate"];
         assert_eq!(process["dtype"], "float32");
         assert_eq!(process["model"]["dtype"], "float32");
         assert!(job["positions"]["config.process[0].dtype"].is_null());
-        // What is taken away with `null` leaves the other as it was, and `meta` is nobody's section.
+        // A change to `null` keeps the conflicting key, and `meta` is not a section.
         let (job, _) = read(&ranked, "network.linear", "null");
         assert_eq!(job["process"][0]["kind"]["train"]["network"]["linear"], 4);
         let noted = format!("{TEXT}meta: {{network: {{rank: 4}}}}\n");
@@ -422,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_are_not_there_are_errors_with_the_nearest() {
+    fn unknown_keys_in_changes_are_errors_with_a_suggestion() {
         let near = with(&[("train.stepz", "1")], "").unwrap_err();
         assert!(
             near.starts_with("command line: ")
@@ -430,17 +438,17 @@ mod tests {
                 && near.contains("did you mean `steps`?"),
             "{near}"
         );
-        for (key, value, says) in [
+        for (key, value, expected) in [
             ("train.no_such_thing_here", "1", "has no key"),
             ("nowhere.at_all", "1", "has no key `nowhere`"),
             ("train.lr.deeper", "1", "cannot be below the number"),
             ("datasets[3].caption_ext", "txt", "no `[3]` in a list of 1"),
-            ("datasets[x].caption_ext", "txt", "no place in a list"),
+            ("datasets[x].caption_ext", "txt", "is not a list index"),
             ("train..lr", "1", "expected the path of a key"),
             ("train.steps", "many", "train.steps: expected"),
         ] {
             let error = with(&[(key, value)], "").unwrap_err();
-            assert!(error.contains(says), "{key}: {error}");
+            assert!(error.contains(expected), "{key}: {error}");
             assert!(error.starts_with("command line: "), "{error}");
         }
     }

@@ -1,7 +1,8 @@
-//! `cluster`: wishes about where and when a job runs. Ours; ai-toolkit has no such section.
+//! `cluster`: constraints on where and when a job runs. ai-toolkit has no such section.
 
+use super::declare::section;
 use super::node::Node;
-use super::schema::{Cx, FieldValue, Status, section};
+use super::schema::{FieldValue, ReadContext, Status};
 use super::secret::looks_like_token;
 use super::values::{OneOrMany, read_choice};
 use crate::capability::DeviceKind;
@@ -10,7 +11,7 @@ use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Names with values that a worker must carry, all of them.
+/// Label names and values; a worker must have all of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Labels(pub BTreeMap<String, String>);
@@ -21,15 +22,15 @@ pub struct Labels(pub BTreeMap<String, String>);
 pub struct ByteCount(pub u64);
 
 section! {
-    /// Wishes about where and when a job runs.
+    /// Constraints on where and when a job runs.
     pub struct ClusterConfig("cluster") {
         /// Jobs of a higher priority start first.
         priority: i64 = 0, Works;
-        /// How a task is laid out in memory: `full_gpu` (wants a GPU) and `cpu_only` (wants a CPU) keep everything there; under `balanced` text encoders and VAE are read from their files when they run; under `gpu_poor` half of the U-Net as well, guidance asks twice, the VAE works in tiles and training recomputes; under `extreme` all of the U-Net. Absent: the least slow one that is predicted to fit.
+        /// Memory profile. `full_gpu` (needs a GPU) and `cpu_only` (needs a CPU) keep everything in memory. `balanced` reads text encoders and VAE from their files when they run. `gpu_poor` also reads half of the U-Net this way, computes CFG in two passes, runs the VAE in tiles and recomputes activations in training. `extreme` reads the whole U-Net this way. Absent: the fastest profile that is predicted to fit.
         memory_profile: Option<MemoryProfile> = None, Works;
-        /// Device memory that a task may use, such as `12GiB`: the memory profile is chosen by it. On a CPU under Linux it is also a limit on all that the attempt's process holds at once, the program itself as well. Absent: what the worker offers.
+        /// Device memory that a task may use, such as `12GiB`; the memory profile is chosen by it. On a CPU under Linux it also limits all memory of the attempt's process, including the program itself. Absent: what the worker offers.
         memory_budget: Option<ByteCount> = None, Works;
-        /// Labels that a worker must carry, all of them.
+        /// Labels that a worker must have, all of them.
         labels: Labels = Labels::default(), Works;
         /// Kind of device that the job needs: `cuda`, `metal` or `cpu`. Absent: any.
         device: Option<DeviceKind> = None, Works;
@@ -39,32 +40,32 @@ section! {
         after: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Jobs, by id or name, that must end first, however they end.
         after_any: OneOrMany<String> = OneOrMany(Vec::new()), Works;
-        /// Jobs, by id or name, that must fail first: a job that tidies up, or tries again with other settings. When one of them completes, this job is not needed and is stopped.
+        /// Jobs, by id or name, that must fail first, for a job that cleans up or retries with other settings. When one of them completes, this job is not needed and is stopped.
         after_failed: OneOrMany<String> = OneOrMany(Vec::new()), Works;
-        /// Not started before this time, such as `2026-11-22T02:00:00Z`.
-        not_before: Option<Moment> = None, Works;
-        /// Running time after which the job saves and stops, such as `8h`. `aitk resume` gives it as much again.
+        /// The job does not start before this time, such as `2026-11-22T02:00:00Z`.
+        not_before: Option<Timestamp> = None, Works;
+        /// Running time after which the job saves and stops, such as `8h`. `aitk resume` grants the same time again.
         time_limit: Option<TimeSpan> = None, Works;
-        /// How long the job may show no progress before its process is ended and tried again, such as `30m`; it gets longer by itself where its own steps take long. Absent: what the worker is set to, 10 minutes.
+        /// How long the job may show no progress before its process is killed and the attempt is retried, such as `30m`. It grows automatically when the job's own steps take long. Absent: the worker's setting, 10 minutes by default.
         progress_timeout: Option<TimeSpan> = None, Works;
-        /// Gives way: saves and leaves its device when a job that does not yield waits for it at the same or a higher priority, and comes back by itself.
+        /// Preemptible: the job saves and leaves its device when a job that does not yield waits for it at the same or a higher priority, and resumes automatically later.
         yields: bool = false, Works;
-        /// Shares its device with no other job, however small both are.
+        /// The job shares its device with no other job, however small both are.
         alone: bool = false, Works;
-        /// Cuts a job of one `to_folder` process into at most so many parts, which several devices draw at the same time; `auto`: as many as pay. The images are the same.
+        /// Splits a job of one `to_folder` process into at most this many parts, which several devices generate at the same time; `auto`: as many as save time. The images are the same.
         split: Option<Split> = None, Works;
-        /// Name of a token of Hugging Face that the workers' owners keep for the job's user (`aitk-worker --hub-secrets`): models that are private or gated are fetched with it. Never the token itself.
+        /// Name of a Hugging Face token that the workers' owners keep for the job's user (`aitk-worker --hub-secrets`). Private and gated models are downloaded with it. Never the token itself.
         hub_token: Option<SecretName> = None, Works;
     }
 }
 
-/// The name of a secret that workers keep for the user whose job it is.
+/// The name of a secret that workers keep for the job's user.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct SecretName(pub String);
 
 impl SecretName {
-    /// Whether this can be the name of a secret: 1 to 64 letters, digits, `-` or `_`.
+    /// Whether this is a valid name of a secret: 1 to 64 letters, digits, `-` or `_`.
     #[must_use]
     pub fn is_name(text: &str) -> bool {
         (1..=64).contains(&text.len())
@@ -78,7 +79,7 @@ impl FieldValue for SecretName {
     fn kind() -> String {
         "name of a secret".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let name = match &node.value {
             super::node::Value::Text(text) if Self::is_name(text) && !looks_like_token(text) => {
                 Some(Self(text.clone()))
@@ -86,7 +87,7 @@ impl FieldValue for SecretName {
             _ => None,
         };
         if name.is_none() {
-            // What was found may be the token: it is not repeated.
+            // The value may be the token itself, so the message does not repeat it.
             cx.error(
                 "expected the name under which workers keep the token, 1 to 64 letters, digits, '-' or '_'; never the token itself",
             );
@@ -96,18 +97,18 @@ impl FieldValue for SecretName {
     fn show(&self) -> String {
         self.0.clone()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 }
 
-/// Parts that a job is cut into.
+/// How many parts a job is split into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Split {
-    /// As many as pay, by the devices that are there and by how long the work takes.
+    /// As many as save time, given the devices and the length of the work.
     Auto,
-    /// At most so many.
+    /// At most this many.
     Parts(u32),
 }
 
@@ -115,7 +116,7 @@ impl FieldValue for Split {
     fn kind() -> String {
         "whole number from 1, or `auto`".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let parsed = match &node.value {
             super::node::Value::Text(text) if text.eq_ignore_ascii_case("auto") => Some(Self::Auto),
             super::node::Value::Int(parts) => u32::try_from(*parts).ok().filter(|parts| *parts > 0).map(Self::Parts),
@@ -132,7 +133,7 @@ impl FieldValue for Split {
             Self::Parts(parts) => parts.to_string(),
         }
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 }
@@ -140,18 +141,18 @@ impl FieldValue for Split {
 /// A point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Moment(pub UnixMillis);
+pub struct Timestamp(pub UnixMillis);
 
 /// A length of time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct TimeSpan(pub std::time::Duration);
 
-impl FieldValue for Moment {
+impl FieldValue for Timestamp {
     fn kind() -> String {
         "time with its zone, as in RFC 3339".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let parsed = match &node.value {
             super::node::Value::Text(text) => text.trim().parse::<jiff::Timestamp>().ok(),
             _ => None,
@@ -168,13 +169,13 @@ impl FieldValue for Moment {
             .and_then(|ms| jiff::Timestamp::from_millisecond(ms).ok())
             .map_or_else(|| self.0.0.to_string(), |time| time.to_string())
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 }
 
 impl TimeSpan {
-    /// Reads `90s`, `10m`, `8h`, `2d`, and several of them together: `1h30m`.
+    /// Parses `90s`, `10m`, `8h`, `2d`, and several of them together: `1h30m`.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let mut rest = text.trim();
@@ -195,7 +196,7 @@ impl TimeSpan {
             seconds = seconds.checked_add(number.checked_mul(unit)?)?;
             rest = rest.get(digits + 1..)?.trim_start();
         }
-        // Longer than a human life: a slip of the keyboard.
+        // More than 100 years is a typing error.
         (seconds > 0 && seconds <= 100 * 366 * 86_400).then(|| Self(std::time::Duration::from_secs(seconds)))
     }
 }
@@ -204,7 +205,7 @@ impl FieldValue for TimeSpan {
     fn kind() -> String {
         "length of time".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let parsed = match &node.value {
             super::node::Value::Text(text) => Self::parse(text),
             _ => None,
@@ -217,7 +218,7 @@ impl FieldValue for TimeSpan {
     fn show(&self) -> String {
         format!("{}s", self.0.as_secs())
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 }
@@ -226,7 +227,7 @@ impl FieldValue for MemoryProfile {
     fn kind() -> String {
         "name of a memory profile".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let names: Vec<&'static str> = Self::ALL.iter().map(|profile| profile.name()).collect();
         read_choice(node, cx, "memory profile", &names, |name| {
             Self::from_name(&name.to_ascii_lowercase())
@@ -235,7 +236,7 @@ impl FieldValue for MemoryProfile {
     fn show(&self) -> String {
         self.name().into()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
     fn values() -> Vec<(&'static str, Status)> {
@@ -252,7 +253,7 @@ impl FieldValue for DeviceKind {
     fn kind() -> String {
         "name of a device kind".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let names: Vec<&'static str> = DEVICE_KINDS.iter().map(|kind| kind.name()).collect();
         read_choice(node, cx, "device kind", &names, |name| {
             DEVICE_KINDS
@@ -263,7 +264,7 @@ impl FieldValue for DeviceKind {
     fn show(&self) -> String {
         self.name().into()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
     fn values() -> Vec<(&'static str, Status)> {
@@ -275,10 +276,10 @@ impl FieldValue for Labels {
     fn kind() -> String {
         "map of name: value".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let mut labels = BTreeMap::new();
-        for entry in cx.map(node, "labels")? {
-            let value = cx.below(&entry.key, entry.mark, |cx| match entry.node.value {
+        for entry in cx.read_map(node, "labels")? {
+            let value = cx.descend(&entry.key, entry.mark, |cx| match entry.node.value {
                 super::node::Value::Bool(value) => Some(entry.node.plain.clone().unwrap_or_else(|| value.to_string())),
                 _ => String::read(&entry.node, cx),
             })?;
@@ -293,13 +294,13 @@ impl FieldValue for Labels {
             format!("{:?}", self.0)
         }
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.0.is_empty()
     }
 }
 
 impl ByteCount {
-    /// Reads `12GiB`, `12 GB`, `800m`, `1024`. Decimal units are powers of 1000, `i` units powers of 1024.
+    /// Parses `12GiB`, `12 GB`, `800m`, `1024`. Decimal units are powers of 1000, `i` units powers of 1024.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();
@@ -329,7 +330,7 @@ impl FieldValue for ByteCount {
     fn kind() -> String {
         "number of bytes, with or without a unit".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let parsed = match &node.value {
             super::node::Value::Text(text) => Self::parse(text),
             super::node::Value::Int(value) => u64::try_from(*value).ok().map(Self),
@@ -343,7 +344,7 @@ impl FieldValue for ByteCount {
     fn show(&self) -> String {
         self.0.to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.0 == 0
     }
 }
@@ -351,12 +352,12 @@ impl FieldValue for ByteCount {
 #[cfg(test)]
 mod tests {
     use super::super::change::Change;
-    use super::super::tests::{MINIMAL, yaml};
+    use super::super::tests::{MINIMAL, load_yaml};
     use super::super::{Format, LoadOptions, parse};
     use super::*;
 
     #[test]
-    fn a_token_in_place_of_its_name_is_not_repeated() {
+    fn an_error_about_hub_token_does_not_repeat_the_token() {
         let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
         for written in [
             token,
@@ -367,7 +368,7 @@ mod tests {
             "[my-secret]",
             "{my-secret: 1}",
         ] {
-            let error = yaml(&format!("{MINIMAL}cluster:\n  hub_token: {written}\n")).unwrap_err();
+            let error = load_yaml(&format!("{MINIMAL}cluster:\n  hub_token: {written}\n")).unwrap_err();
             let [finding] = error.findings() else { panic!("{error}") };
             assert_eq!((finding.key.as_str(), finding.line), ("cluster.hub_token", Some(15)));
             assert!(
@@ -378,8 +379,8 @@ mod tests {
                 assert!(!error.to_string().contains(part), "{error}");
             }
         }
-        assert!(yaml(&format!("{MINIMAL}cluster: {{hub_token: my-models_2}}\n")).is_ok());
-        // The same of a token that stands in another place.
+        assert!(load_yaml(&format!("{MINIMAL}cluster: {{hub_token: my-models_2}}\n")).is_ok());
+        // A token at another key is not repeated either.
         let text = format!("{MINIMAL}cluster: {{priority: {token}, hub_token: {token}}}\n");
         let below = [Change {
             key: "cluster.hub_token.x".into(),
@@ -396,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn lengths_of_time() {
+    fn time_spans_are_parsed() {
         for (text, seconds) in [
             ("90s", 90),
             ("10m", 600),
@@ -428,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn byte_counts() {
+    fn byte_counts_are_parsed() {
         for (text, bytes) in [
             ("12GiB", 12 << 30),
             ("1.5 GiB", 3 << 29),

@@ -1,8 +1,7 @@
-//! Values that may be written in more than one way.
+//! Values with more than one notation, such as one item or a list of items.
 
 use super::node::{Node, Value};
-use super::schema::{Cx, FieldValue};
-use super::values::{read_items, show_items};
+use super::schema::{FieldValue, ReadContext, read_items, show_items};
 use serde::{Deserialize, Serialize};
 use std::ops::Deref;
 
@@ -22,7 +21,7 @@ impl<T: FieldValue> FieldValue for OneOrMany<T> {
     fn kind() -> String {
         format!("{0}, or list of {0}", T::kind())
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match &node.value {
             Value::List(items) => read_items(items, cx).map(Self),
             _ => T::read(node, cx).map(|value| Self(vec![value])),
@@ -34,11 +33,11 @@ impl<T: FieldValue> FieldValue for OneOrMany<T> {
             many => show_items(many),
         }
     }
-    fn is_off(&self) -> bool {
-        self.0.iter().all(T::is_off)
+    fn is_falsy(&self) -> bool {
+        self.0.iter().all(T::is_falsy)
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
-        self.0.texts(f);
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
+        self.0.for_each_text(f);
     }
 }
 
@@ -58,7 +57,7 @@ impl FieldValue for TextOrFalse {
     fn kind() -> String {
         "text, or false".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match node.value {
             Value::Bool(false) => Some(Self::default()),
             _ => String::read(node, cx).map(Self),
@@ -67,7 +66,7 @@ impl FieldValue for TextOrFalse {
     fn show(&self) -> String {
         self.0.show()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.0.is_empty()
     }
 }
@@ -92,7 +91,7 @@ impl FieldValue for TextSource {
     fn kind() -> String {
         "list of text, or path of a text file".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match &node.value {
             Value::List(items) => read_items(items, cx).map(Self::List),
             Value::Text(path) => Some(Self::File(path.clone())),
@@ -108,20 +107,20 @@ impl FieldValue for TextSource {
             Self::File(path) => path.clone(),
         }
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         match self {
             Self::List(items) => items.is_empty(),
             Self::File(path) => path.is_empty(),
         }
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         if let Self::File(path) = self {
             f("", path);
         }
     }
 }
 
-macro_rules! lenient {
+macro_rules! quotable {
     ($(#[$meta:meta])* $name:ident($inner:ty), $kind:literal, $parse:expr) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -139,7 +138,7 @@ macro_rules! lenient {
             fn kind() -> String {
                 concat!($kind, " (also in quotes)").into()
             }
-            fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+            fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
                 let parsed = match &node.value {
                     Value::Text(text) => text.trim().parse::<$inner>().ok().filter($parse),
                     _ => return <$inner>::read(node, cx).map(Self),
@@ -152,30 +151,30 @@ macro_rules! lenient {
             fn show(&self) -> String {
                 self.0.show()
             }
-            fn is_off(&self) -> bool {
-                self.0.is_off()
+            fn is_falsy(&self) -> bool {
+                self.0.is_falsy()
             }
         }
     };
 }
 
-lenient!(
+quotable!(
     /// A number that may also be written in quotes (`"0.05"`), as ai-toolkit allowed for some keys.
     Float(f64), "number", |value| value.is_finite()
 );
-lenient!(
+quotable!(
     /// A whole number that may also be written in quotes, as ai-toolkit allowed for `lokr_factor`.
     Integer(i64), "whole number", |_| true
 );
 
 impl Eq for Integer {}
 
-/// A number, or a `[low, high]` range from which one is drawn.
+/// A number, or a `[low, high]` range from which a random number is drawn.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum FloatOrRange {
-    /// Always this.
-    One(f64),
+    /// This number.
+    Fixed(f64),
     /// From low to high.
     Range([f64; 2]),
 }
@@ -184,7 +183,7 @@ impl FieldValue for FloatOrRange {
     fn kind() -> String {
         "number, or [low, high]".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match &node.value {
             Value::List(items) => match read_items::<f64>(items, cx)?.as_slice() {
                 [low, high] => Some(Self::Range([*low, *high])),
@@ -193,29 +192,29 @@ impl FieldValue for FloatOrRange {
                     None
                 }
             },
-            _ => f64::read(node, cx).map(Self::One),
+            _ => f64::read(node, cx).map(Self::Fixed),
         }
     }
     fn show(&self) -> String {
         match self {
-            Self::One(value) => value.show(),
+            Self::Fixed(value) => value.show(),
             Self::Range([low, high]) => format!("[{}, {}]", low.show(), high.show()),
         }
     }
-    fn is_off(&self) -> bool {
-        matches!(self, Self::One(value) if *value == 0.0)
+    fn is_falsy(&self) -> bool {
+        matches!(self, Self::Fixed(value) if *value == 0.0)
     }
 }
 
 /// Two whole numbers: `[width, height]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pair(pub u32, pub u32);
+pub struct ImageSize(pub u32, pub u32);
 
-impl FieldValue for Pair {
+impl FieldValue for ImageSize {
     fn kind() -> String {
         "[width, height]".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         if let Value::List(items) = &node.value
             && let [first, second] = items.as_slice()
         {
@@ -227,7 +226,7 @@ impl FieldValue for Pair {
     fn show(&self) -> String {
         format!("[{}, {}]", self.0, self.1)
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 }

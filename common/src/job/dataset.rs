@@ -1,13 +1,14 @@
-//! `datasets`: images, captions, and what is done to them on the way.
+//! `datasets`: images, captions and their preprocessing.
 
+use super::declare::{choices, section};
 use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
-use super::schema::{Cx, FieldValue, Given, Report, choices, join, section};
+use super::schema::{FieldValue, PresentKeys, ReadContext, Report, join};
 use super::values::{Float, OneOrMany, TextSource};
 use serde::{Deserialize, Serialize};
 
 choices! {
-    /// What a dataset holds.
+    /// The kind of data in a data set.
     pub enum DatasetType("dataset type") {
         /// Images (or videos) with captions.
         Image = "image", Works;
@@ -40,7 +41,7 @@ impl FieldValue for Rgb {
     fn kind() -> String {
         "[red, green, blue]".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let values = Vec::<u32>::read(node, cx)?;
         let bytes: Option<Vec<u8>> = values.iter().map(|&value| u8::try_from(value).ok()).collect();
         let rgb = bytes.and_then(|bytes| <[u8; 3]>::try_from(bytes).ok());
@@ -52,15 +53,15 @@ impl FieldValue for Rgb {
     fn show(&self) -> String {
         format!("{:?}", self.0)
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.0 == [0, 0, 0]
     }
 }
 
 section! {
-    /// Images, captions, and what is done to them on the way.
+    /// Images, captions and their preprocessing.
     pub struct DatasetConfig("datasets") {
-        /// What it holds.
+        /// Kind of data.
         kind as "type": DatasetType = DatasetType::Image, Works;
         /// Folder, searched recursively.
         folder_path: Option<String> = None, Works, input Dataset;
@@ -70,9 +71,9 @@ section! {
         resolution: OneOrMany<u32> = OneOrMany(vec![512]), Works;
         /// Items per batch.
         batch_size: Option<u32> = None, Works, shown "`train.batch_size`";
-        /// Repeat the list of files.
+        /// How often the list of files is repeated.
         num_repeats: u32 = 1, Works;
-        /// Suffix of caption files, with or without the dot. A `.json` file holds the caption under `caption`.
+        /// Suffix of caption files, with or without the dot. In a `.json` file the caption is at the key `caption`.
         caption_ext: String = ".txt".into(), Works;
         /// Older name of `caption_ext`.
         caption_type: Option<String> = None, Works;
@@ -82,7 +83,7 @@ section! {
         trigger_word: Option<String> = None, Works, shown "the process's";
         /// Words that are appended at random, or a text file with one per line.
         random_triggers: TextSource = TextSource::default(), Works, input PromptFile;
-        /// Above 1: a random number of them, from 0 to this.
+        /// Above 1: append a random number of them, from 0 to this value.
         random_triggers_max: u32 = 1, Works;
         /// Chance of an empty caption.
         caption_dropout_rate: Float = Float(0.0), Works;
@@ -94,26 +95,26 @@ section! {
         shuffle_tokens: bool = false, Works;
         /// Take `caption_short` from the JSON file.
         use_short_captions: bool = false, Works;
-        /// Never had an effect for trainers.
+        /// No effect for trainers.
         replacements: Vec<String> = Vec::new(), Accepted("never had an effect");
         /// A regularisation set: trained at every even step, except where a save or samples are due, with the weight
         /// `train.reg_weight`; its captions get no trigger word.
         is_reg: bool = false, Works;
-        /// Aim at the base model's own prediction.
+        /// Use the base model's own prediction as the target.
         prior_reg: bool = false, Refused("only the plain loss");
         /// LoRA multiplier for these items.
         network_weight: Float = Float(1.0), Works;
         /// Loss weight of these items.
         loss_multiplier: f64 = 1.0, Works;
-        /// Aspect buckets; all data sets or none. Without: squares of the resolution, cut from the centre.
+        /// Aspect buckets; all data sets or none. Without buckets: squares of the resolution, cropped from the centre.
         buckets: bool = true, Works;
-        /// Never had an effect: the model's divisibility is used.
+        /// No effect: the model's divisibility is used.
         bucket_tolerance: u32 = 64, Accepted("the model's divisibility is used, as ai-toolkit did");
         /// Crop to a square.
         square_crop: bool = false, Works;
         /// Scale before everything else.
         scale: f64 = 1.0, Works;
-        /// Crop at a random place, drawn once, instead of the centre.
+        /// Crop at a random position, drawn once, instead of at the centre.
         random_crop: bool = false, Works;
         /// Random scale; only without buckets.
         random_scale: bool = false, Refused("images are scaled to their size only");
@@ -126,9 +127,9 @@ section! {
         /// Albumentations by name.
         augmentations: Option<Vec<serde_json::Value>> = None, Refused("no augmentations except flips and crops");
         /// A new order of augmentations per item.
-        shuffle_augmentations: bool = false, With("augmentations");
+        shuffle_augmentations: bool = false, DependsOn("augmentations");
         /// Apply spatial augmentations to control images too.
-        replay_transforms: bool = true, With("augmentations");
+        replay_transforms: bool = true, DependsOn("augmentations");
         /// Match fixed channel statistics.
         standardize_images: bool = false, Refused("images are used as they are");
         /// Keep latents in RAM.
@@ -140,33 +141,33 @@ section! {
         /// Also keep pixels and sound on disk.
         cache_tensors_to_disk: bool = false, Accepted("speed only");
         /// Load pixels although latents are cached.
-        load_image_when_caching_latents: bool = false, Accepted("nothing that needs them");
+        load_image_when_caching_latents: bool = false, Accepted("nothing needs the pixels");
         /// Encode captions before training; all data sets or none.
-        cache_text_embeddings: bool = false, Accepted("the same result another way");
+        cache_text_embeddings: bool = false, Accepted("an optimisation; the result is the same");
         /// Cache CLIP image embeddings.
-        cache_clip_vision_to_disk: bool = false, With("adapter");
+        cache_clip_vision_to_disk: bool = false, DependsOn("adapter");
         /// Folders of control images, matched by stem.
         control_path: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet"), input ControlImages;
-        /// The first of them, as the web UI writes it.
-        control_path_1: Option<String> = None, With("control_path"), input ControlImages;
-        /// The second of them.
-        control_path_2: Option<String> = None, With("control_path"), input ControlImages;
-        /// The third of them.
-        control_path_3: Option<String> = None, With("control_path"), input ControlImages;
-        /// Take random siblings as control images.
+        /// The first control folder, as the web UI writes it.
+        control_path_1: Option<String> = None, DependsOn("control_path"), input ControlImages;
+        /// The second control folder.
+        control_path_2: Option<String> = None, DependsOn("control_path"), input ControlImages;
+        /// The third control folder.
+        control_path_3: Option<String> = None, DependsOn("control_path"), input ControlImages;
+        /// Use random other images of the same folder as control images.
         control_from_same_folder: bool = false, Refused("control images are not used yet");
-        /// How many.
-        num_controls_from_same_folder: u32 = 1, With("control_from_same_folder");
+        /// Number of siblings.
+        num_controls_from_same_folder: u32 = 1, DependsOn("control_from_same_folder");
         /// Background of transparent control images.
-        control_transparent_color: Rgb = Rgb([0, 0, 0]), With("control_path");
+        control_transparent_color: Rgb = Rgb([0, 0, 0]), DependsOn("control_path");
         /// False: control images are resized to 512x512.
-        full_size_control_images: bool = true, With("control_path");
+        full_size_control_images: bool = true, DependsOn("control_path");
         /// Controls to generate: `depth`, `line`, `pose`, `inpaint`, `mask`, `sapiens2_mask`.
         controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet");
-        /// Images whose transparency marks what to paint.
+        /// Images whose transparency marks the region to inpaint.
         inpaint_path: Option<String> = None, Refused("no inpainting models"), input ControlImages;
-        /// Folder of masks of the loss with the stems of their images: white = full weight, scaled to 1 on average over a
-        /// batch. An image without a mask counts in full.
+        /// Folder of loss masks, matched to images by stem: white is full weight; the weights are scaled to 1 on average over a
+        /// batch. An image without a mask has full weight.
         mask_path: Option<String> = None, Works, input ControlImages;
         /// The image's own transparency is the mask.
         alpha_mask: bool = false, Works;
@@ -176,26 +177,26 @@ section! {
         mask_min_value: f64 = 0.0, Works;
         /// Paired images for guidance.
         unconditional_path: Option<String> = None, Refused("no paired images"), input ControlImages;
-        /// How they guide.
-        guidance_type: GuidanceType = GuidanceType::Targeted, With("unconditional_path");
+        /// How the paired images guide the training.
+        guidance_type: GuidanceType = GuidanceType::Targeted, DependsOn("unconditional_path");
         /// Above 1: a video data set.
         num_frames: u32 = 1, Refused("no video models yet");
         /// Spread the frames over the clip.
-        shrink_video_to_frames: bool = true, With("num_frames");
+        shrink_video_to_frames: bool = true, DependsOn("num_frames");
         /// Frames per second.
-        fps: u32 = 24, With("num_frames");
+        fps: u32 = 24, DependsOn("num_frames");
         /// As many frames as the clip has.
         auto_frame_count: bool = false, Refused("no video models yet");
-        /// Drop the tail instead of squeezing time.
-        trim_auto_frame_count_tail: bool = true, With("auto_frame_count");
+        /// Drop the tail instead of compressing time.
+        trim_auto_frame_count_tail: bool = true, DependsOn("auto_frame_count");
         /// Also encode the first frame.
-        do_i2v: bool = false, With("num_frames");
+        do_i2v: bool = false, DependsOn("num_frames");
         /// Use the sound.
-        do_audio: bool = false, With("num_frames");
-        /// Normalise its volume.
-        audio_normalize: bool = false, With("do_audio");
-        /// Keep its pitch when time is squeezed.
-        audio_preserve_pitch: bool = false, With("do_audio");
+        do_audio: bool = false, DependsOn("num_frames");
+        /// Normalise the volume of the sound.
+        audio_normalize: bool = false, DependsOn("do_audio");
+        /// Keep the pitch of the sound when time is compressed.
+        audio_preserve_pitch: bool = false, DependsOn("do_audio");
         /// Loader threads.
         num_workers: u32 = 2, Accepted("speed only");
         /// Batches that are loaded ahead.
@@ -203,20 +204,20 @@ section! {
         /// Read sizes from file headers only.
         fast_image_size: bool = false, Accepted("speed only");
         /// Set from `train`.
-        diff_output_preservation: bool = false, With("train.diff_output_preservation");
+        diff_output_preservation: bool = false, DependsOn("train.diff_output_preservation");
         /// Set from `train`.
-        diff_output_preservation_class: Option<String> = None, With("train.diff_output_preservation");
-        /// Log about videos.
+        diff_output_preservation_class: Option<String> = None, DependsOn("train.diff_output_preservation");
+        /// Print more about videos.
         debug: bool = false, Accepted("only prints more");
         /// Removed in ai-toolkit: any value is an error.
         poi: Option<serde_json::Value> = None, Works;
     }
     rare {
-        "clip_image_path" => With("adapter");
-        "clip_image_from_same_folder" => With("adapter");
-        "clip_image_augmentations" => With("adapter");
-        "clip_image_shuffle_augmentations" => With("adapter");
-        "extra_values" => With("adapter");
+        "clip_image_path" => DependsOn("adapter");
+        "clip_image_from_same_folder" => DependsOn("adapter");
+        "clip_image_augmentations" => DependsOn("adapter");
+        "clip_image_shuffle_augmentations" => DependsOn("adapter");
+        "extra_values" => DependsOn("adapter");
     }
     finish = finish;
     check = check;
@@ -231,7 +232,7 @@ fn check(dataset: &DatasetConfig, path: &str, report: &mut Report) {
     }
 }
 
-fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
+fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if dataset.poi.is_some() {
         cx.error_at(
             "poi",
@@ -239,8 +240,8 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
         );
     }
     if let Some(legacy) = &dataset.caption_type
-        // A job that was read before has both keys.
-        && (!given.has("caption_ext") || dataset.caption_ext == *legacy)
+        // A job from JSON has both keys.
+        && (!present.has("caption_ext") || dataset.caption_ext == *legacy)
     {
         dataset.caption_ext.clone_from(legacy);
     } else if !dataset.caption_ext.is_empty() && !dataset.caption_ext.starts_with('.') {
@@ -270,17 +271,17 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
             "expected at least one resolution, such as 512 or [512, 768]",
         );
     }
-    cx.at_most_items("resolution", dataset.resolution.len(), MAX_RESOLUTIONS);
+    cx.check_item_count("resolution", dataset.resolution.len(), MAX_RESOLUTIONS);
     if dataset.batch_size == Some(0) {
         cx.error_at("batch_size", "expected at least 1");
     }
-    cx.at_most(
+    cx.check_at_most(
         "resolution",
         dataset.resolution.iter().max().copied().unwrap_or(0),
         MAX_SIDE,
     );
-    cx.at_most("batch_size", dataset.batch_size.unwrap_or(0), MAX_BATCH);
-    cx.at_most("num_repeats", dataset.num_repeats, MAX_REPEATS);
+    cx.check_at_most("batch_size", dataset.batch_size.unwrap_or(0), MAX_BATCH);
+    cx.check_at_most("num_repeats", dataset.num_repeats, MAX_REPEATS);
     for (rate, key) in [
         (*dataset.caption_dropout_rate, "caption_dropout_rate"),
         (*dataset.token_dropout_rate, "token_dropout_rate"),
@@ -295,11 +296,11 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
 }
 
 impl DatasetConfig {
-    /// `control_path` as the web UI writes it.
+    /// The control folders as the web UI writes them: `control_path_1` to `control_path_3`.
     pub(super) fn numbered_controls(&self) -> Vec<String> {
-        let each = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
-        let given = each.into_iter().flatten().filter(|path| !path.is_empty());
-        given.cloned().collect()
+        let paths = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
+        let non_empty = paths.into_iter().flatten().filter(|path| !path.is_empty());
+        non_empty.cloned().collect()
     }
 
     /// Where the images are: `dataset_path`, else `folder_path`.

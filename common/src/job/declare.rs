@@ -1,10 +1,11 @@
-//! The two declarations: [`section!`] for a map with known keys, [`choices!`] for a value that is one of some names.
+//! Two macros: [`section!`] declares a map with known keys, [`choices!`] an enum of names.
 
-/// Declares a section: a struct with one public field per key, its defaults, reader, documentation and support.
+/// Declares a section: a struct with one public field per key, its defaults, its reader, its documentation and its support checks.
 ///
-/// Per key: documentation, `field`, optionally `as "key"` where the key is no Rust name, optionally
-/// `[required]`, its type, its default, its [`Status`]; then optionally `shown "…"` (how the default is
-/// documented when it depends on other keys) and `input Kind` (it may be a path).
+/// Each key has: its documentation, `field`, optionally `as "key"` if the key is not a Rust identifier, optionally `[required]`,
+/// the type, the default and the [`Status`]. Then optionally `shown "…"` (the documented default when it depends on other
+/// keys) and `input Kind` (the value may be a path). `rare` lists keys without a typed field. `finish` normalises and
+/// validates a section after reading; `check` reports unsupported values.
 macro_rules! section {
     (
         $(#[$meta:meta])*
@@ -28,7 +29,7 @@ macro_rules! section {
                 $(#[serde(rename = $key)])?
                 pub $field: $ty,
             )*
-            /// Seldom used keys that the config has: known by name, without a type of their own.
+            /// Rarely used keys that the config sets, by name. They have no typed field.
             #[serde(skip_serializing_if = "std::collections::BTreeMap::is_empty")]
             pub rare: std::collections::BTreeMap<String, serde_json::Value>,
         }
@@ -42,14 +43,14 @@ macro_rules! section {
         impl $Name {
             /// The section's name.
             pub const TITLE: &'static str = $title;
-            const KEYS: &'static [&'static str] = &[$( $crate::job::schema::section!(@key $field $($key)?) ),*];
+            const KEYS: &'static [&'static str] = &[$( $crate::job::declare::section!(@key $field $($key)?) ),*];
             const RARE: &'static [(&'static str, $crate::job::schema::Status)] = {
                 #[allow(unused_imports)]
                 use $crate::job::schema::Status::*;
                 &[$($( ($rare, $rare_status) ),*)?]
             };
 
-            /// Every key with its meaning, its default and what this release does with it.
+            /// Describes every key: its meaning, its default and its status in this release.
             #[must_use]
             pub fn describe() -> $crate::job::schema::SectionInfo {
                 #[allow(unused_imports)]
@@ -61,7 +62,7 @@ macro_rules! section {
                     $( default = String::from($shown); )?
                     $( default = String::from(stringify!($required)); )?
                     fields.push(FieldInfo {
-                        key: $crate::job::schema::section!(@key $field $($key)?),
+                        key: $crate::job::declare::section!(@key $field $($key)?),
                         kind: <$ty as FieldValue>::kind(),
                         default,
                         doc: concat!("" $(, $doc)*).trim().to_owned(),
@@ -90,29 +91,29 @@ macro_rules! section {
         }
 
         impl $crate::job::schema::FieldValue for $Name {
-            const CHECKED: bool = true;
+            const HAS_CHECKS: bool = true;
             const HAS_INPUTS: bool = true;
 
             fn kind() -> String {
                 format!("map, see `{}`", $title)
             }
 
-            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::Cx) -> Option<Self> {
-                let entries = cx.map(node, $title)?;
+            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::ReadContext) -> Option<Self> {
+                let entries = cx.read_map(node, $title)?;
                 #[allow(unused_mut)]
                 let mut section = Self::default();
                 $(
-                    cx.take(
+                    cx.read_key(
                         entries,
                         $title,
-                        $crate::job::schema::section!(@key $field $($key)?),
+                        $crate::job::declare::section!(@key $field $($key)?),
                         false $( || { let _ = stringify!($required); true } )?,
                         &mut section.$field,
                     );
                 )*
                 let rare: Vec<&str> = Self::RARE.iter().map(|(key, _)| *key).collect();
-                cx.leftover(entries, $title, Self::KEYS, &rare, &mut section.rare);
-                $( $finish(&mut section, &$crate::job::schema::Cx::given(entries), cx); )?
+                cx.read_other_keys(entries, $title, Self::KEYS, &rare, &mut section.rare);
+                $( $finish(&mut section, &$crate::job::schema::ReadContext::present_keys(entries), cx); )?
                 Some(section)
             }
 
@@ -120,40 +121,40 @@ macro_rules! section {
                 if *self == Self::default() { "{}".into() } else { "{…}".into() }
             }
 
-            fn is_off(&self) -> bool {
+            fn is_falsy(&self) -> bool {
                 *self == Self::default()
             }
 
-            fn check(&self, path: &str, report: &mut $crate::job::schema::Report) {
+            fn check_support(&self, path: &str, report: &mut $crate::job::schema::Report) {
                 #[allow(unused_imports)]
                 use $crate::job::schema::Status::*;
                 $({
                     let default: $ty = $default;
-                    report.field(path, $crate::job::schema::section!(@key $field $($key)?), $status, &self.$field, &default);
+                    report.check_field(path, $crate::job::declare::section!(@key $field $($key)?), $status, &self.$field, &default);
                 })*
                 for &(key, status) in Self::RARE {
                     if let Some(value) = self.rare.get(key) {
-                        report.rare(path, key, status, value);
+                        report.check_rare_key(path, key, status, value);
                     }
                 }
                 $( $check(self, path, report); )?
             }
 
-            fn inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
+            fn collect_inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
                 #[allow(unused_imports)]
                 use $crate::job::schema::{FieldValue, Input, InputKind, Status::*, join};
                 $(if $status.opens_paths() {
-                    const KEY: &str = $crate::job::schema::section!(@key $field $($key)?);
+                    const KEY: &str = $crate::job::declare::section!(@key $field $($key)?);
                     if <$ty as FieldValue>::HAS_INPUTS {
-                        self.$field.inputs(&join(path, KEY), out);
+                        self.$field.collect_inputs(&join(path, KEY), out);
                     }
                     $(
-                        self.$field.texts(&mut |behind, text| {
+                        self.$field.for_each_text(&mut |subpath, text| {
                             if !text.is_empty() {
                                 out.push(Input {
                                     config_path: text.to_owned(),
                                     kind: InputKind::$input,
-                                    key: format!("{}{behind}", join(path, KEY)),
+                                    key: format!("{}{subpath}", join(path, KEY)),
                                 });
                             }
                         });
@@ -171,7 +172,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// Declares a value that is one of some names, each with a [`Status`]. Names are compared without case.
+/// Declares an enum of names, each with a [`Status`]. Names are matched without regard to case.
 macro_rules! choices {
     (
         $(#[$meta:meta])*
@@ -203,7 +204,7 @@ macro_rules! choices {
                 match self { $(Self::$variant => $name),* }
             }
 
-            /// What this release does with it.
+            /// The status of this value in this release.
             #[must_use]
             pub fn status(self) -> $crate::job::schema::Status {
                 #[allow(unused_imports)]
@@ -230,13 +231,13 @@ macro_rules! choices {
         }
 
         impl $crate::job::schema::FieldValue for $Name {
-            const CHECKED: bool = true;
+            const HAS_CHECKS: bool = true;
 
             fn kind() -> String {
                 format!("name of a {}", $what)
             }
 
-            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::Cx) -> Option<Self> {
+            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::ReadContext) -> Option<Self> {
                 let names: Vec<&'static str> = Self::ALL.iter().map(|value| value.name()).collect();
                 $crate::job::values::read_choice(node, cx, $what, &names, Self::from_name)
             }
@@ -245,12 +246,12 @@ macro_rules! choices {
                 self.name().into()
             }
 
-            fn is_off(&self) -> bool {
+            fn is_falsy(&self) -> bool {
                 false
             }
 
-            fn check(&self, path: &str, report: &mut $crate::job::schema::Report) {
-                report.status(path, self.status(), self.name());
+            fn check_support(&self, path: &str, report: &mut $crate::job::schema::Report) {
+                report.add_status(path, self.status(), self.name());
             }
 
             fn values() -> Vec<(&'static str, $crate::job::schema::Status)> {

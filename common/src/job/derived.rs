@@ -1,5 +1,5 @@
-//! Keys whose values come from other keys where they are absent. A job has a value for each of them; written back as a config,
-//! that value would count as given, and would not follow the keys that it comes from.
+//! Keys whose default is derived from other keys. A job has a value for each of them. In a config made from the job that value
+//! would count as set by the user and would not follow the keys it is derived from, so it is removed.
 
 use super::arch::{Arch, ArchName};
 use super::change;
@@ -12,45 +12,45 @@ use super::sample::SampleConfig;
 use super::schema::join;
 use super::spec::{ConfigSection, JobSpec};
 
-/// Takes them out of the config that a job was written back as. What the job's file has stays: there it was given.
-pub(super) fn take_out(config: &mut Node, spec: &JobSpec) {
+/// Removes derived keys from a config made from a job. Keys that the job's file sets stay.
+pub(super) fn remove_derived_keys(config: &mut Node, spec: &JobSpec) {
     for (index, process) in spec.process.iter().enumerate() {
         let path = format!("config.process[{index}]");
         let is_written = |key: &str| spec.positions.contains_key(&join(&path, key));
-        let keys = of_process(process, &spec.config, &is_written);
+        let keys = derived_keys(process, &spec.config, &is_written);
         for key in keys.iter().filter(|key| !is_written(key)) {
             change::remove(config, &join(&path, key));
         }
     }
 }
 
-/// Those keys of a process whose value is what others give them.
-fn of_process(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&str) -> bool) -> Vec<String> {
-    let mut keys = Keys::default();
-    // The two are always equal, and one of them has to stay.
+/// Returns the keys of a process whose value equals the derived one.
+fn derived_keys(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&str) -> bool) -> Vec<String> {
+    let mut keys = DerivedKeys::default();
+    // `dtype` and `model.dtype` are always equal, and one of them must stay.
     let dtype = if is_written("dtype") { "model.dtype" } else { "dtype" };
     match &process.kind {
         ProcessKind::Train(process) => {
             let inherited = process.training_folder.is_some() && process.training_folder == body.training_folder;
             keys.add(inherited, "training_folder");
             if let Some(network) = &process.network {
-                of_network(network, &mut keys);
+                add_network_keys(network, &mut keys);
             }
-            of_model(&process.model, &mut keys);
-            of_sample(&process.sample, "sample", &mut keys);
+            add_model_keys(&process.model, &mut keys);
+            add_sample_keys(&process.sample, "sample", &mut keys);
             if let Some(sample) = &process.first_sample {
-                of_sample(sample, "first_sample", &mut keys);
+                add_sample_keys(sample, "first_sample", &mut keys);
             }
-            of_datasets(&process.datasets, &mut keys);
+            add_datasets_keys(&process.datasets, &mut keys);
         }
         ProcessKind::Generate(process) => {
             keys.add(true, dtype);
-            of_model(&process.model, &mut keys);
+            add_model_keys(&process.model, &mut keys);
         }
         ProcessKind::Img2Img(process) => {
             keys.add(true, dtype);
-            of_model(&process.model, &mut keys);
-            of_datasets(&process.datasets, &mut keys);
+            add_model_keys(&process.model, &mut keys);
+            add_datasets_keys(&process.datasets, &mut keys);
         }
         ProcessKind::Extract(process) => {
             keys.add(process.dtype == Some(body.dtype), "dtype");
@@ -63,11 +63,11 @@ fn of_process(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&str)
     keys.0
 }
 
-/// Paths below a process.
+/// Derived keys, as paths below a process.
 #[derive(Default)]
-struct Keys(Vec<String>);
+struct DerivedKeys(Vec<String>);
 
-impl Keys {
+impl DerivedKeys {
     fn add(&mut self, is_derived: bool, key: &str) {
         if is_derived {
             self.0.push(key.to_owned());
@@ -75,23 +75,23 @@ impl Keys {
     }
 }
 
-fn of_network(network: &NetworkConfig, keys: &mut Keys) {
+fn add_network_keys(network: &NetworkConfig, keys: &mut DerivedKeys) {
     keys.add(network.rank == Some(network.linear), "network.linear");
     keys.add(network.linear_alpha == network.alpha, "network.linear_alpha");
     keys.add(network.conv_alpha == network.conv.map(f64::from), "network.conv_alpha");
 }
 
-fn of_model(model: &ModelConfig, keys: &mut Keys) {
+fn add_model_keys(model: &ModelConfig, keys: &mut DerivedKeys) {
     let arch = model.legacy_arch().map_or(ArchName::Sd1, |(arch, _)| arch);
     keys.add(model.arch == Arch::from(arch), "model.arch");
 }
 
-fn of_sample(sample: &SampleConfig, section: &str, keys: &mut Keys) {
+fn add_sample_keys(sample: &SampleConfig, section: &str, keys: &mut DerivedKeys) {
     let derived = sample.samples == sample.samples_of_prompts();
     keys.add(derived, &format!("{section}.samples"));
 }
 
-fn of_datasets(datasets: &[DatasetConfig], keys: &mut Keys) {
+fn add_datasets_keys(datasets: &[DatasetConfig], keys: &mut DerivedKeys) {
     for (index, dataset) in datasets.iter().enumerate() {
         let legacy = dataset.caption_type.as_ref() == Some(&dataset.caption_ext);
         keys.add(legacy, &format!("datasets[{index}].caption_ext"));

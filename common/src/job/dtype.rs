@@ -1,6 +1,6 @@
 //! Names of number formats.
 
-use super::schema::choices;
+use super::declare::choices;
 
 choices! {
     /// A number format for weights and arithmetic.

@@ -1,14 +1,14 @@
-//! What can be wrong with a job config, said once, clearly, with its place.
+//! Errors and warnings about job configs, each with its file, line, column and key.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// One thing to say about one place of a config.
+/// An error or a warning about one key of a config.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
     /// The file, as the user named it, or `command line`. Unset when the config did not come from a file.
     pub file: Option<String>,
-    /// Line, counted from 1. Unset when the place is unknown.
+    /// Line, counted from 1. Unset when the position is unknown.
     pub line: Option<u32>,
     /// Column, counted from 1.
     pub column: Option<u32>,
@@ -35,12 +35,12 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Findings that one message tells.
+/// Findings in one summary.
 const SUMMARY_FINDINGS: usize = 5;
-/// Characters of each of them.
+/// Characters of each finding in a summary.
 const SUMMARY_CHARS: usize = 400;
 
-/// The first findings as one message of bounded length, for answers that have to fit the headers of a reply.
+/// Joins the first findings into one message of bounded length, because a gRPC status message must fit into the HTTP/2 headers.
 #[must_use]
 pub fn summary(findings: &[Finding]) -> String {
     let shown = findings.iter().take(SUMMARY_FINDINGS);
@@ -50,12 +50,12 @@ pub fn summary(findings: &[Finding]) -> String {
     lines.join("\n")
 }
 
-/// What a job asks for that this release does not have.
+/// The unsupported keys and values of a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Support {
     /// Ignoring these would change the result: the job must not start.
     pub errors: Vec<Finding>,
-    /// These are ignored; the result stays what was asked for.
+    /// These are ignored; the result is still the requested one.
     pub warnings: Vec<Finding>,
 }
 
@@ -87,37 +87,37 @@ impl fmt::Display for Support {
 #[non_exhaustive]
 pub enum JobError {
     /// No such config.
-    #[error("no config `{name}`: looked for {}", looked.join(", "))]
+    #[error("no config `{name}`: looked for {}", searched.join(", "))]
     NotFound {
         /// The name or path that was asked for.
         name: String,
-        /// Where it was looked for, in order.
-        looked: Vec<String>,
+        /// The paths that were tried, in order.
+        searched: Vec<String>,
     },
     /// The file could not be read.
     #[error("{path}: cannot be read: {source}")]
     Read {
         /// The file.
         path: String,
-        /// What the system said.
+        /// The error of the operating system.
         source: std::io::Error,
     },
-    /// The file's name does not say what is in it.
+    /// The file extension is not that of a known format.
     #[error("{path}: a config is a .yaml, .yml, .json or .jsonc file; rename it")]
     UnknownFormat {
         /// The file.
         path: String,
     },
-    /// One or more places are wrong, in the order of the document.
+    /// The config has errors, in the order of the document.
     #[error("{}", lines(findings))]
     Invalid {
-        /// What is wrong; never empty.
+        /// The errors; never empty.
         findings: Vec<Finding>,
     },
 }
 
 impl JobError {
-    /// The places that are wrong; empty unless [`JobError::Invalid`].
+    /// The errors of [`JobError::Invalid`]; empty for other variants.
     #[must_use]
     pub fn findings(&self) -> &[Finding] {
         match self {

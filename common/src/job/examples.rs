@@ -1,4 +1,4 @@
-//! Configs in the shapes that users have: all parse, and those that cannot run yet say why.
+//! Realistic configs: all parse, and the unsupported ones report why.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn load_text(name: &str, text: &str) -> LoadedJob {
     };
     let format = Format::from_name(name.rsplit('.').next().unwrap()).unwrap();
     let job = parse(text, format, Some(name), &options).unwrap_or_else(|error| panic!("{error}"));
-    super::tests::passes_when_handed_over(&job);
+    super::tests::assert_valid_as_json(&job);
     job
 }
 
@@ -45,7 +45,7 @@ fn warned(job: &LoadedJob) -> Vec<String> {
 }
 
 #[test]
-fn shipped_examples_run() {
+fn shipped_examples_are_supported() {
     for (name, text) in [
         (
             "train_lora_sd15.yaml",
@@ -67,7 +67,7 @@ fn shipped_examples_run() {
         let job = load_text(name, text);
         assert_eq!(job.warnings, [], "{name}");
         assert_eq!(job.spec.unsupported(), Support::default(), "{name}");
-        // What is commented out is correct too.
+        // The commented-out keys are valid too.
         let uncommented = uncomment(text);
         assert_ne!(uncommented, text);
         let job = load_text(name, &uncommented);
@@ -94,7 +94,7 @@ fn uncomment(text: &str) -> String {
 }
 
 #[test]
-fn ui_default_job() {
+fn the_default_job_of_the_web_ui_is_read() {
     let job = load_file!("ui_default_job.json");
     assert_eq!(job.warnings, [], "parses unmodified, nothing to say");
     let trainer = job.spec.process[0].trainer().unwrap();
@@ -111,7 +111,7 @@ fn ui_default_job() {
 }
 
 #[test]
-fn ui_job_for_sd15_runs() {
+fn a_web_ui_job_for_sd15_is_supported() {
     let job = load_file!("ui_sd15_job.json");
     assert_eq!(refused(&job), [""; 0]);
     let trainer = job.spec.process[0].trainer().unwrap();
@@ -125,7 +125,7 @@ fn ui_job_for_sd15_runs() {
 }
 
 #[test]
-fn flux() {
+fn a_flux_job_is_read() {
     let job = load_file!("flux_lora.yaml");
     assert_eq!(job.warnings, []);
     let trainer = job.spec.process[0].trainer().unwrap();
@@ -152,7 +152,7 @@ fn flux() {
 }
 
 #[test]
-fn legacy_sdxl() {
+fn legacy_sdxl_keys_are_read() {
     let job = load_file!("sdxl_lora_legacy.yaml");
     let warnings: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
     assert_eq!(
@@ -184,7 +184,7 @@ fn legacy_sdxl() {
 }
 
 #[test]
-fn wan() {
+fn a_wan_job_is_read() {
     let job = load_file!("wan22_i2v.yaml");
     assert_eq!(job.warnings, []);
     let trainer = job.spec.process[0].trainer().unwrap();
@@ -206,7 +206,7 @@ fn wan() {
 }
 
 #[test]
-fn zimage_lokr() {
+fn a_zimage_lokr_job_is_read() {
     let job = load_file!("zimage_lokr.jsonc");
     assert_eq!(job.warnings, []);
     let refused = refused(&job);
@@ -225,7 +225,7 @@ fn zimage_lokr() {
 }
 
 #[test]
-fn job_kinds_and_processes_that_do_not_run_yet() {
+fn unsupported_job_kinds_and_processes_are_refused() {
     let slider = load_file!("slider_legacy.yaml");
     assert_eq!(slider.warnings, []);
     assert_eq!(refused(&slider), ["job"]);
@@ -259,14 +259,14 @@ fn job_kinds_and_processes_that_do_not_run_yet() {
 }
 
 #[test]
-fn full_fine_tuning() {
+fn a_full_fine_tune_is_refused_only_for_its_unsupported_keys() {
     let job = load_file!("full_finetune.yaml");
     assert_eq!(job.warnings, []);
     let refused = refused(&job);
     for key in ["model.arch", "train.do_paramiter_swapping", "datasets[0].augmentations"] {
         assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
     }
-    // Neither the missing network, nor which parameters are trained, nor the folder that is saved.
+    // These keys of a full fine-tune are supported.
     assert!(
         !refused
             .iter()
@@ -275,7 +275,7 @@ fn full_fine_tuning() {
 }
 
 #[test]
-fn generating() {
+fn a_flux2_generate_job_is_read() {
     let job = load_file!("generate_flux2.yaml");
     assert_eq!(job.warnings, []);
     let ProcessKind::Generate(process) = &job.spec.process[0].kind else {

@@ -1,9 +1,9 @@
-//! A job as it was handed over (`job_json`): everything that reading its config checks is checked again.
+//! Reads a submitted job (`job_json`) and repeats every check that reading its config makes.
 //!
-//! Whoever sends a job may send any JSON. Written back as the config that it came from and read once more by the same
-//! reader, it has to become the same job: one reader, so nothing that it refuses comes in another way, and no value
-//! that it never gives either. Keys that no section knows are ignored, here and by whoever runs the job: no code reads
-//! them, and refusing them would lock out every client that is newer than its coordinator.
+//! A client may send any JSON. The JSON is converted back to the config that it came from and read by the same reader; the
+//! result must be the same job. So JSON can contain neither a value that the reader refuses nor one that it never produces.
+//! Unknown keys are ignored, here and by the worker: no code reads them, and refusing them would exclude every client that is
+//! newer than its coordinator.
 
 use super::caption::CaptionProcess;
 use super::change::{self, Change};
@@ -14,49 +14,48 @@ use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::process::{GenerateProcess, Img2ImgProcess, ProcessKind, TrainerProcess};
 use super::repository::{is_commit, is_repository};
-use super::schema::{Cx, FieldValue, SectionInfo, join};
+use super::schema::{FieldValue, ReadContext, SectionInfo, join};
 use super::spec::{ConfigSection, JobSpec};
 use serde::Deserialize;
 use serde_json::Value as Json;
 use std::collections::HashMap;
 use std::sync::LazyLock;
 
-/// Values of a job: numbers, texts, lists, maps. A job of the largest size that is all prompts, with the place of each,
-/// has 180,000.
+/// Values of a job: numbers, texts, lists, maps. A job with the maximum number of prompts, with their positions, has 180,000.
 const MAX_VALUES: usize = 250_000;
 /// Keys of one section; the largest section knows 120.
 const MAX_SECTION_KEYS: usize = 1_000;
-/// Bytes of the name of the file that a job came from, which is shown.
+/// Bytes of the name of the job's config file, which appears in messages.
 const MAX_FILE_NAME: usize = 4_096;
-/// A process lies two levels deeper in a job than in its config.
+/// A process is two levels deeper in a job's JSON than in its config.
 const MAX_JSON_DEPTH: usize = MAX_DEPTH + 2;
 
 impl JobSpec {
-    /// [`JobSpec::from_value`] of JSON text.
+    /// Parses JSON text and calls [`JobSpec::from_value`].
     ///
     /// # Errors
-    /// As there.
+    /// Invalid JSON, and the errors of [`JobSpec::from_value`].
     pub fn from_json(text: &str) -> Result<Self, JobError> {
-        let json = serde_json::from_str(text).map_err(|error| whole(error.to_string()))?;
+        let json = serde_json::from_str(text).map_err(|error| job_error(error.to_string()))?;
         Self::from_value(&json)
     }
 
-    /// Takes a job that was handed over as JSON and checks it as if its config were read.
+    /// Reads a job from JSON with the same checks as for its config.
     ///
     /// # Errors
-    /// [`JobError::Invalid`] with every place that is wrong.
+    /// [`JobError::Invalid`] with every error.
     pub fn from_value(json: &Json) -> Result<Self, JobError> {
-        within_limits(json).map_err(whole)?;
+        check_limits(json).map_err(job_error)?;
         let spec = Self::deserialize(json);
-        let mut cx = Cx::new(None);
-        let read = Self::read(&document(json, spec.as_ref().ok()), None, &mut cx);
+        let mut cx = ReadContext::new(None);
+        let read = Self::read(&to_config(json, spec.as_ref().ok()), None, &mut cx);
         let spec = match spec {
             Ok(spec) => spec,
-            Err(error) if cx.errors.is_empty() => return Err(whole(error.to_string())),
-            // The reader says where it is.
+            Err(error) if cx.errors.is_empty() => return Err(job_error(error.to_string())),
+            // The reader's errors name the key; serde's does not.
             Err(_) => {
                 return Err(JobError::Invalid {
-                    findings: cx.errors.into_iter().map(without_place).collect(),
+                    findings: cx.errors.into_iter().map(without_position).collect(),
                 });
             }
         };
@@ -65,7 +64,9 @@ impl JobSpec {
             .as_deref()
             .is_some_and(|file| file.len() > MAX_FILE_NAME || file.contains(char::is_control))
         {
-            return Err(whole("`file` is no name of a file that can be shown".into()));
+            return Err(job_error(
+                "`file` is not a printable file name of at most 4096 bytes".into(),
+            ));
         }
         let mut findings: Vec<Finding> = cx
             .errors
@@ -74,12 +75,12 @@ impl JobSpec {
             .collect();
         if findings.is_empty() {
             findings.extend(match read {
-                Some(read) => spec.differs_from(read),
+                Some(read) => spec.find_difference(read),
                 None => Some(spec.finding(String::new(), "the job could not be understood".into())),
             });
         }
-        findings.extend(spec.wrong_part());
-        findings.extend(spec.wrong_revision());
+        findings.extend(spec.check_part());
+        findings.extend(spec.check_revisions());
         if findings.is_empty() {
             Ok(spec)
         } else {
@@ -87,33 +88,32 @@ impl JobSpec {
         }
     }
 
-    /// The job with other values for some keys, named and written as in [`super::LoadOptions::changes`], and what is to be
-    /// known about it. Everything else stays as it is, also what `[name]` and `${VAR}` stood for; what is said of a part of a
-    /// job is left out, so that it is the whole job.
+    /// Returns the job with other values for some keys, written as in [`super::LoadOptions::changes`], and new warnings.
+    /// Everything else stays, including the replaced `[name]` and `${VAR}`. `part` is removed, so the result is the whole job.
     ///
     /// # Errors
-    /// [`JobError::Invalid`] with every place that is wrong.
-    pub fn changed(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
-        let json = serde_json::to_value(self).map_err(|error| whole(error.to_string()))?;
-        let mut config = document(&json, Some(self));
-        derived::take_out(&mut config, self);
-        let mut before = Cx::new(None);
-        // What it warns of was said when the job was read.
+    /// [`JobError::Invalid`] with every error.
+    pub fn with_changes(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
+        let json = serde_json::to_value(self).map_err(|error| job_error(error.to_string()))?;
+        let mut config = to_config(&json, Some(self));
+        derived::remove_derived_keys(&mut config, self);
+        let mut before = ReadContext::new(None);
+        // The user saw these warnings when the job was submitted.
         let _ = Self::read(&config, None, &mut before);
-        let changed = change::apply(&mut config, changes, None).map_err(|found| JobError::Invalid {
-            findings: vec![without_place(found)],
+        let changed = change::apply_changes(&mut config, changes, None).map_err(|found| JobError::Invalid {
+            findings: vec![without_position(found)],
         })?;
-        let mut cx = Cx::new(None);
+        let mut cx = ReadContext::new(None);
         let read = Self::read(&config, None, &mut cx);
-        change::refuse_unknown(&changed, &mut cx);
-        let findings: Vec<Finding> = cx.errors.into_iter().map(without_place).collect();
-        // A change of one key may be without effect because of another, whose place the warning has.
-        let is_news =
-            |warning: &Finding| !before.warnings.contains(warning) || change::concerns(&warning.key, &changed);
-        let warnings = cx.warnings.into_iter().filter(is_news).map(without_place).collect();
+        change::refuse_unknown_keys(&changed, &mut cx);
+        let findings: Vec<Finding> = cx.errors.into_iter().map(without_position).collect();
+        // A change may have no effect because of another key; the warning is then at that other key.
+        let is_new =
+            |warning: &Finding| !before.warnings.contains(warning) || change::overlaps_change(&warning.key, &changed);
+        let warnings = cx.warnings.into_iter().filter(is_new).map(without_position).collect();
         let Some(read) = read.filter(|_| findings.is_empty()) else {
             return Err(match findings.is_empty() {
-                true => whole("the job could not be understood".into()),
+                true => job_error("the job could not be understood".into()),
                 false => JobError::Invalid { findings },
             });
         };
@@ -127,26 +127,26 @@ impl JobSpec {
         if self.config.name.is_none() {
             spec.config.name = None;
         }
-        // Where they stand in the file says nothing of values that are not from there.
-        spec.positions.retain(|key, _| !change::is_given(key, &changed));
+        // Changed values have no position in the file.
+        spec.positions.retain(|key, _| !change::is_changed(key, &changed));
         Ok((spec, warnings))
     }
 
-    /// What is wrong with the images that a part of a job is about.
-    fn wrong_part(&self) -> Option<Finding> {
+    /// Checks `part`: only jobs of one `to_folder` process have parts, and the range must not be empty.
+    fn check_part(&self) -> Option<Finding> {
         let part = self.part?;
-        let one = matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
-        (!one || part.from >= part.to).then(|| {
-            let message =
-                "only the images of one `to_folder` process are cut into parts, from the first to before the last";
+        let is_generate_job =
+            matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
+        (!is_generate_job || part.from >= part.to).then(|| {
+            let message = "a part needs a job of one `to_folder` process, and `from` below `to`";
             self.finding("part".into(), message.into())
         })
     }
 
-    /// A revision that is no commit of a repository: it becomes part of an address and of a path.
-    fn wrong_revision(&self) -> Option<Finding> {
-        let wrong = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
-        let (repository, _) = self.revisions.iter().find(wrong)?;
+    /// Checks that each revision maps a repository to a commit id, because both become parts of a URL and of a path.
+    fn check_revisions(&self) -> Option<Finding> {
+        let is_invalid = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
+        let (repository, _) = self.revisions.iter().find(is_invalid)?;
         let message = format!(
             "`{}`: expected a repository, ORG/NAME, and the id of a commit",
             shorten(repository)
@@ -154,8 +154,8 @@ impl JobSpec {
         Some(self.finding("revisions".into(), message))
     }
 
-    /// Where this job has another value than reading its own config gives.
-    fn differs_from(&self, mut read: Self) -> Option<Finding> {
+    /// Returns an error at the first value that differs from the job read from its own config.
+    fn find_difference(&self, mut read: Self) -> Option<Finding> {
         if self.config.name.is_none() {
             read.config.name = None;
         }
@@ -169,21 +169,21 @@ impl JobSpec {
         if read == *self {
             return None;
         }
-        let texts = [self, &read].map(|job| {
+        let jsons = [self, &read].map(|job| {
             let mut json = serde_json::to_value(job).unwrap_or_default();
             if let Some(map) = json.as_object_mut() {
                 map.remove("positions");
             }
             json
         });
-        let key = first_difference(&texts[0], &texts[1], "").unwrap_or_default();
-        let message = "has a value that no config gives this key; submit the config again".to_owned();
+        let key = first_difference(&jsons[0], &jsons[1], "").unwrap_or_default();
+        let message = "has a value that no config can produce; submit the config again".to_owned();
         Some(self.finding(config_key(&key), message))
     }
 }
 
-/// An error about the job as a whole.
-fn whole(message: String) -> JobError {
+/// Creates an error about the whole job.
+fn job_error(message: String) -> JobError {
     JobError::Invalid {
         findings: vec![Finding {
             message,
@@ -192,8 +192,8 @@ fn whole(message: String) -> JobError {
     }
 }
 
-/// Lines and columns of JSON that was written back say nothing to anybody.
-fn without_place(finding: Finding) -> Finding {
+/// Removes line and column: the reconstructed config has no text.
+fn without_position(finding: Finding) -> Finding {
     Finding {
         line: None,
         column: None,
@@ -201,7 +201,7 @@ fn without_place(finding: Finding) -> Finding {
     }
 }
 
-fn within_limits(json: &Json) -> Result<(), String> {
+fn check_limits(json: &Json) -> Result<(), String> {
     let mut left = MAX_VALUES;
     let mut open = vec![(json, 0_usize)];
     while let Some((value, depth)) = open.pop() {
@@ -224,11 +224,11 @@ fn within_limits(json: &Json) -> Result<(), String> {
     Ok(())
 }
 
-/// Which keys of a section are sections themselves.
+/// The keys of a section that are sections themselves.
 #[derive(Default)]
-struct Shape(HashMap<&'static str, Shape>);
+struct SectionTree(HashMap<&'static str, SectionTree>);
 
-impl Shape {
+impl SectionTree {
     fn of(section: Option<SectionInfo>) -> Self {
         let fields = section.map(|section| section.fields).unwrap_or_default();
         let nested = fields
@@ -238,27 +238,30 @@ impl Shape {
     }
 }
 
-/// The body of a job, and its processes by their names in JSON.
-static SHAPES: LazyLock<HashMap<&'static str, Shape>> = LazyLock::new(|| {
+/// The sections of a job: `config`, `cluster`, and each process kind by its JSON name.
+static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::new(|| {
     HashMap::from([
-        ("config", Shape::of(ConfigSection::section())),
-        ("cluster", Shape::default()),
-        ("train", Shape::of(TrainerProcess::section())),
-        ("generate", Shape::of(GenerateProcess::section())),
-        ("img2_img", Shape::of(Img2ImgProcess::section())),
-        ("caption", Shape::of(CaptionProcess::section())),
-        ("extract", Shape::of(ExtractProcess::section())),
-        ("rescale_lora", Shape::of(RescaleLoraProcess::section())),
+        ("config", SectionTree::of(ConfigSection::section())),
+        ("cluster", SectionTree::default()),
+        ("train", SectionTree::of(TrainerProcess::section())),
+        ("generate", SectionTree::of(GenerateProcess::section())),
+        ("img2_img", SectionTree::of(Img2ImgProcess::section())),
+        ("caption", SectionTree::of(CaptionProcess::section())),
+        ("extract", SectionTree::of(ExtractProcess::section())),
+        ("rescale_lora", SectionTree::of(RescaleLoraProcess::section())),
     ])
 });
 
-/// The config of a job, as its user could have written it.
-fn document(json: &Json, spec: Option<&JobSpec>) -> Node {
+/// Converts a job's JSON to a config document.
+fn to_config(json: &Json, spec: Option<&JobSpec>) -> Node {
     let mut document = Vec::new();
     if let Some(job) = json.get("job") {
-        document.push(entry("job", node(job, None)));
+        document.push(entry("job", json_to_node(job, None)));
     }
-    let mut config = match json.get("config").map(|config| node(config, SHAPES.get("config"))) {
+    let mut config = match json
+        .get("config")
+        .map(|config| json_to_node(config, SECTION_TREES.get("config")))
+    {
         Some(Node {
             value: Value::Map(entries),
             ..
@@ -267,58 +270,58 @@ fn document(json: &Json, spec: Option<&JobSpec>) -> Node {
     };
     config.retain(|entry| !matches!(entry.key.as_str(), "name" | "process"));
     if let Some(name) = json.get("name") {
-        config.push(entry("name", node(name, None)));
+        config.push(entry("name", json_to_node(name, None)));
     }
     if let Some(list) = json.get("process") {
         let processes = match list.as_array() {
-            Some(list) => plain(Value::List(list.iter().map(process).collect())),
-            None => node(list, None),
+            Some(list) => plain_node(Value::List(list.iter().map(process_node).collect())),
+            None => json_to_node(list, None),
         };
         config.push(entry("process", processes));
     }
-    document.push(entry("config", plain(Value::Map(config))));
+    document.push(entry("config", plain_node(Value::Map(config))));
     if let Some(meta) = json.get("meta") {
-        document.push(entry("meta", node(meta, None)));
+        document.push(entry("meta", json_to_node(meta, None)));
     }
-    if let Some(wishes) = json.get("cluster") {
-        document.push(entry("cluster", cluster(wishes, spec)));
+    if let Some(constraints) = json.get("cluster") {
+        document.push(entry("cluster", cluster_node(constraints, spec)));
     }
-    plain(Value::Map(document))
+    plain_node(Value::Map(document))
 }
 
-/// `{"type": …, "kind": {"train": {…}}}` -> the process as a config has it.
-fn process(json: &Json) -> Node {
+/// Converts `{"type": …, "kind": {"train": {…}}}` to a process of a config.
+fn process_node(json: &Json) -> Node {
     let kind = json.get("kind").and_then(Json::as_object);
     let body = match kind.and_then(|kinds| kinds.iter().next()) {
-        Some((kind, body)) if kind == "rare" => node(body.get("keys").unwrap_or(&Json::Null), None),
-        Some((kind, body)) => node(body, SHAPES.get(kind.as_str())),
-        None => plain(Value::Null),
+        Some((kind, body)) if kind == "rare" => json_to_node(body.get("keys").unwrap_or(&Json::Null), None),
+        Some((kind, body)) => json_to_node(body, SECTION_TREES.get(kind.as_str())),
+        None => plain_node(Value::Null),
     };
     let Value::Map(mut entries) = body.value else {
         return body;
     };
     entries.retain(|entry| entry.key != "type");
     if let Some(of_type) = json.get("type") {
-        entries.push(entry("type", node(of_type, None)));
+        entries.push(entry("type", json_to_node(of_type, None)));
     }
-    plain(Value::Map(entries))
+    plain_node(Value::Map(entries))
 }
 
-/// Times and sizes, which a config has as text and the queue as numbers.
-fn cluster(json: &Json, spec: Option<&JobSpec>) -> Node {
-    let mut read = node(json, SHAPES.get("cluster"));
+/// Converts `cluster`: a config has times and sizes as text, the job's JSON as numbers.
+fn cluster_node(json: &Json, spec: Option<&JobSpec>) -> Node {
+    let mut read = json_to_node(json, SECTION_TREES.get("cluster"));
     let (Value::Map(entries), Some(spec)) = (&mut read.value, spec) else {
         return read;
     };
     let cluster = &spec.cluster;
     for entry in entries {
         let value = match entry.key.as_str() {
-            "not_before" => cluster.not_before.map(|moment| Value::Text(moment.show())),
+            "not_before" => cluster.not_before.map(|time| Value::Text(time.show())),
             "split" => cluster.split.map(|split| match split {
                 super::cluster::Split::Auto => Value::Text("auto".into()),
                 super::cluster::Split::Parts(parts) => Value::Int(parts.into()),
             }),
-            _ => match time_span(&entry.node) {
+            _ => match format_time_span(&entry.node) {
                 Some(text) => Some(Value::Text(text)),
                 None => continue,
             },
@@ -328,13 +331,13 @@ fn cluster(json: &Json, spec: Option<&JobSpec>) -> Node {
     read
 }
 
-/// `{"secs": 60, "nanos": 0}` -> `60s`.
-fn time_span(node: &Node) -> Option<String> {
-    let whole = |key| match node.get(key).map(|node| &node.value) {
+/// Formats `{"secs": 60, "nanos": 0}` as `60s`.
+fn format_time_span(node: &Node) -> Option<String> {
+    let integer = |key| match node.get(key).map(|node| &node.value) {
         Some(Value::Int(number)) => Some(*number),
         _ => None,
     };
-    let (seconds, nanos) = (whole("secs")?, whole("nanos")?);
+    let (seconds, nanos) = (integer("secs")?, integer("nanos")?);
     (nanos == 0 && node.entries()?.len() == 2).then(|| format!("{seconds}s"))
 }
 
@@ -346,7 +349,7 @@ fn entry(key: &str, node: Node) -> Entry {
     }
 }
 
-fn plain(value: Value) -> Node {
+fn plain_node(value: Value) -> Node {
     Node {
         mark: Mark::default(),
         value,
@@ -354,9 +357,9 @@ fn plain(value: Value) -> Node {
     }
 }
 
-/// JSON as a node. In a section, seldom used keys lie under `rare`; in its config they lie beside the others.
-fn node(json: &Json, section: Option<&Shape>) -> Node {
-    plain(match json {
+/// Converts JSON to a node. In a section's JSON, rare keys are below `rare`; in a config they are beside the other keys.
+fn json_to_node(json: &Json, section: Option<&SectionTree>) -> Node {
+    plain_node(match json {
         Json::Null => Value::Null,
         Json::Bool(value) => Value::Bool(*value),
         Json::Number(number) => match number.as_i64() {
@@ -364,22 +367,22 @@ fn node(json: &Json, section: Option<&Shape>) -> Node {
             None => Value::Float(number.as_f64().unwrap_or(f64::NAN)),
         },
         Json::String(text) => Value::Text(text.clone()),
-        Json::Array(items) => Value::List(items.iter().map(|item| node(item, section)).collect()),
+        Json::Array(items) => Value::List(items.iter().map(|item| json_to_node(item, section)).collect()),
         Json::Object(map) => {
             let mut entries = Vec::with_capacity(map.len());
             for (key, value) in map {
                 match value {
                     Json::Object(rare) if section.is_some() && key == "rare" => {
-                        entries.extend(rare.iter().map(|(key, value)| entry(key, node(value, None))));
+                        entries.extend(rare.iter().map(|(key, value)| entry(key, json_to_node(value, None))));
                     }
                     value => {
                         let nested = section.and_then(|section| section.0.get(key.as_str()));
-                        entries.push(entry(key, node(value, nested)));
+                        entries.push(entry(key, json_to_node(value, nested)));
                     }
                 }
             }
             if section.is_some() {
-                // Each known key is looked for among them.
+                // The reader searches all entries for each known key.
                 entries.truncate(MAX_SECTION_KEYS);
             }
             Value::Map(entries)
@@ -387,7 +390,7 @@ fn node(json: &Json, section: Option<&Shape>) -> Node {
     })
 }
 
-/// The path of the first value that differs.
+/// Returns the path of the first value that differs.
 fn first_difference(one: &Json, other: &Json, path: &str) -> Option<String> {
     if one == other {
         return None;
@@ -416,7 +419,7 @@ fn first_difference(one: &Json, other: &Json, path: &str) -> Option<String> {
     }
 }
 
-/// `process[0].kind.train.train.steps` -> `config.process[0].train.steps`.
+/// Converts `process[0].kind.train.train.steps` to `config.process[0].train.steps`.
 fn config_key(key: &str) -> String {
     let Some((process, rest)) = key.split_once("].kind.").filter(|_| key.starts_with("process[")) else {
         return match key.starts_with("process[") {

@@ -1,12 +1,13 @@
-//! `generate` of the processes that only make images: `to_folder` and `batch_img2img`.
+//! `generate` of the processes that generate images: `to_folder` and `batch_img2img`.
 
+use super::declare::section;
 use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
-use super::schema::{Cx, Given, section};
-use super::values::{Pair, TextSource};
+use super::schema::{PresentKeys, ReadContext};
+use super::values::{ImageSize, TextSource};
 
 section! {
-    /// What `to_folder` draws.
+    /// What `to_folder` generates.
     pub struct GenerateConfig("generate") {
         /// Prompts, or a text file with one per line. May end in flags such as `--seed 7`.
         prompts [required]: TextSource = TextSource::default(), Works, input PromptFile;
@@ -16,8 +17,8 @@ section! {
         width: u32 = 512, Works;
         /// Height in pixels, floored to a multiple of 8, at least 64.
         height: u32 = 512, Works;
-        /// Sizes of which one is picked at random per image.
-        size_list: Option<Vec<Pair>> = None, Works;
+        /// Sizes; one is picked at random for each image.
+        size_list: Option<Vec<ImageSize>> = None, Works;
         /// Negative prompt.
         neg: String = String::new(), Works;
         /// Prompt of the second text encoder.
@@ -36,23 +37,23 @@ section! {
         ext: String = "png".into(), Works;
         /// Write the prompt beside the image as `.txt`.
         prompt_file: bool = false, Works;
-        /// Repeat the list of prompts.
+        /// How often the list of prompts is repeated.
         num_repeats: u32 = 1, Works;
         /// Build prompts from random lines, joined by commas.
         random_prompts: bool = false, Works;
         /// Lines per random prompt.
         max_random_per_prompt: u32 = 1, Works;
-        /// How many random prompts.
+        /// Number of random prompts.
         max_images: u32 = 10_000, Works;
         /// Shuffle the prompts.
         shuffle: bool = false, Works;
         /// torch.compile.
-        compile: bool = false, Accepted("the same result another way");
+        compile: bool = false, Accepted("an optimisation; the result is the same");
     }
     finish = finish_generate;
 }
 
-/// The prompts of a text file: its lines without the space around them, empty ones left out.
+/// Returns the prompts of a text file: its trimmed lines, without empty ones.
 #[must_use]
 pub fn prompt_lines(text: &str) -> Vec<&str> {
     let text = text.trim_start_matches('\u{feff}');
@@ -60,9 +61,9 @@ pub fn prompt_lines(text: &str) -> Vec<&str> {
 }
 
 impl GenerateConfig {
-    /// How many images are drawn from so many prompts.
+    /// The number of images generated from this many prompts.
     #[must_use]
-    pub fn images(&self, prompts: usize) -> u64 {
+    pub fn image_count(&self, prompts: usize) -> u64 {
         let list = if self.random_prompts {
             u64::from(self.max_images)
         } else {
@@ -72,24 +73,24 @@ impl GenerateConfig {
     }
 }
 
-fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
+fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
-    image_suffix(&generate.ext, cx);
+    check_image_suffix(&generate.ext, cx);
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
-    cx.at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
-    cx.at_most("width", generate.width, MAX_SIDE);
-    cx.at_most("height", generate.height, MAX_SIDE);
-    cx.at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
-    cx.at_most("max_images", generate.max_images, MAX_RANDOM_PROMPTS);
-    cx.at_most(
+    cx.check_at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_at_most("width", generate.width, MAX_SIDE);
+    cx.check_at_most("height", generate.height, MAX_SIDE);
+    cx.check_at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
+    cx.check_at_most("max_images", generate.max_images, MAX_RANDOM_PROMPTS);
+    cx.check_at_most(
         "max_random_per_prompt",
         generate.max_random_per_prompt,
         MAX_LINES_PER_PROMPT,
     );
-    for (index, Pair(width, height)) in generate.size_list.iter().flatten().enumerate() {
-        cx.at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
+    for (index, ImageSize(width, height)) in generate.size_list.iter().flatten().enumerate() {
+        cx.check_at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
     }
     if generate.size_list.as_ref().is_some_and(Vec::is_empty) {
         generate.size_list = None;
@@ -97,7 +98,7 @@ fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
 }
 
 section! {
-    /// What `batch_img2img` makes of the images in its data sets.
+    /// How `batch_img2img` changes the images of its data sets.
     pub struct Img2ImgConfig("generate") {
         /// Sampler.
         sampler: SamplerName = SamplerName::Ddpm, Works;
@@ -115,7 +116,7 @@ section! {
         guidance_rescale: f64 = 0.0, Works;
         /// Suffix of the files, with or without the dot.
         ext: String = "png".into(), Works;
-        /// How much of the image is redrawn: 0 nothing, 1 everything.
+        /// How much of the image changes: 0 nothing, 1 everything.
         denoise_strength: f64 = 0.5, Works;
         /// Trigger word for `[trigger]` in captions.
         trigger_word: Option<String> = None, Works;
@@ -123,19 +124,19 @@ section! {
     finish = finish_img2img;
 }
 
-fn finish_img2img(generate: &mut Img2ImgConfig, _given: &Given, cx: &mut Cx) {
+fn finish_img2img(generate: &mut Img2ImgConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
-    image_suffix(&generate.ext, cx);
+    check_image_suffix(&generate.ext, cx);
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
-    cx.at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
     if !(0.0..=1.0).contains(&generate.denoise_strength) {
         cx.error_at("denoise_strength", "expected a share from 0 to 1");
     }
 }
 
-fn image_suffix(ext: &str, cx: &mut Cx) {
+fn check_image_suffix(ext: &str, cx: &mut ReadContext) {
     const KNOWN: &[&str] = &["png", "jpg", "jpeg", "webp"];
     if !KNOWN.contains(&ext) {
         cx.error_at(

@@ -1,6 +1,6 @@
-//! Files that nobody wrote by hand: any bytes end in a job or an error, in bounded time.
+//! Hostile and random files: any input gives a job or an error, in bounded time.
 
-use super::tests::{MINIMAL, yaml};
+use super::tests::{MINIMAL, load_yaml};
 use super::*;
 use proptest::prelude::*;
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ fn timed(what: &str, text: &str, format: Format) {
 }
 
 #[test]
-fn alias_bombs_deep_nesting_and_big_files_are_refused_in_time() {
+fn alias_bombs_deep_nesting_and_large_files_are_refused_quickly() {
     let mut bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
     for level in 1..12 {
         let inner = format!("*a{},", level - 1).repeat(10);
         bomb.push_str(&format!("a{level}: &a{level} [{}]\n", inner.trim_end_matches(',')));
     }
-    let error = yaml(&bomb).unwrap_err();
+    let error = load_yaml(&bomb).unwrap_err();
     assert!(error.to_string().contains("grows beyond"), "{error}");
     for (text, format) in [
         ("[".repeat(100_000), Format::Yaml),
@@ -32,7 +32,7 @@ fn alias_bombs_deep_nesting_and_big_files_are_refused_in_time() {
         let error = parse(&text, format, None, &LoadOptions::default()).unwrap_err();
         assert!(error.to_string().contains("inside each other"), "{error}");
     }
-    let error = yaml(&"a".repeat(11 << 20)).unwrap_err();
+    let error = load_yaml(&"a".repeat(11 << 20)).unwrap_err();
     assert!(error.to_string().contains("larger than 10 MiB"), "{error}");
     timed(
         "many keys",
@@ -52,7 +52,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_bytes_end_in_a_job_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+    fn arbitrary_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
         let text = String::from_utf8_lossy(&bytes);
         for format in [Format::Yaml, Format::Json, Format::Jsonc] {
             let _ = parse(&text, format, None, &LoadOptions::default());
@@ -60,16 +60,16 @@ proptest! {
     }
 
     #[test]
-    fn any_yaml_like_text_ends_in_a_job_or_an_error(text in "([a-z]{1,3}|: |- |\n|  |\\[|\\]|\\{|\\}|,|&a|\\*a|<<: |'|\"|\\||>|#|!!|\\$\\{A\\}|1e4|\t){0,60}") {
-        let _ = yaml(&text);
+    fn arbitrary_yaml_like_text_never_panics(text in "([a-z]{1,3}|: |- |\n|  |\\[|\\]|\\{|\\}|,|&a|\\*a|<<: |'|\"|\\||>|#|!!|\\$\\{A\\}|1e4|\t){0,60}") {
+        let _ = load_yaml(&text);
         let _ = parse(&text, Format::Jsonc, None, &LoadOptions::default());
     }
 
     #[test]
-    fn a_config_with_one_place_changed_never_panics(at in 0usize..MINIMAL.len(), replacement in ".{0,3}") {
+    fn a_config_with_one_character_replaced_never_panics(at in 0usize..MINIMAL.len(), replacement in ".{0,3}") {
         let mut text = MINIMAL.to_owned();
         text.replace_range(at..=at, &replacement);
-        if let Ok(job) = yaml(&text) {
+        if let Ok(job) = load_yaml(&text) {
             let _ = job.spec.unsupported();
             let _ = job.spec.inputs();
             let json = serde_json::to_string(&job.spec).unwrap();
@@ -78,7 +78,7 @@ proptest! {
     }
 
     #[test]
-    fn prompts_of_any_kind_are_taken_apart(text in ".{0,80}") {
+    fn arbitrary_prompts_are_parsed(text in ".{0,80}") {
         let flags = prompt::PromptFlags::parse(&text);
         prop_assert!(flags.width.is_none_or(|w| w >= 64 && w % 8 == 0));
     }

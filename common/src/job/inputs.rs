@@ -1,107 +1,111 @@
-//! What prompts hold besides words: inputs (`--ctrl_img path`) and flags with mistakes.
+//! Input paths and flags inside prompts (`--ctrl_img path`), and inputs that are never opened.
 
 use super::node::shorten;
 use super::process::ProcessKind;
 use super::prompt::PromptFlags;
 use super::sample::SampleConfig;
-use super::schema::{Cx, Input, InputKind, Report};
+use super::schema::{Input, InputKind, ReadContext, Report};
 use super::spec::JobSpec;
 use super::values::TextSource;
 use std::collections::BTreeSet;
 
-/// Keys of inputs that nobody opens, because of another key or because of what the process does.
-pub(crate) fn unopened(job: &JobSpec) -> BTreeSet<String> {
-    let mut keys = BTreeSet::new();
-    for (index, process) in job.process.iter().enumerate() {
-        let (datasets, trains) = match &process.kind {
-            ProcessKind::Train(process) => (&process.datasets, true),
-            ProcessKind::Img2Img(process) => (&process.datasets, false),
-            _ => continue,
-        };
-        for (number, dataset) in datasets.iter().enumerate() {
-            let unopened = [
-                ("folder_path", dataset.dataset_path.is_some()),
-                // The image's own transparency wins.
-                ("mask_path", dataset.alpha_mask || !trains),
-                ("random_triggers", !trains),
-            ];
-            let unopened = unopened.into_iter().filter(|(_, is_unopened)| *is_unopened);
-            keys.extend(unopened.map(|(key, _)| format!("config.process[{index}].datasets[{number}].{key}")));
+impl JobSpec {
+    /// Returns the keys of inputs that are never opened, because another key replaces them or the process does not use them.
+    pub(super) fn unopened_keys(&self) -> BTreeSet<String> {
+        let mut keys = BTreeSet::new();
+        for (index, process) in self.process.iter().enumerate() {
+            let (datasets, trains) = match &process.kind {
+                ProcessKind::Train(process) => (&process.datasets, true),
+                ProcessKind::Img2Img(process) => (&process.datasets, false),
+                _ => continue,
+            };
+            for (number, dataset) in datasets.iter().enumerate() {
+                let unopened = [
+                    ("folder_path", dataset.dataset_path.is_some()),
+                    // The image's alpha channel wins.
+                    ("mask_path", dataset.alpha_mask || !trains),
+                    ("random_triggers", !trains),
+                ];
+                let unopened = unopened.into_iter().filter(|(_, is_unopened)| *is_unopened);
+                keys.extend(unopened.map(|(key, _)| format!("config.process[{index}].datasets[{number}].{key}")));
+            }
+        }
+        keys
+    }
+
+    /// Adds the control images named in prompts.
+    pub(super) fn add_prompt_inputs(&self, out: &mut Vec<Input>) {
+        for (index, process) in self.process.iter().enumerate() {
+            for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+                if let Some(config_path) = PromptFlags::parse(text).ctrl_img.filter(|path| !path.is_empty()) {
+                    out.push(Input {
+                        config_path,
+                        kind: InputKind::ControlImages,
+                        key,
+                    });
+                }
+            });
         }
     }
-    keys
-}
 
-/// Adds the files that prompts name.
-pub(crate) fn from_prompts(job: &JobSpec, out: &mut Vec<Input>) {
-    for (index, process) in job.process.iter().enumerate() {
-        each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
-            if let Some(config_path) = PromptFlags::parse(text).ctrl_img.filter(|path| !path.is_empty()) {
-                out.push(Input {
-                    config_path,
-                    kind: InputKind::ControlImages,
-                    key,
-                });
-            }
-        });
-    }
-}
-
-/// Says which flags of prompts this release does not follow; the keys of the same meaning say the same.
-pub(crate) fn unsupported(job: &JobSpec, report: &mut Report) {
-    for (index, process) in job.process.iter().enumerate() {
-        each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
-            let flags = PromptFlags::parse(text);
-            if flags.num_frames.is_some_and(|frames| frames > 1) {
-                report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
-            }
-            if flags.ctrl_img.is_some() {
-                report.error(
-                    key.as_str(),
-                    "the prompt's flag `--ctrl_img`: control images are not used yet",
-                );
-            }
-            for (flag, given) in [
-                ("a", flags.adapter_conditioning_scale.is_some()),
-                ("ref", flags.refiner_start_at.is_some()),
-                ("ev", flags.extra_values.is_some()),
-                ("fps", flags.fps.is_some()),
-                ("ctrl_idx", flags.ctrl_idx.is_some()),
-            ] {
-                if given {
-                    report.warn(
+    /// Reports prompt flags that this release does not support, like the config keys of the same meaning.
+    pub(super) fn check_flag_support(&self, report: &mut Report) {
+        for (index, process) in self.process.iter().enumerate() {
+            for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+                let flags = PromptFlags::parse(text);
+                if flags.num_frames.is_some_and(|frames| frames > 1) {
+                    report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
+                }
+                if flags.ctrl_img.is_some() {
+                    report.error(
                         key.as_str(),
-                        format!("the prompt's flag `--{flag}` has no effect with the models of this release"),
+                        "the prompt's flag `--ctrl_img`: control images are not used yet",
                     );
                 }
+                for (flag, is_set) in [
+                    ("a", flags.adapter_conditioning_scale.is_some()),
+                    ("ref", flags.refiner_start_at.is_some()),
+                    ("ev", flags.extra_values.is_some()),
+                    ("fps", flags.fps.is_some()),
+                    ("ctrl_idx", flags.ctrl_idx.is_some()),
+                ] {
+                    if is_set {
+                        report.warn(
+                            key.as_str(),
+                            format!("the prompt's flag `--{flag}` has no effect with the models of this release"),
+                        );
+                    }
+                }
+            });
+        }
+    }
+}
+
+impl ProcessKind {
+    /// Reports invalid and unknown prompt flags.
+    pub(super) fn check_prompts(&self, path: &str, cx: &mut ReadContext) {
+        for_each_prompt(self, path, &mut |key, text| {
+            let flags = PromptFlags::parse(text);
+            for problem in flags.problems {
+                cx.error_at(&key, problem);
+            }
+            for flag in flags.unknown {
+                let message = format!(
+                    "`--{}` is not a prompt flag; it and the text after it are dropped",
+                    shorten(&flag)
+                );
+                cx.warn_at(&key, message);
             }
         });
     }
 }
 
-/// Says which flags of prompts cannot be understood.
-pub(crate) fn check_prompts(process: &ProcessKind, path: &str, cx: &mut Cx) {
-    each_prompt(process, path, &mut |key, text| {
-        let flags = PromptFlags::parse(text);
-        for problem in flags.problems {
-            cx.error_at(&key, problem);
-        }
-        for flag in flags.unknown {
-            let message = format!(
-                "`--{}` is not a prompt flag; it and the text after it are dropped",
-                shorten(&flag)
-            );
-            cx.warn_at(&key, message);
-        }
-    });
-}
-
-fn each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str)) {
+fn for_each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str)) {
     match process {
         ProcessKind::Train(process) => {
-            samples(&process.sample, &format!("{path}.sample"), f);
+            for_each_sample_prompt(&process.sample, &format!("{path}.sample"), f);
             if let Some(first) = &process.first_sample {
-                samples(first, &format!("{path}.first_sample"), f);
+                for_each_sample_prompt(first, &format!("{path}.first_sample"), f);
             }
         }
         ProcessKind::Generate(process) => {
@@ -115,7 +119,7 @@ fn each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str
     }
 }
 
-fn samples(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, &str)) {
+fn for_each_sample_prompt(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, &str)) {
     let from_prompts = !sample.prompts.is_empty() && sample.prompts.len() == sample.samples.len();
     for (index, item) in sample.samples.iter().enumerate() {
         if from_prompts && sample.prompts.get(index) == Some(&item.prompt) {
@@ -131,7 +135,7 @@ mod tests {
     use crate::job::{Format, LoadOptions, parse};
 
     #[test]
-    fn flags_say_what_their_keys_say() {
+    fn unsupported_prompt_flags_are_reported_like_their_keys() {
         let config = |prompt: &str| {
             let text = format!(
                 "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      model:\n        \

@@ -1,4 +1,4 @@
-//! JSON and JSONC text -> [`Node`].
+//! Parses JSON and JSONC text into a [`Node`].
 
 use super::error::Finding;
 use super::limits::{MAX_DEPTH, finding, too_deep};
@@ -9,13 +9,13 @@ use jsonc_parser::{CollectOptions, ParseOptions, parse_to_ast};
 use std::cell::Cell;
 use std::collections::HashMap;
 
-/// Reads a JSON document; with `comments` also comments and trailing commas.
+/// Parses a JSON document; with `comments` also comments and trailing commas.
 ///
 /// # Errors
-/// The first thing that is wrong, with its place.
+/// The first error, with its position.
 pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<Node, Finding> {
-    let lines = Lines::new(text);
-    if let Some(offset) = too_deep_at(text) {
+    let lines = PositionCounter::new(text);
+    if let Some(offset) = find_too_deep(text) {
         return Err(finding(file, lines.mark(offset), "", too_deep()));
     }
     let options = ParseOptions {
@@ -51,7 +51,7 @@ pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<No
         )
     })?;
     match parsed.value {
-        Some(value) => Converter { file, lines: &lines }.node(&value, "", 0),
+        Some(value) => Converter { file, lines: &lines }.convert(&value, "", 0),
         None => Err(finding(file, Mark { line: 1, column: 1 }, "", "the config is empty")),
     }
 }
@@ -63,8 +63,8 @@ fn lower_first(text: &str) -> String {
         .map_or_else(String::new, |first| first.to_lowercase().chain(chars).collect())
 }
 
-/// Where brackets outside of strings nest too deeply. Comments may mislead it only towards too many.
-fn too_deep_at(text: &str) -> Option<usize> {
+/// Returns the offset where brackets outside of strings nest too deeply. Brackets in comments count too.
+fn find_too_deep(text: &str) -> Option<usize> {
     let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
     for (offset, byte) in text.bytes().enumerate() {
         match byte {
@@ -73,7 +73,7 @@ fn too_deep_at(text: &str) -> Option<usize> {
             b'"' => in_string = !in_string,
             b'[' | b'{' if !in_string => {
                 depth += 1;
-                // The parser itself stops at 512; this is only a cheap first look.
+                // The parser stops at 512; this check is cheaper.
                 if depth > 400 {
                     return Some(offset);
                 }
@@ -85,16 +85,16 @@ fn too_deep_at(text: &str) -> Option<usize> {
     None
 }
 
-/// Turns byte offsets into places. Remembers the last one and counts on from there, so that asking for
-/// many places in order reads the text once, however long its lines are.
-struct Lines<'a> {
+/// Converts byte offsets to positions. Continues from the last offset, so increasing offsets read the text only once, however
+/// long its lines are.
+struct PositionCounter<'a> {
     text: &'a str,
     last: Cell<(usize, Mark)>,
 }
 
 const START: (usize, Mark) = (0, Mark { line: 1, column: 1 });
 
-impl<'a> Lines<'a> {
+impl<'a> PositionCounter<'a> {
     fn new(text: &'a str) -> Self {
         Self {
             text,
@@ -125,11 +125,11 @@ impl<'a> Lines<'a> {
 
 struct Converter<'a> {
     file: Option<&'a str>,
-    lines: &'a Lines<'a>,
+    lines: &'a PositionCounter<'a>,
 }
 
 impl Converter<'_> {
-    fn node(&self, value: &Ast<'_>, path: &str, depth: usize) -> Result<Node, Finding> {
+    fn convert(&self, value: &Ast<'_>, path: &str, depth: usize) -> Result<Node, Finding> {
         let mark = self.lines.mark(value.range().start);
         if depth > MAX_DEPTH {
             return Err(finding(self.file, mark, path, too_deep()));
@@ -157,7 +157,7 @@ impl Converter<'_> {
                     .elements
                     .iter()
                     .enumerate()
-                    .map(|(index, element)| self.node(element, &format!("{path}[{index}]"), depth + 1))
+                    .map(|(index, element)| self.convert(element, &format!("{path}[{index}]"), depth + 1))
                     .collect::<Result<_, _>>()?,
             ),
             Ast::Object(object) => {
@@ -178,7 +178,7 @@ impl Converter<'_> {
                         );
                         return Err(finding(self.file, at, &path, message));
                     }
-                    let node = self.node(&property.value, &path, depth + 1)?;
+                    let node = self.convert(&property.value, &path, depth + 1)?;
                     entries.push(Entry { key, mark: at, node });
                 }
                 Value::Map(entries)

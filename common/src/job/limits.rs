@@ -1,23 +1,23 @@
-//! Bounds of what a config may be. Far above anything a person writes; they keep hostile files cheap.
+//! Size limits of configs. They are far above real configs and bound the cost of hostile files.
 
 use super::error::Finding;
 use super::node::Mark;
 
 /// Bytes of a config file.
 pub const MAX_BYTES: u64 = 10 * 1024 * 1024;
-/// Lists and maps inside each other.
+/// Nesting depth of lists and maps.
 pub const MAX_DEPTH: usize = 64;
-/// Bytes of the tree after aliases, variables and names were filled in; a value counts for 64 and its text.
+/// Bytes of the tree after aliases, variables and names are expanded; a value counts for 64 plus its text.
 pub const MAX_EXPANDED: usize = 64 * 1024 * 1024;
-/// Pixels of a side of an image: 256 megapixels as a square.
+/// Pixels of an image's width or height; a square of it has 256 megapixels.
 pub const MAX_SIDE: u32 = 16_384;
 /// Rank of a network. More than the narrower side of a layer adds nothing, and FLUX.1's widest layers have 15360.
 pub const MAX_RANK: u32 = 16_384;
 /// Items of a batch.
 pub const MAX_BATCH: u32 = 65_536;
-/// Steps of an image; models are made for 1000.
+/// Sampling steps; models are trained with 1000.
 pub const MAX_SAMPLE_STEPS: u32 = 10_000;
-/// Length of the time step table; models are made for 1000.
+/// Length of the time step table; models are trained with 1000.
 pub const MAX_TIMESTEPS: u32 = 1_000_000;
 /// How often a list of files or prompts is repeated.
 pub const MAX_REPEATS: u32 = 1_000_000;
@@ -29,18 +29,18 @@ pub const MAX_DATASETS: usize = 1_000;
 pub const MAX_RESOLUTIONS: usize = 64;
 /// Images of a `sample` section.
 pub const MAX_SAMPLES: usize = 10_000;
-/// Labels that a job asks for.
+/// Labels that a job requires.
 pub const MAX_LABELS: usize = 64;
 /// Random prompts of a process.
 pub const MAX_RANDOM_PROMPTS: u32 = 1_000_000;
-/// Lines of which a random prompt is made.
+/// Lines that a random prompt is built from.
 pub const MAX_LINES_PER_PROMPT: u32 = 1_000;
 /// Bytes of a text file that a config names: prompts, words, the captions of a whole data set.
 pub const MAX_TEXT_FILE_BYTES: u64 = 64 * 1024 * 1024;
 /// Bytes of the caption of one image.
 pub const MAX_CAPTION_BYTES: u64 = 1024 * 1024;
-/// What one value costs besides its text.
-pub(crate) const NODE_COST: usize = 64;
+/// Bytes that one value counts for besides its text.
+pub(crate) const NODE_BYTES: usize = 64;
 
 pub(crate) fn finding(file: Option<&str>, mark: Mark, key: &str, message: impl Into<String>) -> Finding {
     Finding {

@@ -1,33 +1,33 @@
-//! From a name or a path to a [`LoadedJob`].
+//! Finds, reads and parses a config file into a [`LoadedJob`].
 
 use super::change::{self, Change};
 use super::error::{Finding, JobError};
 use super::limits::{MAX_BYTES, finding};
 use super::node::{Mark, Node, Value};
-use super::schema::Cx;
+use super::schema::ReadContext;
 use super::spec::JobSpec;
 use super::{Format, json, template, yaml};
 use std::collections::BTreeMap;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
-/// What loading depends on besides the file.
+/// Options for loading a config.
 #[derive(Clone, Copy)]
 pub struct LoadOptions<'a> {
-    /// `--name`: replaces `[name]` instead of `config.name`.
+    /// `--name`: replaces `[name]` in place of `config.name`.
     pub name_override: Option<&'a str>,
     /// Looks up `${VAR}`.
-    pub env: template::Env<'a>,
-    /// The folder in which `config/` is looked for. Unset: the current one.
+    pub env: template::EnvLookup<'a>,
+    /// The folder that contains `config/`. Unset: the current folder.
     pub search_dir: Option<&'a Path>,
-    /// Keys that have another value than in the file.
+    /// Changes of single keys, applied after parsing.
     pub changes: &'a [Change],
     /// Appended to the job's name, and to what replaces `[name]`.
     pub suffix: &'a str,
 }
 
 impl Default for LoadOptions<'_> {
-    /// No name, no variables, the current folder.
+    /// No name override, no variables, the current folder.
     fn default() -> Self {
         Self {
             name_override: None,
@@ -39,26 +39,26 @@ impl Default for LoadOptions<'_> {
     }
 }
 
-/// A config that was read and understood.
+/// A config that was read and validated.
 #[derive(Clone, Debug)]
 pub struct LoadedJob {
     /// The job.
     pub spec: JobSpec,
     /// The text as its user wrote it, variables unexpanded.
     pub text: String,
-    /// How it is written.
+    /// Its file format.
     pub format: Format,
-    /// Where it was found.
+    /// The path of the file.
     pub path: Option<PathBuf>,
-    /// What its user should know: unknown keys, nulls that mattered, and the like.
+    /// Warnings, such as unknown keys and ignored nulls.
     pub warnings: Vec<Finding>,
 }
 
-/// Finds, reads and understands a config. `name` is a path, or the name of a file in `config/` with or
+/// Finds, reads and validates a config. `name` is a path, or the name of a file in `config/` with or
 /// without its extension.
 ///
 /// # Errors
-/// When there is no such file, it cannot be read, or it is not a valid config.
+/// There is no such file, it cannot be read, or it is not a valid config.
 pub fn load(name: &str, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError> {
     let path = find(name, options.search_dir)?;
     let shown = path.display().to_string();
@@ -70,16 +70,16 @@ pub fn load(name: &str, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError
     Ok(job)
 }
 
-/// Understands the text of a config. `file` is its name for messages.
+/// Parses and validates the text of a config. `file` is its name for messages.
 ///
 /// # Errors
-/// When it is not a valid config: every place that is wrong.
+/// [`JobError::Invalid`] with every error.
 pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError> {
     let invalid = |finding: Finding| JobError::Invalid {
         findings: vec![finding],
     };
     if text.len() as u64 > MAX_BYTES {
-        return Err(invalid(too_big(file)));
+        return Err(invalid(too_large_file(file)));
     }
     let body = text.strip_prefix('\u{feff}').unwrap_or(text);
     let mut root = match format {
@@ -88,25 +88,29 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
         Format::Jsonc => json::parse(body, true, file),
     }
     .map_err(invalid)?;
-    let changed = change::apply(&mut root, options.changes, file).map_err(invalid)?;
+    let changed = change::apply_changes(&mut root, options.changes, file).map_err(invalid)?;
     let secrets = template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
-    if let Some(name) = options.name_override.map(str::to_owned).or_else(|| own_name(&root)) {
+    if let Some(name) = options
+        .name_override
+        .map(str::to_owned)
+        .or_else(|| name_in_config(&root))
+    {
         let name = format!("{name}{}", options.suffix);
-        template::fill_name(&mut root, &name, file).map_err(invalid)?;
+        template::replace_name(&mut root, &name, file).map_err(invalid)?;
     }
     change::append_to_name(&mut root, options.suffix);
-    let given = options.name_override.map(|name| format!("{name}{}", options.suffix));
-    let mut cx = Cx::new(file.map(str::to_owned));
+    let suffixed_name = options.name_override.map(|name| format!("{name}{}", options.suffix));
+    let mut cx = ReadContext::new(file.map(str::to_owned));
     cx.warnings = secrets;
-    let spec = JobSpec::read(&root, given.as_deref(), &mut cx);
-    change::refuse_unknown(&changed, &mut cx);
-    change::place_on_command_line(&mut cx.warnings, &changed);
-    change::place_on_command_line(&mut cx.errors, &changed);
+    let spec = JobSpec::read(&root, suffixed_name.as_deref(), &mut cx);
+    change::refuse_unknown_keys(&changed, &mut cx);
+    change::move_to_command_line(&mut cx.warnings, &changed);
+    change::move_to_command_line(&mut cx.errors, &changed);
     let mut findings = cx.errors;
     match spec {
         Some(mut spec) if findings.is_empty() => {
-            // Where they stand in the file says nothing of values that are not from there.
-            spec.positions.retain(|key, _| !change::is_given(key, &changed));
+            // Changed values have no position in the file.
+            spec.positions.retain(|key, _| !change::is_changed(key, &changed));
             Ok(LoadedJob {
                 spec,
                 text: text.to_owned(),
@@ -125,20 +129,20 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     }
 }
 
-/// Parses YAML in which variables may stand anywhere.
+/// Parses YAML in which `${VAR}` may be anywhere.
 fn parse_yaml(body: &str, file: Option<&str>) -> Result<Node, Finding> {
-    let mut parsed = yaml::parse(&template::shield(body), file);
+    let mut parsed = yaml::parse(&template::hide_variables(body), file);
     match &mut parsed {
-        Ok(root) => template::unshield(root),
+        Ok(root) => template::restore_variables(root),
         Err(finding) => {
-            template::unshield_text(&mut finding.message);
-            template::unshield_text(&mut finding.key);
+            template::restore_variables_in_text(&mut finding.message);
+            template::restore_variables_in_text(&mut finding.key);
         }
     }
     parsed
 }
 
-fn own_name(root: &Node) -> Option<String> {
+fn name_in_config(root: &Node) -> Option<String> {
     let node = root.get("config")?.get("name")?;
     match &node.value {
         Value::Text(name) => Some(name.clone()),
@@ -147,7 +151,7 @@ fn own_name(root: &Node) -> Option<String> {
     }
 }
 
-fn too_big(file: Option<&str>) -> Finding {
+fn too_large_file(file: Option<&str>) -> Finding {
     let message = format!(
         "the config is larger than {} MiB; this is probably another file",
         MAX_BYTES >> 20
@@ -169,7 +173,7 @@ fn read(path: &Path, shown: &str) -> Result<String, JobError> {
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > MAX_BYTES {
         return Err(JobError::Invalid {
-            findings: vec![too_big(Some(shown))],
+            findings: vec![too_large_file(Some(shown))],
         });
     }
     String::from_utf8(bytes).map_err(|error| {
@@ -192,18 +196,18 @@ fn read(path: &Path, shown: &str) -> Result<String, JobError> {
     })
 }
 
-/// Extensions in the order in which they are tried.
+/// File extensions, in the order they are tried.
 const EXTENSIONS: [&str; 4] = ["yaml", "yml", "json", "jsonc"];
 
-/// Finds a config: a name without extension first in `config/`, anything else first as a path.
+/// Finds a config. A name without extension is searched in `config/` first; anything else is tried as a path first.
 ///
 /// # Errors
-/// [`JobError::NotFound`] with every place that was looked at.
+/// [`JobError::NotFound`] with every path that was tried.
 pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> {
     let root = search_dir.unwrap_or_else(|| Path::new(""));
     let folder = root.join("config");
-    let given = Path::new(name);
-    let has_extension = given
+    let path = Path::new(name);
+    let has_extension = path
         .extension()
         .and_then(|extension| extension.to_str())
         .is_some_and(|text| Format::from_name(text).is_some());
@@ -215,8 +219,8 @@ pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> 
                 .map(|extension| folder.join(format!("{name}.{extension}"))),
         );
     }
-    candidates.push(root.join(given));
-    candidates.push(folder.join(given));
+    candidates.push(root.join(path));
+    candidates.push(folder.join(path));
     if !has_extension && !name.is_empty() {
         candidates.extend(
             EXTENSIONS
@@ -224,26 +228,26 @@ pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> 
                 .map(|extension| root.join(format!("{name}.{extension}"))),
         );
     }
-    let mut looked: Vec<String> = Vec::new();
+    let mut searched: Vec<String> = Vec::new();
     for candidate in candidates {
         if candidate.is_file() {
             return Ok(candidate);
         }
         let shown = candidate.display().to_string();
-        if !looked.contains(&shown) {
-            looked.push(shown);
+        if !searched.contains(&shown) {
+            searched.push(shown);
         }
     }
     Err(JobError::NotFound {
         name: name.to_owned(),
-        looked,
+        searched,
     })
 }
 
-/// The variables of `.env` in a folder; empty without such a file.
+/// Reads the variables of `.env` in a folder; empty if there is no such file.
 ///
 /// # Errors
-/// When the file is there and cannot be read or understood.
+/// The file exists and cannot be read or parsed.
 pub fn dotenv(folder: &Path) -> Result<BTreeMap<String, String>, JobError> {
     let path = folder.join(".env");
     if !path.is_file() {
@@ -269,7 +273,7 @@ pub fn dotenv(folder: &Path) -> Result<BTreeMap<String, String>, JobError> {
         .collect()
 }
 
-/// Looks variables up in the environment of this process, then in what [`dotenv`] found.
+/// Returns a function that looks up a variable in the process environment, then in `dotenv`.
 pub fn env_with(dotenv: BTreeMap<String, String>) -> impl Fn(&str) -> Option<String> {
     move |name| std::env::var(name).ok().or_else(|| dotenv.get(name).cloned())
 }

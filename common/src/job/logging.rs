@@ -1,22 +1,22 @@
-//! `logging`: how often numbers are written, and where to.
+//! `logging`: how often metrics are logged, and where to.
 
-use super::schema::section;
+use super::declare::section;
 
 section! {
-    /// How often numbers are written, and where to.
+    /// How often metrics are logged, and where to.
     pub struct LoggingConfig("logging") {
         /// Steps between log lines; null logs every step.
         log_every: Option<u64> = Some(100), Works;
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         verbose: bool = false, Accepted("never had an effect");
         /// Report to Weights & Biases.
         use_wandb: bool = false, Ignored("no Weights & Biases logger yet; metrics are in `aitk logs`");
         /// Write `loss_log.db` for the web UI of ai-toolkit.
         use_ui_logger: bool = false, Ignored("no `loss_log.db` yet; metrics are in `aitk logs`");
         /// Weights & Biases project.
-        project_name: String = "ai-toolkit".into(), With("use_wandb");
+        project_name: String = "ai-toolkit".into(), DependsOn("use_wandb");
         /// Weights & Biases run.
-        run_name: Option<String> = None, With("use_wandb");
+        run_name: Option<String> = None, DependsOn("use_wandb");
     }
 }
 

@@ -1,6 +1,6 @@
-//! Every mistake that the documentation promises a clear error for, with its line and its key.
+//! Common mistakes in configs, with the line, the key and the message of the expected error.
 
-use super::tests::{MINIMAL, with, yaml};
+use super::tests::{MINIMAL, load_yaml, with_line_after};
 
 /// (what, config, line, key, part of the message)
 fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
@@ -14,14 +14,14 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "tab deep",
-            with("type: sd_trainer", "\t  device: cpu"),
+            with_line_after("type: sd_trainer", "\t  device: cpu"),
             6,
             "",
             "tab in the indentation",
         ),
         (
             "duplicate",
-            with("steps: 10", "        steps: 20"),
+            with_line_after("steps: 10", "        steps: 20"),
             14,
             "config.process[0].train.steps",
             "given twice",
@@ -73,35 +73,35 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "infinite",
-            with("steps: 10", "        lr: .inf"),
+            with_line_after("steps: 10", "        lr: .inf"),
             14,
             "config.process[0].train.lr",
             "finite",
         ),
         (
             "near miss",
-            with("steps: 10", "        batch_sise: 2"),
+            with_line_after("steps: 10", "        batch_sise: 2"),
             14,
             "config.process[0].train.batch_sise",
             "did you mean `batch_size`",
         ),
         (
             "near miss of rare",
-            with("steps: 10", "        train_turboo: true"),
+            with_line_after("steps: 10", "        train_turboo: true"),
             14,
             "config.process[0].train.train_turboo",
             "`train_turbo`",
         ),
         (
             "optimizer",
-            with("steps: 10", "        optimizer: adamww"),
+            with_line_after("steps: 10", "        optimizer: adamww"),
             14,
             "config.process[0].train.optimizer",
             "Did you mean `adamw`",
         ),
         (
             "arch",
-            with("name_or_path: base", "        arch: sd17"),
+            with_line_after("name_or_path: base", "        arch: sd17"),
             9,
             "config.process[0].model.arch",
             "Known: sd1, sd2",
@@ -192,7 +192,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "flag",
-            with("type: sd_trainer", "      sample: {prompts: ['a cat --w wide']}"),
+            with_line_after("type: sd_trainer", "      sample: {prompts: ['a cat --w wide']}"),
             6,
             "config.process[0].sample.prompts[0]",
             "`--w` expects a whole number",
@@ -222,21 +222,21 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ("scalar", "hello".into(), 1, "", "expected a map"),
         (
             "poi",
-            with("- folder_path", "          poi: {x: 1}"),
+            with_line_after("- folder_path", "          poi: {x: 1}"),
             12,
             "config.process[0].datasets[0].poi",
             "was removed",
         ),
         (
             "dataset type",
-            with("- folder_path", "          type: video"),
+            with_line_after("- folder_path", "          type: video"),
             12,
             "config.process[0].datasets[0].type",
             "not a known dataset type",
         ),
         (
             "two accumulations",
-            with(
+            with_line_after(
                 "steps: 10",
                 "        gradient_accumulation: 2\n        gradient_accumulation_steps: 2",
             ),
@@ -254,7 +254,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ("recursive alias", "a: &a [*a]\n".into(), 0, "", ""),
         (
             "huge image",
-            with(
+            with_line_after(
                 "type: sd_trainer",
                 "      sample: {width: 1000000, samples: [{prompt: a}]}",
             ),
@@ -264,7 +264,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "huge sample",
-            with(
+            with_line_after(
                 "type: sd_trainer",
                 "      sample:\n        samples:\n          - prompt: a\n            height: 16385",
             ),
@@ -274,7 +274,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "huge flag",
-            with("type: sd_trainer", "      sample: {prompts: ['a cat --w 4000000000']}"),
+            with_line_after("type: sd_trainer", "      sample: {prompts: ['a cat --w 4000000000']}"),
             6,
             "config.process[0].sample.prompts[0]",
             "`--w` expects at most 16384, found 4000000000",
@@ -302,21 +302,21 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "huge resolution",
-            with("- folder_path", "          resolution: [512, 20000]"),
+            with_line_after("- folder_path", "          resolution: [512, 20000]"),
             12,
             "config.process[0].datasets[0].resolution",
             "expected at most 16384, found 20000",
         ),
         (
             "huge batch",
-            with("steps: 10", "        batch_size: 4294967295"),
+            with_line_after("steps: 10", "        batch_size: 4294967295"),
             14,
             "config.process[0].train.batch_size",
             "expected at most 65536",
         ),
         (
             "huge table",
-            with("steps: 10", "        num_train_timesteps: 4294967295"),
+            with_line_after("steps: 10", "        num_train_timesteps: 4294967295"),
             14,
             "config.process[0].train.num_train_timesteps",
             "expected at most 1000000",
@@ -332,10 +332,10 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
 }
 
 #[test]
-fn every_mistake_has_its_line_and_key() {
+fn every_mistake_is_reported_with_its_line_and_key() {
     let mut wrong = Vec::new();
     for (what, text, line, key, part) in mistakes() {
-        match yaml(&text) {
+        match load_yaml(&text) {
             Ok(_) => wrong.push(format!("{what}: accepted")),
             Err(error) => {
                 let first = &error.findings()[0];

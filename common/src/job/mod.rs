@@ -1,7 +1,7 @@
-//! Job configs: a config as its user wrote it -> templated -> validated -> [`JobSpec`] with every default filled in.
+//! Job configs: reads a YAML or JSON config, replaces variables, validates it and returns a [`JobSpec`] with every default set.
 //!
-//! A section is declared once, in the file of its name ([`schema`] says how); from that declaration come
-//! its type, its reader, its documentation and what [`JobSpec::unsupported`] says about it.
+//! Each section is declared once, in the file of its name (see [`schema`]). That declaration generates the section's type, its
+//! reader, its documentation and its checks in [`JobSpec::unsupported`].
 
 pub mod arch;
 mod averages;
@@ -32,8 +32,9 @@ pub mod optimizer;
 pub mod optimizer_params;
 pub mod paths;
 pub mod process;
+mod process_type;
 pub mod prompt;
-mod reading;
+mod read_context;
 pub mod reference;
 pub mod repository;
 pub mod sample;
@@ -58,11 +59,11 @@ pub use spec::JobSpec;
 
 use serde::{Deserialize, Serialize};
 
-/// How a config is written.
+/// The file format of a config.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// YAML 1.1, as ai-toolkit read it.
+    /// YAML 1.1, with the rules of ai-toolkit's loader.
     Yaml,
     /// JSON.
     Json,

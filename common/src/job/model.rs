@@ -1,14 +1,15 @@
-//! `model`: which base model, from where, and how it is kept in memory.
+//! `model`: the base model, its source, and how it is held in memory.
 
 use super::arch::{Arch, ArchName};
+use super::declare::section;
 use super::dtype::DType;
-use super::schema::{Cx, Given, Report, join, section};
+use super::schema::{PresentKeys, ReadContext, Report, join};
 use super::values::{FreeMap, OneOrMany};
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::qtype::QType;
 
 section! {
-    /// Which base model, from where, and how it is kept in memory.
+    /// The base model, its source, and how it is held in memory.
     pub struct ModelConfig("model") {
         /// Local folder or file, or the id of a Hugging Face repository.
         name_or_path [required]: String = String::new(), Works, input Model;
@@ -41,12 +42,12 @@ section! {
         /// Replacement VAE.
         vae_path: Option<String> = None, Works, input Vae;
         /// Number format of the VAE.
-        vae_dtype: Option<DType> = None, Ignored("every part computes in `dtype`"), shown "`dtype`";
+        vae_dtype: Option<DType> = None, Ignored("all components compute in `dtype`"), shown "`dtype`";
         /// Number format of the text encoders.
-        te_dtype: Option<DType> = None, Ignored("every part computes in `dtype`"), shown "`dtype`";
-        /// Without effect in ai-toolkit too.
+        te_dtype: Option<DType> = None, Ignored("all components compute in `dtype`"), shown "`dtype`";
+        /// No effect, as in ai-toolkit.
         vae_device: Option<String> = None, Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         te_device: Option<String> = None, Accepted("never had an effect");
         /// Replacement text encoder (LTX-2, MiniMax-H3).
         te_name_or_path: Option<String> = None, Refused("the text encoder is the model's own"), input Model;
@@ -55,32 +56,32 @@ section! {
         /// Overrides the tag of the latent cache.
         latent_space_version: Option<String> = None, Works;
         /// SDXL: use the first text encoder.
-        use_text_encoder_1: bool = true, Accepted("only SDXL cares");
+        use_text_encoder_1: bool = true, Accepted("only SDXL uses it");
         /// SDXL: use the second text encoder.
-        use_text_encoder_2: bool = true, Accepted("only SDXL cares");
+        use_text_encoder_2: bool = true, Accepted("only SDXL uses it");
         /// FLUX.1 with true CFG.
-        use_flux_cfg: bool = false, Accepted("only FLUX.1 cares");
+        use_flux_cfg: bool = false, Accepted("only FLUX.1 uses it");
         /// FLUX.1: mask padding in attention.
-        attn_masking: bool = false, Accepted("only FLUX.1 cares");
+        attn_masking: bool = false, Accepted("only FLUX.1 uses it");
         /// Options of one family.
         model_kwargs: FreeMap = FreeMap::new(), Accepted("Stable Diffusion 1.x has none");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         model_paths: FreeMap = FreeMap::new(), Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         in_context: bool = false, Accepted("never had an effect");
 
         /// LoRA that is fused into the base before training.
         lora_path: Option<String> = None, Works, input Lora;
         /// Training adapter: active while training, removed while sampling.
-        assistant_lora_path: Option<String> = None, Refused("no training adapters; `lora_path` is fused for good"), input Lora;
+        assistant_lora_path: Option<String> = None, Refused("no training adapters; `lora_path` is fused permanently"), input Lora;
         /// LoRA that is active only while sampling.
         inference_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
         /// LoRA that is active only on the unconditional pass.
         unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
-        /// LoRA that makes up for quantisation.
+        /// LoRA that compensates for quantisation.
         accuracy_recovery_adapter: Option<String> = None, Refused("no accuracy recovery adapters"), input Lora;
 
-        /// Quantise the U-Net or transformer: its linear layers and convolutions, but for the first and the last and those of the
+        /// Quantise the U-Net or transformer: its linear layers and convolutions, except the first, the last and those of the
         /// time embedding.
         quantize: bool = false, Works;
         /// Quantise the text encoder.
@@ -89,55 +90,55 @@ section! {
         qtype: String = "qfloat8".into(), Works;
         /// How the text encoder is quantised.
         qtype_te: String = "qfloat8".into(), Works;
-        /// `exclude`: a list of the names of layers that are left as they are, with `*` for anything.
+        /// `exclude`: a list of names of layers that are not quantised; `*` matches anything.
         quantize_kwargs: FreeMap = FreeMap::new(), Works;
         /// 16, 8 or 4 bits for the text encoder.
         text_encoder_bits: u32 = 16, Refused("weights stay in `dtype`");
-        /// At least what the memory profile `balanced` does, guidance in two passes, and the VAE in tiles.
+        /// At least the savings of the memory profile `balanced`, plus CFG in two passes and the VAE in tiles.
         low_vram: bool = false, Works;
-        /// Layers of the model do not stay in memory: each is read from its file when it runs.
+        /// Stream the layers: each is read from its file when it runs and does not stay in memory.
         layer_offloading: Option<bool> = None, Works, shown "`auto_memory`";
         /// Older name of `layer_offloading`.
         auto_memory: bool = false, Works;
-        /// Share of the U-Net or transformer that is treated so, 0 to 1.
+        /// Share of the U-Net or transformer that is streamed, 0 to 1.
         layer_offloading_transformer_percent: f64 = 1.0, Works;
-        /// The same of the text encoders.
+        /// Share of the text encoders that is streamed, 0 to 1.
         layer_offloading_text_encoder_percent: f64 = 1.0, Works;
         /// FLUX.1 over several GPUs.
-        split_model_over_gpus: bool = false, Accepted("only FLUX.1 cares");
-        /// A hint for that.
-        split_model_other_module_param_count_scale: f64 = 0.3, With("split_model_over_gpus");
-        /// Full fine-tune: no parameter whose name contains one of these. Wins over the other.
+        split_model_over_gpus: bool = false, Accepted("only FLUX.1 uses it");
+        /// Hint for `split_model_over_gpus`.
+        split_model_other_module_param_count_scale: f64 = 0.3, DependsOn("split_model_over_gpus");
+        /// Full fine-tune: do not train parameters whose name contains one of these. Wins over `only_if_contains`.
         ignore_if_contains: Option<OneOrMany<String>> = None, Works;
-        /// Full fine-tune: only parameters whose name contains one of these.
+        /// Full fine-tune: train only parameters whose name contains one of these.
         only_if_contains: Option<OneOrMany<String>> = None, Works;
         /// torch.compile.
-        compile: bool = false, Accepted("the same result another way");
+        compile: bool = false, Accepted("an optimisation; the result is the same");
         /// torch.compile, block by block.
-        block_compile: bool = false, Accepted("the same result another way");
-        /// Its mode.
-        compile_mode: String = "default".into(), Accepted("the same result another way");
-        /// Its flag.
-        compile_fullgraph: bool = false, Accepted("the same result another way");
-        /// Its flag.
-        compile_dynamic: bool = true, Accepted("the same result another way");
-        /// Its cache.
-        cache_size_limit: Option<u64> = None, Accepted("the same result another way");
+        block_compile: bool = false, Accepted("an optimisation; the result is the same");
+        /// Mode of torch.compile.
+        compile_mode: String = "default".into(), Accepted("an optimisation; the result is the same");
+        /// Flag of torch.compile.
+        compile_fullgraph: bool = false, Accepted("an optimisation; the result is the same");
+        /// Flag of torch.compile.
+        compile_dynamic: bool = true, Accepted("an optimisation; the result is the same");
+        /// Cache limit of torch.compile.
+        cache_size_limit: Option<u64> = None, Accepted("an optimisation; the result is the same");
     }
     rare {
         "unet_path" => Refused("the U-Net is the model's own");
         "unet_sample_size" => Refused("sizes come from the model's own config");
         "refiner_name_or_path" => Refused("no refiner");
-        "refiner_start_at" => With("refiner_name_or_path");
+        "refiner_start_at" => DependsOn("refiner_name_or_path");
         "experimental_xl" => Refused("no SDXL yet");
     }
     finish = finish;
     check = check;
 }
 
-fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
+fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) {
     match model.legacy_arch() {
-        Some((arch, _)) if !given.has("arch") => model.arch = Arch::from(arch),
+        Some((arch, _)) if !present.has("arch") => model.arch = Arch::from(arch),
         Some((arch, key)) if arch != model.arch.name => {
             cx.warn_at(key, format!("`arch: {}` wins over `{key}`", model.arch));
         }
@@ -170,7 +171,7 @@ fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
             );
         }
     }
-    if given.has("name_or_path") && model.name_or_path.trim().is_empty() {
+    if present.has("name_or_path") && model.name_or_path.trim().is_empty() {
         cx.error_at(
             "name_or_path",
             "needs the path of a model, or the name of a repository (ORG/NAME)",
@@ -197,7 +198,10 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
     }
     if let Some(key) = model.quantize_kwargs.keys().find(|key| *key != "exclude") {
         let key = format!("quantize_kwargs.{key}");
-        report.error(join(path, &key), "is not known; `exclude` is, with a list of names");
+        report.error(
+            join(path, &key),
+            "is not a known option; only `exclude` (a list of layer names) is known",
+        );
     } else if model.quantize_kwargs.contains_key("exclude") && model.quantize_exclude().is_none() {
         let message = "expected a list of names of layers, such as `- \"down_blocks.0.*\"`";
         report.error(join(path, "quantize_kwargs.exclude"), message);
@@ -222,7 +226,7 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
 }
 
 impl ModelConfig {
-    /// What the first `is_…` key that is on says, and that key.
+    /// The architecture of the first `is_…` key that is true, and that key.
     pub(super) fn legacy_arch(&self) -> Option<(ArchName, &'static str)> {
         let flags = [
             (self.is_v2, ArchName::Sd2, "is_v2"),
@@ -258,7 +262,7 @@ impl ModelConfig {
         QType::from_name(&self.qtype_te).filter(|_| self.quantizes_text_encoder())
     }
 
-    /// Which layers are left as they are; `None` when that is no list of names.
+    /// The names of layers that are not quantised; `None` if `exclude` is not a list of names.
     #[must_use]
     pub fn quantize_exclude(&self) -> Option<Vec<String>> {
         match self.quantize_kwargs.get("exclude") {
@@ -271,13 +275,13 @@ impl ModelConfig {
         }
     }
 
-    /// Whether layers are streamed from RAM.
+    /// Whether layers are streamed instead of staying in memory.
     #[must_use]
     pub fn offloads_layers(&self) -> bool {
         self.layer_offloading.unwrap_or(self.auto_memory)
     }
 
-    /// What the keys of this section ask for, beside the memory profile.
+    /// The memory choices that the keys of this section request in addition to the memory profile.
     #[must_use]
     pub fn memory_choices(&self) -> MemoryOptions {
         let shares = [

@@ -1,8 +1,8 @@
-//! Processes that turn files into other files: `locon` and `lora` (extract), `rescale_lora` (mod).
+//! Processes that convert model files: `locon` and `lora` (extract), `rescale_lora` (mod).
 
+use super::declare::{choices, section};
 use super::dtype::DType;
-use super::process::ProcessType;
-use super::schema::{choices, section};
+use super::process_type::ProcessType;
 
 choices! {
     /// How an extraction chooses ranks.
@@ -29,7 +29,7 @@ choices! {
 }
 
 section! {
-    /// A LoRA from the difference of two models.
+    /// Extracts a LoRA from the difference of two models.
     pub struct ExtractProcess("process") {
         /// `locon` or `lora`.
         kind as "type": ProcessType = ProcessType::ExtractLocon, Works;
@@ -41,9 +41,9 @@ section! {
         linear: Option<f64> = None, Works, shown "by type and mode";
         /// Parameter for larger convolutions.
         conv: Option<f64> = None, Works, shown "by type and mode";
-        /// Keep the rest as a sparse bias.
+        /// Keep the residual as a sparse bias.
         use_sparse_bias: bool = false, Works;
-        /// How sparse.
+        /// Sparsity of that bias.
         sparsity: f64 = 0.98, Works;
         /// `locon`: no third factor for convolutions.
         disable_cp: bool = false, Works;
@@ -61,7 +61,7 @@ section! {
 }
 
 section! {
-    /// A LoRA with another strength.
+    /// Changes the strength of a LoRA.
     pub struct RescaleLoraProcess("process") {
         /// `rescale_lora`.
         kind as "type": ProcessType = ProcessType::RescaleLora, Works;
@@ -73,7 +73,7 @@ section! {
         output_path [required]: String = String::new(), Works;
         /// Strength at which the LoRA works now.
         current_weight [required]: f64 = 1.0, Works;
-        /// Strength at which it should do the same.
+        /// Strength at which the result should have the same effect.
         target_weight [required]: f64 = 1.0, Works;
         /// Which tensors are changed.
         scale_target: ScaleTarget = ScaleTarget::UpDown, Works;

@@ -1,20 +1,20 @@
-//! Names of folders and files that a run leaves behind. Pure functions.
+//! Names of the folders and files that a run writes. Pure functions.
 
 use crate::fsutil::names;
 
-/// Bytes of the ending of a file's name.
+/// Maximum bytes of a file name's suffix.
 const MAX_SUFFIX_BYTES: usize = 32;
 
-/// Bytes of a name: what a step and an ending are added to must still be a file name.
+/// Maximum bytes of a job name; with a step and a suffix appended it must still be a valid file name.
 const MAX_NAME_BYTES: usize = 200;
 
-/// Whether a job name can name a folder and files: it is one ordinary part of a path on every system.
+/// Checks that a job name is valid as the name of a folder and of files on every operating system.
 ///
-/// Composed and decomposed characters are left as they are. Every attempt writes into a folder of its own, so two names
-/// that only differ in that never meet; what normalisation would turn into a separator or a dot is refused.
+/// Unicode is not normalised: every attempt writes into its own folder, so two names that differ only in composition do not
+/// collide. Characters that normalisation would turn into a separator or a dot are refused.
 ///
 /// # Errors
-/// Says why not.
+/// The reason, as a message.
 pub fn check_name(name: &str) -> Result<(), String> {
     if name.trim().is_empty() {
         return Err("a name cannot be empty".into());
@@ -33,12 +33,12 @@ pub fn check_name(name: &str) -> Result<(), String> {
     Err(format!("`{}` cannot name a folder: {reason}", name.escape_debug()))
 }
 
-/// Whether this can be the ending of a file's name, such as `.txt`: it adds no folder.
+/// Checks that this is valid as the suffix of a file name, such as `.txt`, and adds no folder.
 ///
 /// # Errors
-/// Says why not.
+/// The reason, as a message.
 pub fn check_suffix(suffix: &str) -> Result<(), String> {
-    // A stem stands before it.
+    // `x` is the stem.
     match names::check_part(&format!("x{suffix}")) {
         _ if suffix.len() > MAX_SUFFIX_BYTES => Err(format!("a suffix can have at most {MAX_SUFFIX_BYTES} bytes")),
         Ok(()) => Ok(()),
@@ -50,7 +50,7 @@ pub fn check_suffix(suffix: &str) -> Result<(), String> {
     }
 }
 
-/// `_000000500`: the part of a file name that says the step.
+/// `_000000500`: the step in a file name.
 fn step_suffix(step: u64) -> String {
     format!("_{step:09}")
 }
@@ -84,7 +84,7 @@ pub fn sample_file(unix_ms: u64, step: u64, index: usize, format: &str) -> Strin
     format!("{unix_ms}{}", sample_tail(step, index, format))
 }
 
-/// What follows the time in the name of a sample: `__000000500_0.jpg`.
+/// The part of a sample's file name after the time: `__000000500_0.jpg`.
 #[must_use]
 pub fn sample_tail(step: u64, index: usize, format: &str) -> String {
     format!("_{}_{index}.{}", step_suffix(step), format.trim_start_matches('.'))
@@ -96,10 +96,10 @@ pub fn generated_file(unix_ms: u64, count: u64, ext: &str) -> String {
     format!("{unix_ms}_{count}.{}", ext.trim_start_matches('.'))
 }
 
-/// Which step saves `max_step_saves_to_keep` removes: given the steps of one group, those beyond the newest
-/// `keep`, oldest first. `keep` 0 keeps all.
+/// Returns the step saves to delete under `max_step_saves_to_keep`: all of `steps` but the newest `keep`, oldest first.
+/// `keep` 0 keeps all.
 #[must_use]
-pub fn expired(steps: &[u64], keep: u64) -> Vec<u64> {
+pub fn saves_to_delete(steps: &[u64], keep: u64) -> Vec<u64> {
     let mut steps = steps.to_vec();
     steps.sort_unstable();
     steps.dedup();
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_ai_toolkit() {
+    fn file_names_match_ai_toolkit() {
         assert_eq!(save_file("cat", Some(500)), "cat_000000500.safetensors");
         assert_eq!(save_file("cat", None), "cat.safetensors");
         assert_eq!(save_folder("cat", Some(500)), "cat_000000500");
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_are_read_back() {
+    fn step_of_reads_the_step_of_a_save() {
         assert_eq!(step_of("cat", "cat_000000500.safetensors"), Some(500));
         assert_eq!(step_of("cat", "cat_000000500"), Some(500));
         for other in [
@@ -144,13 +144,13 @@ mod tests {
 
     #[test]
     fn retention_keeps_the_newest_by_step() {
-        assert_eq!(expired(&[300, 100, 200, 400], 2), [100, 200]);
-        assert_eq!(expired(&[300, 100], 2), [0; 0]);
-        assert_eq!(expired(&[300, 100, 200], 0), [0; 0], "0 keeps all");
+        assert_eq!(saves_to_delete(&[300, 100, 200, 400], 2), [100, 200]);
+        assert_eq!(saves_to_delete(&[300, 100], 2), [0; 0]);
+        assert_eq!(saves_to_delete(&[300, 100, 200], 0), [0; 0], "0 keeps all");
     }
 
     #[test]
-    fn names_that_cannot_name_folders() {
+    fn check_name_refuses_names_that_are_unsafe_as_folders() {
         for name in [
             "",
             " ",
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn suffixes_add_no_folder() {
+    fn check_suffix_refuses_path_separators() {
         for suffix in [
             "/../../etc/passwd",
             ".txt/x",

@@ -1,7 +1,8 @@
-//! `network`: which small weights are trained beside the frozen model.
+//! `network`: the adapter (LoRA) that is trained while the base model is frozen.
 
+use super::declare::{choices, section};
 use super::limits::MAX_RANK;
-use super::schema::{Cx, Given, choices, section};
+use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
 
 choices! {
@@ -27,7 +28,7 @@ choices! {
 }
 
 section! {
-    /// Options that ai-toolkit handed to the network's constructor. Names match by plain substring.
+    /// Options that ai-toolkit passes to the network's constructor. Names match by plain substring.
     pub struct NetworkKwargs("network_kwargs") {
         /// Only layers whose dotted or flattened name contains one of these.
         only_if_contains: Option<OneOrMany<String>> = None, Works;
@@ -47,7 +48,7 @@ section! {
         target_lin_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
         /// Class names of modules to search for convolutions.
         target_conv_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         attn_only: bool = false, Accepted("never had an effect");
         /// Print each layer.
         varbose: bool = false, Accepted("only prints more");
@@ -55,7 +56,7 @@ section! {
 }
 
 section! {
-    /// Which small weights are trained beside the frozen model.
+    /// The adapter (LoRA) that is trained while the base model is frozen.
     pub struct NetworkConfig("network") {
         /// Kind of network.
         kind as "type": NetworkType = NetworkType::Lora, Works;
@@ -65,7 +66,7 @@ section! {
         rank: Option<u32> = None, Works;
         /// Older name of `linear_alpha`, used when that is absent.
         alpha: f64 = 1.0, Works;
-        /// The LoRA's output is scaled by alpha / rank; 0 stands for the rank. Without effect on transformer models, where the scale is 1.
+        /// The LoRA's output is scaled by alpha / rank; 0 means the rank. No effect on transformer models, where the scale is 1.
         linear_alpha: f64 = 1.0, Works, shown "`alpha`";
         /// Rank for larger convolutions; null skips them.
         conv: Option<u32> = None, Works;
@@ -76,15 +77,15 @@ section! {
         /// Layer filters and other options.
         network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
         /// Transformer models: only layers inside the repeated blocks.
-        transformer_only: bool = true, Accepted("only transformer models care");
+        transformer_only: bool = true, Accepted("only transformer models use it");
         /// LoKr without a low-rank split of the second factor.
-        lokr_full_rank: bool = true, With("type: lokr");
+        lokr_full_rank: bool = true, DependsOn("type: lokr");
         /// LoKr factor; -1 splits as square as possible.
-        lokr_factor: Integer = Integer(-1), With("type: lokr");
+        lokr_factor: Integer = Integer(-1), DependsOn("type: lokr");
         /// LoKr with the older key names.
-        old_lokr_format: bool = false, With("type: lokr");
+        old_lokr_format: bool = false, DependsOn("type: lokr");
         /// Wan 2.2 14B: two files, one per expert.
-        split_multistage_loras: bool = true, Accepted("only Wan 2.2 14B cares");
+        split_multistage_loras: bool = true, Accepted("only Wan 2.2 14B uses it");
         /// Keep the network's weights in RAM.
         layer_offloading: bool = false, Ignored("saves memory only; the LoRA stays on the device");
         /// Start from this LoRA if the run has no checkpoint yet.
@@ -93,14 +94,14 @@ section! {
         all_layers: bool = false, Refused("full deltas are not trained yet");
     }
     rare {
-        "lorm" => With("type: lorm");
+        "lorm" => DependsOn("type: lorm");
     }
     finish = finish;
 }
 
-fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
+fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadContext) {
     if let Some(rank) = network.rank {
-        if given.has("linear") && rank != network.linear {
+        if present.has("linear") && rank != network.linear {
             cx.warn_at(
                 "rank",
                 format!(
@@ -111,7 +112,7 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
         }
         network.linear = rank;
     }
-    if !given.has("linear_alpha") {
+    if !present.has("linear_alpha") {
         network.linear_alpha = network.alpha;
     }
     if network.conv == Some(0) {
@@ -132,8 +133,8 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
     if network.linear == 0 {
         cx.error_at(key, "the rank must be at least 1");
     }
-    cx.at_most(key, network.linear, MAX_RANK);
-    cx.at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
+    cx.check_at_most(key, network.linear, MAX_RANK);
+    cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     if network.dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
         cx.error_at("dropout", "expected a chance from 0 to below 1");
     }

@@ -1,9 +1,9 @@
-//! A config document as a tree that remembers where everything stood.
+//! A parsed config document: a tree of values with their positions in the text.
 
 use super::secret::looks_like_token;
 use serde_json::Value as Json;
 
-/// A place in the text.
+/// A position in the text.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Mark {
     /// Counted from 1.
@@ -12,14 +12,14 @@ pub struct Mark {
     pub column: u32,
 }
 
-/// A value with its place.
+/// A value with its position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Node {
-    /// Where it begins.
+    /// The position of its first character.
     pub mark: Mark,
-    /// What it is.
+    /// The value.
     pub value: Value,
-    /// The characters of an unquoted YAML scalar or a JSON number, before they were given a type.
+    /// The source text of a plain (unquoted) YAML scalar or a JSON number.
     pub plain: Option<String>,
 }
 
@@ -47,7 +47,7 @@ pub enum Value {
 pub struct Entry {
     /// The key.
     pub key: String,
-    /// Where the key stands.
+    /// The position of the key.
     pub mark: Mark,
     /// The value.
     pub node: Node,
@@ -72,7 +72,7 @@ impl Node {
             .map(|entry| &entry.node)
     }
 
-    /// What this is, for an error message: `the text "abc"`, `the number 5`, `a list`.
+    /// Describes the value for an error message: `the text "abc"`, `the number 5`, `a list`.
     #[must_use]
     pub fn describe(&self) -> String {
         match &self.value {
@@ -92,7 +92,7 @@ impl Node {
         }
     }
 
-    /// As plain JSON. `None` when it holds a number that JSON cannot hold (`inf`, `nan`).
+    /// Converts to JSON. `None` if it contains a number that JSON cannot represent (`inf`, `nan`).
     #[must_use]
     pub fn to_json(&self) -> Option<Json> {
         Some(match &self.value {
@@ -112,7 +112,7 @@ impl Node {
     }
 }
 
-/// At most 40 characters of a text, for messages.
+/// Returns at most 40 characters of a text, for messages.
 pub(crate) fn shorten(text: &str) -> String {
     let mut short: String = text.chars().take(40).collect();
     if short.len() < text.len() {

@@ -1,6 +1,6 @@
-//! Names that `train` uses for noise levels and losses.
+//! Names of losses and time step distributions in `train`.
 
-use super::schema::choices;
+use super::declare::choices;
 
 choices! {
     /// How prediction and target are compared.
@@ -63,7 +63,7 @@ choices! {
 choices! {
     /// Which noise levels are trained most.
     pub enum ContentOrStyle("noise level preference") {
-        /// All the same.
+        /// All noise levels equally.
         Balanced = "balanced", Works;
         /// High noise.
         Content = "content", Works;
@@ -75,9 +75,9 @@ choices! {
 choices! {
     /// How the scale of the guidance loss changes with the noise level.
     pub enum GuidanceLossSchedule("guidance loss schedule") {
-        /// Not at all.
+        /// It stays the same.
         Constant = "constant", Works;
-        /// Down to 1 with the noise.
+        /// It falls to 1 with the noise level.
         Sigma = "sigma", Works;
     }
 }

@@ -1,6 +1,6 @@
 //! Names of optimizers and learning rate schedulers.
 
-use super::schema::choices;
+use super::declare::choices;
 
 const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`, `automagic`";
 
@@ -43,15 +43,15 @@ choices! {
         Automagic = "automagic", Works;
         /// Learning rate per parameter.
         Automagic2 = "automagic2", Works;
-        /// One learning rate, voted about.
+        /// One learning rate, adapted by a vote.
         Automagic3 = "automagic3", Works;
         /// Experimental.
         AutomagicExperiment = "automagicexperiment", Refused(LATER);
     }
-    normalise = prodigy;
+    normalise = normalise_prodigy;
 }
 
-fn prodigy(name: &str) -> &str {
+fn normalise_prodigy(name: &str) -> &str {
     if name.starts_with("prodigy8bit") {
         "prodigy8bit"
     } else if name.starts_with("prodigy") {
@@ -64,7 +64,7 @@ fn prodigy(name: &str) -> &str {
 choices! {
     /// How the learning rate changes over the steps.
     pub enum LrSchedulerName("learning rate scheduler") {
-        /// Always the same.
+        /// Constant.
         Constant = "constant", Works;
         /// A linear start (`num_warmup_steps`, 1000 by default), then constant.
         ConstantWithWarmup = "constant_with_warmup", Works;
@@ -72,13 +72,13 @@ choices! {
         Linear = "linear", Works;
         /// Down to `eta_min` along half a cosine.
         Cosine = "cosine", Works;
-        /// The same, started again every `T_0` steps.
+        /// Half a cosine, restarted every `T_0` steps.
         CosineWithRestarts = "cosine_with_restarts", Works;
         /// Down to `lr_end` along a power.
         Polynomial = "polynomial", Works;
-        /// Times `gamma` every `step_size` steps.
+        /// Multiplied by `gamma` every `step_size` steps.
         Step = "step", Works;
-        /// Steps given by rules.
+        /// Constant values between steps that rules give.
         PiecewiseConstant = "piecewise_constant", Refused("use `constant`, `step` or `cosine`");
     }
 }

@@ -1,13 +1,12 @@
-//! What `train.optimizer_params` may hold, for each optimizer: one table, for the check of a config before it runs and
-//! for the engine that reads it.
+//! The parameters of each optimizer in `train.optimizer_params`. One table serves both the check of a config and the engine.
 
 use super::optimizer::OptimizerName;
 use super::values::FreeMap;
 use serde_json::Value;
 
-/// What a parameter's value may be.
+/// The allowed values of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ParamKind {
     /// Two numbers from 0 up to, not including, 1.
     Betas,
     /// Three numbers above 0 and below 1.
@@ -19,237 +18,265 @@ pub enum Kind {
     /// A number.
     Number,
     /// A number from 0.
-    FromZero,
+    NonNegative,
     /// A number from 0 to 1.
-    FromZeroToOne,
+    ZeroToOne,
     /// A number above 0.
-    AboveZero,
+    Positive,
     /// A number above 0, or `null` for none.
-    OptionalAboveZero,
+    OptionalPositive,
     /// Two numbers from 0, or one for the first of them.
-    OneOrTwoFromZero,
+    OneOrTwoNonNegative,
     /// A whole number from 0.
-    Whole,
+    NonNegativeInteger,
     /// A whole number from 1.
-    WholeFromOne,
+    PositiveInteger,
     /// A whole number from 2 to 8.
-    FromTwoToEight,
+    IntegerTwoToEight,
     /// `true` or `false`.
-    Flag,
-    /// A switch that may be written, but not turned on.
-    Off,
-    /// Changes nothing in the result here: anything.
-    Any,
+    Bool,
+    /// `false` only: a switch that is known but not supported.
+    OnlyFalse,
+    /// Any value: it does not change the result here.
+    NoEffect,
 }
 
-/// Switches of torch that choose how, not what, is computed.
-const TORCH: &[(&str, Kind)] = &[
-    ("foreach", Kind::Any),
-    ("fused", Kind::Any),
-    ("capturable", Kind::Any),
-    ("differentiable", Kind::Any),
-    ("amsgrad", Kind::Off),
-    ("maximize", Kind::Off),
+/// torch's switches. Those that only choose an implementation have no effect here.
+const TORCH_SWITCHES: &[(&str, ParamKind)] = &[
+    ("foreach", ParamKind::NoEffect),
+    ("fused", ParamKind::NoEffect),
+    ("capturable", ParamKind::NoEffect),
+    ("differentiable", ParamKind::NoEffect),
+    ("amsgrad", ParamKind::OnlyFalse),
+    ("maximize", ParamKind::OnlyFalse),
 ];
 
-/// What bitsandbytes' 8-bit optimizers take besides their formula's own.
-const BITSANDBYTES: &[(&str, Kind)] = &[
-    ("min_8bit_size", Kind::Whole),
-    ("amsgrad", Kind::Off),
-    ("optim_bits", Kind::Any),
-    ("is_paged", Kind::Any),
-    ("block_wise", Kind::Any),
+/// Extra parameters of bitsandbytes' 8-bit optimizers.
+const BITSANDBYTES: &[(&str, ParamKind)] = &[
+    ("min_8bit_size", ParamKind::NonNegativeInteger),
+    ("amsgrad", ParamKind::OnlyFalse),
+    ("optim_bits", ParamKind::NoEffect),
+    ("is_paged", ParamKind::NoEffect),
+    ("block_wise", ParamKind::NoEffect),
 ];
 
-const ADAM: &[(&str, Kind)] = &[
-    ("betas", Kind::Betas),
-    ("eps", Kind::FromZero),
-    ("weight_decay", Kind::FromZero),
+const ADAM: &[(&str, ParamKind)] = &[
+    ("betas", ParamKind::Betas),
+    ("eps", ParamKind::NonNegative),
+    ("weight_decay", ParamKind::NonNegative),
 ];
 
-const LION: &[(&str, Kind)] = &[("betas", Kind::Betas), ("weight_decay", Kind::FromZero)];
+const LION: &[(&str, ParamKind)] = &[("betas", ParamKind::Betas), ("weight_decay", ParamKind::NonNegative)];
 
-const PRODIGY: &[(&str, Kind)] = &[
-    ("betas", Kind::Betas),
-    ("beta3", Kind::OptionalBeta),
-    ("eps", Kind::AboveZero),
-    ("weight_decay", Kind::FromZero),
-    ("decouple", Kind::Flag),
-    ("use_bias_correction", Kind::Flag),
-    ("safeguard_warmup", Kind::Flag),
-    ("d0", Kind::AboveZero),
-    ("d_coef", Kind::AboveZero),
-    ("growth_rate", Kind::OptionalAboveZero),
-    ("slice_p", Kind::WholeFromOne),
+const PRODIGY: &[(&str, ParamKind)] = &[
+    ("betas", ParamKind::Betas),
+    ("beta3", ParamKind::OptionalBeta),
+    ("eps", ParamKind::Positive),
+    ("weight_decay", ParamKind::NonNegative),
+    ("decouple", ParamKind::Bool),
+    ("use_bias_correction", ParamKind::Bool),
+    ("safeguard_warmup", ParamKind::Bool),
+    ("d0", ParamKind::Positive),
+    ("d_coef", ParamKind::Positive),
+    ("growth_rate", ParamKind::OptionalPositive),
+    ("slice_p", ParamKind::PositiveInteger),
 ];
 
-const AUTOMAGIC: &[(&str, Kind)] = &[
-    ("min_lr", Kind::AboveZero),
-    ("max_lr", Kind::AboveZero),
-    ("beta2", Kind::Beta),
-    ("clip_threshold", Kind::AboveZero),
-    ("weight_decay", Kind::FromZero),
+const AUTOMAGIC: &[(&str, ParamKind)] = &[
+    ("min_lr", ParamKind::Positive),
+    ("max_lr", ParamKind::Positive),
+    ("beta2", ParamKind::Beta),
+    ("clip_threshold", ParamKind::Positive),
+    ("weight_decay", ParamKind::NonNegative),
 ];
 
-/// The parameters that an optimizer has: those of its formula, and others that are taken because configs have them.
-fn known(name: OptimizerName) -> [&'static [(&'static str, Kind)]; 2] {
+/// The parameters of an optimizer: those of its formula, and others that are accepted because configs contain them.
+fn known_params(name: OptimizerName) -> [&'static [(&'static str, ParamKind)]; 2] {
     match name {
-        OptimizerName::Adam | OptimizerName::AdamW => [ADAM, TORCH],
+        OptimizerName::Adam | OptimizerName::AdamW => [ADAM, TORCH_SWITCHES],
         OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit => [ADAM, BITSANDBYTES],
-        OptimizerName::Adam8 | OptimizerName::AdamW8 => {
-            [ADAM, &[("decouple", Kind::Flag), ("min_8bit_size", Kind::Whole)]]
-        }
+        OptimizerName::Adam8 | OptimizerName::AdamW8 => [
+            ADAM,
+            &[
+                ("decouple", ParamKind::Bool),
+                ("min_8bit_size", ParamKind::NonNegativeInteger),
+            ],
+        ],
         OptimizerName::Lion => [
             LION,
-            &[("decoupled_weight_decay", Kind::Flag), ("use_triton", Kind::Any)],
+            &[
+                ("decoupled_weight_decay", ParamKind::Bool),
+                ("use_triton", ParamKind::NoEffect),
+            ],
         ],
         OptimizerName::Lion8Bit => [LION, BITSANDBYTES],
         OptimizerName::Adafactor => [
             &[
-                ("eps", Kind::OneOrTwoFromZero),
-                ("clip_threshold", Kind::AboveZero),
-                ("decay_rate", Kind::Number),
-                ("beta1", Kind::OptionalBeta),
-                ("weight_decay", Kind::FromZero),
-                ("scale_parameter", Kind::Flag),
+                ("eps", ParamKind::OneOrTwoNonNegative),
+                ("clip_threshold", ParamKind::Positive),
+                ("decay_rate", ParamKind::Number),
+                ("beta1", ParamKind::OptionalBeta),
+                ("weight_decay", ParamKind::NonNegative),
+                ("scale_parameter", ParamKind::Bool),
             ],
-            &[("relative_step", Kind::Off), ("warmup_init", Kind::Off)],
+            &[
+                ("relative_step", ParamKind::OnlyFalse),
+                ("warmup_init", ParamKind::OnlyFalse),
+            ],
         ],
-        OptimizerName::Prodigy => [PRODIGY, &[("fsdp_in_use", Kind::Off)]],
-        OptimizerName::Prodigy8Bit => [PRODIGY, &[("min_8bit_size", Kind::Whole), ("fsdp_in_use", Kind::Off)]],
+        OptimizerName::Prodigy => [PRODIGY, &[("fsdp_in_use", ParamKind::OnlyFalse)]],
+        OptimizerName::Prodigy8Bit => [
+            PRODIGY,
+            &[
+                ("min_8bit_size", ParamKind::NonNegativeInteger),
+                ("fsdp_in_use", ParamKind::OnlyFalse),
+            ],
+        ],
         OptimizerName::DAdaptation | OptimizerName::DAdaptationAdam => [
             &[
-                ("betas", Kind::Betas),
-                ("eps", Kind::AboveZero),
-                ("weight_decay", Kind::FromZero),
-                ("decouple", Kind::Flag),
-                ("use_bias_correction", Kind::Flag),
-                ("d0", Kind::AboveZero),
-                ("growth_rate", Kind::OptionalAboveZero),
+                ("betas", ParamKind::Betas),
+                ("eps", ParamKind::Positive),
+                ("weight_decay", ParamKind::NonNegative),
+                ("decouple", ParamKind::Bool),
+                ("use_bias_correction", ParamKind::Bool),
+                ("d0", ParamKind::Positive),
+                ("growth_rate", ParamKind::OptionalPositive),
             ],
-            &[("log_every", Kind::Any), ("fsdp_in_use", Kind::Off)],
+            &[
+                ("log_every", ParamKind::NoEffect),
+                ("fsdp_in_use", ParamKind::OnlyFalse),
+            ],
         ],
         OptimizerName::DAdaptationLion => [
             &[
-                ("betas", Kind::Betas),
-                ("weight_decay", Kind::FromZero),
-                ("d0", Kind::AboveZero),
+                ("betas", ParamKind::Betas),
+                ("weight_decay", ParamKind::NonNegative),
+                ("d0", ParamKind::Positive),
             ],
-            &[("log_every", Kind::Any), ("fsdp_in_use", Kind::Off)],
+            &[
+                ("log_every", ParamKind::NoEffect),
+                ("fsdp_in_use", ParamKind::OnlyFalse),
+            ],
         ],
         OptimizerName::Adagrad => [
             &[
-                ("lr_decay", Kind::FromZero),
-                ("weight_decay", Kind::FromZero),
-                ("initial_accumulator_value", Kind::FromZero),
-                ("eps", Kind::FromZero),
+                ("lr_decay", ParamKind::NonNegative),
+                ("weight_decay", ParamKind::NonNegative),
+                ("initial_accumulator_value", ParamKind::NonNegative),
+                ("eps", ParamKind::NonNegative),
             ],
             &[
-                ("foreach", Kind::Any),
-                ("fused", Kind::Any),
-                ("differentiable", Kind::Any),
-                ("maximize", Kind::Off),
+                ("foreach", ParamKind::NoEffect),
+                ("fused", ParamKind::NoEffect),
+                ("differentiable", ParamKind::NoEffect),
+                ("maximize", ParamKind::OnlyFalse),
             ],
         ],
         OptimizerName::AdemaMix8Bit => [
             &[
-                ("betas", Kind::ThreeBetas),
-                ("alpha", Kind::FromZero),
-                ("t_alpha", Kind::OptionalAboveZero),
-                ("t_beta3", Kind::OptionalAboveZero),
-                ("eps", Kind::FromZero),
-                ("weight_decay", Kind::FromZero),
+                ("betas", ParamKind::ThreeBetas),
+                ("alpha", ParamKind::NonNegative),
+                ("t_alpha", ParamKind::OptionalPositive),
+                ("t_beta3", ParamKind::OptionalPositive),
+                ("eps", ParamKind::NonNegative),
+                ("weight_decay", ParamKind::NonNegative),
             ],
-            &[("min_8bit_size", Kind::Whole), ("is_paged", Kind::Any)],
+            &[
+                ("min_8bit_size", ParamKind::NonNegativeInteger),
+                ("is_paged", ParamKind::NoEffect),
+            ],
         ],
         OptimizerName::Automagic => [
             AUTOMAGIC,
             &[
-                ("lr_bump", Kind::AboveZero),
-                ("eps", Kind::OneOrTwoFromZero),
-                ("do_paramiter_swapping", Kind::Off),
-                ("paramiter_swapping_factor", Kind::Any),
+                ("lr_bump", ParamKind::Positive),
+                ("eps", ParamKind::OneOrTwoNonNegative),
+                ("do_paramiter_swapping", ParamKind::OnlyFalse),
+                ("paramiter_swapping_factor", ParamKind::NoEffect),
             ],
         ],
         OptimizerName::Automagic2 => [
             AUTOMAGIC,
             &[
-                ("lr_bump", Kind::AboveZero),
-                ("eps", Kind::FromZero),
-                ("agreement_threshold", Kind::FromZeroToOne),
+                ("lr_bump", ParamKind::Positive),
+                ("eps", ParamKind::NonNegative),
+                ("agreement_threshold", ParamKind::ZeroToOne),
             ],
         ],
         OptimizerName::Automagic3 => [
             AUTOMAGIC,
             &[
-                ("eps", Kind::FromZero),
-                ("polarity_history", Kind::FromTwoToEight),
-                ("fused", Kind::Flag),
+                ("eps", ParamKind::NonNegative),
+                ("polarity_history", ParamKind::IntegerTwoToEight),
+                ("fused", ParamKind::Bool),
             ],
         ],
         _ => [&[], &[]],
     }
 }
 
-fn numbers(value: &Value) -> Option<Vec<f64>> {
+fn as_numbers(value: &Value) -> Option<Vec<f64>> {
     value.as_array()?.iter().map(Value::as_f64).collect()
 }
 
-fn problem(kind: Kind, value: &Value) -> Option<&'static str> {
+fn check_value(kind: ParamKind, value: &Value) -> Option<&'static str> {
     let number = value.as_f64();
     let is = |test: fn(f64) -> bool| number.is_some_and(test);
-    let pair = |test: fn(&f64) -> bool| numbers(value).is_some_and(|pair| pair.len() == 2 && pair.iter().all(test));
+    let pair = |test: fn(&f64) -> bool| as_numbers(value).is_some_and(|pair| pair.len() == 2 && pair.iter().all(test));
     let below_one = |beta: f64| (0.0..1.0).contains(&beta);
     let (fine, expected) = match kind {
-        Kind::Betas => (
+        ParamKind::Betas => (
             pair(|beta| (0.0..1.0).contains(beta)),
             "expected two numbers from 0 to below 1",
         ),
-        Kind::ThreeBetas => (
-            numbers(value).is_some_and(|all| all.len() == 3 && all.iter().all(|beta| *beta > 0.0 && *beta < 1.0)),
+        ParamKind::ThreeBetas => (
+            as_numbers(value).is_some_and(|all| all.len() == 3 && all.iter().all(|beta| *beta > 0.0 && *beta < 1.0)),
             "expected three numbers above 0 and below 1",
         ),
-        Kind::Beta => (is(below_one), "expected a number from 0 to below 1"),
-        Kind::OptionalBeta => (
+        ParamKind::Beta => (is(below_one), "expected a number from 0 to below 1"),
+        ParamKind::OptionalBeta => (
             value.is_null() || is(below_one),
             "expected a number from 0 to below 1, or null",
         ),
-        Kind::Number => (number.is_some(), "expected a number"),
-        Kind::FromZero => (is(|n| n >= 0.0), "expected a number from 0"),
-        Kind::FromZeroToOne => (is(|n| (0.0..=1.0).contains(&n)), "expected a number from 0 to 1"),
-        Kind::AboveZero => (is(|n| n > 0.0), "expected a number above 0"),
-        Kind::OptionalAboveZero => (value.is_null() || is(|n| n > 0.0), "expected a number above 0, or null"),
-        Kind::OneOrTwoFromZero => (
+        ParamKind::Number => (number.is_some(), "expected a number"),
+        ParamKind::NonNegative => (is(|n| n >= 0.0), "expected a number from 0"),
+        ParamKind::ZeroToOne => (is(|n| (0.0..=1.0).contains(&n)), "expected a number from 0 to 1"),
+        ParamKind::Positive => (is(|n| n > 0.0), "expected a number above 0"),
+        ParamKind::OptionalPositive => (value.is_null() || is(|n| n > 0.0), "expected a number above 0, or null"),
+        ParamKind::OneOrTwoNonNegative => (
             is(|n| n >= 0.0) || pair(|n| *n >= 0.0),
             "expected one or two numbers from 0",
         ),
-        Kind::Whole => (value.as_u64().is_some(), "expected a whole number from 0"),
-        Kind::WholeFromOne => (value.as_u64().is_some_and(|n| n > 0), "expected a whole number from 1"),
-        Kind::FromTwoToEight => (
+        ParamKind::NonNegativeInteger => (value.as_u64().is_some(), "expected a whole number from 0"),
+        ParamKind::PositiveInteger => (value.as_u64().is_some_and(|n| n > 0), "expected a whole number from 1"),
+        ParamKind::IntegerTwoToEight => (
             value.as_u64().is_some_and(|n| (2..=8).contains(&n)),
             "expected a whole number from 2 to 8",
         ),
-        Kind::Flag => (value.is_boolean(), "expected true or false"),
-        Kind::Off => (value.as_bool() == Some(false), "is not supported yet: only false"),
-        Kind::Any => (true, ""),
+        ParamKind::Bool => (value.is_boolean(), "expected true or false"),
+        ParamKind::OnlyFalse => (
+            value.as_bool() == Some(false),
+            "is not supported yet; only false is accepted",
+        ),
+        ParamKind::NoEffect => (true, ""),
     };
     (!fine).then_some(expected)
 }
 
-/// `train.optimizer_params`, found to be in order.
+/// Validated `train.optimizer_params`.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct OptimizerParams(FreeMap);
 
 impl OptimizerParams {
-    /// Checks the parameters of an optimizer.
+    /// Validates the parameters of an optimizer.
     ///
     /// # Errors
-    /// What is wrong with which of them, all at once.
+    /// The key and the message of every invalid parameter.
     pub fn new(name: OptimizerName, params: &FreeMap) -> Result<Self, Vec<(String, String)>> {
-        let known = known(name).concat();
-        let wrong = |(key, value): (&String, &Value)| {
+        let known = known_params(name).concat();
+        let find_problem = |(key, value): (&String, &Value)| {
             let message = match known.iter().find(|(known, _)| known == key) {
-                Some((_, kind)) => problem(*kind, value)?.to_owned(),
+                Some((_, kind)) => check_value(*kind, value)?.to_owned(),
                 None => {
                     let names: Vec<&str> = known.iter().map(|(name, _)| *name).collect();
                     format!("no such parameter; known: {}", names.join(", "))
@@ -257,7 +284,7 @@ impl OptimizerParams {
             };
             Some((key.clone(), message))
         };
-        let mut problems: Vec<_> = params.iter().filter_map(wrong).collect();
+        let mut problems: Vec<_> = params.iter().filter_map(find_problem).collect();
         let read = Self(params.clone());
         if let (true, (min, max)) = (problems.is_empty(), read.lr_range(name))
             && min > max
@@ -267,7 +294,7 @@ impl OptimizerParams {
         if problems.is_empty() { Ok(read) } else { Err(problems) }
     }
 
-    /// The least and the greatest learning rate of an optimizer that finds its own between `min_lr` and `max_lr`.
+    /// The minimum and maximum learning rate of an optimizer that adapts it between `min_lr` and `max_lr`.
     #[must_use]
     pub fn lr_range(&self, name: OptimizerName) -> (f64, f64) {
         let (min, max) = match name {
@@ -277,22 +304,22 @@ impl OptimizerParams {
         (self.number("min_lr", min), self.number("max_lr", max))
     }
 
-    /// A number, or its default where it is left out.
+    /// A number, or its default if absent.
     #[must_use]
     pub fn number(&self, key: &str, default: f64) -> f64 {
         self.optional(key).unwrap_or(default)
     }
 
-    /// A number that may be left out.
+    /// A number, if present.
     #[must_use]
     pub fn optional(&self, key: &str) -> Option<f64> {
         self.0.get(key).and_then(Value::as_f64)
     }
 
-    /// Two numbers, or their defaults. One number stands for the first.
+    /// Two numbers, or their defaults. A single number sets the first.
     #[must_use]
     pub fn pair(&self, key: &str, default: (f64, f64)) -> (f64, f64) {
-        match (self.optional(key), self.0.get(key).and_then(numbers).as_deref()) {
+        match (self.optional(key), self.0.get(key).and_then(as_numbers).as_deref()) {
             (Some(first), _) => (first, default.1),
             (None, Some(&[first, second])) => (first, second),
             _ => default,
@@ -302,7 +329,7 @@ impl OptimizerParams {
     /// Three numbers, or their defaults.
     #[must_use]
     pub fn three(&self, key: &str, default: [f64; 3]) -> [f64; 3] {
-        let found = self.0.get(key).and_then(numbers);
+        let found = self.0.get(key).and_then(as_numbers);
         found.and_then(|all| all.try_into().ok()).unwrap_or(default)
     }
 
@@ -329,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_is_read() {
+    fn valid_parameters_are_read() {
         let params = check(
             OptimizerName::Prodigy,
             &json!({"betas": [0.9, 0.99], "decouple": false, "slice_p": 11, "d_coef": 2, "beta3": null}),
@@ -343,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_is_told() {
+    fn invalid_parameters_are_refused_with_a_reason() {
         for (name, params, part) in [
             (OptimizerName::AdamW8Bit, json!({"betas": [0.9]}), "two numbers"),
             (OptimizerName::AdamW8Bit, json!({"min_8bit_size": -1}), "whole number"),

@@ -1,7 +1,8 @@
-//! `config.process`: what a job runs, one after another.
+//! `config.process`: the processes that a job runs, in order.
 
 use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
+use super::declare::section;
 use super::dtype::DType;
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
@@ -11,118 +12,25 @@ use super::network::NetworkConfig;
 use super::node::Node;
 use super::sample::SampleConfig;
 use super::save::SaveConfig;
-use super::schema::{Cx, FieldValue, Given, Input, Report, SectionInfo, Status, choices, join, section};
+use super::schema::{FieldValue, Input, PresentKeys, ReadContext, Report, SectionInfo, Status, join};
 use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
 use super::train::TrainConfig;
 use super::values::FreeMap;
 use serde::{Deserialize, Serialize};
 
-const LATER: &str =
-    "this release trains (`sd_trainer`, `diffusion_trainer`) and makes images (`to_folder`, `batch_img2img`)";
-
-choices! {
-    /// What a process does.
-    pub enum ProcessType("process type") {
-        /// The general trainer.
-        SdTrainer = "sd_trainer", Works;
-        /// The same, as the web UI of ai-toolkit writes it.
-        DiffusionTrainer = "diffusion_trainer", Works;
-        /// Older name of `diffusion_trainer`.
-        UiTrainer = "ui_trainer", Works;
-        /// Older name of `sd_trainer`.
-        TextualInversionTrainer = "textual_inversion_trainer", Works;
-        /// Slider with images and text directions.
-        ConceptSlider = "concept_slider", Refused(LATER);
-        /// Slider with text targets and paired images.
-        UltimateSlider = "ultimate_slider_trainer", Refused(LATER);
-        /// Slider with paired images.
-        ImageReferenceSlider = "image_reference_slider_trainer", Refused(LATER);
-        /// Make prompt A look like prompt B.
-        ConceptReplacer = "concept_replacer", Refused(LATER);
-        /// Captions by Qwen3-VL.
-        Qwen3VlCaptioner = "Qwen3VLCaptioner", Refused(LATER);
-        /// Captions by Qwen3-Omni.
-        Qwen3OmniCaptioner = "Qwen3OmniCaptioner", Refused(LATER);
-        /// Captions by Ideogram 4.
-        Ideogram4Captioner = "Ideogram4Captioner", Refused(LATER);
-        /// Captions for sound.
-        AceStepCaptioner = "AceStepCaptioner", Refused(LATER);
-        /// Images from images.
-        BatchImg2Img = "batch_img2img", Works;
-        /// Images from reference images.
-        ReferenceGenerator = "reference_generator", Refused(LATER);
-        /// Images from a LoRM.
-        PureLoraGenerator = "pure_lora_generator", Refused(LATER);
-        /// Captions for folders.
-        SuperTagger = "super_tagger", Refused(LATER);
-        /// Data sets from web collections.
-        SyncFromCollection = "sync_from_collection", Refused(LATER);
-        /// A placeholder in ai-toolkit too.
-        DatasetTools = "dataset_tools", Refused(LATER);
-        /// Merging of models.
-        ExampleMergeExtension = "example_merge_extension", Refused(LATER);
-        /// Images from prompts.
-        ToFolder = "to_folder", Works;
-        /// Legacy slider with text targets.
-        Slider = "slider", Refused(LATER);
-        /// Its predecessor.
-        SliderOld = "slider_old", Refused(LATER);
-        /// Rescaling of Stable Diffusion.
-        RescaleSd = "rescale_sd", Refused(LATER);
-        /// Training of a VAE.
-        Vae = "vae", Refused(LATER);
-        /// Training of an upscaler.
-        Esrgan = "esrgan", Refused(LATER);
-        /// A LoCon from the difference of two models.
-        ExtractLocon = "locon", Refused(LATER);
-        /// A LoRA from the difference of two models.
-        ExtractLora = "lora", Refused(LATER);
-        /// A LoRA with another strength.
-        RescaleLora = "rescale_lora", Refused(LATER);
-    }
-}
-
-choices! {
-    /// `job`: the kind of a job.
-    pub enum JobKind("job kind") {
-        /// The normal kind: trainers, captioners, tools.
-        Extension = "extension", Works;
-        /// Legacy trainers.
-        Train = "train", Refused("use `job: extension` with `type: sd_trainer`");
-        /// A LoRA from the difference of two models.
-        Extract = "extract", Refused(LATER);
-        /// Images from prompts.
-        Generate = "generate", Works;
-        /// Changes to files.
-        Mod = "mod", Refused(LATER);
-    }
-}
-
-impl ProcessType {
-    /// The kind of job it belongs to.
-    #[must_use]
-    pub fn job(self) -> JobKind {
-        match self {
-            Self::ToFolder => JobKind::Generate,
-            Self::Slider | Self::SliderOld | Self::RescaleSd | Self::Vae | Self::Esrgan => JobKind::Train,
-            Self::ExtractLocon | Self::ExtractLora => JobKind::Extract,
-            Self::RescaleLora => JobKind::Mod,
-            _ => JobKind::Extension,
-        }
-    }
-}
+pub use super::process_type::{JobKind, ProcessType};
 
 section! {
     /// A process that trains.
     pub struct TrainerProcess("process") {
-        /// Which trainer.
+        /// Type of trainer.
         kind as "type": ProcessType = ProcessType::SdTrainer, Works;
-        /// Name of the run folder. Unlike ai-toolkit, a name of its own does not break resume.
+        /// Name of the run folder. Unlike in ai-toolkit, a name that differs from the job's does not break resume.
         name: Option<String> = None, Works, shown "`config.name`";
         /// The run folder is `training_folder/name`.
         training_folder: Option<String> = None, Works, shown "the job's";
-        /// A hint in ai-toolkit, ignored there too.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored, as in ai-toolkit.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Trigger word of all data sets without their own, and of sample prompts.
         trigger_word: Option<String> = None, Works;
         /// Seed of everything random in the training. Absent: chosen once per job.
@@ -133,47 +41,47 @@ section! {
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// The small weights to train. Absent: the full model.
+        /// The adapter to train. Absent: the full model is trained.
         network: Option<NetworkConfig> = None, Works;
-        /// The loop.
+        /// The training loop.
         train: TrainConfig = TrainConfig::default(), Works;
         /// The base model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
-        /// Saves.
+        /// When and how to save.
         save: SaveConfig = SaveConfig::default(), Works;
-        /// Samples.
+        /// Sample images during the training.
         sample: SampleConfig = SampleConfig::default(), Works;
         /// A second `sample` section, used once, at step 0.
         first_sample: Option<SampleConfig> = None, Works;
-        /// Logs.
+        /// Logging.
         logging: LoggingConfig = LoggingConfig::default(), Works;
         /// Training data, as written: a list of resolutions is one entry here, see `split_datasets`.
         datasets: Vec<DatasetConfig> = Vec::new(), Works;
         /// Textual inversion.
         embedding: Option<EmbeddingConfig> = None, Refused("no textual inversion");
         /// Sliders.
-        slider: Option<SliderConfig> = None, With("type: concept_slider");
+        slider: Option<SliderConfig> = None, DependsOn("type: concept_slider");
         /// `concept_replacer` only.
-        replacements: Vec<Replacement> = Vec::new(), With("type: concept_replacer");
-        /// Without effect in ai-toolkit too.
+        replacements: Vec<Replacement> = Vec::new(), DependsOn("type: concept_replacer");
+        /// No effect, as in ai-toolkit.
         guidance: Option<FreeMap> = None, Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         do_lorm: bool = false, Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         lorm_extract_mode: String = "ratio".into(), Accepted("never had an effect");
-        /// Without effect in ai-toolkit too.
+        /// No effect, as in ai-toolkit.
         lorm_extract_mode_param: f64 = 0.25, Accepted("never had an effect");
     }
     rare {
         "torch_profiler" => Ignored("no torch profiler");
         "adapter" => Refused("no adapters");
         "decorator" => Refused("no decorators");
-        "rescale" => With("type: rescale_sd");
+        "rescale" => DependsOn("type: rescale_sd");
     }
     finish = finish_trainer;
 }
 
-fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
+fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut ReadContext) {
     process.model.dtype = process.train.dtype;
     if process.trigger_word.as_deref() == Some("") {
         process.trigger_word = None;
@@ -183,12 +91,12 @@ fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
             dataset.trigger_word = None;
         }
     }
-    super::checks::trainer(process, cx);
+    process.check_combinations(cx);
 }
 
 impl TrainerProcess {
-    /// The data sets as they are trained: one per entry and resolution, with the process's and the loop's
-    /// values where the entry has none (trigger word, batch size). Each has exactly one resolution.
+    /// Returns the data sets as they are trained: one for each entry and resolution, each with exactly one resolution. An entry
+    /// without trigger word or batch size gets the process's.
     #[must_use]
     pub fn split_datasets(&self) -> Vec<DatasetConfig> {
         let mut split = Vec::new();
@@ -207,28 +115,28 @@ impl TrainerProcess {
 }
 
 section! {
-    /// A process that draws images from prompts (`to_folder`).
+    /// A process that generates images from prompts (`to_folder`).
     pub struct GenerateProcess("process") {
         /// `to_folder`.
         kind as "type": ProcessType = ProcessType::ToFolder, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
-        /// Where the images go.
+        /// Folder for the images.
         output_folder [required]: String = String::new(), Works;
-        /// A hint.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Number format of the arithmetic.
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
-        /// What to draw.
+        /// The images to generate.
         generate [required]: GenerateConfig = GenerateConfig::default(), Works;
     }
     finish = finish_generate;
 }
 
-fn finish_generate(process: &mut GenerateProcess, given: &Given, _cx: &mut Cx) {
-    if given.has("dtype") {
+fn finish_generate(process: &mut GenerateProcess, present: &PresentKeys, _cx: &mut ReadContext) {
+    if present.has("dtype") {
         process.model.dtype = process.dtype;
     } else {
         process.dtype = process.model.dtype;
@@ -236,52 +144,52 @@ fn finish_generate(process: &mut GenerateProcess, given: &Given, _cx: &mut Cx) {
 }
 
 section! {
-    /// A process that redraws the images of data sets (`batch_img2img`).
+    /// A process that runs image to image over data sets (`batch_img2img`).
     pub struct Img2ImgProcess("process") {
         /// `batch_img2img`.
         kind as "type": ProcessType = ProcessType::BatchImg2Img, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
-        /// Where the images go.
+        /// Folder for the images.
         output_folder [required]: String = String::new(), Works;
-        /// Copy the images it starts from into this folder.
+        /// Folder into which the source images are copied.
         copy_inputs_to: Option<String> = None, Works;
-        /// A hint.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Number format of the arithmetic.
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
         /// The images, with captions as prompts.
         datasets [required]: Vec<DatasetConfig> = Vec::new(), Works;
-        /// How they are redrawn.
+        /// How the images are changed.
         generate: Img2ImgConfig = Img2ImgConfig::default(), Works;
     }
     finish = finish_img2img;
 }
 
-fn finish_img2img(process: &mut Img2ImgProcess, given: &Given, cx: &mut Cx) {
-    super::checks::datasets(&process.datasets, cx);
-    if process.datasets.is_empty() && given.has("datasets") {
+fn finish_img2img(process: &mut Img2ImgProcess, present: &PresentKeys, cx: &mut ReadContext) {
+    process.check_dataset_paths(cx);
+    if process.datasets.is_empty() && present.has("datasets") {
         cx.error_at("datasets", "needs at least one data set (`- folder_path: …`)");
     }
-    if given.has("dtype") {
+    if present.has("dtype") {
         process.model.dtype = process.dtype;
     } else {
         process.dtype = process.model.dtype;
     }
 }
 
-/// A process that is known by name only: its keys are kept as they are.
+/// A process that is known by name only. Its keys are stored unchanged.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RareProcess {
-    /// Which.
+    /// Its type.
     pub kind: ProcessType,
     /// Its keys.
     pub keys: FreeMap,
 }
 
-/// What a process is, with its settings.
+/// The kind of a process, with its settings.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProcessKind {
@@ -297,7 +205,7 @@ pub enum ProcessKind {
     Extract(Box<ExtractProcess>),
     /// `rescale_lora`.
     RescaleLora(Box<RescaleLoraProcess>),
-    /// Seldom used processes.
+    /// Rarely used processes without typed keys.
     Rare(Box<RareProcess>),
 }
 
@@ -307,11 +215,11 @@ pub struct Process {
     /// Its type as written.
     #[serde(rename = "type")]
     pub process_type: ProcessType,
-    /// What it is.
+    /// Its kind, with its settings.
     pub kind: ProcessKind,
 }
 
-macro_rules! each {
+macro_rules! match_process {
     ($kind:expr, $process:ident => $body:expr, $rare:ident => $else:expr) => {
         match $kind {
             ProcessKind::Train($process) => $body,
@@ -329,7 +237,7 @@ impl Process {
     /// Its own name, if it has one.
     #[must_use]
     pub fn name(&self) -> Option<&str> {
-        each!(&self.kind, process => process.name.as_deref(), rare => rare.keys.get("name").and_then(|name| name.as_str()))
+        match_process!(&self.kind, process => process.name.as_deref(), rare => rare.keys.get("name").and_then(|name| name.as_str()))
     }
 
     /// The base model, for a process that runs one.
@@ -343,7 +251,7 @@ impl Process {
         }
     }
 
-    /// The training, if it is one.
+    /// The settings of the training, if this is one.
     #[must_use]
     pub fn trainer(&self) -> Option<&TrainerProcess> {
         match &self.kind {
@@ -354,21 +262,21 @@ impl Process {
 }
 
 impl FieldValue for Process {
-    const CHECKED: bool = true;
+    const HAS_CHECKS: bool = true;
     const HAS_INPUTS: bool = true;
 
     fn kind() -> String {
         "map with a `type`".into()
     }
 
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
-        let entries = cx.map(node, "process")?;
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
+        let entries = cx.read_map(node, "process")?;
         let Some(entry) = entries.iter().find(|entry| entry.key == "type") else {
             let names: Vec<&str> = ProcessType::ALL.iter().map(|kind| kind.name()).collect();
             cx.error(format!("a process needs the key `type`. Known: {}", names.join(", ")));
             return None;
         };
-        let process_type = cx.below("type", entry.mark, |cx| ProcessType::read(&entry.node, cx))?;
+        let process_type = cx.descend("type", entry.mark, |cx| ProcessType::read(&entry.node, cx))?;
         let kind = match process_type {
             ProcessType::SdTrainer
             | ProcessType::DiffusionTrainer
@@ -411,21 +319,21 @@ impl FieldValue for Process {
         self.process_type.name().into()
     }
 
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         false
     }
 
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         if let Status::Refused(_) = self.process_type.status() {
-            // One error says it; what is inside such a process does not matter then.
-            self.process_type.check(&join(path, "type"), report);
+            // One error is enough; the keys inside do not matter.
+            self.process_type.check_support(&join(path, "type"), report);
         } else {
-            each!(&self.kind, process => process.check(path, report), _rare => {});
+            match_process!(&self.kind, process => process.check_support(path, report), _rare => {});
         }
     }
 
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
-        each!(&self.kind, process => process.inputs(path, out), _rare => {});
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
+        match_process!(&self.kind, process => process.collect_inputs(path, out), _rare => {});
     }
 
     fn section() -> Option<SectionInfo> {

@@ -1,11 +1,11 @@
-//! Prompts with flags (`a cat --n blurry --seed 7`), and what one image is made from.
+//! Prompts with flags (`a cat --n blurry --seed 7`), and the request for one image.
 
 use super::generate::GenerateConfig;
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sample::SampleConfig;
 use serde::{Deserialize, Serialize};
 
-/// A prompt taken apart at `--`. Flags override everything else; unknown ones are dropped with their value.
+/// A prompt split at `--` into text and flags. Flags override all other settings; unknown flags are dropped with their value.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PromptFlags {
     /// The prompt without flags.
@@ -44,14 +44,14 @@ pub struct PromptFlags {
     pub ctrl_img: Option<String>,
     /// `--ctrl_idx`.
     pub ctrl_idx: Option<u32>,
-    /// Flags that nobody knows; they were dropped.
+    /// Unknown flags, which were dropped.
     pub unknown: Vec<String>,
-    /// Flags whose value is not what it should be: one message each. They were dropped too.
+    /// One message for each flag with an invalid value. These flags were dropped too.
     pub problems: Vec<String>,
 }
 
 impl PromptFlags {
-    /// Takes a prompt apart. Never fails: see [`PromptFlags::problems`].
+    /// Parses a prompt. Never fails; [`PromptFlags::problems`] has the errors.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let mut parts = text.trim().split("--");
@@ -72,38 +72,49 @@ impl PromptFlags {
             "n" => self.negative_prompt = Some(value.to_owned()),
             "p2" => self.prompt_2 = Some(value.to_owned()),
             "n2" => self.negative_prompt_2 = Some(value.to_owned()),
-            "w" => put(&mut self.width, upto(MAX_SIDE, flag, value, problems).map(floor_size)),
-            "h" => put(&mut self.height, upto(MAX_SIDE, flag, value, problems).map(floor_size)),
-            "d" | "seed" => put(&mut self.seed, number(flag, value, "a whole number", problems)),
-            "l" | "cfg" => put(&mut self.guidance_scale, float(flag, value, problems)),
-            "s" | "steps" => put(&mut self.steps, upto(MAX_SAMPLE_STEPS, flag, value, problems)),
-            "m" | "network_multiplier" => put(&mut self.network_multiplier, float(flag, value, problems)),
-            "gr" => put(&mut self.guidance_rescale, float(flag, value, problems)),
-            "a" => put(&mut self.adapter_conditioning_scale, float(flag, value, problems)),
-            "ref" => put(&mut self.refiner_start_at, float(flag, value, problems)),
+            "w" => set_if_some(
+                &mut self.width,
+                parse_at_most(MAX_SIDE, flag, value, problems).map(floor_size),
+            ),
+            "h" => set_if_some(
+                &mut self.height,
+                parse_at_most(MAX_SIDE, flag, value, problems).map(floor_size),
+            ),
+            "d" | "seed" => set_if_some(&mut self.seed, parse_value(flag, value, "a whole number", problems)),
+            "l" | "cfg" => set_if_some(&mut self.guidance_scale, parse_finite(flag, value, problems)),
+            "s" | "steps" => set_if_some(&mut self.steps, parse_at_most(MAX_SAMPLE_STEPS, flag, value, problems)),
+            "m" | "network_multiplier" => {
+                set_if_some(&mut self.network_multiplier, parse_finite(flag, value, problems))
+            }
+            "gr" => set_if_some(&mut self.guidance_rescale, parse_finite(flag, value, problems)),
+            "a" => set_if_some(
+                &mut self.adapter_conditioning_scale,
+                parse_finite(flag, value, problems),
+            ),
+            "ref" => set_if_some(&mut self.refiner_start_at, parse_finite(flag, value, problems)),
             "ev" | "extra_values" => {
                 let values: Option<Vec<f64>> = value
                     .split(',')
-                    .map(|part| float(flag, part.trim(), problems))
+                    .map(|part| parse_finite(flag, part.trim(), problems))
                     .collect();
-                put(&mut self.extra_values, values);
+                set_if_some(&mut self.extra_values, values);
             }
-            "frames" | "num_frames" => put(&mut self.num_frames, whole(flag, value, problems)),
-            "fps" => put(&mut self.fps, whole(flag, value, problems)),
+            "frames" | "num_frames" => set_if_some(&mut self.num_frames, parse_u32(flag, value, problems)),
+            "fps" => set_if_some(&mut self.fps, parse_u32(flag, value, problems)),
             "ctrl_img" => self.ctrl_img = Some(value.to_owned()),
-            "ctrl_idx" => put(&mut self.ctrl_idx, whole(flag, value, problems)),
+            "ctrl_idx" => set_if_some(&mut self.ctrl_idx, parse_u32(flag, value, problems)),
             _ => self.unknown.push(flag.to_owned()),
         }
     }
 }
 
-fn put<T>(slot: &mut Option<T>, value: Option<T>) {
+fn set_if_some<T>(slot: &mut Option<T>, value: Option<T>) {
     if value.is_some() {
         *slot = value;
     }
 }
 
-fn number<T: std::str::FromStr>(flag: &str, value: &str, expected: &str, problems: &mut Vec<String>) -> Option<T> {
+fn parse_value<T: std::str::FromStr>(flag: &str, value: &str, expected: &str, problems: &mut Vec<String>) -> Option<T> {
     let parsed = value.parse().ok();
     if parsed.is_none() {
         problems.push(format!(
@@ -113,12 +124,12 @@ fn number<T: std::str::FromStr>(flag: &str, value: &str, expected: &str, problem
     parsed
 }
 
-fn whole(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
-    number(flag, value, "a whole number from 0", problems)
+fn parse_u32(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
+    parse_value(flag, value, "a whole number from 0", problems)
 }
 
-fn upto(most: u32, flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
-    whole(flag, value, problems).filter(|number| {
+fn parse_at_most(most: u32, flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
+    parse_u32(flag, value, problems).filter(|number| {
         let fits = *number <= most;
         if !fits {
             problems.push(format!(
@@ -129,8 +140,8 @@ fn upto(most: u32, flag: &str, value: &str, problems: &mut Vec<String>) -> Optio
     })
 }
 
-fn float(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f64> {
-    number::<f64>(flag, value, "a number", problems).filter(|value| {
+fn parse_finite(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f64> {
+    parse_value::<f64>(flag, value, "a number", problems).filter(|value| {
         let finite = value.is_finite();
         if !finite {
             problems.push(format!("the prompt's flag `--{flag}` expects a finite number"));
@@ -139,22 +150,22 @@ fn float(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f64> {
     })
 }
 
-/// A width or height as images have it: floored to a multiple of 8, at least 64.
+/// Rounds a width or height down to a multiple of 8, at least 64.
 #[must_use]
 pub fn floor_size(pixels: u32) -> u32 {
     (pixels / 8 * 8).max(64)
 }
 
-/// A sample prompt with `[trigger]` replaced; without a trigger word the text stays as it is.
+/// Replaces `[trigger]` in a sample prompt; without a trigger word the text is unchanged.
 #[must_use]
-pub fn with_trigger(prompt: &str, trigger: Option<&str>) -> String {
+pub fn replace_trigger(prompt: &str, trigger: Option<&str>) -> String {
     match trigger {
         Some(trigger) => prompt.replace("[trigger]", trigger),
         None => prompt.to_owned(),
     }
 }
 
-/// Everything that decides one image, after defaults, the item's own values and prompt flags.
+/// All settings of one image, after defaults, the item's own values and prompt flags are applied.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ImageRequest {
     /// The prompt without flags.
@@ -197,16 +208,16 @@ pub struct ImageRequest {
     pub ctrl_img_2: Option<String>,
     /// Third of several control images.
     pub ctrl_img_3: Option<String>,
-    /// Which control it is.
+    /// Index of the control.
     pub ctrl_idx: u32,
     /// CFG norm (Qwen edit).
     pub do_cfg_norm: bool,
 }
 
 impl ImageRequest {
-    /// Takes over what the flags in its prompt say, and makes the size a possible one.
+    /// Applies the flags in the prompt and rounds the size.
     #[must_use]
-    fn finished(mut self) -> Self {
+    fn apply_flags(mut self) -> Self {
         let flags = PromptFlags::parse(&self.prompt);
         self.prompt = flags.prompt;
         self.prompt_2 = flags.prompt_2.or(self.prompt_2);
@@ -226,7 +237,7 @@ impl ImageRequest {
         self.extra_values = flags.extra_values.unwrap_or(self.extra_values);
         self.num_frames = flags.num_frames.unwrap_or(self.num_frames);
         self.fps = flags.fps.unwrap_or(self.fps);
-        // As in ai-toolkit the flag does not become the first of several.
+        // As in ai-toolkit, the flag does not set `ctrl_img_1`.
         self.ctrl_img = flags.ctrl_img.or(self.ctrl_img);
         self.ctrl_idx = flags.ctrl_idx.unwrap_or(self.ctrl_idx);
         self
@@ -234,18 +245,18 @@ impl ImageRequest {
 }
 
 impl SampleConfig {
-    /// The images of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit an item's
-    /// own seed is its own: later items without one use the section's.
+    /// Returns the image requests of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit, an item's seed
+    /// does not carry over: later items without one use the section's.
     #[must_use]
     pub fn requests(&self, trigger: Option<&str>) -> Vec<ImageRequest> {
-        let one = |(index, item): (usize, &super::sample::SampleItem)| {
+        let to_request = |(index, item): (usize, &super::sample::SampleItem)| {
             let walk = if self.walk_seed {
                 i64::try_from(index).unwrap_or(0)
             } else {
                 0
             };
             ImageRequest {
-                prompt: with_trigger(&item.prompt, trigger),
+                prompt: replace_trigger(&item.prompt, trigger),
                 prompt_2: None,
                 negative_prompt: item.neg.as_ref().unwrap_or(&self.neg).0.clone(),
                 negative_prompt_2: None,
@@ -268,15 +279,14 @@ impl SampleConfig {
                 ctrl_idx: item.ctrl_idx,
                 do_cfg_norm: self.do_cfg_norm,
             }
-            .finished()
+            .apply_flags()
         };
-        self.samples.iter().enumerate().map(one).collect()
+        self.samples.iter().enumerate().map(to_request).collect()
     }
 }
 
 impl GenerateConfig {
-    /// The image for one prompt (with its flags). A size of `size_list` is the caller's to draw:
-    /// pass it as `size`, else `None`.
+    /// Returns the image request for one prompt with flags. `size` is the size that the caller drew from `size_list`, if any.
     #[must_use]
     pub fn request(&self, prompt: &str, size: Option<(u32, u32)>) -> ImageRequest {
         let (width, height) = size.unwrap_or((self.width, self.height));
@@ -304,7 +314,7 @@ impl GenerateConfig {
             ctrl_idx: 0,
             do_cfg_norm: false,
         }
-        .finished()
+        .apply_flags()
     }
 }
 
@@ -314,7 +324,7 @@ mod tests {
     use crate::job::sample::SampleItem;
 
     #[test]
-    fn flags_are_taken_out_and_unknown_ones_dropped() {
+    fn flags_are_parsed_and_unknown_ones_dropped() {
         let flags = PromptFlags::parse(
             " a cat, sitting --n blurry, dark --w 515 --h 10 --d 42 --l 6.5 --s 30 --m 0.8 --ev 1,2.5 --zoom in --seed -1",
         );
@@ -329,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_values_are_told_and_dropped() {
+    fn invalid_flag_values_are_reported_and_dropped() {
         let flags = PromptFlags::parse("x --w wide --cfg inf --steps");
         assert_eq!((flags.width, flags.guidance_scale, flags.steps), (None, None, None));
         assert_eq!(flags.problems.len(), 3);
@@ -338,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn items_fall_back_to_the_section_and_seeds_do_not_stick() {
+    fn items_without_a_value_use_the_section_s_value() {
         let item = |prompt: &str, seed| SampleItem {
             prompt: prompt.into(),
             seed,

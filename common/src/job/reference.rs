@@ -1,5 +1,5 @@
-//! `docs/config-keys.md`: every key, what it means, and what this release does with it. Made from the same
-//! declarations that read configs, so it cannot be wrong; a test keeps the file up to date.
+//! Generates `docs/config-keys.md`: every key, its meaning and its status in this release. Generated from the declarations that
+//! read configs; a test checks that the file is up to date.
 
 use super::caption::{CaptionConfig, CaptionProcess};
 use super::cluster::ClusterConfig;
@@ -21,30 +21,30 @@ use std::fmt::Write as _;
 const INTRODUCTION: &str = "\
 # Config keys
 
-Every key of a job config, its default, and what this release does with it. This file is made from the
+Every key of a job config, its default, and what this release does with it. This file is generated from the
 declarations in `common/src/job`; change those and run
 `AITK_UPDATE_GOLDEN=1 cargo test -p aitk-common config_keys`.
 
 | In the last column | means |
 |---|---|
 | works | does what it says |
-| accepted | has no influence on the result, so nothing is said |
-| with `x` | only matters together with `x`, which is works, warning or refused itself |
+| accepted | has no influence on the result, so there is no message |
+| with `x` | only matters together with `x`, which works, is ignored with a warning, or is refused |
 | warning | ignored, with a warning before the job starts; the result stays what was asked for |
 | refused | ignoring it would change the result: the job does not start unless the value is the default or off |
 
-A key that is in none of these tables is ignored with a warning, unless it is within two edits of one that
-is: then it is an error that names it. An explicit `null` is read as absent.
+A key that is in none of these tables is ignored with a warning. If it is within two edits of a known key, it is an
+error that names that key. An explicit `null` counts as absent.
 
-`${VAR}` in a value is filled in from the environment or from `.env` before the job is sent; a variable that is not
-set is an error. A variable that holds a secret (by its name, such as `HF_TOKEN`, or by the look of its value) is not
-filled in, because jobs are stored and shown: the job keeps `${HF_TOKEN}`, with a warning. No key needs a secret;
-for private models set `HF_TOKEN` where the worker runs (and list them with `--hub-allow`). `device` of ai-toolkit's configs (`cuda:0`) is accepted and
-without effect, as it was there; `cluster.device` asks for a kind of device.
+`${VAR}` in a value is replaced from the environment or from `.env` before the job is sent; a variable that is not
+set is an error. A variable that holds a secret (by its name, such as `HF_TOKEN`, or by the form of its value) is not
+replaced, because jobs are stored and shown: the job keeps `${HF_TOKEN}`, with a warning. No key needs a secret;
+for private models set `HF_TOKEN` where the worker runs (and list them with `--hub-allow`). `device` of ai-toolkit's configs (`cuda:0`) is accepted
+and has no effect, as in ai-toolkit; `cluster.device` requests a kind of device.
 ";
 
-/// A heading, what stands below it, and whether all of it is refused for now.
-fn chapters() -> Vec<(&'static str, SectionInfo, bool)> {
+/// The sections of the page: heading, keys, and whether this release refuses all of them.
+fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
     vec![
         ("The document", Document::describe(), false),
         ("`config`", ConfigSection::describe(), false),
@@ -91,36 +91,38 @@ fn chapters() -> Vec<(&'static str, SectionInfo, bool)> {
     ]
 }
 
-/// The whole page.
+/// Returns the whole page.
 #[must_use]
 pub fn markdown() -> String {
     let mut page = INTRODUCTION.to_owned();
-    for (heading, section, later) in chapters() {
+    for (heading, section, is_refused) in sections() {
         let _ = write!(page, "\n## {heading}\n\n");
-        if later {
-            page.push_str("Read and checked, but what uses it does not run in this release.\n\n");
+        if is_refused {
+            page.push_str(
+                "These keys are read and checked, but the feature that uses them does not run in this release.\n\n",
+            );
         }
         page.push_str("| key | value | default | meaning | this release |\n|---|---|---|---|---|\n");
         for field in section.fields.iter().filter(|field| !field.rare) {
-            row(&mut page, field, later);
+            write_row(&mut page, field, is_refused);
         }
         let rare: Vec<&FieldInfo> = section.fields.iter().filter(|field| field.rare).collect();
         if !rare.is_empty() {
-            page.push_str("\nSeldom used, known by name: ");
+            page.push_str("\nRarely used, known by name only: ");
             let listed: Vec<String> = rare
                 .iter()
-                .map(|field| format!("`{}` ({})", field.key, status(field.status)))
+                .map(|field| format!("`{}` ({})", field.key, describe_status(field.status)))
                 .collect();
             let _ = writeln!(page, "{}.", listed.join(", "));
         }
         for field in section.fields.iter().filter(|field| !field.values.is_empty()) {
-            values(&mut page, field);
+            write_values(&mut page, field);
         }
     }
     page
 }
 
-fn row(page: &mut String, field: &FieldInfo, later: bool) {
+fn write_row(page: &mut String, field: &FieldInfo, is_refused: bool) {
     let default = match field.default.as_str() {
         "" | "null" => "–".to_owned(),
         text if text.contains(' ') || text.contains('`') || text == "required" => text.to_owned(),
@@ -131,42 +133,42 @@ fn row(page: &mut String, field: &FieldInfo, later: bool) {
     } else {
         "a name, below".to_owned()
     };
-    let status = if later {
+    let status = if is_refused {
         "later".to_owned()
     } else {
-        status(field.status)
+        describe_status(field.status)
     };
     let _ = writeln!(
         page,
         "| `{}` | {} | {} | {} | {} |",
         field.key,
-        cell(&kind),
-        cell(&default),
-        cell(&field.doc.replace('\n', " ")),
-        cell(&status)
+        escape_cell(&kind),
+        escape_cell(&default),
+        escape_cell(&field.doc.replace('\n', " ")),
+        escape_cell(&status)
     );
 }
 
-fn cell(text: &str) -> String {
+fn escape_cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
-fn status(status: Status) -> String {
+fn describe_status(status: Status) -> String {
     match status {
         Status::Works => "works".into(),
         Status::Accepted(why) => format!("accepted: {why}"),
-        Status::With(key) => format!("with `{key}`"),
+        Status::DependsOn(key) => format!("with `{key}`"),
         Status::Ignored(why) => format!("warning: {why}"),
         Status::Refused(why) => format!("refused: {why}"),
     }
 }
 
-fn values(page: &mut String, field: &FieldInfo) {
-    let listed = |wanted: fn(Status) -> bool| -> String {
+fn write_values(page: &mut String, field: &FieldInfo) {
+    let listed = |keep: fn(Status) -> bool| -> String {
         let names: Vec<String> = field
             .values
             .iter()
-            .filter(|(_, status)| wanted(*status))
+            .filter(|(_, status)| keep(*status))
             .map(|(name, _)| format!("`{name}`"))
             .collect();
         names.join(", ")
@@ -202,7 +204,7 @@ mod tests {
 
     #[test]
     fn every_key_is_documented() {
-        for (heading, section, _) in chapters() {
+        for (heading, section, _) in sections() {
             for field in section.fields.iter().filter(|field| !field.rare) {
                 assert!(!field.doc.is_empty(), "{heading}: {}", field.key);
             }

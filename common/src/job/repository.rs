@@ -1,12 +1,12 @@
-//! Names of model repositories on Hugging Face, as a model key of a config has them: `ORG/NAME`.
+//! Names of Hugging Face model repositories in configs: `ORG/NAME`.
 
-/// Bytes of the organisation, or of the name.
+/// Maximum bytes of the organisation and of the name.
 const MAX_PART_BYTES: usize = 96;
-/// Endings that make `folder/file` of what could be a repository.
+/// File extensions: a name with one of them is a path, not a repository.
 const FILES: [&str; 7] = [".safetensors", ".gguf", ".ckpt", ".pt", ".bin", ".json", ".txt"];
 
-/// Whether this can be the name of a repository: `org/name` in the characters that the hub takes. Whether a folder of
-/// that name lies somewhere is not looked at.
+/// Whether this is a valid repository name: `org/name` in the characters that the hub allows. Does not check whether a folder
+/// of that name exists.
 #[must_use]
 pub fn is_repository(text: &str) -> bool {
     let part = |part: &str| {
@@ -15,7 +15,7 @@ pub fn is_repository(text: &str) -> bool {
             && !part.starts_with(['.', '-'])
             && !part.ends_with(['.', '-'])
             && part.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
-            // The hub takes neither, and `--` divides the two in the name of a folder.
+            // The hub allows neither, and `--` separates the two in cache folder names.
             && !part.contains("--")
             && !part.contains("..")
     };
@@ -34,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_org_and_name_is_a_repository() {
+    fn only_org_slash_name_is_a_repository() {
         for good in [
             "stable-diffusion-v1-5/stable-diffusion-v1-5",
             "a/b",
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn commits_are_hexadecimal() {
+    fn only_lower_case_hexadecimal_is_a_commit() {
         assert!(is_commit(&"0a".repeat(20)) && is_commit(&"f".repeat(64)));
         assert!(!is_commit("main") && !is_commit(&"0A".repeat(20)) && !is_commit(&"../".repeat(13)));
     }

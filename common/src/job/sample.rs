@@ -1,12 +1,13 @@
-//! `sample`: images made while training, to see how it goes.
+//! `sample`: images generated during the training, to show its progress.
 
+use super::declare::section;
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
 use super::sampler::SamplerName;
-use super::schema::{Cx, Given, section};
+use super::schema::{PresentKeys, ReadContext};
 use super::values::{Float, TextOrFalse};
 
 section! {
-    /// One image. What is absent comes from the section.
+    /// One image. Absent keys take the section's value.
     pub struct SampleItem("samples") {
         /// The prompt; may end in flags such as `--seed 7`.
         prompt: String = String::new(), Works;
@@ -23,28 +24,28 @@ section! {
         /// Steps.
         sample_steps: Option<u32> = None, Works;
         /// Video frames per second.
-        fps: Option<u32> = None, With("num_frames");
+        fps: Option<u32> = None, DependsOn("num_frames");
         /// Video frames.
         num_frames: Option<u32> = None, Refused("no video models yet");
         /// LoRA strength.
         network_multiplier: Option<Float> = None, Works;
         /// Control image.
         ctrl_img: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
-        /// Which control it is.
-        ctrl_idx: u32 = 0, With("ctrl_img");
+        /// Index of the control.
+        ctrl_idx: u32 = 0, DependsOn("ctrl_img");
         /// First of several control images.
         ctrl_img_1: Option<String> = None, Refused("control images are not used yet"), shown "`ctrl_img`", input ControlImages;
         /// Second of several control images.
         ctrl_img_2: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
         /// Third of several control images.
         ctrl_img_3: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
-        /// Without effect in ai-toolkit too: the section's value is used.
+        /// No effect, as in ai-toolkit: the section's value is used.
         do_cfg_norm: bool = false, Accepted("never had an effect");
     }
     finish = finish_item;
 }
 
-fn finish_item(item: &mut SampleItem, _given: &Given, cx: &mut Cx) {
+fn finish_item(item: &mut SampleItem, _present: &PresentKeys, cx: &mut ReadContext) {
     for path in [
         &mut item.ctrl_img,
         &mut item.ctrl_img_1,
@@ -58,13 +59,13 @@ fn finish_item(item: &mut SampleItem, _given: &Given, cx: &mut Cx) {
     if item.num_frames == Some(1) {
         item.num_frames = None;
     }
-    cx.at_most("width", item.width.unwrap_or(0), MAX_SIDE);
-    cx.at_most("height", item.height.unwrap_or(0), MAX_SIDE);
-    cx.at_most("sample_steps", item.sample_steps.unwrap_or(0), MAX_SAMPLE_STEPS);
+    cx.check_at_most("width", item.width.unwrap_or(0), MAX_SIDE);
+    cx.check_at_most("height", item.height.unwrap_or(0), MAX_SIDE);
+    cx.check_at_most("sample_steps", item.sample_steps.unwrap_or(0), MAX_SAMPLE_STEPS);
 }
 
 section! {
-    /// Images made while training, to see how it goes.
+    /// Images generated during the training, to show its progress.
     pub struct SampleConfig("sample") {
         /// Sampler; flow models use `flowmatch`.
         sampler: SamplerName = SamplerName::Ddpm, Works;
@@ -95,33 +96,33 @@ section! {
         /// Above 1 makes a video.
         num_frames: u32 = 1, Refused("no video models yet");
         /// Video frames per second.
-        fps: u32 = 16, With("num_frames");
+        fps: u32 = 16, DependsOn("num_frames");
         /// Adapter strength.
-        adapter_conditioning_scale: f64 = 1.0, With("adapter");
+        adapter_conditioning_scale: f64 = 1.0, DependsOn("adapter");
         /// Where the SDXL refiner takes over.
-        refiner_start_at: f64 = 0.5, With("model.refiner_name_or_path");
+        refiner_start_at: f64 = 0.5, DependsOn("model.refiner_name_or_path");
         /// CFG norm (Qwen edit).
-        do_cfg_norm: bool = false, Accepted("only Qwen-Image cares");
+        do_cfg_norm: bool = false, Accepted("only Qwen-Image uses it");
         /// Older form of `samples`; used only when that is absent.
         prompts: Vec<String> = Vec::new(), Works;
         /// The images.
         samples: Vec<SampleItem> = Vec::new(), Works, shown "from `prompts`";
     }
     rare {
-        "extra_values" => With("adapter");
+        "extra_values" => DependsOn("adapter");
     }
     finish = finish;
 }
 
-fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
-    if given.has("samples") {
+fn finish(sample: &mut SampleConfig, present: &PresentKeys, cx: &mut ReadContext) {
+    if present.has("samples") {
         if !sample.prompts.is_empty() {
             cx.warn_at("prompts", "`samples` is given, so `prompts` is not used");
         }
     } else {
         sample.samples = sample.samples_of_prompts();
     }
-    cx.at_most_items("samples", sample.samples.len(), MAX_SAMPLES);
+    cx.check_item_count("samples", sample.samples.len(), MAX_SAMPLES);
     sample.format = sample.format.trim_start_matches('.').to_ascii_lowercase();
     if !FORMATS.contains(&sample.format.as_str()) {
         cx.error_at(
@@ -136,15 +137,15 @@ fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
     if sample.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
-    cx.at_most("sample_steps", sample.sample_steps, MAX_SAMPLE_STEPS);
-    cx.at_most("width", sample.width, MAX_SIDE);
-    cx.at_most("height", sample.height, MAX_SIDE);
+    cx.check_at_most("sample_steps", sample.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_at_most("width", sample.width, MAX_SIDE);
+    cx.check_at_most("height", sample.height, MAX_SIDE);
 }
 
 const FORMATS: &[&str] = &["jpg", "jpeg", "png", "webp", "wav", "mp3", "flac", "ogg", "mp4"];
 
 impl SampleConfig {
-    /// The images where `samples` is absent.
+    /// The samples made from `prompts`, for configs without `samples`.
     pub(super) fn samples_of_prompts(&self) -> Vec<SampleItem> {
         let items = self.prompts.iter().map(|prompt| SampleItem {
             prompt: prompt.clone(),

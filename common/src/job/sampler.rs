@@ -1,6 +1,6 @@
-//! Names of noise schedulers and samplers, for training and for images.
+//! Names of noise schedulers (training) and samplers (image generation).
 
-use super::schema::choices;
+use super::declare::choices;
 
 choices! {
     /// A noise scheduler (training) or sampler (images). A `k_` name means Karras sigmas.

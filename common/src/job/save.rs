@@ -1,7 +1,7 @@
-//! `save`: what is written, how often, and how much of it stays.
+//! `save`: what is saved, how often, and how many saves are kept.
 
+use super::declare::{choices, section};
 use super::dtype::DType;
-use super::schema::{choices, section};
 
 choices! {
     /// Layout of full-model saves. LoRAs are always one safetensors file.
@@ -14,7 +14,7 @@ choices! {
 }
 
 section! {
-    /// What is written, how often, and how much of it stays.
+    /// What is saved, how often, and how many saves are kept.
     pub struct SaveConfig("save") {
         /// Save when `step % save_every == 0`, never on the first step that runs; 0 or null: only at the end.
         save_every: Option<u64> = Some(1000), Works;
@@ -27,9 +27,9 @@ section! {
         /// Upload the run folder to Hugging Face at the end.
         push_to_hub: bool = false, Ignored("nothing is uploaded; take the files from the run folder");
         /// Repository to upload to.
-        hf_repo_id: Option<String> = None, With("push_to_hub");
+        hf_repo_id: Option<String> = None, DependsOn("push_to_hub");
         /// Whether that repository is private.
-        hf_private: bool = false, With("push_to_hub");
+        hf_private: bool = false, DependsOn("push_to_hub");
     }
 }
 

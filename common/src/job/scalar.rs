@@ -1,10 +1,9 @@
-//! Types of unquoted scalars by the rules of YAML 1.1 as ai-toolkit's loader had them: `yes` and `off` are
-//! truth values, a leading zero means octal, `1:30` is a number of base 60, and, beyond plain YAML 1.1,
-//! `1e-4` is a float. Dates stay text.
+//! Resolves the types of unquoted scalars by the rules of ai-toolkit's YAML 1.1 loader: `yes` and `off` are booleans, a
+//! leading zero means octal, `1:30` is a base-60 number, and, beyond plain YAML 1.1, `1e-4` is a float. Dates stay text.
 
 use super::node::Value;
 
-/// The value of an unquoted scalar.
+/// Returns the typed value of an unquoted scalar.
 #[must_use]
 pub fn resolve(text: &str) -> Value {
     match text {
@@ -64,7 +63,7 @@ fn integer(text: &str) -> Option<Value> {
     let value = magnitude.map(|value| if negative { -value } else { value });
     match value.and_then(|value| i64::try_from(value).ok()) {
         Some(value) => Some(Value::Int(value)),
-        // Larger than any number that a config needs: keep the magnitude.
+        // Beyond i64: keep the magnitude as a float.
         None if radix == 10 => clean
             .parse()
             .ok()
@@ -73,16 +72,16 @@ fn integer(text: &str) -> Option<Value> {
     }
 }
 
-/// The parts of `1:30` or `12:05:09`, checked; the last may end in a fraction, which is dropped by the caller.
+/// Splits and checks the base-60 digits of `1:30` or `12:05:09`. The caller removes a fraction first.
 fn sexagesimal(body: &str) -> Option<Vec<String>> {
     let parts: Vec<String> = body.split(':').map(|part| part.replace('_', "")).collect();
     let (first, rest) = parts.split_first()?;
-    let whole = |part: &String| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
-    let ok = whole(first)
+    let is_digits = |part: &String| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    let ok = is_digits(first)
         && !first.starts_with('0')
         && rest
             .iter()
-            .all(|part| whole(part) && part.len() <= 2 && part.parse::<u32>().is_ok_and(|value| value < 60));
+            .all(|part| is_digits(part) && part.len() <= 2 && part.parse::<u32>().is_ok_and(|value| value < 60));
     ok.then_some(parts)
 }
 
@@ -140,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn yaml_1_1_types() {
+    fn scalars_get_their_yaml_1_1_types() {
         let text = |text: &str| Value::Text(text.into());
         let cases = [
             ("", Value::Null),

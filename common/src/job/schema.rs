@@ -1,60 +1,58 @@
-//! One declaration per section of a config: from it come the type, its defaults, its reader, its
-//! documentation and its line in the "not supported yet" table.
+//! The schema of job configs: the status of keys, their descriptions, and the trait [`FieldValue`] for the values of keys.
 //!
-//! [`section!`] declares a map with known keys, [`choices!`] a value that is one of some names. Both make
-//! the type implement [`FieldValue`], which is all that a key of another section needs.
+//! [`section!`] declares a map with known keys, [`choices!`] an enum of names. Both implement [`FieldValue`] for the declared
+//! type, so it can be the value of a key in another section.
 
-use super::node::{Node, shorten};
+use super::node::{Entry, Node, Value, shorten};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 
-pub(crate) use super::declare::{choices, section};
-pub(crate) use super::reading::parent;
-pub use super::reading::{Cx, Given, join, nearest};
+pub(crate) use super::read_context::parent;
+pub use super::read_context::{PresentKeys, ReadContext, join, nearest};
 
 /// What this release does with a key or a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Does what it says.
+    /// Supported.
     Works,
-    /// Has no influence on the result (here), so nothing needs to be said. Why.
+    /// Has no influence on the result, so there is no message. The text says why.
     Accepted(&'static str),
-    /// Only matters together with another key, which carries the status.
-    With(&'static str),
-    /// Ignored with a warning; the result stays what was asked for. Why.
+    /// Only matters together with the key named here, which has the status.
+    DependsOn(&'static str),
+    /// Ignored with a warning; the result is still the requested one. The text says why.
     Ignored(&'static str),
-    /// Not supported yet, and ignoring it would change the result: an error. What is missing.
+    /// An error: not supported yet, and ignoring it would change the result. The text says what is missing.
     Refused(&'static str),
 }
 
 impl Status {
-    /// Whether a path under such a key is opened by anybody. What it would only matter with is refused or ignored itself; a
-    /// test in `paths` says so.
+    /// Whether any code opens a path under a key with this status. A key named by [`Status::DependsOn`] is refused or ignored
+    /// itself; a test in `paths` checks that.
     pub(crate) fn opens_paths(self) -> bool {
-        !matches!(self, Self::With(_) | Self::Ignored(_))
+        !matches!(self, Self::DependsOn(_) | Self::Ignored(_))
     }
 }
 
-/// A key of a section, for people and documentation.
+/// Describes one key of a section, for the documentation.
 #[derive(Clone, Debug)]
 pub struct FieldInfo {
-    /// The key as it is written.
+    /// The key as written in configs.
     pub key: &'static str,
-    /// What its value looks like.
+    /// The type of its value, as text.
     pub kind: String,
-    /// Its default, as it would be written.
+    /// Its default, as written in a config.
     pub default: String,
-    /// What it means.
+    /// Its meaning.
     pub doc: String,
-    /// What this release does with it.
+    /// Its status in this release.
     pub status: Status,
-    /// Seldom used: known, but without a typed field.
+    /// Whether the key is known by name only, without a typed field.
     pub rare: bool,
     /// The keys below it.
     pub nested: Option<SectionInfo>,
     /// Its allowed values, when there is a list.
     pub values: Vec<(&'static str, Status)>,
-    /// What it leads to, if it may be a path.
+    /// What the path refers to, if the value may be a path.
     pub input: Option<InputKind>,
 }
 
@@ -67,7 +65,7 @@ pub struct SectionInfo {
     pub fields: Vec<FieldInfo>,
 }
 
-/// What a path in a config leads to.
+/// What a path in a config refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum InputKind {
@@ -88,56 +86,56 @@ pub enum InputKind {
 /// A value of a config that may be a path on this machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Input {
-    /// The path (or repository id) as the config has it.
+    /// The path (or repository id) as written in the config.
     pub config_path: String,
-    /// What it leads to.
+    /// What it refers to.
     pub kind: InputKind,
     /// The key: `config.process[0].datasets[0].folder_path`.
     pub key: String,
 }
 
-/// A value that a key can have.
+/// A type that can be the value of a key.
 pub trait FieldValue: Sized + PartialEq {
-    /// Whether an explicit `null` is a value of its own.
+    /// Whether an explicit `null` is a valid value.
     const NULLABLE: bool = false;
-    /// Whether [`FieldValue::check`] can report anything: only then its path is put together.
-    const CHECKED: bool = false;
-    /// Whether [`FieldValue::inputs`] can list anything.
+    /// Whether [`FieldValue::check_support`] can report anything. The path is built only then.
+    const HAS_CHECKS: bool = false;
+    /// Whether [`FieldValue::collect_inputs`] can list anything.
     const HAS_INPUTS: bool = false;
 
-    /// What its values look like: `whole number`, `text`, `list of text`.
+    /// The type as text: `whole number`, `text`, `list of text`.
     fn kind() -> String;
 
-    /// Reads it, or says what is wrong and returns `None`.
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self>;
+    /// Reads the value. On failure adds an error to `cx` and returns `None`.
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self>;
 
-    /// The value that `null` stands for, where [`FieldValue::NULLABLE`].
+    /// The value for an explicit `null` if [`FieldValue::NULLABLE`].
     fn null() -> Option<Self> {
         None
     }
 
-    /// As it would be written in a config.
+    /// Formats the value as written in a config.
     fn show(&self) -> String;
 
-    /// Zero, false or empty: what Python takes for false.
-    fn is_off(&self) -> bool;
+    /// Whether the value is zero, false or empty, as Python's falsy values.
+    fn is_falsy(&self) -> bool;
 
     /// Reports unsupported parts of this value; `path` is its key.
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         let _ = (path, report);
     }
 
     /// Lists inputs below this value; `path` is its key.
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
         let _ = (path, out);
     }
 
-    /// Calls `f` with every text in this value and the path behind its key (`[0]`).
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    /// Calls `f` with the path of each text in this value, relative to its key (`[0]`), and the text.
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         let _ = f;
     }
 
-    /// The section, if it is one (or a list of them).
+    /// Describes the section, if the type is a section or a list of sections.
     fn section() -> Option<SectionInfo> {
         None
     }
@@ -148,7 +146,37 @@ pub trait FieldValue: Sized + PartialEq {
     }
 }
 
-/// Collects what is not supported.
+impl ReadContext {
+    /// Reads one key into `slot`. An absent key leaves the default.
+    pub fn read_key<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
+        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
+            if required {
+                self.error_at(key, format!("`{title}` needs the key `{key}` ({})", T::kind()));
+            }
+            return;
+        };
+        let read = self.descend(key, entry.mark, |cx| {
+            if entry.node.value != Value::Null {
+                return T::read(&entry.node, cx);
+            }
+            cx.nulls.insert(cx.path().to_owned());
+            if required {
+                cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
+            } else if !T::NULLABLE && !slot.is_falsy() && title != "process" && title != "config" {
+                cx.warn(format!(
+                    "null counts as absent here, so the default {} is used; remove the key or give a value",
+                    slot.show()
+                ));
+            }
+            T::null()
+        });
+        if let Some(value) = read {
+            *slot = value;
+        }
+    }
+}
+
+/// Collects the unsupported keys and values of a config.
 #[derive(Debug, Default)]
 pub struct Report {
     /// Key path and message.
@@ -158,38 +186,38 @@ pub struct Report {
 }
 
 impl Report {
-    /// Something that would change the result.
+    /// Adds an error: ignoring this would change the result.
     pub fn error(&mut self, path: impl Into<String>, message: impl Into<String>) {
         self.errors.push((path.into(), message.into()));
     }
 
-    /// Something that is ignored.
+    /// Adds a warning: this is ignored.
     pub fn warn(&mut self, path: impl Into<String>, message: impl Into<String>) {
         self.warnings.push((path.into(), message.into()));
     }
 
-    /// A key with its value and its default.
-    pub fn field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
+    /// Checks one key: reports its status if the value differs from the default.
+    pub fn check_field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
         if matches!(status, Status::Works | Status::Accepted(_)) {
-            if T::CHECKED {
-                value.check(&join(path, key), self);
+            if T::HAS_CHECKS {
+                value.check_support(&join(path, key), self);
             }
-        } else if value != default && !(value.is_off() && default.is_off()) {
-            self.status(&join(path, key), status, &value.show());
+        } else if value != default && !(value.is_falsy() && default.is_falsy()) {
+            self.add_status(&join(path, key), status, &value.show());
         }
     }
 
-    /// A key without a typed field. Its value is reported unless it is false, zero or empty.
-    pub fn rare(&mut self, path: &str, key: &str, status: Status, value: &serde_json::Value) {
-        if !json_off(value) {
-            self.status(&join(path, key), status, &json_show(value));
+    /// Checks a key without a typed field: reports its status unless the value is false, zero or empty.
+    pub fn check_rare_key(&mut self, path: &str, key: &str, status: Status, value: &serde_json::Value) {
+        if !is_falsy_json(value) {
+            self.add_status(&join(path, key), status, &show_json(value));
         }
     }
 
-    /// Says what a status means for a value.
-    pub fn status(&mut self, path: &str, status: Status, shown: &str) {
+    /// Adds the error or warning that a status implies for a value.
+    pub fn add_status(&mut self, path: &str, status: Status, shown: &str) {
         match status {
-            Status::Works | Status::Accepted(_) | Status::With(_) => {}
+            Status::Works | Status::Accepted(_) | Status::DependsOn(_) => {}
             Status::Ignored(why) => self.warn(path, format!("{} is ignored: {why}", quoted(shown))),
             Status::Refused(why) => self.error(path, format!("{} is not supported yet: {why}", quoted(shown))),
         }
@@ -200,8 +228,8 @@ fn quoted(shown: &str) -> String {
     format!("`{}`", shorten(shown))
 }
 
-/// Zero, false or empty.
-pub(crate) fn json_off(value: &serde_json::Value) -> bool {
+/// Whether a JSON value is null, zero, false or empty.
+pub(crate) fn is_falsy_json(value: &serde_json::Value) -> bool {
     use serde_json::Value as Json;
     match value {
         Json::Null => true,
@@ -213,7 +241,7 @@ pub(crate) fn json_off(value: &serde_json::Value) -> bool {
     }
 }
 
-pub(crate) fn json_show(value: &serde_json::Value) -> String {
+pub(crate) fn show_json(value: &serde_json::Value) -> String {
     let mut text = String::new();
     match value {
         serde_json::Value::String(value) => text.push_str(value),
@@ -222,4 +250,26 @@ pub(crate) fn json_show(value: &serde_json::Value) -> String {
         }
     }
     text
+}
+
+/// Reads the items of a list. `None` if an item is invalid; all items are read, so that every error is reported.
+pub(crate) fn read_items<T: FieldValue>(items: &[Node], cx: &mut ReadContext) -> Option<Vec<T>> {
+    let mut all = Some(Vec::with_capacity(items.len().min(1024)));
+    for (index, item) in items.iter().enumerate() {
+        match cx.descend(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
+            Some(value) => {
+                if let Some(all) = all.as_mut() {
+                    all.push(value);
+                }
+            }
+            None => all = None,
+        }
+    }
+    all
+}
+
+/// Formats at most 20 items of a list.
+pub(crate) fn show_items<T: FieldValue>(items: &[T]) -> String {
+    let shown: Vec<String> = items.iter().take(20).map(T::show).collect();
+    format!("[{}]", shown.join(", "))
 }

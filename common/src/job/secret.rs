@@ -1,7 +1,7 @@
-//! Which variables hold secrets.
+//! Recognises variables and texts that are secrets.
 
-/// Names that are secrets whatever their value is.
-const ALWAYS: &[&str] = &[
+/// A variable whose name has one of these words is a secret, whatever its value.
+const SECRET_WORDS: &[&str] = &[
     "PASSWORD",
     "PASSWD",
     "PASSPHRASE",
@@ -9,12 +9,13 @@ const ALWAYS: &[&str] = &[
     "CREDENTIAL",
     "CREDENTIALS",
 ];
-/// Names that are secrets when their value can be one. People also call the word that a LoRA learns a token.
-const OFTEN: &[&str] = &["TOKEN", "APIKEY", "AUTH"];
-/// What stands before `_KEY` when it opens something.
-const KEYS: &[&str] = &["API", "ACCESS", "PRIVATE", "SECRET", "AUTH", "ACCOUNT", "STORAGE"];
-/// Beginnings of tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, AWS, and of JSON web tokens.
-const PREFIXES: &[&str] = &[
+/// A variable whose name has one of these words is a secret if its value looks generated: a LoRA's trigger word is also called
+/// a token.
+const TOKEN_WORDS: &[&str] = &["TOKEN", "APIKEY", "AUTH"];
+/// Words before `_KEY` that make it a secret.
+const KEY_QUALIFIERS: &[&str] = &["API", "ACCESS", "PRIVATE", "SECRET", "AUTH", "ACCOUNT", "STORAGE"];
+/// Prefixes of the tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, AWS, and of JSON web tokens.
+const TOKEN_PREFIXES: &[&str] = &[
     "hf_",
     "api_org_",
     "ghp_",
@@ -29,10 +30,10 @@ const PREFIXES: &[&str] = &[
     "ASIA",
     "eyJ",
 ];
-/// The shortest thing that is taken for a generated token.
-const SHORTEST: usize = 16;
+/// The minimum length of a generated token.
+const MIN_TOKEN_BYTES: usize = 16;
 
-/// Whether the value of a variable must not be written down: by the variable's name, or by the look of the value.
+/// Whether the value of a variable is a secret that must not be stored, judged by the variable's name and the form of the value.
 #[must_use]
 pub(super) fn is_secret(name: &str, value: &str) -> bool {
     let value = value.trim();
@@ -42,7 +43,7 @@ pub(super) fn is_secret(name: &str, value: &str) -> bool {
     if looks_like_token(value) {
         return true;
     }
-    let generated = value.len() >= SHORTEST
+    let generated = value.len() >= MIN_TOKEN_BYTES
         && value.bytes().all(|byte| byte.is_ascii_graphic())
         && !value.starts_with(['/', '.', '~']);
     let name = name.to_ascii_uppercase();
@@ -51,19 +52,19 @@ pub(super) fn is_secret(name: &str, value: &str) -> bool {
         return false;
     };
     let ends = |list: &[&str]| words.iter().any(|word| list.iter().any(|end| word.ends_with(end)));
-    let key = *last == "KEY" && before.last().is_some_and(|word| KEYS.contains(word));
-    ends(ALWAYS) || (generated && (ends(OFTEN) || key))
+    let key = *last == "KEY" && before.last().is_some_and(|word| KEY_QUALIFIERS.contains(word));
+    ends(SECRET_WORDS) || (generated && (ends(TOKEN_WORDS) || key))
 }
 
-/// Whether a text is a token of one of the well-known kinds.
+/// Whether a text has the form of a well-known kind of token.
 #[must_use]
 pub(super) fn looks_like_token(text: &str) -> bool {
-    let Some(rest) = PREFIXES.iter().find_map(|prefix| text.strip_prefix(prefix)) else {
+    let Some(rest) = TOKEN_PREFIXES.iter().find_map(|prefix| text.strip_prefix(prefix)) else {
         return false;
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    // Words of a name are shorter than what a generator writes in one go.
-    rest.chars().all(plain) && rest.split(['-', '_', '.']).any(|run| run.len() >= SHORTEST)
+    // Words of ordinary names are shorter than runs of a generated token.
+    rest.chars().all(plain) && rest.split(['-', '_', '.']).any(|run| run.len() >= MIN_TOKEN_BYTES)
 }
 
 #[cfg(test)]
@@ -71,7 +72,7 @@ mod tests {
     use super::is_secret;
 
     #[test]
-    fn tokens_are_known_by_name_or_by_look() {
+    fn secrets_are_recognised_by_name_or_by_value() {
         let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
         for (name, value) in [
             ("HF_TOKEN", token),

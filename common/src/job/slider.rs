@@ -1,12 +1,12 @@
-//! `slider`, `embedding`, `decorator` and `replacements`: trainings that are steered by text or pairs.
+//! `slider`, `embedding`, `decorator` and `replacements`: trainings guided by text or by image pairs.
 
-use super::schema::{choices, section};
-use super::values::Pair;
+use super::declare::{choices, section};
+use super::values::ImageSize;
 
 section! {
     /// One pair of opposites for a slider.
     pub struct SliderTarget("targets") {
-        /// What is changed.
+        /// Concept that is changed.
         target_class: String = String::new(), Works;
         /// The positive end.
         positive: String = String::new(), Works;
@@ -60,10 +60,10 @@ section! {
     pub struct SliderConfig("slider") {
         /// Pairs of opposites (`slider`, `ultimate_slider_trainer`).
         targets: Vec<SliderTarget> = Vec::new(), Works;
-        /// Prompts to hold still (`slider`, `ultimate_slider_trainer`).
+        /// Prompts whose result must not change (`slider`, `ultimate_slider_trainer`).
         anchors: Vec<SliderAnchor> = Vec::new(), Works;
-        /// Sizes of which one is picked at random.
-        resolutions: Vec<Pair> = vec![Pair(512, 512)], Works;
+        /// Sizes; one is picked at random.
+        resolutions: Vec<ImageSize> = vec![ImageSize(512, 512)], Works;
         /// Neutral prompts, one per line.
         prompt_file: Option<String> = None, Works, input PromptFile;
         /// Cache of encoded prompts.
@@ -105,9 +105,9 @@ section! {
 section! {
     /// A concept and what replaces it.
     pub struct Replacement("replacements") {
-        /// What is replaced.
+        /// Concept that is replaced.
         concept: String = String::new(), Works;
-        /// What it becomes.
+        /// The replacement.
         replacement: String = String::new(), Works;
     }
 }
@@ -127,9 +127,9 @@ section! {
     pub struct EmbeddingConfig("embedding") {
         /// Name of the word and of the file.
         trigger: String = "custom_embedding".into(), Works;
-        /// How many vectors.
+        /// Number of vectors.
         tokens: u32 = 4, Works;
-        /// What they start from.
+        /// Text whose embedding initialises the vectors.
         init_words: String = "*".into(), Works;
         /// `safetensors` or `pt`.
         save_format: EmbeddingFormat = EmbeddingFormat::Safetensors, Works;

@@ -1,11 +1,12 @@
-//! The whole job: what the coordinator stores and a worker runs.
+//! The whole job, as the coordinator stores it and a worker runs it.
 
 use super::cluster::ClusterConfig;
+use super::declare::section;
 use super::error::{Finding, Support};
 use super::limits::{MAX_LABELS, MAX_PROCESSES};
 use super::node::Node;
 use super::process::{JobKind, Process, ProcessKind};
-use super::schema::{Cx, FieldValue, Input, Report, section};
+use super::schema::{FieldValue, Input, ReadContext, Report};
 use super::values::{FreeMap, TextSource};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -13,32 +14,32 @@ use std::collections::BTreeMap;
 section! {
     /// The body of a job.
     pub struct ConfigSection("config") {
-        /// Name of the job: of its folder, its files, and of `[name]`.
+        /// Name of the job. It names the folder and the files, and replaces `[name]`.
         name: Option<String> = None, Works, shown "required";
-        /// What the job runs, one after another.
+        /// The processes that the job runs, in order.
         process [required]: Vec<Process> = Vec::new(), Works;
-        /// A hint.
-        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
+        /// Device to use; ignored.
+        device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Default of the processes' `training_folder`.
         training_folder: Option<String> = None, Works;
         /// Default of the processes' `output_folder` (`job: extract`).
-        output_folder: Option<String> = None, With("job: extract");
+        output_folder: Option<String> = None, DependsOn("job: extract");
         /// `job: train`: the model is Stable Diffusion 2.x.
-        is_v2: bool = false, With("job: train");
+        is_v2: bool = false, DependsOn("job: train");
         /// `job: train`: folder for TensorBoard.
-        log_dir: Option<String> = None, With("job: train");
-        /// Never had an effect here: it is read per process.
+        log_dir: Option<String> = None, DependsOn("job: train");
+        /// No effect here: the seed is read per process.
         training_seed: Option<i64> = None, Ignored("it is read per process: move it into `process`");
         /// `job: extract`: model to subtract.
-        base_model: Option<String> = None, With("job: extract"), input Model;
+        base_model: Option<String> = None, DependsOn("job: extract"), input Model;
         /// `job: extract`: fine-tuned model.
-        extract_model: Option<String> = None, With("job: extract"), input Model;
+        extract_model: Option<String> = None, DependsOn("job: extract"), input Model;
         /// `job: extract`: extract the U-Net.
-        extract_unet: bool = true, With("job: extract");
+        extract_unet: bool = true, DependsOn("job: extract");
         /// `job: extract`: extract the text encoder.
-        extract_text_encoder: bool = true, With("job: extract");
+        extract_text_encoder: bool = true, DependsOn("job: extract");
         /// `job: extract`: number format of the file.
-        dtype: super::dtype::DType = super::dtype::DType::F16, With("job: extract");
+        dtype: super::dtype::DType = super::dtype::DType::F16, DependsOn("job: extract");
     }
 }
 
@@ -56,7 +57,7 @@ section! {
     }
 }
 
-/// A job, validated, with every default filled in.
+/// A validated job with every default set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// Kind of job.
@@ -65,45 +66,41 @@ pub struct JobSpec {
     pub name: String,
     /// Copied into the metadata of every safetensors file that the job writes.
     pub meta: FreeMap,
-    /// What it runs, in order. Never empty.
+    /// Its processes, in order. Never empty.
     pub process: Vec<Process>,
-    /// Where and when it runs.
+    /// Constraints on where and when it runs.
     pub cluster: ClusterConfig,
-    /// The other keys of `config`.
-    pub config: JobLevel,
-    /// The file it came from, for findings.
+    /// The keys of `config` other than `name` and `process`. Defaults for processes are already copied into them.
+    pub config: Box<ConfigSection>,
+    /// The config file, for findings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
-    /// Key path -> line and column in that file, for findings. Of those keys that have a value there.
+    /// Key path -> line and column in that file, for findings. Only keys with a value.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub positions: BTreeMap<String, (u32, u32)>,
-    /// Only these of its images: the coordinator cuts a job into such parts. No key of a config.
+    /// Only these images of the job: the coordinator splits a job into parts. Not a config key.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<Part>,
-    /// Repositories that its models come from -> the commit that was the newest when the job was submitted, so that every
-    /// attempt works with the same model. No key of a config.
+    pub part: Option<ImageRange>,
+    /// Repository of a model -> the newest commit when the job was submitted, so that every attempt uses the same model. Not a
+    /// config key.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub revisions: BTreeMap<String, String>,
 }
 
-/// Some of the images of a job, by their numbers: from the first one to before the last one.
+/// A half-open range of image indices of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Part {
-    /// The first one.
+pub struct ImageRange {
+    /// The first index.
     pub from: u64,
-    /// Before this one.
+    /// One past the last index.
     pub to: u64,
 }
 
-/// The keys of `config` other than `name` and `process`; what of it is the default of a process is already there.
-pub type JobLevel = Box<ConfigSection>;
-
 impl JobSpec {
-    /// Reads a templated document. `name_override` names the job when the config does not.
+    /// Reads a document in which variables are already replaced. `name_override` names the job when the config does not.
     ///
-    /// # Errors
-    /// `cx.errors` says what is wrong; `None` then.
-    pub(crate) fn read(root: &Node, name_override: Option<&str>, cx: &mut Cx) -> Option<Self> {
+    /// Returns `None` on failure, with the errors in `cx.errors`.
+    pub(crate) fn read(root: &Node, name_override: Option<&str>, cx: &mut ReadContext) -> Option<Self> {
         if root.entries().is_none() {
             cx.wrong_type(root, "a map with the keys `job` and `config`");
             return None;
@@ -135,16 +132,16 @@ impl JobSpec {
         if process.is_empty() && named.is_some_and(|node| node.value == super::node::Value::List(Vec::new())) {
             cx.error_at("config.process", "needs at least one process");
         }
-        cx.at_most_items("config.process", process.len(), MAX_PROCESSES);
-        cx.at_most_items("cluster.labels", cluster.labels.0.len(), MAX_LABELS);
+        cx.check_item_count("config.process", process.len(), MAX_PROCESSES);
+        cx.check_item_count("cluster.labels", cluster.labels.0.len(), MAX_LABELS);
         for (index, process) in process.iter_mut().enumerate().take(MAX_PROCESSES) {
-            inherit(process, index, job, &body, cx);
+            inherit_job_keys(process, index, job, &body, cx);
         }
         if !cx.errors.is_empty() {
             return None;
         }
         let mut positions = std::mem::take(&mut cx.positions);
-        // Whoever asks which keys the file gave a value finds those.
+        // `positions` must list only keys with a value.
         positions.retain(|key, _| !cx.nulls.contains(key));
         Some(Self {
             job,
@@ -160,14 +157,14 @@ impl JobSpec {
         })
     }
 
-    /// Every value that may be a path on this machine and that is opened; what has no effect is not among them.
+    /// Returns every value that may be a path on this machine and is opened. Values without effect are left out.
     #[must_use]
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
-        self.process.inputs("config.process", &mut inputs);
-        let unopened = super::inputs::unopened(self);
+        self.process.collect_inputs("config.process", &mut inputs);
+        let unopened = self.unopened_keys();
         inputs.retain(|input| !unopened.contains(&input.key));
-        super::inputs::from_prompts(self, &mut inputs);
+        self.add_prompt_inputs(&mut inputs);
         let mut unique: Vec<Input> = Vec::with_capacity(inputs.len());
         for input in inputs {
             if !unique.contains(&input) {
@@ -177,9 +174,9 @@ impl JobSpec {
         unique
     }
 
-    /// How many images the job draws, if its only process is a `to_folder`; `lines` counts the prompts in a file.
+    /// The number of images the job generates, if its only process is a `to_folder`; `lines` counts the prompts in a file.
     #[must_use]
-    pub fn images(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
+    pub fn image_count(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
         let [
             Process {
                 kind: ProcessKind::Generate(process),
@@ -193,19 +190,19 @@ impl JobSpec {
             TextSource::List(list) => list.len(),
             TextSource::File(file) => lines(file)?,
         };
-        Some(process.generate.images(prompts))
+        Some(process.generate.image_count(prompts))
     }
 
-    /// What the job asks for that this release does not have.
+    /// Returns the keys and values that this release does not support.
     #[must_use]
     pub fn unsupported(&self) -> Support {
         let mut report = Report::default();
-        self.job.check("job", &mut report);
+        self.job.check_support("job", &mut report);
         if report.errors.is_empty() {
-            self.config.check("config", &mut report);
-            self.process.check("config.process", &mut report);
-            self.cluster.check("cluster", &mut report);
-            super::inputs::unsupported(self, &mut report);
+            self.config.check_support("config", &mut report);
+            self.process.check_support("config.process", &mut report);
+            self.cluster.check_support("cluster", &mut report);
+            self.check_flag_support(&mut report);
         }
         Support {
             errors: self.findings(report.errors),
@@ -222,26 +219,26 @@ impl JobSpec {
         findings
     }
 
-    /// A finding at a key, with the nearest place that is known.
+    /// Creates a finding at a key, with the nearest known position.
     #[must_use]
     pub fn finding(&self, key: String, message: String) -> Finding {
-        let mut place = None;
+        let mut position = None;
         let mut path = key.as_str();
-        while place.is_none() && !path.is_empty() {
-            place = self.positions.get(path).copied();
+        while position.is_none() && !path.is_empty() {
+            position = self.positions.get(path).copied();
             path = super::schema::parent(path);
         }
         Finding {
             file: self.file.clone(),
-            line: place.map(|(line, _)| line),
-            column: place.map(|(_, column)| column),
+            line: position.map(|(line, _)| line),
+            column: position.map(|(_, column)| column),
             key,
             message,
         }
     }
 }
 
-fn inherit(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut Cx) {
+fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut ReadContext) {
     let path = format!("config.process[{index}]");
     let kind = process.process_type;
     if kind.job() != job {
@@ -272,7 +269,7 @@ fn inherit(process: &mut Process, index: usize, job: JobKind, body: &ConfigSecti
         }
         _ => {}
     }
-    super::inputs::check_prompts(&process.kind, &path, cx);
+    process.kind.check_prompts(&path, cx);
     let named = process.name().map(super::naming::check_name);
     if let Some(Err(why)) = named {
         cx.error_at(&format!("{path}.name"), why);

@@ -1,39 +1,39 @@
-//! Templating of a parsed document: `${VAR}` and `[name]` in text. Keys and comments are left alone.
+//! Replaces `${VAR}` and `[name]` in the texts of a parsed document. Keys and comments are not changed.
 //!
-//! A variable that holds a secret is not filled in: the job is stored and shown, so it keeps the reference.
+//! A variable that holds a secret is not replaced: the job is stored and shown, so it keeps the reference.
 
 use super::error::Finding;
-use super::limits::{MAX_EXPANDED, NODE_COST, finding, too_large};
+use super::limits::{MAX_EXPANDED, NODE_BYTES, finding, too_large};
 use super::node::{Node, Value, shorten};
 use super::scalar::resolve;
 use super::schema::join;
 use super::secret;
 use std::borrow::Cow;
 
-/// Looks a variable up.
-pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
+/// A function that looks up a variable.
+pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Replaces every `${VAR}` in every text. An unquoted YAML scalar gets the type that the whole of it would have had
-/// in the file. A secret stays `${VAR}`; those places are returned as warnings.
+/// Replaces every `${VAR}` in every text. A plain YAML scalar gets the type of its expanded text. A secret stays `${VAR}` and
+/// gives one of the returned warnings.
 ///
 /// # Errors
 /// The first variable that is not set.
-pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Result<Vec<Finding>, Finding> {
-    let mut spent = 0;
-    let mut kept = Vec::new();
-    walk(node, "", &mut |node, path| {
+pub fn expand_variables(node: &mut Node, env: EnvLookup<'_>, file: Option<&str>) -> Result<Vec<Finding>, Finding> {
+    let mut expanded_bytes = 0;
+    let mut warnings = Vec::new();
+    visit_scalars(node, "", &mut |node, path| {
         let Value::Text(text) = &node.value else { return Ok(()) };
-        spent += NODE_COST + text.len();
+        expanded_bytes += NODE_BYTES + text.len();
         if secret::looks_like_token(text) {
             let message = "this looks like an access token; the config is stored with the job and shown, so take it \
                            out. A worker takes HF_TOKEN from its own environment";
-            kept.push(finding(file, node.mark, path, message));
+            warnings.push(finding(file, node.mark, path, message));
         }
         if !text.contains("${") {
             return Ok(());
         }
         let mut secrets = Vec::new();
-        let expanded = expand(text, env, &mut secrets).map_err(|name| {
+        let expanded = expand_text(text, env, &mut secrets).map_err(|name| {
             let message = match name {
                 Some(name) => format!(
                     "the variable `{}` is not set; set it in the environment or in .env",
@@ -43,8 +43,8 @@ pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Re
             };
             finding(file, node.mark, path, message)
         })?;
-        spent += expanded.len();
-        if spent > MAX_EXPANDED {
+        expanded_bytes += expanded.len();
+        if expanded_bytes > MAX_EXPANDED {
             return Err(finding(file, node.mark, path, too_large()));
         }
         for name in secrets {
@@ -53,7 +53,7 @@ pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Re
                  No key needs it; a worker takes HF_TOKEN from its own environment",
                 shorten(&name)
             );
-            kept.push(finding(file, node.mark, path, message));
+            warnings.push(finding(file, node.mark, path, message));
         }
         if node.plain.is_some() {
             node.value = resolve(&expanded);
@@ -63,11 +63,11 @@ pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Re
         }
         Ok(())
     })?;
-    Ok(kept)
+    Ok(warnings)
 }
 
-/// The text with every variable replaced but `secrets`, or the name of one that is not set (`None`: `${}`).
-fn expand(text: &str, env: Env<'_>, secrets: &mut Vec<String>) -> Result<String, Option<String>> {
+/// Returns the text with every variable replaced except `secrets`, or the name of an unset variable (`None`: `${}`).
+fn expand_text(text: &str, env: EnvLookup<'_>, secrets: &mut Vec<String>) -> Result<String, Option<String>> {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(start) = rest.find("${") {
@@ -100,14 +100,14 @@ fn expand(text: &str, env: Env<'_>, secrets: &mut Vec<String>) -> Result<String,
 /// Replaces every `[name]` in every text by the job's name.
 ///
 /// # Errors
-/// When the config grows beyond all bounds.
-pub fn fill_name(node: &mut Node, name: &str, file: Option<&str>) -> Result<(), Finding> {
-    let mut spent = 0;
-    walk(node, "", &mut |node, path| {
+/// The config grows beyond [`MAX_EXPANDED`].
+pub fn replace_name(node: &mut Node, name: &str, file: Option<&str>) -> Result<(), Finding> {
+    let mut expanded_bytes = 0;
+    visit_scalars(node, "", &mut |node, path| {
         if let Value::Text(text) = &node.value {
             let count = text.matches("[name]").count();
-            spent += NODE_COST + text.len() + count * name.len();
-            if spent > MAX_EXPANDED {
+            expanded_bytes += NODE_BYTES + text.len() + count * name.len();
+            if expanded_bytes > MAX_EXPANDED {
                 return Err(finding(file, node.mark, path, too_large()));
             }
             if count > 0 {
@@ -119,13 +119,13 @@ pub fn fill_name(node: &mut Node, name: &str, file: Option<&str>) -> Result<(), 
     })
 }
 
-/// Stand-ins for `${` and `}` of a variable while YAML is parsed: ai-toolkit replaced variables in the raw text, so they
-/// may stand unquoted inside `[ ]` and `{ }`, where YAML gives braces a meaning. As many characters, so places stay.
+/// Placeholders for `${` and `}` while YAML is parsed. ai-toolkit replaced variables in the raw text, so they may be unquoted
+/// inside `[ ]` and `{ }`, where braces have a meaning in YAML. They have the same number of characters, so positions stay.
 const OPEN: &str = "\u{e000}\u{e000}";
 const CLOSE: &str = "\u{e001}";
 
-/// The text with every `${NAME}` hidden from the YAML parser; undone by [`unshield`].
-pub(super) fn shield(text: &str) -> Cow<'_, str> {
+/// Hides every `${NAME}` from the YAML parser; undone by [`restore_variables`].
+pub(super) fn hide_variables(text: &str) -> Cow<'_, str> {
     if !text.contains("${") || text.contains(['\u{e000}', '\u{e001}']) {
         return Cow::Borrowed(text);
     }
@@ -135,8 +135,8 @@ pub(super) fn shield(text: &str) -> Cow<'_, str> {
         let (before, after) = rest.split_at(start);
         out.push_str(before);
         let name = after[2..].split('}').next().unwrap_or_default();
-        let whole = after.len() > name.len() + 2;
-        if whole && !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+        let is_closed = after.len() > name.len() + 2;
+        if is_closed && !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
             out.push_str(OPEN);
             out.push_str(name);
             out.push_str(CLOSE);
@@ -150,40 +150,40 @@ pub(super) fn shield(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The text of [`shield`] as it was.
-pub(super) fn unshield_text(text: &mut String) {
+/// Undoes [`hide_variables`] in a text.
+pub(super) fn restore_variables_in_text(text: &mut String) {
     if text.contains(OPEN) {
         *text = text.replace(OPEN, "${").replace(CLOSE, "}");
     }
 }
 
-/// Undoes [`shield`] in everything that was parsed.
-pub(super) fn unshield(node: &mut Node) {
-    node.plain.iter_mut().for_each(unshield_text);
+/// Undoes [`hide_variables`] in a parsed tree.
+pub(super) fn restore_variables(node: &mut Node) {
+    node.plain.iter_mut().for_each(restore_variables_in_text);
     match &mut node.value {
-        Value::Text(text) => unshield_text(text),
-        Value::List(items) => items.iter_mut().for_each(unshield),
+        Value::Text(text) => restore_variables_in_text(text),
+        Value::List(items) => items.iter_mut().for_each(restore_variables),
         Value::Map(entries) => {
             for entry in entries {
-                unshield_text(&mut entry.key);
-                unshield(&mut entry.node);
+                restore_variables_in_text(&mut entry.key);
+                restore_variables(&mut entry.node);
             }
         }
         _ => {}
     }
 }
 
-type Visit<'a> = &'a mut dyn FnMut(&mut Node, &str) -> Result<(), Finding>;
+type TextVisitor<'a> = &'a mut dyn FnMut(&mut Node, &str) -> Result<(), Finding>;
 
-fn walk(node: &mut Node, path: &str, f: Visit<'_>) -> Result<(), Finding> {
+fn visit_scalars(node: &mut Node, path: &str, f: TextVisitor<'_>) -> Result<(), Finding> {
     match &mut node.value {
         Value::List(items) => items
             .iter_mut()
             .enumerate()
-            .try_for_each(|(index, item)| walk(item, &format!("{path}[{index}]"), f)),
+            .try_for_each(|(index, item)| visit_scalars(item, &format!("{path}[{index}]"), f)),
         Value::Map(entries) => entries
             .iter_mut()
-            .try_for_each(|entry| walk(&mut entry.node, &join(path, &entry.key), f)),
+            .try_for_each(|entry| visit_scalars(&mut entry.node, &join(path, &entry.key), f)),
         _ => f(node, path),
     }
 }

@@ -1,15 +1,15 @@
-//! Whole configs: what parses, what does not, and what is said about it.
+//! Tests of whole configs: valid ones, invalid ones, and their messages.
 
 use super::*;
 
-/// Reads a config. A job that comes out passes for one when it is handed over.
-pub(super) fn yaml(text: &str) -> Result<LoadedJob, JobError> {
+/// Reads a config. A valid job must also be accepted as JSON.
+pub(super) fn load_yaml(text: &str) -> Result<LoadedJob, JobError> {
     let job = parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())?;
-    passes_when_handed_over(&job);
+    assert_valid_as_json(&job);
     Ok(job)
 }
 
-pub(super) fn passes_when_handed_over(job: &LoadedJob) {
+pub(super) fn assert_valid_as_json(job: &LoadedJob) {
     let json = serde_json::to_string(&job.spec).unwrap();
     match JobSpec::from_json(&json) {
         Ok(again) => assert_eq!(again, job.spec),
@@ -34,7 +34,7 @@ config:
 ";
 
 /// The minimal config with one line after the line that contains `after`.
-pub(super) fn with(after: &str, line: &str) -> String {
+pub(super) fn with_line_after(after: &str, line: &str) -> String {
     assert!(MINIMAL.contains(after), "{after}");
     MINIMAL
         .lines()
@@ -49,8 +49,8 @@ pub(super) fn with(after: &str, line: &str) -> String {
 }
 
 #[test]
-fn minimal_config_gets_every_default() {
-    let job = yaml(MINIMAL).unwrap();
+fn a_minimal_config_gets_every_default() {
+    let job = load_yaml(MINIMAL).unwrap();
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.name, "cat");
     let trainer = job.spec.process[0].trainer().unwrap();
@@ -67,9 +67,9 @@ fn minimal_config_gets_every_default() {
 }
 
 #[test]
-fn all_mistakes_are_told_at_once() {
+fn all_errors_are_reported_together() {
     let text = MINIMAL.replace("10", "ten").replace("linear: 8", "linear: eight");
-    let error = yaml(&text).unwrap_err();
+    let error = load_yaml(&text).unwrap_err();
     assert_eq!(
         error.findings().iter().map(|f| f.line.unwrap()).collect::<Vec<_>>(),
         [9, 13]
@@ -77,12 +77,12 @@ fn all_mistakes_are_told_at_once() {
 }
 
 #[test]
-fn unknown_keys_warn_and_nulls_warn_where_they_matter() {
-    let text = with(
+fn unknown_keys_and_nulls_that_replace_a_value_are_warnings() {
+    let text = with_line_after(
         "steps: 10",
         "        something_else: 1\n        lr: null\n        max_loss: null\n        batch_size: 1",
     );
-    let job = yaml(&text).unwrap();
+    let job = load_yaml(&text).unwrap();
     let found: Vec<(&str, u32)> = job.warnings.iter().map(|f| (f.key.as_str(), f.line.unwrap())).collect();
     assert_eq!(found.len(), 2);
     assert!(found.contains(&("config.process[0].train.lr", 15)));
@@ -91,7 +91,7 @@ fn unknown_keys_warn_and_nulls_warn_where_they_matter() {
 }
 
 #[test]
-fn variables_and_names_are_filled_in() {
+fn variables_and_job_names_are_replaced() {
     let text = "\
 # ${UNSET_IN_A_COMMENT}
 job: extension
@@ -124,7 +124,7 @@ config:
     assert_eq!(trainer.trigger_word.as_deref(), Some("42"));
     assert_eq!(trainer.name.as_deref(), Some("cat_v2"));
     assert_eq!(trainer.datasets[0].folder_path.as_deref(), Some("data/cat"));
-    assert!(job.text.contains("${OUT}"), "the text stays unexpanded");
+    assert!(job.text.contains("${OUT}"), "the text is stored unexpanded");
     let options = LoadOptions {
         env: &env,
         name_override: Some("dog"),
@@ -144,7 +144,7 @@ config:
 }
 
 #[test]
-fn variables_stand_anywhere_in_yaml() {
+fn yaml_accepts_variables_anywhere() {
     let env = |name: &str| match name {
         "DIR" => Some("/data/my cats, all".to_owned()),
         "SIZE" => Some("64".to_owned()),
@@ -167,16 +167,16 @@ fn variables_stand_anywhere_in_yaml() {
     assert_eq!(dataset.folder_path.as_deref(), Some("/data/my cats, all/a"));
     assert_eq!((dataset.resolution[0], dataset.resolution[1]), (64, 164));
     assert_eq!(trainer.train.steps, 6464);
-    // Broken text is quoted as it was written, and keys are left alone.
+    // An error quotes the text as written, and keys are not expanded.
     let twice = format!("{MINIMAL}${{KEY}}: 1\n${{KEY}}: 2\n");
     let error = parse(&twice, Format::Yaml, None, &options).unwrap_err();
     assert!(error.to_string().contains("`${KEY}` is given twice"), "{error}");
 }
 
 #[test]
-fn hints_about_quotes_are_for_what_is_in_quotes() {
+fn only_a_quoted_value_gets_the_hint_about_quotes() {
     let wrong = |value: &str| {
-        yaml(&MINIMAL.replace("steps: 10", &format!("steps: {value}")))
+        load_yaml(&MINIMAL.replace("steps: 10", &format!("steps: {value}")))
             .unwrap_err()
             .to_string()
     };
@@ -185,7 +185,7 @@ fn hints_about_quotes_are_for_what_is_in_quotes() {
 }
 
 #[test]
-fn secrets_stay_out_of_the_job() {
+fn secrets_are_not_written_into_the_job() {
     let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
     let env = |name: &str| match name {
         "HF_TOKEN" => Some(token.to_owned()),
@@ -196,7 +196,7 @@ fn secrets_stay_out_of_the_job() {
         env: &env,
         ..LoadOptions::default()
     };
-    let text = with("type: sd_trainer", "      trigger_word: ${TRIGGER_TOKEN}")
+    let text = with_line_after("type: sd_trainer", "      trigger_word: ${TRIGGER_TOKEN}")
         + "meta:\n  hub: ${HF_TOKEN}\n  link: \"https://me:${HF_TOKEN}@host\"\n";
     let job = parse(&text, Format::Yaml, Some("job.yaml"), &options).unwrap();
     let json = serde_json::to_string(&job.spec).unwrap();
@@ -209,18 +209,18 @@ fn secrets_stay_out_of_the_job() {
         Some("ohwx cat"),
         "a trigger is no secret"
     );
-    let said: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
-    assert_eq!(said, ["meta.hub", "meta.link"]);
+    let keys: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
+    assert_eq!(keys, ["meta.hub", "meta.link"]);
     assert!(!format!("{:?}", job.warnings).contains(token));
 
     let written = format!("{MINIMAL}meta:\n  hub: {token}\n");
-    let job = yaml(&written).unwrap();
+    let job = load_yaml(&written).unwrap();
     assert!(job.warnings[0].message.contains("access token"), "{:?}", job.warnings);
     assert!(!format!("{:?}", job.warnings).contains(token));
 }
 
 #[test]
-fn anchors_and_merge_keys() {
+fn yaml_anchors_and_merge_keys_are_resolved() {
     let text = "\
 shared: &shared
   resolution: [512, 768]
@@ -240,7 +240,7 @@ config:
           folder_path: b
           caption_ext: .cap
 ";
-    let job = yaml(text).unwrap();
+    let job = load_yaml(text).unwrap();
     assert_eq!(job.warnings.len(), 1, "only the unknown key `shared`");
     let trainer = job.spec.process[0].trainer().unwrap();
     let split = trainer.split_datasets();
@@ -260,7 +260,7 @@ config:
 }
 
 #[test]
-fn json_and_jsonc() {
+fn json_refuses_comments_and_jsonc_accepts_them() {
     let text = r#"{"job": "extension", "config": {"name": "cat", "process": [{
   "type": "sd_trainer", "training_folder": "output", "model": {"name_or_path": "base"},
   "network": {"type": "lora"}, "datasets": [{"folder_path": "x"}], "train": {"lr": 1e-4}
@@ -291,11 +291,11 @@ fn json_and_jsonc() {
 
 #[test]
 fn unsupported_keys_are_errors_or_warnings_with_their_line() {
-    let text = with(
+    let text = with_line_after(
         "steps: 10",
         "        do_cfg: true\n        max_loss: 0.5\n        optimizer: automagicexperiment\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
     );
-    let job = yaml(&text).unwrap();
+    let job = load_yaml(&text).unwrap();
     let support = job.spec.unsupported();
     let errors: Vec<(&str, u32)> = support
         .errors
@@ -308,29 +308,29 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
     assert_eq!(errors.len(), 3, "{support}");
     assert_eq!(support.warnings.len(), 1, "{support}");
     assert!(support.warnings[0].key.ends_with("unet_lr"));
-    // The places survive the trip to the coordinator and into the child.
+    // Positions survive serialisation for the coordinator and the worker's child process.
     let json = serde_json::to_value(&job.spec).unwrap();
     let back: JobSpec = serde_json::from_value(json).unwrap();
     assert_eq!(back.unsupported(), support);
 }
 
 #[test]
-fn adam_parameters_are_checked() {
-    let text = with("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
-    let support = yaml(&text).unwrap().spec.unsupported();
+fn unknown_optimizer_parameters_are_refused() {
+    let text = with_line_after("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
+    let support = load_yaml(&text).unwrap().spec.unsupported();
     assert_eq!(support.errors.len(), 1);
     assert!(support.errors[0].message.contains("no such parameter; known: betas"));
     assert_eq!(support.errors[0].line, Some(14));
 }
 
 #[test]
-fn inputs_are_listed() {
-    let text = with(
+fn inputs_lists_every_path_with_its_kind_and_key() {
+    let text = with_line_after(
         "type: sd_trainer",
         "      sample:\n        samples:\n          - prompt: 'a --ctrl_img c.png'\n            ctrl_img_2: d.png",
     );
     let text = text.replace("linear: 8", "pretrained_lora_path: l.safetensors");
-    let inputs = yaml(&text).unwrap().spec.inputs();
+    let inputs = load_yaml(&text).unwrap().spec.inputs();
     let found: Vec<(&str, InputKind, &str)> = inputs
         .iter()
         .map(|i| (i.config_path.as_str(), i.kind, i.key.as_str()))
@@ -399,7 +399,7 @@ fn configs_are_found_by_name_and_by_path() {
 /// The keys of a section with their defaults, as lines of a config.
 fn defaults_of(section: &schema::SectionInfo, indent: &str) -> String {
     let written = |field: &&schema::FieldInfo| {
-        // Texts about a default, keys that are given below, and defaults of a section below.
+        // Leaves out defaults that are descriptions, keys set below, and nested sections.
         let is_text = field.default.contains('`') || (field.default.contains(' ') && !field.default.starts_with('['));
         let given = ["required", "off", "at most 6"].contains(&field.default.as_str());
         !field.rare && !is_text && !given && field.nested.is_none()
@@ -413,7 +413,7 @@ fn defaults_of(section: &schema::SectionInfo, indent: &str) -> String {
 }
 
 #[test]
-fn every_key_with_its_default_is_fine() {
+fn a_config_with_every_documented_default_is_valid() {
     let keys = |section: schema::SectionInfo| defaults_of(&section, "        ");
     let text = format!(
         "job: extension\nconfig:\n  name: cat\n  process:\n    - type: sd_trainer\n      training_folder: output\n      \
@@ -428,10 +428,10 @@ fn every_key_with_its_default_is_fine() {
         keys(dataset::DatasetConfig::describe()).replace("        folder_path: null\n", ""),
     );
     assert!(text.lines().count() > 250, "{}", text.lines().count());
-    let job = yaml(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+    let job = load_yaml(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.unsupported(), Support::default());
-    let minimal = yaml(
+    let minimal = load_yaml(
         &MINIMAL
             .replace("images", "a")
             .replace("linear: 8", "linear: 4")
@@ -445,7 +445,7 @@ fn every_key_with_its_default_is_fine() {
 }
 
 #[test]
-fn scheduler_parameters_are_checked() {
+fn invalid_scheduler_and_optimizer_parameters_are_refused() {
     for (line, part) in [
         (
             "{lr_scheduler: cosine, lr_scheduler_params: {eta_min: low}}",
@@ -463,49 +463,49 @@ fn scheduler_parameters_are_checked() {
         ("{noise_scheduler: k_euler}", "Karras"),
     ] {
         let text = MINIMAL.replace("train:\n        steps: 10", &format!("train: {line}"));
-        let support = yaml(&text).unwrap().spec.unsupported();
+        let support = load_yaml(&text).unwrap().spec.unsupported();
         assert_eq!(support.errors.len(), 1, "{line}: {support}");
         assert!(support.errors[0].message.contains(part), "{line}: {support}");
     }
     let fine = "train: {lr_scheduler: polynomial, lr_scheduler_params: {power: 2, num_warmup_steps: 10}, optimizer_params: {betas: [0.9, 0.99], weight_decay: 1e-4}, content_or_style: style}";
     let text = MINIMAL.replace("train:\n        steps: 10", fine);
-    assert_eq!(yaml(&text).unwrap().spec.unsupported(), Support::default());
+    assert_eq!(load_yaml(&text).unwrap().spec.unsupported(), Support::default());
 }
 
 #[test]
-fn comments_may_stand_anywhere() {
+fn yaml_accepts_comments_anywhere() {
     let text = MINIMAL.replace(
         "      model:",
         "#      performance_log_every: 1000\n      # a comment\n      model:",
     );
     let text = format!("# a note: with a colon\n\n---\n{text}# the end\n");
-    let job = yaml(&text).unwrap();
+    let job = load_yaml(&text).unwrap();
     assert_eq!(job.warnings, []);
     assert_eq!(job.spec.positions["config.process[0].model"].0, 12);
 }
 
 #[test]
-fn a_missing_quote_in_a_list_of_prompts_is_told_where_it_is() {
+fn a_missing_quote_in_a_list_of_prompts_is_reported_at_its_line() {
     let sample = "      sample:\n        prompts:\n          - \"a bear\n          - \"a fox\"\n          - \"a cat\"";
-    let error = yaml(&with("type: sd_trainer", sample)).unwrap_err();
+    let error = load_yaml(&with_line_after("type: sd_trainer", sample)).unwrap_err();
     let first = &error.findings()[0];
     assert!(first.message.contains("a quote is probably not closed"), "{error}");
     assert!((8..=9).contains(&first.line.unwrap()), "{error}");
 }
 
 #[test]
-fn a_value_that_repeats_what_holds_anyway_is_not_reported() {
-    let text = with(
+fn a_value_equal_to_the_effective_default_is_not_reported() {
+    let text = with_line_after(
         "name_or_path: base",
         "        extras_name_or_path: base\n        quantize_te: false\n        layer_offloading: false",
     );
-    assert_eq!(yaml(&text).unwrap().spec.unsupported(), Support::default());
+    assert_eq!(load_yaml(&text).unwrap().spec.unsupported(), Support::default());
 }
 
 #[test]
-fn quantised_weights_are_of_a_kind_that_there_is() {
+fn unknown_quantization_types_and_options_are_refused() {
     let model = |keys: &str| {
-        let spec = yaml(&with("name_or_path: base", keys)).unwrap().spec;
+        let spec = load_yaml(&with_line_after("name_or_path: base", keys)).unwrap().spec;
         let errors: Vec<String> = spec.unsupported().errors.iter().map(ToString::to_string).collect();
         errors
     };

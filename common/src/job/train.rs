@@ -1,20 +1,21 @@
-//! `train`: steps, optimizer, noise, loss and everything else about the loop.
+//! `train`: steps, optimizer, noise, loss and the other settings of the training loop.
 
+use super::declare::section;
 use super::dtype::DType;
 use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
-use super::schema::{Cx, Given, Report, Status, join, section};
+use super::schema::{PresentKeys, ReadContext, Report, Status, join};
 use super::values::{FloatOrRange, FreeMap};
 
 pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
 pub use super::objective::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType, TimestepType};
 
 section! {
-    /// Steps, optimizer, noise, loss and everything else about the loop.
+    /// Steps, optimizer, noise, loss and the other settings of the training loop.
     pub struct TrainConfig("train") {
-        /// Steps in all; absolute, not additional on resume.
+        /// Total number of steps, including the steps before a resume.
         steps: u64 = 1000, Works;
         /// Items per batch. A dataset may override it.
         batch_size: u32 = 1, Works;
@@ -24,30 +25,30 @@ section! {
         gradient_accumulation_steps: i64 = 1, Works;
         /// Learning rate.
         lr: f64 = 1e-6, Works;
-        /// Never had an effect for LoRAs and full training: `lr` is used.
+        /// No effect for LoRAs and full training: `lr` is used.
         unet_lr: Option<f64> = None, Ignored("`lr` is used, as ai-toolkit did"), shown "`lr`";
-        /// Never had an effect for LoRAs and full training: `lr` is used.
+        /// No effect for LoRAs and full training: `lr` is used.
         text_encoder_lr: Option<f64> = None, Ignored("`lr` is used, as ai-toolkit did"), shown "`lr`";
         /// Learning rate of the refiner.
-        refiner_lr: Option<f64> = None, With("train_refiner"), shown "`lr`";
+        refiner_lr: Option<f64> = None, DependsOn("train_refiner"), shown "`lr`";
         /// Learning rate of a textual inversion.
-        embedding_lr: Option<f64> = None, With("embedding"), shown "`lr`";
+        embedding_lr: Option<f64> = None, DependsOn("embedding"), shown "`lr`";
         /// Learning rate of an adapter.
-        adapter_lr: Option<f64> = None, With("adapter"), shown "`lr`";
-        /// Optimizer. eps is 1e-6 for the Adam family and Prodigy unless the parameters say another. For `prodigy`,
-        /// `prodigy8bit` and the dadaptations an `lr` below 0.1 is read as 1. For `automagic` and `automagic2` one above
-        /// 1e-3 is read as 1e-6; all automagics begin with `lr` and go on by themselves, whatever `lr_scheduler` says. The
-        /// gradients of `adafactor`, `automagic2` and (unless its parameters say `fused: false`) `automagic3` are not clipped.
+        adapter_lr: Option<f64> = None, DependsOn("adapter"), shown "`lr`";
+        /// Optimizer. eps is 1e-6 for the Adam family and Prodigy unless `optimizer_params` sets it. For `prodigy`,
+        /// `prodigy8bit` and the dadaptations an `lr` below 0.1 is read as 1. For `automagic` and `automagic2` an `lr` above
+        /// 1e-3 is read as 1e-6. All automagics start at `lr` and then adapt it themselves; `lr_scheduler` is ignored. The
+        /// gradients of `adafactor`, `automagic2` and (unless its parameters set `fused: false`) `automagic3` are not clipped.
         optimizer: OptimizerName = OptimizerName::AdamW, Works;
-        /// Parameters of the optimizer: `weight_decay`, `betas`, …; one that it does not have is an error that lists them.
+        /// Parameters of the optimizer: `weight_decay`, `betas`, …; an unknown one is an error that lists the known ones.
         optimizer_params: FreeMap = FreeMap::new(), Works;
         /// How the learning rate changes.
         lr_scheduler: LrSchedulerName = LrSchedulerName::Constant, Works;
         /// Parameters of the scheduler.
         lr_scheduler_params: FreeMap = FreeMap::new(), Works;
-        /// Gradients are scaled down to this norm; 0 or less: never.
+        /// Gradients are clipped to this norm; 0 or less: no clipping.
         max_grad_norm: f64 = 1.0, Works;
-        /// Start at this step, whatever the checkpoint says.
+        /// Start at this step instead of the checkpoint's step.
         start_step: Option<u64> = None, Works;
         /// Number format of the arithmetic; also replaces `model.dtype`.
         dtype: DType = DType::F32, Works;
@@ -60,39 +61,39 @@ section! {
         train_text_encoder: bool = false, Works;
         /// Train the refiner.
         train_refiner: bool = true, Accepted("only with a refiner model");
-        /// No images before the first step.
+        /// No samples before the first step.
         skip_first_sample: bool = false, Works;
-        /// Images before the first step even on resume.
+        /// Samples before the first step even on resume.
         force_first_sample: bool = false, Works;
-        /// Never make images.
+        /// No samples at all.
         disable_sampling: bool = false, Works;
         /// Moving average of the weights.
         ema_config: EmaConfig = EmaConfig::default(), Works, shown "off";
         /// FreeU while sampling.
         free_u: bool = false, Ignored("samples are made without FreeU; the training is the same");
         /// xformers attention.
-        xformers: bool = false, Accepted("the same result another way");
+        xformers: bool = false, Accepted("an optimisation; the result is the same");
         /// torch's fused attention.
-        sdp: bool = false, Accepted("the same result another way");
+        sdp: bool = false, Accepted("an optimisation; the result is the same");
         /// Attention implementation.
-        attention_backend: String = "native".into(), Accepted("the same result another way");
+        attention_backend: String = "native".into(), Accepted("an optimisation; the result is the same");
         /// Train a changing share of the parameters. The misspelling is the real key.
         do_paramiter_swapping: bool = false, Refused("all LoRA weights are trained");
-        /// That share.
-        paramiter_swapping_factor: f64 = 0.1, With("do_paramiter_swapping");
-        /// Merge the LoRA into the model, save the full model, start the LoRA again.
+        /// Share of the parameters.
+        paramiter_swapping_factor: f64 = 0.1, DependsOn("do_paramiter_swapping");
+        /// Merge the LoRA into the model, save the full model, restart the LoRA.
         merge_network_on_save: bool = false, Refused("LoRAs are saved as LoRAs");
         /// Weight of that merge.
-        merge_network_on_save_strength: f64 = 1.0, With("merge_network_on_save");
+        merge_network_on_save_strength: f64 = 1.0, DependsOn("merge_network_on_save");
         /// Run a batch one item at a time.
         single_item_batching: bool = false, Accepted("saves memory only");
-        /// Never had an effect.
+        /// No effect, as in ai-toolkit.
         weight_jitter: f64 = 0.0, Accepted("never had an effect");
 
-        /// Noise scheduler. Flow models want `flowmatch`.
+        /// Noise scheduler. Flow models need `flowmatch`.
         noise_scheduler: SamplerName = SamplerName::Ddpm, Works;
         /// How flow models draw time steps.
-        timestep_type: TimestepType = TimestepType::Sigmoid, Accepted("only flow models care");
+        timestep_type: TimestepType = TimestepType::Sigmoid, Accepted("only flow models use it");
         /// Which noise levels are trained most.
         content_or_style: ContentOrStyle = ContentOrStyle::Balanced, Works;
         /// Smallest index of the time step table that is drawn.
@@ -102,11 +103,11 @@ section! {
         /// Length of the time step table.
         num_train_timesteps: u32 = 1000, Works;
         /// Flow models: even time steps with a bell-shaped loss weight.
-        linear_timesteps: bool = false, Accepted("only flow models care");
+        linear_timesteps: bool = false, Accepted("only flow models use it");
         /// Flow models: the same with half a bell.
-        linear_timesteps2: bool = false, Accepted("only flow models care");
+        linear_timesteps2: bool = false, Accepted("only flow models use it");
         /// Steps for `timestep_type: next_sample`.
-        next_sample_timesteps: u32 = 8, Accepted("only flow models care");
+        next_sample_timesteps: u32 = 8, Accepted("only flow models use it");
         /// Strength of one extra noise value per channel.
         noise_offset: f64 = 0.0, Works;
         /// Shift the noise by half the latents' mean per channel.
@@ -121,8 +122,8 @@ section! {
         random_noise_shift: f64 = 0.0, Refused("use `noise_offset`");
         /// Noise seeded by the image's path.
         force_consistent_noise: bool = false, Refused("noise is drawn anew at each step");
-        /// Draw this many noises and keep the one nearest to the latents.
-        optimal_noise_pairing_samples: u32 = 1, Refused("one noise is drawn");
+        /// Draw this many noise tensors and keep the one nearest to the latents.
+        optimal_noise_pairing_samples: u32 = 1, Refused("one noise tensor is drawn");
         /// Noise mixed with blurred images.
         blended_blur_noise: bool = false, Refused("plain noise only");
         /// Contrast of the images.
@@ -138,7 +139,7 @@ section! {
         /// Match fixed channel statistics of latents.
         standardize_latents: bool = false, Refused("latents are used as they are");
         /// Wan 2.2 14B: steps per expert before switching.
-        switch_boundary_every: u32 = 1, Accepted("only Wan 2.2 14B cares");
+        switch_boundary_every: u32 = 1, Accepted("only Wan 2.2 14B uses it");
 
         /// How prediction and target are compared.
         loss_type: LossType = LossType::Mse, Works;
@@ -159,44 +160,44 @@ section! {
         /// Loss on the denoised estimate.
         t0_loss_target: bool = false, Refused("use `loss_target: noise`");
         /// Its weight by velocity.
-        t0_velocity_equiv_weight: bool = false, With("t0_loss_target");
+        t0_velocity_equiv_weight: bool = false, DependsOn("t0_loss_target");
         /// Loss on the spectrum.
         do_fft_loss: bool = false, Refused("use `loss_type: mse`");
         /// Its weight by velocity.
-        do_fft_velocity_equiv_weight: bool = false, With("do_fft_loss");
+        do_fft_velocity_equiv_weight: bool = false, DependsOn("do_fft_loss");
         /// Cap of the loss.
         max_loss: Option<f64> = None, Refused("the loss is not capped");
-        /// Say when it was capped.
-        max_loss_debug: bool = false, With("max_loss");
+        /// Log when the loss was capped.
+        max_loss_debug: bool = false, DependsOn("max_loss");
         /// Weight of the sound.
-        audio_loss_multiplier: f64 = 1.0, Accepted("only models with sound care");
+        audio_loss_multiplier: f64 = 1.0, Accepted("only models with sound use it");
         /// Negative loss against the base model.
         do_prior_divergence: bool = false, Refused("only the plain loss");
         /// Model for a perceptual loss.
         latent_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
         /// Weight of that loss.
-        latent_feature_loss_weight: f64 = 1.0, With("latent_feature_extractor_path");
+        latent_feature_loss_weight: f64 = 1.0, DependsOn("latent_feature_extractor_path");
         /// Older name of `latent_feature_extractor_path`.
         diffusion_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
         /// Older name of `latent_feature_loss_weight`.
-        diffusion_feature_extractor_weight: Option<f64> = None, With("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
+        diffusion_feature_extractor_weight: Option<f64> = None, DependsOn("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
 
         /// Negative prompt for training with CFG, or a file with one per line.
-        negative_prompt: Option<String> = None, With("do_cfg"), input PromptFile;
+        negative_prompt: Option<String> = None, DependsOn("do_cfg"), input PromptFile;
         /// Negatives joined per item.
-        max_negative_prompts: u32 = 1, With("do_cfg");
+        max_negative_prompts: u32 = 1, DependsOn("do_cfg");
         /// Text of the unconditional pass.
-        unconditional_prompt: String = String::new(), With("do_cfg");
+        unconditional_prompt: String = String::new(), DependsOn("do_cfg");
         /// Train with CFG.
         do_cfg: bool = false, Refused("training runs without CFG");
         /// Train with CFG of a random scale.
         do_random_cfg: bool = false, Refused("training runs without CFG");
         /// Scale of that CFG; for models like FLUX the value of the guidance embedding.
-        cfg_scale: f64 = 1.0, With("do_cfg");
+        cfg_scale: f64 = 1.0, DependsOn("do_cfg");
         /// Upper bound of the random scale.
-        max_cfg_scale: Option<f64> = None, With("do_random_cfg"), shown "`cfg_scale`";
+        max_cfg_scale: Option<f64> = None, DependsOn("do_random_cfg"), shown "`cfg_scale`";
         /// Rescale of that CFG.
-        cfg_rescale: Option<f64> = None, With("do_cfg"), shown "`cfg_scale`";
+        cfg_rescale: Option<f64> = None, DependsOn("do_cfg"), shown "`cfg_scale`";
         /// Chance to drop a text encoder's prompt.
         prompt_dropout_prob: f64 = 0.0, Refused("use a dataset's `caption_dropout_rate`");
         /// Chance to repeat a short prompt until it fills the encoder.
@@ -208,72 +209,72 @@ section! {
         /// Zero latents for blank prompts.
         do_blank_stabilization: bool = false, Refused("blank captions are trained like others");
         /// Skip the guidance embedding.
-        bypass_guidance_embedding: bool = false, Accepted("only models with a guidance embedding care");
+        bypass_guidance_embedding: bool = false, Accepted("only models with a guidance embedding use it");
 
         /// Move the target away from the unconditional prediction.
         do_guidance_loss: bool = false, Refused("only the plain loss");
-        /// Scale of that, or a range.
-        guidance_loss_target: FloatOrRange = FloatOrRange::One(3.0), With("do_guidance_loss");
-        /// How that scale changes.
-        guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, With("do_guidance_loss");
+        /// Scale of the guidance, or a range.
+        guidance_loss_target: FloatOrRange = FloatOrRange::Fixed(3.0), DependsOn("do_guidance_loss");
+        /// How that scale changes with the noise level.
+        guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, DependsOn("do_guidance_loss");
         /// CFG-Zero projection.
-        do_guidance_loss_cfg_zero: bool = false, With("do_guidance_loss");
+        do_guidance_loss_cfg_zero: bool = false, DependsOn("do_guidance_loss");
         /// Target = prediction + scale * (target - prediction). In ai-toolkit only together with `do_guidance_loss`.
         do_differential_guidance: bool = false, Refused("only the plain loss");
-        /// That scale.
-        differential_guidance_scale: f64 = 3.0, With("do_differential_guidance");
+        /// Scale of the differential guidance.
+        differential_guidance_scale: f64 = 3.0, DependsOn("do_differential_guidance");
 
         /// Every caption is the process's trigger word (or blank, as for regularisation). The encoder stays in memory: samples
         /// need it.
         unload_text_encoder: bool = false, Works;
         /// Encode all captions before training.
-        cache_text_embeddings: bool = false, Accepted("the same result another way");
+        cache_text_embeddings: bool = false, Accepted("an optimisation; the result is the same");
 
         /// Match the base model on the caption with the trigger replaced.
         diff_output_preservation: bool = false, Refused("only the plain loss");
         /// What the trigger is replaced with.
-        diff_output_preservation_class: String = String::new(), With("diff_output_preservation");
-        /// Its weight.
-        diff_output_preservation_multiplier: f64 = 1.0, With("diff_output_preservation");
+        diff_output_preservation_class: String = String::new(), DependsOn("diff_output_preservation");
+        /// Weight of that loss.
+        diff_output_preservation_multiplier: f64 = 1.0, DependsOn("diff_output_preservation");
         /// Match the base model on a blank prompt.
         blank_prompt_preservation: bool = false, Refused("only the plain loss");
-        /// Its weight.
-        blank_prompt_preservation_multiplier: f64 = 1.0, With("blank_prompt_preservation");
+        /// Weight of that loss.
+        blank_prompt_preservation_multiplier: f64 = 1.0, DependsOn("blank_prompt_preservation");
         /// Outside the mask, match the base model.
         inverted_mask_prior: bool = false, Refused("only the plain loss");
-        /// Its weight.
-        inverted_mask_prior_multiplier: f64 = 0.5, With("inverted_mask_prior");
+        /// Weight of that loss.
+        inverted_mask_prior_multiplier: f64 = 0.5, DependsOn("inverted_mask_prior");
         /// Loss on fixed images.
-        validation_config: Option<ValidationConfig> = None, Ignored("nothing is validated; the training is the same");
+        validation_config: Option<ValidationConfig> = None, Ignored("validation does not run; the training is the same");
     }
     rare {
         "do_signal_correction_noise" => Refused("plain noise only");
-        "signal_correction_noise_scale" => With("do_signal_correction_noise");
+        "signal_correction_noise_scale" => DependsOn("do_signal_correction_noise");
         "do_batch_noise_correction" => Refused("plain noise only");
-        "batch_noise_correction_scale" => With("do_batch_noise_correction");
+        "batch_noise_correction_scale" => DependsOn("do_batch_noise_correction");
         "do_signal_amplification" => Refused("plain noise only");
-        "signal_amplification_strength" => With("do_signal_amplification");
+        "signal_amplification_strength" => DependsOn("do_signal_amplification");
         "correct_pred_norm" => Refused("the prediction is used as it is");
-        "correct_pred_norm_multiplier" => With("correct_pred_norm");
+        "correct_pred_norm_multiplier" => DependsOn("correct_pred_norm");
         "target_norm_std" => Refused("only the plain loss");
-        "target_norm_std_value" => With("target_norm_std");
+        "target_norm_std_value" => DependsOn("target_norm_std");
         "train_turbo" => Refused("only the plain loss");
-        "show_turbo_outputs" => With("train_turbo");
+        "show_turbo_outputs" => DependsOn("train_turbo");
         "adapter_assist_name_or_path" => Refused("no assistant adapters");
-        "adapter_assist_type" => With("adapter_assist_name_or_path");
+        "adapter_assist_type" => DependsOn("adapter_assist_name_or_path");
         "match_adapter_assist" => Refused("no assistant adapters");
-        "match_adapter_chance" => With("match_adapter_assist");
+        "match_adapter_chance" => DependsOn("match_adapter_assist");
     }
     finish = finish;
     check = check;
 }
 
-fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
+fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     if train.batch_size == 0 {
         cx.error_at("batch_size", "expected at least 1");
     }
-    cx.at_most("batch_size", train.batch_size, MAX_BATCH);
-    cx.at_most("num_train_timesteps", train.num_train_timesteps, MAX_TIMESTEPS);
+    cx.check_at_most("batch_size", train.batch_size, MAX_BATCH);
+    cx.check_at_most("num_train_timesteps", train.num_train_timesteps, MAX_TIMESTEPS);
     if train.gradient_accumulation == 0 {
         cx.error_at("gradient_accumulation", "expected at least 1");
     }
@@ -329,8 +330,8 @@ fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
     }
 }
 
-/// Parameters of every scheduler that this release has, and those of one.
-fn scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
+/// The parameters of a learning rate scheduler: its own, and those that every scheduler accepts.
+fn lr_scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
     let own: &[&str] = match name {
         LrSchedulerName::Constant | LrSchedulerName::ConstantWithWarmup => &["factor"],
         LrSchedulerName::Linear => &["start_factor", "end_factor"],
@@ -354,14 +355,14 @@ fn check(train: &TrainConfig, path: &str, report: &mut Report) {
         );
         report.error(join(path, "noise_scheduler"), message);
     }
-    // What an optimizer that does not run yet would take is not known.
+    // The parameters of an unsupported optimizer are not known.
     if matches!(train.optimizer.status(), Status::Works) {
         let checked = OptimizerParams::new(train.optimizer, &train.optimizer_params);
         for (key, problem) in checked.err().unwrap_or_default() {
             report.error(join(path, &format!("optimizer_params.{key}")), problem);
         }
     }
-    let known = scheduler_params(train.lr_scheduler).concat();
+    let known = lr_scheduler_params(train.lr_scheduler).concat();
     for (key, value) in &train.lr_scheduler_params {
         let problem = if !known.contains(&key.as_str()) {
             format!(

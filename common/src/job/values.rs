@@ -1,9 +1,12 @@
-//! Values that keys can have: numbers, text, lists, and the coercions that ai-toolkit made.
+//! [`FieldValue`] for numbers, text, lists and maps, with the type coercions of ai-toolkit.
 
 use super::node::{Node, Value};
-use super::schema::{Cx, FieldValue, Input, Report, SectionInfo, Status, json_off, json_show, nearest};
+use super::schema::{
+    FieldValue, Input, ReadContext, Report, SectionInfo, Status, is_falsy_json, nearest, read_items, show_items,
+    show_json,
+};
 
-pub use super::compound::{Float, FloatOrRange, Integer, OneOrMany, Pair, TextOrFalse, TextSource};
+pub use super::compound::{Float, FloatOrRange, ImageSize, Integer, OneOrMany, TextOrFalse, TextSource};
 
 /// A free-form map, in the order of the document.
 pub type FreeMap = serde_json::Map<String, serde_json::Value>;
@@ -11,12 +14,12 @@ pub type FreeMap = serde_json::Map<String, serde_json::Value>;
 /// Reads a value that is one of some names.
 pub(crate) fn read_choice<T>(
     node: &Node,
-    cx: &mut Cx,
+    cx: &mut ReadContext,
     what: &str,
     names: &[&'static str],
     from_name: impl Fn(&str) -> Option<T>,
 ) -> Option<T> {
-    let Some(text) = text_of(node).or(node.plain.as_deref()) else {
+    let Some(text) = as_text(node).or(node.plain.as_deref()) else {
         cx.wrong_type(node, &format!("the name of a {what} (text)"));
         return None;
     };
@@ -33,8 +36,8 @@ pub(crate) fn read_choice<T>(
     value
 }
 
-/// Text, or the characters of a number that stands where text belongs.
-fn text_of(node: &Node) -> Option<&str> {
+/// Returns the text, or the source characters of a number in a text key.
+fn as_text(node: &Node) -> Option<&str> {
     match &node.value {
         Value::Text(text) => Some(text),
         Value::Int(_) | Value::Float(_) => node.plain.as_deref(),
@@ -42,10 +45,10 @@ fn text_of(node: &Node) -> Option<&str> {
     }
 }
 
-fn integer_of(node: &Node) -> Option<i64> {
+fn as_integer(node: &Node) -> Option<i64> {
     match node.value {
         Value::Int(value) => Some(value),
-        // 2^53: beyond it a float is no exact whole number.
+        // 2^53: above it a float may not be an exact integer.
         #[allow(clippy::cast_possible_truncation)]
         Value::Float(value) if value.fract() == 0.0 && value.abs() <= 9_007_199_254_740_992.0 => Some(value as i64),
         _ => None,
@@ -58,8 +61,8 @@ macro_rules! integers {
             fn kind() -> String {
                 $kind.into()
             }
-            fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
-                let value = integer_of(node).and_then(|value| Self::try_from(value).ok());
+            fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
+                let value = as_integer(node).and_then(|value| Self::try_from(value).ok());
                 if value.is_none() {
                     cx.wrong_type(node, concat!("a ", $kind));
                 }
@@ -68,7 +71,7 @@ macro_rules! integers {
             fn show(&self) -> String {
                 self.to_string()
             }
-            fn is_off(&self) -> bool {
+            fn is_falsy(&self) -> bool {
                 *self == 0
             }
         }
@@ -80,7 +83,7 @@ impl FieldValue for f64 {
     fn kind() -> String {
         "number".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         #[allow(clippy::cast_precision_loss)]
         let value = match node.value {
             Value::Int(value) => Some(value as Self),
@@ -95,7 +98,7 @@ impl FieldValue for f64 {
     fn show(&self) -> String {
         show_float(*self)
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         *self == 0.0
     }
 }
@@ -112,7 +115,7 @@ impl FieldValue for bool {
     fn kind() -> String {
         "true or false".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match node.value {
             Value::Bool(value) => Some(value),
             Value::Int(0) => Some(false),
@@ -126,7 +129,7 @@ impl FieldValue for bool {
     fn show(&self) -> String {
         self.to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         !self
     }
 }
@@ -135,8 +138,8 @@ impl FieldValue for String {
     fn kind() -> String {
         "text".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
-        let text = text_of(node);
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
+        let text = as_text(node);
         if text.is_none() {
             cx.wrong_type(node, "text");
         }
@@ -145,22 +148,22 @@ impl FieldValue for String {
     fn show(&self) -> String {
         if self.is_empty() { "\"\"".into() } else { self.clone() }
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.is_empty()
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         f("", self);
     }
 }
 
 impl<T: FieldValue> FieldValue for Option<T> {
     const NULLABLE: bool = true;
-    const CHECKED: bool = T::CHECKED;
+    const HAS_CHECKS: bool = T::HAS_CHECKS;
     const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         T::kind()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         T::read(node, cx).map(Some)
     }
     fn null() -> Option<Self> {
@@ -169,22 +172,22 @@ impl<T: FieldValue> FieldValue for Option<T> {
     fn show(&self) -> String {
         self.as_ref().map_or_else(|| "null".into(), T::show)
     }
-    fn is_off(&self) -> bool {
-        self.as_ref().is_none_or(T::is_off)
+    fn is_falsy(&self) -> bool {
+        self.as_ref().is_none_or(T::is_falsy)
     }
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         if let Some(value) = self {
-            value.check(path, report);
+            value.check_support(path, report);
         }
     }
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
         if let Some(value) = self {
-            value.inputs(path, out);
+            value.collect_inputs(path, out);
         }
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         if let Some(value) = self {
-            value.texts(f);
+            value.for_each_text(f);
         }
     }
     fn section() -> Option<SectionInfo> {
@@ -196,58 +199,38 @@ impl<T: FieldValue> FieldValue for Option<T> {
 }
 
 impl<T: FieldValue> FieldValue for Box<T> {
-    const CHECKED: bool = T::CHECKED;
+    const HAS_CHECKS: bool = T::HAS_CHECKS;
     const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         T::kind()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         T::read(node, cx).map(Self::new)
     }
     fn show(&self) -> String {
         (**self).show()
     }
-    fn is_off(&self) -> bool {
-        (**self).is_off()
+    fn is_falsy(&self) -> bool {
+        (**self).is_falsy()
     }
-    fn check(&self, path: &str, report: &mut Report) {
-        (**self).check(path, report);
+    fn check_support(&self, path: &str, report: &mut Report) {
+        (**self).check_support(path, report);
     }
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
-        (**self).inputs(path, out);
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
+        (**self).collect_inputs(path, out);
     }
     fn section() -> Option<SectionInfo> {
         T::section()
     }
 }
 
-pub(crate) fn read_items<T: FieldValue>(items: &[Node], cx: &mut Cx) -> Option<Vec<T>> {
-    let mut all = Some(Vec::with_capacity(items.len().min(1024)));
-    for (index, item) in items.iter().enumerate() {
-        match cx.below(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
-            Some(value) => {
-                if let Some(all) = all.as_mut() {
-                    all.push(value);
-                }
-            }
-            None => all = None,
-        }
-    }
-    all
-}
-
-pub(crate) fn show_items<T: FieldValue>(items: &[T]) -> String {
-    let shown: Vec<String> = items.iter().take(20).map(T::show).collect();
-    format!("[{}]", shown.join(", "))
-}
-
 impl<T: FieldValue> FieldValue for Vec<T> {
-    const CHECKED: bool = T::CHECKED;
+    const HAS_CHECKS: bool = T::HAS_CHECKS;
     const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         format!("list of {}", T::kind())
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match &node.value {
             Value::List(items) => read_items(items, cx),
             _ => {
@@ -259,22 +242,22 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     fn show(&self) -> String {
         show_items(self)
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.is_empty()
     }
-    fn check(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut Report) {
         for (index, item) in self.iter().enumerate() {
-            item.check(&format!("{path}[{index}]"), report);
+            item.check_support(&format!("{path}[{index}]"), report);
         }
     }
-    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+    fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
         for (index, item) in self.iter().enumerate() {
-            item.inputs(&format!("{path}[{index}]"), out);
+            item.collect_inputs(&format!("{path}[{index}]"), out);
         }
     }
-    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+    fn for_each_text(&self, f: &mut dyn FnMut(&str, &str)) {
         for (index, item) in self.iter().enumerate() {
-            item.texts(&mut |behind, text| f(&format!("[{index}]{behind}"), text));
+            item.for_each_text(&mut |subpath, text| f(&format!("[{index}]{subpath}"), text));
         }
     }
     fn section() -> Option<SectionInfo> {
@@ -289,7 +272,7 @@ impl FieldValue for FreeMap {
     fn kind() -> String {
         "map".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         match node.to_json() {
             Some(serde_json::Value::Object(map)) => Some(map),
             Some(_) => {
@@ -305,7 +288,7 @@ impl FieldValue for FreeMap {
     fn show(&self) -> String {
         serde_json::Value::Object(self.clone()).to_string()
     }
-    fn is_off(&self) -> bool {
+    fn is_falsy(&self) -> bool {
         self.is_empty()
     }
 }
@@ -314,7 +297,7 @@ impl FieldValue for serde_json::Value {
     fn kind() -> String {
         "any".into()
     }
-    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+    fn read(node: &Node, cx: &mut ReadContext) -> Option<Self> {
         let json = node.to_json();
         if json.is_none() {
             cx.error("numbers must be finite here: .inf and .nan cannot be stored");
@@ -322,9 +305,9 @@ impl FieldValue for serde_json::Value {
         json
     }
     fn show(&self) -> String {
-        json_show(self)
+        show_json(self)
     }
-    fn is_off(&self) -> bool {
-        json_off(self)
+    fn is_falsy(&self) -> bool {
+        is_falsy_json(self)
     }
 }

@@ -1,23 +1,23 @@
-//! YAML text -> [`Node`], with anchors, merge keys, and one clear error at the first thing that is wrong.
+//! Parses YAML text into a [`Node`], with anchors and merge keys. Stops at the first error.
 
 use super::error::Finding;
-use super::limits::{MAX_DEPTH, MAX_EXPANDED, NODE_COST, finding, too_deep, too_large};
+use super::limits::{MAX_DEPTH, MAX_EXPANDED, NODE_BYTES, finding, too_deep, too_large};
 use super::node::{Entry, Mark, Node, Value, shorten};
 use super::scalar::resolve;
 use saphyr_parser::{Event, Marker, Parser, ScalarStyle, Span, Tag};
 use std::collections::HashMap;
 
-/// Reads one YAML document.
+/// Parses one YAML document.
 ///
 /// # Errors
-/// The first thing that is wrong, with its place.
+/// The first error, with its position.
 pub(super) fn parse(text: &str, file: Option<&str>) -> Result<Node, Finding> {
     let mut builder = Builder {
         file,
         frames: Vec::new(),
         anchors: HashMap::new(),
         root: None,
-        spent: 0,
+        expanded_bytes: 0,
         documents: 0,
     };
     let mut depth = 0_usize;
@@ -31,7 +31,7 @@ pub(super) fn parse(text: &str, file: Option<&str>) -> Result<Node, Finding> {
         if depth > MAX_DEPTH {
             return Err(finding(file, mark(&span.start), "", too_deep()));
         }
-        builder.event(event, span)?;
+        builder.handle_event(event, span)?;
     }
     match builder.root {
         Some(root) => Ok(root),
@@ -46,32 +46,32 @@ fn mark(marker: &Marker) -> Mark {
     }
 }
 
-/// What the parser says, in words for people. Tabs are the usual cause, so they are looked for first.
+/// Converts a parser error to a finding with a hint. Tabs are the usual cause, so they are checked first.
 fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Finding {
     let at = mark(marker);
     if info.contains("recursion limit") {
         return finding(file, at, "", too_deep());
     }
-    let until = usize::try_from(at.line).unwrap_or(0);
-    for (index, line) in text.lines().enumerate().take(until + 1) {
+    let error_line = usize::try_from(at.line).unwrap_or(0);
+    for (index, line) in text.lines().enumerate().take(error_line + 1) {
         let indent = line.len() - line.trim_start_matches([' ', '\t']).len();
         if let Some(column) = line[..indent].find('\t')
             && indent < line.len()
-            && index + 3 >= until
+            && index + 3 >= error_line
         {
-            let place = Mark {
+            let position = Mark {
                 line: u32::try_from(index + 1).unwrap_or(u32::MAX),
                 column: u32::try_from(column + 1).unwrap_or(u32::MAX),
             };
             return finding(
                 file,
-                place,
+                position,
                 "",
-                "a tab in the indentation; YAML wants spaces, so replace each tab by two spaces",
+                "a tab in the indentation; YAML needs spaces, so replace each tab by two spaces",
             );
         }
     }
-    let line = until
+    let line = error_line
         .checked_sub(1)
         .and_then(|index| text.lines().nth(index))
         .unwrap_or("")
@@ -106,18 +106,18 @@ struct MapFrame {
     merges: Vec<Node>,
 }
 
-struct Anchored {
+struct AnchoredNode {
     node: Node,
-    cost: usize,
+    bytes: usize,
     depth: usize,
 }
 
 struct Builder<'a> {
     file: Option<&'a str>,
     frames: Vec<Frame>,
-    anchors: HashMap<usize, Anchored>,
+    anchors: HashMap<usize, AnchoredNode>,
     root: Option<Node>,
-    spent: usize,
+    expanded_bytes: usize,
     documents: usize,
 }
 
@@ -126,7 +126,7 @@ impl Builder<'_> {
         Err(finding(self.file, at, &self.path(), message))
     }
 
-    /// The key path of what is being built.
+    /// The key path of the current node.
     fn path(&self) -> String {
         let mut path = String::new();
         for frame in &self.frames {
@@ -142,16 +142,16 @@ impl Builder<'_> {
         path
     }
 
-    fn spend(&mut self, cost: usize, at: Mark) -> Result<(), Finding> {
-        self.spent = self.spent.saturating_add(cost);
-        if self.spent > MAX_EXPANDED {
+    fn add_bytes(&mut self, bytes: usize, at: Mark) -> Result<(), Finding> {
+        self.expanded_bytes = self.expanded_bytes.saturating_add(bytes);
+        if self.expanded_bytes > MAX_EXPANDED {
             self.fail(at, too_large())
         } else {
             Ok(())
         }
     }
 
-    fn event(&mut self, event: Event<'_>, span: Span) -> Result<(), Finding> {
+    fn handle_event(&mut self, event: Event<'_>, span: Span) -> Result<(), Finding> {
         let at = mark(&span.start);
         match event {
             Event::DocumentStart(_) => {
@@ -161,13 +161,13 @@ impl Builder<'_> {
                 }
             }
             Event::Scalar(text, style, anchor, tag) => {
-                self.spend(NODE_COST + text.len(), at)?;
+                self.add_bytes(NODE_BYTES + text.len(), at)?;
                 let node = self.scalar(text.into_owned(), style, tag.as_deref(), at)?;
-                self.put(node, anchor)?;
+                self.add_node(node, anchor)?;
             }
             Event::SequenceStart(anchor, tag) => {
-                self.spend(NODE_COST, at)?;
-                self.collection_tag(tag.as_deref(), "seq", at)?;
+                self.add_bytes(NODE_BYTES, at)?;
+                self.check_collection_tag(tag.as_deref(), "seq", at)?;
                 self.frames.push(Frame::List {
                     mark: at,
                     anchor,
@@ -175,8 +175,8 @@ impl Builder<'_> {
                 });
             }
             Event::MappingStart(anchor, tag) => {
-                self.spend(NODE_COST, at)?;
-                self.collection_tag(tag.as_deref(), "map", at)?;
+                self.add_bytes(NODE_BYTES, at)?;
+                self.check_collection_tag(tag.as_deref(), "map", at)?;
                 self.frames.push(Frame::Map(MapFrame {
                     mark: at,
                     anchor,
@@ -188,7 +188,7 @@ impl Builder<'_> {
             }
             Event::SequenceEnd => {
                 if let Some(Frame::List { mark, anchor, items }) = self.frames.pop() {
-                    self.put(
+                    self.add_node(
                         Node {
                             mark,
                             value: Value::List(items),
@@ -201,8 +201,8 @@ impl Builder<'_> {
             Event::MappingEnd => {
                 if let Some(Frame::Map(map)) = self.frames.pop() {
                     let (mark, anchor) = (map.mark, map.anchor);
-                    let entries = self.merged(map)?;
-                    self.put(
+                    let entries = self.resolve_merges(map)?;
+                    self.add_node(
                         Node {
                             mark,
                             value: Value::Map(entries),
@@ -214,19 +214,16 @@ impl Builder<'_> {
             }
             Event::Alias(id) => {
                 let Some(anchored) = self.anchors.get(&id) else {
-                    return self.fail(
-                        at,
-                        "this alias stands inside its own anchor, or its anchor does not exist",
-                    );
+                    return self.fail(at, "this alias is inside its own anchor, or its anchor does not exist");
                 };
                 if self.frames.len() + anchored.depth > MAX_DEPTH {
                     return self.fail(at, too_deep());
                 }
-                let cost = anchored.cost;
-                self.spend(cost, at)?;
+                let bytes = anchored.bytes;
+                self.add_bytes(bytes, at)?;
                 if let Some(mut node) = self.anchors.get(&id).map(|anchored| anchored.node.clone()) {
                     node.mark = at;
-                    self.put(node, 0)?;
+                    self.add_node(node, 0)?;
                 }
             }
             Event::Nothing | Event::StreamStart | Event::StreamEnd | Event::DocumentEnd => {}
@@ -234,7 +231,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    fn collection_tag(&self, tag: Option<&Tag>, expected: &str, at: Mark) -> Result<(), Finding> {
+    fn check_collection_tag(&self, tag: Option<&Tag>, expected: &str, at: Mark) -> Result<(), Finding> {
         match tag {
             Some(tag) if !(tag.is_yaml_core_schema() && tag.suffix == expected) => self.unknown_tag(tag, at),
             _ => Ok(()),
@@ -282,15 +279,15 @@ impl Builder<'_> {
         })
     }
 
-    fn put(&mut self, node: Node, anchor: usize) -> Result<(), Finding> {
+    fn add_node(&mut self, node: Node, anchor: usize) -> Result<(), Finding> {
         if anchor != 0 {
-            let (cost, depth) = measure(&node);
-            self.spend(cost, node.mark)?;
+            let (bytes, depth) = measure_tree(&node);
+            self.add_bytes(bytes, node.mark)?;
             self.anchors.insert(
                 anchor,
-                Anchored {
+                AnchoredNode {
                     node: node.clone(),
-                    cost,
+                    bytes,
                     depth,
                 },
             );
@@ -299,7 +296,7 @@ impl Builder<'_> {
             None => self.root = Some(node),
             Some(Frame::List { items, .. }) => items.push(node),
             Some(Frame::Map(map)) => match map.pending.take() {
-                None => return self.key(&node),
+                None => return self.add_key(&node),
                 Some((_, _, true)) => map.merges.push(node),
                 Some((key, mark, false)) => map.entries.push(Entry { key, mark, node }),
             },
@@ -307,7 +304,7 @@ impl Builder<'_> {
         Ok(())
     }
 
-    fn key(&mut self, node: &Node) -> Result<(), Finding> {
+    fn add_key(&mut self, node: &Node) -> Result<(), Finding> {
         let text = match (&node.value, &node.plain) {
             (_, Some(plain)) => plain.clone(),
             (Value::Text(text), None) => text.clone(),
@@ -339,8 +336,8 @@ impl Builder<'_> {
         Ok(())
     }
 
-    /// The entries of a map with its `<<` filled in: what the map says itself wins, then the first merged map.
-    fn merged(&mut self, map: MapFrame) -> Result<Vec<Entry>, Finding> {
+    /// Returns the entries of a map with its `<<` resolved. The map's own keys win, then those of the first merged map.
+    fn resolve_merges(&mut self, map: MapFrame) -> Result<Vec<Entry>, Finding> {
         let MapFrame {
             mut entries,
             mut seen,
@@ -378,25 +375,25 @@ impl Builder<'_> {
     }
 }
 
-/// What a copy of this tree costs, and how deep it is.
-fn measure(node: &Node) -> (usize, usize) {
+/// Returns the bytes that a copy of this tree counts for, and its depth.
+fn measure_tree(node: &Node) -> (usize, usize) {
     let text = node.plain.as_ref().map_or(0, String::len);
     match &node.value {
-        Value::Text(value) => (NODE_COST + value.len() + text, 0),
+        Value::Text(value) => (NODE_BYTES + value.len() + text, 0),
         Value::List(items) => {
-            let (cost, depth) = items
+            let (bytes, depth) = items
                 .iter()
-                .map(measure)
-                .fold((0, 0), |(c, d), (cost, depth)| (c + cost, d.max(depth)));
-            (NODE_COST + cost, depth + 1)
+                .map(measure_tree)
+                .fold((0, 0), |(c, d), (bytes, depth)| (c + bytes, d.max(depth)));
+            (NODE_BYTES + bytes, depth + 1)
         }
         Value::Map(entries) => {
-            let (cost, depth) = entries.iter().fold((0, 0), |(c, d), entry| {
-                let (cost, depth) = measure(&entry.node);
-                (c + cost + entry.key.len() + NODE_COST, d.max(depth))
+            let (bytes, depth) = entries.iter().fold((0, 0), |(c, d), entry| {
+                let (bytes, depth) = measure_tree(&entry.node);
+                (c + bytes + entry.key.len() + NODE_BYTES, d.max(depth))
             });
-            (NODE_COST + cost, depth + 1)
+            (NODE_BYTES + bytes, depth + 1)
         }
-        _ => (NODE_COST + text, 0),
+        _ => (NODE_BYTES + text, 0),
     }
 }

@@ -11,7 +11,7 @@ use crate::weights::TrainableFilter;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
 use aitk_common::job::model::ModelConfig;
-use aitk_common::job::paths::not_an_input;
+use aitk_common::job::paths::not_an_input_message;
 use aitk_common::plan::memory_options::MemoryOptions;
 use std::path::{Path, PathBuf};
 
@@ -57,7 +57,7 @@ impl Context<'_> {
     pub fn local_path(&self, path: &str) -> Result<PathBuf> {
         match self.spec.inputs.get(path) {
             Some(here) => Ok(here.clone()),
-            None if self.has_staged_inputs() => Err(EngineError::BadInput(not_an_input(path))),
+            None if self.has_staged_inputs() => Err(EngineError::BadInput(not_an_input_message(path))),
             None => Ok(expand_home(path)),
         }
     }

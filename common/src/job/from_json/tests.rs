@@ -1,17 +1,17 @@
-use super::super::tests::{MINIMAL, with as with_line, yaml};
+use super::super::tests::{MINIMAL, load_yaml, with_line_after};
 use super::super::{Format, LoadOptions, parse};
 use super::*;
 use serde_json::json;
 
 fn minimal() -> Json {
-    serde_json::to_value(yaml(MINIMAL).unwrap().spec).unwrap()
+    serde_json::to_value(load_yaml(MINIMAL).unwrap().spec).unwrap()
 }
 
-fn refusal(json: &Json) -> String {
+fn error_for(json: &Json) -> String {
     JobSpec::from_json(&json.to_string()).unwrap_err().to_string()
 }
 
-/// The minimal job with another value at a place of its JSON.
+/// The minimal job with another value at a JSON pointer.
 fn with(pointer: &str, value: Json) -> Json {
     let mut json = minimal();
     *json.pointer_mut(pointer).unwrap_or_else(|| panic!("{pointer}")) = value;
@@ -19,19 +19,19 @@ fn with(pointer: &str, value: Json) -> Json {
 }
 
 #[test]
-fn a_job_that_was_read_is_read_again() {
-    let spec = yaml(MINIMAL).unwrap().spec;
+fn a_job_survives_the_round_trip_through_json() {
+    let spec = load_yaml(MINIMAL).unwrap().spec;
     assert_eq!(JobSpec::from_json(&minimal().to_string()).unwrap(), spec);
-    // Seldom used keys, times, sizes, and a free map that has a key like one of ours.
+    // Rare keys, times, sizes, and a free map with a key named `rare`.
     let text = format!(
         "{MINIMAL}\n        do_signal_amplification: false\nmeta: {{rare: {{a: 1}}, kind: x}}\ncluster:\n  after: [a]\n  not_before: \
          2026-11-22T02:00:00.123Z\n  time_limit: 1h30m\n  memory_budget: 12GiB\n  labels: {{zone: x}}\n  memory_profile: balanced\n"
     );
-    yaml(&text).unwrap();
+    load_yaml(&text).unwrap();
 }
 
 #[test]
-fn keys_that_are_left_out_have_their_defaults_and_unknown_ones_are_ignored() {
+fn missing_keys_get_their_defaults_and_unknown_keys_are_ignored() {
     let json = json!({
         "job": "generate", "name": "a", "meta": {}, "config": {}, "cluster": {}, "newer": [1],
         "process": [{"type": "to_folder", "kind": {"generate": {
@@ -40,13 +40,13 @@ fn keys_that_are_left_out_have_their_defaults_and_unknown_ones_are_ignored() {
         }}}]
     });
     let spec = JobSpec::from_json(&json.to_string()).unwrap();
-    assert_eq!(spec.images(|_| None), Some(1));
+    assert_eq!(spec.image_count(|_| None), Some(1));
 }
 
 #[test]
-fn what_reading_refuses_is_refused_in_json_too_with_its_place() {
+fn json_values_that_a_config_may_not_have_are_refused_with_their_key() {
     let train = "/process/0/kind/train";
-    for (pointer, value, said) in [
+    for (pointer, value, expected) in [
         (
             "/name".to_owned(),
             json!("../x"),
@@ -118,16 +118,16 @@ fn what_reading_refuses_is_refused_in_json_too_with_its_place() {
             "cluster.split: expected a number of parts",
         ),
     ] {
-        let error = refusal(&with(&pointer, value));
-        assert!(error.contains(said), "{pointer}: {error}");
+        let error = error_for(&with(&pointer, value));
+        assert!(error.contains(expected), "{pointer}: {error}");
     }
 }
 
 #[test]
-fn values_that_reading_never_gives_are_refused_with_their_key() {
+fn json_values_that_no_config_produces_are_refused_with_their_key() {
     let train = "/process/0/kind/train";
     for (pointer, value, key) in [
-        // `name_or_path` and the like would be normalised by the reader.
+        // The reader would normalise these values.
         (
             format!("{train}/trigger_word"),
             json!(""),
@@ -155,18 +155,18 @@ fn values_that_reading_never_gives_are_refused_with_their_key() {
         ),
         ("/config/name".to_owned(), json!("other"), "config.name"),
     ] {
-        let error = refusal(&with(&pointer, value));
+        let error = error_for(&with(&pointer, value));
         assert!(
-            error.contains(key) && error.contains("that no config gives this key"),
+            error.contains(key) && error.contains("that no config can produce"),
             "{pointer}: {error}"
         );
     }
     let mut hidden = minimal();
     hidden["process"][0]["kind"]["train"]["rare"] = json!({"steps": 5});
     assert!(
-        refusal(&hidden).contains("config.process[0].rare"),
+        error_for(&hidden).contains("config.process[0].rare"),
         "{}",
-        refusal(&hidden)
+        error_for(&hidden)
     );
     let mut other_kind = minimal();
     let body = other_kind["process"][0]["kind"]["train"].take();
@@ -175,15 +175,15 @@ fn values_that_reading_never_gives_are_refused_with_their_key() {
     for part in [json!({"from": 0, "to": 1}), json!({"from": 3, "to": 3})] {
         let mut cut = minimal();
         cut["part"] = part;
-        assert!(refusal(&cut).contains("part"), "{}", refusal(&cut));
+        assert!(error_for(&cut).contains("part"), "{}", error_for(&cut));
     }
     let mut file = minimal();
     file["file"] = json!("a\u{1b}[2Jb");
-    assert!(refusal(&file).contains("`file`"));
+    assert!(error_for(&file).contains("`file`"));
 }
 
 #[test]
-fn what_is_no_job_says_so() {
+fn json_that_is_not_a_job_is_an_error() {
     for text in [
         "",
         "[]",
@@ -199,17 +199,17 @@ fn what_is_no_job_says_so() {
 }
 
 #[test]
-fn depth_and_number_of_values_are_bounded() {
+fn depth_and_number_of_values_are_limited() {
     let mut deep = json!(1);
     for _ in 0..MAX_JSON_DEPTH {
         deep = json!([deep]);
     }
-    assert!(refusal(&with("/meta", json!({"a": deep}))).contains("inside each other"));
+    assert!(error_for(&with("/meta", json!({"a": deep}))).contains("inside each other"));
     let many = json!(vec![0; MAX_VALUES]);
-    assert!(refusal(&with("/process/0/kind/train/datasets/0/resolution", many)).contains("more than 250000 values"));
+    assert!(error_for(&with("/process/0/kind/train/datasets/0/resolution", many)).contains("more than 250000 values"));
     let train = "/process/0/kind/train";
     let data = minimal()["process"][0]["kind"]["train"]["datasets"][0].clone();
-    for (pointer, value, said) in [
+    for (pointer, value, expected) in [
         (
             format!("{train}/datasets"),
             json!(vec![data; 1_001]),
@@ -231,8 +231,8 @@ fn depth_and_number_of_values_are_bounded() {
             "at most 100 items",
         ),
     ] {
-        let error = refusal(&with(&pointer, value));
-        assert!(error.contains(said), "{pointer}: {error}");
+        let error = error_for(&with(&pointer, value));
+        assert!(error.contains(expected), "{pointer}: {error}");
     }
     let mut keys = minimal();
     for number in 0..2_000 {
@@ -242,25 +242,25 @@ fn depth_and_number_of_values_are_bounded() {
 }
 
 #[test]
-fn a_job_is_changed_as_its_config_would_be() {
-    let spec = yaml(MINIMAL).unwrap().spec;
-    let (same, warnings) = spec.changed(&[]).unwrap();
+fn with_changes_gives_the_same_job_as_the_changed_config() {
+    let spec = load_yaml(MINIMAL).unwrap().spec;
+    let (same, warnings) = spec.with_changes(&[]).unwrap();
     assert_eq!((same, warnings), (spec.clone(), Vec::new()));
 
     let text = format!("{MINIMAL}\ncluster:\n  time_limit: 1h30m\n  not_before: 2026-11-22T02:00:00.123Z\n");
-    let spec = yaml(&text).unwrap().spec;
+    let spec = load_yaml(&text).unwrap().spec;
     let part = JobSpec {
-        part: Some(super::super::spec::Part { from: 0, to: 1 }),
+        part: Some(super::super::spec::ImageRange { from: 0, to: 1 }),
         ..spec.clone()
     };
     let changes = [
         change("config.name", "another"),
         change("train.steps", "7"),
         change("cluster.time_limit", "10m"),
-        // An abbreviation, as a config may have it.
+        // An alias, as in a config.
         change("train.dtype", "fp32"),
     ];
-    let (changed, _) = part.changed(&changes).unwrap();
+    let (changed, _) = part.with_changes(&changes).unwrap();
     let json = serde_json::to_value(&changed).unwrap();
     let train = &json["process"][0]["kind"]["train"]["train"];
     assert_eq!((&json["name"], &train["steps"]), (&"another".into(), &7.into()));
@@ -272,14 +272,14 @@ fn a_job_is_changed_as_its_config_would_be() {
     assert!(!changed.positions.contains_key("config.name") && changed.positions.contains_key("job"));
     JobSpec::from_json(&json.to_string()).unwrap();
 
-    for (key, value, said) in [
+    for (key, value, expected) in [
         ("train.stepz", "1", "did you mean `steps`?"),
         ("train.steps", "many", "train.steps: expected"),
         ("config.name", "../up", "cannot name a folder"),
         ("datasets[7].folder_path", "x", "no `[7]` in a list"),
     ] {
-        let error = spec.changed(&[change(key, value)]).unwrap_err().to_string();
-        assert!(error.contains(said), "{key}: {error}");
+        let error = spec.with_changes(&[change(key, value)]).unwrap_err().to_string();
+        assert!(error.contains(expected), "{key}: {error}");
     }
 }
 
@@ -290,50 +290,53 @@ fn change(key: &str, value: &str) -> Change {
     }
 }
 
-/// What is said of a job beside its values.
-fn said(warnings: &[Finding]) -> Vec<(&str, &str)> {
+/// The keys and messages of warnings.
+fn keys_and_messages(warnings: &[Finding]) -> Vec<(&str, &str)> {
     warnings
         .iter()
         .map(|finding| (finding.key.as_str(), finding.message.as_str()))
         .collect()
 }
 
-/// Changes one key of the job that a config became, and of the config: the same has to come out, and whatever is said of the
-/// changed config alone.
-fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
+/// Changes one key in the job and in its config. Both must give the same job, and the job must report every warning that only
+/// the changed config has.
+fn change_job_and_config(text: &str, key: &str, value: &str) -> JobSpec {
     let changes = [change(key, value)];
     let options = LoadOptions {
         changes: &changes,
         ..LoadOptions::default()
     };
-    let before = yaml(text).unwrap();
+    let before = load_yaml(text).unwrap();
     let mut config = parse(text, Format::Yaml, Some("job.yaml"), &options).unwrap_or_else(|e| panic!("{key}: {e}"));
-    let (mut job, warnings) = before.spec.changed(&changes).unwrap_or_else(|e| panic!("{key}: {e}"));
-    // The places of what is not in the file.
+    let (mut job, warnings) = before
+        .spec
+        .with_changes(&changes)
+        .unwrap_or_else(|e| panic!("{key}: {e}"));
+    // Positions may differ.
     (job.positions, config.spec.positions) = Default::default();
     assert_eq!(job, config.spec, "{key}={value}\n{text}");
-    let news = said(&config.warnings)
+    let news = keys_and_messages(&config.warnings)
         .into_iter()
-        .filter(|one| !said(&before.warnings).contains(one));
+        .filter(|one| !keys_and_messages(&before.warnings).contains(one));
     for one in news {
         assert!(
-            said(&warnings).contains(&one),
-            "{key}={value}: {one:?} is not said: {warnings:?}"
+            keys_and_messages(&warnings).contains(&one),
+            "{key}={value}: {one:?} is not reported: {warnings:?}"
         );
     }
     job
 }
 
 #[test]
-fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
+fn changing_a_key_also_changes_the_keys_derived_from_it() {
     let network = |keys: &str| MINIMAL.replace("linear: 8", keys);
     let trained = |text: &str, key: &str, value: &str| {
-        let job = changed_both_ways(text, key, value);
+        let job = change_job_and_config(text, key, value);
         job.process[0].trainer().unwrap().clone()
     };
     let of_network = |keys: &str, key: &str, value: &str| trained(&network(keys), key, value).network.unwrap();
 
-    let prompts = with_line("type: sd_trainer", "      sample: {prompts: [a cat, a fox --seed 3]}");
+    let prompts = with_line_after("type: sd_trainer", "      sample: {prompts: [a cat, a fox --seed 3]}");
     let sample = trained(&prompts, "sample.prompts[0]", "a dog").sample;
     assert_eq!((sample.samples[0].prompt.as_str(), sample.samples.len()), ("a dog", 2));
     let first = prompts.replace("sample:", "first_sample:");
@@ -347,12 +350,12 @@ fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
     assert_eq!(of_network("linear: 8", "network.alpha", "8").linear_alpha, 8.0);
     let conv = of_network("conv: 4", "network.conv", "8");
     assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
-    // A key that is `null` in the file was not given.
+    // A key that is `null` in the file counts as absent.
     let conv = of_network("conv: 4, conv_alpha: null", "network.conv", "8");
     assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
     let conv = of_network("conv: 0", "network.conv", "8");
     assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
-    // What was written stays, also where it is what would be derived.
+    // A key of the file stays, even if it equals the derived value.
     assert_eq!(
         of_network("conv: 4, conv_alpha: 4", "network.conv", "8").conv_alpha,
         Some(4.0)
@@ -362,12 +365,12 @@ fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
         4.0
     );
 
-    let legacy = with_line("folder_path: images", "          caption_type: txt");
+    let legacy = with_line_after("folder_path: images", "          caption_type: txt");
     assert_eq!(
         trained(&legacy, "datasets[0].caption_type", "cap").datasets[0].caption_ext,
         "cap"
     );
-    let controls = with_line("folder_path: images", "          control_path_1: a");
+    let controls = with_line_after("folder_path: images", "          control_path_1: a");
     let changed = trained(&controls, "datasets[0].control_path_1", "''");
     assert!(changed.datasets[0].control_path.is_empty());
     assert_eq!(
@@ -382,14 +385,14 @@ fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
 }
 
 #[test]
-fn the_number_format_of_a_model_that_draws_is_the_one_that_was_set() {
-    let drawing = |process: &str, model: &str| {
+fn changing_dtype_or_model_dtype_of_an_image_job_changes_both() {
+    let generating = |process: &str, model: &str| {
         format!(
             "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n{process}      model: \
              {{name_or_path: m{model}}}\n      generate: {{prompts: [a cat]}}\n"
         )
     };
-    let redrawing = |process: &str, model: &str| {
+    let img2img = |process: &str, model: &str| {
         format!(
             "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: \
              out\n{process}      model: {{name_or_path: m{model}}}\n      datasets: [{{folder_path: d}}]\n"
@@ -402,20 +405,20 @@ fn the_number_format_of_a_model_that_draws_is_the_one_that_was_set() {
     };
     for process in ["", "      dtype: bf16\n"] {
         for model in ["", ", dtype: bf16"] {
-            for text in [drawing(process, model), redrawing(process, model)] {
+            for text in [generating(process, model), img2img(process, model)] {
                 for key in ["model.dtype", "dtype"] {
-                    let job = changed_both_ways(&text, key, "float32");
+                    let job = change_job_and_config(&text, key, "float32");
                     assert_eq!(formats(&job), [super::super::dtype::DType::F32; 2], "{key}\n{text}");
                 }
-                changed_both_ways(&text, "dtype", "null");
+                change_job_and_config(&text, "dtype", "null");
             }
         }
     }
 }
 
 #[test]
-fn other_keys_are_changed_as_in_the_config() {
-    let text = with_line(
+fn ordinary_keys_change_as_in_the_config() {
+    let text = with_line_after(
         "type: sd_trainer",
         "      sample: {prompts: [a cat], neg: dark}\n      save: {save_every: 5}\n      trigger_word: ohwx",
     );
@@ -446,51 +449,51 @@ fn other_keys_are_changed_as_in_the_config() {
         ("cluster.time_limit", "1h30m"),
         ("meta.note", "a"),
     ] {
-        changed_both_ways(&text, key, value);
+        change_job_and_config(&text, key, value);
     }
 }
 
 #[test]
-fn a_change_without_effect_is_said_also_where_it_was_said_before() {
-    let text = with_line(
+fn a_change_without_effect_is_warned_about_again() {
+    let text = with_line_after(
         "type: sd_trainer",
         "      sample: {prompts: [a cat], samples: [{prompt: a fox}]}",
     );
-    let spec = yaml(&text).unwrap().spec;
-    let changed = changed_both_ways(&text, "sample.prompts[0]", "a dog");
+    let spec = load_yaml(&text).unwrap().spec;
+    let changed = change_job_and_config(&text, "sample.prompts[0]", "a dog");
     assert_eq!(changed.process[0].trainer().unwrap().sample.samples[0].prompt, "a fox");
-    let (_, warnings) = spec.changed(&[change("sample.prompts[0]", "a dog")]).unwrap();
+    let (_, warnings) = spec.with_changes(&[change("sample.prompts[0]", "a dog")]).unwrap();
     assert_eq!(
-        said(&warnings),
+        keys_and_messages(&warnings),
         [(
             "config.process[0].sample.prompts",
             "`samples` is given, so `prompts` is not used"
         )]
     );
-    let (_, warnings) = spec.changed(&[change("train.steps", "7")]).unwrap();
-    assert_eq!(warnings, [], "it was said when the job was read");
+    let (_, warnings) = spec.with_changes(&[change("train.steps", "7")]).unwrap();
+    assert_eq!(warnings, [], "already reported when the job was read");
     let (_, warnings) = spec
-        .changed(&[change("model.is_xl", "true"), change("model.arch", "sd1")])
+        .with_changes(&[change("model.is_xl", "true"), change("model.arch", "sd1")])
         .unwrap();
     assert_eq!(
-        said(&warnings),
+        keys_and_messages(&warnings),
         [("config.process[0].model.is_xl", "`arch: sd1` wins over `is_xl`")]
     );
 }
 
 #[test]
-fn a_job_that_came_from_no_file_is_changed_by_its_values() {
+fn a_job_without_a_file_can_be_changed() {
     let text = MINIMAL.replace("linear: 8", "conv: 4, conv_alpha: 4, rank: 4, alpha: 2");
-    let mut spec = yaml(&text).unwrap().spec;
+    let mut spec = load_yaml(&text).unwrap().spec;
     spec.positions.clear();
-    let (same, _) = spec.changed(&[]).unwrap();
+    let (same, _) = spec.with_changes(&[]).unwrap();
     assert_eq!(same, spec);
     let changes = [
         change("network.conv", "8"),
         change("network.rank", "16"),
         change("network.alpha", "4"),
     ];
-    let (changed, warnings) = spec.changed(&changes).unwrap();
+    let (changed, warnings) = spec.with_changes(&changes).unwrap();
     let network = changed.process[0].trainer().unwrap().network.clone().unwrap();
     assert_eq!(
         (network.conv_alpha, network.linear, network.linear_alpha),

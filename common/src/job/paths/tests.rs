@@ -1,12 +1,12 @@
 use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessType, TrainerProcess};
 use super::super::schema::{FieldInfo, SectionInfo, Status};
 use super::super::spec::{ConfigSection, Document};
-use super::super::tests::{MINIMAL, with, yaml};
+use super::super::tests::{MINIMAL, load_yaml, with_line_after};
 use super::super::{caption, modify};
 use super::*;
 use std::collections::BTreeSet;
 
-/// The text keys that are no inputs, and what keeps each from reaching a file that is not the attempt's own.
+/// The text keys that are not inputs, and why none of them can reach a file outside the attempt's folder.
 const NO_INPUTS: &[(&str, &[&str])] = &[
     // `naming::check_name`, `naming::check_suffix` or a list of known endings, when the job is read.
     (
@@ -92,7 +92,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "logging.run_name",
         ],
     ),
-    // Without effect: no code reads them.
+    // No code reads them.
     (
         "never read",
         &[
@@ -113,9 +113,9 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "slider.use_adapter",
         ],
     ),
-    // Whatever asks for them is refused when the job is submitted; an engine that learns one has to move it up.
+    // The feature that uses them is refused at submission. Move a key up when the engine supports it.
     (
-        "of what this release refuses",
+        "of unsupported features",
         &[
             "config.output_folder",
             "process.filename",
@@ -134,7 +134,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
 fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     for field in &section.fields {
         let is_text = field.kind.contains("text") || field.kind.contains("map") || field.kind.contains("any");
-        // A key without a typed field is only ever refused or ignored: `Report::rare`.
+        // A key without a typed field is only ever refused or ignored: `Report::check_rare_key`.
         if let Some(nested) = &field.nested {
             text_keys(nested, found);
         } else if is_text && field.values.is_empty() && !field.rare {
@@ -156,10 +156,9 @@ fn sections() -> [SectionInfo; 8] {
     ]
 }
 
-/// Every key that can hold text is an input, or stands in the list above: a new one fails here until somebody says
-/// which it is.
+/// Every key that can hold text is an input or is listed above. A new key fails this test until it is classified.
 #[test]
-fn every_text_of_a_config_is_an_input_or_never_opened() {
+fn every_text_key_is_an_input_or_listed_as_no_input() {
     let mut found = BTreeSet::new();
     for section in sections() {
         text_keys(&section, &mut found);
@@ -178,40 +177,40 @@ fn every_text_of_a_config_is_an_input_or_never_opened() {
     let stale: Vec<&String> = listed.difference(&others).collect();
     assert!(
         missing.is_empty() && stale.is_empty(),
-        "not said what they are: {missing:#?}; no such keys: {stale:#?}"
+        "unclassified keys: {missing:#?}; listed keys that do not exist: {stale:#?}"
     );
     assert!(found.iter().filter(|(_, input)| *input).count() > 25);
 }
 
 #[test]
-fn only_inputs_and_repositories_may_be_named() {
-    let text = with(
+fn a_path_that_is_no_input_and_no_repository_is_refused() {
+    let text = with_line_after(
         "- folder_path: images",
         "          mask_path: /etc\n          random_triggers: ../words.txt",
     );
-    let spec = yaml(&text.replace("name_or_path: base", "name_or_path: org/model"))
+    let spec = load_yaml(&text.replace("name_or_path: base", "name_or_path: org/model"))
         .unwrap()
         .spec;
     let staged = |path: &str| path == "images";
     let found = spec.foreign_paths(staged);
-    let said: Vec<String> = found.iter().map(ToString::to_string).collect();
-    assert_eq!(said.len(), 2, "{said:?}");
+    let messages: Vec<String> = found.iter().map(ToString::to_string).collect();
+    assert_eq!(messages.len(), 2, "{messages:?}");
     assert!(
-        said[0].starts_with(
+        messages[0].starts_with(
             "job.yaml:13:11: config.process[0].datasets[0].random_triggers: `../words.txt` is not an input"
         ),
-        "{said:?}"
+        "{messages:?}"
     );
     assert!(
-        said[1].contains("mask_path: `/etc` is not an input of this job"),
-        "{said:?}"
+        messages[1].contains("mask_path: `/etc` is not an input of this job"),
+        "{messages:?}"
     );
     let repositories: Vec<String> = spec.repositories(staged).map(|input| input.config_path).collect();
     assert_eq!(repositories, ["org/model"]);
-    // A local model is no repository, and a repository is no data set.
-    let local = yaml(MINIMAL).unwrap().spec;
+    // A local model is not a repository, and a repository is not a data set.
+    let local = load_yaml(MINIMAL).unwrap().spec;
     assert_eq!(local.foreign_paths(|_| false).len(), 2);
-    let data = yaml(&MINIMAL.replace("folder_path: images", "folder_path: org/data"))
+    let data = load_yaml(&MINIMAL.replace("folder_path: images", "folder_path: org/data"))
         .unwrap()
         .spec;
     assert!(
@@ -223,25 +222,27 @@ fn only_inputs_and_repositories_may_be_named() {
 }
 
 #[test]
-fn the_message_does_not_depend_on_what_is_there() {
-    let (here, absent) = (not_an_input("/etc/passwd"), not_an_input("/etc/absent"));
+fn the_message_is_the_same_whether_the_path_exists_or_not() {
+    let (here, absent) = (not_an_input_message("/etc/passwd"), not_an_input_message("/etc/absent"));
     assert_eq!(here.replace("/etc/passwd", ""), absent.replace("/etc/absent", ""));
-    assert!(not_an_input(&"x".repeat(5_000)).len() < 500);
-    assert!(!not_an_input("a\n\u{1b}b").contains(['\n', '\u{1b}']));
+    assert!(not_an_input_message(&"x".repeat(5_000)).len() < 500);
+    assert!(!not_an_input_message("a\n\u{1b}b").contains(['\n', '\u{1b}']));
 }
 
 /// Paths that only matter together with another key, and what this release does with that key.
 fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
-    fn leads_somewhere(field: &FieldInfo) -> bool {
+    fn has_input(field: &FieldInfo) -> bool {
         let mut below = field.nested.iter().flat_map(|nested| &nested.fields);
-        field.input.is_some() || below.any(leads_somewhere)
+        field.input.is_some() || below.any(has_input)
     }
     for field in &section.fields {
         if let Some(nested) = &field.nested {
             paths_with(nested, found);
         }
-        let Status::With(other) = field.status else { continue };
-        if !leads_somewhere(field) {
+        let Status::DependsOn(other) = field.status else {
+            continue;
+        };
+        if !has_input(field) {
             continue;
         }
         let status = match other.split_once(": ") {
@@ -255,14 +256,14 @@ fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
         let name = format!("{}.{}", section.title, field.key);
         assert!(
             matches!(status, Some(Status::Refused(_) | Status::Ignored(_))),
-            "`{other}` works now: `Status::opens_paths` has to know when the path in `{name}` is opened"
+            "`{other}` works now: `Status::opens_paths` must say when the path in `{name}` is opened"
         );
         found.insert(name);
     }
 }
 
 #[test]
-fn a_path_that_nobody_opens_is_no_input() {
+fn a_path_that_is_never_opened_is_not_an_input() {
     let mut found = BTreeSet::new();
     for section in sections() {
         paths_with(&section, &mut found);
@@ -273,7 +274,7 @@ fn a_path_that_nobody_opens_is_no_input() {
     );
 
     let listed = |text: &str| {
-        let spec = yaml(text).unwrap().spec;
+        let spec = load_yaml(text).unwrap().spec;
         assert!(spec.unsupported().is_ok(), "{text}");
         let inputs = spec.inputs().into_iter().map(|input| input.config_path);
         let mut inputs: Vec<String> = inputs.collect();
@@ -282,18 +283,18 @@ fn a_path_that_nobody_opens_is_no_input() {
         assert_eq!(foreign, [], "{text}");
         inputs
     };
-    let negative = with("steps: 10", "        negative_prompt: 'blurry, low quality'");
+    let negative = with_line_after("steps: 10", "        negative_prompt: 'blurry, low quality'");
     assert_eq!(listed(&negative), ["images"]);
-    let validated = with(
+    let validated = with_line_after(
         "steps: 10",
         "        validation_config: {validation_items: [{image_path: v.png}]}",
     );
     assert_eq!(listed(&validated), ["images"]);
-    let set = |keys: &str| with("folder_path: images", &format!("          {keys}"));
+    let set = |keys: &str| with_line_after("folder_path: images", &format!("          {keys}"));
     assert_eq!(listed(&set("mask_path: masks")), ["images", "masks"]);
     assert_eq!(listed(&set("mask_path: masks\n          alpha_mask: true")), ["images"]);
     assert_eq!(listed(&set("dataset_path: others")), ["others"]);
-    let redrawn = "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: out\n      model: \
+    let img2img = "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: out\n      model: \
                    {name_or_path: base}\n      datasets: [{folder_path: d, mask_path: m, random_triggers: w.txt}]\n";
-    assert_eq!(listed(redrawn), ["d"]);
+    assert_eq!(listed(img2img), ["d"]);
 }

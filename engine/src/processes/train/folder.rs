@@ -134,7 +134,7 @@ impl RunFolder {
         }
         let steps = self.saves().into_iter().filter_map(|(s, _)| s);
         let steps = steps.filter(|s| *s <= step && !excluded.contains(s));
-        let expired = naming::expired(&steps.collect::<Vec<_>>(), keep);
+        let expired = naming::saves_to_delete(&steps.collect::<Vec<_>>(), keep);
         let mut removed = Vec::new();
         for old in &expired {
             let save = self.step_save(*old);

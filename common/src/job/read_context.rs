@@ -1,46 +1,45 @@
-//! Reading one section after another: errors, warnings and the place of every key are collected on the way.
+//! The state of reading a config: the current key path, and the errors, warnings and key positions found so far.
 
 use super::error::Finding;
 use super::node::{Entry, Mark, Node, Value, shorten};
-use super::schema::FieldValue;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Which keys a section was given (with anything but `null`).
+/// The keys of a section that have a value other than `null`.
 #[derive(Debug, Default)]
-pub struct Given(BTreeSet<String>);
+pub struct PresentKeys(BTreeSet<String>);
 
-impl Given {
-    /// Whether the key was given.
+impl PresentKeys {
+    /// Whether the key has a value other than `null`.
     #[must_use]
     pub fn has(&self, key: &str) -> bool {
         self.0.contains(key)
     }
 }
 
-/// What reading a config collects: errors, warnings and the place of every key.
+/// Collects the errors, the warnings and the position of every key while a config is read.
 #[derive(Debug, Default)]
-pub struct Cx {
+pub struct ReadContext {
     /// The file's name, for findings.
     pub file: Option<String>,
-    /// What makes the config unusable.
+    /// The errors.
     pub errors: Vec<Finding>,
-    /// What its user should know.
+    /// The warnings.
     pub warnings: Vec<Finding>,
-    /// Key path -> place.
+    /// Key path -> line and column.
     pub positions: BTreeMap<String, (u32, u32)>,
     /// Paths of keys that no section knows and that are ignored with a warning.
     pub unknown: BTreeSet<String>,
-    /// Paths of keys that were written and whose value is `null`: they count as absent.
+    /// Paths of keys whose value is `null`. They count as absent.
     pub nulls: BTreeSet<String>,
     path: String,
     mark: Mark,
 }
 
-/// Unknown keys and the like are reported in full up to this number; nobody reads more.
+/// The maximum number of findings; more would not be read.
 const MAX_FINDINGS: usize = 100;
 
-impl Cx {
-    /// An empty collection for a file of this name.
+impl ReadContext {
+    /// Creates an empty context for a file of this name.
     #[must_use]
     pub fn new(file: Option<String>) -> Self {
         Self {
@@ -59,49 +58,55 @@ impl Cx {
         }
     }
 
-    /// The key that is being read.
+    /// The path of the current key.
     #[must_use]
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// An error at the key that is being read.
+    /// Adds an error at the current key.
     pub fn error(&mut self, message: impl Into<String>) {
         let finding = self.finding(&self.path, self.mark_of(&self.path), message.into());
-        push(&mut self.errors, finding);
+        push_finding(&mut self.errors, finding);
     }
 
-    /// An error at a key of the section that is being read.
+    /// Adds an error at a key of the current section.
     pub fn error_at(&mut self, key: &str, message: impl Into<String>) {
         let path = join(&self.path, key);
         let mark = self.mark_of(&path);
         let finding = self.finding(&path, mark, message.into());
-        push(&mut self.errors, finding);
+        push_finding(&mut self.errors, finding);
     }
 
-    /// An error at a key of the section that is being read, where its value is beyond what anybody means.
-    pub fn at_most(&mut self, key: &str, value: u32, most: u32) {
+    /// Adds an error at a key of the current section if its value is above `most`.
+    pub fn check_at_most(&mut self, key: &str, value: u32, most: u32) {
         if value > most {
             self.error_at(key, format!("expected at most {most}, found {value}"));
         }
     }
 
-    /// An error at a list of the section that is being read, where it is longer than anybody needs.
-    pub fn at_most_items(&mut self, key: &str, count: usize, most: usize) {
+    /// Adds an error at a list of the current section if it has more than `most` items.
+    pub fn check_item_count(&mut self, key: &str, count: usize, most: usize) {
         if count > most {
             self.error_at(key, format!("expected at most {most} items, found {count}"));
         }
     }
 
-    /// A warning at a key of the section that is being read.
+    /// Adds a warning at the current key.
+    pub fn warn(&mut self, message: impl Into<String>) {
+        let finding = self.finding(&self.path, self.mark, message.into());
+        push_finding(&mut self.warnings, finding);
+    }
+
+    /// Adds a warning at a key of the current section.
     pub fn warn_at(&mut self, key: &str, message: impl Into<String>) {
         let path = join(&self.path, key);
         let mark = self.mark_of(&path);
         let finding = self.finding(&path, mark, message.into());
-        push(&mut self.warnings, finding);
+        push_finding(&mut self.warnings, finding);
     }
 
-    /// The place of a key, or of the nearest section around it that is there.
+    /// The position of a key, or of the nearest enclosing section that has one.
     fn mark_of(&self, path: &str) -> Mark {
         let mut path = path;
         while !path.is_empty() {
@@ -116,16 +121,16 @@ impl Cx {
         }
     }
 
-    /// Says that a value has the wrong type.
+    /// Adds an error: the value has the wrong type.
     pub fn wrong_type(&mut self, node: &Node, expected: &str) {
         let mut message = format!("expected {expected}, found {}", node.describe());
         let quoted = node.plain.is_none();
         match &node.value {
-            Value::Bool(_) if expected.contains("text") => message.push_str("; put it in quotes if you mean the word"),
+            Value::Bool(_) if expected.contains("text") => message.push_str("; put it in quotes if you mean the text"),
             Value::Text(text) if quoted && expected.contains("number") && text.trim().parse::<f64>().is_ok() => {
                 message.push_str("; write it without quotes");
             }
-            Value::Text(text) if quoted && expected.contains("true or false") && bool_word(text) => {
+            Value::Text(text) if quoted && expected.contains("true or false") && is_bool_word(text) => {
                 message.push_str("; write it without quotes");
             }
             _ => {}
@@ -133,15 +138,15 @@ impl Cx {
         self.error(message);
     }
 
-    /// Runs `f` one level down, at `key` (or `[index]`).
-    pub fn below<T>(&mut self, key: &str, mark: Mark, f: impl FnOnce(&mut Self) -> T) -> T {
+    /// Runs `f` with `key` (or `[index]`) as the current key.
+    pub fn descend<T>(&mut self, key: &str, mark: Mark, f: impl FnOnce(&mut Self) -> T) -> T {
         let (length, outer) = (self.path.len(), self.mark);
         if !self.path.is_empty() && !key.starts_with('[') {
             self.path.push('.');
         }
         self.path.push_str(key);
         self.mark = mark;
-        // What comes from no file has no place.
+        // A node that does not come from a file has no position.
         if mark != Mark::default() {
             self.positions.insert(self.path.clone(), (mark.line, mark.column));
         }
@@ -151,8 +156,8 @@ impl Cx {
         result
     }
 
-    /// The entries of a map, or an error.
-    pub fn map<'n>(&mut self, node: &'n Node, title: &str) -> Option<&'n [Entry]> {
+    /// Returns the entries of a map; adds an error if the node is not a map.
+    pub fn read_map<'n>(&mut self, node: &'n Node, title: &str) -> Option<&'n [Entry]> {
         let entries = node.entries();
         if entries.is_none() {
             self.wrong_type(node, &format!("a map of `{title}` keys (`key: value` lines)"));
@@ -160,10 +165,10 @@ impl Cx {
         entries
     }
 
-    /// The keys a map gives a value.
+    /// Returns the keys that have a value other than `null`.
     #[must_use]
-    pub fn given(entries: &[Entry]) -> Given {
-        Given(
+    pub fn present_keys(entries: &[Entry]) -> PresentKeys {
+        PresentKeys(
             entries
                 .iter()
                 .filter(|e| e.node.value != Value::Null)
@@ -172,47 +177,14 @@ impl Cx {
         )
     }
 
-    /// Reads one key into its slot; an absent key leaves the default there.
-    pub fn take<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
-        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
-            if required {
-                self.error_at(key, format!("`{title}` needs the key `{key}` ({})", T::kind()));
-            }
-            return;
-        };
-        let read = self.below(key, entry.mark, |cx| {
-            if entry.node.value != Value::Null {
-                return T::read(&entry.node, cx);
-            }
-            cx.nulls.insert(cx.path.clone());
-            if required {
-                cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
-            } else if !T::NULLABLE && !slot.is_off() && title != "process" && title != "config" {
-                let finding = cx.finding(
-                    &cx.path,
-                    cx.mark,
-                    format!(
-                        "null is read as absent here, so the default {} holds; remove the key or give a value",
-                        slot.show()
-                    ),
-                );
-                push(&mut cx.warnings, finding);
-            }
-            T::null()
-        });
-        if let Some(value) = read {
-            *slot = value;
-        }
-    }
-
-    /// Sorts out the keys that no field took: rare ones are kept, near misses are errors, others warnings.
-    pub fn leftover(
+    /// Reads the keys without a typed field: stores rare ones in `rare_values`; near misses are errors, other unknown keys warnings.
+    pub fn read_other_keys(
         &mut self,
         entries: &[Entry],
         title: &str,
         known: &[&str],
         rare: &[&str],
-        kept: &mut BTreeMap<String, serde_json::Value>,
+        rare_values: &mut BTreeMap<String, serde_json::Value>,
     ) {
         let mut unknown = 0;
         for entry in entries {
@@ -224,12 +196,12 @@ impl Cx {
             if unknown > MAX_FINDINGS {
                 return;
             }
-            self.below(key, entry.mark, |cx| {
+            self.descend(key, entry.mark, |cx| {
                 if rare.contains(&key) {
                     match entry.node.to_json() {
                         Some(serde_json::Value::Null) => {}
                         Some(json) => {
-                            kept.insert(key.to_owned(), json);
+                            rare_values.insert(key.to_owned(), json);
                         }
                         None => cx.wrong_type(&entry.node, "finite numbers"),
                     }
@@ -243,26 +215,25 @@ impl Cx {
                     ));
                 } else {
                     let message = format!("`{title}` has no key `{}`; it is ignored", shorten(key));
-                    let finding = cx.finding(&cx.path, cx.mark, message);
                     cx.unknown.insert(cx.path.clone());
-                    push(&mut cx.warnings, finding);
+                    cx.warn(message);
                 }
             });
         }
     }
 }
 
-fn push(findings: &mut Vec<Finding>, finding: Finding) {
+fn push_finding(findings: &mut Vec<Finding>, finding: Finding) {
     if findings.len() < MAX_FINDINGS && !findings.contains(&finding) {
         findings.push(finding);
     }
 }
 
-fn bool_word(text: &str) -> bool {
+fn is_bool_word(text: &str) -> bool {
     ["true", "false", "yes", "no", "on", "off"].contains(&text.to_ascii_lowercase().as_str())
 }
 
-/// The path without its last key or index; empty at the top.
+/// Returns the path without its last key or index; empty at the top level.
 pub(crate) fn parent(path: &str) -> &str {
     path.get(..path.rfind(['.', '[']).unwrap_or(0)).unwrap_or("")
 }
@@ -277,7 +248,7 @@ pub fn join(path: &str, key: &str) -> String {
     }
 }
 
-/// The known word that an unknown one was probably meant to be: at most two edits away, one for short words.
+/// Returns the known word nearest to an unknown one: at most two edits away, one for short words.
 #[must_use]
 pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let length = word.chars().count();

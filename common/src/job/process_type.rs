@@ -1,0 +1,98 @@
+//! Names of process types, `config.process[].type`, and of job kinds, `job`.
+
+use super::declare::choices;
+
+const LATER: &str =
+    "this release trains (`sd_trainer`, `diffusion_trainer`) and makes images (`to_folder`, `batch_img2img`)";
+
+choices! {
+    /// The type of a process.
+    pub enum ProcessType("process type") {
+        /// The general trainer.
+        SdTrainer = "sd_trainer", Works;
+        /// The same trainer, under the name that ai-toolkit's web UI writes.
+        DiffusionTrainer = "diffusion_trainer", Works;
+        /// Older name of `diffusion_trainer`.
+        UiTrainer = "ui_trainer", Works;
+        /// Older name of `sd_trainer`.
+        TextualInversionTrainer = "textual_inversion_trainer", Works;
+        /// Slider with images and text directions.
+        ConceptSlider = "concept_slider", Refused(LATER);
+        /// Slider with text targets and paired images.
+        UltimateSlider = "ultimate_slider_trainer", Refused(LATER);
+        /// Slider with paired images.
+        ImageReferenceSlider = "image_reference_slider_trainer", Refused(LATER);
+        /// Make prompt A look like prompt B.
+        ConceptReplacer = "concept_replacer", Refused(LATER);
+        /// Captions by Qwen3-VL.
+        Qwen3VlCaptioner = "Qwen3VLCaptioner", Refused(LATER);
+        /// Captions by Qwen3-Omni.
+        Qwen3OmniCaptioner = "Qwen3OmniCaptioner", Refused(LATER);
+        /// Captions by Ideogram 4.
+        Ideogram4Captioner = "Ideogram4Captioner", Refused(LATER);
+        /// Captions for sound.
+        AceStepCaptioner = "AceStepCaptioner", Refused(LATER);
+        /// Images from images.
+        BatchImg2Img = "batch_img2img", Works;
+        /// Images from reference images.
+        ReferenceGenerator = "reference_generator", Refused(LATER);
+        /// Images from a LoRM.
+        PureLoraGenerator = "pure_lora_generator", Refused(LATER);
+        /// Captions for folders.
+        SuperTagger = "super_tagger", Refused(LATER);
+        /// Data sets from web collections.
+        SyncFromCollection = "sync_from_collection", Refused(LATER);
+        /// A placeholder in ai-toolkit too.
+        DatasetTools = "dataset_tools", Refused(LATER);
+        /// Merging of models.
+        ExampleMergeExtension = "example_merge_extension", Refused(LATER);
+        /// Images from prompts.
+        ToFolder = "to_folder", Works;
+        /// Legacy slider with text targets.
+        Slider = "slider", Refused(LATER);
+        /// The predecessor of `slider`.
+        SliderOld = "slider_old", Refused(LATER);
+        /// Rescaling of Stable Diffusion.
+        RescaleSd = "rescale_sd", Refused(LATER);
+        /// Training of a VAE.
+        Vae = "vae", Refused(LATER);
+        /// Training of an upscaler.
+        Esrgan = "esrgan", Refused(LATER);
+        /// A LoCon from the difference of two models.
+        ExtractLocon = "locon", Refused(LATER);
+        /// A LoRA from the difference of two models.
+        ExtractLora = "lora", Refused(LATER);
+        /// A LoRA with another strength.
+        RescaleLora = "rescale_lora", Refused(LATER);
+    }
+}
+
+choices! {
+    /// `job`: the kind of a job.
+    pub enum JobKind("job kind") {
+        /// The normal kind: trainers, captioners, tools.
+        Extension = "extension", Works;
+        /// Legacy trainers.
+        Train = "train", Refused("use `job: extension` with `type: sd_trainer`");
+        /// A LoRA from the difference of two models.
+        Extract = "extract", Refused(LATER);
+        /// Images from prompts.
+        Generate = "generate", Works;
+        /// Changes of model files.
+        Mod = "mod", Refused(LATER);
+    }
+}
+
+impl ProcessType {
+    /// The kind of job it belongs to.
+    #[must_use]
+    pub fn job(self) -> JobKind {
+        match self {
+            Self::ToFolder => JobKind::Generate,
+            Self::Slider | Self::SliderOld | Self::RescaleSd | Self::Vae | Self::Esrgan => JobKind::Train,
+            Self::ExtractLocon | Self::ExtractLora => JobKind::Extract,
+            Self::RescaleLora => JobKind::Mod,
+            _ => JobKind::Extension,
+        }
+    }
+}
