@@ -77,7 +77,7 @@ async fn report_artifact(
         index,
         local_path: None,
     };
-    let held = held(work);
+    let held = held_attempt(work);
     let ready = worker.request(|request| ToCoordinator::ArtifactReady {
         request,
         held,

@@ -13,7 +13,7 @@ async fn report_commit(worker: &FakeWorker, work: &Assignment, seq: u64, commit:
         commit: commit.into(),
         message: format!("org/model is used at commit {commit}"),
     };
-    let (held, time) = (held(work), UnixMillis(1));
+    let (held, time) = (held_attempt(work), UnixMillis(1));
     worker
         .send(ToCoordinator::Event {
             held,
@@ -34,7 +34,7 @@ async fn fail(worker: &mut FakeWorker, work: &Assignment) {
         cause: FailureCause::Machine,
         message: "tripped".into(),
     };
-    assert_eq!(worker.finish(&held(work), outcome).await, Verdict::Accepted);
+    assert_eq!(worker.finish(&held_attempt(work), outcome).await, Verdict::Accepted);
 }
 
 #[tokio::test(flavor = "multi_thread")]

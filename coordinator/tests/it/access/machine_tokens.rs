@@ -1,7 +1,7 @@
 //! A worker's token is only valid for that worker's own id.
 
 use super::{LONG_LEASE, client_with_role, create_token, wait_for_audit_line};
-use crate::support::{FakeWorker, Pool, eventually, held_attempt, put_checkpoint, within};
+use crate::support::{FakeWorker, Pool, TIMEOUT, eventually, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;

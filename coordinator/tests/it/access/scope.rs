@@ -105,7 +105,7 @@ async fn report_artifact(worker: &mut FakeWorker, work: &Assignment, hash: Conte
         index: None,
         local_path: None,
     };
-    let held = held(work);
+    let held = held_attempt(work);
     worker
         .request(|request| ToCoordinator::ArtifactReady {
             request,

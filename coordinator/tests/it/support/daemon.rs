@@ -1,6 +1,6 @@
 //! A coordinator in a process of its own, which a test can kill.
 
-use super::{TIMEOUT, eventually};
+use super::eventually;
 use aitk_proto::client::{Clients, connect};
 use aitk_tests::processes::free_address;
 use std::fs::File;

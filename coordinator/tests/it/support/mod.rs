@@ -359,7 +359,7 @@ impl FakeWorker {
             message: text.into(),
         };
         self.send(ToCoordinator::Event {
-            held: held(work),
+            held: held_attempt(work),
             seq,
             time: UnixMillis(1),
             report,
