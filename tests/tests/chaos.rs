@@ -83,7 +83,7 @@ impl Totals {
         self.checkpoints += outcome.count(|event| event.kind() == "checkpoint");
         self.submissions += outcome.jobs.iter().map(|job| job.submissions).sum::<u32>();
         for (_, fault) in &outcome.injected {
-            *self.kinds.entry(fault.what.kind()).or_default() += 1;
+            *self.kinds.entry(fault.kind.name()).or_default() += 1;
         }
     }
 

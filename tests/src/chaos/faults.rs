@@ -56,8 +56,8 @@ pub enum FaultKind {
     KillWorker {
         /// The worker.
         target: Target,
-        /// When it starts again.
-        back: Duration,
+        /// How long it is down.
+        downtime: Duration,
         /// Whether its data folder is emptied, as on a new machine.
         empty: bool,
     },
@@ -75,13 +75,13 @@ pub enum FaultKind {
     Revoke {
         /// The worker.
         target: Target,
-        /// When it gets a new one.
-        back: Duration,
+        /// How long it has no access.
+        downtime: Duration,
     },
     /// The leader's disk is full.
     FullCoordinatorDisk {
         /// Whether the reserve for the database is used up, too.
-        all: bool,
+        include_reserve: bool,
         /// The duration.
         time: Duration,
     },
@@ -96,8 +96,8 @@ pub enum FaultKind {
     KillCoordinator {
         /// Whether it is the leader or the standby.
         leader: bool,
-        /// When it starts again.
-        back: Duration,
+        /// How long it is down.
+        downtime: Duration,
     },
     /// SIGSTOP for a worker, SIGCONT later. Its child process goes on.
     Freeze {
@@ -131,8 +131,8 @@ pub enum FaultKind {
     Database {
         /// The shutdown mode.
         how: Stop,
-        /// When it starts again.
-        back: Duration,
+        /// How long it is down.
+        downtime: Duration,
     },
     /// PostgreSQL's disk is slow.
     SlowDatabase {
@@ -161,15 +161,19 @@ const LONG: Duration = Duration::from_secs(60);
 impl FaultKind {
     /// The name under which faults of this kind are counted.
     #[must_use]
-    pub fn kind(&self) -> &'static str {
+    pub fn name(&self) -> &'static str {
         match self {
             Self::KillWorker { empty: false, .. } => "worker killed",
             Self::KillWorker { empty: true, .. } => "worker killed, its disk emptied",
             Self::KillChild { .. } => "child process killed",
             Self::HangChild { .. } => "child process hangs",
             Self::Revoke { .. } => "worker's access revoked for a while",
-            Self::FullCoordinatorDisk { all: true, .. } => "coordinator's disk full",
-            Self::FullCoordinatorDisk { all: false, .. } => "coordinator's disk full but for the reserve",
+            Self::FullCoordinatorDisk {
+                include_reserve: true, ..
+            } => "coordinator's disk full",
+            Self::FullCoordinatorDisk {
+                include_reserve: false, ..
+            } => "coordinator's disk full but for the reserve",
             Self::Hub {
                 fault: HubFault::Down, ..
             } => "hub refuses connections",

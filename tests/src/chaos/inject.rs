@@ -53,12 +53,12 @@ impl FaultInjector {
     pub(super) fn inject(&mut self, cluster: &mut Cluster, fault: &FaultKind, at: usize) -> bool {
         let now = Instant::now();
         match *fault {
-            FaultKind::KillWorker { back, empty, .. } => {
+            FaultKind::KillWorker { downtime, empty, .. } => {
                 let Some(mut process) = cluster.machines[at].process.take() else {
                     return false;
                 };
                 process.kill();
-                self.schedule(now + back, RecoveryKind::Machine { at, empty });
+                self.schedule(now + downtime, RecoveryKind::Machine { at, empty });
                 true
             }
             FaultKind::KillChild { .. } => {
@@ -77,7 +77,7 @@ impl FaultInjector {
                 }
                 !children.is_empty()
             }
-            FaultKind::Revoke { back, .. } => {
+            FaultKind::Revoke { downtime, .. } => {
                 if cluster.machines[at].is_revoked {
                     return false;
                 }
@@ -90,10 +90,10 @@ impl FaultInjector {
                     return false;
                 }
                 cluster.machines[at].is_revoked = true;
-                self.schedule(Instant::now() + back, RecoveryKind::Revoked { at, admission });
+                self.schedule(Instant::now() + downtime, RecoveryKind::Revoked { at, admission });
                 true
             }
-            FaultKind::FullCoordinatorDisk { all, time } => {
+            FaultKind::FullCoordinatorDisk { include_reserve, time } => {
                 let at = cluster.leader();
                 let full = self.is_active(
                     |recovery| matches!(recovery, RecoveryKind::CoordinatorDisk { at: other, .. } if *other == at),
@@ -101,7 +101,7 @@ impl FaultInjector {
                 let Some(disk) = cluster.coordinator_disks.get(at).filter(|_| !full) else {
                     return false;
                 };
-                let filler = match all {
+                let filler = match include_reserve {
                     true => disk.fill(),
                     false => disk.fill_except((RESERVE_MIB << 20) * 3 / 4),
                 };
@@ -121,14 +121,14 @@ impl FaultInjector {
                 self.schedule(now + time, RecoveryKind::Hub);
                 true
             }
-            FaultKind::KillCoordinator { leader, back } => {
+            FaultKind::KillCoordinator { leader, downtime } => {
                 let leads = cluster.leader();
                 let at = if leader { leads } else { 1 - leads };
                 if !cluster.down.insert(at) {
                     return false;
                 }
                 cluster.coordinators[at].coordinator.kill();
-                self.schedule(now + back, RecoveryKind::Coordinator { at });
+                self.schedule(now + downtime, RecoveryKind::Coordinator { at });
                 true
             }
             FaultKind::Freeze { time, .. } => {
@@ -164,12 +164,12 @@ impl FaultInjector {
                 true
             }
             FaultKind::Link { loss, time, .. } => self.inject_link_fault(cluster, loss, time, at),
-            FaultKind::Database { how, back } => {
+            FaultKind::Database { how, downtime } => {
                 let Some(database) = cluster.database.as_mut().filter(|database| !database.is_stopped()) else {
                     return false;
                 };
                 database.stop(how);
-                self.schedule(now + back, RecoveryKind::Database);
+                self.schedule(now + downtime, RecoveryKind::Database);
                 true
             }
             FaultKind::SlowDatabase { rate, time } => {

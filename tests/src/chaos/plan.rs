@@ -91,11 +91,11 @@ pub struct RoundConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedFault {
     /// The event that it waits for.
-    pub when: Trigger,
+    pub trigger: Trigger,
     /// The delay after that event.
     pub delay: Duration,
     /// The fault.
-    pub what: FaultKind,
+    pub kind: FaultKind,
 }
 
 /// The faults of a round.
@@ -121,7 +121,7 @@ impl Plan {
             let time = random.millis(60_000, 150_000);
             let target = random_target(&mut random);
             let leader = capabilities.standby && random.one_in(3);
-            faults[0].what = match leader {
+            faults[0].kind = match leader {
                 true => FaultKind::FreezeLeader { time },
                 false => FaultKind::Freeze { target, time },
             };
@@ -131,20 +131,20 @@ impl Plan {
 }
 
 fn random_fault(random: &mut Random, config: &RoundConfig, capabilities: Capabilities) -> PlannedFault {
-    let (when, latest) = match random.between(0, 9) {
+    let (trigger, max_delay) = match random.between(0, 9) {
         0..=2 => (Trigger::Next, 4000),
         3..=4 => (Trigger::Staging, 400),
         5..=6 => (Trigger::Upload, 30),
         7..=8 => (Trigger::Commit, 30),
         _ => (Trigger::Sampling, 400),
     };
-    let delay = random.millis(0, latest);
-    let what = loop {
-        if let Some(what) = random_kind(random, config, capabilities) {
-            break what;
+    let delay = random.millis(0, max_delay);
+    let kind = loop {
+        if let Some(kind) = random_kind(random, config, capabilities) {
+            break kind;
         }
     };
-    PlannedFault { when, delay, what }
+    PlannedFault { trigger, delay, kind }
 }
 
 /// Draws a fault; `None` if the cluster lacks the part that was drawn.
@@ -154,7 +154,7 @@ fn random_kind(random: &mut Random, config: &RoundConfig, capabilities: Capabili
     Some(match random.between(0, 31) {
         0..=2 => FaultKind::KillWorker {
             target: random_target(random),
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
             empty: random.one_in(3),
         },
         3..=4 => FaultKind::KillChild {
@@ -162,7 +162,7 @@ fn random_kind(random: &mut Random, config: &RoundConfig, capabilities: Capabili
         },
         5..=6 => FaultKind::KillCoordinator {
             leader: true,
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
         },
         // From a short pause to long after the attempt was assigned to another worker.
         7..=9 => FaultKind::Freeze {
@@ -175,7 +175,7 @@ fn random_kind(random: &mut Random, config: &RoundConfig, capabilities: Capabili
         },
         14 if capabilities.standby => FaultKind::KillCoordinator {
             leader: false,
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
         },
         15 if capabilities.standby => FaultKind::FreezeLeader {
             time: random.millis(lease / 4, 3 * lease),
@@ -183,7 +183,7 @@ fn random_kind(random: &mut Random, config: &RoundConfig, capabilities: Capabili
         16..=17 if capabilities.standby => FaultKind::Database {
             how: if random.one_in(2) { Stop::Fast } else { Stop::Immediate },
             // Zero is a restart, otherwise an outage.
-            back: if random.one_in(2) {
+            downtime: if random.one_in(2) {
                 Duration::ZERO
             } else {
                 random.short_millis(1000, outage)
@@ -215,10 +215,10 @@ fn random_kind(random: &mut Random, config: &RoundConfig, capabilities: Capabili
         },
         26..=27 => FaultKind::Revoke {
             target: random_target(random),
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
         },
         28..=29 if capabilities.coordinator_disks => FaultKind::FullCoordinatorDisk {
-            all: random.one_in(2),
+            include_reserve: random.one_in(2),
             time: random.short_millis(1000, outage),
         },
         30..=31 if capabilities.hub => FaultKind::Hub {
@@ -275,8 +275,8 @@ impl fmt::Display for Plan {
 
 impl fmt::Display for PlannedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { when, delay, what } = self;
-        write!(f, "{when:?} + {delay:?}: {what:?}")
+        let Self { trigger, delay, kind } = self;
+        write!(f, "{trigger:?} + {delay:?}: {kind:?}")
     }
 }
 
@@ -310,7 +310,7 @@ mod tests {
 
     fn kinds(capabilities: Capabilities) -> BTreeSet<&'static str> {
         let faults = (0..400).flat_map(|seed| Plan::draw(seed, &config(), capabilities).faults);
-        faults.map(|fault| fault.what.kind()).collect()
+        faults.map(|fault| fault.kind.name()).collect()
     }
 
     #[test]
@@ -320,7 +320,7 @@ mod tests {
         assert_ne!(draw(7).faults, draw(8).faults);
         let all = (0..200).flat_map(|seed| draw(seed).faults);
         let long =
-            all.filter(|fault| matches!(fault.what, FaultKind::Storage { time, .. } if time > Duration::from_secs(15)));
+            all.filter(|fault| matches!(fault.kind, FaultKind::Storage { time, .. } if time > Duration::from_secs(15)));
         assert!(long.count() > 0);
     }
 

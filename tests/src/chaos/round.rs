@@ -144,7 +144,7 @@ impl Round<'_> {
                     break;
                 }
                 if let Some(fault) = track.next_due(&triggers)
-                    && self.inject(fault.what)
+                    && self.inject(fault.kind)
                 {
                     injected.push((begun.elapsed(), fault));
                 }
@@ -261,7 +261,7 @@ impl Track {
     /// Removes and returns the next fault if it is due now.
     fn next_due(&mut self, triggers: &[Trigger]) -> Option<PlannedFault> {
         let fault = self.waiting.front()?;
-        let is_triggered = self.ready.elapsed() > MAX_TRIGGER_WAIT || triggers.contains(&fault.when);
+        let is_triggered = self.ready.elapsed() > MAX_TRIGGER_WAIT || triggers.contains(&fault.trigger);
         if self.due.is_none() && is_triggered {
             self.due = Some(Instant::now() + fault.delay);
         }

@@ -267,7 +267,7 @@ async fn ten_thousand_waiting_jobs_that_fit_nowhere_cost_almost_no_cpu_time() {
     .unwrap();
     assert!(explained.into_inner().summary.contains("of device memory"));
 
-    // CPU time, not wall-clock time: other load on the machine does not increase it. Idle ticks use far less than this.
+    // CPU time, not wall-clock time: other load on the machine does not increase it.
     if let Some(before) = cpu_ticks(server.daemon.id()) {
         tokio::time::sleep(Duration::from_secs(5)).await;
         let used = cpu_ticks(server.daemon.id()).unwrap() - before;

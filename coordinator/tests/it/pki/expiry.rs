@@ -80,7 +80,7 @@ async fn an_expired_certificate_is_refused_and_its_open_session_ends() {
     })
     .await;
     assert!(joined.renew(&clients, "box").await.is_err());
-    // New connections are refused: by TLS, or in the last second before expiry by the coordinator.
+    // New connections are refused by TLS, or by the coordinator in the very second of the expiry.
     eventually("a refusal by TLS", || async {
         joined.try_call(&server).await.unwrap_err();
         let lines = crate::access::audit_log(&server.admin).await;
