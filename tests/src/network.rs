@@ -64,8 +64,8 @@ impl Network {
         ip(&["-n", &end, "link", "set", "lo", "up"])?;
         #[rustfmt::skip]
         ip(&["-n", &hub, "link", "add", &up, "address", &mac(link, Direction::Up), "type", "veth",
-             "peer", "name", "link", "address", &mac(link, Direction::Down), "netns", &end])?;
-        for (namespace, device, address) in [(&hub, up.as_str(), 1), (&end, "link", 2)] {
+             "peer", "name", "uplink", "address", &mac(link, Direction::Down), "netns", &end])?;
+        for (namespace, device, address) in [(&hub, up.as_str(), 1), (&end, "uplink", 2)] {
             let address = format!("10.77.{link}.{address}/24");
             ip(&["-n", namespace, "address", "add", &address, "dev", device])?;
             ip(&["-n", namespace, "link", "set", device, "up"])?;
@@ -192,7 +192,7 @@ fn mac(link: u8, direction: Direction) -> String {
 /// The `ip` command that sets the other end's hardware address at the sender of this direction.
 fn neighbour(link: u8, direction: Direction, is_up: bool) -> String {
     let (address, device) = match direction {
-        Direction::Up => (1, "link".to_owned()),
+        Direction::Up => (1, "uplink".to_owned()),
         Direction::Down => (2, format!("link{link}")),
     };
     let mac = if is_up {
