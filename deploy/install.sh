@@ -6,21 +6,21 @@ usage() {
   cat <<'END'
 usage: deploy/install.sh [worker] [coordinator] [aitk] [OPTIONS]
 
-Installs the programs that are named (default: worker aitk) into PREFIX/bin, and a service for a worker or a coordinator.
-Nothing is started: what to do next is printed. A second run installs a newer version.
+Installs the given programs (default: worker aitk) into PREFIX/bin, and a service for a worker or a coordinator.
+Nothing is started; the next steps are printed. Run it again to install a newer version.
 
-  --prefix DIR    where programs go: DIR/bin (default: /usr/local as root, else ~/.local)
-  --from DIR      take built programs from there (default: build them here with cargo)
-  --cpu           build for the CPU alone (default: with CUDA where nvcc is found, with Metal on an Apple Silicon Mac)
-  --no-service    programs only
-  --destdir DIR   put everything below DIR, for a package or a look; users and services of this machine stay as they are
-  --uninstall     remove programs and services that this script installed; configuration and data stay
+  --prefix DIR    install programs into DIR/bin (default: /usr/local as root, else ~/.local)
+  --from DIR      install programs that were built already (default: build them with cargo)
+  --cpu           build for the CPU only (default: with CUDA if nvcc is found, with Metal on an Apple Silicon Mac)
+  --no-service    install programs only
+  --destdir DIR   install everything below DIR, for a package; do not change users and services of this machine
+  --uninstall     remove programs and services that this script installed; keep configuration and data
   --dry-run       only print what would be done
-  --help          this
+  --help          print this help
 
-Configuration is in /etc/aitk/worker.env and coordinator.env (on a Mac ~/.config/aitk/worker.env): made once, never overwritten.
+Configuration is in /etc/aitk/worker.env and coordinator.env (on a Mac ~/.config/aitk/worker.env); an existing file is never overwritten.
 
-Exit codes: 0 done, 1 something failed, 2 wrong usage, 3 this machine lacks something (rights, cargo, systemd, ...)
+Exit codes: 0 done, 1 an operation failed, 2 wrong usage, 3 a requirement is missing (rights, cargo, systemd, ...)
 END
 }
 
@@ -30,15 +30,15 @@ fail() { # CODE MESSAGE
   exit "$1"
 }
 
-here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P) || fail 1 "cannot tell where this script is"
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P) || fail 1 "cannot determine the folder of this script"
 source_root=$(dirname -- "$here")
-# A service file with this line is ours to replace and to remove.
+# Only service files with this line are replaced and removed.
 mark='Written by install.sh of aitk'
 
-# ---------------------------------------------------------------- what is wanted
+# ---------------------------------------------------------------- arguments
 parts='' prefix='' from='' cpu=no service=yes destdir='' action=install dry=no
-value() { # OPTION VALUE...: the value that has to be there
-  if [ "$#" -lt 2 ] || [ -z "$2" ]; then fail 2 "$1 wants a value (--help)"; fi
+value() { # OPTION VALUE...: fails if the value is missing
+  if [ "$#" -lt 2 ] || [ -z "$2" ]; then fail 2 "$1 needs a value (--help)"; fi
 }
 while [ "$#" -gt 0 ]; do
   case $1 in
@@ -54,7 +54,7 @@ while [ "$#" -gt 0 ]; do
   --uninstall) action=uninstall ;;
   --dry-run) dry=yes ;;
   -h | --help) usage; exit 0 ;;
-  *) fail 2 "what is \`$1\`? (--help)" ;;
+  *) fail 2 "unknown argument \`$1\` (--help)" ;;
   esac
   shift
 done
@@ -64,22 +64,22 @@ fi
 if [ "$action" = uninstall ] && { [ -n "$from" ] || [ "$cpu" = yes ]; }; then
   fail 2 "--uninstall takes neither --from nor --cpu"
 fi
-if [ -n "$from" ] && [ "$cpu" = yes ]; then fail 2 "--from takes what was built; --cpu is for building"; fi
+if [ -n "$from" ] && [ "$cpu" = yes ]; then fail 2 "--cpu cannot be used with --from, which builds nothing"; fi
 
 system=$(uname -s)
 case $system in
 Linux | Darwin) ;;
-*) fail 3 "$system: only Linux and macOS; \`cargo install --path cli\` puts the command line anywhere" ;;
+*) fail 3 "$system is not supported, only Linux and macOS; \`cargo install --path cli\` installs the command line on other systems" ;;
 esac
 root=no
 if [ "$(id -u)" = 0 ]; then root=yes; fi
 
-# Programs of the parts, and those among them that are services here.
+# The parts that are services on this system.
 services=''
 for part in $parts; do
   case $system,$part in
   *,aitk) ;;
-  # None for a Mac.
+  # There is no coordinator service for a Mac.
   Darwin,coordinator) ;;
   *) services="$services $part" ;;
   esac
@@ -87,10 +87,10 @@ done
 if [ "$service" = no ]; then services=''; fi
 if [ -n "$services" ] && [ -z "$destdir" ] && [ "$dry" = no ]; then
   if [ "$system" = Linux ]; then
-    [ "$root" = yes ] || fail 3 "a service wants root: sudo $0 ..., or --no-service for programs only"
-    [ -d /run/systemd/system ] || fail 3 "systemd does not run here: --no-service installs programs only"
+    [ "$root" = yes ] || fail 3 "installing a service needs root: sudo $0 ..., or --no-service for programs only"
+    [ -d /run/systemd/system ] || fail 3 "systemd is not running: --no-service installs programs only"
   else
-    [ "$root" = no ] || fail 3 "not with sudo: on a Mac the worker runs as your user, who may use the GPU"
+    [ "$root" = no ] || fail 3 "do not use sudo: on a Mac the worker runs as your user, because only that user may use the GPU"
   fi
 fi
 
@@ -106,7 +106,7 @@ case $destdir in
 '' | /*) destdir=${destdir%/} ;;
 *) destdir=$(pwd -P)/${destdir%/} ;;
 esac
-# It stands in service files, which have rules of their own about other characters.
+# The prefix is written into service files, where other characters would need escaping.
 case $prefix in
 *[!A-Za-z0-9_./+@-]*) fail 2 "--prefix $prefix: only letters, digits and _ . / + @ - (it is written into service files)" ;;
 esac
@@ -114,12 +114,12 @@ bin=$destdir$prefix/bin
 if [ "$action,$system" = install,Linux ] && [ -n "$services" ]; then
   for hidden in home root tmp var/tmp; do
     case $prefix/ in
-    "/$hidden"/*) fail 2 "--prefix $prefix: services may not look there (ProtectHome, PrivateTmp); /usr/local or /opt/aitk, or --no-service" ;;
+    "/$hidden"/*) fail 2 "--prefix $prefix: services cannot read this folder (ProtectHome, PrivateTmp); use /usr/local or /opt/aitk, or --no-service" ;;
     esac
   done
 fi
 
-# ---------------------------------------------------------------- doing, or saying so
+# ---------------------------------------------------------------- running commands, or printing them with --dry-run
 run() {
   if [ "$dry" = yes ]; then
     say "would run: $*"
@@ -152,14 +152,14 @@ config_of() {
   if [ "$system" = Linux ]; then say "$destdir/etc/aitk/$1.env"; else say "$destdir${HOME:?}/.config/aitk/$1.env"; fi
 }
 
-# FILE MODE: standard input becomes the file, as a whole or not at all.
+# FILE MODE: writes standard input to the file atomically.
 write() {
   if [ "$dry" = yes ]; then
     cat >/dev/null
     say "would write: $1"
     return
   fi
-  mkdir -p -- "$(dirname -- "$1")" || fail 1 "cannot make the folder of $1"
+  mkdir -p -- "$(dirname -- "$1")" || fail 1 "cannot create the folder of $1"
   if ! (umask 077 && cat >"$1.new") || ! chmod "$2" "$1.new" || ! mv -f -- "$1.new" "$1"; then
     rm -f -- "$1.new"
     fail 1 "cannot write $1"
@@ -168,11 +168,11 @@ write() {
 }
 
 # ---------------------------------------------------------------- programs
-# Which packages of the workspace, with what they compute on.
+# Builds the packages, with the feature for this machine's GPU.
 build() {
   command -v cargo >/dev/null ||
-    fail 3 "no cargo for this user: install Rust (https://rustup.rs), or build as another user and take the programs: --from target/release"
-  command -v cc >/dev/null || fail 3 "no C compiler (cc) here: install one (Debian: build-essential, macOS: xcode-select --install)"
+    fail 3 "this user has no cargo: install Rust (https://rustup.rs), or build as another user and install the programs with --from target/release"
+  command -v cc >/dev/null || fail 3 "there is no C compiler (cc): install one (Debian: build-essential, macOS: xcode-select --install)"
   feature=''
   if [ "$cpu" = no ]; then
     case $system,$(uname -m) in
@@ -189,7 +189,7 @@ build() {
   fi
   if [ "$feature" = cuda ]; then
     if [ -z "${CUDA_COMPUTE_CAP:-}" ] && ! command -v nvidia-smi >/dev/null; then
-      fail 3 "$nvcc is here, but no nvidia-smi to ask what the card is: set CUDA_COMPUTE_CAP (80: A100, 89: RTX 40, 90: H100), or --cpu"
+      fail 3 "found $nvcc, but no nvidia-smi to detect the GPU: set CUDA_COMPUTE_CAP (80: A100, 89: RTX 40, 90: H100), or use --cpu"
     fi
     PATH=$(dirname -- "$nvcc"):$PATH
     export PATH
@@ -201,7 +201,7 @@ build() {
     if [ -n "$feature" ] && [ "$part" != coordinator ]; then features="$features${features:+,}$package/$feature"; fi
   done
   say "building$packages${feature:+ with $feature}"
-  # $packages is a list of words.
+  # $packages is a list of arguments.
   # shellcheck disable=SC2086
   run cargo build --release --locked --manifest-path "$source_root/Cargo.toml" $packages ${features:+--features "$features"}
   from=${CARGO_TARGET_DIR:-$source_root/target}/release
@@ -211,7 +211,7 @@ install_programs() {
   if [ -n "$from" ]; then
     [ -d "$from" ] || fail 2 "--from $from: no such folder"
     for part in $parts; do
-      [ -x "$from/$(program_of "$part")" ] || fail 2 "--from $from: no program $(program_of "$part") in it"
+      [ -x "$from/$(program_of "$part")" ] || fail 2 "--from $from: there is no program $(program_of "$part") in this folder"
     done
   else
     build
@@ -219,10 +219,10 @@ install_programs() {
   for part in $parts; do
     program=$(program_of "$part")
     if [ "$dry" = no ]; then
-      # One that was built for another machine, or with CUDA where there is none, shows now.
+      # Check now that the program starts: it may be built for another machine, or need CUDA libraries.
       version=$("$from/$program" --version 2>&1) || fail 3 "$from/$program does not start on this machine: $version"
-      mkdir -p -- "$bin" || fail 1 "cannot make $bin"
-      # Beside it, then in its place: one that runs goes on undisturbed.
+      mkdir -p -- "$bin" || fail 1 "cannot create $bin"
+      # Write a new file and rename it, so that a running program is not disturbed.
       if ! cp -- "$from/$program" "$bin/.$program.new" || ! chmod 755 "$bin/.$program.new" || ! mv -f -- "$bin/.$program.new" "$bin/$program"; then
         rm -f -- "$bin/.$program.new"
         fail 1 "cannot write $bin/$program"
@@ -239,15 +239,15 @@ check_units() {
   for part in $services; do
     unit=$(unit_of "$part")
     if [ -e "$unit" ] && ! grep -q "$mark" "$unit"; then
-      fail 1 "$unit is there and was not written by this script: move it away, or --no-service"
+      fail 1 "$unit exists and was not written by this script: move it away, or use --no-service"
     fi
   done
 }
 
-# The service file of a part with the programs' place in it.
+# Prints the service file of a part, with the folder of the programs.
 unit_text() {
   if [ "$system" = Linux ]; then
-    say "# $mark, which replaces it. Changes belong into a drop-in: systemctl edit aitk-$1"
+    say "# $mark, which replaces it. Put changes into a drop-in: systemctl edit aitk-$1"
     sed "s|/usr/local/bin/|$prefix/bin/|g" "$here/systemd/aitk-$1.service"
   else
     sed -e "s|/usr/local/bin/|$prefix/bin/|g" -e "s|^<plist |<!-- $mark, which replaces it. -->\\
@@ -256,14 +256,14 @@ unit_text() {
 }
 
 config_text() {
-  say "# Options of aitk-$1, one NAME=VALUE a line; \`aitk-$1 --help\` has them all. Never overwritten by install.sh."
+  say "# Options of aitk-$1, one NAME=VALUE per line; \`aitk-$1 --help\` lists them. Never overwritten by install.sh."
   case $1 in
   worker) printf '%s\n' '#AITK_DEVICES=cuda:0' '#AITK_CACHE_GIB=100' '#AITK_WORKER_NAME=box-3' ;;
   coordinator) printf '%s\n' '#AITK_BIND=0.0.0.0:7420' '#AITK_DATABASE=postgres://aitk@db.lab/aitk?sslmode=verify-full' '#AITK_KEEP_JOBS_DAYS=90' ;;
   esac
 }
 
-# Of a service: worker and coordinator do not see each other's files.
+# The user of a service: worker and coordinator cannot read each other's files.
 user_of() {
   case $1 in
   coordinator) say aitk ;;
@@ -277,7 +277,7 @@ make_user() { # NAME: also the name of its folder
     run chmod 0700 "/var/lib/$1"
   fi
   if [ "$1" = aitk-worker ]; then
-    # Some distributions let these groups use GPUs, and nobody else.
+    # Some distributions let only these groups use GPUs.
     for group in video render; do
       if getent group "$group" >/dev/null 2>&1; then run usermod --append --groups "$group" "$1"; fi
     done
@@ -290,7 +290,7 @@ install_services() {
     unit_text "$part" | write "$(unit_of "$part")" 644
     config=$(config_of "$part")
     if [ -e "$config" ]; then
-      say "left as it is: $config"
+      say "not changed: $config"
     else
       config_text "$part" | write "$config" 600
     fi
@@ -314,7 +314,7 @@ next_steps() {
     Linux,worker)
       say "Worker, the first time (the token: \`aitk-coordinator worker join-token\` on the server):"
       if [ -e /var/lib/aitk/worker/identity.json ] && [ ! -e /var/lib/aitk-worker/identity.json ]; then
-        say "  (this machine has a worker in /var/lib/aitk/worker, of the user aitk: deploy/README.md tells how to take it over)"
+        say "  (this machine has a worker of an earlier version in /var/lib/aitk/worker: deploy/README.md describes how to move it)"
       fi
       say "  sudo -u aitk-worker $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN --data-dir /var/lib/aitk-worker"
       say "  sudo systemctl enable --now aitk-worker"
@@ -333,19 +333,19 @@ next_steps() {
   done
 }
 
-# ---------------------------------------------------------------- the other way
+# ---------------------------------------------------------------- uninstall
 uninstall() {
   kept=''
   for part in $services; do
     unit=$(unit_of "$part")
     [ -e "$unit" ] || continue
     if ! grep -q "$mark" "$unit"; then
-      say "left as it is, with its program, because this script did not write it: $unit"
+      say "not removed, and its program neither, because this script did not write it: $unit"
       kept="$kept $part"
       continue
     fi
     if [ -z "$destdir" ]; then
-      # It is stopped first: a worker saves what it trains.
+      # Stop the service first, so that a worker saves its running jobs.
       if [ "$system" = Linux ]; then
         run systemctl disable --now "aitk-$part"
       elif launchctl list "dev.aitk.$part" >/dev/null 2>&1; then
@@ -360,7 +360,7 @@ uninstall() {
     program=$bin/$(program_of "$part")
     if [ -e "$program" ]; then remove "$program"; fi
   done
-  say "Configuration, data and users are left: /etc/aitk, /var/lib/aitk and /var/lib/aitk-worker (on a Mac ~/.config/aitk and ~/.local/share/aitk)."
+  say "Configuration, data and users are kept: /etc/aitk, /var/lib/aitk and /var/lib/aitk-worker (on a Mac ~/.config/aitk and ~/.local/share/aitk)."
 }
 
 if [ "$action" = uninstall ]; then

@@ -1,4 +1,4 @@
-//! Compiles the protobuf files with `protox`, so that nobody needs to install `protoc`.
+//! Compiles the protobuf files with `protox`, so that `protoc` is not required.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = ["proto/aitk/v1/aitk.proto"];

@@ -1,4 +1,4 @@
-//! Calls to a coordinator, with errors that carry our exit codes.
+//! Calls to a coordinator, with errors converted to [`Failure`]s with exit codes.
 
 use crate::exit::Exit;
 use crate::failure::Failure;
@@ -20,11 +20,11 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tonic::{Code, Status};
 
-/// A coordinator that takes longer than this to answer a small question is as good as not there.
+/// Timeout of a call. A coordinator that takes longer counts as unreachable.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
-/// How long a call to one of several coordinators is made again while another one takes over; that takes up to ten seconds.
-const TAKEOVER: Duration = Duration::from_secs(20);
-const TAKEOVER_PAUSE: Duration = Duration::from_millis(250);
+/// How long a call is retried while another coordinator becomes leader, which takes up to ten seconds.
+const FAILOVER_TIMEOUT: Duration = Duration::from_secs(20);
+const FAILOVER_RETRY_DELAY: Duration = Duration::from_millis(250);
 
 type Jobs = JobsClient<AuthChannel>;
 
@@ -37,10 +37,11 @@ pub struct Api {
 }
 
 impl Api {
-    /// Connects with the address and token that the settings name.
+    /// Connects with the address and token of the settings.
     ///
     /// # Errors
-    /// When no server or token is named, the token file is unsafe or unreadable, or nobody answers.
+    /// When no server or token is set, the token file is readable by others or cannot be read, or the coordinator is
+    /// unreachable.
     pub async fn from_settings(settings: &Settings) -> Result<Self, Failure> {
         let server = settings.server()?;
         let token = settings.token.as_ref().ok_or_else(|| {
@@ -48,9 +49,9 @@ impl Api {
                 .hint("give --token-file FILE, or set AITK_TOKEN_FILE or AITK_TOKEN");
             match server.origin {
                 Origin::Project(_) => {
-                    failure.hint("a server from ./aitk.yaml gets no token from the user file; name it there or here")
+                    failure.hint("a server from ./aitk.yaml gets no token from the user file; set the token file in ./aitk.yaml or with a flag")
                 }
-                _ => failure.hint("the coordinator wrote it to `token` in its data folder when it started first"),
+                _ => failure.hint("at its first start the coordinator wrote a token to `token` in its data folder"),
             }
         })?;
         let token = match &token.value {
@@ -61,7 +62,7 @@ impl Api {
         let connected = Self::connect(&server.value, &token, ca_file.as_deref()).await;
         connected.map_err(|failure| match (&server.origin, failure.exit) {
             (Origin::Up(path), Exit::Unreachable) => failure.hint(format!(
-                "the address comes from {}, left by an `aitk up` that no longer runs: start it again, or delete the file",
+                "the address comes from {}, the state file of an `aitk up` that no longer runs: start it again, or delete the file",
                 path.display()
             )),
             (origin, Exit::Unreachable) => failure.hint(format!("the address comes from: {origin}")),
@@ -69,17 +70,17 @@ impl Api {
         })
     }
 
-    /// Connects to this address with this token.
+    /// Connects to an address with a token.
     ///
     /// # Errors
-    /// When the address or token is malformed, or nobody answers.
+    /// When the address or token is malformed, or the coordinator is unreachable.
     pub async fn connect(server: &str, token: &str, ca_file: Option<&std::path::Path>) -> Result<Self, Failure> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let connected = loop {
             match connect(server, token, ca_file).await {
-                // Whoever takes over closes one door and opens another.
-                Err(ConnectError::Unreachable { .. }) if is_shared(server) && begun.elapsed() < TAKEOVER => {
-                    tokio::time::sleep(TAKEOVER_PAUSE).await;
+                // During a failover no coordinator may be listening for a moment.
+                Err(ConnectError::Unreachable { .. }) if is_shared(server) && started.elapsed() < FAILOVER_TIMEOUT => {
+                    tokio::time::sleep(FAILOVER_RETRY_DELAY).await;
                 }
                 connected => break connected,
             }
@@ -108,26 +109,26 @@ impl Api {
         })
     }
 
-    /// The same, and what is submitted is part of this span.
+    /// Sets the parent span of submissions.
     #[must_use]
-    pub fn part_of(mut self, trace: Option<TraceContext>) -> Self {
+    pub fn with_trace(mut self, trace: Option<TraceContext>) -> Self {
         self.trace = trace;
         self
     }
 
-    /// The address as it was given.
+    /// Returns the address as it was given.
     #[must_use]
     pub fn server(&self) -> &str {
         &self.server
     }
 
-    /// The generated clients, for blobs.
+    /// Returns the generated clients, for calls about blobs.
     #[must_use]
     pub fn clients(&self) -> Clients {
         self.clients.clone()
     }
 
-    /// What the coordinator says about itself.
+    /// Returns version and state of the coordinator.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -143,10 +144,10 @@ impl Api {
     pub async fn submit(&self, submission: Submission) -> Result<Submitted, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.submit(request).await };
         let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
-    /// Submits an array: jobs that have everything of `shared` but their JSON. `at_most` 0: no limit.
+    /// Submits an array: its members have everything of `shared` except the JSON. `at_most` 0: no limit.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -165,35 +166,35 @@ impl Api {
         };
         let call = |mut jobs: Jobs, request| async move { jobs.submit_array(request).await };
         let reply = self.call(request, call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
-    /// One job by its id or a unique beginning of it.
+    /// Returns a job by its id or a unique prefix of it.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn get(&self, id: &str) -> Result<JobView, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.get(request).await };
         let reply = self.call(v1::GetJobRequest { job_id: id.to_owned() }, call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
-    /// What a job was submitted as.
+    /// Returns the submission of a job.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn submission(&self, id: &JobId) -> Result<Submission, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.submission(request).await };
         let request = v1::GetJobRequest { job_id: id.to_string() };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Jobs: active ones, then ended ones; an array is one of them. `limit` 0 leaves it to the coordinator.
+    /// Lists jobs: active ones, then ended ones; an array is one entry. `limit` 0: the coordinator's default.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn list(&self, all: bool, limit: u32) -> Result<Vec<JobView>, Failure> {
-        self.listed(v1::ListJobsRequest {
+        self.list_all(v1::ListJobsRequest {
             all,
             limit,
             ..Default::default()
@@ -201,53 +202,53 @@ impl Api {
         .await
     }
 
-    /// The members of an array, by index.
+    /// Lists the members of an array, by index.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn members(&self, array: &JobId) -> Result<Vec<JobView>, Failure> {
-        self.listed(v1::ListJobsRequest {
+        self.list_all(v1::ListJobsRequest {
             array_id: array.to_string(),
             ..Default::default()
         })
         .await
     }
 
-    async fn listed(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
+    async fn list_all(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
         Ok(self.list_jobs(request, usize::MAX).await?.0)
     }
 
-    /// The first jobs of a list, as many as are wanted, page by page; and how many fit in all.
+    /// Lists at most `limit` jobs, page by page; returns them and the total number that match.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn list_jobs(
         &self,
         mut request: v1::ListJobsRequest,
-        most: usize,
+        limit: usize,
     ) -> Result<(Vec<JobView>, u64), Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.list(request).await };
         let (mut jobs, mut known): (Vec<JobView>, HashSet<JobId>) = (Vec::new(), HashSet::new());
         loop {
-            request.page_size = u32::try_from(most.saturating_sub(jobs.len())).unwrap_or(0);
+            request.page_size = u32::try_from(limit.saturating_sub(jobs.len())).unwrap_or(0);
             let reply = self.call(request.clone(), call).await?;
             for job in reply.jobs {
-                let job: JobView = job.try_into().map_err(impossible)?;
-                // One that changed meanwhile may be on two pages.
-                if jobs.len() < most && known.insert(job.id.clone()) {
+                let job: JobView = job.try_into().map_err(invalid_message)?;
+                // A job that changes between two calls may be on two pages.
+                if jobs.len() < limit && known.insert(job.id.clone()) {
                     jobs.push(job);
                 }
             }
             let total = reply.total.max(jobs.len() as u64);
             let stuck = reply.next_page_token == request.page_token;
-            if jobs.len() >= most || reply.next_page_token.is_empty() || stuck {
+            if jobs.len() >= limit || reply.next_page_token.is_empty() || stuck {
                 return Ok((jobs, total));
             }
             request.page_token = reply.next_page_token;
         }
     }
 
-    /// Asks a job to stop: with a save, or at once.
+    /// Asks a job to stop: after saving, or immediately with `now`.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -257,30 +258,30 @@ impl Api {
             now,
         };
         let call = |mut jobs: Jobs, request| async move { jobs.stop(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Lets a job go on.
+    /// Resumes a job.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn resume(&self, id: &JobId) -> Result<JobView, Failure> {
         let request = v1::ResumeJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.resume(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Lets a job wait, saved, until it is resumed.
+    /// Pauses a job: it saves and waits until it is resumed.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn pause(&self, id: &JobId) -> Result<JobView, Failure> {
         let request = v1::PauseJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.pause(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Gives a job another priority.
+    /// Sets the priority of a job.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -290,30 +291,31 @@ impl Api {
             priority,
         };
         let call = |mut jobs: Jobs, request| async move { jobs.set_priority(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Why a job waits, device by device.
+    /// Returns why a job waits, device by device.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn explain(&self, id: &JobId) -> Result<Forecast, Failure> {
         let request = v1::ExplainRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.explain(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Where a job could run, were it submitted now.
+    /// Returns where a job could run if it were submitted now.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn fit(&self, submission: Submission) -> Result<Forecast, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.fit(request).await };
         let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
-    /// Lets a worker take no more work, or work again; `now`: what runs there saves and goes on elsewhere.
+    /// Drains a worker, so that it gets no new work, or undrains it. `now`: its running jobs save and move to other
+    /// workers.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -324,20 +326,20 @@ impl Api {
             now,
         };
         let call = |mut jobs: Jobs, request| async move { jobs.drain_worker(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Forgets a job or an array that has ended.
+    /// Deletes a job or an array that has ended.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn remove(&self, id: &JobId) -> Result<JobView, Failure> {
         let request = v1::RemoveJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.remove(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Forgets a worker that is gone.
+    /// Deletes a worker that is not connected.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -346,10 +348,10 @@ impl Api {
             worker: worker.to_owned(),
         };
         let call = |mut jobs: Jobs, request| async move { jobs.forget_worker(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
-    /// Events of a job after `cursor`; with `follow` until the job has ended.
+    /// Streams the events of a job after `cursor`; with `follow` until the job has ended.
     ///
     /// # Errors
     /// As [`status_failure`], for the call and for each event.
@@ -368,12 +370,12 @@ impl Api {
         let stream = self.call(request, call).await?;
         let server = self.server.clone();
         Ok(stream.map(move |item| match item {
-            Ok(event) => JobEvent::try_from(event).map_err(impossible),
+            Ok(event) => JobEvent::try_from(event).map_err(invalid_message),
             Err(status) => Err(status_failure(&server, &status)),
         }))
     }
 
-    /// What a job made.
+    /// Lists the files that a job has written.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -387,7 +389,7 @@ impl Api {
         loop {
             let reply = self.call(request.clone(), call).await?;
             for artifact in reply.artifacts {
-                all.push(artifact.try_into().map_err(impossible)?);
+                all.push(artifact.try_into().map_err(invalid_message)?);
             }
             if reply.next_page_token.is_empty() || reply.next_page_token == request.page_token {
                 return Ok(all);
@@ -396,7 +398,7 @@ impl Api {
         }
     }
 
-    /// Workers and their devices.
+    /// Lists workers and their devices.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -406,7 +408,7 @@ impl Api {
         loop {
             let reply = self.call(request.clone(), call).await?;
             for worker in reply.workers {
-                all.push(worker.try_into().map_err(impossible)?);
+                all.push(worker.try_into().map_err(invalid_message)?);
             }
             if reply.next_page_token.is_empty() || reply.next_page_token == request.page_token {
                 return Ok(all);
@@ -415,11 +417,10 @@ impl Api {
         }
     }
 
-    /// A job by its id, its name, or a unique beginning of its id; in this order. The coordinator knows all of them, so
-    /// that is where it is looked up.
+    /// Finds a job by its id, its name, or a unique prefix of its id, in this order. The coordinator does the lookup.
     ///
     /// # Errors
-    /// Code 3 when there is none, code 2 when the name or the beginning fits several.
+    /// Code 3 when there is none, code 2 when the name or prefix matches several.
     pub async fn resolve(&self, text: &str) -> Result<JobView, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.get(request).await };
         let request = v1::GetJobRequest {
@@ -428,24 +429,24 @@ impl Api {
         let describe = |server: &str, status: &Status| match status.code() {
             Code::NotFound => Failure::not_found(format!("no job '{}' at {server}", printable(text)))
                 .hint("`aitk ps -a` lists all jobs"),
-            // The text means several.
+            // The text matches several jobs.
             Code::InvalidArgument => Failure::usage(printable(status.message())),
             _ => status_failure(server, status),
         };
-        let reply = self.call_or(request, call, describe).await?;
-        reply.try_into().map_err(impossible)
+        let reply = self.call_with(request, call, describe).await?;
+        reply.try_into().map_err(invalid_message)
     }
 
-    /// Makes a call; while another coordinator takes over, again: none of ours does more when it comes twice.
+    /// Makes a call, and repeats it while another coordinator becomes leader. All calls here may safely be made twice.
     async fn call<M: Clone, T, F>(&self, message: M, call: impl Fn(Jobs, tonic::Request<M>) -> F) -> Result<T, Failure>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        self.call_or(message, call, status_failure).await
+        self.call_with(message, call, status_failure).await
     }
 
-    /// [`Self::call`], with errors in other words.
-    async fn call_or<M: Clone, T, F>(
+    /// As [`Self::call`], with a custom conversion of errors.
+    async fn call_with<M: Clone, T, F>(
         &self,
         message: M,
         call: impl Fn(Jobs, tonic::Request<M>) -> F,
@@ -454,10 +455,10 @@ impl Api {
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let mut request = tonic::Request::new(message.clone());
-            trace::put(request.metadata_mut(), self.trace);
+            trace::insert(request.metadata_mut(), self.trace);
             // Boxed: the generated futures are large.
             let called = Box::pin(call(self.clients.jobs.clone(), request));
             let Ok(answer) = tokio::time::timeout(CALL_TIMEOUT, called).await else {
@@ -471,21 +472,21 @@ impl Api {
             };
             let failure = describe(&self.server, &status);
             let another = is_shared(&self.server) || status.metadata().contains_key(LEADER_HEADER);
-            if failure.exit != Exit::Unreachable || !another || begun.elapsed() >= TAKEOVER {
+            if failure.exit != Exit::Unreachable || !another || started.elapsed() >= FAILOVER_TIMEOUT {
                 return Err(failure);
             }
             tracing::debug!(problem = status.message(), "trying again");
-            tokio::time::sleep(TAKEOVER_PAUSE).await;
+            tokio::time::sleep(FAILOVER_RETRY_DELAY).await;
         }
     }
 }
 
-/// Whether several coordinators share their work there.
+/// Whether the address lists several coordinators.
 fn is_shared(server: &str) -> bool {
     addresses(server).len() > 1
 }
 
-/// What to do about a server that our side does not speak TLS with, by the words of the TLS library.
+/// Returns a hint for a failed TLS handshake, by the name of the TLS library's error.
 fn tls_hint(problem: &str) -> Option<&'static str> {
     let hints = [
         (
@@ -494,57 +495,58 @@ fn tls_hint(problem: &str) -> Option<&'static str> {
         ),
         (
             "UnknownIssuer",
-            "nobody whom this machine trusts signed its certificate: use the whole token from `aitk-coordinator token create`, which names the authority, or give --ca-file FILE (the certificate itself, if it is self-made)",
+            "no authority that this machine trusts signed its certificate: use the whole token from `aitk-coordinator token create`, which names the authority, or give --ca-file FILE (the certificate itself, if it is self-signed)",
         ),
         (
             "CaUsedAsEndEntity",
-            "its certificate is one of a CA; make one for a server: openssl req -x509 … -addext basicConstraints=critical,CA:FALSE",
+            "its certificate is a CA certificate; create one for a server: openssl req -x509 … -addext basicConstraints=critical,CA:FALSE",
         ),
         (
             "NotValidForName",
-            "its certificate is for another name: use the name that it was made for, or add this one as a subjectAltName",
+            "its certificate is for another name: use a name of the certificate, or add this one to it as a subjectAltName",
         ),
     ];
     let found = hints.iter().find(|(word, _)| problem.contains(word));
     found.map(|(_, hint)| *hint)
 }
 
-/// A refusal or failure of the coordinator as one of ours.
+/// Converts a gRPC status to a failure.
 #[must_use]
 pub fn status_failure(server: &str, status: &Status) -> Failure {
-    let said = status.message();
+    let message = status.message();
     match status.code() {
-        Code::NotFound => Failure::not_found(said),
-        Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, said)
+        Code::NotFound => Failure::not_found(message),
+        Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, message)
             .hint("`aitk doctor` shows which token is used and where it comes from"),
         Code::Unavailable | Code::DeadlineExceeded => Failure::new(
             Exit::Unreachable,
-            format!("the connection to {server} is broken: {said}"),
+            format!("the connection to {server} is broken: {message}"),
         )
-        .hint("is the coordinator running? `aitk doctor` checks the way to it"),
-        // A connection that breaks off mid-stream comes as one of these, with nothing from the server.
+        .hint("check that the coordinator is running; `aitk doctor` tests the connection"),
+        // tonic reports a connection that breaks during a stream as one of these codes.
         Code::Unknown | Code::Cancelled if is_transport(status) => Failure::new(
             Exit::Unreachable,
-            format!("the connection to {server} broke off: {said}"),
+            format!("the connection to {server} broke off: {message}"),
         ),
-        Code::FailedPrecondition | Code::AlreadyExists | Code::Aborted => Failure::new(Exit::Conflict, said),
+        Code::FailedPrecondition | Code::AlreadyExists | Code::Aborted => Failure::new(Exit::Conflict, message),
         Code::Unimplemented => Failure::new(
             Exit::Conflict,
-            format!("{server} does not know this call; it is another version of aitk"),
+            format!("{server} does not support this call; it is another version of aitk"),
         )
         .hint("`aitk doctor` shows both versions"),
-        // What a server that wants TLS answers to somebody who does not begin with it.
-        _ if said.contains("h2 protocol error") && !server.starts_with("https:") => Failure::new(
+        // A server with TLS gives this error to a client that connects without TLS.
+        _ if message.contains("h2 protocol error") && !server.starts_with("https:") => Failure::new(
             Exit::Unreachable,
-            format!("{server} does not answer as a coordinator does: {said}"),
+            format!("{server} does not answer like a coordinator: {message}"),
         )
-        .hint("it may want TLS: write https:// before its address"),
-        // So it comes from a coordinator that passed the call on to a leader that died; what a server says has no source.
+        .hint("it may require TLS: write https:// before its address"),
+        // A standby coordinator reports this when the leader dies during a forwarded call. A status sent by the server
+        // has no source.
         Code::Internal if is_transport(status) => Failure::new(
             Exit::Unreachable,
-            format!("the connection to {server} broke off: {said}"),
+            format!("the connection to {server} broke off: {message}"),
         ),
-        _ => Failure::failed(format!("{server} answered: {said}")),
+        _ => Failure::failed(format!("{server} answered: {message}")),
     }
 }
 
@@ -552,18 +554,18 @@ fn is_transport(status: &Status) -> bool {
     std::error::Error::source(status).is_some()
 }
 
-fn impossible(error: aitk_proto::ConvertError) -> Failure {
-    Failure::failed(format!("the coordinator sent something impossible: {error}"))
+fn invalid_message(error: aitk_proto::ConvertError) -> Failure {
+    Failure::failed(format!("the coordinator sent an invalid message: {error}"))
         .hint("it may be another version of aitk; `aitk doctor` shows both")
 }
 
-/// Reads a token file, refusing one that others may read.
+/// Reads a token file. Refuses a file that other users may read.
 pub(crate) fn read_token(path: &std::path::Path) -> Result<String, Failure> {
     let token = Token::read(path).map_err(|error| {
         let failure = Failure::new(Exit::Unauthorised, error.to_string());
         match &error {
             TokenError::Exposed { .. } => failure,
-            _ => failure.hint("--token-file, AITK_TOKEN_FILE and the settings files may name another one"),
+            _ => failure.hint("set another token file with --token-file, AITK_TOKEN_FILE or a settings file"),
         }
     })?;
     Ok(token.secret().to_owned())
@@ -603,7 +605,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_certificate_has_a_way_out() {
+    fn certificate_errors_have_hints() {
         for (problem, part) in [
             ("invalid peer certificate: UnknownIssuer", "--ca-file"),
             (
@@ -621,7 +623,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn refusals_carry_the_documented_codes() {
+    fn statuses_become_the_documented_exit_codes() {
         for (status, exit) in [
             (Status::not_found("no job x"), Exit::NotFound),
             (Status::unauthenticated("wrong token"), Exit::Unauthorised),
@@ -631,7 +633,7 @@ pub(crate) mod tests {
         ] {
             assert_eq!(status_failure("http://s", &status).exit, exit);
         }
-        // Not said by the coordinator, but by what is between: such a stream is taken up again.
+        // The error is of the connection, not of the coordinator, so the stream is reopened.
         let mut cut = Status::internal("h2 protocol error: error reading a body from connection");
         cut.set_source(std::sync::Arc::new(std::io::Error::other("reset")));
         assert_eq!(status_failure("https://s", &cut).exit, Exit::Unreachable);

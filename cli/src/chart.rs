@@ -1,44 +1,44 @@
-//! A curve in a terminal: losses as dots, their average as a line, in braille or in plain characters.
+//! Renders a curve in the terminal: losses as dots, their average as a line, in braille or ASCII characters.
 
 use aitk_common::plot::{Curve, label, ticks};
 
-/// Columns of the numbers on the left.
-const LABELS: usize = 9;
+/// Columns of the numbers on the y axis.
+const LABEL_COLUMNS: usize = 9;
 /// Lines of the chart.
 const HEIGHT: usize = 16;
 
-/// How a chart is drawn.
+/// The style of a chart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Style {
-    /// Columns.
+    /// Width in columns.
     pub width: usize,
-    /// Plain characters instead of braille.
+    /// ASCII characters instead of braille.
     pub ascii: bool,
-    /// The average stands out by its colour.
+    /// The average is coloured.
     pub color: bool,
 }
 
-/// What lies in a cell: which dots, and whether the average goes through it.
+/// A cell of the chart, as bits of its braille dots: dots of losses and dots of the average.
 #[derive(Clone, Copy, Default)]
 struct Cell {
     raw: u8,
     smooth: u8,
 }
 
-/// The lines of a chart; none without a finite loss.
+/// Renders the lines of a chart; `None` without a finite loss.
 #[must_use]
 pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
-    let ((first, last), (least, most)) = (curve.steps()?, curve.losses()?);
-    let columns = style.width.saturating_sub(LABELS + 2).clamp(16, 400);
+    let ((first, last), (min, max)) = (curve.steps()?, curve.losses()?);
+    let columns = style.width.saturating_sub(LABEL_COLUMNS + 2).clamp(16, 400);
     // A braille cell has two dots by four.
-    let (across, down) = if style.ascii { (1, 1) } else { (2, 4) };
-    let (dots_x, dots_y) = (columns * across, HEIGHT * down);
+    let (dots_per_column, dots_per_row) = if style.ascii { (1, 1) } else { (2, 4) };
+    let (dots_x, dots_y) = (columns * dots_per_column, HEIGHT * dots_per_row);
     let span = last.saturating_sub(first).max(1);
     #[allow(clippy::cast_precision_loss)]
     let x_of = |step: u64| ((step - first) as f64 / span as f64 * (dots_x - 1) as f64).round() as usize;
     #[allow(clippy::cast_precision_loss)]
     let y_of = |loss: f64| {
-        let height = ((loss - least) / (most - least)).clamp(0.0, 1.0);
+        let height = ((loss - min) / (max - min)).clamp(0.0, 1.0);
         ((1.0 - height) * (dots_y - 1) as f64).round() as usize
     };
     let mut cells = vec![Cell::default(); columns * HEIGHT];
@@ -46,16 +46,16 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         let bit = if style.ascii {
             1
         } else {
-            braille_bit(x % across, y % down)
+            braille_bit(x % dots_per_column, y % dots_per_row)
         };
-        if let Some(cell) = cells.get_mut((y / down) * columns + x / across) {
+        if let Some(cell) = cells.get_mut((y / dots_per_row) * columns + x / dots_per_column) {
             match smooth {
                 true => cell.smooth |= bit,
                 false => cell.raw |= bit,
             }
         }
     };
-    // Many dots around a line of the same colour hide it.
+    // Without colour, many dots would hide the line of the average.
     let dots = style.ascii || style.color || curve.points.len() <= columns;
     for (step, loss) in curve.points.iter().filter(|(_, loss)| dots && loss.is_finite()) {
         dot(x_of(*step), y_of(*loss), false);
@@ -79,8 +79,8 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     }
 
     let mut labels = vec![String::new(); HEIGHT];
-    for tick in ticks(least, most, 5) {
-        if let Some(line) = labels.get_mut(y_of(tick) / down) {
+    for tick in ticks(min, max, 5) {
+        if let Some(line) = labels.get_mut(y_of(tick) / dots_per_row) {
             *line = label(tick);
         }
     }
@@ -88,17 +88,17 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     for (row, label) in labels.iter().enumerate() {
         let cells = &cells[row * columns..(row + 1) * columns];
         let axis = if label.is_empty() { '|' } else { '+' };
-        let text: String = cells.iter().map(|cell| drawn(*cell, style)).collect();
-        lines.push(format!("{label:>LABELS$} {axis}{}", text.trim_end()));
+        let text: String = cells.iter().map(|cell| cell_text(*cell, style)).collect();
+        lines.push(format!("{label:>LABEL_COLUMNS$} {axis}{}", text.trim_end()));
     }
-    lines.push(format!("{:>LABELS$} +{}", "", "-".repeat(columns)));
+    lines.push(format!("{:>LABEL_COLUMNS$} +{}", "", "-".repeat(columns)));
     let mut below = vec![' '; columns];
     let mut free = 0;
     #[allow(clippy::cast_precision_loss)]
     let steps = ticks(first as f64, last as f64, columns / 12);
     for tick in steps.into_iter().filter(|tick| tick.fract() == 0.0) {
         #[allow(clippy::cast_sign_loss, clippy::cast_possible_truncation)]
-        let at = x_of((tick as u64).clamp(first, last)) / across;
+        let at = x_of((tick as u64).clamp(first, last)) / dots_per_column;
         let text = label(tick);
         let begin = at
             .saturating_sub(text.len() / 2)
@@ -111,11 +111,11 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         }
     }
     let below: String = below.into_iter().collect();
-    lines.push(format!("{:>LABELS$}  {}", "step", below.trim_end()));
+    lines.push(format!("{:>LABEL_COLUMNS$}  {}", "step", below.trim_end()));
     Some(lines)
 }
 
-/// The bit of a dot in a braille letter.
+/// Returns the bit of a dot in a braille character.
 fn braille_bit(x: usize, y: usize) -> u8 {
     match (x, y) {
         (0, 3) => 0x40,
@@ -125,7 +125,7 @@ fn braille_bit(x: usize, y: usize) -> u8 {
     }
 }
 
-fn drawn(cell: Cell, style: Style) -> String {
+fn cell_text(cell: Cell, style: Style) -> String {
     if style.ascii {
         return match (cell.smooth, cell.raw) {
             (0, 0) => " ",
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chart_fits_its_columns_and_falls_where_the_losses_fall() {
+    fn a_chart_fits_its_width_and_shows_falling_losses() {
         for (width, ascii) in [(80, true), (80, false), (40, true), (200, false)] {
             let style = Style {
                 width,
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn one_loss_or_none_is_no_trouble() {
+    fn charts_of_one_loss_or_none_do_not_panic() {
         let style = Style {
             width: 80,
             ascii: false,

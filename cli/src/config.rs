@@ -1,4 +1,4 @@
-//! A config for `run` or `submit`: found, read, checked; everything that is wrong with it said at once.
+//! Finds, reads and checks a config for `run` or `submit`. All errors are reported at once.
 
 use crate::exit::Exit;
 use crate::failure::Failure;
@@ -10,12 +10,12 @@ use aitk_common::job::change::Change;
 use aitk_common::job::{Input, InputKind, JobError, JobSpec, LoadOptions, LoadedJob, dotenv, env_with, load};
 use std::path::Path;
 
-/// How a config is read.
+/// Options for reading a config.
 #[derive(Clone, Copy, Default)]
-pub struct Reading<'a> {
+pub struct ReadOptions<'a> {
     /// Replaces `[name]`.
     pub name: Option<&'a str>,
-    /// Keys that have another value than in the file.
+    /// Keys with another value than in the file.
     pub changes: &'a [Change],
     /// Appended to the job's name.
     pub suffix: &'a str,
@@ -23,15 +23,15 @@ pub struct Reading<'a> {
     pub index: Option<usize>,
 }
 
-/// Reads `KEY=VALUE` of each `--set`.
+/// Parses `KEY=VALUE` of each `--set`.
 ///
 /// # Errors
-/// When one is something else.
-pub fn changes(set: &[String]) -> Result<Vec<Change>, Failure> {
+/// When a text has another form.
+pub fn parse_changes(set: &[String]) -> Result<Vec<Change>, Failure> {
     let read = |text: &String| {
         let wrong = |why: &str| {
             Failure::usage(format!("--set '{}': {why}", printable(text)))
-                .hint("write a key and its value, such as --set train.lr=2e-4")
+                .hint("give a key and its value, such as --set train.lr=2e-4")
         };
         let (key, value) = text.split_once('=').ok_or_else(|| wrong("there is no '='"))?;
         if key.trim().is_empty() {
@@ -48,11 +48,10 @@ pub fn changes(set: &[String]) -> Result<Vec<Change>, Failure> {
     set.iter().map(read).collect()
 }
 
-/// Reads a config from the current folder (`directory`, for its `.env`) and refuses what this release does not have. Warnings and the one "not supported yet"
-/// list are shown before anything starts.
+/// Reads a config and prints its warnings. `directory` is the current folder, whose `.env` is read too.
 ///
 /// # Errors
-/// When there is no such config (code 3), or it is wrong, or asks for what is not there yet (code 1).
+/// When there is no such config (code 3), or it is wrong or uses a feature that this release does not support (code 1).
 pub fn read(
     ui: &Ui,
     config: &Path,
@@ -60,42 +59,46 @@ pub fn read(
     changes: &[Change],
     directory: &Path,
 ) -> Result<LoadedJob, Failure> {
-    let reading = Reading {
+    let options = ReadOptions {
         name,
         changes,
-        ..Reading::default()
+        ..ReadOptions::default()
     };
-    let (loaded, warnings) = read_as(config, directory, reading)?;
+    let (loaded, warnings) = read_with(config, directory, options)?;
     for warning in &warnings {
         ui.warn(warning);
     }
     Ok(loaded)
 }
 
-/// As [`read`], otherwise than the file has it. The warnings are returned.
+/// As [`read`], with options. Returns the warnings instead of printing them.
 ///
 /// # Errors
 /// As [`read`].
-pub fn read_as(config: &Path, directory: &Path, reading: Reading<'_>) -> Result<(LoadedJob, Vec<String>), Failure> {
+pub fn read_with(
+    config: &Path,
+    directory: &Path,
+    options: ReadOptions<'_>,
+) -> Result<(LoadedJob, Vec<String>), Failure> {
     let config = config.to_str().ok_or_else(|| {
         Failure::usage(format!(
             "the path {} is not UTF-8 text; rename the file",
             config.display()
         ))
     })?;
-    // As ai-toolkit did: what `.env` says counts where the environment says nothing.
+    // As in ai-toolkit: `.env` sets variables that the environment does not set.
     let env = env_with(dotenv(directory).map_err(|error| config_failure(&error))?);
-    let env = |name: &str| match reading.index {
+    let env = |name: &str| match options.index {
         Some(index) if name == "AITK_ARRAY_INDEX" => Some(index.to_string()),
         _ => env(name),
     };
     let loaded = load(
         config,
         &LoadOptions {
-            name_override: reading.name,
+            name_override: options.name,
             env: &env,
-            changes: reading.changes,
-            suffix: reading.suffix,
+            changes: options.changes,
+            suffix: options.suffix,
             ..LoadOptions::default()
         },
     );
@@ -108,30 +111,30 @@ pub fn read_as(config: &Path, directory: &Path, reading: Reading<'_>) -> Result<
         let warnings = warnings.iter().map(|warning| printable(&warning.to_string())).collect();
         return Ok((loaded, warnings));
     }
-    let mut message = format!("{config} asks for what is not supported yet:");
+    let mut message = format!("{config} uses features that are not supported yet:");
     for finding in &support.errors {
         message.push_str("\n  ");
         message.push_str(&printable(&finding.to_string()));
     }
     Err(Failure::failed(message)
-        .hint("ignoring these would change the result; `aitk help config-keys` lists what works"))
+        .hint("ignoring them would change the result; `aitk help config-keys` lists the supported keys"))
 }
 
-/// What `aitk init` writes where only its user knows what belongs there.
+/// The placeholder that `aitk init` writes for values that the user has to fill in.
 pub const PLACEHOLDER: &str = "FILL-IN";
 
 fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
     let inputs = loaded.spec.inputs();
-    let left = inputs
+    let placeholders = inputs
         .into_iter()
         .filter(|input| input.config_path.starts_with(PLACEHOLDER));
-    let lines: Vec<String> = left
+    let lines: Vec<String> = placeholders
         .map(|input| {
             let what = match input.kind {
                 InputKind::Model => "the path of your model, or ORG/NAME of a repository on Hugging Face",
                 _ => "the path of your own files",
             };
-            let message = format!("'{}' is to be replaced: write {what}", input.config_path);
+            let message = format!("'{}' is a placeholder: replace it with {what}", input.config_path);
             printable(&loaded.spec.finding(input.key, message).to_string())
         })
         .collect();
@@ -141,10 +144,10 @@ fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
     Err(Failure::failed(lines.join("\n")))
 }
 
-/// Refuses pipes, devices and sockets where a config names files or folders: they hold no data, and some have no end.
+/// Refuses pipes, devices and sockets where a config names files or folders, because reading some of them never ends.
 ///
 /// # Errors
-/// With the place of each in the config.
+/// When there is one; the message has the position of each in the config.
 pub fn refuse_special_files(spec: &JobSpec, inputs: &[Input], directory: &Path) -> Result<(), Failure> {
     let env = |name: &str| std::env::var(name).ok();
     let mut lines: Vec<String> = Vec::new();
@@ -152,7 +155,7 @@ pub fn refuse_special_files(spec: &JobSpec, inputs: &[Input], directory: &Path) 
         let Ok(info) = std::fs::metadata(expand(&input.config_path, directory, &env)) else {
             continue;
         };
-        if let Some(what) = regular::special(info.file_type()) {
+        if let Some(what) = regular::special_kind(info.file_type()) {
             let message = format!("'{}' is {what}, not a file or folder", input.config_path);
             lines.push(printable(&spec.finding(input.key.clone(), message).to_string()));
         }
@@ -160,7 +163,7 @@ pub fn refuse_special_files(spec: &JobSpec, inputs: &[Input], directory: &Path) 
     if lines.is_empty() {
         return Ok(());
     }
-    Err(Failure::failed(lines.join("\n")).hint("copy what it gives into a file, and name that file"))
+    Err(Failure::failed(lines.join("\n")).hint("copy its data into a file, and name that file"))
 }
 
 fn config_failure(error: &JobError) -> Failure {
@@ -182,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_template_says_where_to_fill_in_and_is_refused_until_then() {
+    fn placeholders_of_the_template_are_refused_with_their_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("job.yaml");
         std::fs::write(&path, include_str!("templates/job.yaml")).unwrap();
@@ -203,8 +206,8 @@ mod tests {
     }
 
     #[test]
-    fn what_set_takes() {
-        let set = |text: &str| changes(&[text.to_owned()]);
+    fn set_takes_a_key_and_a_value() {
+        let set = |text: &str| parse_changes(&[text.to_owned()]);
         let change = set("train.lr = a=b").unwrap().remove(0);
         assert_eq!((change.key.as_str(), change.value.as_str()), ("train.lr", "a=b"));
         for wrong in ["train.lr", "=1", "train.lr="] {

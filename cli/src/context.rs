@@ -1,4 +1,4 @@
-//! What every command can draw on: flags, folders, environment.
+//! The context of a command: global flags, folders, environment.
 
 use crate::api::Api;
 use crate::args::Global;
@@ -8,27 +8,27 @@ use crate::paths::Paths;
 use crate::settings::{Flags, Settings};
 use std::path::PathBuf;
 
-/// What every command can draw on.
+/// The context of a command.
 pub struct Context {
     /// Global flags.
     pub global: Global,
     /// This user's folders.
     pub paths: Paths,
-    /// Where the command runs.
+    /// The folder that the command runs in.
     pub directory: PathBuf,
 }
 
-/// The process environment; a value that is not UTF-8 counts as unset.
+/// Reads a variable of the process environment. A value that is not UTF-8 counts as unset.
 #[must_use]
 pub fn env(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
 impl Context {
-    /// Looks at the environment.
+    /// Creates the context from the environment and the current folder.
     ///
     /// # Errors
-    /// When the current folder is gone.
+    /// When the current folder does not exist any more.
     pub fn new(global: Global) -> Result<Self, Failure> {
         let directory = std::env::current_dir()
             .map_err(|error| Failure::failed(format!("the current folder cannot be used: {error}")))?;
@@ -39,7 +39,7 @@ impl Context {
         })
     }
 
-    /// Which coordinator, which token.
+    /// Returns which coordinator and which token to use.
     ///
     /// # Errors
     /// When a settings file is wrong.
@@ -52,7 +52,7 @@ impl Context {
         Settings::resolve(&flags, &env, &self.directory, &self.paths)
     }
 
-    /// A connection to the coordinator.
+    /// Connects to the coordinator.
     ///
     /// # Errors
     /// As [`Api::from_settings`].
@@ -60,7 +60,7 @@ impl Context {
         Api::from_settings(&self.settings()?).await
     }
 
-    /// The terminal.
+    /// Creates the output for this command.
     #[must_use]
     pub fn ui(&self, no_progress: bool) -> Ui {
         Ui::from_env(&env, self.global.no_color, no_progress).verbose(self.global.verbose > 0)

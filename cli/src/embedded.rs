@@ -1,7 +1,7 @@
-//! Coordinator and worker inside this program: what `run`, `up` and `demo` stand on.
+//! A coordinator and a worker inside this program, for `run`, `up`, `demo` and `bench`.
 
 use crate::api::Api;
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
@@ -16,26 +16,26 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
-/// How long our own coordinator and worker may take to find each other.
-const MEET: Duration = Duration::from_secs(30);
+/// How long the worker may take to register with the coordinator.
+const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A folder below the state folder that lives as long as this value. Nobody else may look into it.
+/// A folder with mode 0700 below the state folder, removed when this value is dropped.
 #[derive(Debug)]
 pub struct PrivateFolder {
     path: PathBuf,
-    /// Unlocked by the system however this program ends; the next one then sweeps.
+    /// The system releases the lock however this program ends; the next one then removes the folder.
     _lock: File,
 }
 
 impl PrivateFolder {
-    /// Makes a folder in `parent`, and removes those that a killed program left there.
+    /// Creates a folder in `parent`, and removes those that killed programs left there.
     ///
     /// # Errors
-    /// When the disk does not take it.
+    /// When the folder cannot be created.
     pub fn new(parent: &Path) -> Result<Self, Failure> {
-        fsutil::create_dir_all(parent).map_err(|error| disk(&error))?;
-        sweep(parent);
-        let cannot = |error: std::io::Error| Failure::file("make a folder in", parent, &error);
+        fsutil::create_dir_all(parent).map_err(|error| disk_failure(&error))?;
+        remove_stale_folders(parent);
+        let cannot = |error: std::io::Error| Failure::file("create a folder in", parent, &error);
         let mut last = String::new();
         for _ in 0..5 {
             // Mode 0700.
@@ -47,14 +47,14 @@ impl PrivateFolder {
             let lock = File::create(path.join("lock")).map_err(cannot)?;
             match lock.try_lock() {
                 Ok(()) => return Ok(Self { path, _lock: lock }),
-                // Another program that starts at this very moment took it for a leftover.
+                // Another program that started at the same time is removing the folder as stale.
                 Err(error) => last = format!("cannot lock {}: {error}", path.display()),
             }
         }
         Err(Failure::failed(last))
     }
 
-    /// Where it is.
+    /// Returns its path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -64,13 +64,13 @@ impl PrivateFolder {
 impl Drop for PrivateFolder {
     fn drop(&mut self) {
         if let Err(error) = fsutil::remove(&self.path) {
-            tracing::warn!(%error, "the private folder of this run was not removed");
+            tracing::warn!(%error, "the private folder of this run could not be removed");
         }
     }
 }
 
-/// Removes folders whose program is gone.
-fn sweep(parent: &Path) {
+/// Removes folders whose program has ended.
+fn remove_stale_folders(parent: &Path) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         if !entry.file_name().to_string_lossy().starts_with("run-") {
             continue;
@@ -79,18 +79,18 @@ fn sweep(parent: &Path) {
             continue;
         };
         if lock.try_lock().is_ok() {
-            tracing::info!(folder = %entry.path().display(), "removing what a killed program left");
+            tracing::info!(folder = %entry.path().display(), "removing the folder of a killed program");
             let _ = fsutil::remove(&entry.path());
         }
     }
-    // What a program that was killed while it removed left behind.
+    // Removes files of a program that was killed while it removed a folder.
     let _ = fsutil::sweep(parent, Duration::ZERO);
 }
 
-/// The devices that were asked for: `cuda:1`, `cpu`; `None`: the best there are.
+/// Finds the requested devices: `cuda:1`, `cpu`; `None`: the best devices of this machine.
 ///
 /// # Errors
-/// When the text is no device (code 2), or this machine does not have it (code 7).
+/// When the text is not a device (code 2), or this machine does not have it (code 7).
 pub async fn find_devices(wanted: Option<&str>) -> Result<Vec<Device>, Failure> {
     let choice: Choice = wanted
         .unwrap_or("auto")
@@ -104,7 +104,7 @@ pub async fn find_devices(wanted: Option<&str>) -> Result<Vec<Device>, Failure> 
     })
 }
 
-/// How attempts of this program are confined; none: it could not be measured.
+/// Measures how attempts of this program are confined; `None` if that fails.
 pub async fn measure_confinement() -> Option<Confinement> {
     let command = vec![std::env::current_exe().ok()?.into_os_string()];
     let measured = tokio::task::spawn_blocking(move || aitk_worker::sandbox::measure(&command)).await;
@@ -112,41 +112,41 @@ pub async fn measure_confinement() -> Option<Confinement> {
 }
 
 /// A coordinator and a worker that run in this program.
-pub struct Local {
+pub struct EmbeddedCluster {
     coordinator: aitk_coordinator::Running,
     worker: Option<aitk_worker::Running>,
     api: Api,
 }
 
-/// What holds where jobs of others run, too.
+/// Options of a worker that also runs other users' jobs.
 #[derive(Clone, Debug)]
-pub struct Serving {
-    /// They run confined or not at all.
+pub struct ServerOptions {
+    /// Refuse jobs if attempts cannot be confined.
     pub require_sandbox: bool,
-    /// Repositories for which they may use this machine's token of the hub.
+    /// Repositories for which jobs may use this machine's Hugging Face token.
     pub hub_allow: Vec<String>,
-    /// The users' own tokens of the hub.
+    /// The folder with the users' own Hugging Face tokens.
     pub hub_secrets: Option<PathBuf>,
 }
 
-impl Local {
-    /// Starts both, and connects to them.
+impl EmbeddedCluster {
+    /// Starts both, and connects to the coordinator.
     ///
     /// # Errors
-    /// When one of them cannot start; code 125 unless it is the user's to mend.
+    /// When the coordinator (code 1) or the worker (code 125) cannot start.
     pub async fn start(
         mut coordinator: aitk_coordinator::Config,
         worker_dir: Option<&Path>,
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
-        serving: Option<Serving>,
+        server_options: Option<ServerOptions>,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
         let running = aitk_coordinator::start(coordinator).await;
         let coordinator = running.map_err(|error| Failure::new(Exit::Failed, crate::failure::chain(&error)))?;
-        // What listens at every address is reached at loopback.
+        // A coordinator that listens on all addresses is reached at loopback.
         let host = match coordinator.addr.ip() {
             ip if ip.is_unspecified() && ip.is_ipv4() => "127.0.0.1".to_owned(),
             ip if ip.is_unspecified() => "[::1]".to_owned(),
@@ -164,12 +164,12 @@ impl Local {
                 config.devices = devices;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
-                // Only a server has jobs of others.
-                if let Some(serving) = serving {
-                    config.require_sandbox = serving.require_sandbox;
-                    (config.hub_allow, config.hub_secrets) = (serving.hub_allow, serving.hub_secrets);
-                    let (limits, groups) = aitk_worker::runner::limit_attempts();
-                    config.groups = groups;
+                // Only a server runs other users' jobs.
+                if let Some(server_options) = server_options {
+                    config.require_sandbox = server_options.require_sandbox;
+                    (config.hub_allow, config.hub_secrets) = (server_options.hub_allow, server_options.hub_secrets);
+                    let (limits, control_groups) = aitk_worker::runner::detect_control_groups();
+                    config.control_groups = control_groups;
                     if let Some(confinement) = &mut config.confinement {
                         confinement.limits = limits;
                     }
@@ -191,11 +191,16 @@ impl Local {
     /// Waits until the worker has registered.
     ///
     /// # Errors
-    /// When it is refused, or does not come within half a minute.
-    pub async fn met(&mut self) -> Result<(), Failure> {
+    /// When the coordinator refuses it, or it does not register within half a minute.
+    pub async fn wait_until_registered(&mut self) -> Result<(), Failure> {
         let Some(worker) = &mut self.worker else { return Ok(()) };
         let mut status = worker.status();
-        let refused = |why: &str| Failure::new(Exit::Runner, format!("coordinator and worker do not meet: {why}"));
+        let refused = |why: &str| {
+            Failure::new(
+                Exit::Runner,
+                format!("the worker could not register with the coordinator: {why}"),
+            )
+        };
         let connected = async {
             status
                 .wait_for(|status| matches!(status, aitk_worker::Status::Connected { .. }))
@@ -203,22 +208,22 @@ impl Local {
                 .map(|_| ())
         };
         tokio::select! {
-            met = tokio::time::timeout(MEET, connected) => match met {
+            registered = tokio::time::timeout(REGISTRATION_TIMEOUT, connected) => match registered {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(_)) => Err(refused("the worker ended")),
-                Err(_) => Err(refused("no answer")),
+                Err(_) => Err(refused("timeout")),
             },
             ended = worker.ended() => Err(refused(&ended.map_or_else(|error| crate::failure::chain(&error), |()| "the worker ended".to_owned()))),
         }
     }
 
-    /// Calls to the coordinator.
+    /// Returns the connection to the coordinator.
     #[must_use]
     pub fn api(&self) -> &Api {
         &self.api
     }
 
-    /// Ends both. Jobs save first.
+    /// Shuts both down. Running jobs save first.
     pub async fn shutdown(self) {
         if let Some(worker) = self.worker {
             worker.shutdown().await;
@@ -227,14 +232,15 @@ impl Local {
         self.coordinator.shutdown().await;
     }
 
-    /// Ends both at once: children are killed, nothing is saved.
+    /// Shuts both down immediately: child processes are killed, nothing is saved.
     pub async fn kill(self) {
         drop(self.worker);
         drop(self.api);
         self.coordinator.shutdown().await;
     }
 
-    /// Waits until the worker is over by itself, which happens when the coordinator refuses it. Never without one.
+    /// Waits until the worker ends by itself, which happens when the coordinator refuses it; returns why. Without a
+    /// worker it never returns.
     pub async fn worker_ended(&mut self) -> String {
         match &mut self.worker {
             Some(worker) => match worker.ended().await {
@@ -246,22 +252,22 @@ impl Local {
     }
 }
 
-/// Ctrl-C and SIGTERM, one after the other; and that the terminal is closed.
-pub struct Stops {
+/// The signals that stop the program: Ctrl-C, SIGTERM, and SIGHUP when the terminal is closed.
+pub struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
-    /// The terminal is closed; none: that is to end nothing.
+    /// SIGHUP; `None` if hangups are ignored.
     hangup: Option<Signal>,
-    /// One has come.
-    asked: bool,
+    /// A signal was received.
+    has_received: bool,
 }
 
-impl Stops {
-    /// From here on none of them ends the program by itself. What `nohup` said of hangups stays so: to listen for them would
-    /// undo it.
+impl StopSignals {
+    /// Installs the handlers, so that none of the signals ends the program by itself. A SIGHUP that `nohup` ignores
+    /// stays ignored.
     ///
     /// # Errors
-    /// When the system does not let us listen.
+    /// When a handler cannot be installed.
     pub fn listen() -> Result<Self, Failure> {
         let cannot = |error: std::io::Error| Failure::failed(format!("cannot listen for Ctrl-C: {error}"));
         let hangup = (!hangups_are_ignored()).then(|| signal(SignalKind::hangup()));
@@ -269,21 +275,21 @@ impl Stops {
             terminate: signal(SignalKind::terminate()).map_err(cannot)?,
             interrupt: signal(SignalKind::interrupt()).map_err(cannot)?,
             hangup: hangup.transpose().map_err(cannot)?,
-            asked: false,
+            has_received: false,
         })
     }
 
-    /// The next of them, as the exit code that it stands for. A hangup is only ever the first: the shell and the kernel both
-    /// send one when a terminal closes, and nobody means the second as a second Ctrl-C.
+    /// Waits for the next signal and returns its exit code. A hangup counts only as the first signal: shell and kernel
+    /// both send one when a terminal closes, and the second must not count as a second Ctrl-C.
     pub async fn next(&mut self) -> Exit {
         let Self {
             terminate,
             interrupt,
             hangup,
-            asked,
+            has_received,
         } = self;
         let closed = async {
-            match hangup.as_mut().filter(|_| !*asked) {
+            match hangup.as_mut().filter(|_| !*has_received) {
                 Some(hangup) => hangup.recv().await,
                 None => std::future::pending().await,
             }
@@ -293,20 +299,22 @@ impl Stops {
             _ = terminate.recv() => Exit::Terminated,
             _ = closed => Exit::Terminated,
         };
-        self.asked = true;
+        self.has_received = true;
         exit
     }
 
-    /// Waits for a Ctrl-C or a SIGTERM of somebody who does not wait for the end that has begun. A hangup is none, which may be
-    /// what it began with.
-    pub async fn again(&mut self) {
-        self.asked = true;
+    /// Waits for a Ctrl-C or SIGTERM during shutdown. Hangups do not count.
+    pub async fn wait_for_second(&mut self) {
+        self.has_received = true;
         self.next().await;
     }
 }
 
-/// Whether whoever started this program wants hangups to end nothing, as `nohup` does.
-#[expect(unsafe_code, reason = "given no action, it only writes the present one over zeros")]
+/// Whether SIGHUP was set to be ignored when this program started, as `nohup` does.
+#[expect(
+    unsafe_code,
+    reason = "without a new action, sigaction only writes the current one into `now`"
+)]
 fn hangups_are_ignored() -> bool {
     let mut now = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
     let now = unsafe {
@@ -318,14 +326,14 @@ fn hangups_are_ignored() -> bool {
     now.sa_sigaction == libc::SIG_IGN
 }
 
-/// Says on which devices work is done.
-pub fn say_devices(ui: &Ui, devices: &[Device]) {
+/// Prints the devices that are used.
+pub fn print_devices(ui: &Ui, devices: &[Device]) {
     for found in devices {
         let budget = crate::output::format::gib(found.memory_budget);
         let name = crate::output::format::printable(&found.name);
         let place = crate::views::device(found.device);
         ui.notice(&format!(
-            "device {place}: {name}, {budget} to use, {}",
+            "device {place}: {name}, memory budget {budget}, {}",
             found.profile.name()
         ));
     }
@@ -338,7 +346,7 @@ mod tests {
     use nix::sys::signal::raise;
 
     #[test]
-    fn private_folders_vanish_and_those_of_the_dead_are_swept() {
+    fn private_folders_are_removed_at_the_end_and_stale_ones_at_the_start() {
         let state = tempfile::tempdir().unwrap();
         let left = state.path().join("run-dead");
         std::fs::create_dir(&left).unwrap();
@@ -347,40 +355,40 @@ mod tests {
         let path = mine.path().to_owned();
         assert!(path.is_dir() && !left.exists());
         let other = PrivateFolder::new(state.path()).unwrap();
-        assert!(path.is_dir(), "a living one is left alone");
+        assert!(path.is_dir(), "the folder of a running program is kept");
         drop(other);
         drop(mine);
         assert_eq!(std::fs::read_dir(state.path()).unwrap().count(), 0);
     }
 
     #[tokio::test]
-    async fn a_hangup_asks_once_and_is_never_a_second_ctrl_c() {
+    async fn a_hangup_counts_only_as_the_first_signal() {
         use nix::sys::signal::Signal::{SIGHUP, SIGUSR1};
-        // Others in the place of Ctrl-C and SIGTERM, which shall go on to end the tests.
-        let listen = || Stops {
+        // Other signals instead of SIGINT and SIGTERM, so that those still end the tests.
+        let listen = || StopSignals {
             terminate: signal(SignalKind::user_defined2()).unwrap(),
             interrupt: signal(SignalKind::user_defined1()).unwrap(),
             hangup: Some(signal(SignalKind::hangup()).unwrap()),
-            asked: false,
+            has_received: false,
         };
         let mut seen = signal(SignalKind::hangup()).unwrap();
         let (mut running, mut ending) = (listen(), listen());
         raise(SIGHUP).unwrap();
         assert_eq!(running.next().await, Exit::Terminated);
         seen.recv().await;
-        // Whoever ends already does not take the first one for the second either.
-        assert_eq!(ending.again().now_or_never(), None);
+        // During shutdown the first hangup does not count either.
+        assert_eq!(ending.wait_for_second().now_or_never(), None);
         raise(SIGHUP).unwrap();
         seen.recv().await;
         assert_eq!(running.next().now_or_never(), None);
-        assert_eq!(ending.again().now_or_never(), None);
+        assert_eq!(ending.wait_for_second().now_or_never(), None);
         raise(SIGUSR1).unwrap();
         assert_eq!(running.next().await, Exit::Interrupted);
-        ending.again().await;
+        ending.wait_for_second().await;
     }
 
     #[tokio::test]
-    async fn devices_that_are_not_there_are_named() {
+    async fn missing_devices_and_wrong_names_are_errors() {
         assert_eq!(find_devices(Some("quantum")).await.unwrap_err().exit, Exit::Usage);
         let failure = find_devices(Some("cuda:99")).await.unwrap_err();
         assert_eq!(failure.exit, Exit::NothingFits);

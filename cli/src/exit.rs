@@ -1,80 +1,80 @@
-//! Exit codes: one table, from which the help, the documentation and the program all take theirs.
+//! Exit codes. The help and the documentation are generated from the table here.
 
 use std::fmt::Write as _;
 use std::process::ExitCode;
 
-/// How the program ends.
+/// An exit code of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum Exit {
-    /// It worked. For a command that follows a job: the job completed.
+    /// Success. For a command that follows a job: the job completed.
     Ok = 0,
     /// The command failed. For a command that follows a job: the job failed.
     Failed = 1,
     /// The command line is wrong.
     Usage = 2,
-    /// A config file, job, or artifact that was named does not exist.
+    /// The config file, job or artifact does not exist.
     NotFound = 3,
-    /// The token is missing, wrong, or not allowed to do this.
+    /// The token is missing or wrong, or lacks the permission.
     Unauthorised = 4,
-    /// No coordinator answers.
+    /// No coordinator can be reached.
     Unreachable = 5,
-    /// Not possible in the state things are in.
+    /// The operation is not possible in the current state.
     Conflict = 6,
-    /// No machine can run this.
+    /// No machine can run the job.
     NothingFits = 7,
-    /// The time given with `--timeout` is over.
+    /// The time of `--timeout` has passed.
     TimedOut = 124,
-    /// The machinery failed, not the job.
+    /// aitk itself failed, not the job.
     Runner = 125,
     /// Ctrl-C.
     Interrupted = 130,
-    /// A second Ctrl-C: killed without a save.
+    /// A second Ctrl-C: killed without saving.
     Killed = 137,
-    /// Whoever read our output went away.
+    /// The reader of the output closed the pipe.
     BrokenPipe = 141,
     /// SIGTERM, or the job was stopped with `aitk stop`.
     Terminated = 143,
 }
 
 impl Exit {
-    /// Every code, in order, with its meaning for help and documentation.
+    /// Every code in ascending order, with its meaning for help and documentation.
     pub const ALL: [(Self, &'static str); 14] = [
-        (Self::Ok, "it worked; a followed job completed"),
-        (Self::Failed, "the command failed; a followed job failed"),
+        (Self::Ok, "success; the followed job completed"),
+        (Self::Failed, "the command failed; the followed job failed"),
         (Self::Usage, "the command line is wrong"),
         (Self::NotFound, "no such config file, job or artifact"),
         (
             Self::Unauthorised,
-            "the token is missing, wrong or not allowed to do this",
+            "the token is missing or wrong, or lacks the permission",
         ),
-        (Self::Unreachable, "no coordinator answers"),
+        (Self::Unreachable, "no coordinator can be reached"),
         (
             Self::Conflict,
-            "not possible in the present state, or another protocol version",
+            "not possible in the current state, or another protocol version",
         ),
-        (Self::NothingFits, "no machine can run this"),
-        (Self::TimedOut, "the time given with --timeout is over"),
+        (Self::NothingFits, "no machine can run the job"),
+        (Self::TimedOut, "the time of --timeout has passed"),
         (
             Self::Runner,
-            "the machinery failed, not the job (worker lost, storage unreachable)",
+            "aitk failed, not the job (worker lost, storage unreachable)",
         ),
         (
             Self::Interrupted,
-            "Ctrl-C: detached from a submitted job; `run` stopped after a save",
+            "Ctrl-C: detached from a submitted job; `run` saved and stopped",
         ),
-        (Self::Killed, "`run`: killed by a second Ctrl-C, without a save"),
-        (Self::BrokenPipe, "whoever read the output went away"),
-        (Self::Terminated, "a followed job was stopped; or SIGTERM"),
+        (Self::Killed, "`run`: killed by a second Ctrl-C, without saving"),
+        (Self::BrokenPipe, "the reader of the output closed the pipe"),
+        (Self::Terminated, "the followed job was stopped; or SIGTERM"),
     ];
 
-    /// The number.
+    /// Returns the number.
     #[must_use]
     pub fn code(self) -> u8 {
         self as u8
     }
 
-    /// What the number means, in a few words.
+    /// Returns the meaning as a short text.
     #[must_use]
     pub fn meaning(self) -> &'static str {
         Self::ALL
@@ -90,7 +90,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// The table as it stands in `aitk --help`.
+/// Returns the table for `aitk --help`.
 #[must_use]
 pub fn help_table() -> String {
     let mut text = String::from("Exit codes:");
@@ -112,6 +112,6 @@ mod tests {
         for line in help_table().lines() {
             assert!(line.len() <= 80, "{line}");
         }
-        assert_eq!(Exit::TimedOut.meaning(), "the time given with --timeout is over");
+        assert_eq!(Exit::TimedOut.meaning(), "the time of --timeout has passed");
     }
 }

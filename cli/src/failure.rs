@@ -1,25 +1,25 @@
-//! The one error type of the command line: a sentence, what to do about it, and an exit code.
+//! The error type of the command line: a message, hints about what to do, and an exit code.
 
 use crate::exit::Exit;
 use std::io;
 
-/// Why a command could not do what it was asked to.
+/// The error of a command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// The code the program ends with.
+    /// The exit code of the program.
     pub exit: Exit,
-    /// What, where, expected what. One sentence without a full stop, or several lines for a list.
+    /// What failed, where, and what was expected. One sentence without a full stop, or several lines for a list.
     pub message: String,
-    /// What to do about it, one line each.
+    /// What the user can do about it, one line each.
     pub hints: Vec<String>,
 }
 
-/// What commands return: how the program ends, or why it could not go on.
+/// The result of a command: an exit code, or an error.
 pub type CommandResult = Result<Exit, Failure>;
 
 impl Failure {
-    /// A failure with this code and sentence.
+    /// Creates a failure with this exit code and message.
     #[must_use]
     pub fn new(exit: Exit, message: impl Into<String>) -> Self {
         Self {
@@ -29,32 +29,32 @@ impl Failure {
         }
     }
 
-    /// The command failed (code 1).
+    /// Creates a failure of the command itself (code 1).
     #[must_use]
     pub fn failed(message: impl Into<String>) -> Self {
         Self::new(Exit::Failed, message)
     }
 
-    /// The command line is wrong (code 2).
+    /// Creates a failure for a wrong command line (code 2).
     #[must_use]
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(Exit::Usage, message)
     }
 
-    /// Something named does not exist (code 3).
+    /// Creates a failure for something that does not exist (code 3).
     #[must_use]
     pub fn not_found(message: impl Into<String>) -> Self {
         Self::new(Exit::NotFound, message)
     }
 
-    /// Adds a line that says what to do.
+    /// Adds a hint.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hints.push(hint.into());
         self
     }
 
-    /// A file could not be read or written.
+    /// Creates a failure for an IO error of a file: `cannot DOING PATH: …` (code 3 if it does not exist, else 1).
     #[must_use]
     pub fn file(doing: &str, path: &std::path::Path, error: &io::Error) -> Self {
         let exit = match error.kind() {
@@ -69,7 +69,7 @@ impl Failure {
         }
     }
 
-    /// Standard output could not be written. A closed pipe is no error to talk about.
+    /// Creates a failure for an IO error of standard output. A closed pipe gives an empty message, which is not shown.
     #[must_use]
     pub fn output(error: &io::Error) -> Self {
         match error.kind() {
@@ -78,7 +78,7 @@ impl Failure {
         }
     }
 
-    /// How it is shown: `error: …` and a `hint: …` line for each thing to do. Empty for a closed pipe.
+    /// Formats the failure as `error: …` and a `hint: …` line for each hint. Empty for a closed pipe.
     #[must_use]
     pub fn render(&self, color: bool) -> String {
         if self.message.is_empty() {
@@ -97,7 +97,7 @@ impl Failure {
     }
 }
 
-/// An error and what caused it, as one sentence.
+/// Formats an error and its sources as one line.
 #[must_use]
 pub fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();

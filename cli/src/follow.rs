@@ -1,13 +1,13 @@
-//! Following a job: its event stream, taken up where it stopped after a broken connection, and how events are shown.
+//! Follows a job: reads its event stream, reconnects and continues after a broken connection, and renders the events.
 
 use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::format::{parse_since, printable, size};
 use crate::output::progress::JobProgress;
-use crate::output::ui::Wait;
+use crate::output::ui::ProgressIndicator;
 use crate::output::{Format, Ui};
-use crate::views::{device, event_json, job_exit, moment};
+use crate::views::{device, event_json, job_exit, timestamp};
 use aitk_common::control::{AttemptState, EventBody, JobEvent, JobState, JobView};
 use aitk_common::step_metrics::step_line;
 use futures::{Stream, StreamExt};
@@ -15,31 +15,32 @@ use std::collections::VecDeque;
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
 
-/// First pause before the connection is tried again; it doubles up to [`LONGEST_PAUSE`].
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// A coordinator that is away longer than this is not just being restarted.
-pub const PATIENCE: Duration = Duration::from_secs(300);
+/// The first pause before reconnecting; it doubles up to [`MAX_RETRY_DELAY`].
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(250);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
+/// How long to try to reconnect. A restart of the coordinator takes less time.
+pub const RECONNECT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// How often it is looked why a job waits, and how often a change of that is told.
-const LOOK_AT_WAITING: Duration = Duration::from_secs(2);
-const TELL_WAITING: Duration = Duration::from_secs(60);
+/// How often the reason why a job waits is fetched.
+const REASON_POLL_INTERVAL: Duration = Duration::from_secs(2);
+/// The shortest time between two notices about a changed reason.
+const REASON_MIN_INTERVAL: Duration = Duration::from_secs(60);
 
 type EventStream = Pin<Box<dyn Stream<Item = Result<JobEvent, Failure>> + Send>>;
 
-/// The events of one job until it ends, across broken connections.
-pub struct Follow<'a> {
+/// Reads the events of one job until it ends, and reconnects when the connection breaks.
+pub struct JobFollower<'a> {
     api: &'a Api,
     ui: &'a Ui,
     job: JobView,
     cursor: u64,
     stream: Option<EventStream>,
-    pause: Duration,
-    waited: Duration,
+    retry_delay: Duration,
+    disconnected_for: Duration,
 }
 
-impl<'a> Follow<'a> {
-    /// Follows this job from after `cursor`; 0 is its beginning.
+impl<'a> JobFollower<'a> {
+    /// Follows this job from the event after `cursor`; 0 is the beginning.
     #[must_use]
     pub fn new(api: &'a Api, ui: &'a Ui, job: JobView, cursor: u64) -> Self {
         Self {
@@ -48,26 +49,26 @@ impl<'a> Follow<'a> {
             job,
             cursor,
             stream: None,
-            pause: FIRST_PAUSE,
-            waited: Duration::ZERO,
+            retry_delay: FIRST_RETRY_DELAY,
+            disconnected_for: Duration::ZERO,
         }
     }
 
-    /// The job as it was last seen.
+    /// Returns the job as the coordinator last reported it.
     #[must_use]
     pub fn job(&self) -> &JobView {
         &self.job
     }
 
-    /// The next event; `None` when the job has ended and everything was said.
+    /// Returns the next event; `None` when the job has ended and all events were read.
     ///
     /// # Errors
-    /// When the coordinator refuses, or was not reachable for five minutes.
+    /// When the coordinator refuses the call, or was unreachable for five minutes.
     pub async fn next(&mut self) -> Result<Option<JobEvent>, Failure> {
         loop {
             match self.try_next().await {
                 Ok(Some(event)) => {
-                    // Progress is told beside the log and takes no number of its own.
+                    // Progress events are not stored, so they have the cursor of the event before them.
                     let numbered = !matches!(event.body, EventBody::Progress(_));
                     if event.cursor < self.cursor + u64::from(numbered) {
                         continue;
@@ -75,10 +76,10 @@ impl<'a> Follow<'a> {
                     if numbered {
                         self.cursor = event.cursor;
                     }
-                    (self.pause, self.waited) = (FIRST_PAUSE, Duration::ZERO);
+                    (self.retry_delay, self.disconnected_for) = (FIRST_RETRY_DELAY, Duration::ZERO);
                     return Ok(Some(event));
                 }
-                // The stream ended: because the job did, or because the coordinator goes.
+                // The stream ended because the job ended or because the coordinator shuts down.
                 Ok(None) => {
                     self.stream = None;
                     match self.api.get(self.job.id.as_str()).await {
@@ -91,11 +92,11 @@ impl<'a> Follow<'a> {
                         Err(failure) if failure.exit == Exit::Unreachable => {}
                         Err(failure) => return Err(failure),
                     }
-                    self.rest(None).await?;
+                    self.wait_before_retry(None).await?;
                 }
                 Err(failure) if failure.exit == Exit::Unreachable => {
                     self.stream = None;
-                    self.rest(Some(failure)).await?;
+                    self.wait_before_retry(Some(failure)).await?;
                 }
                 Err(failure) => return Err(failure),
             }
@@ -107,7 +108,7 @@ impl<'a> Follow<'a> {
             Some(stream) => stream,
             slot => {
                 let opened = self.api.events(&self.job.id, self.cursor, true).await?;
-                if self.waited > Duration::ZERO {
+                if self.disconnected_for > Duration::ZERO {
                     tracing::debug!(cursor = self.cursor, "connected again");
                 }
                 slot.insert(Box::pin(opened))
@@ -116,71 +117,74 @@ impl<'a> Follow<'a> {
         stream.next().await.transpose()
     }
 
-    async fn rest(&mut self, because: Option<Failure>) -> Result<(), Failure> {
-        if self.waited >= PATIENCE {
+    async fn wait_before_retry(&mut self, cause: Option<Failure>) -> Result<(), Failure> {
+        if self.disconnected_for >= RECONNECT_TIMEOUT {
             let failure =
-                because.unwrap_or_else(|| Failure::new(Exit::Unreachable, "the coordinator ends every stream"));
-            return Err(failure.hint(format!("the job goes on; come back with: aitk watch {}", self.job.id)));
+                cause.unwrap_or_else(|| Failure::new(Exit::Unreachable, "the coordinator closes every event stream"));
+            return Err(failure.hint(format!(
+                "the job continues; to follow it again: aitk watch {}",
+                self.job.id
+            )));
         }
-        if let Some(failure) = because
-            && self.waited == Duration::ZERO
+        if let Some(failure) = cause
+            && self.disconnected_for == Duration::ZERO
         {
             self.ui
-                .warn(&format!("{failure}; trying again, the job itself goes on"));
+                .warn(&format!("{failure}; reconnecting; the job itself continues"));
         }
-        tokio::time::sleep(self.pause).await;
-        self.waited += self.pause;
-        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        tokio::time::sleep(self.retry_delay).await;
+        self.disconnected_for += self.retry_delay;
+        self.retry_delay = (self.retry_delay * 2).min(MAX_RETRY_DELAY);
         Ok(())
     }
 }
 
-/// Where log lines go.
+/// Where log lines are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LogsTo {
-    /// Standard output: they are what was asked for.
+pub enum LogTarget {
+    /// Standard output, because the log is the result of the command.
     Stdout,
-    /// Standard error: standard output holds something else.
+    /// Standard error, because standard output has another result.
     Stderr,
 }
 
-/// Shows events as they come.
+/// Renders the events of a job as they arrive.
 pub struct Renderer<'a> {
     ui: &'a Ui,
     job: String,
     format: Format,
-    logs_to: LogsTo,
+    log_target: LogTarget,
     progress: JobProgress,
-    wait: Option<Wait<'a>>,
-    /// What the last attempt that failed said.
-    said: String,
-    /// Why the job waits, as it was told last, and when.
-    waits: Option<(String, Instant)>,
-    /// Runs in place: there is one attempt, and what it says is what the job says.
+    indicator: Option<ProgressIndicator<'a>>,
+    /// The message of the last failed attempt.
+    last_failure: String,
+    /// The reason for waiting that was shown last, and when.
+    shown_reason: Option<(String, Instant)>,
+    /// The job is of `aitk run`: it has one attempt, and job and attempt report the same errors.
     local: bool,
 }
 
 impl<'a> Renderer<'a> {
-    /// Shows events of this job. With JSON every event is a line on standard output.
+    /// Creates a renderer for this job. With JSON it prints every event as a line on standard output.
     #[must_use]
-    pub fn new(ui: &'a Ui, job: &JobView, format: Format, logs_to: LogsTo) -> Self {
-        let wait = (format == Format::Human && !job.state.is_ended()).then(|| ui.job());
+    pub fn new(ui: &'a Ui, job: &JobView, format: Format, log_target: LogTarget) -> Self {
+        let indicator = (format == Format::Human && !job.state.is_ended()).then(|| ui.job_progress());
         let mut progress = JobProgress::default();
         job.status().clone_into(&mut progress.phase);
         Self {
             ui,
             job: job.id.to_string(),
             format,
-            logs_to,
+            log_target,
             progress,
-            wait,
-            said: String::new(),
-            waits: None,
+            indicator,
+            last_failure: String::new(),
+            shown_reason: None,
             local: job.local,
         }
     }
 
-    /// Shows one event.
+    /// Renders one event.
     ///
     /// # Errors
     /// When standard output cannot be written.
@@ -191,45 +195,45 @@ impl<'a> Renderer<'a> {
         match &event.body {
             EventBody::Log { .. } => {
                 if let Some(line) = log_line(&event.body) {
-                    match self.logs_to {
-                        LogsTo::Stdout => self.ui.text(&line)?,
-                        LogsTo::Stderr => self.ui.notice(&line),
+                    match self.log_target {
+                        LogTarget::Stdout => self.ui.text(&line)?,
+                        LogTarget::Stderr => self.ui.notice(&line),
                     }
                 }
             }
             EventBody::Phase { name } => {
                 self.progress.phase(name);
-                self.show(false);
+                self.update_progress(false);
             }
             EventBody::Progress(progress) => {
                 self.progress
                     .steps(progress.done, progress.total, progress.seconds_per_step);
-                self.show(progress.total > 0 && progress.done == progress.total);
+                self.update_progress(progress.total > 0 && progress.done == progress.total);
             }
             EventBody::Metrics { step, values } => {
                 self.progress.metrics(values);
                 let total = Some(self.progress.total).filter(|total| *total > 0);
                 if let Some(line) = step_line(*step, total, values) {
-                    match &mut self.wait {
-                        Some(wait) => wait.step_line(&line),
-                        None => self.ui.copy(&line),
+                    match &mut self.indicator {
+                        Some(indicator) => indicator.step_line(&line),
+                        None => self.ui.write_to_log_file(&line),
                     }
                 }
             }
             EventBody::State { state, paused, .. } => {
                 if *paused || matches!(state, JobState::Queued | JobState::Stopping) {
                     self.progress.state(state.status(*paused), *state == JobState::Running);
-                    self.show(false);
+                    self.update_progress(false);
                 }
-                self.say(&event.body);
+                self.print_notice(&event.body);
             }
-            body => self.say(body),
+            body => self.print_notice(body),
         }
         Ok(())
     }
 
-    /// Takes note of an event of the past: where the job stands, without saying how it came there.
-    pub fn catch_up(&mut self, event: &JobEvent) {
+    /// Updates the state of the job from a past event, without printing anything.
+    pub fn apply_past_event(&mut self, event: &JobEvent) {
         match &event.body {
             EventBody::Phase { name } => self.progress.phase(name),
             EventBody::Progress(p) => self.progress.steps(p.done, p.total, p.seconds_per_step),
@@ -241,47 +245,50 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    /// Shows where the job stands after [`Self::catch_up`].
-    pub fn caught_up(&mut self) {
-        self.show(false);
+    /// Shows the current progress, after calls of [`Self::apply_past_event`].
+    pub fn show_current_state(&mut self) {
+        self.update_progress(false);
     }
 
-    /// Takes note that it was said why the job waits.
-    pub fn told_why(&mut self, job: &JobView) {
-        self.waits = Some((job.reason.clone(), Instant::now()));
+    /// Records that the job's reason for waiting was shown.
+    pub fn mark_reason_shown(&mut self, job: &JobView) {
+        self.shown_reason = Some((job.reason.clone(), Instant::now()));
     }
 
-    /// Whether a person should see why the job waits.
+    /// Whether the job is queued and the output is for people.
     fn is_waiting(&self) -> bool {
-        self.wait.is_some() && self.progress.phase == JobState::Queued.name()
+        self.indicator.is_some() && self.progress.phase == JobState::Queued.name()
     }
 
-    /// Says why a job waits, when that is another reason than before.
-    fn waits_for(&mut self, job: &JobView) {
-        let told = self.waits.as_ref().is_some_and(|(reason, _)| *reason == job.reason);
-        let lately = self
-            .waits
+    /// Prints why a job waits if the reason has changed, at most once per [`REASON_MIN_INTERVAL`].
+    fn show_waiting_reason(&mut self, job: &JobView) {
+        let is_shown = self
+            .shown_reason
             .as_ref()
-            .is_some_and(|(_, when)| when.elapsed() < TELL_WAITING);
-        if job.state != JobState::Queued || job.reason.is_empty() || told || lately {
+            .is_some_and(|(reason, _)| *reason == job.reason);
+        let is_too_soon = self
+            .shown_reason
+            .as_ref()
+            .is_some_and(|(_, when)| when.elapsed() < REASON_MIN_INTERVAL);
+        if job.state != JobState::Queued || job.reason.is_empty() || is_shown || is_too_soon {
             return;
         }
         self.ui.notice(&printable(&format!("waits: {}", job.reason)));
-        self.told_why(job);
+        self.mark_reason_shown(job);
     }
 
-    /// Takes the bar away.
+    /// Removes the progress bar.
     pub fn finish(&mut self) {
-        self.wait = None;
+        self.indicator = None;
     }
 
-    fn show(&mut self, last: bool) {
-        if let Some(wait) = &mut self.wait {
-            wait.show_job(&self.progress, last);
+    fn update_progress(&mut self, last: bool) {
+        if let Some(indicator) = &mut self.indicator {
+            indicator.show_job(&self.progress, last);
         }
     }
 
-    fn say(&mut self, body: &EventBody) {
+    fn print_notice(&mut self, body: &EventBody) {
         if let EventBody::State {
             state: JobState::Failed,
             reason,
@@ -303,7 +310,7 @@ impl<'a> Renderer<'a> {
         {
             return;
         }
-        if let Some((warn, line)) = next_notice(&mut self.said, body) {
+        if let Some((warn, line)) = notice_without_repetition(&mut self.last_failure, body) {
             let line = printable(&line);
             if matches!(body, EventBody::State { .. }) && warn {
                 self.ui.failure(&Failure::failed(line));
@@ -316,7 +323,7 @@ impl<'a> Renderer<'a> {
     }
 }
 
-/// What is said about an event beside the log, and whether it is a warning.
+/// Returns the notice for an event, and whether it is a warning; `None` for events without a notice.
 #[must_use]
 pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
     let with = |head: String, tail: &str| {
@@ -328,7 +335,7 @@ pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
     };
     Some(match body {
         EventBody::State { state, reason, paused } => {
-            // "job paused: paused" says it twice.
+            // Avoids "job paused: paused".
             let status = state.status(*paused);
             let reason = if reason == status { "" } else { reason };
             (*state == JobState::Failed, with(format!("job {status}"), reason))
@@ -336,21 +343,21 @@ pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
         EventBody::Attempt {
             state,
             worker_name,
-            device: place,
+            device: device_ref,
             message,
         } => {
-            let place = format!("{worker_name} {}", device(*place));
+            let place = format!("{worker_name} {}", device(*device_ref));
             match state {
                 AttemptState::Assigned => return None,
-                AttemptState::Running => (false, with(format!("runs on {place}"), message)),
+                AttemptState::Running => (false, with(format!("running on {place}"), message)),
                 AttemptState::Completed | AttemptState::Stopped => return None,
                 AttemptState::Failed => (true, with(format!("attempt on {place} failed"), message)),
                 AttemptState::Lost => (true, with(format!("attempt on {place} lost"), message)),
             }
         }
         EventBody::Artifact(artifact) => {
-            let place = artifact.local_path.as_ref().unwrap_or(&artifact.name);
-            (false, format!("saved {place} ({})", size(artifact.bytes)))
+            let path = artifact.local_path.as_ref().unwrap_or(&artifact.name);
+            (false, format!("saved {path} ({})", size(artifact.bytes)))
         }
         EventBody::Checkpoint { step, .. } => (false, format!("checkpoint at step {step}")),
         EventBody::ArtifactRemoved { .. }
@@ -361,26 +368,28 @@ pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
     })
 }
 
-/// As [`notice_line`], but a job that fails for the reason which its attempt just gave does not say it again. `said`
-/// is what the last attempt that failed said; the job's reason may have a few words before it.
-pub fn next_notice(said: &mut String, body: &EventBody) -> Option<(bool, String)> {
+/// As [`notice_line`], but without the reason of a failed job if its last failed attempt gave the same reason.
+/// `last_failure` keeps that attempt's message; the job's reason may have a prefix before it.
+pub fn notice_without_repetition(last_failure: &mut String, body: &EventBody) -> Option<(bool, String)> {
     match body {
         EventBody::Attempt {
             state: AttemptState::Failed | AttemptState::Lost,
             message,
             ..
-        } => message.clone_into(said),
+        } => message.clone_into(last_failure),
         EventBody::State {
             state: JobState::Failed,
             reason,
             ..
-        } if !said.is_empty() && reason.ends_with(said.as_str()) => return Some((true, "job failed".to_owned())),
+        } if !last_failure.is_empty() && reason.ends_with(last_failure.as_str()) => {
+            return Some((true, "job failed".to_owned()));
+        }
         _ => {}
     }
     notice_line(body)
 }
 
-/// A log line as it is shown, if the event is one.
+/// Formats a log line; `None` for other events.
 #[must_use]
 pub fn log_line(body: &EventBody) -> Option<String> {
     let EventBody::Log { level, message } = body else {
@@ -398,7 +407,7 @@ pub fn log_line(body: &EventBody) -> Option<String> {
 /// Follows a job to its end and shows its events. Ctrl-C detaches.
 ///
 /// # Errors
-/// As [`Follow::next`], or when standard output cannot be written.
+/// As [`JobFollower::next`], or when standard output cannot be written.
 pub async fn follow_to_end(
     api: &Api,
     ui: &Ui,
@@ -406,28 +415,28 @@ pub async fn follow_to_end(
     cursor: u64,
     renderer: &mut Renderer<'_>,
 ) -> Result<Exit, Failure> {
-    let (id, mut known) = (job.id.clone(), job.clone());
-    let mut follow = Follow::new(api, ui, job, cursor);
-    // One for all of it: a new one would not hear of what came before it.
+    let (id, mut latest) = (job.id.clone(), job.clone());
+    let mut follower = JobFollower::new(api, ui, job, cursor);
+    // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
-    // Why it waits is no event: it changes with everybody else's jobs.
-    let look = || async {
-        tokio::time::sleep(LOOK_AT_WAITING).await;
+    // The reason for waiting is not an event, because it depends on other users' jobs.
+    let look_up_job = || async {
+        tokio::time::sleep(REASON_POLL_INTERVAL).await;
         api.get(id.as_str()).await
     };
     loop {
         let next = {
-            let mut next = Box::pin(follow.next());
-            // Not answered at once by a coordinator that is away: events and Ctrl-C do not wait for it.
-            let mut looked = Box::pin(look());
+            let mut next = Box::pin(follower.next());
+            // Polled beside the events and Ctrl-C, so that neither waits for a coordinator that does not answer.
+            let mut job_lookup = Box::pin(look_up_job());
             loop {
                 tokio::select! {
                     next = &mut next => break Some(next?),
-                    job = &mut looked, if renderer.is_waiting() => {
-                        looked.set(look());
+                    job = &mut job_lookup, if renderer.is_waiting() => {
+                        job_lookup.set(look_up_job());
                         if let Ok(job) = job {
-                            renderer.waits_for(&job);
-                            known = job;
+                            renderer.show_waiting_reason(&job);
+                            latest = job;
                         }
                     }
                     _ = &mut interrupted => break None,
@@ -436,7 +445,7 @@ pub async fn follow_to_end(
         };
         let Some(next) = next else {
             renderer.finish();
-            detached(ui, &known);
+            print_detached(ui, &latest);
             return Ok(Exit::Interrupted);
         };
         match next {
@@ -445,29 +454,33 @@ pub async fn follow_to_end(
         }
     }
     renderer.finish();
-    Ok(job_exit(follow.job()))
+    Ok(job_exit(follower.job()))
 }
 
-/// Says that the job goes on, how to come back and how to stop it.
-pub fn detached(ui: &Ui, job: &JobView) {
+/// Prints that the job continues, how to follow it again and how to stop it.
+pub fn print_detached(ui: &Ui, job: &JobView) {
     ui.notice("");
-    ui.notice(&format!("detached: job {} ({}) goes on", job.id, printable(&job.name)));
-    ui.notice(&format!("  come back:  aitk watch {}", job.id));
+    ui.notice(&format!(
+        "detached: job {} ({}) continues",
+        job.id,
+        printable(&job.name)
+    ));
+    ui.notice(&format!("  follow it:  aitk watch {}", job.id));
     ui.notice(&format!("  stop it:    aitk stop {}", job.id));
 }
 
-/// Which of a job's lines `aitk logs` shows.
+/// Selects the lines of a job that `aitk logs` shows.
 pub struct LogFilter {
     since: Option<jiff::Timestamp>,
     tail: Option<usize>,
-    kept: VecDeque<JobEvent>,
+    last_lines: VecDeque<JobEvent>,
 }
 
 impl LogFilter {
-    /// `since` as written on the command line, `tail` a number of lines.
+    /// Creates a filter. `since` is the text of `--since`, `tail` the number of last lines to show.
     ///
     /// # Errors
-    /// When `since` is no moment.
+    /// When `since` is not a time.
     pub fn new(since: Option<&str>, tail: Option<usize>) -> Result<Self, Failure> {
         let since = since
             .map(|text| parse_since(text, jiff::Timestamp::now()))
@@ -476,32 +489,33 @@ impl LogFilter {
         Ok(Self {
             since,
             tail,
-            kept: VecDeque::new(),
+            last_lines: VecDeque::new(),
         })
     }
 
     /// Whether a line is recent enough.
     #[must_use]
     pub fn is_recent(&self, event: &JobEvent) -> bool {
-        self.since.is_none_or(|since| moment(event.time) >= since)
+        self.since.is_none_or(|since| timestamp(event.time) >= since)
     }
 
-    /// Takes an event of what is there already, of those that have a line. Returns it if it is to be shown at once.
+    /// Adds an existing event that has a line. Returns it if it is to be shown at once; with `tail` none is, see
+    /// [`Self::drain`].
     pub fn take(&mut self, event: JobEvent) -> Option<JobEvent> {
         if !self.is_recent(&event) {
             return None;
         }
         let Some(tail) = self.tail else { return Some(event) };
-        self.kept.push_back(event);
-        if self.kept.len() > tail {
-            self.kept.pop_front();
+        self.last_lines.push_back(event);
+        if self.last_lines.len() > tail {
+            self.last_lines.pop_front();
         }
         None
     }
 
-    /// The last lines, at the end of what is there.
+    /// Returns the last lines, after all existing events were added.
     pub fn drain(&mut self) -> impl Iterator<Item = JobEvent> + '_ {
-        self.kept.drain(..)
+        self.last_lines.drain(..)
     }
 }
 
@@ -571,10 +585,16 @@ mod tests {
             notice_line(&failed).unwrap(),
             (true, "job failed: out of memory".to_owned())
         );
-        // The same reason is not told twice.
-        let mut said = "out of memory".to_owned();
-        assert_eq!(next_notice(&mut said, &failed).unwrap().1, "job failed");
-        next_notice(&mut said, &attempt);
-        assert_eq!(next_notice(&mut said, &failed).unwrap().1, "job failed: out of memory");
+        // The same reason is not printed twice.
+        let mut last_failure = "out of memory".to_owned();
+        assert_eq!(
+            notice_without_repetition(&mut last_failure, &failed).unwrap().1,
+            "job failed"
+        );
+        notice_without_repetition(&mut last_failure, &attempt);
+        assert_eq!(
+            notice_without_repetition(&mut last_failure, &failed).unwrap().1,
+            "job failed: out of memory"
+        );
     }
 }

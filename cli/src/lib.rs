@@ -1,4 +1,4 @@
-//! The `aitk` command line: parse, talk to a coordinator (or embed one), show.
+//! The `aitk` command line: parses the arguments, calls a coordinator (or embeds one), and prints the result.
 
 pub mod api;
 pub mod args;
@@ -18,7 +18,7 @@ pub mod exit;
 pub mod failure;
 pub mod follow;
 pub mod job_file;
-pub mod journal;
+pub mod log_formatter;
 pub mod members;
 pub mod notify;
 pub mod output;
@@ -43,7 +43,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The program.
+/// Runs the program and returns its exit code.
 #[must_use]
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
@@ -51,7 +51,7 @@ pub fn main() -> ExitCode {
         Err(error) => {
             let help = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
             if !help && std::io::stderr().is_terminal() {
-                // Whoever asked wrongly did not say how to show it.
+                // The arguments did not parse, so the flags for colour and progress are unknown.
                 let ui = Ui::from_env(&context::env, false, true);
                 ui.usage(&error);
                 return Exit::Usage.into();
@@ -66,7 +66,7 @@ pub fn main() -> ExitCode {
     };
     let ui = Ui::from_env(&context::env, cli.global.no_color, true);
     if let Command::Attempt(args) = &cli.command {
-        return attempt(args, &ui);
+        return run_attempt(args, &ui);
     }
     start_logging(&cli.global);
     match with_runtime(cli) {
@@ -81,29 +81,30 @@ pub fn main() -> ExitCode {
 fn with_runtime(cli: Cli) -> CommandResult {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let runtime = runtime.map_err(|error| Failure::failed(format!("cannot start: {error}")))?;
-    let ended = runtime.block_on(Box::pin(commands::dispatch(cli)));
-    // A file that is still being hashed must not hold up who pressed Ctrl-C.
+    let result = runtime.block_on(Box::pin(commands::dispatch(cli)));
+    // After Ctrl-C, do not wait for a thread that is still hashing a large file.
     runtime.shutdown_timeout(Duration::from_secs(2));
     trace::finish();
-    ended
+    result
 }
 
-/// What is logged: by flag, else by `AITK_LOG_LEVEL`, else by how often `-v` was said.
+/// Starts logging. The level comes from `--log-level`, else from the number of `-v` flags, else from `AITK_LOG_LEVEL`.
 fn start_logging(global: &args::Global) {
     let kind = telemetry::Kind::Command;
-    let louder = match global.verbose {
+    let verbosity = match global.verbose {
         0 => None,
         1 => Some("info"),
         2 => Some("debug"),
         _ => Some("trace"),
     };
-    let level = global.log_level.as_deref().or(louder);
+    let level = global.log_level.as_deref().or(verbosity);
     telemetry::init_at(telemetry::Options { kind, json: false }, level);
 }
 
-/// The child process of a worker inside this program. The worker reads what it prints, so it prints nothing itself.
+/// Runs as the child process of a worker that is embedded in this program. The worker reads its standard output, so
+/// nothing else may be printed there.
 #[cfg(feature = "embedded")]
-fn attempt(args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
+fn run_attempt(args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
     if let Some(folder) = &args.try_sandbox {
         return aitk_worker::sandbox::try_in_this_process(folder);
     }
@@ -118,8 +119,8 @@ fn attempt(args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
 }
 
 #[cfg(not(feature = "embedded"))]
-fn attempt(_args: &args::AttemptArgs, ui: &Ui) -> ExitCode {
-    let failure = Failure::failed("this aitk was built as a small client and runs no attempts");
+fn run_attempt(_args: &args::AttemptArgs, ui: &Ui) -> ExitCode {
+    let failure = Failure::failed("this aitk was built as a small client and cannot run attempts");
     ui.failure(&failure);
     failure.exit.into()
 }

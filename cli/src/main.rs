@@ -1,9 +1,9 @@
-//! The `aitk` program. Everything lives in the library, where tests reach it.
+//! The `aitk` program. All code is in the library, so that tests can call it.
 
 use std::process::ExitCode;
 
-/// Weights and activations come and go by the thousand: the system's allocator gives each large one back to the kernel
-/// and takes it again page by page.
+/// Training allocates and frees thousands of large tensors. The system's allocator returns each of them to the kernel,
+/// and the next allocation has to fault in every page again; mimalloc reuses the memory.
 #[cfg(feature = "embedded")]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -1,13 +1,13 @@
-//! Arrays as one follows them: how many members stand where, and the members' logs side by side.
+//! Follows the members of an array: their states and progress, and their logs.
 
 use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{Follow, LogFilter, LogsTo, PATIENCE, detached};
-use crate::journal::Journal;
+use crate::follow::{JobFollower, LogFilter, LogTarget, RECONNECT_TIMEOUT, print_detached};
+use crate::log_formatter::LogFormatter;
 use crate::output::format::printable;
 use crate::output::progress::JobProgress;
-use crate::output::{Format, Ui, Wait};
+use crate::output::{Format, ProgressIndicator, Ui};
 use crate::views::{event_json, job_detail, job_exit, job_json};
 use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
 use aitk_common::id::JobId;
@@ -16,51 +16,52 @@ use std::collections::BTreeMap;
 use std::pin::pin;
 use std::time::Duration;
 
-/// How often an array is looked at, and one of many members.
-const LOOK: Duration = Duration::from_secs(1);
-const LOOK_AT_MANY: Duration = Duration::from_secs(5);
-const MANY: u32 = 100;
-/// Running members that are shown with how far they are.
-const LIVE_MOST: usize = 8;
-/// Members whose logs are followed at the same time: more than run beside each other in most pools, and few enough
-/// streams. The next ones follow when these have ended.
-const FOLLOWED: usize = 64;
+/// How often an array is polled.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// How often an array of more than [`LARGE_ARRAY`] members is polled.
+const POLL_INTERVAL_LARGE: Duration = Duration::from_secs(5);
+const LARGE_ARRAY: u32 = 100;
+/// The largest number of running members whose progress is shown.
+const MAX_LIVE_LINES: usize = 8;
+/// The largest number of members whose logs are followed at the same time. Most clusters run fewer at once; the next
+/// members are followed when these have ended.
+const MAX_FOLLOWED: usize = 64;
 
-/// Whether this is an array and no job.
+/// Whether this is an array, not a job or a member.
 #[must_use]
 pub fn is_array(job: &JobView) -> bool {
     job.array.as_ref().is_some_and(|array| array.index.is_none())
 }
 
-/// `3`, for messages about a member.
-fn number(member: &JobView) -> String {
+/// Returns the index of a member for messages: `3`.
+fn member_label(member: &JobView) -> String {
     let index = member.array.as_ref().and_then(|array| array.index);
     index.map_or_else(|| member.id.to_string(), |index| index.to_string())
 }
 
-/// What a member does now: `[3] 120/400  loss 0.1234  2.31 it/s  ETA 2m  box cuda:0, training`.
-fn line_of(member: &JobView) -> String {
+/// Returns a line with a member's progress: `[3] 120/400  loss 0.1234  2.31 it/s  ETA 2m  box cuda:0, training`.
+fn progress_line(member: &JobView) -> String {
     let mut progress = JobProgress {
         loss: member.loss,
         ..JobProgress::default()
     };
-    let mut text = format!("[{}]", number(member));
-    if let Some(now) = &member.progress {
-        progress.steps(now.done, now.total, now.seconds_per_step);
-        text.push_str(&format!(" {}/{}  {}", now.done, now.total, progress.numbers()));
+    let mut text = format!("[{}]", member_label(member));
+    if let Some(current) = &member.progress {
+        progress.steps(current.done, current.total, current.seconds_per_step);
+        text.push_str(&format!(" {}/{}  {}", current.done, current.total, progress.numbers()));
     }
     printable(&format!("{}  {}", text.trim_end(), job_detail(member)))
 }
 
-/// What is known of the members of an array that is watched.
+/// The last known states and steps of an array's members.
 #[derive(Default)]
-struct Seen {
+struct MemberStates {
     status: BTreeMap<JobId, &'static str>,
     done: BTreeMap<JobId, u64>,
 }
 
-impl Seen {
-    /// Lines about those whose state has changed. The first look is no change.
+impl MemberStates {
+    /// Returns a line for each member whose state has changed since the last call; none at the first call.
     fn changes(&mut self, members: &[JobView]) -> Vec<String> {
         let first = self.status.is_empty();
         let mut lines = Vec::new();
@@ -73,49 +74,49 @@ impl Seen {
                 } else {
                     format!(": {detail}")
                 };
-                lines.push(printable(&format!("[{}] {status}{detail}", number(member))));
+                lines.push(printable(&format!("[{}] {status}{detail}", member_label(member))));
             }
         }
         lines
     }
 
-    /// Those that have gone on or changed, for a program.
-    fn moved<'a>(&mut self, members: &'a [JobView]) -> Vec<&'a JobView> {
-        let moved = |member: &&JobView| {
+    /// Returns the members whose state or number of steps has changed since the last call.
+    fn updated<'a>(&mut self, members: &'a [JobView]) -> Vec<&'a JobView> {
+        let changed = |member: &&JobView| {
             let (status, done) = (member.status(), member.progress.map_or(0, |progress| progress.done));
             let same_status = self.status.insert(member.id.clone(), status) == Some(status);
             self.done.insert(member.id.clone(), done) != Some(done) || !same_status
         };
-        members.iter().filter(moved).collect()
+        members.iter().filter(changed).collect()
     }
 }
 
-/// Shows how the members of an array stand and how far those are that run, until all have ended. Ctrl-C detaches.
+/// Shows the states of an array's members and the progress of the running ones, until all have ended. Ctrl-C detaches.
 ///
 /// # Errors
-/// When the coordinator refuses, or was not reachable for five minutes.
-pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format, to: LogsTo) -> CommandResult {
-    let mut seen = Seen::default();
-    let mut said = None;
-    let mut live = (format != Format::Json).then(|| ui.live());
-    let mut away = Duration::ZERO;
-    // One for all turns: each new one hears of later signals only.
+/// When the coordinator refuses the call, or was unreachable for five minutes.
+pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format, to: LogTarget) -> CommandResult {
+    let mut states = MemberStates::default();
+    let mut last_summary = None;
+    let mut live = (format != Format::Json).then(|| ui.live_lines());
+    let mut unreachable_for = Duration::ZERO;
+    // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
-        let looked = match api.members(&array.id).await {
+        let result = match api.members(&array.id).await {
             Ok(members) => api.get(array.id.as_str()).await.map(|array| (array, members)),
             Err(failure) => Err(failure),
         };
-        match looked {
-            Ok((now, members)) => {
-                (array, away) = (now, Duration::ZERO);
-                show_members(ui, &array, &members, &mut seen, &mut said, live.as_mut(), to)?;
+        match result {
+            Ok((current, members)) => {
+                (array, unreachable_for) = (current, Duration::ZERO);
+                show_members(ui, &array, &members, &mut states, &mut last_summary, live.as_mut(), to)?;
             }
-            Err(failure) if failure.exit == Exit::Unreachable && away < PATIENCE => {
-                if away.is_zero() {
-                    ui.warn(&format!("{failure}; trying again, the jobs go on"));
+            Err(failure) if failure.exit == Exit::Unreachable && unreachable_for < RECONNECT_TIMEOUT => {
+                if unreachable_for.is_zero() {
+                    ui.warn(&format!("{failure}; reconnecting; the jobs continue"));
                 }
-                away += LOOK;
+                unreachable_for += POLL_INTERVAL;
             }
             Err(failure) => return Err(failure),
         }
@@ -123,12 +124,16 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
             return Ok(job_exit(&array));
         }
         let size = array.array.as_ref().map_or(0, |array| array.size);
-        let pause = if size > MANY { LOOK_AT_MANY } else { LOOK };
+        let pause = if size > LARGE_ARRAY {
+            POLL_INTERVAL_LARGE
+        } else {
+            POLL_INTERVAL
+        };
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             _ = &mut interrupted => {
                 drop(live);
-                detached(ui, &array);
+                print_detached(ui, &array);
                 return Ok(Exit::Interrupted);
             }
         }
@@ -139,68 +144,72 @@ fn show_members(
     ui: &Ui,
     array: &JobView,
     members: &[JobView],
-    seen: &mut Seen,
-    said: &mut Option<String>,
-    live: Option<&mut Wait<'_>>,
-    to: LogsTo,
+    states: &mut MemberStates,
+    last_summary: &mut Option<String>,
+    live: Option<&mut ProgressIndicator<'_>>,
+    to: LogTarget,
 ) -> Result<(), Failure> {
-    let counts = array.array.as_ref().map(|array| array.counts.words());
+    let counts = array.array.as_ref().map(|array| array.counts.summary());
     let Some(live) = live else {
-        if *said != counts {
+        if *last_summary != counts {
             ui.json_line(&job_json(array))?;
-            *said = counts;
+            *last_summary = counts;
         }
-        return seen
-            .moved(members)
+        return states
+            .updated(members)
             .into_iter()
             .try_for_each(|member| ui.json_line(&job_json(member)));
     };
-    let whole = printable(&format!("{}: {}", array.name, array.reason));
-    let mut lines = seen.changes(members);
-    // On a terminal it stands in the lines that change.
-    if said.as_ref() != Some(&whole) && (!ui.has_bars() || array.state.is_ended()) {
-        lines.push(whole.clone());
+    let summary = printable(&format!("{}: {}", array.name, array.reason));
+    let mut lines = states.changes(members);
+    // On a terminal the summary is part of the live lines.
+    if last_summary.as_ref() != Some(&summary) && (!ui.has_bars() || array.state.is_ended()) {
+        lines.push(summary.clone());
     }
-    *said = Some(whole.clone());
+    *last_summary = Some(summary.clone());
     for line in lines {
         match to {
-            LogsTo::Stdout => ui.text(&line)?,
-            LogsTo::Stderr => ui.notice(&line),
+            LogTarget::Stdout => ui.text(&line)?,
+            LogTarget::Stderr => ui.notice(&line),
         }
     }
     let runs = |member: &&JobView| matches!(member.state, JobState::Running | JobState::Stopping);
     let running: Vec<&JobView> = members.iter().filter(runs).collect();
-    let mut now: Vec<String> = running.iter().take(LIVE_MOST).map(|member| line_of(member)).collect();
-    if running.len() > LIVE_MOST {
-        now.push(format!("… {} more run", running.len() - LIVE_MOST));
+    let mut current: Vec<String> = running
+        .iter()
+        .take(MAX_LIVE_LINES)
+        .map(|member| progress_line(member))
+        .collect();
+    if running.len() > MAX_LIVE_LINES {
+        current.push(format!("… {} more running", running.len() - MAX_LIVE_LINES));
     }
     if ui.has_bars() {
-        now.insert(0, whole);
+        current.insert(0, summary);
     }
-    if !now.is_empty() {
-        live.show_lines(&now);
+    if !current.is_empty() {
+        live.show_lines(&current);
     }
     Ok(())
 }
 
-/// What is shown of the members' logs.
-pub struct Lines<'a> {
+/// Options for showing the members' logs.
+pub struct LogOptions<'a> {
     /// The terminal.
     pub ui: &'a Ui,
-    /// JSON lines of what the jobs themselves wrote.
+    /// Print JSON lines, only of what the jobs themselves logged.
     pub json: bool,
-    /// Only lines since then.
+    /// Only lines since this time.
     pub since: Option<String>,
-    /// Only the last of each member.
+    /// Only the last lines of each member.
     pub tail: Option<usize>,
-    /// Until all have ended.
+    /// Follow until all members have ended.
     pub follow: bool,
 }
 
-impl Lines<'_> {
-    fn journal(&self) -> Journal {
-        // Not folded: every line has the number of its member before it.
-        Journal::new(
+impl LogOptions<'_> {
+    fn log_formatter(&self) -> LogFormatter {
+        // No folding, because each line gets its member's index as a prefix.
+        LogFormatter::new(
             None,
             self.ui.color(),
             jiff::tz::TimeZone::system(),
@@ -208,85 +217,90 @@ impl Lines<'_> {
         )
     }
 
-    fn wants(&self, journal: &mut Journal, event: &JobEvent) -> bool {
+    fn accepts(&self, log_formatter: &mut LogFormatter, event: &JobEvent) -> bool {
         match &event.body {
             EventBody::Log { .. } => true,
-            _ => !self.json && journal.wants(event),
+            _ => !self.json && log_formatter.accepts(event),
         }
     }
 
-    fn show(&self, member: &JobView, journal: &mut Journal, event: &JobEvent) -> Result<(), Failure> {
+    fn show(&self, member: &JobView, log_formatter: &mut LogFormatter, event: &JobEvent) -> Result<(), Failure> {
         if self.json {
             return self.ui.json_line(&event_json(member.id.as_str(), event));
         }
-        let number = number(member);
+        let label = member_label(member);
         self.ui.data_lines(
-            journal
+            log_formatter
                 .lines(event)
                 .into_iter()
-                .map(|line| format!("[{number}] {line}")),
+                .map(|line| format!("[{label}] {line}")),
         )
     }
 }
 
-/// The logs of all members, one after another; then, to be followed, as they come.
+/// Shows the logs of all members, one after another; with `follow` then new lines as they arrive.
 ///
 /// # Errors
-/// When the coordinator refuses, was not reachable for five minutes, or the output cannot be written.
-pub async fn logs(api: &Api, array: &JobView, lines: &Lines<'_>) -> CommandResult {
+/// When the coordinator refuses a call or was unreachable for five minutes, or the output cannot be written.
+pub async fn logs(api: &Api, array: &JobView, options: &LogOptions<'_>) -> CommandResult {
     let members = api.members(&array.id).await?;
-    let mut journals: BTreeMap<JobId, Journal> = BTreeMap::new();
+    let mut formatters: BTreeMap<JobId, LogFormatter> = BTreeMap::new();
     let mut cursors: BTreeMap<JobId, u64> = BTreeMap::new();
     for member in &members {
-        let mut filter = LogFilter::new(lines.since.as_deref(), lines.tail)?;
-        let journal = journals.entry(member.id.clone()).or_insert_with(|| lines.journal());
+        let mut filter = LogFilter::new(options.since.as_deref(), options.tail)?;
+        let log_formatter = formatters
+            .entry(member.id.clone())
+            .or_insert_with(|| options.log_formatter());
         let cursor = cursors.entry(member.id.clone()).or_default();
-        let mut there = Box::pin(api.events(&member.id, 0, false).await?);
-        while let Some(event) = there.next().await.transpose()? {
+        let mut events_so_far = Box::pin(api.events(&member.id, 0, false).await?);
+        while let Some(event) = events_so_far.next().await.transpose()? {
             *cursor = event.cursor.max(*cursor);
-            if lines.wants(journal, &event)
+            if options.accepts(log_formatter, &event)
                 && let Some(event) = filter.take(event)
             {
-                lines.show(member, journal, &event)?;
+                options.show(member, log_formatter, &event)?;
             }
         }
         for event in filter.drain().collect::<Vec<_>>() {
-            lines.show(member, journal, &event)?;
+            options.show(member, log_formatter, &event)?;
         }
     }
-    if !lines.follow {
+    if !options.follow {
         return Ok(Exit::Ok);
     }
     let open = members.iter().filter(|member| !member.state.is_ended());
     let events = stream::iter(open.map(|member| {
         let cursor = cursors.get(&member.id).copied().unwrap_or(0);
-        Box::pin(events(Follow::new(api, lines.ui, member.clone(), cursor), member))
+        Box::pin(events(
+            JobFollower::new(api, options.ui, member.clone(), cursor),
+            member,
+        ))
     }));
-    let mut events = Box::pin(events.flatten_unordered(FOLLOWED));
-    // One for all turns: each new one hears of later signals only.
+    let mut events = Box::pin(events.flatten_unordered(MAX_FOLLOWED));
+    // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         let next = tokio::select! {
             next = events.next() => next,
             _ = &mut interrupted => {
-                detached(lines.ui, array);
+                print_detached(options.ui, array);
                 return Ok(Exit::Interrupted);
             }
         };
         let Some(next) = next else { break };
         let (member, event) = next?;
-        if let Some(journal) = journals.get_mut(&member.id)
-            && lines.wants(journal, &event)
+        if let Some(log_formatter) = formatters.get_mut(&member.id)
+            && options.accepts(log_formatter, &event)
         {
-            lines.show(member, journal, &event)?;
+            options.show(member, log_formatter, &event)?;
         }
     }
     Ok(job_exit(&api.get(array.id.as_str()).await?))
 }
 
-/// The events of one member until it ends.
+/// Returns the events of one member until it ends.
 fn events<'a>(
-    follow: Follow<'a>,
+    follow: JobFollower<'a>,
     member: &'a JobView,
 ) -> impl Stream<Item = Result<(&'a JobView, JobEvent), Failure>> + 'a {
     stream::unfold(Some(follow), move |follow| async move {
@@ -319,10 +333,10 @@ mod tests {
     }
 
     #[test]
-    fn members_are_seen_while_they_move() {
-        let mut seen = Seen::default();
+    fn changed_states_of_members_are_reported_once() {
+        let mut states = MemberStates::default();
         let mut members = [member(0, JobState::Running), member(1, JobState::Queued)];
-        assert!(seen.changes(&members).is_empty(), "the first look");
+        assert!(states.changes(&members).is_empty(), "the first look");
         members[0].progress = Some(Progress {
             done: 120,
             total: 400,
@@ -330,7 +344,7 @@ mod tests {
         });
         members[0].loss = Some(0.25);
         members[0].phase = Some("training".to_owned());
-        let line = line_of(&members[0]);
+        let line = progress_line(&members[0]);
         assert!(
             line.starts_with("[0] 120/400  loss 0.2500") && line.contains("ETA 2m 20s"),
             "{line}"
@@ -338,22 +352,22 @@ mod tests {
         assert!(line.ends_with("training"), "{line}");
         members[1].state = JobState::Failed;
         members[1].reason = "no disk".to_owned();
-        assert_eq!(seen.changes(&members), ["[1] failed: no disk"]);
-        assert!(seen.changes(&members).is_empty());
+        assert_eq!(states.changes(&members), ["[1] failed: no disk"]);
+        assert!(states.changes(&members).is_empty());
     }
 
     #[test]
-    fn a_program_gets_a_line_for_every_step() {
-        let mut seen = Seen::default();
+    fn members_with_new_steps_are_reported() {
+        let mut states = MemberStates::default();
         let mut members = [member(0, JobState::Running), member(1, JobState::Queued)];
-        assert_eq!(seen.moved(&members).len(), 2);
-        assert_eq!(seen.moved(&members).len(), 0);
+        assert_eq!(states.updated(&members).len(), 2);
+        assert_eq!(states.updated(&members).len(), 0);
         members[0].progress = Some(Progress {
             done: 1,
             total: 4,
             seconds_per_step: None,
         });
-        let moved = seen.moved(&members);
-        assert_eq!((moved.len(), moved[0].id.as_str()), (1, "a-0"));
+        let updated = states.updated(&members);
+        assert_eq!((updated.len(), updated[0].id.as_str()), (1, "a-0"));
     }
 }

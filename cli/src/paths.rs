@@ -1,4 +1,4 @@
-//! Where things live: the XDG folders on every system, `~` when they are not set.
+//! The folders of this user: the XDG folders on every system, folders below `~` when they are not set.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 pub struct Paths {
     /// `$XDG_CONFIG_HOME/aitk`, default `~/.config/aitk`.
     pub config: PathBuf,
-    /// `$XDG_DATA_HOME/aitk`, default `~/.local/share/aitk`: what `aitk up` keeps.
+    /// `$XDG_DATA_HOME/aitk`, default `~/.local/share/aitk`: the data of `aitk up`.
     pub data: PathBuf,
     /// `$XDG_CACHE_HOME/aitk`, default `~/.cache/aitk`.
     pub cache: PathBuf,
@@ -18,7 +18,7 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Takes the folders from an environment. As the XDG specification says, a relative path is ignored.
+    /// Reads the folders from an environment. A relative path is ignored, as the XDG specification says.
     #[must_use]
     pub fn from_env(env: &dyn Fn(&str) -> Option<String>) -> Self {
         let home = env("HOME")
@@ -40,7 +40,7 @@ impl Paths {
         }
     }
 
-    /// The user's settings file. On a Mac `~/Library/Application Support/aitk` serves when only that exists.
+    /// Returns the user's settings file. On a Mac `~/Library/Application Support/aitk` is used when only that exists.
     #[must_use]
     pub fn user_config(&self) -> PathBuf {
         let usual = self.config.join("config.yaml");
@@ -52,30 +52,31 @@ impl Paths {
         }
     }
 
-    /// What a running `aitk up` leaves for other commands to find it.
+    /// Returns the file in which a running `aitk up` writes its address for other commands.
     #[must_use]
     pub fn up_state(&self) -> PathBuf {
         self.state.join("up.json")
     }
 }
 
-/// The path, or the nearest folder above it that is there: on its disk the rest will lie.
+/// Returns the path, or its nearest ancestor that exists. A file that is created at the path will be on the same disk.
 #[must_use]
-pub fn nearest(path: &Path) -> &Path {
+pub fn nearest_existing(path: &Path) -> &Path {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
 }
 
-/// Bytes that are free for this user where a path lies or will lie; none where the system does not tell.
+/// Returns the bytes that this user may still write on the disk of a path, which need not exist; `None` if the system
+/// reports none.
 #[must_use]
 pub fn free_space(path: &Path) -> Option<u64> {
-    let space = nix::sys::statvfs::statvfs(nearest(path)).ok()?;
+    let space = nix::sys::statvfs::statvfs(nearest_existing(path)).ok()?;
     // Field types differ between systems.
     #[allow(clippy::useless_conversion)]
     let (blocks, bytes) = (u64::from(space.blocks_available()), u64::from(space.fragment_size()));
     Some(blocks.saturating_mul(bytes))
 }
 
-/// A path as a person writes it: `~/…` where it lies below the home folder.
+/// Formats a path for display: `~/…` if it is below the home folder.
 #[must_use]
 pub fn display_path(path: &Path, env: &dyn Fn(&str) -> Option<String>) -> String {
     if let Some(home) = env("HOME").filter(|home| home.len() > 1)
@@ -86,7 +87,7 @@ pub fn display_path(path: &Path, env: &dyn Fn(&str) -> Option<String>) -> String
     path.display().to_string()
 }
 
-/// `~/x` -> `$HOME/x`; everything else as it is, relative paths below `base`.
+/// Expands `~/x` to `$HOME/x`, and joins relative paths to `base`.
 #[must_use]
 pub fn expand(path: &str, base: &Path, env: &dyn Fn(&str) -> Option<String>) -> PathBuf {
     if let Some(rest) = path.strip_prefix("~/")

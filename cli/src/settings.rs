@@ -1,7 +1,7 @@
-//! Which coordinator, which token, and where each of them was said.
+//! Settings: the coordinator, the token, the webhook, and where each of them was set.
 //!
-//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. Where a webhook is: flag > environment > user
-//! file; `./aitk.yaml`, which somebody else may have written, has no say in that.
+//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. For the webhook: flag >
+//! environment > user file; `./aitk.yaml` cannot set it, because somebody else may have written that file.
 
 use crate::failure::Failure;
 use crate::paths::{Paths, expand};
@@ -18,11 +18,11 @@ pub enum Origin {
     Flag(&'static str),
     /// An environment variable.
     Env(&'static str),
-    /// `aitk.yaml` of the folder the command runs in.
+    /// `aitk.yaml` in the current folder.
     Project(PathBuf),
-    /// The user's own settings file.
+    /// The user's settings file.
     User(PathBuf),
-    /// What a running `aitk up` on this machine left.
+    /// The state file of a running `aitk up` on this machine.
     Up(PathBuf),
 }
 
@@ -38,27 +38,27 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A value and where it was said.
+/// A value and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting<T> {
     /// The value.
     pub value: T,
-    /// Where it comes from.
+    /// Where it was set.
     pub origin: Origin,
 }
 
-/// A token: never shown.
+/// A secret text that `Debug` does not show.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
 impl Secret {
-    /// Wraps a token.
+    /// Wraps a secret.
     #[must_use]
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// The token itself, to be sent.
+    /// Returns the secret itself.
     #[must_use]
     pub fn expose(&self) -> &str {
         &self.0
@@ -71,12 +71,12 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Where the token is to be had.
+/// The source of the token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenSource {
     /// The token itself (from `AITK_TOKEN`).
     Value(Secret),
-    /// A file of mode 0600 that holds it.
+    /// A file of mode 0600 with the token.
     File(PathBuf),
 }
 
@@ -87,11 +87,11 @@ pub struct Settings {
     pub server: Option<Setting<String>>,
     /// The token.
     pub token: Option<Setting<TokenSource>>,
-    /// A CA certificate to trust beside the system's.
+    /// A CA certificate to trust in addition to the system's.
     pub ca_file: Option<Setting<PathBuf>>,
 }
 
-/// What flags say.
+/// The settings from flags.
 #[derive(Clone, Debug, Default)]
 pub struct Flags {
     /// `--server`.
@@ -102,29 +102,29 @@ pub struct Flags {
     pub ca_file: Option<PathBuf>,
 }
 
-/// What a running `aitk up` writes for the commands beside it.
+/// The state that a running `aitk up` writes for other commands of this user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UpState {
     /// Its address: `http://127.0.0.1:7411`.
     pub server: String,
-    /// The file with the token.
+    /// The token file.
     pub token_file: PathBuf,
-    /// A CA certificate to trust, when it speaks TLS.
+    /// A CA certificate to trust, if it uses TLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ca_file: Option<PathBuf>,
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
-    /// Where it keeps its data.
+    /// Its data folder.
     pub data_dir: PathBuf,
     /// When it started (RFC 3339).
     pub started: String,
 }
 
 impl UpState {
-    /// Reads the state of a running `aitk up`, if there is one.
+    /// Reads the state file of `aitk up`; `None` if there is none.
     ///
     /// # Errors
-    /// When the file exists but cannot be read or understood.
+    /// When the file exists but cannot be read or parsed.
     pub fn read(path: &Path) -> Result<Option<Self>, Failure> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -132,7 +132,7 @@ impl UpState {
             Err(error) => return Err(Failure::file("read", path, &error)),
         };
         serde_json::from_str(&text).map(Some).map_err(|error| {
-            Failure::failed(format!("{} is not what `aitk up` writes: {error}", path.display()))
+            Failure::failed(format!("{} is not a state file of `aitk up`: {error}", path.display()))
                 .hint("delete the file; `aitk up` writes a new one")
         })
     }
@@ -148,23 +148,23 @@ struct FileSettings {
     notify_private: Option<String>,
 }
 
-/// Where this user wants to be told that a job has ended.
+/// The user's webhook for ended jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NotifyUrl {
-    /// The address, which often holds a secret.
+    /// The address, which often contains a secret.
     pub url: Secret,
-    /// Also without TLS, and in networks of one's own.
-    pub private: bool,
-    /// Where it was said.
+    /// Whether addresses without TLS and of private networks are allowed.
+    pub allow_private: bool,
+    /// Where it was set.
     pub origin: Origin,
 }
 
 impl NotifyUrl {
-    /// Looks at the flag, `AITK_NOTIFY_URL`, and `notify_url:` of the user file; at `AITK_NOTIFY_PRIVATE` and `notify_private:`
-    /// for whether private addresses are allowed.
+    /// Reads the address from the flag, `AITK_NOTIFY_URL`, or `notify_url:` of the user file. `AITK_NOTIFY_PRIVATE` or
+    /// `notify_private:` of the user file allows private addresses.
     ///
     /// # Errors
-    /// When the user file cannot be read or understood, or others may read the address in it.
+    /// When the user file cannot be read or parsed, or has an address and is readable by others.
     pub fn resolve(
         flag: Option<&str>,
         env: &dyn Fn(&str) -> Option<String>,
@@ -173,34 +173,35 @@ impl NotifyUrl {
         let env = |name: &str| env(name).filter(|value| !value.trim().is_empty());
         let path = paths.user_config();
         let user = read_file(&path)?;
-        let url = setting(flag.map(str::to_owned), || Origin::Flag("--notify-url"))
-            .or_else(|| setting(env("AITK_NOTIFY_URL"), || Origin::Env("AITK_NOTIFY_URL")))
-            .or_else(|| setting(user.notify_url.clone(), || Origin::User(path.clone())));
+        let url = with_origin(flag.map(str::to_owned), || Origin::Flag("--notify-url"))
+            .or_else(|| with_origin(env("AITK_NOTIFY_URL"), || Origin::Env("AITK_NOTIFY_URL")))
+            .or_else(|| with_origin(user.notify_url.clone(), || Origin::User(path.clone())));
         let Some(Setting { value, origin }) = url else {
             return Ok(None);
         };
         if matches!(origin, Origin::User(_)) {
-            refuse_exposed(&path)?;
+            check_not_readable_by_others(&path)?;
         }
         let (text, from) = match env("AITK_NOTIFY_PRIVATE") {
             Some(text) => (Some(text), "AITK_NOTIFY_PRIVATE".to_owned()),
             None => (user.notify_private, format!("{}: notify_private", path.display())),
         };
-        let private = match text.as_deref().map(str::trim) {
+        let allow_private = match text.as_deref().map(str::trim) {
             Some("true" | "yes" | "1") => true,
             None | Some("false" | "no" | "0") => false,
             Some(_) => return Err(Failure::usage(format!("{from}: expected true or false"))),
         };
         Ok(Some(Self {
             url: Secret::new(value),
-            private,
+            allow_private,
             origin,
         }))
     }
 }
 
-/// The address of a webhook is as good as a password: whoever knows it writes into the chat that it leads to.
-fn refuse_exposed(path: &Path) -> Result<(), Failure> {
+/// Refuses a file that other users may read. A webhook's address is a secret, because anyone who knows it can post to
+/// the chat.
+fn check_not_readable_by_others(path: &Path) -> Result<(), Failure> {
     let mode = std::fs::metadata(path)
         .map_err(|error| Failure::file("read", path, &error))?
         .permissions()
@@ -209,7 +210,7 @@ fn refuse_exposed(path: &Path) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::failed(format!(
-        "{} holds notify_url, and others may read it (mode {:03o})",
+        "{} has notify_url and is readable by other users (mode {:03o})",
         path.display(),
         mode & 0o777
     ))
@@ -217,10 +218,10 @@ fn refuse_exposed(path: &Path) -> Result<(), Failure> {
 }
 
 impl Settings {
-    /// Looks in every place, in order of precedence. `directory` is where the command runs.
+    /// Reads the settings in order of precedence. `directory` is the current folder.
     ///
     /// # Errors
-    /// When a settings file exists but cannot be read or understood.
+    /// When a settings file exists but cannot be read or parsed.
     pub fn resolve(
         flags: &Flags,
         env: &dyn Fn(&str) -> Option<String>,
@@ -237,7 +238,7 @@ impl Settings {
                 project_path.display()
             ))
             .hint(format!(
-                "whoever made this folder does not choose whom your commands tell; move them to {}",
+                "somebody else may have made this folder, so it must not choose where notifications are sent; move them to {}",
                 user_path.display()
             )));
         }
@@ -247,33 +248,33 @@ impl Settings {
         let in_project = || Origin::Project(project_path.clone());
         let in_user = || Origin::User(user_path.clone());
 
-        let mut server = setting(flags.server.clone(), || Origin::Flag("--server"))
-            .or_else(|| setting(env("AITK_SERVER"), || Origin::Env("AITK_SERVER")))
-            .or_else(|| setting(project.server.clone(), in_project))
-            .or_else(|| setting(user.server.clone(), in_user));
-        let mut ca_file = setting(flags.ca_file.clone(), || Origin::Flag("--ca-file"))
-            .or_else(|| setting(env("AITK_CA_FILE").map(PathBuf::from), || Origin::Env("AITK_CA_FILE")))
+        let mut server = with_origin(flags.server.clone(), || Origin::Flag("--server"))
+            .or_else(|| with_origin(env("AITK_SERVER"), || Origin::Env("AITK_SERVER")))
+            .or_else(|| with_origin(project.server.clone(), in_project))
+            .or_else(|| with_origin(user.server.clone(), in_user));
+        let mut ca_file = with_origin(flags.ca_file.clone(), || Origin::Flag("--ca-file"))
+            .or_else(|| with_origin(env("AITK_CA_FILE").map(PathBuf::from), || Origin::Env("AITK_CA_FILE")))
             .or_else(|| {
-                setting(
+                with_origin(
                     project.ca_file.as_deref().map(|p| expand(p, &project_dir, &env)),
                     in_project,
                 )
             })
-            .or_else(|| setting(user.ca_file.as_deref().map(|p| expand(p, &user_dir, &env)), in_user));
+            .or_else(|| with_origin(user.ca_file.as_deref().map(|p| expand(p, &user_dir, &env)), in_user));
 
         let file = |path: PathBuf| TokenSource::File(path);
-        let mut token = setting(flags.token_file.clone().map(file), || Origin::Flag("--token-file"))
+        let mut token = with_origin(flags.token_file.clone().map(file), || Origin::Flag("--token-file"))
             .or_else(|| {
                 let value = env("AITK_TOKEN").map(|text| TokenSource::Value(Secret::new(text.trim())));
-                setting(value, || Origin::Env("AITK_TOKEN"))
+                with_origin(value, || Origin::Env("AITK_TOKEN"))
             })
             .or_else(|| {
-                setting(env("AITK_TOKEN_FILE").map(|p| file(p.into())), || {
+                with_origin(env("AITK_TOKEN_FILE").map(|p| file(p.into())), || {
                     Origin::Env("AITK_TOKEN_FILE")
                 })
             })
             .or_else(|| {
-                setting(
+                with_origin(
                     project
                         .token_file
                         .as_deref()
@@ -281,7 +282,7 @@ impl Settings {
                     in_project,
                 )
             });
-        // A folder that somebody else made may name a server; it must not thereby get the user's own token.
+        // Somebody else may have written the project file: the server that it names must not get the user's token.
         if token.is_none()
             && !matches!(
                 &server,
@@ -291,14 +292,14 @@ impl Settings {
                 })
             )
         {
-            token = setting(
+            token = with_origin(
                 user.token_file.as_deref().map(|p| file(expand(p, &user_dir, &env))),
                 in_user,
             );
         }
 
-        // A running `aitk up`: serves when nothing names a server, or when its own address is named. The user file's token is
-        // for the user file's server then, and no good here.
+        // A running `aitk up` is used when no server is set, or when the server is its own address. In the second case
+        // a token from the user file does not apply, because it is for the user file's server.
         let up_path = paths.up_state();
         if let Some(up) = UpState::read(&up_path)?
             && server
@@ -311,32 +312,32 @@ impl Settings {
                 token = token.filter(|token| !in_user_file(&token.origin));
                 ca_file = ca_file.filter(|ca_file| !in_user_file(&ca_file.origin));
             }
-            server = server.or_else(|| setting(Some(up.server), origin));
-            token = token.or_else(|| setting(Some(TokenSource::File(up.token_file)), origin));
-            ca_file = ca_file.or_else(|| setting(up.ca_file, origin));
+            server = server.or_else(|| with_origin(Some(up.server), origin));
+            token = token.or_else(|| with_origin(Some(TokenSource::File(up.token_file)), origin));
+            ca_file = ca_file.or_else(|| with_origin(up.ca_file, origin));
         }
         Ok(Self { server, token, ca_file })
     }
 
-    /// The address, or what to do when none is known.
+    /// Returns the address of the coordinator.
     ///
     /// # Errors
-    /// When no server is named anywhere.
+    /// When no server is set anywhere.
     pub fn server(&self) -> Result<&Setting<String>, Failure> {
         self.server.as_ref().ok_or_else(|| {
-            Failure::usage("no coordinator is named")
+            Failure::usage("no coordinator is set")
                 .hint("give --server URL, set AITK_SERVER, or write `server: URL` into ./aitk.yaml")
-                .hint("no cluster yet? `aitk up` starts one here; `aitk run CONFIG` needs none")
+                .hint("`aitk up` starts a coordinator here; `aitk run CONFIG` needs none")
         })
     }
 }
 
-/// Writes settings into a file, in place of those that it has; other lines stay. A setting without a value is removed.
+/// Replaces settings in a file; other lines are kept. A setting without a value is removed.
 ///
 /// # Errors
-/// When the file cannot be read, understood or written.
-pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
-    let private = read_file(path)?.notify_url.is_some();
+/// When the file cannot be read, parsed or written.
+pub fn save(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
+    let is_private = read_file(path)?.notify_url.is_some();
     let old = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -359,14 +360,14 @@ pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), 
         }
     }
     let write = |out: &mut std::io::BufWriter<&std::fs::File>| std::io::Write::write_all(out, text.as_bytes());
-    let written = match private {
+    let written = match is_private {
         true => fsutil::write_private(path, text.as_bytes()),
         false => fsutil::write_atomic(path, write),
     };
     written.map_err(|error| Failure::file("write", path, error.io()))
 }
 
-fn setting<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
+fn with_origin<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
     value.map(|value| Setting {
         value,
         origin: origin(),
@@ -385,7 +386,8 @@ fn read_file(path: &Path) -> Result<FileSettings, Failure> {
     })
 }
 
-/// Flat `key: value` lines, a small part of YAML: comments, quotes, nothing nested. Errors carry the line.
+/// Parses flat `key: value` lines, a small part of YAML: comments and quotes, nothing nested. An error has the line
+/// number.
 fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
     let mut settings = FileSettings::default();
     for (index, line) in text.lines().enumerate() {
@@ -395,7 +397,7 @@ fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
             continue;
         }
         if line.starts_with([' ', '\t']) {
-            return Err((number, "nested settings are not known here".to_owned()));
+            return Err((number, "nested settings are not supported".to_owned()));
         }
         let (key, value) = line
             .split_once(':')
@@ -408,14 +410,14 @@ fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
             "notify_url" => &mut settings.notify_url,
             "notify_private" => &mut settings.notify_private,
             "token" => {
-                let problem = "a token does not belong into a settings file; put it alone into a file of mode \
-                               0600 and name that with `token_file`";
+                let problem = "a token is not allowed in a settings file; put it into a file of its own with mode \
+                               0600, and set `token_file` to that file";
                 return Err((number, problem.to_owned()));
             }
             other => return Err((number, format!("'{other}' is not a setting"))),
         };
         if slot.is_some() {
-            return Err((number, format!("'{}' is said twice", key.trim())));
+            return Err((number, format!("'{}' is set twice", key.trim())));
         }
         *slot = Some(value).filter(|value| !value.is_empty());
     }
@@ -430,7 +432,7 @@ fn unquote(value: &str) -> Result<String, String> {
                 .ok_or_else(|| "a quote is not closed".to_owned())?;
             let after = after.trim();
             if !after.is_empty() && !after.starts_with('#') {
-                return Err("text after the closing quote".to_owned());
+                return Err("there is text after the closing quote".to_owned());
             }
             return Ok(inner.to_owned());
         }
@@ -453,12 +455,12 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    struct Place {
+    struct TestHome {
         dir: tempfile::TempDir,
         env: BTreeMap<String, String>,
     }
 
-    impl Place {
+    impl TestHome {
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
             let home = dir.path().join("home").display().to_string();
@@ -486,11 +488,10 @@ mod tests {
     }
 
     #[test]
-    fn each_place_gives_way_to_the_one_before() {
-        let mut place = Place::new();
+    fn settings_are_read_in_order_of_precedence() {
+        let mut home = TestHome::new();
         assert_eq!(
-            place
-                .resolve(&Flags::default())
+            home.resolve(&Flags::default())
                 .unwrap()
                 .server()
                 .unwrap_err()
@@ -500,29 +501,29 @@ mod tests {
         );
         let up =
             r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
-        place.write("home/.local/state/aitk/up.json", up);
-        let settings = place.resolve(&Flags::default()).unwrap();
+        home.write("home/.local/state/aitk/up.json", up);
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://up:1");
         assert_eq!(settings.token.unwrap().value, TokenSource::File("/t/up".into()));
 
-        place.write(
+        home.write(
             "home/.config/aitk/config.yaml",
             "server: http://user:1\ntoken_file: tok # mine\n",
         );
-        let settings = place.resolve(&Flags::default()).unwrap();
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://user:1");
-        let user_token = place.dir.path().join("home/.config/aitk/tok");
+        let user_token = home.dir.path().join("home/.config/aitk/tok");
         assert_eq!(settings.token.unwrap().value, TokenSource::File(user_token));
 
-        place.write("aitk.yaml", "# the lab\nserver: \"http://project:1\"\n");
-        let settings = place.resolve(&Flags::default()).unwrap();
+        home.write("aitk.yaml", "# the lab\nserver: \"http://project:1\"\n");
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://project:1");
         assert!(server(&settings).1.starts_with("project file"));
-        assert_eq!(settings.token, None, "a project must not draw the user's token");
+        assert_eq!(settings.token, None, "a project file must not get the user's token");
 
-        place.env.insert("AITK_SERVER".to_owned(), "http://env:1".to_owned());
-        place.env.insert("AITK_TOKEN".to_owned(), "secret".to_owned());
-        let settings = place.resolve(&Flags::default()).unwrap();
+        home.env.insert("AITK_SERVER".to_owned(), "http://env:1".to_owned());
+        home.env.insert("AITK_TOKEN".to_owned(), "secret".to_owned());
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).1, "environment variable AITK_SERVER");
         assert!(!format!("{settings:?}").contains("secret"));
 
@@ -530,31 +531,31 @@ mod tests {
             server: Some("http://flag:1".to_owned()),
             ..Flags::default()
         };
-        assert_eq!(server(&place.resolve(&flags).unwrap()).1, "flag --server");
+        assert_eq!(server(&home.resolve(&flags).unwrap()).1, "flag --server");
     }
 
     #[test]
-    fn an_up_address_that_is_named_gets_ups_token() {
-        let place = Place::new();
+    fn the_address_of_aitk_up_gets_its_token() {
+        let home = TestHome::new();
         let up =
             r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
-        place.write("home/.local/state/aitk/up.json", up);
+        home.write("home/.local/state/aitk/up.json", up);
         let named = Flags {
             server: Some("http://up:1/".to_owned()),
             ..Flags::default()
         };
-        assert!(place.resolve(&named).unwrap().token.is_some());
+        assert!(home.resolve(&named).unwrap().token.is_some());
         let other = Flags {
             server: Some("http://other:1".to_owned()),
             ..Flags::default()
         };
-        assert!(place.resolve(&other).unwrap().token.is_none());
-        // The token that `aitk login` kept is for another coordinator.
-        place.write(
+        assert!(home.resolve(&other).unwrap().token.is_none());
+        // The token that `aitk login` stored is for another coordinator.
+        home.write(
             "home/.config/aitk/config.yaml",
             "server: http://user:1\ntoken_file: /t/user\n",
         );
-        let token = |flags| match place.resolve(flags).unwrap().token.unwrap().value {
+        let token = |flags| match home.resolve(flags).unwrap().token.unwrap().value {
             TokenSource::File(path) => path,
             TokenSource::Value(_) => panic!(),
         };
@@ -564,73 +565,73 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_name_the_line() {
+    fn errors_in_settings_files_have_the_line() {
         for (text, wanted) in [
             ("server", "aitk.yaml:1: expected `key: value`"),
             ("\nservr: x", "aitk.yaml:2: 'servr' is not a setting"),
             ("token: abc", "0600"),
-            ("server: x\nserver: y", "said twice"),
+            ("server: x\nserver: y", "set twice"),
             ("server:\n  url: x", "nested"),
             ("server: \"x", "not closed"),
         ] {
-            let place = Place::new();
-            place.write("aitk.yaml", text);
-            let failure = place.resolve(&Flags::default()).unwrap_err();
+            let home = TestHome::new();
+            home.write("aitk.yaml", text);
+            let failure = home.resolve(&Flags::default()).unwrap_err();
             assert!(failure.message.contains(wanted), "{text:?}: {}", failure.message);
         }
     }
 
     #[test]
-    fn only_the_user_says_who_is_told() {
-        let mut place = Place::new();
-        let url = |place: &Place, flag| {
-            let env = |name: &str| place.env.get(name).cloned();
+    fn only_the_user_sets_the_webhook() {
+        let mut home = TestHome::new();
+        let url = |home: &TestHome, flag| {
+            let env = |name: &str| home.env.get(name).cloned();
             let found = NotifyUrl::resolve(flag, &env, &Paths::from_env(&env));
-            found.map(|found| found.map(|found| (found.url.expose().to_owned(), found.private)))
+            found.map(|found| found.map(|found| (found.url.expose().to_owned(), found.allow_private)))
         };
-        assert_eq!(url(&place, None).unwrap(), None);
-        let path = place.dir.path().join("home/.config/aitk/config.yaml");
-        place.write(
+        assert_eq!(url(&home, None).unwrap(), None);
+        let path = home.dir.path().join("home/.config/aitk/config.yaml");
+        home.write(
             "home/.config/aitk/config.yaml",
             "notify_url: https://user/secret\nnotify_private: true\n",
         );
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
-        let exposed = url(&place, None).unwrap_err().render(false);
+        let exposed = url(&home, None).unwrap_err().render(false);
         assert!(
             exposed.contains("chmod 600") && !exposed.contains("secret"),
             "{exposed}"
         );
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
         assert_eq!(
-            url(&place, None).unwrap(),
+            url(&home, None).unwrap(),
             Some(("https://user/secret".to_owned(), true))
         );
-        // What `aitk login` writes keeps it, and keeps it private.
-        remember(&path, &[("server", Some("https://new:1".to_owned()))]).unwrap();
+        // `aitk login` keeps the setting and the mode of the file.
+        save(&path, &[("server", Some("https://new:1".to_owned()))]).unwrap();
         assert_eq!(
-            url(&place, None).unwrap(),
+            url(&home, None).unwrap(),
             Some(("https://user/secret".to_owned(), true))
         );
 
-        place.env.insert("AITK_NOTIFY_URL".to_owned(), "https://env".to_owned());
-        place.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "0".to_owned());
-        assert_eq!(url(&place, None).unwrap(), Some(("https://env".to_owned(), false)));
+        home.env.insert("AITK_NOTIFY_URL".to_owned(), "https://env".to_owned());
+        home.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "0".to_owned());
+        assert_eq!(url(&home, None).unwrap(), Some(("https://env".to_owned(), false)));
         assert_eq!(
-            url(&place, Some("https://flag")).unwrap(),
+            url(&home, Some("https://flag")).unwrap(),
             Some(("https://flag".to_owned(), false))
         );
-        place.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "perhaps".to_owned());
-        assert_eq!(url(&place, None).unwrap_err().exit.code(), 2);
+        home.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "perhaps".to_owned());
+        assert_eq!(url(&home, None).unwrap_err().exit.code(), 2);
 
-        place.write("aitk.yaml", "notify_url: https://evil\n");
-        let refused = place.resolve(&Flags::default()).unwrap_err();
+        home.write("aitk.yaml", "notify_url: https://evil\n");
+        let refused = home.resolve(&Flags::default()).unwrap_err();
         assert!(refused.message.contains("settings of the user file"), "{refused}");
     }
 
     #[test]
-    fn what_is_remembered_takes_the_place_of_what_was_there() {
-        let place = Place::new();
-        let path = place.dir.path().join("config/config.yaml");
+    fn saved_settings_replace_old_ones_and_keep_other_lines() {
+        let home = TestHome::new();
+        let path = home.dir.path().join("config/config.yaml");
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, "# mine\nserver: http://old\nca_file: gone.pem\n").unwrap();
         let token = "/home/o'neil/a b: c".to_owned();
@@ -640,7 +641,7 @@ mod tests {
             ("ca_file", None),
         ];
         for _ in 0..2 {
-            remember(&path, &new).unwrap();
+            save(&path, &new).unwrap();
             let text = std::fs::read_to_string(&path).unwrap();
             assert!(text.starts_with("# mine\n") && text.lines().count() == 3, "{text}");
             let read = parse_file(&text).unwrap();
@@ -648,7 +649,7 @@ mod tests {
             assert_eq!(read.token_file, Some(token.clone()));
         }
         std::fs::write(&path, "nonsense").unwrap();
-        assert!(remember(&path, &new).is_err());
+        assert!(save(&path, &new).is_err());
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "nonsense");
     }
 }

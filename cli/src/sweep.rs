@@ -1,14 +1,14 @@
-//! `submit --sweep` and `--array`: which members an array has, and what they are called.
+//! `submit --sweep` and `--array`: expands an array into its members and names them.
 
 use crate::failure::Failure;
 use crate::output::format::printable;
-use aitk_common::control::MEMBERS_MOST;
+use aitk_common::control::MAX_ARRAY_MEMBERS;
 use aitk_common::job::change::Change;
 
-/// A longer suffix makes file names that nobody reads: members are numbered then.
-const SUFFIX_MOST: usize = 60;
+/// With a longer suffix the members are numbered instead.
+const MAX_SUFFIX_LENGTH: usize = 60;
 
-/// A key and the values that it takes, one after another.
+/// A key of the config and the values to try.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sweep {
     key: String,
@@ -18,38 +18,42 @@ pub struct Sweep {
 /// One member of an array.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Which, from 0.
+    /// Its index, from 0.
     pub index: usize,
-    /// Members with the same number get the same seed: those that differ only in swept keys.
+    /// The repeat that the member belongs to. Members with the same number get the same seed and differ only in swept
+    /// keys.
     pub twin: u32,
-    /// What it has other than the config.
+    /// Its changes to the config.
     pub changes: Vec<Change>,
-    /// What is appended to its name; empty when nothing is swept.
+    /// The suffix of its name; empty without a sweep.
     pub suffix: String,
 }
 
 impl Sweep {
-    /// Reads `KEY=V1,V2`; a comma inside quotes separates nothing.
+    /// Parses `KEY=V1,V2`. A comma inside quotes does not separate values.
     ///
     /// # Errors
-    /// When it is something else.
+    /// When the text has another form, a value is empty, or a value is given twice.
     pub fn parse(text: &str) -> Result<Self, Failure> {
         let wrong = |why: &str| {
             Failure::usage(format!("--sweep '{}': {why}", printable(text)))
-                .hint("write a key and its values, such as --sweep train.lr=1e-4,2e-4")
+                .hint("give a key and its values, such as --sweep train.lr=1e-4,2e-4")
         };
         let (key, values) = text.split_once('=').ok_or_else(|| wrong("there is no '='"))?;
         let key = key.trim();
         if key.is_empty() {
             return Err(wrong("there is no key before '='"));
         }
-        let values: Vec<String> = split(values).iter().map(|value| value.trim().to_owned()).collect();
+        let values: Vec<String> = split_at_commas(values)
+            .iter()
+            .map(|value| value.trim().to_owned())
+            .collect();
         if values.iter().any(String::is_empty) {
             return Err(wrong("a value is empty; null is written as null, an empty text as ''"));
         }
         for (index, value) in values.iter().enumerate() {
             if values[..index].contains(value) {
-                return Err(wrong(&format!("'{value}' is there twice")));
+                return Err(wrong(&format!("'{value}' is given twice")));
             }
         }
         Ok(Self {
@@ -58,12 +62,12 @@ impl Sweep {
         })
     }
 
-    /// `_lr1e-4`: the last part of the key, then the value.
+    /// Returns the label of a value: the last part of the key and the value, `_lr1e-4`.
     fn label(&self, value: &str) -> String {
         let last = self.key.rsplit('.').next().unwrap_or_default();
         let plain = |text: &str| -> String {
-            let kept = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
-            let text: String = text.chars().map(|c| if kept(c) { c } else { '-' }).collect();
+            let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+            let text: String = text.chars().map(|c| if is_allowed(c) { c } else { '-' }).collect();
             text.trim_matches('-').to_owned()
         };
         let sign = if value.starts_with('-') { "-" } else { "" };
@@ -75,8 +79,8 @@ impl Sweep {
     }
 }
 
-/// Text between commas that are not inside quotes.
-fn split(text: &str) -> Vec<String> {
+/// Splits at commas that are not inside quotes.
+fn split_at_commas(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut quote = None;
     for c in text.chars() {
@@ -98,30 +102,30 @@ fn split(text: &str) -> Vec<String> {
     parts
 }
 
-/// Every combination of the values, the last key the fastest, each `repeats` times.
+/// Returns every combination of the values, each `repeats` times. The last key changes fastest.
 ///
 /// # Errors
-/// When there is only one, or there are too many.
+/// When a key is given twice, there is only one combination, or there are too many.
 pub fn members(sweeps: &[Sweep], repeats: usize) -> Result<Vec<Member>, Failure> {
     for (index, sweep) in sweeps.iter().enumerate() {
         if sweeps[..index].iter().any(|other| other.key == sweep.key) {
             let key = printable(&sweep.key);
             return Err(Failure::usage(format!(
-                "--sweep {key}: given twice; write all values behind one"
+                "--sweep {key}: given twice; give all values with one flag"
             )));
         }
     }
     let count = sweeps
         .iter()
         .try_fold(repeats, |count, sweep| count.checked_mul(sweep.values.len()));
-    let count = count.filter(|count| *count <= MEMBERS_MOST).ok_or_else(|| {
+    let count = count.filter(|count| *count <= MAX_ARRAY_MEMBERS).ok_or_else(|| {
         Failure::usage(format!(
-            "these are more than {MEMBERS_MOST} jobs; an array has at most so many"
+            "these are more than {MAX_ARRAY_MEMBERS} jobs, the maximum of an array"
         ))
     })?;
     if count < 2 {
         return Err(Failure::usage(
-            "this is one job and no array; leave --sweep and --array out, or give more values",
+            "this is one job, not an array; leave --sweep and --array out, or give more values",
         ));
     }
     let mut all = vec![(Vec::new(), String::new())];
@@ -142,7 +146,8 @@ pub fn members(sweeps: &[Sweep], repeats: usize) -> Result<Vec<Member>, Failure>
     let width = (count - 1).to_string().len();
     let mut names: Vec<&String> = all.iter().map(|(_, suffix)| suffix).collect();
     names.sort_unstable();
-    let readable = names.iter().all(|name| name.len() <= SUFFIX_MOST) && names.windows(2).all(|two| two[0] != two[1]);
+    let readable =
+        names.iter().all(|name| name.len() <= MAX_SUFFIX_LENGTH) && names.windows(2).all(|two| two[0] != two[1]);
     let repeated = (0..repeats).flat_map(|twin| all.iter().map(move |one| (twin, one)));
     let member = |(index, (twin, (changes, suffix))): (usize, (usize, &(Vec<Change>, String)))| Member {
         index,
@@ -158,9 +163,9 @@ pub fn members(sweeps: &[Sweep], repeats: usize) -> Result<Vec<Member>, Failure>
     Ok(repeated.enumerate().map(member).collect())
 }
 
-/// The suffix of the members of an array whose names would otherwise be the same.
+/// Returns the suffix with the member's index, for members whose names would otherwise be equal.
 #[must_use]
-pub fn numbered(index: usize, count: usize) -> String {
+pub fn numbered_suffix(index: usize, count: usize) -> String {
     let width = count.saturating_sub(1).to_string().len();
     format!("_{index:0width$}")
 }
@@ -174,9 +179,9 @@ mod tests {
     }
 
     #[test]
-    fn every_combination_has_a_name_that_says_it() {
-        let made = members(&sweeps(&["train.lr=1e-4, 2e-4", "network.linear=16,32"]), 1).unwrap();
-        let names: Vec<&str> = made.iter().map(|member| member.suffix.as_str()).collect();
+    fn every_combination_is_named_after_its_values() {
+        let members_made = members(&sweeps(&["train.lr=1e-4, 2e-4", "network.linear=16,32"]), 1).unwrap();
+        let names: Vec<&str> = members_made.iter().map(|member| member.suffix.as_str()).collect();
         assert_eq!(
             names,
             [
@@ -187,10 +192,16 @@ mod tests {
             ]
         );
         assert_eq!(
-            (made[3].changes[0].value.as_str(), made[3].changes[1].key.as_str()),
+            (
+                members_made[3].changes[0].value.as_str(),
+                members_made[3].changes[1].key.as_str()
+            ),
             ("2e-4", "network.linear")
         );
-        assert!(made.iter().all(|member| member.twin == 0), "only the keys differ");
+        assert!(
+            members_made.iter().all(|member| member.twin == 0),
+            "only the keys differ"
+        );
         let twice = members(&sweeps(&["train.seed=-1,1"]), 2).unwrap();
         let names: Vec<_> = twice
             .iter()
@@ -202,21 +213,24 @@ mod tests {
         );
         let same = members(&[], 12).unwrap();
         assert_eq!((same.len(), same[11].twin, same[11].suffix.as_str()), (12, 11, ""));
-        assert_eq!(numbered(3, 12), "_03");
+        assert_eq!(numbered_suffix(3, 12), "_03");
     }
 
     #[test]
     fn long_or_equal_names_become_numbers() {
         let long = format!("sample.neg='{}','b, c'", "a".repeat(80));
-        let made = members(&sweeps(&[&long]), 1).unwrap();
-        assert_eq!((made[0].suffix.as_str(), made[1].suffix.as_str()), ("_0", "_1"));
-        assert_eq!(made[1].changes[0].value, "'b, c'");
-        let made = members(&sweeps(&["model.name_or_path=a/b,a b"]), 1).unwrap();
-        assert_eq!(made[1].suffix, "_1");
+        let members_made = members(&sweeps(&[&long]), 1).unwrap();
+        assert_eq!(
+            (members_made[0].suffix.as_str(), members_made[1].suffix.as_str()),
+            ("_0", "_1")
+        );
+        assert_eq!(members_made[1].changes[0].value, "'b, c'");
+        let members_made = members(&sweeps(&["model.name_or_path=a/b,a b"]), 1).unwrap();
+        assert_eq!(members_made[1].suffix, "_1");
     }
 
     #[test]
-    fn what_is_no_sweep_is_said_so() {
+    fn invalid_sweeps_are_refused() {
         for (text, says) in [
             ("train.lr", "no '='"),
             ("=1", "no key"),

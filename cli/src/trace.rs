@@ -1,4 +1,4 @@
-//! Submissions as spans for a collector, and the trace that a job inherits from them.
+//! Trace spans of submissions, and the trace context that a job inherits from them.
 
 use aitk_common::id::JobId;
 use aitk_common::telemetry::context::{SpanId, TRACEPARENT, TraceContext, TraceId};
@@ -6,94 +6,98 @@ use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};
 use std::sync::OnceLock;
 use std::time::{Duration, SystemTime};
 
-/// How long a person waits for a collector at the end of a command.
+/// How long the program waits for the collector before it exits.
 const LAST_SPANS: Duration = Duration::from_secs(1);
 
-/// One per process: what runs inside this program sends its spans the same way.
+/// One exporter per process: an embedded coordinator and worker use the same one.
 static TRACES: OnceLock<Traces> = OnceLock::new();
 
-/// Where this program's spans go, as the environment says.
+/// Returns the exporter of this process, configured by the environment.
 pub fn traces() -> &'static Traces {
     TRACES.get_or_init(Traces::from_environment)
 }
 
-/// Sends what waits. The last thing of all.
+/// Sends the remaining spans. Call it last.
 pub(crate) fn finish() {
     if let Some(traces) = TRACES.get() {
         traces.finish(LAST_SPANS);
     }
 }
 
-/// A submission that is under way.
-pub(crate) struct Submitting {
+/// The span of a submission. It is recorded when the value is dropped.
+pub(crate) struct SubmitSpan {
     tracer: Tracer,
-    /// What this program runs for, by `TRACEPARENT`.
-    from: Option<TraceContext>,
-    own: TraceContext,
+    /// The parent span from `TRACEPARENT`.
+    parent: Option<TraceContext>,
+    context: TraceContext,
     start: SystemTime,
     job: Option<JobId>,
 }
 
-impl Submitting {
-    /// Begins one.
-    pub(crate) fn begin() -> Self {
-        let from = crate::context::env(&TRACEPARENT.to_uppercase());
-        Self::with(
+impl SubmitSpan {
+    /// Starts the span.
+    pub(crate) fn start() -> Self {
+        let parent = crate::context::env(&TRACEPARENT.to_uppercase());
+        Self::new(
             traces().tracer(Service::Client),
-            from.and_then(|text| text.parse().ok()),
+            parent.and_then(|text| text.parse().ok()),
         )
     }
 
-    fn with(tracer: Tracer, from: Option<TraceContext>) -> Self {
-        let trace = from.map_or_else(TraceId::random, |from| from.trace);
-        let own = TraceContext {
+    fn new(tracer: Tracer, parent: Option<TraceContext>) -> Self {
+        let trace = parent.map_or_else(TraceId::random, |parent| parent.trace);
+        let context = TraceContext {
             trace,
             span: SpanId::random(),
-            sampled: tracer.keeps(trace, from),
+            sampled: tracer.is_sampled(trace, parent),
         };
         Self {
             tracer,
-            from,
-            own,
+            parent,
+            context,
             start: SystemTime::now(),
             job: None,
         }
     }
 
-    /// What the job is part of: this submission, or without a collector what this program itself is part of.
+    /// Returns the parent span for the job: this submission, or without a collector the parent of this program.
     pub(crate) fn context(&self) -> Option<TraceContext> {
-        if self.tracer.is_on() { Some(self.own) } else { self.from }
+        if self.tracer.is_on() {
+            Some(self.context)
+        } else {
+            self.parent
+        }
     }
 
-    /// Inputs were sent, from `start` until now.
-    pub(crate) fn sent(&self, start: SystemTime, bytes: u64) {
+    /// Records the upload of inputs, from `start` until now.
+    pub(crate) fn record_upload(&self, start: SystemTime, bytes: u64) {
         if !self.tracer.is_on() {
             return;
         }
         let context = TraceContext {
             span: SpanId::random(),
-            ..self.own
+            ..self.context
         };
         let span = Span::new("upload", context, (start, SystemTime::now()))
-            .within(self.own.span)
+            .within(self.context.span)
             .with("aitk.upload.bytes", i64::try_from(bytes).unwrap_or(i64::MAX));
         self.tracer.record(span);
     }
 
-    /// The coordinator has the job.
+    /// Records the id of the submitted job, and ends the span.
     pub(crate) fn submitted(mut self, job: &JobId) {
         self.job = Some(job.clone());
     }
 }
 
-impl Drop for Submitting {
+impl Drop for SubmitSpan {
     fn drop(&mut self) {
         if !self.tracer.is_on() {
             return;
         }
-        let mut span = Span::new("submit", self.own, (self.start, SystemTime::now())).calls();
-        if let Some(from) = self.from {
-            span = span.within(from.span);
+        let mut span = Span::new("submit", self.context, (self.start, SystemTime::now())).calls();
+        if let Some(parent) = self.parent {
+            span = span.within(parent.span);
         }
         span = match &self.job {
             Some(job) => span.with("aitk.job.id", job.to_string()),
@@ -108,9 +112,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_a_collector_the_job_is_part_of_what_the_command_is_part_of() {
-        assert_eq!(Submitting::with(Tracer::default(), None).context(), None);
-        let from = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".parse().ok();
-        assert_eq!(Submitting::with(Tracer::default(), from).context(), from);
+    fn without_a_collector_the_job_inherits_the_parent_of_the_command() {
+        assert_eq!(SubmitSpan::new(Tracer::default(), None).context(), None);
+        let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".parse().ok();
+        assert_eq!(SubmitSpan::new(Tracer::default(), parent).context(), parent);
     }
 }

@@ -1,7 +1,8 @@
-//! Local inputs into the coordinator's storage: hashed here, each content sent once, nothing that is there already.
+//! Uploads local inputs to the coordinator's storage. Files are hashed here; content that is stored already is not
+//! sent.
 
 use crate::api::{Api, status_failure};
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
@@ -20,40 +21,40 @@ use std::time::Duration;
 use tokio::io::AsyncReadExt;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// How many blobs are asked for in one question; the protocol allows 1,000.
+/// Number of hashes in one `Has` request; the protocol allows 1,000.
 const HAS_BATCH: usize = 1000;
-/// Files under way at once: enough to fill a line with small files.
-const AT_ONCE: usize = 8;
-/// Pieces read ahead per file, of at most 1 MiB each.
-const AHEAD: usize = 4;
-/// How often a broken upload is begun again.
-const TRIES: u32 = 5;
-/// How often the bar is moved.
-const TICK: Duration = Duration::from_millis(100);
+/// The largest number of concurrent uploads, enough to use the bandwidth with small files.
+const MAX_CONCURRENT_FILES: usize = 8;
+/// Number of pieces read ahead per file, of at most 1 MiB each.
+const READ_AHEAD: usize = 4;
+/// How often an upload is attempted.
+const MAX_ATTEMPTS: u32 = 5;
+/// How often the progress bar is updated.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// One input of a config as it lies in storage.
+/// An input of a config that is in storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Staged {
-    /// As the config names it.
+pub struct StagedInput {
+    /// Its path as the config has it.
     pub config_path: String,
-    /// Its snapshot.
+    /// The id of its snapshot.
     pub snapshot: ContentHash,
-    /// How many files it has.
+    /// Number of files.
     pub files: u64,
-    /// Their bytes.
+    /// Size of the files in bytes.
     pub bytes: u64,
-    /// Bytes of it that had to be sent; content that two inputs share counts for the first.
+    /// Bytes that were sent. Content that two inputs share is counted for the first.
     pub sent_bytes: u64,
 }
 
-/// Hashes every input, with a bar.
+/// Hashes every input, with a progress bar.
 ///
 /// # Errors
-/// When a file cannot be read or its name cannot be used elsewhere.
-pub async fn stage(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(String, Scanned)>, Failure> {
+/// When a file cannot be read, or its name is not portable.
+pub async fn hash_inputs(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(String, Scanned)>, Failure> {
     let mut staged = Vec::new();
     for (config_path, path) in inputs {
-        let mut wait = ui.bytes("hashing", 0);
+        let mut indicator = ui.byte_progress("hashing", 0);
         let (done, total) = (AtomicU64::new(0), AtomicU64::new(0));
         let counters = std::sync::Arc::new((done, total));
         let (counted, scanned_path) = (counters.clone(), path.clone());
@@ -66,16 +67,16 @@ pub async fn stage(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(S
         let scanned = loop {
             tokio::select! {
                 scanned = &mut scanning => break scanned,
-                () = tokio::time::sleep(TICK) => {
-                    wait.set(counters.0.load(Ordering::Relaxed), counters.1.load(Ordering::Relaxed));
+                () = tokio::time::sleep(PROGRESS_INTERVAL) => {
+                    indicator.set(counters.0.load(Ordering::Relaxed), counters.1.load(Ordering::Relaxed));
                 }
             }
         };
         let scanned = scanned.map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
         let scanned = scanned.map_err(|error| storage_failure(path, error))?;
         if scanned.snapshot.files.is_empty() {
-            return Err(Failure::failed(format!("{} holds no files", path.display()))
-                .hint("names that begin with a dot, and cached latents, are not counted"));
+            return Err(Failure::failed(format!("{} has no files", path.display()))
+                .hint("files whose names begin with a dot, and cached latents, are not counted"));
         }
         staged.push((config_path.clone(), scanned));
     }
@@ -84,28 +85,28 @@ pub async fn stage(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(S
 
 fn storage_failure(path: &Path, error: StorageError) -> Failure {
     match error {
-        StorageError::Local(error) => disk(&error),
+        StorageError::Local(error) => disk_failure(&error),
         other => Failure::failed(format!("{}: {other}", path.display())),
     }
 }
 
-/// Where a content comes from.
+/// The source of a blob.
 enum Source {
     File(PathBuf),
     Bytes(Bytes),
 }
 
-/// What is to be sent.
+/// The blobs that the coordinator does not have yet.
 pub struct Upload {
-    staged: Vec<Staged>,
+    staged: Vec<StagedInput>,
     missing: Vec<(ContentHash, u64, Source)>,
 }
 
 impl Upload {
-    /// Asks the coordinator what it does not have yet.
+    /// Asks the coordinator which blobs it does not have yet.
     ///
     /// # Errors
-    /// When it cannot be asked.
+    /// When the call fails.
     pub async fn plan(api: &Api, ui: &Ui, inputs: Vec<(String, Scanned)>) -> Result<Self, Failure> {
         let mut all = BTreeSet::new();
         for (_, scanned) in &inputs {
@@ -113,7 +114,7 @@ impl Upload {
             all.insert(scanned.snapshot.id());
         }
         let all: Vec<ContentHash> = all.into_iter().collect();
-        let _spinner = (ui.has_bars() && all.len() > HAS_BATCH).then(|| ui.spinner("asking what is there already"));
+        let _spinner = (ui.has_bars() && all.len() > HAS_BATCH).then(|| ui.spinner("checking what is stored already"));
         let mut absent = BTreeSet::new();
         for batch in all.chunks(HAS_BATCH) {
             let mut blobs = api.clients().blobs;
@@ -126,9 +127,7 @@ impl Upload {
                 .map_err(|status| status_failure(api.server(), &status))?
                 .into_inner();
             if reply.present.len() != batch.len() {
-                return Err(Failure::failed(
-                    "the coordinator did not say of every file whether it has it",
-                ));
+                return Err(Failure::failed("the coordinator's answer does not cover every file"));
             }
             absent.extend(
                 batch
@@ -142,7 +141,7 @@ impl Upload {
             staged: Vec::new(),
             missing: Vec::new(),
         };
-        // The list of a snapshot goes after its files: a list that is there promises that they are.
+        // The list of a snapshot is sent after its files, because a stored list means that its files are stored.
         let mut lists = Vec::new();
         for (config_path, scanned) in inputs {
             let snapshot = &scanned.snapshot;
@@ -161,7 +160,7 @@ impl Upload {
             if absent.remove(&id) {
                 lists.push((id, list.len() as u64, Source::Bytes(list)));
             }
-            upload.staged.push(Staged {
+            upload.staged.push(StagedInput {
                 config_path,
                 snapshot: id,
                 files: snapshot.files.len() as u64,
@@ -173,22 +172,22 @@ impl Upload {
         Ok(upload)
     }
 
-    /// How much has to be sent.
+    /// Returns the bytes that have to be sent.
     #[must_use]
     pub fn missing_bytes(&self) -> u64 {
         self.missing.iter().map(|(_, bytes, _)| bytes).sum()
     }
 
-    /// Sends it, with a bar.
+    /// Sends the blobs, with a progress bar.
     ///
     /// # Errors
-    /// When a file changed meanwhile, the connection breaks too often, or the store refuses.
-    pub async fn send(self, api: &Api, ui: &Ui) -> Result<Vec<Staged>, Failure> {
+    /// When a file has changed since it was hashed, the connection breaks too often, or the store refuses a blob.
+    pub async fn send(self, api: &Api, ui: &Ui) -> Result<Vec<StagedInput>, Failure> {
         let total = self.missing_bytes();
         if self.missing.is_empty() {
             return Ok(self.staged);
         }
-        let mut wait = ui.bytes("uploading", total);
+        let mut indicator = ui.byte_progress("uploading", total);
         let sent = AtomicI64::new(0);
         let (lists, files): (Vec<_>, Vec<_>) = self
             .missing
@@ -198,16 +197,16 @@ impl Upload {
             let sends = group
                 .into_iter()
                 .map(|(hash, bytes, source)| send_one(api, *hash, *bytes, source, &sent));
-            let mut sends = stream::iter(sends).buffer_unordered(AT_ONCE);
+            let mut sends = stream::iter(sends).buffer_unordered(MAX_CONCURRENT_FILES);
             loop {
                 tokio::select! {
                     next = sends.next() => match next {
                         Some(done) => done?,
                         None => break,
                     },
-                    () = tokio::time::sleep(TICK) => {}
+                    () = tokio::time::sleep(PROGRESS_INTERVAL) => {}
                 }
-                wait.set(u64::try_from(sent.load(Ordering::Relaxed)).unwrap_or(0), total);
+                indicator.set(u64::try_from(sent.load(Ordering::Relaxed)).unwrap_or(0), total);
             }
         }
         Ok(self.staged)
@@ -216,15 +215,15 @@ impl Upload {
 
 async fn send_one(api: &Api, hash: ContentHash, bytes: u64, source: &Source, sent: &AtomicI64) -> Result<(), Failure> {
     let mut pause = Duration::from_millis(250);
-    let mut tries = 1;
+    let mut attempt = 1;
     loop {
-        let brought = AtomicI64::new(0);
-        match Box::pin(try_send(api, hash, bytes, source, &brought, sent)).await {
-            Err(failure) if failure.exit == Exit::Unreachable && tries < TRIES => {
-                sent.fetch_sub(brought.load(Ordering::Relaxed), Ordering::Relaxed);
-                tracing::debug!(%failure, tries, "upload broke off");
+        let sent_in_attempt = AtomicI64::new(0);
+        match Box::pin(try_send(api, hash, bytes, source, &sent_in_attempt, sent)).await {
+            Err(failure) if failure.exit == Exit::Unreachable && attempt < MAX_ATTEMPTS => {
+                sent.fetch_sub(sent_in_attempt.load(Ordering::Relaxed), Ordering::Relaxed);
+                tracing::debug!(%failure, attempt, "upload broke off");
                 tokio::time::sleep(pause).await;
-                (tries, pause) = (tries + 1, pause * 2);
+                (attempt, pause) = (attempt + 1, pause * 2);
             }
             other => return other,
         }
@@ -236,10 +235,10 @@ async fn try_send(
     hash: ContentHash,
     bytes: u64,
     source: &Source,
-    brought: &AtomicI64,
+    sent_in_attempt: &AtomicI64,
     sent: &AtomicI64,
 ) -> Result<(), Failure> {
-    let (pieces, requests) = tokio::sync::mpsc::channel(AHEAD);
+    let (pieces, requests) = tokio::sync::mpsc::channel(READ_AHEAD);
     let header = v1::PutBlobRequest {
         part: Some(Part::Header(v1::BlobHeader {
             sha256: hash.to_hex(),
@@ -249,14 +248,14 @@ async fn try_send(
     };
     let count = |length: usize| {
         let length = i64::try_from(length).unwrap_or(0);
-        brought.fetch_add(length, Ordering::Relaxed);
+        sent_in_attempt.fetch_add(length, Ordering::Relaxed);
         sent.fetch_add(length, Ordering::Relaxed);
     };
     let mut blobs = api.clients().blobs;
     let call = blobs.put(ReceiverStream::new(requests));
-    let feed = feed(header, source, pieces, count);
-    let (fed, put) = futures::join!(feed, call);
-    fed?;
+    let send_pieces = send_pieces(header, source, pieces, count);
+    let (pieces_sent, put) = futures::join!(send_pieces, call);
+    pieces_sent?;
     match put {
         Ok(_) => Ok(()),
         Err(status) if status.code() == tonic::Code::InvalidArgument => {
@@ -264,22 +263,22 @@ async fn try_send(
                 Source::File(path) => path.display().to_string(),
                 Source::Bytes(_) => "the list of files".to_owned(),
             };
-            Err(Failure::failed(format!("{name} was not taken: {}", status.message()))
-                .hint("did it change during the upload? Submit again"))
+            Err(Failure::failed(format!("{name} was refused: {}", status.message()))
+                .hint("the file may have changed during the upload; submit again"))
         }
         Err(status) => Err(status_failure(api.server(), &status)),
     }
 }
 
-/// Puts the pieces of a content into a call. It takes `pieces`, so that the stream ends when this does: after an
-/// error without its last bytes, and then the store keeps nothing.
-async fn feed(
+/// Writes the pieces of a blob into a call. The function owns `pieces`, so the stream ends when it returns. After an
+/// error the stream is shorter than announced, and the store discards it.
+async fn send_pieces(
     header: v1::PutBlobRequest,
     source: &Source,
     pieces: tokio::sync::mpsc::Sender<v1::PutBlobRequest>,
     count: impl Fn(usize),
 ) -> Result<(), Failure> {
-    // A closed channel means that the call is over; its answer says how.
+    // A closed channel means that the call has ended; its status has the error.
     if pieces.send(header).await.is_err() {
         return Ok(());
     }
@@ -298,7 +297,7 @@ async fn feed(
         Source::File(path) => {
             let unreadable = |error: std::io::Error| Failure::file("read", path, &error);
             let own = path.clone();
-            // What was a file when it was hashed may have become a pipe.
+            // `regular::open` refuses a path that has become a pipe since it was hashed.
             let opened = tokio::task::spawn_blocking(move || regular::open(&own)).await;
             let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
             let mut file = tokio::fs::File::from_std(opened.map_err(unreadable)?.0);

@@ -12,19 +12,19 @@ use jiff::Timestamp;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// The shortest part of an id that is shown.
+/// The smallest length at which ids are shown.
 const SHORT_ID: usize = 9;
 
-/// A moment from the coordinator. What no clock can show becomes 1970.
+/// Converts a time from the coordinator. A value out of range becomes 1970.
 #[must_use]
-pub fn moment(time: UnixMillis) -> Timestamp {
+pub fn timestamp(time: UnixMillis) -> Timestamp {
     i64::try_from(time.0)
         .ok()
         .and_then(|ms| Timestamp::from_millisecond(ms).ok())
         .unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
-/// `cuda:0`, `cpu`.
+/// Formats a device: `cuda:0`, `cpu`.
 #[must_use]
 pub fn device(device: DeviceRef) -> String {
     match (device.kind.name(), device.index) {
@@ -33,7 +33,7 @@ pub fn device(device: DeviceRef) -> String {
     }
 }
 
-/// How the program ends for a job that has ended like this.
+/// Returns the exit code for a job that has ended.
 #[must_use]
 pub fn job_exit(job: &JobView) -> Exit {
     match job.state {
@@ -51,7 +51,7 @@ pub fn job_exit(job: &JobView) -> Exit {
     }
 }
 
-/// The length at which ids are shown: all of the same length, at least 9, and no two alike.
+/// Returns the length to which ids are shortened: at least 9, and long enough that all are different.
 #[must_use]
 pub fn id_length<'a>(ids: impl Iterator<Item = &'a str>) -> usize {
     let mut ids: Vec<&str> = ids.collect();
@@ -62,33 +62,36 @@ pub fn id_length<'a>(ids: impl Iterator<Item = &'a str>) -> usize {
     shared.max().map_or(SHORT_ID, |shared| SHORT_ID.max(shared + 1))
 }
 
-/// The beginning of an id.
+/// Returns the beginning of an id.
 #[must_use]
 pub fn short_id(id: &str, length: usize) -> &str {
     id.get(..length).unwrap_or(id)
 }
 
-/// How long a job will still take, if that can be said.
+/// Returns the estimated remaining time of a job, if it is known.
 fn eta(job: &JobView) -> Option<Duration> {
-    let progress = job.progress.filter(|_| is_at_work(job))?;
-    let left = progress.total.checked_sub(progress.done).filter(|&left| left > 0)?;
-    Duration::try_from_secs_f64(progress.seconds_per_step? * left as f64).ok()
+    let progress = job.progress.filter(|_| is_active(job))?;
+    let remaining = progress
+        .total
+        .checked_sub(progress.done)
+        .filter(|&remaining| remaining > 0)?;
+    Duration::try_from_secs_f64(progress.seconds_per_step? * remaining as f64).ok()
 }
 
-fn is_at_work(job: &JobView) -> bool {
+fn is_active(job: &JobView) -> bool {
     matches!(job.state, JobState::Running | JobState::Stopping)
 }
 
-/// What a job does now or why it is where it is, in a few words.
+/// Returns a short text about what a job is doing, or the reason for its state.
 #[must_use]
 pub fn job_detail(job: &JobView) -> String {
-    let place = job
+    let location = job
         .attempts
         .last()
         .map(|attempt| format!("{} {}", attempt.worker_name, device(attempt.device)));
     match job.state {
         JobState::Running | JobState::Stopping => {
-            let mut parts: Vec<String> = place.into_iter().collect();
+            let mut parts: Vec<String> = location.into_iter().collect();
             parts.extend(job.phase.clone().filter(|phase| !phase.is_empty()));
             if parts.is_empty() || job.paused {
                 parts.extend(Some(job.reason.clone()).filter(|reason| !reason.is_empty()));
@@ -96,14 +99,14 @@ pub fn job_detail(job: &JobView) -> String {
             parts.join(", ")
         }
         JobState::Queued | JobState::Stopped | JobState::Failed => job.reason.clone(),
-        JobState::Completed => match job.took() {
+        JobState::Completed => match job.run_time() {
             Some(took) => format!("took {}", duration(took)),
             None => job.reason.clone(),
         },
     }
 }
 
-/// The table of `aitk ps`.
+/// Builds the table of `aitk ps`.
 #[must_use]
 pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
     let length = if full_ids {
@@ -112,19 +115,20 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
         id_length(jobs.iter().map(|job| job.id.as_str()))
     };
     let numbers = |job: &JobView| {
-        let at_work = is_at_work(job);
+        let active = is_active(job);
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         let speed = job
             .progress
             .and_then(|progress| progress.seconds_per_step)
-            .filter(|_| at_work);
+            .filter(|_| active);
         [
-            or_none(job.loss.filter(|_| at_work).map(number)),
+            or_none(job.loss.filter(|_| active).map(number)),
             or_none(speed.map(rate)),
             or_none(eta(job).map(duration)),
         ]
     };
-    // Without a training there is nothing to say in them, and reasons need the place. A script always gets them.
+    // For people these columns are left out when they are empty, so that reasons have more space. A script always gets
+    // them.
     let numbered = full_ids || jobs.iter().any(|job| numbers(job).iter().any(|cell| cell != "-"));
     let mut columns = vec![
         Column::fixed("ID"),
@@ -153,16 +157,17 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
         if numbered {
             cells.extend(numbers(job));
         }
-        cells.push(ago(moment(since), now));
+        cells.push(ago(timestamp(since), now));
         table.row(cells);
         table.note(&job_detail(job));
     }
     table
 }
 
-/// What a device of a worker does, what matters most first. None: the worker has no device and there is nothing to say.
+/// Returns the states of a worker's device, the most important first. It is empty for a worker without devices that is
+/// only connected.
 #[must_use]
-pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
+pub fn device_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
     let busy = slot.is_some_and(|slot| !slot.jobs.is_empty());
     let states = [
         (!worker.connected, WorkerState::Away),
@@ -182,11 +187,11 @@ pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<
     }
 }
 
-/// What there is to say of a device beside its state: what runs there, why it gets no work, since when it is away.
-fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usize, now: Timestamp) -> String {
+/// Returns the details of a device beside its state: what runs there, why it is quarantined, when it was last seen.
+fn device_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usize, now: Timestamp) -> String {
     let mut parts = Vec::new();
-    // The first stands in its column, and what runs is listed.
-    let more = slot_states(worker, slot).into_iter().skip(1);
+    // The first state is in its own column, and running jobs are listed below.
+    let more = device_states(worker, slot).into_iter().skip(1);
     parts.extend(
         more.filter(|state| *state != WorkerState::Running)
             .map(|state| state.name().to_owned()),
@@ -197,7 +202,7 @@ fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usi
         .map(|job| short_id(job.as_str(), length))
         .collect();
     if !worker.connected {
-        parts.push(format!("last seen {}", ago(moment(worker.last_seen), now)));
+        parts.push(format!("last seen {}", ago(timestamp(worker.last_seen), now)));
     }
     if !runs.is_empty() {
         parts.push(format!("runs {}", runs.join(" ")));
@@ -208,11 +213,11 @@ fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usi
     parts.join("; ")
 }
 
-/// The table of `aitk workers`: a row per device, and below it what does not fit beside it.
+/// Builds the table of `aitk workers`: a row per device, with its details as a note.
 #[must_use]
 pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
     let columns = [
-        // A name is typed into other commands.
+        // Wide, because users type the name into other commands.
         Column::text("WORKER", 22),
         Column::text("DEVICE", 10),
         Column::number("BUDGET"),
@@ -228,14 +233,14 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
             .flat_map(|d| d.jobs.iter().map(|id| id.as_str())),
     );
     let state = |worker: &WorkerView, slot: Option<&WorkerDeviceView>| {
-        let first = slot_states(worker, slot).first().map(|state| state.name());
+        let first = device_states(worker, slot).first().map(|state| state.name());
         first.unwrap_or("no device").to_owned()
     };
     for worker in workers {
         if worker.devices.is_empty() {
             let none = || "-".to_owned();
             table.row([worker.name.clone(), none(), none(), none(), none(), state(worker, None)]);
-            table.note(&slot_detail(worker, None, length, now));
+            table.note(&device_detail(worker, None, length, now));
         }
         for slot in &worker.devices {
             table.row([
@@ -246,13 +251,13 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
                 slot.device.profile.name().to_owned(),
                 state(worker, Some(slot)),
             ]);
-            table.note(&slot_detail(worker, Some(slot), length, now));
+            table.note(&device_detail(worker, Some(slot), length, now));
         }
     }
     table
 }
 
-/// The table of `aitk artifacts ls`.
+/// Builds the table of `aitk artifacts ls`.
 #[must_use]
 pub fn artifacts_table(artifacts: &[Artifact]) -> Table {
     let columns = [
@@ -269,20 +274,20 @@ pub fn artifacts_table(artifacts: &[Artifact]) -> Table {
     table
 }
 
-/// Anything of the coordinator as JSON, with its times as RFC 3339.
+/// Serialises a value of the coordinator, with the fields `times` as RFC 3339.
 fn with_times(value: impl serde::Serialize, times: &[&str]) -> Value {
     let mut value = serde_json::to_value(value).unwrap_or(Value::Null);
     for name in times {
         if let Some(slot) = value.get_mut(name)
             && let Some(ms) = slot.as_u64()
         {
-            *slot = rfc3339(moment(UnixMillis(ms))).into();
+            *slot = rfc3339(timestamp(UnixMillis(ms))).into();
         }
     }
     value
 }
 
-/// A job in JSON.
+/// Converts a job to JSON.
 #[must_use]
 pub fn job_json(job: &JobView) -> Value {
     let mut value = with_times(job, &["created", "started", "ended"]);
@@ -295,13 +300,13 @@ pub fn job_json(job: &JobView) -> Value {
     value
 }
 
-/// A worker in JSON.
+/// Converts a worker to JSON.
 #[must_use]
 pub fn worker_json(worker: &WorkerView) -> Value {
     with_times(worker, &["last_seen"])
 }
 
-/// A line about how a connected worker confines attempts; the reasons are in `--json`.
+/// Returns a line about how a connected worker confines attempts; the reasons are in `--json`.
 #[must_use]
 pub fn confinement_line(worker: &WorkerView) -> Option<String> {
     let confinement = worker.confinement.as_ref().filter(|_| worker.connected)?;
@@ -310,17 +315,17 @@ pub fn confinement_line(worker: &WorkerView) -> Option<String> {
         let names = parts.iter().filter(|(_, part)| part.in_force == in_force);
         names.map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
     };
-    let (held, open) = (named(true), named(false));
-    let held = if held.is_empty() { "nothing" } else { &held };
+    let (confined, open) = (named(true), named(false));
+    let confined = if confined.is_empty() { "nothing" } else { &confined };
     let open = if open.is_empty() {
         String::new()
     } else {
         format!("; not {open}")
     };
-    Some(format!("{} confines {held}{open}", worker.name))
+    Some(format!("{} confines {confined}{open}", worker.name))
 }
 
-/// An event in JSON, with its job.
+/// Converts an event to JSON, with the id of its job.
 #[must_use]
 pub fn event_json(job: &str, event: &JobEvent) -> Value {
     let mut line = json!({ "job": job });
@@ -378,7 +383,7 @@ mod tests {
 
     #[test]
     fn tables_fit_eighty_columns_with_long_names() {
-        let now = moment(UnixMillis(3_600_000));
+        let now = timestamp(UnixMillis(3_600_000));
         let lines = jobs_table(&jobs(), now, false).aligned(80);
         for line in &lines {
             assert!(line.width() <= 80, "{line}");
@@ -386,7 +391,7 @@ mod tests {
         assert!(lines[1].starts_with("0193aaaa-  a_lora"), "{}", lines[1]);
         let numbers = "running  1200/20000  0.1235  2.50 it/s  2h 05m  1h ago";
         assert!(lines[1].ends_with(numbers), "{}", lines[1]);
-        // Where it is, and why another waits, whole.
+        // The location of one job and the reason of the other are not cut.
         assert_eq!(lines[2], "  the-box-under-the-desk cuda:0, training");
         let why = "waits for a device with 24.0 GiB: the-box-under-the-desk has 11.2 GiB free";
         assert_eq!(lines[4], format!("  {why}"));
@@ -445,7 +450,7 @@ mod tests {
         for line in &lines {
             assert!(line.width() <= 80, "{line}");
         }
-        // The state and why it is so, whole.
+        // The state and its reason are not cut.
         assert!(lines[1].starts_with("the-box-under-the-desk  cuda:1 "), "{}", lines[1]);
         assert!(lines[1].ends_with("quarantined"), "{}", lines[1]);
         assert_eq!(
@@ -467,7 +472,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_stay_apart_when_shortened() {
+    fn shortened_ids_stay_different() {
         assert_eq!(id_length(["0193aaaa-1", "0193aaab-2"].into_iter()), 9);
         assert_eq!(id_length(["0193aaaa-1", "0193aaaa-2"].into_iter()), 10);
         assert_eq!(id_length(std::iter::empty()), 9);
@@ -475,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_followed_job_gives_its_code() {
+    fn the_exit_code_of_a_job_depends_on_how_it_ended() {
         let mut lost = job("a", "a", JobState::Failed, 0);
         assert_eq!(job_exit(&lost), Exit::Failed);
         lost.attempts.push(attempt(AttemptState::Lost));

@@ -1,4 +1,4 @@
-//! What a worker daemon and the child process of an attempt say to each other.
+//! The messages between a worker daemon and the child process of an attempt.
 //!
 //! The daemon writes an [`AttemptSpec`] as JSON into a file and starts the child with its path. The child
 //! writes one [`ChildEvent`] per line, as JSON, on its standard output; its standard error is log text.
@@ -14,11 +14,11 @@ use std::path::PathBuf;
 /// Everything a child process needs to run one attempt. No credentials.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AttemptSpec {
-    /// The job, for file metadata and log lines.
+    /// The job's id, for file metadata and log lines.
     pub job_id: JobId,
-    /// This try.
+    /// The attempt's id.
     pub attempt_id: AttemptId,
-    /// Its epoch.
+    /// The attempt's epoch.
     pub epoch: Epoch,
     /// The validated job (`aitk_common::job::JobSpec` as JSON), with every default filled in.
     pub job: serde_json::Value,
@@ -26,35 +26,35 @@ pub struct AttemptSpec {
     pub config_text: String,
     /// `yaml`, `json` or `jsonc`.
     pub config_format: String,
-    /// Inputs as the config names them -> where they lie on this machine. A path that is not here is used as it is by a
-    /// job that runs in place, and refused otherwise.
+    /// Path of each input in the config -> its path on this machine. A job that runs in place uses a path that is missing
+    /// here unchanged; any other job refuses it.
     pub inputs: BTreeMap<String, PathBuf>,
-    /// Replaces `training_folder` / `output_folder`, when set: the attempt's own folder. Unset for `aitk run`.
+    /// The attempt's own folder, which replaces `training_folder` / `output_folder`. Unset for `aitk run`.
     pub output_root: Option<PathBuf>,
-    /// A complete, verified checkpoint folder to go on from. Unset: start from the run folder's newest one, if any.
+    /// A complete, verified checkpoint folder to resume from. Unset: resume from the newest one in the run folder, if any.
     pub resume_from: Option<PathBuf>,
-    /// Where to compute.
+    /// The device to compute on.
     pub device: DeviceRef,
-    /// How to lay the task out in memory.
+    /// The memory profile to run with.
     pub profile: MemoryProfile,
-    /// The seed that decides everything which the config leaves open. Chosen once per job, so that every attempt agrees.
+    /// The seed of all random numbers for which the config names none. Chosen once per job, so that every attempt uses the same.
     pub seed: u64,
-    /// Numbers (as artifacts) of the images that earlier attempts drew and that are kept: they are not drawn again.
-    #[serde(default)]
-    pub drawn: Vec<u64>,
-    /// Inputs as the config names them -> the folder for what is computed from them (cached latents, image sizes). An
-    /// input that is not here keeps such files beside its own, as ai-toolkit does.
+    /// Artifact indices of the images that earlier attempts generated and stored. They are not generated again.
+    #[serde(default, rename = "drawn")]
+    pub generated: Vec<u64>,
+    /// Path of each input in the config -> the folder for data computed from it (cached latents, image sizes). For an
+    /// input that is missing here such files are written next to its own, as in ai-toolkit.
     #[serde(default)]
     pub derived: BTreeMap<String, PathBuf>,
-    /// The attempt fails before it reads an input where the system cannot confine its files and network.
+    /// Fail before any input is read if the system cannot confine the attempt's file and network access.
     #[serde(default)]
     pub require_sandbox: bool,
-    /// The largest file that it may write, in bytes. Unset: no limit.
-    #[serde(default)]
-    pub largest_file: Option<u64>,
-    /// The most memory that it may hold, in bytes, where no control group limits it. Unset: no limit but the job's own.
-    #[serde(default)]
-    pub most_memory: Option<u64>,
+    /// The size limit of each file that the attempt writes, in bytes. Unset: no limit.
+    #[serde(default, rename = "largest_file")]
+    pub file_size_limit: Option<u64>,
+    /// The memory limit in bytes, used where no control group limits the attempt. Unset: only the job's own limit.
+    #[serde(default, rename = "most_memory")]
+    pub memory_limit: Option<u64>,
 }
 
 /// One line of a child's standard output.
@@ -63,24 +63,24 @@ pub struct AttemptSpec {
 pub enum ChildEvent {
     /// A phase began: `loading model`, `caching latents`, `training`, `sampling`, `saving`.
     Phase {
-        /// Its name, for people.
+        /// The phase's display name.
         name: String,
     },
-    /// How far the work is.
+    /// The progress of the work.
     Progress {
         /// Steps (or images) done.
         done: u64,
-        /// Steps (or images) in all.
+        /// Total number of steps (or images).
         total: u64,
-        /// Wall time in seconds per step over the last steps, everything included; none where that is not known or not true any more.
+        /// Wall time per step in seconds, averaged over the last steps, with sampling and saving. None: unknown or out of date.
         seconds_per_step: Option<f64>,
     },
-    /// Numbers of a step: `loss/loss`, `learning_rate`, ….
+    /// Metrics of a step: `loss/loss`, `learning_rate`, ….
     Metrics {
         /// The step they belong to.
         step: u64,
-        /// Name -> value. A loss that diverged is told, too: `"NaN"`, `"inf"`.
-        #[serde(with = "crate::control::any_number")]
+        /// Name -> value. Non-finite values are written as text: `"NaN"`, `"inf"`.
+        #[serde(with = "crate::control::non_finite")]
         values: BTreeMap<String, f64>,
     },
     /// A line for the log.
@@ -90,35 +90,35 @@ pub enum ChildEvent {
         /// The text.
         message: String,
     },
-    /// A finished file that the user wants (a LoRA, an image). It is complete when this is said.
+    /// An output file for the user (a LoRA, an image). The file is complete when this event is written.
     Artifact {
         /// `lora`, `sample`, `image`, `config`, `grid`, ….
         kind: String,
-        /// Where it lies.
+        /// The file's path.
         path: PathBuf,
-        /// Its name below the output root, with `/` between folders: `my_lora/samples/….jpg`.
+        /// Its path relative to the output root, with `/` between folders: `my_lora/samples/….jpg`.
         name: String,
         /// The step it belongs to.
         step: Option<u64>,
-        /// Which of that step's files of this kind (sample index). With kind and step it identifies
-        /// the artifact, so that a step which runs twice replaces its file instead of adding one.
+        /// Index among that step's files of this kind (sample index). Kind, step and index identify
+        /// the artifact, so that a step that runs twice replaces its file instead of adding one.
         index: Option<u64>,
     },
-    /// A file announced earlier was removed by retention (`max_step_saves_to_keep`).
+    /// The retention limit (`max_step_saves_to_keep`) removed a file announced earlier.
     ArtifactRemoved {
-        /// Its name below the output root.
+        /// Its path relative to the output root.
         name: String,
     },
-    /// A complete training state lies in this folder (see `aitk_common::checkpoint`).
+    /// A complete checkpoint was written (see `aitk_common::checkpoint`).
     Checkpoint {
-        /// The folder.
+        /// The checkpoint's folder.
         path: PathBuf,
         /// Optimizer steps done.
         step: u64,
     },
-    /// The last line: how it ended. A child that ends without one has crashed.
+    /// The attempt ended. This is the last line; a child that exits without it has crashed.
     Finished {
-        /// How.
+        /// How it ended.
         outcome: Outcome,
     },
 }
@@ -129,27 +129,27 @@ pub enum ChildEvent {
 pub enum Outcome {
     /// All work is done.
     Completed,
-    /// Asked to stop, and ended. It may not have saved: the steps say what was.
+    /// The attempt was asked to stop and stopped. The steps say whether it saved.
     Stopped {
-        /// Steps done in the newest state that the attempt saved; none: it saved nothing. The coordinator goes by what was
-        /// committed there, unless the job runs in place.
+        /// Steps done in the newest checkpoint that the attempt saved; none: it saved nothing. The coordinator uses the
+        /// committed checkpoint instead, unless the job runs in place.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         saved_step: Option<u64>,
-        /// Steps done when it ended, as far as that is known.
+        /// Steps done when it ended; none: unknown.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         at_step: Option<u64>,
     },
-    /// It failed.
+    /// The attempt failed.
     Failed {
-        /// Whose fault it is, which decides whether it is tried again.
+        /// The cause, which decides whether the task is retried.
         cause: FailureCause,
-        /// One message for a person: what, where, what to do.
+        /// The error message for the user: what failed, where, what to do.
         message: String,
     },
 }
 
 impl Outcome {
-    /// Stopped, and nothing is known of its steps.
+    /// A stopped attempt whose steps are unknown.
     #[must_use]
     pub const fn stopped() -> Self {
         Self::Stopped {
@@ -159,36 +159,36 @@ impl Outcome {
     }
 }
 
-/// Whose fault a failure is.
+/// The cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureCause {
-    /// The config or its inputs: never tried again.
+    /// The config or its inputs are wrong. Not retried.
     BadInput,
-    /// Not enough memory: worth a smaller profile.
+    /// Out of memory. Retried with a smaller memory profile.
     OutOfMemory,
-    /// The disk is full: worth another machine.
+    /// The disk is full. Retried, preferably on another machine.
     DiskFull,
-    /// Object storage could not be reached for too long.
+    /// Object storage stayed unreachable for too long.
     Storage,
-    /// The machine, its driver, or a signal: worth another try elsewhere.
+    /// The machine, its driver, or a signal. Retried elsewhere.
     Machine,
-    /// A fault of ours.
+    /// A bug in aitk. Not retried.
     Internal,
-    /// A model hub or the network on the way to it: nobody's fault here, so it has a patience of its own.
+    /// A model hub, or the network on the way to it, failed. It has a retry limit of its own.
     Network,
-    /// The attempt did nothing for too long and was ended.
+    /// The attempt made no progress for too long and was ended.
     NoProgress,
-    /// The attempt's process does not end even when it is killed: its device is no use until somebody looks at the machine.
+    /// The attempt's process survives SIGKILL. Its device is unusable until an administrator has checked the machine.
     DeviceStuck,
-    /// The worker ended it for a reason of its own that says nothing about the job: not counted.
+    /// The worker ended the attempt for a reason unrelated to the job. Not counted as a failure of the job.
     Interrupted,
-    /// A cause that a newer peer knows and this version does not.
+    /// A cause that only a newer version of the peer knows.
     Unknown,
 }
 
 impl FailureCause {
-    /// Whether another try can help.
+    /// Whether the task may be retried.
     #[must_use]
     pub fn is_retryable(self) -> bool {
         !matches!(self, Self::BadInput | Self::Internal)

@@ -1,4 +1,4 @@
-//! What a device is and can do, as a worker advertises it.
+//! Devices and their capabilities, as a worker advertises them.
 
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ impl DeviceKind {
     }
 }
 
-/// Which device of a machine: its kind and its number among those of that kind.
+/// Identifies a device of a machine by its kind and its index among the devices of that kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DeviceRef {
     /// CUDA, Metal or CPU.
@@ -36,24 +36,24 @@ pub struct DeviceRef {
     pub index: u32,
 }
 
-/// One device and what it can do. Found by trying, not by a table.
+/// A device and its capabilities, found by running test operations on it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Device {
-    /// Which device of its machine.
+    /// Identifies the device on its machine.
     pub device: DeviceRef,
-    /// What the vendor calls it, for people: `NVIDIA GeForce RTX 4090`, `Apple M4 Max`, `AMD EPYC (2 cores)`.
+    /// The vendor's product name: `NVIDIA GeForce RTX 4090`, `Apple M4 Max`, `AMD EPYC (2 cores)`.
     pub name: String,
     /// `sm_89`, `apple9`, `x86_64+avx2`, ….
     pub architecture: String,
-    /// Bytes the device has.
+    /// Total memory of the device in bytes.
     pub memory_total: u64,
-    /// Bytes a task may use: free memory less a margin.
+    /// Bytes that tasks may use: free memory minus a margin.
     pub memory_budget: u64,
-    /// dtypes in which every operation was tried on small tensors and came out right: `f32`, `bf16`, `f16`.
+    /// dtypes in which every test operation on small tensors gave correct results: `f32`, `bf16`, `f16`.
     pub dtypes: Vec<String>,
-    /// Attention implementations that run here: `flash` never holds all scores (the CPU), `eager` is composed of
-    /// products and a softmax, some queries at a time (GPUs).
+    /// Attention implementations that run on the device: `flash` never materialises the full score matrix (CPU); `eager` is
+    /// matrix products and a softmax, in chunks of queries (GPUs).
     pub attention: Vec<String>,
-    /// The memory profile that this device offers to a task that asks for none.
+    /// The default memory profile of tasks that request none.
     pub profile: MemoryProfile,
 }

@@ -1,19 +1,19 @@
-//! What keeps an attempt to its own files: part of what a worker says about itself.
+//! How a worker's attempts are sandboxed. Workers report this when they register.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Whether one kind of access is confined, and by what.
+/// Whether one kind of access is confined, and by which mechanism.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Protection {
-    /// Whether it is in force. Measured: a process tried what is forbidden, and was refused.
+    /// Whether it is enforced. Measured: a test process attempted forbidden operations and was refused.
     pub in_force: bool,
-    /// What enforces it (`Landlock ABI 7`), or why nothing does.
+    /// The mechanism that enforces it (`Landlock ABI 7`), or the reason why nothing does.
     pub by: String,
 }
 
 impl Protection {
-    /// Something that is enforced.
+    /// An enforced protection.
     #[must_use]
     pub fn by(what: impl Into<String>) -> Self {
         Self {
@@ -22,7 +22,7 @@ impl Protection {
         }
     }
 
-    /// Something that is not enforced, with the reason.
+    /// A protection that is not enforced, with the reason.
     #[must_use]
     pub fn missing(reason: impl Into<String>) -> Self {
         Self {
@@ -44,18 +44,18 @@ impl fmt::Display for Protection {
 /// How the attempts of a worker are confined.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Confinement {
-    /// They read their inputs, libraries and devices, and write their own folder; nothing else.
+    /// Attempts read only their inputs, libraries and devices, and write only their own folder.
     pub files: Protection,
-    /// They have no sockets.
+    /// Attempts cannot open sockets.
     pub network: Protection,
-    /// They start no programs and cannot use the system calls that only attacks and administrators need.
+    /// Attempts cannot start programs or use privileged and rarely needed system calls.
     pub syscalls: Protection,
-    /// Memory and number of threads are limited for each attempt (a control group).
+    /// A control group limits each attempt's memory and number of threads.
     pub limits: Protection,
 }
 
 impl Confinement {
-    /// Nothing is in force, for this reason.
+    /// No protection is enforced, for this reason.
     #[must_use]
     pub fn none(reason: &str) -> Self {
         let missing = || Protection::missing(reason);
@@ -67,13 +67,13 @@ impl Confinement {
         }
     }
 
-    /// Whether files and network are confined: what `--require-sandbox` demands.
+    /// Whether files and network are confined, as `--require-sandbox` requires.
     #[must_use]
     pub fn holds(&self) -> bool {
         self.files.in_force && self.network.in_force
     }
 
-    /// The parts with their names, for screens.
+    /// The protections with their display names.
     #[must_use]
     pub fn parts(&self) -> [(&'static str, &Protection); 4] {
         [
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sentence_says_what_is_missing() {
+    fn the_display_text_names_missing_protections() {
         let mut confinement = Confinement::none("this system has no Landlock");
         assert!(!confinement.holds());
         confinement.files = Protection::by("Landlock ABI 7");

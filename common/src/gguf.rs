@@ -1,41 +1,41 @@
-//! Headers of GGUF files: names, kinds, shapes and places of tensors. What they hold is never read here.
+//! Reads headers of GGUF files: names, types, shapes and byte ranges of tensors. Tensor data is not read.
 //!
-//! After ggml's `docs/gguf.md`, versions 2 and 3, little-endian. A header is a stranger's: it is read once from front to
-//! back, every count and length is held against what is left of the file before anything is made of it, and metadata that
-//! nobody here asks for is skipped, not kept.
+//! Implements ggml's `docs/gguf.md`, versions 2 and 3, little-endian. Headers are untrusted: the header is read once from front
+//! to back, every count and length is checked against the rest of the file before memory is allocated, and unused metadata is
+//! skipped.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 
-/// How a file begins.
+/// The first bytes of a file.
 pub const MAGIC: &[u8; 4] = b"GGUF";
-/// A header larger than this belongs to no model that we know. Those of language models hold their vocabulary.
+/// The size limit of a header. Headers of language models contain the vocabulary.
 const HEADER_LIMIT: u64 = 256 << 20;
-/// Names of tensors and keys are shorter.
+/// The length limit of names of tensors and keys, in bytes.
 const NAME_LIMIT: u64 = 1 << 10;
-/// Longer texts of the metadata are skipped.
+/// Longer metadata strings are skipped.
 const TEXT_LIMIT: u64 = 1 << 16;
-/// Tensors have no more axes (`GGML_MAX_DIMS`).
-const MOST_AXES: u32 = 4;
-/// Longer lists are skipped.
+/// The most dimensions of a tensor (`GGML_MAX_DIMS`).
+const MAX_DIMS: u32 = 4;
+/// Longer arrays are skipped.
 const LIST_LIMIT: u64 = 8;
-/// Lists within lists are read no deeper.
+/// The nesting limit of arrays.
 const DEPTH_LIMIT: u32 = 4;
-/// Where ComfyUI-GGUF notes the shape that a tensor had before its rows were made to fit the blocks.
+/// The metadata key under which ComfyUI-GGUF stores the shape that a tensor had before it was reshaped to fit the blocks.
 const ORIGINAL_SHAPE: &str = "comfy.gguf.orig_shape.";
 
-/// A kind of numbers or blocks of them.
+/// A tensor type: plain numbers, or blocks of quantised numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
-    /// What ggml calls it, in lower case.
+    /// ggml's name in lower case.
     pub name: &'static str,
-    /// Numbers in a block.
+    /// Numbers per block.
     pub block: u64,
-    /// Bytes of a block.
+    /// Bytes per block.
     pub bytes: u64,
 }
 
-/// By ggml's number (`enum ggml_type`), those that can be read here.
+/// The supported types by ggml's number (`enum ggml_type`).
 const KINDS: [(u32, Kind); 13] = [
     (0, Kind::new("f32", 1, 4)),
     (1, Kind::new("f16", 1, 2)),
@@ -57,37 +57,37 @@ impl Kind {
         Self { name, block, bytes }
     }
 
-    /// The names of all kinds that can be read, with commas.
+    /// The names of all supported types, separated by commas.
     #[must_use]
     pub fn names() -> String {
         KINDS.map(|(_, kind)| kind.name).join(", ")
     }
 }
 
-/// A tensor of a file.
+/// A tensor in the header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
-    /// Its kind, or ggml's number of one that cannot be read here.
+    /// The type, or ggml's number of an unsupported one.
     pub kind: Result<Kind, u32>,
-    /// Its sides as PyTorch has them: the file's in reverse, or those that ComfyUI-GGUF noted.
+    /// The shape in PyTorch's order: the file's dimensions reversed, or the original shape that ComfyUI-GGUF stored.
     pub shape: Vec<u64>,
-    /// Where it begins in the file, and where it ends; one that cannot be read ends where it begins.
-    pub place: (u64, u64),
+    /// Start and end offset of the data in the file. They are equal for an unsupported type.
+    pub byte_range: (u64, u64),
 }
 
-/// What a file says of itself.
+/// The header of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Header {
-    /// Texts of the metadata.
+    /// The strings of the metadata.
     pub texts: BTreeMap<String, String>,
     /// Tensors by name.
     pub tensors: BTreeMap<String, TensorInfo>,
 }
 
-/// A tensor as its entry has it.
+/// A tensor's entry in the header.
 struct Entry {
     name: String,
-    sides: Vec<u64>,
+    dims: Vec<u64>,
     kind: u32,
     offset: u64,
 }
@@ -96,23 +96,29 @@ impl Header {
     /// Reads the header of a file of `length` bytes.
     ///
     /// # Errors
-    /// When it is none, is cut off, or says what cannot be.
+    /// When the file is not GGUF, is truncated, or its header is inconsistent.
     pub fn read(file: impl Read, length: u64) -> io::Result<Self> {
         let mut source = Source::new(file, length);
         if source.take::<4>()? != *MAGIC {
-            return Err(bad("this is no GGUF file"));
+            return Err(bad("this is not a GGUF file"));
         }
         match source.u32()? {
             2 | 3 => {}
             version if (2..=3).contains(&version.swap_bytes()) => {
-                return Err(bad("this is a big-endian GGUF file: only little-endian ones work"));
+                return Err(bad(
+                    "this is a big-endian GGUF file; only little-endian files are supported",
+                ));
             }
-            version => return Err(bad(format!("this is version {version} of GGUF: versions 2 and 3 work"))),
+            version => {
+                return Err(bad(format!(
+                    "this is version {version} of GGUF; versions 2 and 3 are supported"
+                )));
+            }
         }
         let (tensors, pairs) = (source.u64()?, source.u64()?);
-        // The shortest of each: an empty name, and one axis or a byte.
-        source.has_room(tensors, 24, "tensors")?;
-        source.has_room(pairs, 13, "entries of metadata")?;
+        // The smallest entries: an empty name, and one dimension or a value of one byte.
+        source.check_fits(tensors, 24, "tensors")?;
+        source.check_fits(pairs, 13, "entries of metadata")?;
         let mut metadata = Metadata::default();
         for _ in 0..pairs {
             metadata.read_one(&mut source)?;
@@ -123,7 +129,9 @@ impl Header {
         }
         let alignment = metadata.alignment.unwrap_or(32);
         if !alignment.is_power_of_two() || alignment > 1 << 20 {
-            return Err(bad(format!("an alignment of {alignment} bytes cannot be")));
+            return Err(bad(format!(
+                "its header has the impossible alignment of {alignment} bytes"
+            )));
         }
         let start = source.position().next_multiple_of(alignment);
         let mut header = Self {
@@ -132,20 +140,24 @@ impl Header {
         };
         for entry in entries {
             let original = metadata.shapes.get(&entry.name);
-            let info = entry.settle(start, alignment, length, original)?;
+            let info = entry.tensor_info(start, alignment, length, original)?;
             if header.tensors.insert(entry.name.clone(), info).is_some() {
-                return Err(bad(format!("tensor {:?} is there twice", entry.name)));
+                return Err(bad(format!("tensor {:?} occurs twice", entry.name)));
             }
         }
         header.check_overlaps()?;
         Ok(header)
     }
 
-    /// No two tensors lie in the same place.
+    /// Checks that no two tensors overlap.
     fn check_overlaps(&self) -> io::Result<()> {
-        let mut places: Vec<_> = self.tensors.iter().map(|(name, info)| (info.place, name)).collect();
-        places.sort();
-        for pair in places.windows(2) {
+        let mut ranges: Vec<_> = self
+            .tensors
+            .iter()
+            .map(|(name, info)| (info.byte_range, name))
+            .collect();
+        ranges.sort();
+        for pair in ranges.windows(2) {
             if pair[0].0.1 > pair[1].0.0 {
                 return Err(bad(format!("tensors {:?} and {:?} overlap", pair[0].1, pair[1].1)));
             }
@@ -155,26 +167,32 @@ impl Header {
 }
 
 impl Entry {
-    /// Its place and shape, if they can be.
-    fn settle(&self, start: u64, alignment: u64, length: u64, original: Option<&Vec<u64>>) -> io::Result<TensorInfo> {
-        let Self { name, sides, .. } = self;
-        let mut shape: Vec<u64> = sides.iter().rev().copied().collect();
+    /// Computes and checks the tensor's byte range and shape.
+    fn tensor_info(
+        &self,
+        start: u64,
+        alignment: u64,
+        length: u64,
+        original: Option<&Vec<u64>>,
+    ) -> io::Result<TensorInfo> {
+        let Self { name, dims, .. } = self;
+        let mut shape: Vec<u64> = dims.iter().rev().copied().collect();
         let impossible = || bad(format!("tensor {name:?} has the impossible shape {shape:?}"));
-        let count = countable(&shape).ok_or_else(impossible)?;
+        let count = element_count(&shape).ok_or_else(impossible)?;
         let begin = start.checked_add(self.offset).ok_or_else(impossible)?;
         if !self.offset.is_multiple_of(alignment) {
             return Err(bad(format!(
-                "tensor {name:?} begins between two places of {alignment} bytes"
+                "tensor {name:?} begins at an offset that is not a multiple of {alignment} bytes"
             )));
         }
         let known = KINDS.iter().find(|(number, _)| *number == self.kind);
         let kind = known.map(|(_, kind)| *kind).ok_or(self.kind);
         let bytes = match kind {
             Err(_) => 0,
-            Ok(kind) if !sides.first().unwrap_or(&1).is_multiple_of(kind.block) => {
+            Ok(kind) if !dims.first().unwrap_or(&1).is_multiple_of(kind.block) => {
                 return Err(bad(format!(
-                    "tensor {name:?} has rows of {}, which are no whole blocks of {} ({})",
-                    sides.first().unwrap_or(&1),
+                    "tensor {name:?} has rows of {} numbers, not a multiple of the block size {} ({})",
+                    dims.first().unwrap_or(&1),
                     kind.block,
                     kind.name
                 )));
@@ -184,13 +202,13 @@ impl Entry {
         let end = begin.checked_add(bytes).ok_or_else(impossible)?;
         if end > length {
             return Err(bad(format!(
-                "tensor {name:?} ends at byte {end} and the file at {length}, so it is cut off: download or copy it again"
+                "tensor {name:?} ends at byte {end} and the file at {length}, so the file is cut off; download or copy it again"
             )));
         }
         if let Some(original) = original {
-            if countable(original) != Some(count) {
+            if element_count(original) != Some(count) {
                 return Err(bad(format!(
-                    "tensor {name:?} is of shape {shape:?} and was of {original:?}, which are not as many numbers"
+                    "tensor {name:?} has the shape {shape:?} and the original shape {original:?}, which have different numbers of elements"
                 )));
             }
             shape.clone_from(original);
@@ -198,21 +216,21 @@ impl Entry {
         Ok(TensorInfo {
             kind,
             shape,
-            place: (begin, end),
+            byte_range: (begin, end),
         })
     }
 }
 
-/// How many numbers a shape has; none where they cannot be counted. One side of zero does not hide how long the others are.
-fn countable(shape: &[u64]) -> Option<u64> {
-    let mut sides = shape.iter().filter(|side| **side > 0);
-    let all = sides.try_fold(1_u64, |all, side| all.checked_mul(*side))?;
-    // As many as an index of this machine can reach.
+/// The number of elements of a shape; none if it overflows. Overflow of the other dimensions is detected even if one is zero.
+fn element_count(shape: &[u64]) -> Option<u64> {
+    let mut dims = shape.iter().filter(|dim| **dim > 0);
+    let all = dims.try_fold(1_u64, |all, dim| all.checked_mul(*dim))?;
+    // The elements must be indexable on this machine.
     usize::try_from(all).ok()?;
     Some(if shape.contains(&0) { 0 } else { all })
 }
 
-/// What is kept of the metadata.
+/// The metadata that aitk uses.
 #[derive(Default)]
 struct Metadata {
     alignment: Option<u64>,
@@ -248,7 +266,7 @@ enum Value {
     Skipped,
 }
 
-/// The header's bytes, from front to back.
+/// Reads the header from front to back, with limits.
 struct Source<R> {
     file: io::BufReader<io::Take<R>>,
     read: u64,
@@ -268,15 +286,15 @@ impl<R: Read> Source<R> {
         self.read
     }
 
-    fn left(&self) -> u64 {
+    fn remaining(&self) -> u64 {
         self.length.saturating_sub(self.read)
     }
 
-    /// So many things of at least so many bytes each still fit.
-    fn has_room(&self, count: u64, each: u64, what: &str) -> io::Result<()> {
-        if count.checked_mul(each).is_none_or(|bytes| bytes > self.left()) {
+    /// Checks that `count` items of at least `each` bytes fit into the rest of the header.
+    fn check_fits(&self, count: u64, each: u64, what: &str) -> io::Result<()> {
+        if count.checked_mul(each).is_none_or(|bytes| bytes > self.remaining()) {
             return Err(bad(format!(
-                "its header speaks of {count} {what}, for which it is too short: the file is cut off or damaged"
+                "its header is too short for the {count} {what} that it announces; the file is cut off or damaged"
             )));
         }
         Ok(())
@@ -285,7 +303,7 @@ impl<R: Read> Source<R> {
     fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut bytes = [0; N];
         self.file.read_exact(&mut bytes).map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => bad("the file is cut off within its header: download or copy it again"),
+            io::ErrorKind::UnexpectedEof => bad("the file is cut off within its header; download or copy it again"),
             _ => error,
         })?;
         self.read += N as u64;
@@ -301,23 +319,23 @@ impl<R: Read> Source<R> {
     }
 
     fn skip(&mut self, bytes: u64) -> io::Result<()> {
-        self.has_room(bytes, 1, "bytes")?;
+        self.check_fits(bytes, 1, "bytes")?;
         self.read += io::copy(&mut self.file.by_ref().take(bytes), &mut io::sink())?;
         Ok(())
     }
 
     fn text(&mut self, length: u64) -> io::Result<String> {
-        self.has_room(length, 1, "letters")?;
+        self.check_fits(length, 1, "bytes of text")?;
         let mut bytes = Vec::new();
         self.read += self.file.by_ref().take(length).read_to_end(&mut bytes)? as u64;
-        String::from_utf8(bytes).map_err(|_| bad("a name or text in its header is no UTF-8"))
+        String::from_utf8(bytes).map_err(|_| bad("a string in its header is not UTF-8"))
     }
 
     fn name(&mut self) -> io::Result<String> {
         let length = self.u64()?;
         if length > NAME_LIMIT {
             return Err(bad(format!(
-                "its header has a name of {length} letters: the file is damaged"
+                "its header has a name of {length} bytes; the file is damaged"
             )));
         }
         self.text(length)
@@ -328,7 +346,7 @@ impl<R: Read> Source<R> {
             0 => Value::Whole(self.take::<1>()?[0].into()),
             2 => Value::Whole(u16::from_le_bytes(self.take()?).into()),
             4 => Value::Whole(self.u32()?.into()),
-            // A signed one that is below zero is no shape and no alignment; what it becomes is refused there.
+            // A negative number becomes a huge one, which is rejected as a shape or an alignment.
             5 => Value::Whole(u64::from(self.u32()?)),
             10 | 11 => Value::Whole(self.u64()?),
             8 => match self.u64()? {
@@ -349,17 +367,21 @@ impl<R: Read> Source<R> {
     fn list(&mut self, depth: u32) -> io::Result<Value> {
         let (kind, count) = (self.u32()?, self.u64()?);
         match kind {
-            // Vocabularies: each text has its own length.
+            // Vocabularies: each string has its own length.
             8 => {
-                self.has_room(count, 8, "texts in a list")?;
+                self.check_fits(count, 8, "strings in an array")?;
                 for _ in 0..count {
                     let length = self.u64()?;
                     self.skip(length)?;
                 }
             }
-            9 if depth >= DEPTH_LIMIT => return Err(bad("its header has lists in lists in lists")),
+            9 if depth >= DEPTH_LIMIT => {
+                return Err(bad(format!(
+                    "its header has arrays nested more than {DEPTH_LIMIT} deep"
+                )));
+            }
             9 => {
-                self.has_room(count, 12, "lists in a list")?;
+                self.check_fits(count, 12, "arrays in an array")?;
                 for _ in 0..count {
                     self.list(depth + 1)?;
                 }
@@ -375,7 +397,7 @@ impl<R: Read> Source<R> {
             }
             kind => {
                 let size = size_of_value(kind)?;
-                self.has_room(count, size, "values in a list")?;
+                self.check_fits(count, size, "values in an array")?;
                 self.skip(count * size)?;
             }
         }
@@ -384,23 +406,23 @@ impl<R: Read> Source<R> {
 
     fn entry(&mut self) -> io::Result<Entry> {
         let name = self.name()?;
-        let axes = self.u32()?;
-        if axes > MOST_AXES {
+        let dims = self.u32()?;
+        if dims > MAX_DIMS {
             return Err(bad(format!(
-                "tensor {name:?} has {axes} axes, where GGUF has at most {MOST_AXES}"
+                "tensor {name:?} has {dims} dimensions; GGUF has at most {MAX_DIMS}"
             )));
         }
-        let sides = (0..axes).map(|_| self.u64()).collect::<io::Result<_>>()?;
+        let dims = (0..dims).map(|_| self.u64()).collect::<io::Result<_>>()?;
         Ok(Entry {
             name,
-            sides,
+            dims,
             kind: self.u32()?,
             offset: self.u64()?,
         })
     }
 }
 
-/// Bytes of a value of a kind of numbers.
+/// The size in bytes of a number type.
 fn size_of_value(kind: u32) -> io::Result<u64> {
     match kind {
         0 | 1 | 7 => Ok(1),
@@ -408,7 +430,7 @@ fn size_of_value(kind: u32) -> io::Result<u64> {
         4..=6 => Ok(4),
         10..=12 => Ok(8),
         kind => Err(bad(format!(
-            "its header has a value of the unknown kind {kind}: the file is damaged"
+            "its header has a value of the unknown type {kind}; the file is damaged"
         ))),
     }
 }
@@ -426,7 +448,7 @@ mod tests {
         bytes.extend(text.as_bytes());
     }
 
-    /// A file of tensors (name, sides, kind, bytes) and noted shapes.
+    /// Builds a file of tensors (name, dimensions, type, bytes) with original shapes in its metadata.
     fn file(tensors: &[(&str, &[u64], u32, usize)], shapes: &[(&str, &[i32])]) -> Vec<u8> {
         let mut bytes = MAGIC.to_vec();
         bytes.extend(3_u32.to_le_bytes());
@@ -435,7 +457,7 @@ mod tests {
         text(&mut bytes, "general.architecture");
         bytes.extend(8_u32.to_le_bytes());
         text(&mut bytes, "sd1");
-        text(&mut bytes, "words");
+        text(&mut bytes, "vocabulary");
         bytes.extend([9_u32, 8].map(u32::to_le_bytes).concat());
         bytes.extend(2_u64.to_le_bytes());
         text(&mut bytes, "one");
@@ -447,10 +469,10 @@ mod tests {
             shape.iter().for_each(|side| bytes.extend(side.to_le_bytes()));
         }
         let mut offset = 0_u64;
-        for (name, sides, kind, length) in tensors {
+        for (name, dims, kind, length) in tensors {
             text(&mut bytes, name);
-            bytes.extend((sides.len() as u32).to_le_bytes());
-            sides.iter().for_each(|side| bytes.extend(side.to_le_bytes()));
+            bytes.extend((dims.len() as u32).to_le_bytes());
+            dims.iter().for_each(|side| bytes.extend(side.to_le_bytes()));
             bytes.extend(kind.to_le_bytes());
             bytes.extend(offset.to_le_bytes());
             offset = (offset + *length as u64).next_multiple_of(32);
@@ -463,12 +485,12 @@ mod tests {
         Header::read(bytes, bytes.len() as u64)
     }
 
-    fn said(bytes: &[u8]) -> String {
+    fn error_text(bytes: &[u8]) -> String {
         read(bytes).unwrap_err().to_string()
     }
 
     #[test]
-    fn shapes_are_turned_round_or_those_that_were_noted() {
+    fn shapes_are_reversed_or_replaced_by_the_original_shape() {
         let bytes = file(
             &[
                 ("a", &[64, 3], 8, 204),
@@ -488,16 +510,16 @@ mod tests {
         let kinds = ["a", "b", "c"].map(|name| header.tensors[name].kind.unwrap().name);
         assert_eq!(kinds, ["q8_0", "q4_k", "f32"]);
         assert_eq!(header.tensors["d"].kind, Err(99));
-        let (begin, end) = header.tensors["b"].place;
+        let (begin, end) = header.tensors["b"].byte_range;
         assert_eq!((end - begin, begin % 32), (288, 0));
     }
 
     #[test]
-    fn what_cannot_be_is_told() {
-        assert!(said(b"GGU").contains("cut off"));
-        assert!(said(b"safetensors").contains("no GGUF"));
-        assert!(said(b"GGUF\x01\0\0\0").contains("version 1"));
-        assert!(said(b"GGUF\0\0\0\x03").contains("big-endian"));
+    fn invalid_headers_are_errors() {
+        assert!(error_text(b"GGU").contains("cut off"));
+        assert!(error_text(b"safetensors").contains("not a GGUF"));
+        assert!(error_text(b"GGUF\x01\0\0\0").contains("version 1"));
+        assert!(error_text(b"GGUF\0\0\0\x03").contains("big-endian"));
         let counted = |tensors: u64, pairs: u64| {
             [
                 &b"GGUF\x03\0\0\0"[..],
@@ -507,16 +529,20 @@ mod tests {
             ]
             .concat()
         };
-        assert!(said(&counted(u64::MAX, 0)).contains("too short"));
-        assert!(said(&counted(0, 1 << 60)).contains("too short"));
-        let endless = file(&[("w", &[1 << 40, 1 << 40, 0], 0, 0)], &[]);
-        assert!(said(&endless).contains("impossible shape"));
+        assert!(error_text(&counted(u64::MAX, 0)).contains("too short"));
+        assert!(error_text(&counted(0, 1 << 60)).contains("too short"));
+        let overflowing = file(&[("w", &[1 << 40, 1 << 40, 0], 0, 0)], &[]);
+        assert!(error_text(&overflowing).contains("impossible shape"));
         let broken = file(&[("w", &[48, 2], 8, 96)], &[]);
-        assert!(said(&broken).contains("\"w\" has rows of 48"), "{}", said(&broken));
+        assert!(
+            error_text(&broken).contains("\"w\" has rows of 48"),
+            "{}",
+            error_text(&broken)
+        );
         let other = file(&[("w", &[64], 8, 68)], &[("w", &[8, 9])]);
-        assert!(said(&other).contains("not as many numbers"));
+        assert!(error_text(&other).contains("different numbers"));
         let twice = file(&[("w", &[8], 0, 32), ("w", &[8], 0, 32)], &[]);
-        assert!(said(&twice).contains("twice"));
+        assert!(error_text(&twice).contains("twice"));
         let deep = [
             &b"GGUF\x03\0\0\0"[..],
             &0_u64.to_le_bytes(),
@@ -528,20 +554,20 @@ mod tests {
             [&9_u32.to_le_bytes()[..], &1_u64.to_le_bytes()].concat().repeat(64)
         }]
         .concat();
-        assert!(said(&deep).contains("lists in lists"), "{}", said(&deep));
+        assert!(error_text(&deep).contains("arrays nested"), "{}", error_text(&deep));
     }
 
     #[test]
-    fn every_cut_and_every_changed_byte_is_an_answer() {
+    fn every_truncation_and_every_changed_byte_is_handled() {
         let bytes = file(
             &[("a", &[64, 3], 8, 204), ("b", &[256, 2], 12, 288)],
             &[("b", &[32, 16])],
         );
         for length in 0..bytes.len() {
             if let Ok(header) = read(&bytes[..length]) {
-                // Only the filling behind the last tensor was cut.
+                // Only the padding after the last tensor was cut.
                 assert!(
-                    header.tensors.values().all(|info| info.place.1 <= length as u64),
+                    header.tensors.values().all(|info| info.byte_range.1 <= length as u64),
                     "{length}"
                 );
             }
@@ -551,7 +577,9 @@ mod tests {
                 let mut changed = bytes.clone();
                 changed[at] = value;
                 if let Ok(header) = read(&changed) {
-                    let inside = |info: &TensorInfo| info.place.0 <= info.place.1 && info.place.1 <= bytes.len() as u64;
+                    let inside = |info: &TensorInfo| {
+                        info.byte_range.0 <= info.byte_range.1 && info.byte_range.1 <= bytes.len() as u64
+                    };
                     assert!(header.tensors.values().all(inside), "byte {at} became {value}");
                 }
             }

@@ -5,12 +5,12 @@ use sha2::{Digest, Sha256};
 use std::fmt;
 use std::io::{self, Read};
 
-/// The SHA-256 of some bytes; the name of a blob.
+/// A SHA-256 digest. Blobs are named by it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ContentHash([u8; 32]);
 
-/// A piece of text that is not a content hash.
+/// A text that is not a content hash.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("not a content hash: expected 64 hexadecimal digits")]
 pub struct BadHash;
@@ -22,10 +22,10 @@ impl ContentHash {
         Self(Sha256::digest(bytes).into())
     }
 
-    /// Hashes a stream to its end and says how many bytes it had.
+    /// Hashes a reader to its end. Returns the hash and the number of bytes.
     ///
     /// # Errors
-    /// Whatever the reader fails with.
+    /// The errors of the reader.
     pub fn of_reader(mut reader: impl Read) -> io::Result<(Self, u64)> {
         let mut hasher = Sha256::new();
         let mut buffer = vec![0_u8; 1 << 20];
@@ -46,7 +46,7 @@ impl ContentHash {
         Self(digest)
     }
 
-    /// Reads 64 hexadecimal digits.
+    /// Parses 64 hexadecimal digits.
     ///
     /// # Errors
     /// [`BadHash`] for anything else.

@@ -1,4 +1,4 @@
-//! Identifiers as types, so that a worker's id cannot be passed where a job's is wanted.
+//! One type per kind of identifier, so that a worker's id cannot be passed as a job's id.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use smol_str::{SmolStr, SmolStrBuilder};
@@ -9,8 +9,8 @@ macro_rules! text_id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
         ///
-        /// Cheap to copy and to compare, for the core keeps one in every index that knows of it: up to 23 bytes lie in
-        /// place, more are shared.
+        /// Cheap to clone and to compare, because the scheduler stores a copy in several indices: up to 23 bytes are stored
+        /// inline, longer text is reference-counted.
         #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub struct $name(SmolStr);
 
@@ -26,7 +26,7 @@ macro_rules! text_id {
             }
         }
 
-        /// So that a table is looked into with text that is no id yet. Both hash and compare alike.
+        /// Allows map lookups by `&str`. The id and its text have the same hash and order.
         impl Borrow<str> for $name {
             fn borrow(&self) -> &str {
                 &self.0
@@ -34,14 +34,14 @@ macro_rules! text_id {
         }
 
         impl $name {
-            /// Wraps an identifier that came from a trusted place (our own store, a generator).
-            /// Text that came over a wire goes through [`Self::parse`].
+            /// Wraps an identifier from a trusted source (our own store, a generator) without checks.
+            /// Use [`Self::parse`] for text from the network.
             #[must_use]
             pub fn new(text: impl Into<String>) -> Self {
                 Self(SmolStr::from(text.into()))
             }
 
-            /// `of-part`, of trusted parts.
+            /// Builds `of-part` from trusted parts.
             #[must_use]
             pub fn joined(of: &str, part: &str) -> Self {
                 let mut text = SmolStrBuilder::new();
@@ -51,7 +51,7 @@ macro_rules! text_id {
                 Self(text.finish())
             }
 
-            /// `of-number`, of trusted parts.
+            /// Builds `of-number` from a trusted part and a number.
             #[must_use]
             pub fn numbered(of: &str, number: u64) -> Self {
                 Self::joined(of, &number.to_string())
@@ -84,41 +84,41 @@ macro_rules! text_id {
 }
 
 text_id!(
-    /// What a user submitted: one config file.
+    /// A job: one submitted config file.
     JobId
 );
 text_id!(
-    /// The unit a worker runs.
+    /// A task: the unit that a worker runs.
     TaskId
 );
 text_id!(
-    /// One try of a task on one worker.
+    /// An attempt: one run of a task on one worker.
     AttemptId
 );
 text_id!(
-    /// The daemon on a machine.
+    /// A worker daemon.
     WorkerId
 );
 text_id!(
-    /// Whose job it is.
+    /// The name of a user, such as a job's owner.
     UserName
 );
 
 impl Default for UserName {
-    /// Whoever did not say.
+    /// The user of requests that name none: `default`.
     fn default() -> Self {
         Self::new("default")
     }
 }
 
-/// A piece of text that is not an identifier.
+/// A text that is not a valid identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("not a {kind}: expected 1 to 64 letters, digits, '-' or '_'")]
 pub struct BadId {
     kind: &'static str,
 }
 
-/// Counts the attempts of a task. It only grows; whoever holds an older one has lost the task.
+/// Numbers the attempts of a task. It only increases; a worker that holds an older epoch no longer owns the task.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub u64);
@@ -142,15 +142,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_id_and_its_text_lead_to_the_same_place_in_a_table() {
-        for text in ["j1", "a name of an array that is longer than what lies in place"] {
+    fn an_id_and_its_text_find_the_same_map_entry() {
+        for text in ["j1", "a name of an array that is longer than the inline capacity"] {
             let table = std::collections::HashMap::from([(JobId::new(text), 7)]);
             assert_eq!((table.get(text), table.get("j2")), (Some(&7), None));
         }
     }
 
     #[test]
-    fn an_id_is_put_together() {
+    fn ids_are_built_from_parts() {
         for number in [0, 9, 10, 1_907, u64::MAX] {
             assert_eq!(AttemptId::numbered("j1", number).as_str(), format!("j1-{number}"));
         }
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_refuse_what_could_leave_a_folder() {
+    fn text_that_could_escape_a_folder_is_not_an_id() {
         for bad in ["", "..", "a/b", "a b", "é", &"x".repeat(65)] {
             assert!(JobId::parse(bad).is_err(), "{bad:?}");
         }

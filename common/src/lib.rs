@@ -1,8 +1,8 @@
-//! The vocabulary of aitk: what coordinator, worker, engine and command line say to each other.
+//! Types and functions that coordinator, worker, engine and command line share.
 //!
-//! Everything here is plain data, pure functions and local files, except `storage` (feature `storage`),
-//! which puts our nouns on top of `object_store`, `hub` (feature `hub`), which reads the small files of models on Hugging Face, and
-//! `webhook` (feature `webhook`), which posts a few words to an address that a user chose.
+//! Everything here is plain data, pure functions and access to local files, except three modules behind features: `storage`
+//! (content-addressed blobs on top of `object_store`), `hub` (reads the small files of models on Hugging Face) and `webhook`
+//! (posts a short JSON message to a URL that a user configured).
 
 pub mod attempt;
 pub mod capability;

@@ -1,42 +1,43 @@
-//! `metrics.jsonl` of a run folder: one line for each step, in the order of the steps.
+//! `metrics.jsonl` of a run folder: one line per step, in the order of the steps.
 //!
-//! A step that is done again after a run went back to a checkpoint replaces what was written of it and after it.
+//! A run that resumes from a checkpoint repeats steps. The line of a repeated step replaces the earlier lines of that step and of
+//! all later ones.
 
-use crate::control::any_number;
+use crate::control::non_finite;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read};
 
-/// The file's name.
+/// The file with the metrics of each step.
 pub const METRICS_FILE: &str = "metrics.jsonl";
-/// The file with everything that a run said.
+/// The run's log file.
 pub const LOG_FILE: &str = "log.txt";
-/// The curve of the loss.
+/// The plot of the loss.
 pub const PLOT_FILE: &str = "loss.png";
-/// A line that is longer was not written by us.
-const LONGEST_LINE: u64 = 64 << 10;
+/// The length limit of a line in bytes. aitk writes no longer ones.
+const MAX_LINE_BYTES: u64 = 64 << 10;
 
-/// The numbers of one step.
+/// The metrics of one step.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
-    /// Steps done with it.
+    /// The number of the step, counted from 1.
     pub step: u64,
-    /// `loss`, `loss/…`, `lr`, `grad_norm`. One that diverged is a text: `"NaN"`, `"inf"`.
-    #[serde(flatten, with = "any_number")]
+    /// `loss`, `loss/…`, `lr`, `grad_norm`. Non-finite values are written as text: `"NaN"`, `"inf"`.
+    #[serde(flatten, with = "non_finite")]
     pub values: BTreeMap<String, f64>,
-    /// When it was done, RFC 3339.
+    /// When the step ended, RFC 3339.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub time: String,
-    /// Seconds since training began or went on.
+    /// Seconds since training started or resumed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seconds: Option<f64>,
-    /// Bytes of memory that the process had then, where that can be told.
+    /// The process's memory in bytes at that time, where the system reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
 }
 
 impl StepMetrics {
-    /// Its loss.
+    /// The loss, if the step has one.
     #[must_use]
     pub fn loss(&self) -> Option<f64> {
         let names = ["loss", "loss/loss"];
@@ -44,17 +45,17 @@ impl StepMetrics {
     }
 }
 
-/// Reads such a file. A line that is damaged, as the last one of a killed run may be, is passed over; a step that comes again
-/// replaces what was told of it and of later ones.
+/// Reads a metrics file. Damaged lines are skipped: the last line of a killed run may be incomplete. The line of a repeated step
+/// replaces the earlier lines of that step and of later ones.
 ///
 /// # Errors
-/// When it cannot be read.
+/// The errors of the reader.
 pub fn read(from: impl Read) -> io::Result<Vec<StepMetrics>> {
     let mut reader = BufReader::new(from);
     let mut all: Vec<StepMetrics> = Vec::new();
     loop {
         let mut line = Vec::new();
-        if (&mut reader).take(LONGEST_LINE).read_until(b'\n', &mut line)? == 0 {
+        if (&mut reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut line)? == 0 {
             return Ok(all);
         }
         let Ok(one) = serde_json::from_slice::<StepMetrics>(&line) else {
@@ -67,14 +68,14 @@ pub fn read(from: impl Read) -> io::Result<Vec<StepMetrics>> {
     }
 }
 
-/// Now, as the file has it: RFC 3339 in UTC, with milliseconds.
+/// The current time as the file has it: RFC 3339 in UTC, with milliseconds.
 #[must_use]
 pub fn now() -> String {
     format!("{:.3}", jiff::Timestamp::now())
 }
 
-/// The line of a step for people: `step 10/500  loss 0.1230  lr 1e-4  1.20 s/it`. The number of all steps is `total`, or `steps` of
-/// the values.
+/// Formats the metrics of a step for display: `step 10/500  loss 0.1230  lr 1e-4  1.20 s/it`. The total number of steps is `total`,
+/// or else the metric `steps`. None without a loss and a learning rate.
 #[must_use]
 pub fn step_line(step: u64, total: Option<u64>, values: &BTreeMap<String, f64>) -> Option<String> {
     let value = |names: &[&str]| names.iter().find_map(|name| values.get(*name)).copied();
@@ -83,20 +84,20 @@ pub fn step_line(step: u64, total: Option<u64>, values: &BTreeMap<String, f64>) 
     if loss.is_none() && rate.is_none() {
         return None;
     }
-    let told = values
+    let reported = values
         .get("steps")
         .copied()
         .filter(|steps| steps.is_finite() && *steps >= 1.0);
-    let mut line = match (total, told) {
+    let mut line = match (total, reported) {
         (Some(total), _) => format!("step {step}/{total}"),
         (None, Some(total)) => format!("step {step}/{total:.0}"),
         (None, None) => format!("step {step}"),
     };
     if let Some(loss) = loss {
-        line += &format!("  loss {}", plain(loss));
+        line += &format!("  loss {}", format_short(loss));
     }
     if let Some(rate) = rate {
-        line += &format!("  lr {}", plain(rate));
+        line += &format!("  lr {}", format_short(rate));
     }
     match values.get("seconds_per_step") {
         Some(seconds) if *seconds >= 1.0 => line += &format!("  {seconds:.2} s/it"),
@@ -106,8 +107,8 @@ pub fn step_line(step: u64, total: Option<u64>, values: &BTreeMap<String, f64>) 
     Some(line)
 }
 
-/// A loss or rate in few digits: `0.1230`, `1e-4`, `1.25e-5`.
-fn plain(value: f64) -> String {
+/// Formats a loss or learning rate in few digits: `0.1230`, `1e-4`, `1.25e-5`.
+fn format_short(value: f64) -> String {
     let size = value.abs();
     if !value.is_finite() || size == 0.0 {
         return value.to_string();
@@ -137,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_and_a_repeated_step_replaces_what_followed() {
+    fn metrics_round_trip_and_a_repeated_step_replaces_later_lines() {
         let mut text = String::new();
         for one in [step(1, 0.5), step(2, f64::NAN), step(3, 0.4), step(2, 0.3)] {
             text += &serde_json::to_string(&one).unwrap();
@@ -155,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_one_short_line() {
+    fn a_step_is_formatted_as_one_line() {
         let values = BTreeMap::from([
             ("loss/loss".to_owned(), 0.123),
             ("learning_rate".to_owned(), 1e-4),
@@ -166,8 +167,8 @@ mod tests {
             "step 10/500  loss 0.1230  lr 1e-4  1.20 s/it"
         );
         assert_eq!(step_line(10, None, &BTreeMap::new()), None);
-        let told = BTreeMap::from([("loss".to_owned(), 0.5), ("steps".to_owned(), 500.0)]);
-        assert_eq!(step_line(10, None, &told).unwrap(), "step 10/500  loss 0.5000");
+        let with_total = BTreeMap::from([("loss".to_owned(), 0.5), ("steps".to_owned(), 500.0)]);
+        assert_eq!(step_line(10, None, &with_total).unwrap(), "step 10/500  loss 0.5000");
         let fast = BTreeMap::from([("loss".to_owned(), f64::NAN), ("seconds_per_step".to_owned(), 0.25)]);
         assert_eq!(step_line(1, None, &fast).unwrap(), "step 1  loss NaN  4.00 it/s");
     }

@@ -1,14 +1,14 @@
-//! The scheduler core alone: how many decisions it makes per second, and what a waiting job costs.
+//! Benchmark of the scheduler alone: how many decisions it makes per second, and what a waiting job costs.
 //!
 //!     cargo bench -p aitk-coordinator --bench core
 //!
-//! A decision is a device that becomes free and the choice of the next job for it, with everything that goes with it:
+//! A decision is a device that becomes free and the choice of the next job for it, with everything that belongs to it:
 //! the end of the old attempt, the new one, its events and records as effects (which are dropped: no store, no wire).
-//! Rates are per second of CPU time, on one thread; Linux only, because of the memory. Short queues are made and
-//! worked off several times: one takes no longer than the clock ticks.
+//! Rates are per second of CPU time, on one thread; Linux only, because of the memory. Short queues are
+//! filled and drained several times, because one run is shorter than the resolution of the clock.
 //!
-//! Then how long single requests hold the core with 50,000 waiting jobs, and how long SQLite takes to store what they change,
-//! for which the core waits.
+//! Then the time of single requests with 50,000 waiting jobs: in the scheduler, and in SQLite, which stores their changes while
+//! the scheduler waits.
 
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
@@ -38,9 +38,9 @@ fn resident() -> u64 {
     pages * 4096
 }
 
-/// Time that this process has had a CPU, so that a busy machine does not make the core look slow. (The figure in
+/// CPU time of this process, so that load of other programs does not count. (The figure in
 /// `/proc/self/schedstat` only moves when the clock ticks.)
-fn processor_time() -> Duration {
+fn cpu_time() -> Duration {
     let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else {
         return Duration::ZERO;
     };
@@ -48,7 +48,7 @@ fn processor_time() -> Duration {
     Duration::from_micros(micros(usage.user_time()) + micros(usage.system_time()))
 }
 
-/// Jobs of ten users, three priorities and four families, as a lab might have them.
+/// Creates a submission: jobs of ten users, three priorities and four families, as in a lab.
 fn job(number: u64, fits: bool) -> Event {
     Event::JobSubmitted {
         ticket: Ticket(1),
@@ -69,7 +69,7 @@ fn new_job(number: u64, fits: bool) -> NewJob {
             millipasses: 1_000_000,
             memory: Some(need),
         }),
-        // Those that fit nowhere are all unlike each other.
+        // Jobs that fit on no device all differ from each other.
         memory: (!fits).then_some(1024 * GIB + number),
         retries: 3,
         ..Requirements::default()
@@ -158,13 +158,13 @@ impl Bench {
     }
 
     fn submit(&mut self, count: u64, fits: bool) -> Duration {
-        let start = processor_time();
+        let start = cpu_time();
         for _ in 0..count {
             let event = job(self.submitted, fits);
             self.submitted += 1;
             self.step(event);
         }
-        processor_time().saturating_sub(start)
+        cpu_time().saturating_sub(start)
     }
 
     fn connect(&mut self) {
@@ -173,9 +173,9 @@ impl Bench {
         }
     }
 
-    /// Devices become free one after another. How many decisions that were, and how long they took.
+    /// Ends attempts one after another. Returns the number of decisions and their CPU time.
     fn decide(&mut self, count: u64) -> (u64, Duration) {
-        let start = processor_time();
+        let start = cpu_time();
         let mut decisions = 0;
         while decisions < count {
             let Some((session, held)) = self.running.pop_front() else {
@@ -188,11 +188,11 @@ impl Bench {
                 outcome: Outcome::Completed,
             });
         }
-        (decisions, processor_time().saturating_sub(start))
+        (decisions, cpu_time().saturating_sub(start))
     }
 }
 
-/// Single requests, each with what the core and SQLite take.
+/// Measures single requests in the scheduler and in SQLite.
 struct Requests {
     bench: Bench,
     store: SqlStore,
@@ -215,17 +215,17 @@ impl Requests {
         })
     }
 
-    /// One request, and its line.
+    /// Measures one request and adds its line to the result.
     fn event(&mut self, what: &str, event: Event) {
-        let (core, records, sqlite) = self.handle(event);
+        let (scheduler, records, sqlite) = self.handle(event);
         self.lines.push(format!(
-            "  {what}: core {:.1} ms, {records} records in SQLite {:.1} ms",
-            core.as_secs_f64() * 1e3,
+            "  {what}: scheduler {:.1} ms, {records} records in SQLite {:.1} ms",
+            scheduler.as_secs_f64() * 1e3,
             sqlite.as_secs_f64() * 1e3
         ));
     }
 
-    /// Requests that are not measured, stored together.
+    /// Handles requests without measuring, and stores their records together.
     fn prepare(&mut self, events: impl IntoIterator<Item = Event>) {
         let mut records = Vec::new();
         for event in events {
@@ -246,36 +246,36 @@ impl Requests {
 
     fn store(&self, records: &[Record]) {
         if let Err(error) = self.runtime.block_on(self.store.commit(records, &[])) {
-            say(&format!("the store failed: {error}"));
+            print_line(&format!("the store failed: {error}"));
         }
     }
 
-    /// How long the core takes, how many records there are, and how long SQLite takes for them.
+    /// Returns the scheduler's time, the number of records, and SQLite's time for them.
     fn handle(&mut self, event: Event) -> (Duration, usize, Duration) {
         self.bench.now = self.bench.now.after(Duration::from_millis(1));
-        let start = processor_time();
+        let start = cpu_time();
         let effects = self.bench.state.handle(self.bench.now, event);
-        let core = processor_time().saturating_sub(start);
+        let scheduler = cpu_time().saturating_sub(start);
         let mut records = Vec::new();
         for effect in effects {
             match effect {
                 Effect::Persist(record) => records.push(record),
                 Effect::Assign(session, assigned) => self.bench.running.push_back((session, assigned.held)),
-                Effect::Reply(_, Err(refusal)) => say(&format!("refused: {refusal}")),
+                Effect::Reply(_, Err(refusal)) => print_line(&format!("refused: {refusal}")),
                 _ => {}
             }
         }
         let start = Instant::now();
         self.store(&records);
-        (core, records.len(), start.elapsed())
+        (scheduler, records.len(), start.elapsed())
     }
 
     fn list(&mut self, what: &str, listing: &ListQuery) {
-        let start = processor_time();
+        let start = cpu_time();
         let page = self.bench.state.list(self.bench.now, listing, |_| true, |_| false);
-        let took = processor_time().saturating_sub(start).as_secs_f64() * 1e3;
+        let took = cpu_time().saturating_sub(start).as_secs_f64() * 1e3;
         self.lines
-            .push(format!("  {what}: core {took:.1} ms, {} rows", page.jobs.len()));
+            .push(format!("  {what}: scheduler {took:.1} ms, {} rows", page.jobs.len()));
     }
 
     fn all(mut self, waiting: u64) -> Vec<String> {
@@ -298,7 +298,7 @@ impl Requests {
                     .collect(),
             }),
         };
-        let unlike = |number: u64| Event::JobSubmitted {
+        let unplaceable = |number: u64| Event::JobSubmitted {
             ticket: Ticket(1),
             job: Box::new(new_job(number, false)),
         };
@@ -336,9 +336,9 @@ impl Requests {
             },
         );
         self.event("remove it", Event::RemoveRequested { ticket, job: text() });
-        // Everybody starts after one job, which fits nowhere and so waits until it is stopped.
+        // All jobs depend on one job, which fits on no device and waits until it is stopped.
         for (name, first) in [("stop", 10_000_000), ("end", 20_000_000)] {
-            self.prepare([unlike(first)]);
+            self.prepare([unplaceable(first)]);
             let before = JobId::new(format!("j{first:08x}"));
             let after = |job: &mut NewJob| {
                 let condition = if name == "stop" {
@@ -364,8 +364,8 @@ impl Requests {
             };
             self.event(&format!("stop a job that {waiting} start after, which {meaning}"), stop);
         }
-        self.prepare((0..waiting / 5).map(|number| unlike(30_000_000 + number)));
-        self.event("a worker beside 10,000 unlike jobs", worker(WORKERS + 1));
+        self.prepare((0..waiting / 5).map(|number| unplaceable(30_000_000 + number)));
+        self.event("a worker beside 10,000 jobs that all differ", worker(WORKERS + 1));
         // All of them end.
         let stop = |number: u64| Event::StopRequested {
             ticket,
@@ -377,14 +377,14 @@ impl Requests {
             jobs_before: Some(UnixMillis(u64::MAX)),
             checkpoints_before: None,
         };
-        self.event("forget what has ended, as many as one step does", expire);
+        self.event("forget ended jobs, one step", expire);
         self.runtime.block_on(self.store.close());
         self.lines
     }
 }
 
 fn main() {
-    // `cargo test` builds and starts benches too, with another flag.
+    // `cargo test` also runs benches, without this flag.
     if !std::env::args().any(|argument| argument == "--bench") {
         return;
     }
@@ -398,7 +398,7 @@ fn main() {
     }
     if std::env::args().any(|argument| argument == "requests") {
         for line in lines {
-            say(&line);
+            print_line(&line);
         }
         return;
     }
@@ -433,15 +433,15 @@ fn main() {
     let (decisions, took) = bench.decide(DECISIONS);
     let rate = decisions as f64 / took.as_secs_f64();
     lines.push(format!(
-        "  beside 10,000 that fit nowhere, each unlike the others: {rate:>9.0} decisions/s"
+        "  beside 10,000 different jobs that fit on no device: {rate:>9.0} decisions/s"
     ));
     for line in lines {
-        say(&line);
+        print_line(&line);
     }
 }
 
-/// A benchmark's result goes to standard output.
+/// Prints a line of the result.
 #[expect(clippy::print_stdout, reason = "the result of a benchmark")]
-fn say(line: &str) {
+fn print_line(line: &str) {
     println!("{line}");
 }

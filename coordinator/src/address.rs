@@ -1,4 +1,4 @@
-//! Where clients reach a running coordinator, written into its data folder for the commands beside it.
+//! The addresses of a running coordinator, written to its data folder for local commands.
 
 use crate::config::Config;
 use aitk_common::fsutil;
@@ -9,7 +9,7 @@ use std::path::Path;
 /// The file, in the data folder.
 const FILE: &str = "address.json";
 
-/// Where clients reach a coordinator.
+/// Addresses of a coordinator for clients.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClientAddress {
     /// For this machine.
@@ -20,13 +20,13 @@ pub struct ClientAddress {
 }
 
 impl ClientAddress {
-    /// The addresses of a coordinator with this config, which listens at `addr`.
+    /// Returns the addresses of a coordinator with this config that listens at `addr`.
     pub(crate) fn of(config: &Config, addr: SocketAddr) -> Self {
         let tls = config.tls.is_some() || config.pki.is_some();
         let port = addr.port();
         let ip = addr.ip().to_canonical();
         let here = match (tls, ip.is_unspecified() || ip.is_loopback()) {
-            // Its certificate names the machine's names and addresses; `localhost` is always one of them.
+            // The certificate covers the machine's names and addresses, and always `localhost`.
             (true, true) => format!("https://localhost:{port}"),
             (true, false) => format!("https://{addr}"),
             (false, _) => format!("http://{addr}"),
@@ -39,23 +39,24 @@ impl ClientAddress {
         Self { here, elsewhere }
     }
 
-    /// Says so in the data folder. That it cannot is no reason not to serve.
+    /// Writes the addresses to the data folder. A failure is logged only: the coordinator can run without the file.
     pub(crate) fn write(&self, data_dir: &Path) {
         let path = data_dir.join(FILE);
         let text = serde_json::to_vec_pretty(self).unwrap_or_default();
         if let Err(error) = fsutil::write_private(&path, &text) {
-            tracing::warn!(%error, "commands beside this coordinator will need --server");
+            tracing::warn!(%error, "cannot write the address file; local commands need --server");
         }
     }
 
-    /// What the coordinator on this data folder wrote, which runs there or did last; none: none that can be read.
+    /// Reads the addresses of the coordinator that runs, or last ran, on this data folder; `None` when the file is
+    /// missing or unreadable.
     #[must_use]
     pub fn read(data_dir: &Path) -> Option<Self> {
         let text = std::fs::read(data_dir.join(FILE)).ok()?;
         serde_json::from_slice(&text).ok()
     }
 
-    /// What another machine writes as the address.
+    /// Returns the address to use on another machine, with the placeholder HOST when it is unknown.
     #[must_use]
     pub fn for_others(&self) -> String {
         let port = self.here.rsplit(':').next().unwrap_or_default();
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_command_beside_it_finds_the_port_that_it_listens_at() {
+    fn a_local_command_finds_the_port_of_the_coordinator() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(ClientAddress::read(folder.path()), None);
         let config = Config::new(folder.path());

@@ -1,5 +1,5 @@
-//! How a placed attempt becomes a message for its worker. In the session's own task: the configs of many large jobs are read
-//! side by side, and the core waits for none of them.
+//! Builds the assignment message of a placed attempt. This runs in the session's own task, so that the configs of many
+//! large jobs are read concurrently and the scheduler does not wait for them.
 
 use crate::error_chain::error_chain;
 use crate::payloads::Payloads;
@@ -12,12 +12,12 @@ use aitk_scheduler::PlacedAttempt;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What the core says to a worker.
+/// A message from the scheduler to a worker.
 #[derive(Debug)]
 pub(crate) enum Outgoing {
-    /// This.
+    /// A complete message.
     Message(ToWorker),
-    /// Work, without the config, which only the store has.
+    /// An assignment without its config, which is read from the store.
     Work(Box<Work>),
     /// A line for the audit log: the worker reported on this attempt, which is another worker's.
     ForeignReport(Option<AttemptId>),
@@ -29,24 +29,24 @@ impl From<ToWorker> for Outgoing {
     }
 }
 
-/// Work for a worker.
+/// An assignment to be sent to a worker.
 #[derive(Debug)]
 pub(crate) struct Work {
     pub(crate) placed: PlacedAttempt,
-    /// The span of the attempt.
+    /// Trace context of the attempt.
     pub(crate) trace: Option<TraceContext>,
-    /// Whose job it is.
+    /// Owner of the job.
     pub(crate) owner: Option<UserName>,
-    /// Earlier attempts may have made images that are kept.
-    pub(crate) may_have_drawn: bool,
+    /// Whether earlier attempts may have stored images.
+    pub(crate) may_have_images: bool,
 }
 
-/// Why an assignment does not go out.
+/// Why an assignment cannot be sent.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Unsendable {
-    /// In words.
+    /// Message for the user.
     pub(crate) reason: String,
-    /// Another try may succeed.
+    /// Whether a retry may succeed.
     pub(crate) transient: bool,
 }
 
@@ -62,7 +62,7 @@ impl From<StoreError> for Unsendable {
     }
 }
 
-/// Reads configs and makes assignments of them. Cheap to clone.
+/// Builds assignments from stored configs. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Assigner {
     store: Arc<dyn Store>,
@@ -74,7 +74,7 @@ impl Assigner {
         Self { store, payloads }
     }
 
-    /// The message, small enough for the worker to take.
+    /// Returns the assignment message, small enough for a worker.
     ///
     /// # Errors
     /// [`Unsendable`]
@@ -83,7 +83,7 @@ impl Assigner {
             placed,
             trace,
             owner,
-            may_have_drawn,
+            may_have_images,
         } = work;
         let payload = match self.payloads.get(&placed.job) {
             Some(payload) => payload,
@@ -92,8 +92,8 @@ impl Assigner {
                 transient: false,
             })?),
         };
-        let drawn = if may_have_drawn {
-            self.drawn(&placed).await?
+        let drawn = if may_have_images {
+            self.existing_images(&placed).await?
         } else {
             Vec::new()
         };
@@ -112,7 +112,7 @@ impl Assigner {
             device: placed.device,
             profile: placed.profile,
             seed: placed.seed,
-            drawn: Vec::new(),
+            generated: Vec::new(),
             trace,
             owner,
         };
@@ -128,9 +128,9 @@ impl Assigner {
             });
         }
         let known = drawn.len();
-        let drawn = fitting(drawn, MAX_MESSAGE_BYTES - bytes);
+        let drawn = truncate_to_fit(drawn, MAX_MESSAGE_BYTES - bytes);
         if drawn.len() < known {
-            tracing::warn!(%job, known, sent = drawn.len(), "a worker is not told of every image that is kept; some are made again");
+            tracing::warn!(%job, known, sent = drawn.len(), "the assignment does not list all stored images; some are generated again");
         }
         if let Some(v1::coordinator_message::Message::Assign(assign)) = &mut message.message {
             assign.drawn = drawn;
@@ -138,8 +138,8 @@ impl Assigner {
         Ok(message)
     }
 
-    /// Numbers of the images that earlier attempts made and that are kept, in order.
-    async fn drawn(&self, placed: &PlacedAttempt) -> Result<Vec<u64>, StoreError> {
+    /// Returns the indices of the stored images of earlier attempts, sorted.
+    async fn existing_images(&self, placed: &PlacedAttempt) -> Result<Vec<u64>, StoreError> {
         let files = self.store.artifacts(&placed.job).await?;
         let images = files.iter().filter(|file| file.kind == "image");
         let mut drawn: Vec<u64> = images.filter_map(|file| file.index).collect();
@@ -148,7 +148,8 @@ impl Assigner {
     }
 }
 
-/// The job with the commits that earlier attempts worked with, where it names none itself: a worker of any version uses them.
+/// Adds the commits of earlier attempts to the job's `revisions`, where the job does not name its own, so that workers
+/// of any version use them.
 fn with_revisions(job_json: &str, revisions: BTreeMap<String, String>) -> String {
     let parsed = (!revisions.is_empty()).then(|| serde_json::from_str::<serde_json::Value>(job_json).ok());
     let Some(mut job) = parsed.flatten() else {
@@ -165,10 +166,10 @@ fn with_revisions(job_json: &str, revisions: BTreeMap<String, String>) -> String
     job.to_string()
 }
 
-/// The first of these numbers, as many as fit into so many bytes of a message. Those that are left out are made again, with
-/// the same result.
-fn fitting(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
-    // The lengths of the list and of the message around it grow with it.
+/// Keeps the first of these numbers, as many as fit into `room` bytes of a message. The images that are left out are
+/// generated again, with the same result.
+fn truncate_to_fit(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
+    // The length prefixes of the list and of the message grow with it.
     let mut left = room.saturating_sub(64);
     let fits = numbers.iter().take_while(|number| {
         let bytes = (64 - number.leading_zeros()).div_ceil(7).max(1) as usize;
@@ -190,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn commits_of_earlier_attempts_fill_what_the_job_leaves_open() {
+    fn commits_of_earlier_attempts_are_added_where_the_job_names_none() {
         let known = || BTreeMap::from([("a/b".to_owned(), "new".to_owned()), ("c/d".to_owned(), "x".to_owned())]);
         let with = |job: &str| serde_json::from_str::<serde_json::Value>(&with_revisions(job, known())).unwrap();
         assert_eq!(
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_numbers_as_fit_are_sent() {
+    fn the_list_of_images_is_truncated_to_the_message_size() {
         let assign = |drawn: Vec<u64>| v1::CoordinatorMessage {
             message: Some(v1::coordinator_message::Message::Assign(v1::Assign {
                 job_json: "x".repeat(100),
@@ -214,13 +215,13 @@ mod tests {
         let all: Vec<u64> = (0..100_000).map(|n| n * n * n).collect();
         let base = encoded_len(&assign(Vec::new()));
         for room in [0, 63, 64, 65, 1_000, 100_000, 10_000_000] {
-            let some = fitting(all.clone(), room);
+            let some = truncate_to_fit(all.clone(), room);
             assert!(encoded_len(&assign(some.clone())) <= base + room, "{room}");
             assert!(
                 some.len() == all.len() || encoded_len(&assign(some.clone())) + 80 > base + room,
                 "{room}"
             );
         }
-        assert_eq!(fitting(all.clone(), 10_000_000).len(), all.len());
+        assert_eq!(truncate_to_fit(all.clone(), 10_000_000).len(), all.len());
     }
 }

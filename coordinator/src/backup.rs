@@ -1,4 +1,4 @@
-//! Backup of the store beside a running coordinator, and restore into an empty one.
+//! Backup of the store of a running coordinator, and restore into an empty store.
 
 use crate::data_folder::{self, DataFolderError};
 use crate::server::DATABASE;
@@ -10,10 +10,10 @@ use std::io::BufWriter;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Why a backup or a restore did not happen.
+/// Why a backup or a restore failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The file or the database.
+    /// Reading or writing the backup, or the database.
     #[error(transparent)]
     Backup(#[from] BackupError),
     /// The data folder.
@@ -24,8 +24,8 @@ pub enum CopyError {
     File(#[from] fsutil::FsError),
 }
 
-/// Writes the store that lies in `data_dir`, or in `database`, to `file`: complete or not at all, readable by its owner
-/// alone. The coordinator may run meanwhile. Blobs are not part of it.
+/// Writes the store in `data_dir`, or in `database`, to `file`: completely or not at all, readable only by its owner.
+/// The coordinator may run at the same time. Blobs are not included.
 ///
 /// # Errors
 /// [`CopyError`]
@@ -47,10 +47,10 @@ pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path
     Ok(tally)
 }
 
-/// Fills the empty store in `data_dir`, or in `database`, from a backup. No coordinator may work on it.
+/// Restores a backup into the empty store in `data_dir`, or in `database`. No coordinator may be running on it.
 ///
 /// # Errors
-/// [`CopyError`]; nothing is changed then.
+/// [`CopyError`]; nothing is changed in this case.
 pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
     let mut from = File::open(file).map_err(|error| fsutil::FsError::new("read the backup", file, error))?;
     let data_dir = data_folder::create(data_dir)?;

@@ -1,9 +1,9 @@
-//! The coordinator's clock.
+//! Time for leases and expiry dates.
 
 use aitk_common::control::UnixMillis;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// A wall clock that never goes back while the process lives.
+/// A clock that never goes backwards during the life of the process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     wall: UnixMillis,
@@ -19,20 +19,19 @@ impl Clock {
         }
     }
 
-    /// For leases and patience. It stands still while the machine is suspended, as those do who are waited for, and never
-    /// goes back.
+    /// Time for leases and timeouts. It does not advance while the machine is suspended, and never goes backwards.
     pub(crate) fn now(&self) -> UnixMillis {
         self.wall.after(self.start.elapsed())
     }
 
-    /// For what ends at a date: tokens, certificates. It goes on while the machine is suspended; a wall clock that is set
-    /// back makes nothing live longer than [`Self::now`] says.
-    pub(crate) fn date(&self) -> UnixMillis {
+    /// Wall-clock time for expiry dates of tokens and certificates. It advances while the machine is suspended;
+    /// setting the clock back extends no lifetime beyond [`Self::now`].
+    pub(crate) fn wall_time(&self) -> UnixMillis {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.now().max(UnixMillis(0).after(wall))
     }
 
-    /// A clock as it is after the machine slept for so long.
+    /// Returns a clock as it is after the machine was suspended for this time.
     #[cfg(test)]
     pub(crate) fn after_sleep(sleep: std::time::Duration) -> Self {
         let mut clock = Self::new();

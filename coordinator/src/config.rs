@@ -1,4 +1,4 @@
-//! What a coordinator is told at its start.
+//! Configuration of a coordinator.
 
 use crate::garbage::Retention;
 use crate::store::DatabaseUrl;
@@ -8,47 +8,47 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Where the certificate and its key lie, as PEM.
+/// Certificate and private key as PEM files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The certificate, with those between it and its authority.
+    /// The certificate, followed by its intermediate certificates.
     pub cert: PathBuf,
     /// Its private key.
     pub key: PathBuf,
 }
 
-/// How a coordinator shares its work with others on the same PostgreSQL database: one leads, the others stand by.
+/// High availability with other coordinators on the same PostgreSQL database: one leads, the others stand by.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cluster {
-    /// Where the others reach this one: `https://host:7420`.
+    /// Address where the others reach this one: `https://host:7420`.
     pub address: String,
-    /// A PEM file with the certificate authority of the others' certificates; none: that of the system.
+    /// PEM file with the certificate authority of the others; `None`: the system's trust store.
     pub ca_file: Option<PathBuf>,
 }
 
-/// The certificate authority of a pool, and what it does.
+/// Certificate authority and lifetimes of certificates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PkiConfig {
-    /// Its folder.
+    /// Folder of the authority.
     pub folder: PathBuf,
-    /// Names and addresses of this coordinator, besides those that the machine knows.
+    /// Names and addresses of this coordinator, in addition to those that the machine reports.
     pub hostnames: Vec<String>,
-    /// How long a worker's certificate lives; it is renewed after two thirds.
+    /// Lifetime of a worker's certificate; it is renewed after half of it.
     pub worker_life: Duration,
-    /// The same for the coordinator's own.
+    /// Lifetime of the coordinator's own certificate; it is renewed after two thirds.
     pub server_life: Duration,
-    /// Let workers on other machines in that have a token and no certificate.
+    /// Accept workers on other machines that have a token but no certificate.
     pub allow_worker_tokens: bool,
 }
 
 impl PkiConfig {
     /// How long a worker's certificate lives.
-    /// It is renewed after half of that, so that a coordinator may be away for two weeks and nobody has to join again.
+    /// It is renewed after half of that, so that no worker has to join again after an outage of up to two weeks.
     pub const WORKER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
     /// How long the coordinator's own certificate lives.
     pub const SERVER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 
-    /// The authority in this folder, every default.
+    /// Returns the defaults for the authority in this folder.
     #[must_use]
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self {
@@ -61,17 +61,17 @@ impl PkiConfig {
     }
 }
 
-/// How much one user may take, so that the service stays good for the others. Operators and administrators are not held to
-/// it. None: no limit.
+/// Limits per user, so that the service stays available for the others. Operators and administrators are not limited.
+/// `None`: no limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Jobs that wait.
+    /// Waiting jobs.
     pub waiting_jobs: Option<u64>,
-    /// Bytes of the configs of all jobs that are kept.
+    /// Bytes of the configs of all stored jobs.
     pub config_bytes: Option<u64>,
-    /// Bytes in the object storage that they sent, whether a job names them or not.
+    /// Bytes in the object storage that the user uploaded, whether a job refers to them or not.
     pub stored_bytes: Option<u64>,
-    /// Bytes a second that they send, all their uploads together.
+    /// Bytes per second of all the user's uploads together.
     pub upload_rate: Option<u64>,
 }
 
@@ -86,46 +86,46 @@ impl Default for Limits {
     }
 }
 
-/// How a coordinator is set up.
+/// Configuration of a coordinator.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Where to listen. Anything but loopback needs [`Self::pki`] or [`Self::tls`]. Port 0: any free one.
+    /// Address to listen on. Anything but loopback needs [`Self::pki`] or [`Self::tls`]. Port 0: any free one.
     pub bind: SocketAddr,
-    /// Where everything lies that must survive: `aitk.db`, `token`, `storage/`. Made when missing.
+    /// Folder of everything that must survive a restart: `aitk.db`, `token`, `storage/`. Created if missing.
     pub data_dir: PathBuf,
     /// A PostgreSQL database. None: `aitk.db` in the data folder.
     pub database: Option<DatabaseUrl>,
     /// Object storage: `file://`, `s3://`, `gs://`, `az://`. None: `storage/` in the data folder.
     pub storage_url: Option<String>,
-    /// Workers with tokens of their own are told the bucket's address, too, and use it directly where they have keys for
-    /// it. Nobody knows what they send then, so they may name every blob as a result.
+    /// Workers with tokens of their own also get the bucket's address and use it directly if they have keys. Their
+    /// uploads are then unknown here, so they may refer to any blob as a result.
     pub direct_storage: bool,
-    /// The token. None: that of the token file.
+    /// The administrator's token. `None`: read it from the token file.
     pub token: Option<String>,
-    /// None: `token` in the data folder. Made at the first start.
+    /// Token file. `None`: `token` in the data folder. Created at the first start.
     pub token_file: Option<PathBuf>,
-    /// The listener's own certificate. None: one of [`Self::pki`], or no TLS.
+    /// Certificate of the listener. `None`: one of [`Self::pki`], or no TLS.
     pub tls: Option<TlsFiles>,
-    /// A certificate authority: the listener speaks TLS, and workers show certificates.
+    /// Certificate authority: the listener speaks TLS, and workers show certificates.
     pub pki: Option<PkiConfig>,
-    /// How long an attempt lives without a beat of its worker. Workers beat six times as often.
+    /// How long an attempt lives without a heartbeat of its worker. Workers send six heartbeats in this time.
     pub lease: Duration,
-    /// Failed tries in a row that a job is granted which says nothing about them.
+    /// Default number of retries of a job after failures in a row.
     pub retries: u32,
     /// How many devices a user may hold at once.
     pub quotas: Quotas,
-    /// How much a user may take who only submits.
+    /// Limits per user.
     pub limits: Limits,
-    /// Bytes of the disk that are kept for the database: blobs are refused and the queue pauses below that. None: 5 %, and at
-    /// least 1 GiB.
+    /// Bytes of the disk reserved for the database: below that, blobs are refused and the queue pauses. `None`: 5 %,
+    /// and at least 1 GiB.
     pub disk_reserve: Option<u64>,
-    /// How long things are kept.
+    /// How long data is kept.
     pub retention: Retention,
-    /// Where metrics and health are told over plain HTTP; loopback only. None: nowhere.
+    /// Address for metrics and health over plain HTTP; loopback only. `None`: no metrics.
     pub metrics: Option<SocketAddr>,
-    /// With others. None: alone on its database.
+    /// High availability. `None`: the only coordinator on its database.
     pub cluster: Option<Cluster>,
-    /// Where the spans of jobs go.
+    /// Trace exporter.
     pub traces: Traces,
 }
 
@@ -154,14 +154,14 @@ impl std::fmt::Debug for Config {
 }
 
 impl Config {
-    /// The port when none is given.
+    /// Default port.
     pub const DEFAULT_PORT: u16 = 7420;
-    /// Long enough for a laptop that dozes off or a switch that restarts.
+    /// Default lease: long enough for a laptop that briefly sleeps or a switch that restarts.
     pub const DEFAULT_LEASE: Duration = Duration::from_secs(45);
-    /// A machine may fail three times in a row before its job gives up.
+    /// Three failures in a row before a job gives up.
     pub const DEFAULT_RETRIES: u32 = 3;
 
-    /// Loopback, storage and token in the data folder, every default.
+    /// Returns the defaults: loopback, storage and token in the data folder.
     #[must_use]
     pub fn new(data_dir: impl Into<PathBuf>) -> Self {
         Self {

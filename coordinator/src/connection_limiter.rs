@@ -1,9 +1,10 @@
-//! Connections of which nobody knows yet whose they are.
+//! Limits connections that have not authenticated yet.
 //!
-//! A connection is a peer_entry's until its first call with a good token. Strangers have a little time for that, and there
-//! is room for a few of them only: when they are too many, the oldest from the address with the most of them makes room
-//! for the next one. So whoever opens connections and says nothing, or says it one byte at a time, uses up neither files
-//! nor memory, and keeps nobody out who has a token.
+//! A connection is unauthenticated until its first call with a valid token. It has a limited time for that call, and
+//! only a limited number of unauthenticated connections is open at once. At the limit, the oldest connection from the
+//! network with the most of them is closed to accept the next one. A client that opens connections and sends nothing,
+//! or sends one byte at a time, therefore exhausts neither file descriptors nor memory, and does not block clients
+//! with a token.
 
 use crate::access;
 use std::collections::{BTreeMap, HashMap};
@@ -20,80 +21,82 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
-/// Nobody is sent away sooner: time for a first call. When a whole lab comes back at once, the next ones wait so long.
-const STAY: Duration = Duration::from_secs(2);
-/// How often those who wait look whether there is room.
-const LOOK: Duration = Duration::from_millis(10);
-/// Pause after the system had no connection to give, for example because all files are in use.
-const OUT_OF_FILES: Duration = Duration::from_millis(100);
+/// No connection is evicted sooner: this is the time for a first call. When many clients reconnect at once, the later
+/// ones wait for this time.
+const MIN_FIRST_CALL_TIME: Duration = Duration::from_secs(2);
+/// Interval at which `accept` checks for a free slot while the limit is reached.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Pause after a failed `accept`, for example when the process is out of file descriptors.
+const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(100);
 
-/// A peer_entry is 0.
-const KNOWN: u8 = 1;
-const GONE: u8 = 2;
+/// Values of [`ConnectionState::value`]; 0 is unauthenticated.
+const AUTHENTICATED: u8 = 1;
+const CLOSED: u8 = 2;
 
-/// What a connection and the limiter know of each other.
+/// State shared by a connection and the limiter.
 #[derive(Debug, Default)]
-struct Standing {
-    is: AtomicU8,
-    changed: Notify,
+struct ConnectionState {
+    value: AtomicU8,
+    closed: Notify,
 }
 
 #[derive(Debug)]
 struct UnauthenticatedPeer {
     peer: SocketAddr,
-    came: Instant,
-    standing: Arc<Standing>,
+    accepted_at: Instant,
+    state: Arc<ConnectionState>,
 }
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// In the order they came.
+    /// In the order in which they were accepted.
     unauthenticated: BTreeMap<u64, UnauthenticatedPeer>,
     by_peer: HashMap<SocketAddr, u64>,
-    by_place: HashMap<IpAddr, usize>,
+    count_by_network: HashMap<IpAddr, usize>,
     next: u64,
 }
 
 impl Inner {
     fn remove(&mut self, number: u64) -> Option<UnauthenticatedPeer> {
-        let peer_entry = self.unauthenticated.remove(&number)?;
-        // Another connection may have the same port already.
-        if self.by_peer.get(&peer_entry.peer) == Some(&number) {
-            self.by_peer.remove(&peer_entry.peer);
+        let entry = self.unauthenticated.remove(&number)?;
+        // Another connection may already use the same port.
+        if self.by_peer.get(&entry.peer) == Some(&number) {
+            self.by_peer.remove(&entry.peer);
         }
-        let place = access::place(peer_entry.peer.ip());
-        if let Some(count) = self.by_place.get_mut(&place) {
+        let network = access::network_of(entry.peer.ip());
+        if let Some(count) = self.count_by_network.get_mut(&network) {
             *count -= 1;
             if *count == 0 {
-                self.by_place.remove(&place);
+                self.count_by_network.remove(&network);
             }
         }
-        Some(peer_entry)
+        Some(entry)
     }
 
-    fn send_away(&mut self, number: u64) {
-        if let Some(peer_entry) = self.remove(number) {
-            peer_entry.standing.is.store(GONE, Ordering::Relaxed);
-            peer_entry.standing.changed.notify_one();
+    fn evict(&mut self, number: u64) {
+        if let Some(entry) = self.remove(number) {
+            entry.state.value.store(CLOSED, Ordering::Relaxed);
+            entry.state.closed.notify_one();
         }
     }
 }
 
-/// See the module. Cheap to clone.
+/// Limits unauthenticated connections; see the module. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct ConnectionLimiter {
     inner: Arc<Mutex<Inner>>,
-    patience: Duration,
-    most: usize,
+    timeout: Duration,
+    max_unauthenticated: usize,
 }
 
 impl ConnectionLimiter {
-    /// A limiter at which unauthenticated may stand for so long, and so many of them.
-    pub(crate) fn new(patience: Duration, most: usize) -> Self {
+    /// Creates a limiter that closes a connection after `timeout` without authentication and allows
+    /// `max_unauthenticated` of them at once.
+    pub(crate) fn new(timeout: Duration, max_unauthenticated: usize) -> Self {
         Self {
             inner: Arc::default(),
-            patience,
-            most,
+            timeout,
+            max_unauthenticated,
         }
     }
 
@@ -101,104 +104,107 @@ impl ConnectionLimiter {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whoever calls from there has shown a good token.
-    pub(crate) fn known(&self, peer: SocketAddr) {
+    /// Marks the connection from this address as authenticated.
+    pub(crate) fn mark_authenticated(&self, peer: SocketAddr) {
         let mut inner = self.inner();
         if let Some(number) = inner.by_peer.get(&peer).copied()
-            && let Some(peer_entry) = inner.remove(number)
+            && let Some(entry) = inner.remove(number)
         {
-            peer_entry.standing.is.store(KNOWN, Ordering::Relaxed);
+            entry.state.value.store(AUTHENTICATED, Ordering::Relaxed);
         }
     }
 
-    /// Makes room for one more, by sending somebody away if need be; or says that nobody has been here long enough.
-    fn has_room(&self, now: Instant) -> bool {
+    /// Ensures a free slot, evicting a connection if necessary. Returns false when no connection is old enough to be
+    /// evicted.
+    fn make_room(&self, now: Instant) -> bool {
         let mut inner = self.inner();
-        if inner.unauthenticated.len() < self.most {
+        if inner.unauthenticated.len() < self.max_unauthenticated {
             return true;
         }
-        let crowd = inner.by_place.iter().max_by_key(|(_, count)| **count);
-        let Some(crowd) = crowd.map(|(place, _)| *place) else {
+        let largest = inner.count_by_network.iter().max_by_key(|(_, count)| **count);
+        let Some(largest) = largest.map(|(network, _)| *network) else {
             return true;
         };
-        let of_it = |peer_entry: &UnauthenticatedPeer| access::place(peer_entry.peer.ip()) == crowd;
-        let oldest = inner.unauthenticated.iter().find(|(_, peer_entry)| of_it(peer_entry));
-        let Some((number, _)) = oldest.filter(|(_, peer_entry)| now.duration_since(peer_entry.came) >= STAY) else {
+        let in_largest = |entry: &UnauthenticatedPeer| access::network_of(entry.peer.ip()) == largest;
+        let oldest = inner.unauthenticated.iter().find(|(_, entry)| in_largest(entry));
+        let Some((number, _)) =
+            oldest.filter(|(_, entry)| now.duration_since(entry.accepted_at) >= MIN_FIRST_CALL_TIME)
+        else {
             return false;
         };
         let number = *number;
-        inner.send_away(number);
+        inner.evict(number);
         true
     }
 
-    fn enter(&self, peer: SocketAddr, now: Instant) -> (u64, Arc<Standing>) {
+    fn insert(&self, peer: SocketAddr, now: Instant) -> (u64, Arc<ConnectionState>) {
         let mut inner = self.inner();
         let number = inner.next;
         inner.next += 1;
-        let standing = Arc::new(Standing::default());
-        let peer_entry = UnauthenticatedPeer {
+        let state = Arc::new(ConnectionState::default());
+        let entry = UnauthenticatedPeer {
             peer,
-            came: now,
-            standing: standing.clone(),
+            accepted_at: now,
+            state: state.clone(),
         };
-        inner.unauthenticated.insert(number, peer_entry);
+        inner.unauthenticated.insert(number, entry);
         inner.by_peer.insert(peer, number);
-        *inner.by_place.entry(access::place(peer.ip())).or_default() += 1;
-        (number, standing)
+        *inner.count_by_network.entry(access::network_of(peer.ip())).or_default() += 1;
+        (number, state)
     }
 
-    /// The next connection.
+    /// Accepts the next connection. Errors are logged, and accepting continues.
     pub(crate) async fn accept(&self, listener: &TcpListener) -> (Connection, SocketAddr) {
-        // Whoever has no room yet waits in the system's own queue.
-        while !self.has_room(Instant::now()) {
-            tokio::time::sleep(LOOK).await;
+        // Until then, new connections wait in the listen backlog of the system.
+        while !self.make_room(Instant::now()) {
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => {
-                    // A call is a few packets; waiting for more of them only costs time.
+                    // A call is a few packets; Nagle's algorithm would only delay them.
                     let _ = stream.set_nodelay(true);
                     return (self.connection(stream, peer), peer);
                 }
-                // It went away before it was looked at.
-                Err(error) if is_its_own(&error) => {}
+                // The client closed the connection before it was accepted.
+                Err(error) if is_connection_error(&error) => {}
                 Err(error) => {
-                    tracing::error!(%error, "no connection can be accepted");
-                    tokio::time::sleep(OUT_OF_FILES).await;
+                    tracing::error!(%error, "cannot accept a connection; trying again");
+                    tokio::time::sleep(ACCEPT_RETRY_PAUSE).await;
                 }
             }
         }
     }
 
     fn connection(&self, stream: TcpStream, peer: SocketAddr) -> Connection {
-        let (number, standing) = self.enter(peer, Instant::now());
-        let (patience, watched) = (self.patience, standing.clone());
-        let judgement = async move {
+        let (number, state) = self.insert(peer, Instant::now());
+        let (timeout, watched) = (self.timeout, state.clone());
+        let deadline = async move {
             tokio::select! {
-                () = tokio::time::sleep(patience) => {}
-                () = watched.changed.notified() => {}
+                () = tokio::time::sleep(timeout) => {}
+                () = watched.closed.notified() => {}
             }
         };
         Connection {
             stream,
             limiter: self.clone(),
             number,
-            standing,
-            judgement: Some(Box::pin(judgement)),
+            state,
+            deadline: Some(Box::pin(deadline)),
         }
     }
 
-    /// Every connection of a listener, for ever.
+    /// Returns an endless stream of the listener's connections.
     pub(crate) fn incoming(self, listener: TcpListener) -> impl tokio_stream::Stream<Item = io::Result<Connection>> {
-        let state = (self, listener);
-        futures::stream::unfold(state, |(limiter, listener)| async move {
+        let acceptor = (self, listener);
+        futures::stream::unfold(acceptor, |(limiter, listener)| async move {
             let (connection, _) = limiter.accept(&listener).await;
             Some((Ok(connection), (limiter, listener)))
         })
     }
 }
 
-fn is_its_own(error: &io::Error) -> bool {
+fn is_connection_error(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionAborted
@@ -208,33 +214,33 @@ fn is_its_own(error: &io::Error) -> bool {
     )
 }
 
-/// A connection that fails when its peer_entry's time is over.
+/// A TCP connection whose reads and writes fail once it is evicted or its time to authenticate is over.
 pub(crate) struct Connection {
     stream: TcpStream,
     limiter: ConnectionLimiter,
     number: u64,
-    standing: Arc<Standing>,
-    /// Ends when it is time to look whose it is.
-    judgement: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
+    state: Arc<ConnectionState>,
+    /// Completes when the timeout is over or the limiter evicts the connection.
+    deadline: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl Connection {
-    fn judge(&mut self, context: &mut Context<'_>) -> io::Result<()> {
-        if let Some(judgement) = &mut self.judgement {
-            if judgement.as_mut().poll(context).is_pending() {
+    fn check_state(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        if let Some(deadline) = &mut self.deadline {
+            if deadline.as_mut().poll(context).is_pending() {
                 return Ok(());
             }
-            if self.standing.is.load(Ordering::Relaxed) == KNOWN {
-                self.judgement = None;
+            if self.state.value.load(Ordering::Relaxed) == AUTHENTICATED {
+                self.deadline = None;
                 return Ok(());
             }
-            self.judgement = None;
-            self.standing.is.store(GONE, Ordering::Relaxed);
+            self.deadline = None;
+            self.state.value.store(CLOSED, Ordering::Relaxed);
         }
-        if self.standing.is.load(Ordering::Relaxed) == GONE {
+        if self.state.value.load(Ordering::Relaxed) == CLOSED {
             return Err(io::Error::new(
                 io::ErrorKind::TimedOut,
-                "nobody showed a token in time on this connection",
+                "the connection was closed: the client did not authenticate in time",
             ));
         }
         Ok(())
@@ -261,19 +267,19 @@ impl AsyncRead for Connection {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.judge(context)?;
+        self.check_state(context)?;
         Pin::new(&mut self.stream).poll_read(context, buffer)
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.judge(context)?;
+        self.check_state(context)?;
         Pin::new(&mut self.stream).poll_write(context, bytes)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        self.judge(context)?;
+        self.check_state(context)?;
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
@@ -286,7 +292,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        self.judge(context)?;
+        self.check_state(context)?;
         Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
     }
 
@@ -309,56 +315,60 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_shows_no_token_is_cut_and_whoever_does_stays() {
+    async fn a_connection_without_a_token_is_closed_and_one_with_a_token_stays() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let limiter = ConnectionLimiter::new(Duration::from_millis(50), 8);
-        let (mut silent, mut peer_entry) = pair(&limiter, &listener).await;
+        let (mut silent, mut entry) = pair(&limiter, &listener).await;
         let (mut client, mut known) = pair(&limiter, &listener).await;
-        limiter.known(client.local_addr().unwrap());
+        limiter.mark_authenticated(client.local_addr().unwrap());
         let mut byte = [0];
-        // Half a word does not help.
+        // An incomplete request does not count.
         silent.write_all(b"P").await.unwrap();
         let error = loop {
-            if let Err(error) = peer_entry.read_exact(&mut byte).await {
+            if let Err(error) = entry.read_exact(&mut byte).await {
                 break error;
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        assert!(peer_entry.read_exact(&mut byte).await.is_err(), "for good");
-        assert!(peer_entry.write_all(b"x").await.is_err());
+        assert!(entry.read_exact(&mut byte).await.is_err(), "for good");
+        assert!(entry.write_all(b"x").await.is_err());
         client.write_all(b"x").await.unwrap();
         known.read_exact(&mut byte).await.unwrap();
         known.write_all(b"x").await.unwrap();
         assert_eq!(limiter.inner().unauthenticated.len(), 1);
-        drop(peer_entry);
-        assert!(limiter.inner().unauthenticated.is_empty() && limiter.inner().by_place.is_empty());
+        drop(entry);
+        assert!(limiter.inner().unauthenticated.is_empty() && limiter.inner().count_by_network.is_empty());
         assert!(limiter.inner().by_peer.is_empty());
     }
 
     #[test]
-    fn the_oldest_of_the_largest_crowd_makes_room() {
+    fn the_oldest_connection_of_the_largest_network_is_evicted() {
         let (limiter, begin) = (ConnectionLimiter::new(Duration::from_secs(600), 8), Instant::now());
         let peer = |place: u8, port: u16| SocketAddr::from(([10, 0, 0, place], port));
-        let calm = limiter.enter(peer(1, 1), begin);
-        let crowd: Vec<_> = (1..8)
+        let calm = limiter.insert(peer(1, 1), begin);
+        let largest: Vec<_> = (1..8)
             .map(|port| {
-                assert!(limiter.has_room(begin));
-                limiter.enter(peer(2, port), begin)
+                assert!(limiter.make_room(begin));
+                limiter.insert(peer(2, port), begin)
             })
             .collect();
-        let is = |(_, standing): &(u64, Arc<Standing>)| standing.is.load(Ordering::Relaxed);
-        // Not before it has had its time.
-        assert!(!limiter.has_room(begin) && crowd.iter().all(|one| is(one) == 0));
-        assert!(limiter.has_room(begin + STAY));
-        assert_eq!((is(&calm), is(&crowd[0]), is(&crowd[1])), (0, GONE, 0));
-        // Whoever is known takes no room.
-        limiter.enter(peer(3, 1), begin);
-        assert!(!limiter.has_room(begin));
-        limiter.known(peer(1, 1));
-        assert!(limiter.has_room(begin) && is(&calm) == KNOWN);
+        let is = |(_, state): &(u64, Arc<ConnectionState>)| state.value.load(Ordering::Relaxed);
+        // A connection is not evicted before its minimum time.
+        assert!(!limiter.make_room(begin) && largest.iter().all(|one| is(one) == 0));
+        assert!(limiter.make_room(begin + MIN_FIRST_CALL_TIME));
+        assert_eq!((is(&calm), is(&largest[0]), is(&largest[1])), (0, CLOSED, 0));
+        // An authenticated connection does not count.
+        limiter.insert(peer(3, 1), begin);
+        assert!(!limiter.make_room(begin));
+        limiter.mark_authenticated(peer(1, 1));
+        assert!(limiter.make_room(begin) && is(&calm) == AUTHENTICATED);
         let inner = limiter.inner();
         assert_eq!(
-            (inner.unauthenticated.len(), inner.by_peer.len(), inner.by_place.len()),
+            (
+                inner.unauthenticated.len(),
+                inner.by_peer.len(),
+                inner.count_by_network.len()
+            ),
             (7, 7, 2)
         );
     }

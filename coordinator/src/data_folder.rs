@@ -1,4 +1,4 @@
-//! The folder in which a coordinator keeps everything of its own.
+//! The data folder of a coordinator: creation and locking.
 
 use std::fs::{File, TryLockError};
 use std::io;
@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use url::Url;
 
-/// Why the data folder cannot be had.
+/// Why the data folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DataFolderError {
-    /// It cannot be used.
+    /// It cannot be created or accessed.
     #[error("cannot use the data folder {}", path.display())]
     Unusable {
         /// The folder.
@@ -18,7 +18,7 @@ pub enum DataFolderError {
         #[source]
         source: io::Error,
     },
-    /// Another coordinator has it.
+    /// Another coordinator has locked it.
     #[error("another coordinator runs on the data folder {}; stop it first, or choose another folder with --data-dir", path.display())]
     InUse {
         /// The folder.
@@ -26,11 +26,11 @@ pub enum DataFolderError {
     },
 }
 
-/// Half a second of tries for the lock of the data folder.
+/// Attempts to lock the data folder: half a second.
 const LOCK_TRIES: u32 = 25;
-const LOCK_BREATH: Duration = Duration::from_millis(20);
+const LOCK_RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// The data folder, absolute, there, and closed to others when we make it.
+/// Creates the data folder if necessary, accessible only by its owner, and returns its absolute path.
 pub(crate) fn create(path: &Path) -> Result<PathBuf, DataFolderError> {
     let failed = |source| DataFolderError::Unusable {
         path: path.to_owned(),
@@ -48,7 +48,7 @@ pub(crate) fn create(path: &Path) -> Result<PathBuf, DataFolderError> {
     Ok(path)
 }
 
-/// Held as long as the coordinator lives; the system drops it with the process, however that ends.
+/// Locks the data folder. The system releases the lock when the process ends, however that happens.
 pub(crate) fn lock(data_dir: &Path) -> Result<File, DataFolderError> {
     let failed = |source| DataFolderError::Unusable {
         path: data_dir.to_owned(),
@@ -60,12 +60,12 @@ pub(crate) fn lock(data_dir: &Path) -> Result<File, DataFolderError> {
         .write(true)
         .open(data_dir.join("lock"))
         .map_err(failed)?;
-    // One that is just ending has it for a moment yet; so has a process that another thread of ours is starting, until it
-    // has become another program.
+    // A coordinator that is just ending still holds it; so does a child process that another thread is starting, until
+    // its `exec`.
     for _ in 0..LOCK_TRIES {
         match file.try_lock() {
             Ok(()) => return Ok(file),
-            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_BREATH),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_RETRY_PAUSE),
             Err(TryLockError::Error(source)) => return Err(failed(source)),
         }
     }
@@ -74,7 +74,7 @@ pub(crate) fn lock(data_dir: &Path) -> Result<File, DataFolderError> {
     })
 }
 
-pub(crate) fn local_storage(data_dir: &Path) -> Result<String, DataFolderError> {
+pub(crate) fn local_storage_url(data_dir: &Path) -> Result<String, DataFolderError> {
     let path = data_dir.join("storage");
     std::fs::create_dir_all(&path).map_err(|source| DataFolderError::Unusable {
         path: path.clone(),
@@ -88,8 +88,8 @@ pub(crate) fn local_storage(data_dir: &Path) -> Result<String, DataFolderError> 
         })
 }
 
-/// Removes what a crash left of transfers.
-pub(crate) fn empty(transit: &Path) -> Result<(), DataFolderError> {
+/// Empties the folder of temporary files, which may contain remains of a crash.
+pub(crate) fn recreate(transit: &Path) -> Result<(), DataFolderError> {
     let failed = |source| DataFolderError::Unusable {
         path: transit.to_owned(),
         source,

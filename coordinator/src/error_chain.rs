@@ -1,6 +1,6 @@
-//! Errors for log lines and answers.
+//! Formatting of errors for logs and answers.
 
-/// An error with its causes, in one line.
+/// Formats an error with its causes in one line.
 pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut inner = error.source();

@@ -1,9 +1,9 @@
 //! The aitk coordinator: queue, leases, store and gRPC API.
 //!
-//! [`aitk_scheduler`] decides (pure, sans-io), `runner` owns its state and stores every change before anybody hears of it,
-//! [`store`] keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `pki` is about
-//! certificates, `scope` says who sees which blob, `api` speaks gRPC, `server` starts and ends it all. It never
-//! computes and never depends on the engine.
+//! [`aitk_scheduler`] decides (a state machine without IO), `runner` owns its state and stores every change before any
+//! effect is sent, [`store`] persists it, `cluster` elects a leader among several coordinators, `garbage` deletes
+//! unneeded blobs, `pki` manages certificates, `scope` decides who sees which blob, `api` implements the gRPC
+//! services, and `server` starts and stops it all. The coordinator never depends on the engine.
 
 mod access;
 mod address;
@@ -13,7 +13,6 @@ mod backup;
 mod clock;
 mod cluster;
 mod config;
-
 mod connection_limiter;
 mod data_folder;
 mod error_chain;
@@ -37,7 +36,7 @@ pub use cluster::{Member, MemberError};
 pub use config::{Cluster, Config, Limits, PkiConfig, TlsFiles};
 pub use data_folder::DataFolderError;
 pub use garbage::Retention;
-pub use pki::{Made, PkiError, ca_folder, init};
+pub use pki::{InitOutcome, PkiError, ca_folder, init};
 pub use server::{RunError, Running, StartError, start};
 pub use store::{AuditLine, DatabaseUrl};
 pub use submit::check_submission;

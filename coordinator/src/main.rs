@@ -1,4 +1,4 @@
-//! `aitk-coordinator`: the coordinator as a daemon, and the commands of whoever runs it.
+//! `aitk-coordinator`: the coordinator as a daemon, and its administration commands.
 
 mod commands;
 
@@ -8,7 +8,7 @@ use commands::Command;
 use commands::serve::{ServeArgs, serve, start_logging};
 use std::process::ExitCode;
 
-/// Keeps the queue of training and generation jobs, and gives work to workers.
+/// Manages the queue of training and generation jobs and assigns them to workers.
 #[derive(Debug, Parser)]
 #[command(name = "aitk-coordinator", version, after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 struct Args {
@@ -20,7 +20,7 @@ struct Args {
 
 const EXAMPLES: &str = "Examples:
   aitk-coordinator
-      For this machine only, everything below ~/.local/share/aitk/coordinator.
+      For this machine only, with all data below ~/.local/share/aitk/coordinator.
   aitk-coordinator init --hostname gpu.lab
   aitk-coordinator --bind 0.0.0.0:7420 --storage s3://bucket/aitk
       For a network, with certificates of its own, and blobs in a bucket.
@@ -29,7 +29,7 @@ const EXAMPLES: &str = "Examples:
   aitk-coordinator token create anna --role submitter
       Let a user in: aitk login https://gpu.lab:7420
   aitk-coordinator gc --dry-run
-      How much of the object storage no job needs any more.";
+      Show how much of the object storage no job needs any more.";
 
 fn main() -> ExitCode {
     let args = Args::parse();

@@ -1,23 +1,23 @@
-//! Configs of jobs that came in lately: most jobs are assigned soon after they are stored, and reading each of them back
-//! would be a query per assignment.
+//! Cache of the configs of recently submitted jobs: most jobs are assigned soon after they are stored, and reading
+//! each config back would cost a query per assignment.
 
 use aitk_common::id::JobId;
 use aitk_scheduler::Payload;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes of configs that are kept: thousands of usual ones.
-const MOST: usize = 16 << 20;
-/// What a config takes besides its texts, about.
+/// Maximum bytes in the cache: thousands of usual configs.
+const MAX_CACHED_BYTES: usize = 16 << 20;
+/// Approximate overhead per config in bytes.
 const OVERHEAD: usize = 512;
 
-/// The newest configs, as many as there is room for. What is not here is in the store. Cheap to clone.
+/// The newest configs, up to the maximum size; the others are in the store. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Payloads(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    kept: HashMap<JobId, Arc<Payload>>,
+    by_job: HashMap<JobId, Arc<Payload>>,
     order: VecDeque<JobId>,
     bytes: usize,
 }
@@ -27,28 +27,28 @@ impl Payloads {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a config; the oldest ones make room.
-    pub(crate) fn keep(&self, job: &JobId, payload: &Arc<Payload>) {
-        self.inner().keep(job, payload);
+    /// Adds a config; the oldest ones are dropped.
+    pub(crate) fn insert(&self, job: &JobId, payload: &Arc<Payload>) {
+        self.inner().insert(job, payload);
     }
 
-    /// A config, if it is kept.
+    /// Returns a config if it is in the cache.
     pub(crate) fn get(&self, job: &JobId) -> Option<Arc<Payload>> {
-        self.inner().kept.get(job).cloned()
+        self.inner().by_job.get(job).cloned()
     }
 }
 
 impl Inner {
-    fn keep(&mut self, job: &JobId, payload: &Arc<Payload>) {
-        if self.kept.insert(job.clone(), payload.clone()).is_some() {
+    fn insert(&mut self, job: &JobId, payload: &Arc<Payload>) {
+        if self.by_job.insert(job.clone(), payload.clone()).is_some() {
             return;
         }
         self.order.push_back(job.clone());
         self.bytes += size(payload);
-        while self.bytes > MOST
+        while self.bytes > MAX_CACHED_BYTES
             && let Some(oldest) = self.order.pop_front()
         {
-            if let Some(gone) = self.kept.remove(&oldest) {
+            if let Some(gone) = self.by_job.remove(&oldest) {
                 self.bytes -= size(&gone);
             }
         }
@@ -72,25 +72,25 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_are_kept_within_bounds() {
+    fn the_cache_keeps_the_newest_configs_up_to_its_size() {
         let payloads = Payloads::default();
         let id = |n: u32| JobId::new(format!("j{n}"));
         for n in 0..40 {
-            payloads.keep(&id(n), &payload(1 << 20));
-            // The same again takes no more room.
-            payloads.keep(&id(n), &payload(1 << 20));
+            payloads.insert(&id(n), &payload(1 << 20));
+            // The same config again takes no more space.
+            payloads.insert(&id(n), &payload(1 << 20));
             let bytes = payloads.inner().bytes;
-            assert!(bytes <= MOST, "{bytes}");
+            assert!(bytes <= MAX_CACHED_BYTES, "{bytes}");
         }
         assert!(payloads.get(&id(0)).is_none() && payloads.get(&id(39)).is_some());
         let kept = |payloads: &Payloads| {
             let inner = payloads.inner();
-            (inner.bytes, inner.kept.len(), inner.order.len())
+            (inner.bytes, inner.by_job.len(), inner.order.len())
         };
         let (_, jobs, order) = kept(&payloads);
         assert_eq!(jobs, order);
-        // One that is larger than all the room is not kept, and nothing else is harmed.
-        payloads.keep(&id(99), &payload(MOST));
+        // A config larger than the cache is not kept.
+        payloads.insert(&id(99), &payload(MAX_CACHED_BYTES));
         assert!(payloads.get(&id(99)).is_none());
         let (bytes, jobs, _) = kept(&payloads);
         assert_eq!((bytes, jobs), (0, 0));

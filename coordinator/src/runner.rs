@@ -1,7 +1,10 @@
-//! The one task that owns the core: takes events in batches, stores what they changed in one transaction, and only
-//! then lets anybody hear of it.
+//! The task that owns the scheduler: it handles events in batches, stores their changes in one transaction, and only
+//! then sends effects.
 
+mod handle;
 mod pause;
+
+pub(crate) use handle::{SchedulerHandle, SchedulerStopped};
 
 use crate::assign::{Outgoing, Work};
 use crate::clock::Clock;
@@ -11,145 +14,25 @@ use crate::payloads::Payloads;
 use crate::spans::Spans;
 use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
-use aitk_common::control::{JobEvent, ToWorker, UnixMillis};
-use aitk_common::id::JobId;
+use aitk_common::control::ToWorker;
 use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
+use handle::{EventHub, Input, ReplySender};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::{broadcast, mpsc, oneshot};
+use tokio::sync::mpsc;
 
-/// Inputs that wait for the core. Full means that the core is behind: senders then wait, each holding up only its own
-/// connection.
-const INPUTS: usize = 1024;
-/// Inputs that share one transaction. More would make the first of them wait for the last.
+/// Inputs that wait for the scheduler. When the queue is full, senders wait; each blocks only its own connection.
+const INPUT_QUEUE: usize = 1024;
+/// Maximum inputs of one transaction. More would delay the first of them.
 const BATCH: usize = 256;
-/// Messages that wait for one worker: several per device of a big machine. A worker that lets more pile up does not
-/// read; its session is closed, and it registers again.
-const OUTBOX: usize = 256;
-/// Events that wait for one follower. One that is further behind reads them from the store.
-const FOLLOWER: usize = 1024;
-/// A tick that comes this much later than it should is a sign that the core stood still, and so could hear no beat.
-const STALL: Duration = Duration::from_millis(100);
-/// A store that fails is tried again for this long. After that this process ends: what it knows is then ahead of what is
-/// stored, and a fresh start from the store is the safe way on.
-const STORE_PATIENCE: Duration = Duration::from_secs(30);
+/// A tick this much later than scheduled means that the scheduler stalled and could not receive heartbeats.
+const STALL_THRESHOLD: Duration = Duration::from_millis(100);
+/// How long a failing store is retried. After that the process ends: its state is ahead of the store, and restarting
+/// from the store is safe.
+const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
 
-type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
-
-type Caller = oneshot::Sender<Result<Reply, Refusal>>;
-
-enum Input {
-    Event(Event),
-    Call(Event, Ticket, Caller, Box<AuditLine>),
-    Query(Query),
-    /// Answered when everything before it is durable.
-    Stored(oneshot::Sender<()>),
-    OpenSession(SessionId, mpsc::Sender<Outgoing>),
-}
-
-/// Nobody runs the core any more: the coordinator shuts down.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the coordinator is shutting down; try again in a moment")]
-pub(crate) struct Gone;
-
-/// How the services reach the core.
-#[derive(Clone, Debug)]
-pub(crate) struct Core {
-    inputs: mpsc::Sender<Input>,
-    numbers: Arc<AtomicU64>,
-    hub: Arc<Hub>,
-}
-
-/// Those who follow jobs.
-#[derive(Debug, Default)]
-struct Hub {
-    followers: Mutex<HashMap<JobId, broadcast::Sender<Arc<JobEvent>>>>,
-}
-
-impl Hub {
-    fn subscribe(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
-        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
-        followers
-            .entry(job.clone())
-            .or_insert_with(|| broadcast::channel(FOLLOWER).0)
-            .subscribe()
-    }
-
-    fn publish(&self, job: &JobId, event: Arc<JobEvent>) {
-        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
-        let nobody = followers.get(job).is_some_and(|sender| sender.send(event).is_err());
-        if nobody {
-            followers.remove(job);
-        }
-    }
-}
-
-impl Core {
-    fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Hands an event in; waits while the core is behind.
-    pub(crate) async fn event(&self, event: Event) -> Result<(), Gone> {
-        self.inputs.send(Input::Event(event)).await.map_err(|_| Gone)
-    }
-
-    /// Hands in an event that is answered. The answer comes when everything behind it is durable, together with a line of
-    /// the audit log, which says so when it was refused.
-    pub(crate) async fn call(
-        &self,
-        event: impl FnOnce(Ticket) -> Event,
-        line: Box<AuditLine>,
-    ) -> Result<Result<Reply, Refusal>, Gone> {
-        let ticket = Ticket(self.number());
-        let (sender, receiver) = oneshot::channel();
-        self.inputs
-            .send(Input::Call(event(ticket), ticket, sender, line))
-            .await
-            .map_err(|_| Gone)?;
-        receiver.await.map_err(|_| Gone)
-    }
-
-    /// Looks at the state; only durable changes are seen. (While the database is full also the last ones, which are not yet.)
-    pub(crate) async fn query<T: Send + 'static>(
-        &self,
-        look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
-    ) -> Result<T, Gone> {
-        let (sender, receiver) = oneshot::channel();
-        let query: Query = Box::new(move |state, now| {
-            let _ = sender.send(look(state, now));
-        });
-        self.inputs.send(Input::Query(query)).await.map_err(|_| Gone)?;
-        receiver.await.map_err(|_| Gone)
-    }
-
-    /// Waits until everything that was handed in before is durable.
-    pub(crate) async fn stored(&self) -> Result<(), Gone> {
-        let (sender, receiver) = oneshot::channel();
-        self.inputs.send(Input::Stored(sender)).await.map_err(|_| Gone)?;
-        receiver.await.map_err(|_| Gone)
-    }
-
-    /// A new session's number and what the core says to it. The receiver ends when the core closes the session.
-    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<Outgoing>), Gone> {
-        let session = SessionId(self.number());
-        let (sender, receiver) = mpsc::channel(OUTBOX);
-        self.inputs
-            .send(Input::OpenSession(session, sender))
-            .await
-            .map_err(|_| Gone)?;
-        Ok((session, receiver))
-    }
-
-    /// Events of a job from now on.
-    pub(crate) fn follow(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
-        self.hub.subscribe(job)
-    }
-}
-
-/// The task's side.
+/// The scheduler's task.
 pub(crate) struct Runner {
     state: State,
     clock: Clock,
@@ -159,10 +42,10 @@ pub(crate) struct Runner {
     spans: Spans,
     payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
-    hub: Arc<Hub>,
+    hub: Arc<EventHub>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
-    /// What is left to be handled of a time in which the database was full.
-    later: Vec<Event>,
+    /// Events to handle after a period in which the database was full.
+    deferred: Vec<Event>,
 }
 
 impl Runner {
@@ -174,14 +57,10 @@ impl Runner {
         metrics: Metrics,
         spans: Spans,
         payloads: Payloads,
-    ) -> (Self, Core) {
-        let (sender, inputs) = mpsc::channel(INPUTS);
-        let hub = Arc::new(Hub::default());
-        let core = Core {
-            inputs: sender,
-            numbers: Arc::new(AtomicU64::new(1)),
-            hub: hub.clone(),
-        };
+    ) -> (Self, SchedulerHandle) {
+        let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
+        let hub = Arc::new(EventHub::default());
+        let scheduler = SchedulerHandle::new(sender, hub.clone());
         (
             Self {
                 state,
@@ -194,13 +73,13 @@ impl Runner {
                 inputs,
                 hub,
                 sessions: HashMap::new(),
-                later: Vec::new(),
+                deferred: Vec::new(),
             },
-            core,
+            scheduler,
         )
     }
 
-    /// Runs until every [`Core`] is gone or the store fails for good.
+    /// Runs until every [`SchedulerHandle`] is dropped or the store fails permanently.
     pub(crate) async fn run(mut self) -> Result<(), StoreError> {
         let period = (self.state.settings().lease / 20).clamp(Duration::from_millis(10), Duration::from_millis(500));
         let mut ticks = tokio::time::interval(period);
@@ -214,31 +93,31 @@ impl Runner {
                     }
                 }
                 due = ticks.tick() => {
-                    // What came while the core was busy was said in time: it counts before any lease is judged.
+                    // Inputs that arrived while the scheduler was busy are handled before leases are checked.
                     while batch.len() < BATCH && let Ok(input) = self.inputs.try_recv() {
                         batch.push(input);
                     }
                     let by = due.elapsed();
-                    if by > STALL {
+                    if by > STALL_THRESHOLD {
                         if by > Duration::from_secs(1) {
-                            tracing::warn!(by = ?by, "the coordinator stood still; leases are extended by that time");
+                            tracing::warn!(by = ?by, "the coordinator stalled; leases are extended by that time");
                         }
                         batch.push(Input::Event(Event::Stalled { by }));
                     }
                     batch.push(Input::Event(Event::Tick));
                 }
             }
-            self.step(&mut batch).await?;
-            if !self.later.is_empty() {
-                batch.extend(self.later.drain(..).map(Input::Event));
-                // That it is late by now is among these already.
+            self.process_batch(&mut batch).await?;
+            if !self.deferred.is_empty() {
+                batch.extend(self.deferred.drain(..).map(Input::Event));
+                // The delay is already among these events.
                 ticks.reset();
-                self.step(&mut batch).await?;
+                self.process_batch(&mut batch).await?;
             }
         }
     }
 
-    async fn step(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
+    async fn process_batch(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
         let now = self.clock.now();
         let (mut records, mut audit, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut waiting = Vec::new();
@@ -271,7 +150,7 @@ impl Runner {
                     Effect::Persist(record) => records.push(record),
                     other => {
                         if let (Effect::Reply(_, reply), Some(line)) = (&other, &mut line) {
-                            conclude(line, reply);
+                            complete_audit_line(line, reply);
                         }
                         rest.push(other);
                     }
@@ -291,15 +170,15 @@ impl Runner {
             }
             persisted => persisted?,
         }
-        self.metrics.stored(&records, audit.len(), began.elapsed());
-        self.spans.stored(&records);
+        self.metrics.record_commit(&records, audit.len(), began.elapsed());
+        self.spans.record_commit(&records);
         for record in &records {
             if let Record::NewJob(job, payload) = record {
-                self.payloads.keep(&job.id, payload);
+                self.payloads.insert(&job.id, payload);
             }
         }
         for effect in rest {
-            self.carry_out(effect, &mut callers);
+            self.apply_effect(effect, &mut callers);
         }
         for query in queries {
             query(&self.state, now);
@@ -311,7 +190,7 @@ impl Runner {
     }
 
     async fn persist(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
-        let deadline = Instant::now() + STORE_PATIENCE;
+        let deadline = Instant::now() + STORE_RETRY_TIME;
         let mut wait = Duration::from_millis(50);
         loop {
             match self.store.commit(records, audit).await {
@@ -326,9 +205,9 @@ impl Runner {
         }
     }
 
-    fn carry_out(&mut self, effect: Effect, callers: &mut HashMap<Ticket, Caller>) {
+    fn apply_effect(&mut self, effect: Effect, callers: &mut HashMap<Ticket, ReplySender>) {
         match effect {
-            // Sorted out before; here for completeness.
+            // Stored before; not reached.
             Effect::Persist(_) => {}
             Effect::Send(
                 session,
@@ -358,36 +237,36 @@ impl Runner {
             Effect::Send(session, message) => self.send(session, message.into()),
             Effect::ForeignReport { session, attempt } => self.send(session, Outgoing::ForeignReport(attempt)),
             Effect::Assign(session, placed) => {
-                let work = self.work(*placed);
+                let work = self.work_for(*placed);
                 self.send(session, Outgoing::Work(Box::new(work)));
             }
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
             Effect::Publish(job, event) => self.hub.publish(&job, event),
             Effect::Reply(ticket, reply) => {
                 if let Some(caller) = callers.remove(&ticket) {
-                    // A caller that went away does not matter: what it asked for is done.
+                    // A caller that disconnected does not matter: its request was executed.
                     let _ = caller.send(reply);
                 }
             }
         }
     }
 
-    /// What the session's task needs to make the assignment.
-    fn work(&self, placed: PlacedAttempt) -> Work {
+    /// Creates the assignment for the session's task.
+    fn work_for(&self, placed: PlacedAttempt) -> Work {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
-            self.metrics.assigned(job.created, self.clock.now());
+            self.metrics.record_first_assignment(job.created, self.clock.now());
         }
         Work {
             owner: job.map(|job| job.requirements.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
-            // Images in place are found in their folder, and a training has its checkpoint.
-            may_have_drawn: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),
+            // A job in place finds its images in its folder, and a training continues from its checkpoint.
+            may_have_images: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),
             placed,
         }
     }
 
-    /// Never waits: a worker that does not read loses its session, which its task then reports as closed.
+    /// Sends without waiting: a worker that does not read loses its session, which its task then reports as closed.
     fn send(&mut self, session: SessionId, message: Outgoing) {
         let Some(sender) = self.sessions.get(&session) else {
             return;
@@ -412,11 +291,11 @@ impl Runner {
     }
 }
 
-/// What became of that which a line of the audit log is about.
-fn conclude(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
+/// Completes an audit line with the outcome of its request.
+fn complete_audit_line(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
     match reply {
         Err(refusal) => (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string())),
-        // A key that was used before leads to the job of then.
+        // A repeated idempotency key returns the earlier job.
         Ok(Reply::Submitted(submitted)) => line.object = submitted.job.to_string(),
         Ok(_) => {}
     }

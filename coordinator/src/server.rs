@@ -1,358 +1,111 @@
-//! Start, serve, shut down.
+//! Starts, runs and shuts down a coordinator.
 
-use crate::access::{Access, AccessError};
+mod error;
+mod local_resources;
+mod running;
+
+pub use error::{RunError, StartError};
+pub(crate) use local_resources::LocalResources;
+pub use running::Running;
+
+use crate::access::Access;
 use crate::address::ClientAddress;
 use crate::api::{Authenticator, Shared, routes};
 use crate::assign::Assigner;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::connection_limiter::ConnectionLimiter;
-use crate::data_folder::{self, DataFolderError};
 use crate::error_chain::error_chain;
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::payloads::Payloads;
-use crate::pki::{PkiError, Tls};
+use crate::pki::Tls;
 use crate::runner::Runner;
 use crate::scope::{Scope, Uploads};
-use crate::space::Space;
+use crate::space::DiskSpace;
 use crate::spans::Spans;
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use crate::transfers::{Transfers, UploadRate};
 use aitk_common::hash::ContentHash;
-use aitk_common::security::token::{Token, TokenError};
-use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
+use aitk_common::storage::{BlobStore, ObjectBlobs};
 use aitk_scheduler::{Settings, State, UserLimits};
 use futures::future::BoxFuture;
-use std::fs::File;
-use std::io;
+use local_resources::TRANSIT;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
-use url::Url;
 
-/// How long open calls may take to end at a shutdown; then they are cut.
-const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
-/// A connection that is silent is asked after this time, and closed after as much again without an answer.
+/// HTTP/2 keep-alive interval and timeout of an idle connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// How long a connection may take until its first call with a good token.
-pub(crate) const FIRST_CALL: Duration = Duration::from_secs(15);
-/// Connections that wait for that. With those of [`metrics`] fewer than half of the files that a process may open by default.
+/// How long a connection may take until its first authenticated call.
+pub(crate) const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(15);
+/// Maximum unauthenticated connections. Together with those of [`metrics`] fewer than half of the files that a process
+/// may open by default.
 pub(crate) const MAX_UNAUTHENTICATED: usize = 384;
-/// Calls at once on one connection: a worker or a client needs a handful.
-const STREAMS: u32 = 256;
-/// The database in the data folder, when there is no other.
+/// Concurrent calls on one connection: a worker or a client needs a handful.
+const MAX_STREAMS: u32 = 256;
+/// Name of the SQLite database in the data folder.
 pub(crate) const DATABASE: &str = "aitk.db";
-/// Blobs that are read at once: each takes a few MiB of memory, and no disk.
-const DOWNLOADS: usize = 48;
-/// Large submissions that are looked at at once: each takes a core, and serving needs one, too.
-const PARSING: usize = 2;
-/// Blobs on their way in at once, all clients together: each may take a file of its size beside the database.
-const TRANSFERS: usize = 16;
+/// Concurrent downloads: each takes a few MiB of memory and no disk.
+const MAX_DOWNLOADS: usize = 48;
+/// Large submissions parsed concurrently: each takes a CPU core, and serving needs one too.
+const MAX_PARSING: usize = 2;
+/// Concurrent uploads of all clients: each may take a file of its size beside the database.
+const MAX_UPLOADS: usize = 16;
 
-/// Why a coordinator does not start. Each says what to do.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The network would see tokens and data in clear.
-    #[error(
-        "refusing to listen on {bind} without TLS: everyone on the network could read the token and the data; \
-         run `aitk-coordinator init` once, which makes a certificate authority (or give --tls-cert and --tls-key), or bind 127.0.0.1"
-    )]
-    Plaintext {
-        /// The address.
-        bind: SocketAddr,
-    },
-    /// Nobody can listen there.
-    #[error("cannot listen on {bind}; is another coordinator running? Choose another port with --bind")]
-    Bind {
-        /// The address.
-        bind: SocketAddr,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// Metrics cannot be told there.
-    #[error("cannot tell metrics at {bind}: {problem}; choose another address with --metrics-bind")]
-    Metrics {
-        /// The address.
-        bind: SocketAddr,
-        /// Why.
-        problem: String,
-    },
-    /// The data folder cannot be used, or another coordinator has it.
-    #[error(transparent)]
-    DataFolder(#[from] DataFolderError),
-    /// A certificate, a key or the authority cannot be used.
-    #[error(transparent)]
-    Tls(#[from] PkiError),
-    /// The lease is no lease.
-    #[error("a lease of {} ms is too short; workers could not renew it in time. Give at least one second", lease.as_millis())]
-    Lease {
-        /// The lease.
-        lease: Duration,
-    },
-    /// It is to share its work with others, and does not say what they need.
-    #[error("several coordinators share a database and an object storage: with --advertise, give {missing} as well")]
-    Cluster {
-        /// The options.
-        missing: &'static str,
-    },
-    /// The address for the others cannot be used.
-    #[error("--advertise: {0}")]
-    Advertise(String),
-    /// The leader has another token or storage.
-    #[error("{what} of this coordinator differs from that of {leader}, which leads: {remedy}")]
-    Unlike {
-        /// What.
-        what: &'static str,
-        /// Address of the leader.
-        leader: String,
-        /// What to do.
-        remedy: &'static str,
-    },
-    /// There is no token.
-    #[error(transparent)]
-    Token(#[from] TokenError),
-    /// The object storage cannot be opened.
-    #[error(transparent)]
-    Storage(#[from] StorageError),
-    /// The database cannot be opened.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// A token in the database cannot be read.
-    #[error("the tokens in the database cannot be read; were they written by a newer version?")]
-    Tokens(#[source] serde_json::Error),
-}
-
-impl From<AccessError> for StartError {
-    fn from(error: AccessError) -> Self {
-        match error {
-            AccessError::Store(error) => Self::Store(error),
-            AccessError::Record(error) => Self::Tokens(error),
-            AccessError::NoToken(id) | AccessError::NoWorker(id) | AccessError::NotYours(id) => {
-                Self::Tokens(serde::de::Error::custom(id))
-            }
-            AccessError::TooManyWorkers { name, .. } => Self::Tokens(serde::de::Error::custom(name)),
-        }
-    }
-}
-
-/// Why a running coordinator ended by itself.
-#[derive(Debug, thiserror::Error)]
-pub enum RunError {
-    /// The database failed for so long that nothing can be promised any more.
-    #[error("the coordinator ended because its database does not work")]
-    Store(#[from] StoreError),
-    /// The listener failed.
-    #[error("the coordinator ended because its listener failed: {0}")]
-    Serve(String),
-}
-
-/// A coordinator that runs. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
-#[derive(Debug)]
-pub struct Running {
-    /// Where it listens.
-    pub addr: SocketAddr,
-    /// The token that opens it.
-    pub token: String,
-    /// The file with the token, unless it was given otherwise.
-    pub token_file: Option<PathBuf>,
-    /// Where it tells metrics and health.
-    pub metrics: Option<SocketAddr>,
-    /// Whether its listener has TLS.
-    pub tls: bool,
-    stop: watch::Sender<bool>,
-    server: JoinHandle<Result<(), tonic::transport::Error>>,
-    runner: JoinHandle<Result<(), StoreError>>,
-    collecting: JoinHandle<()>,
-    auditing: JoinHandle<()>,
-    /// Keeps the listener's own certificate fresh.
-    renewing: Option<JoinHandle<()>>,
-    leading: JoinHandle<StoreError>,
-    store: Arc<dyn Store>,
-    _prerequisites: Prerequisites,
-}
-
-impl Running {
-    /// The address for clients on this machine.
-    #[must_use]
-    pub fn url(&self) -> String {
-        format!("{}://{}", if self.tls { "https" } else { "http" }, self.addr)
-    }
-
-    /// Waits until it ends by itself, which it only does when it cannot go on.
-    pub async fn failed(&mut self) -> RunError {
-        tokio::select! {
-            result = &mut self.runner => match result {
-                Ok(Err(error)) => RunError::Store(error),
-                Ok(Ok(())) => RunError::Serve("the queue ended".into()),
-                Err(error) => RunError::Serve(error.to_string()),
-            },
-            result = &mut self.leading => match result {
-                Ok(error) => RunError::Store(error),
-                Err(error) => RunError::Serve(error.to_string()),
-            },
-            result = &mut self.server => RunError::Serve(match result {
-                Ok(Ok(())) => "it ended".into(),
-                Ok(Err(error)) => error_chain(&error),
-                Err(error) => error.to_string(),
-            }),
-        }
-    }
-
-    /// Says goodbye to workers and followers, waits a few seconds for open calls, then closes the database.
-    /// What was acknowledged is stored already.
-    pub async fn shutdown(mut self) {
-        let _ = self.stop.send(true);
-        // Wherever a collection stands, what it removed was not needed.
-        self.collecting.abort();
-        if let Some(renewing) = &self.renewing {
-            renewing.abort();
-        }
-        if !ended(&mut self.server).await {
-            tracing::warn!("some calls did not end in time; cutting them");
-            self.server.abort();
-            ended(&mut self.server).await;
-        }
-        // Every handle to the core is gone now or soon; what hangs is cut: its callers have no answer, so no promise.
-        if !ended(&mut self.runner).await {
-            self.runner.abort();
-            ended(&mut self.runner).await;
-        }
-        self.leading.abort();
-        // What was refused a moment ago is written yet.
-        ended(&mut self.auditing).await;
-        self.store.close().await;
-    }
-}
-
-/// Waits a while for the end of a task; whether it came. Who waited for the same task before has taken its result, and it
-/// must not be asked again.
-async fn ended<T>(task: &mut JoinHandle<T>) -> bool {
-    task.is_finished() || tokio::time::timeout(SHUTDOWN_PATIENCE, task).await.is_ok()
-}
-
-/// Starts a coordinator and returns when it answers.
+/// Starts a coordinator and returns when it is ready for calls.
 ///
 /// # Errors
 /// [`StartError`]
 pub async fn start(config: Config) -> Result<Running, StartError> {
-    // Boxed: it holds what the databases' libraries hold while they open, and every caller would carry it.
+    // Boxed: the future is large, because it holds those of the database libraries.
     Box::pin(async {
-        let prerequisites = Prerequisites::prepare(&config)?;
+        let local = LocalResources::prepare(&config)?;
         let store = match &config.database {
             Some(url) => SqlStore::postgres(url).await?,
-            None => SqlStore::sqlite(&prerequisites.data_dir.join(DATABASE)).await?,
+            None => SqlStore::sqlite(&local.data_dir.join(DATABASE)).await?,
         };
-        Box::pin(bring_up(config, &prerequisites, store)).await
+        Box::pin(start_leading(config, &local, store)).await
     })
     .await
 }
 
-/// The folder for blobs on their way to storage or from it.
-const TRANSIT: &str = "transit";
-
-/// What a coordinator stands on, whether it leads or not.
-#[derive(Clone)]
-pub(crate) struct Prerequisites {
-    pub(crate) data_dir: PathBuf,
-    pub(crate) token: Token,
-    token_file: Option<PathBuf>,
-    pub(crate) storage_url: String,
-    /// Held as long as anybody stands on it.
-    _lock: Arc<File>,
-}
-
-impl std::fmt::Debug for Prerequisites {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Prerequisites")
-            .field("data_dir", &self.data_dir)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Prerequisites {
-    /// Where blobs lie that are kept on this machine.
-    fn storage_folder(&self) -> Option<PathBuf> {
-        if self.storage_url.starts_with('/') {
-            return Some(PathBuf::from(&self.storage_url));
-        }
-        let url = Url::parse(&self.storage_url)
-            .ok()
-            .filter(|url| url.scheme() == "file")?;
-        url.to_file_path().ok()
-    }
-
-    /// Checks the config, takes the data folder, and reads or makes what lies in it.
-    pub(crate) fn prepare(config: &Config) -> Result<Self, StartError> {
-        if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() && config.pki.is_none() {
-            return Err(StartError::Plaintext { bind: config.bind });
-        }
-        if config.lease < Duration::from_millis(200) {
-            return Err(StartError::Lease { lease: config.lease });
-        }
-        let data_dir = data_folder::create(&config.data_dir)?;
-        let lock = data_folder::lock(&data_dir)?;
-        // Here, not when it begins to lead: one that crashed may stand by for a year.
-        data_folder::empty(&data_dir.join(TRANSIT))?;
-        let (token, token_file) = match &config.token {
-            Some(token) => (Token::parse(token, "the configuration")?, None),
-            None => {
-                let path = config.token_file.clone().unwrap_or_else(|| data_dir.join("token"));
-                (Token::read_or_create(&path)?, Some(path))
-            }
-        };
-        let storage_url = match &config.storage_url {
-            Some(url) => url.clone(),
-            None => data_folder::local_storage(&data_dir)?,
-        };
-        Ok(Self {
-            data_dir,
-            token,
-            token_file,
-            storage_url,
-            _lock: Arc::new(lock),
-        })
-    }
-}
-
-/// A server with our limits.
-pub(crate) fn limited() -> Server {
+/// Returns a tonic server builder with our limits.
+pub(crate) fn server_builder() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
-        .max_concurrent_streams(STREAMS)
+        .max_concurrent_streams(MAX_STREAMS)
         .tcp_nodelay(true)
 }
 
-/// Leads, with a store that may write.
-pub(crate) async fn bring_up(
+/// Starts leading with a store that may write.
+pub(crate) async fn start_leading(
     config: Config,
-    prerequisites: &Prerequisites,
+    local: &LocalResources,
     store: SqlStore,
 ) -> Result<Running, StartError> {
-    let mut server = limited();
-    let Prerequisites {
+    let mut server = server_builder();
+    let LocalResources {
         data_dir,
         token,
         token_file,
         storage_url,
         ..
-    } = prerequisites.clone();
+    } = local.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
     let transit = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
     let swept = store.sweep_payloads().await?;
     if swept > 0 {
-        tracing::info!(swept, "removed configs of jobs that were never taken in");
+        tracing::info!(swept, "removed configs of jobs that were never accepted");
     }
     let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
     let loaded = store.load().await?;
@@ -370,10 +123,10 @@ pub(crate) async fn bring_up(
         ..Settings::from_lease(config.lease)
     };
     let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
-    // An absolute path stands for `file://`.
+    // An absolute path means `file://`.
     let scheme = storage_url.split_once(':').filter(|_| !storage_url.starts_with('/'));
     let storage = scheme.map_or("file", |(scheme, _)| scheme).to_owned();
-    // A bucket can be opened by whoever has access; a folder of this machine only goes through us.
+    // Workers can access a bucket themselves; a local folder only through this coordinator.
     let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
     let (listener, addr) = listen(config.bind).await?;
@@ -385,13 +138,13 @@ pub(crate) async fn bring_up(
         .and_then(|listener| listener.local_addr().ok());
     let (stop, stopping) = watch::channel(false);
     let metrics = Metrics::new(&config.traces);
-    let spans = Spans::to(&config.traces);
+    let spans = Spans::new(&config.traces);
     let payloads = Payloads::default();
     let assigner = Assigner::new(store.clone(), payloads.clone());
     if for_workers.is_some() {
-        tokio::spawn(look_at_storage(blobs.clone(), stopping.clone()));
+        tokio::spawn(check_storage(blobs.clone(), stopping.clone()));
     }
-    let (runner, core) = Runner::new(
+    let (runner, scheduler) = Runner::new(
         state,
         clock,
         store.clone(),
@@ -401,13 +154,13 @@ pub(crate) async fn bring_up(
         payloads,
     );
     if let Some(listener) = metrics_listener {
-        tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
+        tokio::spawn(metrics::serve(listener, metrics, scheduler.clone(), stopping.clone()));
     }
     let (access, auditing) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
     let pins = Pins::new();
     let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
-        core: core.clone(),
+        scheduler: scheduler.clone(),
         clock,
         store: store.clone(),
         blobs: blobs.clone(),
@@ -418,7 +171,7 @@ pub(crate) async fn bring_up(
     };
     let collecting = tokio::spawn(collector.clone().run());
     let scope = Scope::new(
-        core.clone(),
+        scheduler.clone(),
         access.clone(),
         store.clone(),
         blobs.clone(),
@@ -426,13 +179,13 @@ pub(crate) async fn bring_up(
         config.direct_storage,
         config.limits.stored_bytes,
     );
-    // A bucket has room of its own; what goes there still passes through a folder of ours.
-    let stored_here = prerequisites.storage_folder();
+    // A bucket has its own space, but uploads to it pass through a local folder.
+    let stored_here = local.storage_folder();
     let folders: Vec<PathBuf> = [Some(data_dir.clone()), stored_here].into_iter().flatten().collect();
-    let space = Space::new(folders, config.disk_reserve);
-    tokio::spawn(space.clone().watch(core.clone(), stopping.clone()));
+    let space = DiskSpace::new(folders, config.disk_reserve);
+    tokio::spawn(space.clone().watch(scheduler.clone(), stopping.clone()));
     let shared = Shared {
-        core,
+        scheduler,
         access: access.clone(),
         scope,
         pins,
@@ -447,16 +200,16 @@ pub(crate) async fn bring_up(
         signer: tls.as_ref().and_then(Tls::signer),
         transit,
         space,
-        downloads: Transfers::new(DOWNLOADS),
-        parsing: Arc::new(Semaphore::new(PARSING)),
+        downloads: Transfers::new(MAX_DOWNLOADS),
+        parsing: Arc::new(Semaphore::new(MAX_PARSING)),
         assigner,
-        uploads: Transfers::new(TRANSFERS),
+        uploads: Transfers::new(MAX_UPLOADS),
         upload_rate: UploadRate::new(config.limits.upload_rate),
         stopping: stopping.clone(),
     };
     let is_tls = tls.is_some();
     let certificates_only = tls.as_ref().is_some_and(|tls| tls.certificates_only);
-    let limiter = ConnectionLimiter::new(FIRST_CALL, MAX_UNAUTHENTICATED);
+    let limiter = ConnectionLimiter::new(FIRST_CALL_TIMEOUT, MAX_UNAUTHENTICATED);
     let authenticator = Authenticator::new(access.clone(), store.proof(), certificates_only, limiter.clone());
     let router = server.add_routes(routes(&shared, &authenticator));
     let mut stopped = stopping;
@@ -469,7 +222,7 @@ pub(crate) async fn bring_up(
             (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
         }
         Some(tls) => {
-            let refused = move |from, problem: &str| access.note_refused_certificate(from, problem);
+            let refused = move |from, problem: &str| access.audit_refused_certificate(from, problem);
             let (incoming, renewing) = tls.accept(limiter, listener, refused);
             (
                 Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
@@ -478,7 +231,7 @@ pub(crate) async fn bring_up(
         }
     };
     let runner = tokio::spawn(runner.run());
-    let leading = tokio::spawn(keep_leading(store.clone(), config.cluster.is_some()));
+    let leading = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
     Ok(Running {
         addr,
@@ -494,32 +247,32 @@ pub(crate) async fn bring_up(
         auditing,
         leading,
         store,
-        _prerequisites: prerequisites.clone(),
+        _local: local.clone(),
     })
 }
 
-/// Says at the start what the first job would find out: that an address is wrong, or keys are missing. Whoever waits for a storage
-/// that starts later than we do is not held up.
-async fn look_at_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
+/// Logs an error at the start if the storage address or its keys are wrong, before the first job fails. Runs in the
+/// background, so that a storage that starts later does not delay the coordinator.
+async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
     let nothing = [ContentHash::of(b"")];
     let looked = tokio::select! {
         looked = blobs.has(&nothing) => looked,
         _ = stopping.wait_for(|stop| *stop) => return,
     };
     if let Err(error) = looked {
-        tracing::error!(error = %error_chain(&error), "inputs and results of jobs have no place");
+        tracing::error!(error = %error_chain(&error), "the object storage cannot be used; jobs cannot read inputs or store results");
     }
 }
 
-/// Renews the lease until somebody else has it. With others beside us we also stop believing in it when it has run out without
-/// an answer of the database: whoever can reach it may lead by now, and workers must not hear two voices.
-async fn keep_leading(store: Arc<dyn Store>, others: bool) -> StoreError {
+/// Renews the lease until another coordinator has it. In a cluster it also ends when the lease has expired without an
+/// answer of the database: another coordinator may lead by then, and workers must not hear two leaders.
+async fn renew_lease(store: Arc<dyn Store>, others: bool) -> StoreError {
     let mut ticks = tokio::time::interval(RENEW);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut believed = None;
+    let mut valid_until = None;
     loop {
         let lost = async {
-            match believed {
+            match valid_until {
                 Some(until) if others => tokio::time::sleep_until(until).await,
                 _ => std::future::pending().await,
             }
@@ -535,12 +288,12 @@ async fn keep_leading(store: Arc<dyn Store>, others: bool) -> StoreError {
         } {
             Err(error) => return error,
             Ok(None) => return std::future::pending().await,
-            Ok(Some(until)) => believed = Some(Instant::from_std(until)),
+            Ok(Some(until)) => valid_until = Some(Instant::from_std(until)),
         }
     }
 }
 
-/// Listens, and says where.
+/// Binds the address; returns the listener and its actual address.
 pub(crate) async fn listen(bind: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
     let failed = |source| StartError::Bind { bind, source };
     let listener = TcpListener::bind(bind).await.map_err(failed)?;
@@ -548,13 +301,13 @@ pub(crate) async fn listen(bind: SocketAddr) -> Result<(TcpListener, SocketAddr)
     Ok((listener, addr))
 }
 
-/// Metrics travel in clear, so they stay on this machine.
+/// Binds the metrics address, which must be loopback because metrics are not encrypted.
 pub(crate) async fn listen_for_metrics(bind: Option<SocketAddr>) -> Result<Option<TcpListener>, StartError> {
     let Some(bind) = bind else { return Ok(None) };
     if !bind.ip().to_canonical().is_loopback() {
         return Err(StartError::Metrics {
             bind,
-            problem: "they travel without TLS, so only loopback will do".to_owned(),
+            problem: "metrics are not encrypted, so only loopback is allowed".to_owned(),
         });
     }
     match TcpListener::bind(bind).await {

@@ -1,8 +1,8 @@
-//! What jobs do, as spans for a collector: `job` from its submission to its end, in it `queued` and `assigned` for each
-//! attempt. Each is written down when it is over, out of what is stored then.
+//! Trace spans of jobs: `job` from submission to end, and in it `queued` and `assigned` for each attempt. Each is
+//! recorded when it is over, from the stored state.
 //!
-//! Ids are derived (`aitk_common::telemetry::context`), so nothing is held in memory, and a job's spans fit together
-//! although its coordinator was killed in between, or another one took over.
+//! Ids are derived (`aitk_common::telemetry::context`), so no span is held in memory, and a job's spans fit together
+//! even if its coordinator was killed in between or another one took over.
 
 use aitk_common::control::{AttemptState, AttemptView, EventBody, JobEvent, JobState, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
@@ -11,48 +11,48 @@ use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};
 use aitk_scheduler::{Job, Record};
 use std::time::{Duration, SystemTime};
 
-/// Writes down what jobs do, if there is a collector.
+/// Records spans of jobs, if a collector is configured.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Spans {
     tracer: Tracer,
 }
 
-/// Where a job stands in its trace.
-struct Place {
-    /// Its own span.
+/// Position of a job in its trace.
+struct JobTrace {
+    /// The job's own span.
     own: TraceContext,
-    /// The span that submitted it.
+    /// The span of the submission, in the same trace.
     parent: Option<SpanId>,
-    /// The span that submitted it, of another trace.
+    /// The span of the submission, in another trace.
     link: Option<TraceContext>,
 }
 
 impl Spans {
-    pub(crate) fn to(traces: &Traces) -> Self {
+    pub(crate) fn new(traces: &Traces) -> Self {
         Self {
             tracer: traces.tracer(Service::Coordinator),
         }
     }
 
-    /// What an attempt is part of, for its worker.
+    /// Returns the trace context for the worker of an attempt.
     pub(crate) fn of_attempt(&self, job: &Job, attempt: &AttemptId) -> Option<TraceContext> {
         if !self.tracer.is_on() {
-            // Nothing of ours is between who submitted it and who runs it.
+            // Without a collector, the attempt belongs directly to the submitting span.
             return submitter(job);
         }
-        let own = self.place(job).own;
+        let own = self.job_trace(job).own;
         Some(TraceContext {
             span: SpanId::of_assignment(own.trace, attempt),
             ..own
         })
     }
 
-    /// What became durable in one transaction.
-    pub(crate) fn stored(&self, records: &[Record]) {
+    /// Records the spans that ended with the records of one transaction.
+    pub(crate) fn record_commit(&self, records: &[Record]) {
         if !self.tracer.is_on() {
             return;
         }
-        // A job follows what happened to it.
+        // A job's record follows its events.
         let mut happened: Vec<(&JobId, &JobEvent)> = Vec::new();
         for record in records {
             match record {
@@ -64,7 +64,7 @@ impl Spans {
                 Record::Job(job) => happened.retain(|(id, event)| {
                     let this = **id == job.id;
                     if this {
-                        self.happened(job, event);
+                        self.record_event(job, event);
                     }
                     !this
                 }),
@@ -73,9 +73,11 @@ impl Spans {
         }
     }
 
-    fn happened(&self, job: &Job, event: &JobEvent) {
+    fn record_event(&self, job: &Job, event: &JobEvent) {
         match &event.body {
-            EventBody::State { state, reason, .. } if state.is_ended() => self.ended(job, *state, reason, event.time),
+            EventBody::State { state, reason, .. } if state.is_ended() => {
+                self.record_job_span(job, *state, reason, event.time)
+            }
             EventBody::Attempt { state, message, .. } => {
                 let id = event.attempt.as_ref();
                 let Some(at) = job.attempts.iter().rposition(|attempt| Some(&attempt.id) == id) else {
@@ -83,18 +85,18 @@ impl Spans {
                 };
                 let (before, attempt) = (at.checked_sub(1).map(|at| &job.attempts[at]), &job.attempts[at]);
                 match state {
-                    AttemptState::Assigned => self.queued(job, before, attempt),
+                    AttemptState::Assigned => self.record_queued_span(job, before, attempt),
                     AttemptState::Running => {}
-                    ended => self.assigned(job, attempt, *ended, message, event.time),
+                    ended => self.record_assigned_span(job, attempt, *ended, message, event.time),
                 }
             }
             _ => {}
         }
     }
 
-    /// A job that is resumed ends again, and its span is sent again, longer.
-    fn ended(&self, job: &Job, state: JobState, reason: &str, now: UnixMillis) {
-        let Place { own, parent, link } = self.place(job);
+    /// Records the span of an ended job. A resumed job ends again and sends its span again, longer.
+    fn record_job_span(&self, job: &Job, state: JobState, reason: &str, now: UnixMillis) {
+        let JobTrace { own, parent, link } = self.job_trace(job);
         if !own.sampled {
             return;
         }
@@ -120,9 +122,9 @@ impl Spans {
         self.tracer.record(span);
     }
 
-    /// From when it could have started: not the pause before another try, nor the time before `not_before`.
-    fn queued(&self, job: &Job, before: Option<&AttemptView>, attempt: &AttemptView) {
-        let own = self.place(job).own;
+    /// Records the time in the queue: without the pause before a retry and the time before `not_before`.
+    fn record_queued_span(&self, job: &Job, before: Option<&AttemptView>, attempt: &AttemptView) {
+        let own = self.job_trace(job).own;
         if !own.sampled {
             return;
         }
@@ -139,8 +141,15 @@ impl Spans {
         self.tracer.record(span);
     }
 
-    fn assigned(&self, job: &Job, attempt: &AttemptView, state: AttemptState, message: &str, now: UnixMillis) {
-        let own = self.place(job).own;
+    fn record_assigned_span(
+        &self,
+        job: &Job,
+        attempt: &AttemptView,
+        state: AttemptState,
+        message: &str,
+        now: UnixMillis,
+    ) {
+        let own = self.job_trace(job).own;
         if !own.sampled {
             return;
         }
@@ -168,15 +177,15 @@ impl Spans {
         self.tracer.record(span);
     }
 
-    fn place(&self, job: &Job) -> Place {
+    fn job_trace(&self, job: &Job) -> JobTrace {
         let parent = submitter(job);
         let trace = parent.map_or_else(|| TraceId::of_job(&job.id), |parent| parent.trace);
         let own = TraceContext {
             trace,
             span: SpanId::of_job(trace, &job.id),
-            sampled: self.tracer.keeps(trace, parent),
+            sampled: self.tracer.is_sampled(trace, parent),
         };
-        Place {
+        JobTrace {
             own,
             parent: parent.map(|parent| parent.span),
             link: job.trace.as_deref().copied().filter(|_| parent.is_none()),
@@ -184,8 +193,8 @@ impl Spans {
     }
 }
 
-/// The span that submitted a job, if both are of one trace. Members of a sweep are up to a thousand jobs, which nobody
-/// could read in one trace: each has its own, linked to the one that submitted them.
+/// Returns the submitting span if the job belongs to its trace. Members of a sweep are up to a thousand jobs, too many
+/// for one trace: each has its own trace, linked to the submission.
 fn submitter(job: &Job) -> Option<TraceContext> {
     let alone = job.array.as_ref().is_none_or(|array| array.split);
     job.trace.as_deref().copied().filter(|_| alone)

@@ -1,4 +1,4 @@
-//! What the queue needs to know of a submitted job.
+//! Parses and validates submitted jobs.
 
 use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -10,58 +10,58 @@ use aitk_common::telemetry::context::TraceContext;
 use aitk_scheduler::{Condition, Prerequisite, Requirements};
 use serde_json::Value;
 
-/// Jobs that a job may wait for.
+/// Maximum jobs that a job may depend on.
 const AFTER_LIMIT: usize = 64;
-/// Labels that a job may ask for: as many as a machine can have.
+/// Maximum labels of a job: as many as a machine can have.
 const LABELS_LIMIT: usize = 256;
-/// Bytes of a label, of a kind, and of the name of a job to wait for.
+/// Maximum bytes of a label, of a kind, and of the name of a job to wait for.
 const TEXT_LIMIT: usize = 256;
-/// Inputs that placement looks at.
+/// Maximum inputs considered by placement.
 const DATA_LIMIT: usize = 16;
 
-/// Everything that the queue needs to know of a job.
+/// What the scheduler needs to know of a job.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
-    pub(crate) named: BlobReference,
+pub(crate) struct ParsedSubmission {
+    pub(crate) title: JobTitle,
     pub(crate) wants: Requirements,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
-    /// To be cut into parts, of so many images.
+    /// How to split the job, and its number of images.
     pub(crate) split: Option<(Split, u64)>,
-    /// The span of the call that submits it.
+    /// Trace context of the submission.
     pub(crate) trace: Option<TraceContext>,
 }
 
 /// Name and kind of a job.
 #[derive(Clone, Debug)]
-pub(crate) struct BlobReference {
+pub(crate) struct JobTitle {
     pub(crate) name: String,
     pub(crate) kind: String,
 }
 
-/// Reads name, kind and wishes out of the job; a message for a person when it is no job.
+/// Parses a submission; the error is a message for the user.
 ///
-/// The job is checked as its config was when it was read: whoever sends it may have no such client, or one that was
-/// made to lie. What it names has to be there: every path is an input that was sent with it, or the name of a model's
-/// repository. The worker checks the same again, by the keys that it knows.
-pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, String> {
-    read(submission, retries, !submission.local)
+/// The job is validated again as the client did, because the sender may use another or a manipulated client. Every
+/// path must be an input that was sent with it, or the name of a model repository. The worker validates the job again
+/// with the keys that it knows.
+pub(crate) fn parse_submission(submission: &Submission, retries: u32) -> Result<ParsedSubmission, String> {
+    parse(submission, retries, !submission.local)
 }
 
-/// Whether a submission would be taken, as far as its job alone says: everything but what its inputs and its owner say.
+/// Checks a submission without its inputs and owner.
 ///
 /// # Errors
-/// What `Submit` answers.
+/// The message that `Submit` returns.
 pub fn check_submission(submission: &Submission) -> Result<(), String> {
-    wants(submission, 0).map(|_| ())
+    parse_submission(submission, 0).map(|_| ())
 }
 
-/// [`wants`] of a job that is only asked about: nothing was sent for it, and nothing will run.
-pub(crate) fn wants_to_fit(submission: &Submission, retries: u32) -> Result<Asked, String> {
-    read(submission, retries, false)
+/// Parses a job for a forecast: nothing was uploaded for it, and it will not run.
+pub(crate) fn parse_for_fit(submission: &Submission, retries: u32) -> Result<ParsedSubmission, String> {
+    parse(submission, retries, false)
 }
 
-fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, String> {
+fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<ParsedSubmission, String> {
     for (what, bytes) in [
         ("config_text", submission.config_text.len()),
         ("job_json", submission.job_json.len()),
@@ -72,13 +72,15 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
             ));
         }
     }
-    // No config needs it, and a text of PostgreSQL cannot hold it.
+    // No config needs NUL, and PostgreSQL cannot store it in a text.
     for (what, text) in [
         ("config_text", &submission.config_text),
         ("config_format", &submission.config_format),
     ] {
         if text.contains('\0') {
-            return Err(format!("{what} holds a NUL character; it is no text"));
+            return Err(format!(
+                "{what} contains a NUL character, which is not allowed in a text"
+            ));
         }
     }
     let job: Value = serde_json::from_str(&submission.job_json).map_err(|error| format!("job_json: {error}"))?;
@@ -93,16 +95,16 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
             return Err(problems(&foreign));
         }
     }
-    let named = BlobReference {
+    let title = JobTitle {
         name: spec.name,
         kind: spec.job.name().to_owned(),
     };
     let cluster = spec.cluster;
-    for (what, text) in [("job", &named.kind)]
+    for (what, text) in [("job", &title.kind)]
         .into_iter()
         .chain(cluster.after.0.iter().map(|one| ("cluster.after", one)))
     {
-        short(what, text)?;
+        check_length(what, text)?;
     }
     let labels = &cluster.labels.0;
     if labels.len() > LABELS_LIMIT {
@@ -114,7 +116,7 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
     labels
         .iter()
         .flat_map(|(name, value)| [name, value])
-        .try_for_each(|text| short("cluster.labels", text))?;
+        .try_for_each(|text| check_length("cluster.labels", text))?;
     let limit = |limit: TimeSpan| u64::try_from(limit.0.as_millis()).unwrap_or(u64::MAX);
     let mut after: Vec<Prerequisite> = Vec::new();
     for (jobs, condition) in [
@@ -131,10 +133,10 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
         ));
     }
     let split = cluster.split.filter(|_| !submission.local);
-    let split = split.map(|split| countable(&job, submission.images).map(|images| (split, images)));
+    let split = split.map(|split| check_split(&job, submission.images).map(|images| (split, images)));
     let split = split.transpose()?;
     let counted = |demand: Demand| match submission.images {
-        Some(images) => demand.of_images(&job, images),
+        Some(images) => demand.with_images(&job, images),
         None => demand,
     };
     let wants = Requirements {
@@ -151,8 +153,8 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
     };
-    Ok(Asked {
-        named,
+    Ok(ParsedSubmission {
+        title,
         wants,
         after,
         not_before: cluster.not_before.map(|moment| moment.0),
@@ -161,8 +163,8 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
     })
 }
 
-/// The queue keeps it in memory, and in a record that is written whenever the job changes.
-fn short(what: &str, text: &str) -> Result<(), String> {
+/// Checks the length of a text that the scheduler keeps in memory and writes at every change of the job.
+fn check_length(what: &str, text: &str) -> Result<(), String> {
     if text.len() <= TEXT_LIMIT {
         return Ok(());
     }
@@ -176,8 +178,8 @@ fn problems(findings: &[Finding]) -> String {
     format!("job_json: {}", summary(findings))
 }
 
-/// The images of a job that is to be cut into parts.
-fn countable(job: &Value, images: Option<u64>) -> Result<u64, String> {
+/// Returns the number of images of a job that is to be split.
+fn check_split(job: &Value, images: Option<u64>) -> Result<u64, String> {
     let processes = job.get("process").and_then(Value::as_array);
     let one = processes.is_some_and(|list| list.len() == 1) && job.pointer("/process/0/kind/generate").is_some();
     images.filter(|images| one && *images > 0).ok_or_else(|| {
@@ -187,9 +189,9 @@ fn countable(job: &Value, images: Option<u64>) -> Result<u64, String> {
     })
 }
 
-/// What the job reads: its snapshots, and models that the worker fetches by their name.
+/// Returns hashes for the job's inputs: its snapshots, and the names of models that the worker downloads.
 fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
-    let mut data = least(submission.inputs.values());
+    let mut data = smallest(submission.inputs.values());
     let processes = job.get("process").and_then(Value::as_array).into_iter().flatten();
     for process in processes {
         let body = process
@@ -203,27 +205,27 @@ fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
             data.push(ContentHash::of(model.as_bytes()));
         }
     }
-    least(&data)
+    smallest(&data)
 }
 
-/// The smallest of these, each once: there may be thousands, and members of an array are many.
-fn least<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<ContentHash> {
-    let mut least: Vec<ContentHash> = Vec::with_capacity(DATA_LIMIT + 1);
+/// Returns the [`DATA_LIMIT`] smallest distinct hashes: a job may have thousands of inputs, and an array many members.
+fn smallest<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<ContentHash> {
+    let mut smallest: Vec<ContentHash> = Vec::with_capacity(DATA_LIMIT + 1);
     for hash in hashes {
-        if least.len() == DATA_LIMIT && least.last() <= Some(hash) {
+        if smallest.len() == DATA_LIMIT && smallest.last() <= Some(hash) {
             continue;
         }
-        if let Err(at) = least.binary_search(hash) {
-            least.insert(at, *hash);
-            least.truncate(DATA_LIMIT);
+        if let Err(at) = smallest.binary_search(hash) {
+            smallest.insert(at, *hash);
+            smallest.truncate(DATA_LIMIT);
         }
     }
-    least
+    smallest
 }
 
-/// `j` and 8 characters of 32: 2^40 ids, short enough to type a beginning of.
+/// Returns a random job id: `j` and 8 characters of 32, so 2^40 ids, of which users can type a prefix.
 pub(crate) fn fresh_job_id() -> JobId {
-    // No i, l, o, u: read aloud and typed, they are taken for others.
+    // Without i, l, o and u, which are easily confused.
     const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
     let bits = uuid::Uuid::new_v4().as_u128();
     let mut text = String::from("j");
@@ -232,7 +234,7 @@ pub(crate) fn fresh_job_id() -> JobId {
     JobId::new(text)
 }
 
-/// A seed that is exact in every language's numbers: below 2^32, as torch and ai-toolkit draw theirs.
+/// Returns a random seed below 2^32, like torch and ai-toolkit, which is exact in every language's number type.
 pub(crate) fn fresh_seed() -> u64 {
     uuid::Uuid::new_v4().as_u128() as u64 & 0xffff_ffff
 }
@@ -271,18 +273,18 @@ mod tests {
     const TRAINING: &str = r#"{"type":"sd_trainer","kind":{"train":{"training_folder":"out","model":{"arch":"sd1","name_or_path":"org/sd1","dtype":"float32"},"network":{},"datasets":[{"folder_path":"data"}]}}}"#;
 
     #[test]
-    fn wishes_come_out_of_the_job() {
+    fn requirements_are_parsed_from_the_job() {
         let json = job(
             "generate",
             &images(r#"["a cat"]"#),
             r#""priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1"#,
         );
-        let Asked { named, wants, .. } = wants(&submission(&json), 3).unwrap();
-        assert_eq!((named.name.as_str(), named.kind.as_str()), ("a", "generate"));
+        let ParsedSubmission { title, wants, .. } = parse_submission(&submission(&json), 3).unwrap();
+        assert_eq!((title.name.as_str(), title.kind.as_str()), ("a", "generate"));
         assert_eq!((wants.priority, wants.retries), (5, 1));
         assert_eq!(wants.labels["zone"], "x");
         let unknown_model = images(r#"["a cat"]"#).replace(r#""arch":"sd1","#, "");
-        let plain = super::wants(&submission(&job("generate", &unknown_model, "")), 3)
+        let plain = super::parse_submission(&submission(&job("generate", &unknown_model, "")), 3)
             .unwrap()
             .wants;
         assert_eq!(
@@ -296,22 +298,22 @@ mod tests {
     }
 
     #[test]
-    fn the_rules_of_the_queue_come_out_of_the_job() {
+    fn scheduling_options_are_parsed_from_the_job() {
         let json = job(
             "generate",
             &images(r#"["a cat"]"#),
             r#""after":["j1"],"not_before":1000,"time_limit":{"secs":60,"nanos":0},"yields":true,"alone":true"#,
         );
-        let asked = Submission {
+        let parsed = Submission {
             owner: Some(aitk_common::id::UserName::new("ada")),
             ..submission(&json)
         };
-        let asked = wants(&asked, 3).unwrap();
+        let parsed = parse_submission(&parsed, 3).unwrap();
         assert_eq!(
-            (asked.after, asked.not_before),
+            (parsed.after, parsed.not_before),
             (vec!["j1".into()], Some(UnixMillis(1000)))
         );
-        let wants = asked.wants;
+        let wants = parsed.wants;
         assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));
         assert!(wants.yields && wants.exclusive);
         assert_eq!(wants.demand.unwrap().family, "sd1");
@@ -322,34 +324,34 @@ mod tests {
             &format!(r#""after":{:?}"#, vec!["j"; 65]),
         );
         assert!(
-            super::wants(&submission(&many), 3)
+            super::parse_submission(&submission(&many), 3)
                 .unwrap_err()
                 .contains("cluster.after")
         );
     }
 
     #[test]
-    fn only_images_from_prompts_are_cut_into_parts() {
-        let asked = |kind: &str, process: &str, split: &str, images| {
-            let mut asked = Submission {
+    fn only_jobs_that_generate_images_can_be_split() {
+        let parsed = |kind: &str, process: &str, split: &str, images| {
+            let mut parsed = Submission {
                 images,
                 ..submission(&job(kind, process, &format!(r#""split":{split}"#)))
             };
             for input in ["data", "p.txt"] {
-                asked.inputs.insert(input.into(), ContentHash::of(b"it"));
+                parsed.inputs.insert(input.into(), ContentHash::of(b"it"));
             }
-            wants(&asked, 3)
+            parse_submission(&parsed, 3)
         };
         let from_file = images(r#""p.txt""#);
-        let parts = asked("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
+        let parts = parsed("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
         assert_eq!(parts.split, Some((Split::Parts(4), 40)));
-        // The prompts lie in a file: the client counted them.
-        let one = asked("generate", &from_file, "null", Some(1)).unwrap();
+        // The prompts are in a file: the client counted them.
+        let one = parsed("generate", &from_file, "null", Some(1)).unwrap();
         assert_eq!(one.split, None);
         let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());
         assert_eq!(many.millipasses, 40 * one.millipasses);
         assert_eq!(
-            asked("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,
+            parsed("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,
             Some((Split::Auto, 2))
         );
         for (kind, process, images) in [
@@ -357,7 +359,7 @@ mod tests {
             ("generate", &from_file, Some(0)),
             ("extension", TRAINING, Some(3)),
         ] {
-            let error = asked(kind, process, r#""auto""#, images).unwrap_err();
+            let error = parsed(kind, process, r#""auto""#, images).unwrap_err();
             assert!(
                 error.starts_with("cluster.split: only a job with one `to_folder`"),
                 "{error}"
@@ -366,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_job_is_said_so() {
+    fn an_invalid_job_is_refused_with_a_message() {
         let unknown_priority = job("generate", &images(r#"["a"]"#), r#""priority":"high""#);
         for bad in [
             "",
@@ -376,27 +378,27 @@ mod tests {
             r#"{"job":"generate","name":"a","meta":{},"config":{},"cluster":{},"process":[]}"#,
             &unknown_priority,
         ] {
-            let error = wants(&submission(bad), 3).unwrap_err();
+            let error = parse_submission(&submission(bad), 3).unwrap_err();
             assert!(error.starts_with("job_json"), "{bad}: {error}");
         }
         assert!(
-            wants(&submission(&" ".repeat(MAX_CONFIG_BYTES + 1)), 3)
+            parse_submission(&submission(&" ".repeat(MAX_CONFIG_BYTES + 1)), 3)
                 .unwrap_err()
                 .contains("at most")
         );
     }
 
-    /// What a client refuses to send is refused here too, whoever sends it.
+    /// A job that a client rejects is rejected here too.
     #[test]
-    fn a_job_is_checked_as_its_config_was() {
+    fn a_job_is_validated_like_its_config() {
         let sent = |json: &str, inputs: &[&str], local: bool| {
             let inputs = inputs.iter().map(|path| ((*path).to_owned(), ContentHash::of(b"it")));
-            let asked = Submission {
+            let parsed = Submission {
                 inputs: inputs.collect(),
                 local,
                 ..submission(json)
             };
-            wants(&asked, 3).map(|_| ())
+            parse_submission(&parsed, 3).map(|_| ())
         };
         let training = job("extension", TRAINING, "");
         sent(&training, &["data"], false).unwrap();
@@ -405,7 +407,7 @@ mod tests {
             unsent.contains("config.process[0].datasets[0].folder_path: `data` is not an input of this job"),
             "{unsent}"
         );
-        // In place, paths are those of whoever runs it.
+        // A job in place uses paths of the machine.
         sent(&training, &[], true).unwrap();
         for (from, to, said) in [
             (r#""name":"a""#, r#""name":"../../a""#, "cannot name a folder"),

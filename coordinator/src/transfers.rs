@@ -1,4 +1,4 @@
-//! How many blobs are on their way at once, all together and of one user: whoever is slow holds up nobody else.
+//! Limits concurrent transfers in total and per user, and the upload rate per user.
 
 use aitk_common::id::UserName;
 use std::collections::HashMap;
@@ -6,16 +6,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{AcquireError, OwnedSemaphorePermit, Semaphore};
 
-/// See the module. Cheap to clone.
+/// A semaphore in total and one per user. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Transfers {
     all: Arc<Semaphore>,
     each: usize,
-    /// By name; as many as have tokens.
+    /// By user; bounded by the number of tokens.
     users: Arc<Mutex<HashMap<UserName, Arc<Semaphore>>>>,
 }
 
-/// The right to one transfer.
+/// Permit of one transfer.
 #[derive(Debug)]
 pub(crate) struct TransferPermit {
     _of_user: OwnedSemaphorePermit,
@@ -23,13 +23,13 @@ pub(crate) struct TransferPermit {
 }
 
 impl Transfers {
-    /// So many at once, and of one user three quarters of them.
+    /// Allows `most` transfers in total, and three quarters of them per user.
     pub(crate) fn new(most: usize) -> Self {
-        Self::with(most, (most * 3 / 4).max(1))
+        Self::with_limits(most, (most * 3 / 4).max(1))
     }
 
-    /// So many at once, and so many of one user.
-    pub(crate) fn with(all: usize, each: usize) -> Self {
+    /// Allows `all` transfers in total and `each` per user.
+    pub(crate) fn with_limits(all: usize, each: usize) -> Self {
         Self {
             all: Arc::new(Semaphore::new(all)),
             each,
@@ -37,7 +37,7 @@ impl Transfers {
         }
     }
 
-    /// Waits for a turn: first among the user's own, so that nobody waits behind somebody who has many.
+    /// Waits for a permit: first for the user's own, so that no user waits behind another one with many transfers.
     pub(crate) async fn permit(&self, who: &UserName) -> Result<TransferPermit, AcquireError> {
         let of_user = {
             let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
@@ -56,15 +56,15 @@ impl Transfers {
     }
 }
 
-/// What a user may send at once before they are held back.
+/// Time's worth of data that a user may send before being throttled.
 const BURST: Duration = Duration::from_secs(1);
 
-/// How fast one user may send, all their uploads together. Cheap to clone.
+/// Upload rate per user over all uploads. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct UploadRate {
-    /// Bytes a second; none: as fast as they can.
+    /// Bytes per second; `None`: no limit.
     most: Option<u64>,
-    /// Until when what each has sent takes at that rate; as many as have tokens.
+    /// Per user: when the bytes sent so far are used up at that rate; bounded by the number of tokens.
     until: Arc<Mutex<HashMap<UserName, Instant>>>,
 }
 
@@ -76,8 +76,8 @@ impl UploadRate {
         }
     }
 
-    /// Counts bytes that came. How long to wait before more is read of their sender.
-    pub(crate) fn take(&self, who: &UserName, bytes: u64, now: Instant) -> Duration {
+    /// Counts received bytes. Returns how long to wait before reading more from their sender.
+    pub(crate) fn delay_after(&self, who: &UserName, bytes: u64, now: Instant) -> Duration {
         let Some(most) = self.most else {
             return Duration::ZERO;
         };
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn one_user_leaves_some_for_the_others() {
+    async fn one_user_cannot_take_all_permits() {
         let transfers = Transfers::new(16);
         let (eve, ada) = (UserName::new("eve"), UserName::new("ada"));
         let mut held = Vec::new();
@@ -111,18 +111,22 @@ mod tests {
     }
 
     #[test]
-    fn a_user_who_sends_faster_than_they_may_is_held_back_and_nobody_else() {
+    fn only_the_user_above_the_rate_is_throttled() {
         let rate = UploadRate::new(Some(1000));
         let (eve, ada, start) = (UserName::new("eve"), UserName::new("ada"), Instant::now());
         let seconds = Duration::from_secs;
-        assert_eq!(rate.take(&eve, 1000, start), Duration::ZERO, "a second's worth at once");
+        assert_eq!(
+            rate.delay_after(&eve, 1000, start),
+            Duration::ZERO,
+            "a second's worth at once"
+        );
         // Several uploads share the rate.
-        assert_eq!(rate.take(&eve, 2000, start), seconds(2));
-        assert_eq!(rate.take(&eve, 1000, start), seconds(3));
-        assert_eq!(rate.take(&ada, 500, start), Duration::ZERO);
-        assert_eq!(rate.take(&eve, 1000, start + seconds(3)), seconds(1));
-        // Time in which nothing was sent is not saved up.
-        assert_eq!(rate.take(&eve, 3000, start + seconds(1000)), seconds(2));
-        assert_eq!(UploadRate::new(None).take(&eve, u64::MAX, start), Duration::ZERO);
+        assert_eq!(rate.delay_after(&eve, 2000, start), seconds(2));
+        assert_eq!(rate.delay_after(&eve, 1000, start), seconds(3));
+        assert_eq!(rate.delay_after(&ada, 500, start), Duration::ZERO);
+        assert_eq!(rate.delay_after(&eve, 1000, start + seconds(3)), seconds(1));
+        // Idle time is not saved up.
+        assert_eq!(rate.delay_after(&eve, 3000, start + seconds(1000)), seconds(2));
+        assert_eq!(UploadRate::new(None).delay_after(&eve, u64::MAX, start), Duration::ZERO);
     }
 }

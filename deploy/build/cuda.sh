@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Builds aitk with CUDA, on a machine that needs no card, no driver, no CUDA and no root for it.
+# Builds aitk with CUDA. The machine needs no GPU, no driver, no CUDA toolkit and no root access.
 #
 #   deploy/build/cuda.sh            the programs aitk and aitk-worker, in target/cuda/release
-#   deploy/build/cuda.sh --ci       what CI does: kernels, types and lints, no programs; nothing if nothing changed
-#   deploy/build/cuda.sh run ...    any command, with what a build needs in its environment
+#   deploy/build/cuda.sh --ci       the check of CI: kernels, types and lints, no programs; skipped if nothing has changed
+#   deploy/build/cuda.sh run ...    any command, with the environment of a build
 #
 # Settings, as environment variables:
-#   CUDA_COMPUTE_CAP   the oldest card that the programs are for. 80 (default): everything since Ampere (RTX 30, A100), later
-#                      cards included, because the driver translates the kernels for the card when they are first used.
-#                      75: Turing (RTX 20) and later, without bf16. 90, 100 and 120 are for that generation alone.
-#   CUDA_HOME          a CUDA tool kit to build with. Default: that of the nvcc in PATH, else packages from PyPI, which go
-#                      into the target folder (1.2 GB).
-#   CARGO_TARGET_DIR   as cargo knows it.
+#   CUDA_COMPUTE_CAP   the oldest supported compute capability. 80 (default): Ampere (RTX 30, A100) and all later cards, because
+#                      the driver compiles the kernels for the card when they are first used.
+#                      75: Turing (RTX 20) and later, without bf16. 90, 100 and 120 support only that generation.
+#   CUDA_HOME          the CUDA toolkit to build with. Default: that of the nvcc in PATH, else packages from PyPI, which are
+#                      installed into the target folder (1.2 GB).
+#   CARGO_TARGET_DIR   as for cargo.
 #
-# Exit codes: 0 done, 1 something does not build, 3 the tools cannot be had.
+# Exit codes: 0 done, 1 a build or check failed, 3 the tools cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -30,13 +30,13 @@ target=${CARGO_TARGET_DIR:-$PWD/target}
 tools=$target/gpu-tools
 export CUDA_COMPUTE_CAP=${CUDA_COMPUTE_CAP:-80}
 
-# nvcc and the libraries to link with. 13.0: its output runs with drivers of the 580 series, and later.
+# nvcc and the libraries to link with. The output of 13.0 runs with drivers of the 580 series and later.
 packages=(
   'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-runtime==13.0.*'
   'nvidia-cuda-cccl==13.0.*' 'nvidia-cuda-nvrtc==13.0.*' 'nvidia-cublas==13.0.*' 'nvidia-curand==10.4.0.*'
 )
 
-# The packages as a tool kit: under the names that linkers look for.
+# Installs the packages as a toolkit, with the library names that the linker expects.
 install_toolkit() {
   local python=$tools/cuda-13.0 root library
   if [ ! -e "$python/complete" ]; then
@@ -55,8 +55,8 @@ install_toolkit() {
   CUDA_HOME=$(echo "$python"/lib/python3.*/site-packages/nvidia/cu13)
 }
 
-# libcuda belongs to the driver. An empty one is enough to link with; each function in it answers
-# CUDA_ERROR_STUB_LIBRARY (34), so that a program that finds it as its driver says so. It is never shipped.
+# libcuda is part of the driver. This stub is enough to link with; each of its functions returns
+# CUDA_ERROR_STUB_LIBRARY (34), so that a program that loads it reports that error. It is never shipped.
 make_stub() {
   stub=$tools/stub
   [ ! -e "$stub/libcuda.so" ] || return 0
@@ -68,7 +68,7 @@ make_stub() {
   mv "$stub/libcuda.so.new" "$stub/libcuda.so"
 }
 
-# Everything that goes into what --ci compiles.
+# Hashes all inputs of the --ci check.
 fingerprint() {
   {
     printf '%s\n' "$CUDA_COMPUTE_CAP" "${CUDA_HOME:-}" "$(rustc --version)"
@@ -77,7 +77,7 @@ fingerprint() {
   } | sha256sum | cut -d' ' -f1
 }
 
-# Machine code out of the kernels' PTX, as a driver would make it: for the card that they are for, or another.
+# Assembles the kernels' PTX to machine code, as a driver does: for their own architecture, or for another one.
 assemble() {
   local architecture=${1:-} kernels=0 ptx
   while IFS= read -r -d '' ptx; do
@@ -85,14 +85,14 @@ assemble() {
     ptxas -O0 -arch="$architecture" -o /dev/null "$ptx"
     kernels=$((kernels + 1))
   done < <(find "$CARGO_TARGET_DIR"/release/build/*/out -name '*.ptx' -print0)
-  [ "$kernels" -gt 0 ] || { say "there are no kernels to assemble" && return 1; }
+  [ "$kernels" -gt 0 ] || { say "no kernels were found to assemble" && return 1; }
   say "$kernels files of kernels assemble for $architecture"
 }
 
 if [ "$mode" = --ci ]; then
   now=$(fingerprint)
   if [ "$(cat "$tools/cuda-checked" 2>/dev/null)" = "$now" ]; then
-    say "nothing that it compiles has changed since the last check"
+    say "the sources have not changed since the last check"
     exit 0
   fi
 fi
@@ -101,35 +101,35 @@ if [ -z "${CUDA_HOME:-}" ] && command -v nvcc >/dev/null; then
   CUDA_HOME=$(dirname "$(dirname "$(readlink -f "$(command -v nvcc)")")")
 fi
 if [ -z "${CUDA_HOME:-}" ] && ! install_toolkit; then
-  say "CUDA cannot be built: there is no nvcc here, and its packages cannot be installed from PyPI"
+  say "CUDA cannot be built: there is no nvcc on this machine, and its packages cannot be installed from PyPI"
   exit 3
 fi
 export CUDA_HOME CUDA_PATH=$CUDA_HOME CUDA_ROOT=$CUDA_HOME PATH=$CUDA_HOME/bin:$PATH
 make_stub
 export LIBRARY_PATH=$stub${LIBRARY_PATH:+:$LIBRARY_PATH}
-# Kernels at once; by default half as many as there are CPUs.
+# Number of kernels compiled in parallel; cudaforge's default is half of the CPUs.
 CUDAFORGE_THREADS=${CUDAFORGE_THREADS:-$(nproc)}
 export CUDAFORGE_THREADS
 
 case $mode in
 --ci)
-  # Kernels hardly optimised, which takes a third of the time: so a target folder of its own, where no build finds them.
+  # Kernels are compiled with little optimisation, in a third of the time. They need a separate target folder, so that no build uses them.
   export CARGO_TARGET_DIR=$target/cuda-check
   NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} -Xcicc -O1 -Xptxas -O1" \
     cargo clippy --release --locked --quiet -p aitk-engine --features cuda -- -D warnings
-  # nvcc has assembled some of them for that card itself; these are what the driver translates, for it and a later one.
+  # Assemble the PTX that a driver would compile, for this architecture and for a later one.
   assemble
   [ "${CUDA_COMPUTE_CAP%%[a-z]*}" -ge 90 ] || assemble sm_90
   printf '%s\n' "$now" >"$tools/cuda-checked"
   ;;
 build)
-  # A folder of its own: what was built without CUDA stays.
+  # A separate target folder, so that builds without CUDA are kept.
   export CARGO_TARGET_DIR=$target/cuda
   cargo build --release --locked -p aitk -p aitk-worker --features aitk/cuda,aitk-worker/cuda
-  # It starts, with the empty driver: no library is missing, and what it finds is the CPU.
+  # Check that the program starts with the stub driver: no library is missing, and it finds the CPU.
   LD_LIBRARY_PATH=$stub:$CUDA_HOME/lib64 "$CARGO_TARGET_DIR/release/aitk-worker" probe
   say "built $CARGO_TARGET_DIR/release/aitk and aitk-worker"
-  say "they start where NVIDIA's driver (580 or later) is, and need in LD_LIBRARY_PATH: $CUDA_HOME/lib"
+  say "they need NVIDIA's driver (580 or later), and this folder in LD_LIBRARY_PATH: $CUDA_HOME/lib"
   ;;
 run)
   exec "$@"

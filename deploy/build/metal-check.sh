@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks that aitk with Metal compiles: types and borrows, no program. On a Mac with cargo; on Debian with tools that it
-# puts into the target folder, without root and without changing the system.
+# Checks that aitk with Metal compiles (cargo check, no programs). On a Mac it uses cargo; on Debian it uses tools that it installs
+# into the target folder, without root and without changing the system.
 #
 #   deploy/build/metal-check.sh          the programs aitk and aitk-worker
-#   deploy/build/metal-check.sh --ci     the engine alone, whose feature it is; nothing if nothing changed
+#   deploy/build/metal-check.sh --ci     only the engine, which has the feature; skipped if nothing has changed
 #
-# CARGO_TARGET_DIR is as cargo knows it. Exit codes: 0 done, 1 something does not compile, 3 the tools cannot be had.
+# CARGO_TARGET_DIR as for cargo. Exit codes: 0 done, 1 the code does not compile, 3 the tools cannot be installed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -21,12 +21,12 @@ packages=(-p aitk -p aitk-worker --features 'aitk/metal,aitk-worker/metal')
 [ "${1:-}" != --ci ] || packages=(-p aitk-engine --features metal)
 
 if [ "$(uname)" = Darwin ]; then
-  # The programs' own command is `cargo build --release --features metal`.
+  # To build the programs: `cargo build --release --features metal`.
   exec cargo check --release --locked "${packages[@]}"
 fi
 
-# Debian's rustc-web is a compiler whose standard library comes as source, so that it can be checked for a Mac too. From
-# its packages, unpacked: what the system has installed stays as it is.
+# Debian's rustc-web has the source of the standard library, so that it can be checked for a Mac too. Its packages are only unpacked,
+# not installed.
 install_rust() {
   [ ! -x "$rust/usr/bin/cargo" ] || return 0
   command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
@@ -34,7 +34,7 @@ install_rust() {
   if ! apt-cache show rust-web-src >/dev/null 2>&1; then
     [ "$(id -u)" = 0 ] && timeout 120 apt-get update -qq || return 1
   fi
-  # They, and whatever of what they depend on is not installed here.
+  # The packages, and those of their dependencies that are not installed.
   mapfile -t wanted < <(apt-get install --simulate --no-install-recommends --reinstall "${names[@]}" | sed -n 's/^Inst \([^ ]*\).*/\1/p')
   [ "${#wanted[@]}" -ge 3 ] || return 1
   say "unpacking Debian's rustc-web into $rust"
@@ -65,7 +65,7 @@ END
   chmod +x "$zig/ar" "$zig/cc.new" && mv "$zig/cc.new" "$zig/cc"
 }
 
-# Everything that goes into what --ci compiles.
+# Hashes all inputs of the --ci check.
 fingerprint() {
   {
     cat "$0" Cargo.lock Cargo.toml
@@ -76,26 +76,26 @@ fingerprint() {
 if [ "${1:-}" = --ci ]; then
   now=$(fingerprint)
   if [ "$(cat "$tools/metal-checked" 2>/dev/null)" = "$now" ]; then
-    say "nothing that it compiles has changed since the last check"
+    say "the sources have not changed since the last check"
     exit 0
   fi
 fi
 
 mkdir -p "$tools"
 if ! install_rust || ! install_zig; then
-  say "Metal cannot be checked: it takes Debian's packages rustc-web, cargo-web and rust-web-src, and ziglang from PyPI"
+  say "Metal cannot be checked: this needs Debian's packages rustc-web, cargo-web and rust-web-src, and ziglang from PyPI"
   exit 3
 fi
 
 libraries=$rust/usr/lib/$(uname -m)-linux-gnu
-# A compiler that is found by its path: it must find its own libraries, and what it starts must not.
+# A wrapper for the compiler, so that LD_LIBRARY_PATH is set for the compiler only.
 cat >"$tools/rustc-web" <<END
 #!/bin/sh
 LD_LIBRARY_PATH="$libraries" exec "$rust/usr/bin/rustc" "\$@"
 END
 chmod +x "$tools/rustc-web"
 
-# The standard library's sources want an unstable flag, which this variable allows.
+# Building the standard library needs an unstable flag, which RUSTC_BOOTSTRAP allows.
 env RUSTC_BOOTSTRAP=1 RUSTC="$tools/rustc-web" LD_LIBRARY_PATH="$libraries" \
   CC_aarch64_apple_darwin="$zig/cc" AR_aarch64_apple_darwin="$zig/ar" \
   CARGO_TARGET_DIR="$target/metal-check" "$rust/usr/bin/cargo" check -Zbuild-std --release --locked --target "$triple" "${packages[@]}"

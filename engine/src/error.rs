@@ -1,33 +1,33 @@
-//! What can go wrong in the engine.
+//! The errors of the engine.
 //!
-//! Every message is for a person: what happened, where, what was expected, what to do. [`EngineError::cause`]
-//! says whose fault it is, which decides whether an attempt is tried again.
+//! Each message is for the user: what failed, where, what was expected, what to do. [`EngineError::cause`] classifies
+//! the error, which decides whether the attempt is retried.
 
 use aitk_common::attempt::FailureCause;
 use aitk_common::fsutil::FsError;
 use std::path::{Path, PathBuf};
 
-/// The engine's result.
+/// A result with an [`EngineError`].
 pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 
-/// What can go wrong in the engine.
+/// An error of the engine.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// A file could not be read or written.
-    #[error("{path}: {}", in_words(source))]
+    #[error("{path}: {}", io_reason(source))]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// The disk is full.
     #[error("{path}: the disk is full: free some space, then run again (nothing that was saved earlier is lost)")]
     DiskFull {
-        /// What was being written.
+        /// The file that was being written.
         path: PathBuf,
     },
-    /// A file that should be safetensors is something else, or is damaged.
+    /// A file with weights has an unknown format, or is damaged.
     #[error("{path}: {reason}")]
     WeightsFile {
         /// The file.
@@ -35,7 +35,7 @@ pub enum EngineError {
         /// What is wrong with it and what to do.
         reason: String,
     },
-    /// A pickle file: it could run code, so it is never opened.
+    /// A pickle file. It is never opened, because it can run code.
     #[error(
         "{path}: this is a pickle file (.ckpt, .pt, .bin), which can run any code when it is opened, so aitk refuses it: \
          convert it to .safetensors, or download the .safetensors file of the same model"
@@ -54,18 +54,18 @@ pub enum EngineError {
         /// The most similar name in the file.
         nearest: Option<String>,
     },
-    /// A tensor has another shape than the model's config says.
+    /// The shape of a tensor does not match the model's config.
     #[error(
-        "{path}: tensor `{name}` has shape {found:?}, but the model's config needs {expected:?}: weights and config are not of the same model"
+        "{path}: tensor `{name}` has shape {found:?}, but the model's config needs {expected:?}: weights and config belong to different models"
     )]
     ShapeMismatch {
         /// The file or folder.
         path: PathBuf,
         /// The full name of the tensor.
         name: String,
-        /// What the config says.
+        /// The shape according to the config.
         expected: Vec<usize>,
-        /// What the file has.
+        /// The shape in the file.
         found: Vec<usize>,
     },
     /// A config file of a model cannot be used.
@@ -76,13 +76,13 @@ pub enum EngineError {
         /// What is wrong.
         message: String,
     },
-    /// Something that the job asks for and that does not work here (yet).
+    /// The job asks for something that is not supported (yet).
     #[error("{0}")]
     Unsupported(String),
     /// The job or its inputs are wrong.
     #[error("{0}")]
     BadInput(String),
-    /// The device cannot be used.
+    /// A device cannot be used.
     #[error("{device}: {message}")]
     Device {
         /// `cuda:0`, `metal`, `cpu`.
@@ -90,39 +90,39 @@ pub enum EngineError {
         /// Why, and what to do.
         message: String,
     },
-    /// A fault of ours.
+    /// A bug of this program.
     #[error("internal error: {0}")]
     Internal(String),
-    /// Arithmetic failed.
-    #[error("{}", without_trace(.0))]
+    /// An operation on tensors failed.
+    #[error("{}", without_backtrace(.0))]
     Tensor(#[from] candle_core::Error),
 }
 
-/// What candle said; with RUST_BACKTRACE set it puts twenty frames behind it.
-fn without_trace(error: &candle_core::Error) -> String {
+/// The message of candle's error, without the backtrace that it appends when RUST_BACKTRACE is set.
+fn without_backtrace(error: &candle_core::Error) -> String {
     match error {
-        candle_core::Error::WithBacktrace { inner, .. } => without_trace(inner),
+        candle_core::Error::WithBacktrace { inner, .. } => without_backtrace(inner),
         other => other.to_string(),
     }
 }
 
-/// What the system said, and what to do where that can be said.
-fn in_words(source: &std::io::Error) -> String {
+/// The reason of a file error, and what to do about it if that is known.
+fn io_reason(source: &std::io::Error) -> String {
     use std::io::ErrorKind as K;
     match source.kind() {
-        K::NotFound => "there is no such file or folder".into(),
+        K::NotFound => "no such file or folder".into(),
         K::PermissionDenied => "no permission: change its rights, or choose another folder".into(),
         K::ReadOnlyFilesystem => "the file system is read-only: choose another folder".into(),
         K::AlreadyExists | K::NotADirectory => {
-            "a file stands where a folder is needed: move it away, or choose another folder".into()
+            "a file exists where a folder is needed: move it away, or choose another folder".into()
         }
         _ => source.to_string(),
     }
 }
 
 impl EngineError {
-    /// A file error; a full disk becomes [`EngineError::DiskFull`]. An error of the engine that passed through a writer, as
-    /// [`std::io::Error::other`], is what it was.
+    /// An error of reading or writing `path`. A full disk becomes [`EngineError::DiskFull`]; an [`EngineError`] inside
+    /// a [`std::io::Error::other`] is returned as it is.
     #[must_use]
     pub fn io(path: impl AsRef<Path>, source: std::io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
@@ -136,13 +136,13 @@ impl EngineError {
         }
     }
 
-    /// Bad input with this message.
+    /// [`EngineError::BadInput`] with this message.
     #[must_use]
     pub fn bad_input(message: impl Into<String>) -> Self {
         Self::BadInput(message.into())
     }
 
-    /// A model config that cannot be used.
+    /// [`EngineError::ModelConfig`] with this message.
     #[must_use]
     pub fn model_config(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
         Self::ModelConfig {
@@ -151,7 +151,7 @@ impl EngineError {
         }
     }
 
-    /// Whose fault it is.
+    /// The kind of failure, which decides whether the attempt is retried.
     #[must_use]
     pub fn cause(&self) -> FailureCause {
         match self {
@@ -188,7 +188,7 @@ impl From<FsError> for EngineError {
     }
 }
 
-/// A device's driver reports its faults as text: out of memory is told from the rest by it.
+/// The cause of candle's error. Drivers report errors as text, so only the text shows that memory ran out.
 fn tensor_cause(error: &candle_core::Error) -> FailureCause {
     use candle_core::Error as E;
     let text = error.to_string().to_lowercase();
@@ -207,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn causes_decide_about_retries() {
+    fn errors_have_the_cause_that_decides_about_a_retry() {
         let full = EngineError::io("out/a.safetensors", std::io::ErrorKind::StorageFull.into());
         assert_eq!(full.cause(), FailureCause::DiskFull);
         assert!(full.to_string().contains("out/a.safetensors"));

@@ -1,6 +1,6 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
-//! No network and no async runtime here. Imports run one way: `processes` -> `training`, `pipelines` ->
+//! It uses no network and no async runtime. Imports run one way: `processes` -> `training`, `pipelines` ->
 //! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `autograd`, `weights`, `device`, `error`, `rng`.
 
 pub mod adapters;

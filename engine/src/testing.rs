@@ -1,4 +1,4 @@
-//! What the tests of several rooms need.
+//! Helpers for the tests of several modules.
 
 use crate::models::sd::{LoadOptions, SdModel};
 use aitk_common::attempt::AttemptSpec;
@@ -9,20 +9,21 @@ use candle_core::Tensor;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
-/// Files that the Python side made.
+/// The folder of fixtures, most of which Python scripts made.
 pub(crate) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
 }
 
-/// The tiny Stable Diffusion with random weights (`tests/reference/tiny_sd.py`).
+/// The tiny Stable Diffusion model with random weights (`tests/reference/tiny_sd.py`).
 pub(crate) fn tiny_sd() -> SdModel {
     SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
 }
 
-/// A diffusers folder of files of `tests/fixtures/prequantised`: of a text encoder, and of a U-Net with its name there.
-pub(crate) fn quantised_folder(text: &str, unet: (&str, &str)) -> tempfile::TempDir {
+/// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that
+/// its file gets in the folder.
+pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
-    let (tiny, made) = (fixtures().join("tiny_sd"), fixtures().join("prequantised"));
+    let (tiny, prequantised) = (fixtures().join("tiny_sd"), fixtures().join("prequantised"));
     let copy = |from: PathBuf, to: &str| {
         let to = folder.path().join(to);
         std::fs::create_dir_all(to.parent().unwrap()).unwrap();
@@ -40,30 +41,30 @@ pub(crate) fn quantised_folder(text: &str, unet: (&str, &str)) -> tempfile::Temp
     ] {
         copy(tiny.join(file), file);
     }
-    for part in ["text_encoder", "unet"] {
+    for component in ["text_encoder", "unet"] {
         copy(
-            made.join(format!("configs/{part}/config.json")),
-            &format!("{part}/config.json"),
+            prequantised.join(format!("configs/{component}/config.json")),
+            &format!("{component}/config.json"),
         );
     }
-    copy(made.join(text), "text_encoder/model.safetensors");
-    copy(made.join(unet.0), &format!("unet/{}", unet.1));
+    copy(prequantised.join(text_encoder), "text_encoder/model.safetensors");
+    copy(prequantised.join(unet.0), &format!("unet/{}", unet.1));
     folder
 }
 
-/// The largest absolute number.
+/// The largest absolute value.
 pub(crate) fn largest(t: &Tensor) -> f32 {
     let flat = t.abs().unwrap().flatten_all().unwrap();
     flat.max(0).unwrap().to_scalar().unwrap()
 }
 
-/// The largest difference of two elements.
+/// The largest absolute difference between elements of `a` and `b`.
 pub(crate) fn gap(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
     largest(&(a - b).unwrap())
 }
 
-/// An attempt at a job on the CPU, with the paths of its config and seed 7.
+/// An attempt of `job` on the CPU with seed 7. Paths are those of its config.
 pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
     AttemptSpec {
         job_id: serde_json::from_value(json!("00000000-0000-7000-8000-000000000001")).unwrap(),
@@ -81,20 +82,20 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         },
         profile: MemoryProfile::CpuOnly,
         seed: 7,
-        drawn: Vec::new(),
+        generated: Vec::new(),
         derived: Default::default(),
         require_sandbox: false,
-        largest_file: None,
-        most_memory: None,
+        file_size_limit: None,
+        memory_limit: None,
     }
 }
 
-/// The same attempt in a folder of its own, with every path of its job staged where it lies.
+/// The attempt with `root` as its output folder. Every input of the job is used in place.
 pub(crate) fn in_own_folder(mut attempt: AttemptSpec, root: &Path) -> AttemptSpec {
     let job: JobSpec = serde_json::from_value(attempt.job.clone()).unwrap();
     for input in job.inputs() {
-        let here = PathBuf::from(&input.config_path);
-        attempt.inputs.entry(input.config_path).or_insert(here);
+        let in_place = PathBuf::from(&input.config_path);
+        attempt.inputs.entry(input.config_path).or_insert(in_place);
     }
     attempt.output_root = Some(root.to_owned());
     attempt

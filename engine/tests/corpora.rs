@@ -1,4 +1,4 @@
-//! What the fuzzer found worth keeping (`fuzz/corpus`), through the very functions that it calls, without a fuzzer.
+//! Runs the fuzz targets on the saved corpora (`fuzz/corpus`), without a fuzzer.
 
 #![allow(
     clippy::unwrap_used,
@@ -22,19 +22,19 @@ mod unstructured;
 use replay::replay;
 
 #[test]
-fn captions_prompts_and_buckets() {
+fn the_corpus_of_captions_prompts_and_buckets_does_not_panic() {
     replay("captions", captions::run);
 }
 
 #[test]
-fn weights_files() {
+fn the_corpus_of_safetensors_files_does_not_panic() {
     replay("safetensors", safetensors::run);
 }
 
 #[test]
-fn weights_files_of_gguf() {
+fn the_corpus_of_gguf_files_and_random_bytes_do_not_panic() {
     replay("gguf", gguf::run);
-    // As a fuzzer begins, without one: bytes from a seed.
+    // Random bytes from a fixed seed too.
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     for round in 0..2_000_usize {
         let mut bytes = vec![if round % 8 == 0 { 1 } else { 2 }];

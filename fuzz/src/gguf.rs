@@ -3,7 +3,7 @@
 
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
-use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_engine::weights::{Index, Init, Weights};
 use candle_core::{DType, Device};
 
@@ -37,23 +37,20 @@ pub fn run(data: &[u8]) {
 
 fn read(file: &[u8]) {
     with_file("weights.gguf", file, |path| {
-        let anatomy = Anatomy::read(path);
+        let counts = ParameterCounts::read(path);
         match Index::open(path) {
             Err(error) => assert!(!error.to_string().is_empty(), "an empty error message"),
             Ok(index) => {
                 let _ = (index.metadata(), index.quantization_kinds());
                 let elements = read_tensors(&index, file.len());
                 if file.starts_with(b"GGUF") {
-                    let total = |anatomy: Anatomy| {
-                        anatomy
-                            .denoiser
-                            .saturating_add(anatomy.text)
-                            .saturating_add(anatomy.vae)
+                    let total = |counts: ParameterCounts| {
+                        counts.denoiser.saturating_add(counts.text).saturating_add(counts.vae)
                     };
-                    let found = anatomy.map_or(0, total);
+                    let found = counts.map_or(0, total);
                     // The planner returns nothing for a file without a denoiser.
                     assert!(
-                        anatomy.is_none() || found == elements,
+                        counts.is_none() || found == elements,
                         "the planner counts {found} of {elements} elements"
                     );
                 }

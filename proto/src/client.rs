@@ -1,7 +1,7 @@
-//! How worker and command line reach a coordinator.
+//! The client with which workers and the command line connect to a coordinator.
 
-use crate::pin::{Pinned, Problem};
-pub use crate::switch::Switch;
+pub use crate::failover::FailoverChannel;
+use crate::pin::{CaPinVerifier, VerificationProblem};
 use crate::v1::admin_client::AdminClient;
 use crate::v1::blobs_client::BlobsClient;
 use crate::v1::jobs_client::JobsClient;
@@ -20,64 +20,64 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use tonic::{Request, Status};
 use url::Url;
 
-/// The port of a coordinator that was not told another one.
+/// The default port of a coordinator.
 pub const DEFAULT_PORT: u16 = 7420;
 
-/// Long enough for a slow line; short enough that a person still waits.
+/// Long enough for slow connections, short enough for interactive use.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A connection that is silent for `KEEP_ALIVE` is asked, and given up after `KEEP_ALIVE_TIMEOUT` without an answer:
-/// a cable that was pulled out does not say so.
+/// A ping is sent on a connection without traffic for `KEEP_ALIVE`; without a response within `KEEP_ALIVE_TIMEOUT` the connection
+/// is closed. This detects connections that broke without a reset.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A channel whose every call carries the token and the protocol version.
-pub type AuthChannel = InterceptedService<Switch, Credentials>;
+/// A channel that adds the token and the protocol version to every call.
+pub type AuthChannel = InterceptedService<FailoverChannel, Credentials>;
 
-/// One client per service, over one connection. Cheap to clone.
+/// Clients of all services over one connection. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Clients {
-    /// Worker sessions.
+    /// Worker sessions, joining and certificate renewal.
     pub workers: WorkersClient<AuthChannel>,
-    /// Jobs, their events and artifacts, workers, and what the coordinator says about itself.
+    /// Jobs with their events and artifacts, workers, and information about the coordinator.
     pub jobs: JobsClient<AuthChannel>,
-    /// For whoever runs the coordinator.
+    /// Administration.
     pub admin: AdminClient<AuthChannel>,
     /// The coordinator's object storage.
     pub blobs: BlobsClient<AuthChannel>,
 }
 
-/// Why no connection could be made. Each says what to do.
+/// A failed connection attempt. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The address is no address.
+    /// The address is invalid.
     #[error(
         "{server:?} is not the address of a coordinator: {problem}; expected https://HOST[:PORT], or http://127.0.0.1:{DEFAULT_PORT} on this machine"
     )]
     BadAddress {
-        /// As given.
+        /// The address as given.
         server: String,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
-    /// The token would travel in clear.
+    /// The token would be sent without encryption.
     #[error(
-        "{server} is on another machine and has no TLS, so the token would travel in clear; use https:// (with --ca-file for a certificate of your own), or an ssh tunnel to 127.0.0.1"
+        "{server} is on another machine and has no TLS, so the token would be sent unencrypted; use https:// (with --ca-file for a private certificate authority), or an ssh tunnel to 127.0.0.1"
     )]
     Plaintext {
-        /// As given.
+        /// The address as given.
         server: String,
     },
-    /// The token has characters that no header can carry.
+    /// The token has characters that are not allowed in a header.
     #[error(
         "the token contains a character that is not printable ASCII; copy it again from the coordinator's token file"
     )]
     BadToken,
-    /// The file with the certificate authority cannot be read.
+    /// The file of the certificate authority cannot be read.
     #[error("cannot read the certificate file {}: {source}", path.display())]
     CaFile {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
     /// TLS could not be set up.
@@ -85,45 +85,47 @@ pub enum ConnectError {
     Tls {
         /// The server.
         server: String,
-        /// Why.
+        /// The cause.
         problem: String,
     },
-    /// Whoever answers there is not the one that the token was made by.
+    /// The server's certificate is not from the pinned authority, or is invalid.
     #[error("{server} is not trusted: {problem}")]
     Untrusted {
         /// The server.
         server: String,
-        /// Why, and what to do.
+        /// The cause, and what to do.
         problem: String,
     },
-    /// Nobody answers there.
-    #[error("no coordinator answers at {server} ({problem}); is it running? `aitk up` starts one on this machine")]
+    /// No coordinator answers at the address.
+    #[error(
+        "no coordinator answers at {server} ({problem}); check that it is running. `aitk up` starts one on this machine"
+    )]
     Unreachable {
         /// The server.
         server: String,
-        /// Why.
+        /// The cause.
         problem: String,
     },
 }
 
-/// Which server is trusted when no `ca_file` says so.
+/// Which TLS servers are trusted if no `ca_file` is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Trust {
-    /// None with TLS.
-    Nobody,
-    /// One whose chain ends in the authority with this hash (SHA-256 of the certificate, DER).
+    /// No server with TLS.
+    None,
+    /// Servers whose chain ends in the authority with this hash (SHA-256 of the certificate, DER).
     Authority(ContentHash),
-    /// One whose chain ends in an authority of this PEM text.
+    /// Servers whose chain ends in an authority of this PEM text.
     Pem(String),
 }
 
-/// Puts token and protocol version into a call; and whom to trust, and which certificate to show, into a connection.
+/// The token and protocol version to add to calls, and the trusted authority and client certificate of the connection.
 #[derive(Clone)]
 pub struct Credentials {
     bearer: Option<MetadataValue<Ascii>>,
     protocol: MetadataValue<Ascii>,
     trust: Trust,
-    /// Certificate and key, PEM.
+    /// Client certificate and key in PEM.
     certificate: Option<(String, String)>,
 }
 
@@ -134,8 +136,8 @@ impl std::fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// Credentials with this token and this program's protocol version. If the token names an authority
-    /// (`aitk_common::security::join`), that one is trusted.
+    /// Credentials with this token and this program's protocol version. If the token contains the hash of an authority
+    /// (`aitk_common::security::join`), that authority is trusted.
     ///
     /// # Errors
     /// [`ConnectError::BadToken`]
@@ -143,7 +145,7 @@ impl Credentials {
         Self::with_protocol(token, PROTOCOL_VERSION)
     }
 
-    /// The same with another protocol version, to see what a coordinator says to it.
+    /// [`Self::new`] with another protocol version, for tests.
     ///
     /// # Errors
     /// [`ConnectError::BadToken`]
@@ -155,14 +157,14 @@ impl Credentials {
         Ok(Self {
             bearer: Some(bearer),
             protocol: MetadataValue::from(protocol),
-            trust: ca.map_or(Trust::Nobody, Trust::Authority),
+            trust: ca.map_or(Trust::None, Trust::Authority),
             certificate: None,
         })
     }
 
-    /// Credentials of a worker that joined: its certificate and its key, PEM.
+    /// Credentials of a worker that has joined: its certificate and its key in PEM.
     #[must_use]
-    pub fn certified(certificate: impl Into<String>, key: impl Into<String>, trust: Trust) -> Self {
+    pub fn with_certificate(certificate: impl Into<String>, key: impl Into<String>, trust: Trust) -> Self {
         Self {
             bearer: None,
             protocol: MetadataValue::from(PROTOCOL_VERSION),
@@ -183,17 +185,17 @@ impl Interceptor for Credentials {
 }
 
 /// Connects to a coordinator: `https://host:7420`, `http://127.0.0.1:7420`, or `host[:port]`, which means `http` on this
-/// machine and `https` elsewhere; or to one of several that share their work, with commas between (see [`addresses`]):
-/// the first that answers, and another one when it does not any more. `ca_file` is a PEM file with the certificate authority (or the self-signed
-/// certificate) to trust. Later losses of the connection are healed by the channel itself, call by call.
+/// machine and `https` elsewhere. Several coordinators of one cluster are separated by commas (see [`addresses`]): the first that
+/// answers is used, with failover to the others. `ca_file` is a PEM file with the certificate authority (or the self-signed
+/// certificate) to trust. The channel reconnects by itself.
 ///
 /// # Errors
-/// [`ConnectError`]; wrong tokens and other protocol versions show up in the first call.
+/// [`ConnectError`]; the first call reports wrong tokens and other protocol versions.
 pub async fn connect(server: &str, token: &str, ca_file: Option<&Path>) -> Result<Clients, ConnectError> {
     connect_with(server, Credentials::new(token)?, ca_file).await
 }
 
-/// [`connect`] with given credentials.
+/// [`connect`] with these credentials.
 ///
 /// # Errors
 /// [`ConnectError`]
@@ -202,7 +204,7 @@ pub async fn connect_with(
     credentials: Credentials,
     ca_file: Option<&Path>,
 ) -> Result<Clients, ConnectError> {
-    let untrusted = Problem::default();
+    let untrusted = VerificationProblem::default();
     let endpoints = addresses(server)
         .into_iter()
         .map(|address| {
@@ -221,7 +223,7 @@ pub async fn connect_with(
             Ok(channel) => {
                 let mut channels: Vec<_> = endpoints.iter().map(Endpoint::connect_lazy).collect();
                 channels[first] = channel;
-                return Ok(clients(Switch::new(channels, first), credentials));
+                return Ok(clients(FailoverChannel::new(channels, first), credentials));
             }
             Err(error) => problem = root_cause(&error),
         }
@@ -233,7 +235,7 @@ pub async fn connect_with(
     })
 }
 
-/// The addresses in `one:7420,two:7420`: several coordinators that share their work. Never empty.
+/// Splits `one:7420,two:7420` into the addresses of several coordinators. Never empty.
 #[must_use]
 pub fn addresses(server: &str) -> Vec<&str> {
     let all: Vec<&str> = server
@@ -244,15 +246,15 @@ pub fn addresses(server: &str) -> Vec<&str> {
     if all.is_empty() { vec![server] } else { all }
 }
 
-/// A connection to another coordinator, which is only made when it is used.
+/// Creates a channel to another coordinator. It connects on first use.
 ///
 /// # Errors
-/// [`ConnectError`], but nobody is asked yet.
-pub fn lazily(server: &str, ca_file: Option<&Path>) -> Result<Channel, ConnectError> {
-    Ok(endpoint(server, &Trust::Nobody, None, ca_file, &Problem::default())?.connect_lazy())
+/// [`ConnectError`] for an invalid address or certificate file.
+pub fn connect_lazily(server: &str, ca_file: Option<&Path>) -> Result<Channel, ConnectError> {
+    Ok(endpoint(server, &Trust::None, None, ca_file, &VerificationProblem::default())?.connect_lazy())
 }
 
-fn clients(channel: Switch, credentials: Credentials) -> Clients {
+fn clients(channel: FailoverChannel, credentials: Credentials) -> Clients {
     let channel = InterceptedService::new(channel, credentials);
     Clients {
         workers: WorkersClient::new(channel.clone())
@@ -275,7 +277,7 @@ fn endpoint(
     trust: &Trust,
     certificate: Option<&(String, String)>,
     ca_file: Option<&Path>,
-    problem: &Problem,
+    problem: &VerificationProblem,
 ) -> Result<Endpoint, ConnectError> {
     let url = parse_address(server)?;
     let tls = url.scheme() == "https";
@@ -309,13 +311,13 @@ fn endpoint(
         config = config.ca_certificate(Certificate::from_pem(pem));
     } else if let Trust::Authority(ca) = trust {
         return endpoint
-            .tls_config_with_verifier(config, Pinned::new(*ca, problem.clone()))
-            .map_err(|error| no_tls(server, &error));
+            .tls_config_with_verifier(config, CaPinVerifier::new(*ca, problem.clone()))
+            .map_err(|error| tls_error(server, &error));
     }
-    endpoint.tls_config(config).map_err(|error| no_tls(server, &error))
+    endpoint.tls_config(config).map_err(|error| tls_error(server, &error))
 }
 
-fn no_tls(server: &str, error: &tonic::transport::Error) -> ConnectError {
+fn tls_error(server: &str, error: &tonic::transport::Error) -> ConnectError {
     ConnectError::Tls {
         server: server.to_owned(),
         problem: root_cause(error),
@@ -345,7 +347,7 @@ fn parse_address(server: &str) -> Result<Url, ConnectError> {
         None => return Err(bad("it has no host".into())),
     };
     if !explicit && loopback {
-        // `set_scheme` refuses nothing between these two.
+        // `set_scheme` cannot fail between http and https.
         let _ = url.set_scheme("http");
     }
     if url.scheme() == "http" && !loopback {
@@ -353,7 +355,7 @@ fn parse_address(server: &str) -> Result<Url, ConnectError> {
             server: server.to_owned(),
         });
     }
-    // An explicit `:443` or `:80` is dropped by the parser as the scheme's default; written out, it stays.
+    // The parser drops an explicit `:443` or `:80`, the scheme's default. An explicit port must not become 7420.
     if url.port().is_none()
         && !text
             .trim_end_matches('/')
@@ -365,7 +367,7 @@ fn parse_address(server: &str) -> Result<Url, ConnectError> {
     Ok(url)
 }
 
-/// The innermost cause: "connection refused" says more than "transport error".
+/// The innermost cause. "connection refused" is more useful than "transport error".
 fn root_cause(error: &dyn std::error::Error) -> String {
     let mut inner = error;
     while let Some(source) = inner.source() {
@@ -393,14 +395,14 @@ mod tests {
     }
 
     #[test]
-    fn several_addresses_have_commas_between() {
+    fn several_addresses_are_separated_by_commas() {
         assert_eq!(addresses("a:1, b:2,"), ["a:1", "b:2"]);
         assert_eq!(addresses("a:1"), ["a:1"]);
         assert_eq!(addresses(" , "), [" , "]);
     }
 
     #[test]
-    fn tokens_do_not_travel_in_clear() {
+    fn tokens_are_not_sent_unencrypted() {
         let error = parse_address("http://gpu.lab:7420").unwrap_err();
         assert!(matches!(error, ConnectError::Plaintext { .. }), "{error}");
         for bad in ["", "ftp://x", "http://", "https://a b"] {
@@ -412,7 +414,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_there_is_said_so() {
+    async fn an_unreachable_coordinator_is_an_error() {
         let port = {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
             listener.local_addr().unwrap().port()

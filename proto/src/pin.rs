@@ -1,7 +1,7 @@
-//! Trust in one certificate authority, known by the hash of its certificate.
+//! Verifies servers against a certificate authority that is pinned by the hash of its certificate.
 //!
-//! A coordinator shows its authority's certificate at the end of its chain. The one whose hash was given in advance is
-//! taken as the only root, and everything else is checked as usual: signatures, purpose, dates, and the host's name.
+//! A coordinator sends its authority's certificate at the end of its chain. If its hash is the pinned one, it becomes the only
+//! trusted root. Everything else is checked as usual: signatures, purpose, validity and host name.
 
 use aitk_common::hash::ContentHash;
 use rustls::client::WebPkiServerVerifier;
@@ -11,12 +11,12 @@ use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{CertificateError, DigitallySignedStruct, Error, RootCertStore, SignatureScheme};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What was wrong with a server, in words; the layers between tell it as "invalid certificate".
+/// The verification error as a message for users. Tonic reports only "invalid certificate".
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Problem(Arc<Mutex<Option<String>>>);
+pub(crate) struct VerificationProblem(Arc<Mutex<Option<String>>>);
 
-impl Problem {
-    fn say(&self, text: String) {
+impl VerificationProblem {
+    fn set(&self, text: String) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
     }
 
@@ -25,16 +25,16 @@ impl Problem {
     }
 }
 
-/// See the module.
+/// A [`ServerCertVerifier`] that trusts one pinned authority.
 #[derive(Debug)]
-pub(crate) struct Pinned {
+pub(crate) struct CaPinVerifier {
     ca: ContentHash,
     provider: Arc<CryptoProvider>,
-    problem: Problem,
+    problem: VerificationProblem,
 }
 
-impl Pinned {
-    pub(crate) fn new(ca: ContentHash, problem: Problem) -> Arc<Self> {
+impl CaPinVerifier {
+    pub(crate) fn new(ca: ContentHash, problem: VerificationProblem) -> Arc<Self> {
         Arc::new(Self {
             ca,
             provider: Arc::new(ring::default_provider()),
@@ -60,33 +60,33 @@ impl Pinned {
         verifier.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
     }
 
-    fn words(&self, error: &Error, name: &ServerName<'_>) -> String {
+    fn describe(&self, error: &Error, name: &ServerName<'_>) -> String {
         let name = name.to_str();
         match error {
             Error::InvalidCertificate(CertificateError::UnknownIssuer | CertificateError::BadSignature) => format!(
-                "its certificate does not come from the authority that the token names (SHA-256 {}…); nothing was sent. Is \
-                 that the right address? Otherwise somebody stands in between, or the coordinator was given another \
-                 authority: then ask for a new token",
+                "its certificate does not come from the authority that the token names (SHA-256 {}…); nothing was sent. Check \
+                 the address. Otherwise somebody intercepts the connection, or the coordinator has a new authority: then ask \
+                 for a new token",
                 &self.ca.to_hex()[..16]
             ),
             Error::InvalidCertificate(
                 CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
             ) => format!(
-                "its certificate is not for {name}; use a name that it has, or add this one at the coordinator: \
+                "its certificate is not valid for {name}; use a name in the certificate, or add this one at the coordinator: \
                  aitk-coordinator --hostname {name}"
             ),
             Error::InvalidCertificate(CertificateError::Expired | CertificateError::ExpiredContext { .. }) => {
-                "its certificate has expired; is the clock of one of the two machines wrong?".to_owned()
+                "its certificate has expired; check the clocks of both machines".to_owned()
             }
             Error::InvalidCertificate(CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. }) => {
-                "its certificate is not valid yet; is the clock of one of the two machines wrong?".to_owned()
+                "its certificate is not valid yet; check the clocks of both machines".to_owned()
             }
             other => format!("its certificate cannot be accepted ({other})"),
         }
     }
 }
 
-impl ServerCertVerifier for Pinned {
+impl ServerCertVerifier for CaPinVerifier {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -97,7 +97,7 @@ impl ServerCertVerifier for Pinned {
     ) -> Result<ServerCertVerified, Error> {
         let checked = self.check(end_entity, intermediates, server_name, ocsp_response, now);
         if let Err(error) = &checked {
-            self.problem.say(self.words(error, server_name));
+            self.problem.set(self.describe(error, server_name));
         }
         checked
     }

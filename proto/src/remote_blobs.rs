@@ -1,7 +1,7 @@
-//! The coordinator's object storage as a [`BlobStore`], for whoever cannot reach the storage itself.
+//! A [`BlobStore`] that transfers blobs through the coordinator, for clients that cannot access the storage itself.
 //!
-//! A call that fails because the coordinator is away, restarts, or has trouble with its own storage is repeated for a
-//! while, so that an upload survives both. Whatever comes is checked against its hash before anybody sees it.
+//! A call that fails because the coordinator is unreachable or restarts, or because its storage fails, is retried for some time.
+//! Downloads are verified against their hash before they become visible.
 
 use crate::client::{AuthChannel, Clients};
 use crate::v1;
@@ -21,32 +21,32 @@ use tokio::sync::{Mutex, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-/// Hashes in one question.
-const MOST_HASHES: usize = 1000;
-/// Pieces between the file and the socket: 4 MiB.
-const WIRE_BUFFER: usize = 4;
-/// A coordinator that takes or sends nothing for so long is away.
-const SILENCE: Duration = Duration::from_secs(60);
-/// After the last byte the coordinator puts the blob into its own storage, which may be far away.
+/// The most hashes in one `Has` call.
+const MAX_HASHES: usize = 1000;
+/// The capacity of the channel between file and socket in chunks: 4 MiB.
+const CHANNEL_CHUNKS: usize = 4;
+/// The timeout for sending or receiving a chunk.
+const STALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// The timeout for the response after the last byte, while the coordinator uploads the blob to its own storage.
 const STORE_TIMEOUT: Duration = Duration::from_secs(600);
 const FIRST_WAIT: Duration = Duration::from_millis(100);
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
-/// How long a failing call is repeated, unless said otherwise.
+/// The default time for which a failing call is retried.
 pub const DEFAULT_BUDGET: Duration = Duration::from_secs(180);
 
-/// Blobs through the coordinator. Cheap to clone.
+/// A blob store behind the coordinator. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct RemoteBlobs {
     client: BlobsClient<AuthChannel>,
     budget: Duration,
 }
 
-/// How one try of a call failed.
+/// The failure of one attempt of a call.
 enum Failure {
-    /// The coordinator, or the way to it.
+    /// An error from the coordinator or the connection.
     Status(Status),
-    /// Something that another try does not change.
+    /// A permanent error.
     Final(StorageError),
 }
 
@@ -62,12 +62,12 @@ impl From<StorageError> for Failure {
     }
 }
 
-fn silent() -> Failure {
+fn timed_out() -> Failure {
     Failure::Status(Status::deadline_exceeded("the coordinator did not answer in time"))
 }
 
-fn worth_another_try(status: &Status) -> bool {
-    // A connection that breaks shows as Unknown, Cancelled or Internal, depending on where it broke.
+fn is_retryable(status: &Status) -> bool {
+    // A broken connection gives Unknown, Cancelled or Internal, depending on where it broke.
     matches!(
         status.code(),
         Code::Unavailable | Code::DeadlineExceeded | Code::Unknown | Code::Cancelled | Code::Aborted | Code::Internal
@@ -75,13 +75,13 @@ fn worth_another_try(status: &Status) -> bool {
 }
 
 impl RemoteBlobs {
-    /// Blobs through this coordinator.
+    /// Creates a store that uses this coordinator.
     #[must_use]
     pub fn new(clients: &Clients) -> Self {
         Self::with_budget(clients, DEFAULT_BUDGET)
     }
 
-    /// [`Self::new`] with another patience.
+    /// [`Self::new`] with another time limit for retries.
     #[must_use]
     pub fn with_budget(clients: &Clients, budget: Duration) -> Self {
         Self {
@@ -90,8 +90,8 @@ impl RemoteBlobs {
         }
     }
 
-    /// Repeats a call until it succeeds, fails for good, or the budget is used up.
-    async fn repeat<T, F>(
+    /// Retries a call until it succeeds, fails permanently, or the budget is used up.
+    async fn retry<T, F>(
         &self,
         what: &'static str,
         hash: Option<ContentHash>,
@@ -108,8 +108,8 @@ impl RemoteBlobs {
                 Err(Failure::Final(error)) => return Err(error),
                 Err(Failure::Status(status)) => status,
             };
-            if !worth_another_try(&status) {
-                return Err(refused(what, hash, &status));
+            if !is_retryable(&status) {
+                return Err(final_error(what, hash, &status));
             }
             if begin.elapsed() + wait >= self.budget {
                 let message = format!("through the coordinator: {}", status.message());
@@ -124,11 +124,11 @@ impl RemoteBlobs {
         }
     }
 
-    async fn is_there(&self, hash: ContentHash) -> Result<bool, StorageError> {
+    async fn exists(&self, hash: ContentHash) -> Result<bool, StorageError> {
         Ok(self.has(&[hash]).await?.first() == Some(&true))
     }
 
-    /// Sends what the reader gives. The header says how much that is.
+    /// Uploads the `bytes` bytes that the reader provides.
     async fn send(
         &self,
         hash: ContentHash,
@@ -136,7 +136,7 @@ impl RemoteBlobs {
         mut from: impl AsyncRead + Unpin + Send,
     ) -> Result<(), Failure> {
         use v1::put_blob_request::Part;
-        let (sender, receiver) = mpsc::channel(WIRE_BUFFER);
+        let (sender, receiver) = mpsc::channel(CHANNEL_CHUNKS);
         let mut client = self.client.clone();
         let call = async move { client.put(ReceiverStream::new(receiver)).await };
         let feed = async move {
@@ -148,11 +148,11 @@ impl RemoteBlobs {
             let mut part = Part::Header(header);
             loop {
                 let message = v1::PutBlobRequest { part: Some(part) };
-                match tokio::time::timeout(SILENCE, sender.send(message)).await {
+                match tokio::time::timeout(STALL_TIMEOUT, sender.send(message)).await {
                     Ok(Ok(())) => {}
-                    // The call has ended; its answer says how.
+                    // The call has ended; its response says how.
                     Ok(Err(_)) => return Ok(()),
-                    Err(_) => return Err(silent()),
+                    Err(_) => return Err(timed_out()),
                 }
                 let mut data = Vec::with_capacity(BLOB_CHUNK_BYTES);
                 let read = (&mut from).take(BLOB_CHUNK_BYTES as u64).read_to_end(&mut data).await;
@@ -174,12 +174,12 @@ impl RemoteBlobs {
         }
         match tokio::time::timeout(STORE_TIMEOUT, call).await {
             Ok(answer) => answer.map(|_| ()).map_err(Failure::Status),
-            Err(_) => Err(silent()),
+            Err(_) => Err(timed_out()),
         }
     }
 
-    /// The beginning of a download after so many bytes of the blob: its size, where the bytes begin (at 0, if the
-    /// coordinator knows of no other way), and where they come from.
+    /// Starts a download at `offset`. Returns the header, with the blob's size and the actual offset (0 if the coordinator does
+    /// not support offsets), and the stream of chunks.
     async fn open(
         &self,
         hash: ContentHash,
@@ -190,10 +190,10 @@ impl RemoteBlobs {
             sha256: hash.to_hex(),
             offset,
         };
-        // The coordinator fetches the blob from its own storage before it answers.
+        // The coordinator downloads the blob from its own storage before it responds.
         let answer = tokio::time::timeout(STORE_TIMEOUT, client.get(request))
             .await
-            .map_err(|_| silent())?;
+            .map_err(|_| timed_out())?;
         let mut parts = answer?.into_inner();
         match next(&mut parts).await? {
             Some(v1::get_blob_reply::Part::Header(header)) => Ok((header, parts)),
@@ -202,26 +202,26 @@ impl RemoteBlobs {
     }
 }
 
-/// What came of a blob before the connection broke.
+/// The bytes of a blob received before the connection broke.
 struct Partial {
     file: tempfile::NamedTempFile,
     received: u64,
 }
 
-/// Empties a file that was partly written.
-fn begin_again(file: &mut tempfile::NamedTempFile) -> std::io::Result<()> {
+/// Truncates a partly written file.
+fn truncate(file: &mut tempfile::NamedTempFile) -> std::io::Result<()> {
     file.as_file().set_len(0)?;
     file.as_file_mut().rewind()
 }
 
 async fn next(parts: &mut Streaming<v1::GetBlobReply>) -> Result<Option<v1::get_blob_reply::Part>, Failure> {
-    let message = tokio::time::timeout(SILENCE, parts.message())
+    let message = tokio::time::timeout(STALL_TIMEOUT, parts.message())
         .await
-        .map_err(|_| silent())??;
+        .map_err(|_| timed_out())??;
     match message {
         None => Ok(None),
         Some(v1::GetBlobReply { part: Some(part) }) => Ok(Some(part)),
-        Some(_) => Err(Failure::Status(Status::internal("an empty piece of a blob"))),
+        Some(_) => Err(Failure::Status(Status::internal("an empty chunk of a blob"))),
     }
 }
 
@@ -233,8 +233,8 @@ async fn next_data(parts: &mut Streaming<v1::GetBlobReply>) -> Result<Option<Vec
     }
 }
 
-/// What a final answer of the coordinator means.
-fn refused(what: &'static str, hash: Option<ContentHash>, status: &Status) -> StorageError {
+/// Converts a permanent error of the coordinator.
+fn final_error(what: &'static str, hash: Option<ContentHash>, status: &Status) -> StorageError {
     let message = status.message().to_owned();
     if status.code() == Code::ResourceExhausted && status.metadata().contains_key(STORAGE_HEADER) {
         return StorageError::Full { what, message };
@@ -248,7 +248,7 @@ fn refused(what: &'static str, hash: Option<ContentHash>, status: &Status) -> St
     }
 }
 
-/// Work on files, off the threads that serve sockets.
+/// Runs file operations on a blocking thread.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, StorageError> + Send + 'static,
 ) -> Result<T, StorageError> {
@@ -273,20 +273,20 @@ impl BlobStore for RemoteBlobs {
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError> {
         const WHAT: &str = "look for blobs";
         let mut all = Vec::with_capacity(hashes.len());
-        for some in hashes.chunks(MOST_HASHES) {
-            let sha256: Vec<String> = some.iter().map(|hash| hash.to_hex()).collect();
+        for batch in hashes.chunks(MAX_HASHES) {
+            let sha256: Vec<String> = batch.iter().map(|hash| hash.to_hex()).collect();
             let present = self
-                .repeat(WHAT, None, || async {
+                .retry(WHAT, None, || async {
                     let mut client = self.client.clone();
                     let call = client.has(v1::HasRequest { sha256: sha256.clone() });
                     let answer = tokio::time::timeout(STORE_TIMEOUT, call)
                         .await
-                        .map_err(|_| silent())??;
+                        .map_err(|_| timed_out())??;
                     Ok(answer.into_inner().present)
                 })
                 .await?;
-            if present.len() != some.len() {
-                let message = format!("{} answers to {} questions", present.len(), some.len());
+            if present.len() != batch.len() {
+                let message = format!("the response has {} entries for {} hashes", present.len(), batch.len());
                 return Err(StorageError::Failed { what: WHAT, message });
             }
             all.extend(present);
@@ -295,10 +295,10 @@ impl BlobStore for RemoteBlobs {
     }
 
     async fn put_file(&self, hash: ContentHash, path: &Path) -> Result<(), StorageError> {
-        if self.is_there(hash).await? {
+        if self.exists(hash).await? {
             return Ok(());
         }
-        // Checked here, before it is sent: a file that changed since it was hashed costs no transfer.
+        // Checked before the upload, so that a file that changed after it was hashed is not transferred.
         let (target, name) = (path.to_owned(), path.display().to_string());
         let bytes = blocking(move || {
             let failed = |error| FsError::new("read", &target, error);
@@ -307,7 +307,7 @@ impl BlobStore for RemoteBlobs {
             check(name, hash, found).map(|()| bytes)
         })
         .await?;
-        self.repeat("store a blob", Some(hash), || async {
+        self.retry("store a blob", Some(hash), || async {
             let file = tokio::fs::File::open(path).await;
             let file = file.map_err(|error| StorageError::from(FsError::new("read", path, error)))?;
             self.send(hash, bytes, file).await
@@ -317,19 +317,19 @@ impl BlobStore for RemoteBlobs {
 
     async fn put_bytes(&self, hash: ContentHash, bytes: Bytes) -> Result<(), StorageError> {
         check("bytes to be stored".into(), hash, ContentHash::of(&bytes))?;
-        if self.is_there(hash).await? {
+        if self.exists(hash).await? {
             return Ok(());
         }
-        self.repeat("store a blob", Some(hash), || {
+        self.retry("store a blob", Some(hash), || {
             self.send(hash, bytes.len() as u64, &bytes[..])
         })
         .await
     }
 
     async fn get_to_file(&self, hash: ContentHash, path: &Path) -> Result<u64, StorageError> {
-        // Kept from try to try: after a break only the rest is fetched.
+        // Kept between attempts, so that only the rest is downloaded after a broken connection.
         let partial: Mutex<Option<Partial>> = Mutex::new(None);
-        self.repeat("fetch a blob", Some(hash), || async {
+        self.retry("fetch a blob", Some(hash), || async {
             let (mut file, mut received) = match partial.lock().await.take() {
                 Some(partial) => (partial.file, partial.received),
                 None => {
@@ -351,7 +351,7 @@ impl BlobStore for RemoteBlobs {
             };
             if header.offset != received {
                 let target = path.to_owned();
-                file = blocking(move || match begin_again(&mut file) {
+                file = blocking(move || match truncate(&mut file) {
                     Ok(()) => Ok(file),
                     Err(error) => Err(FsError::new("write", target, error).into()),
                 })
@@ -378,7 +378,7 @@ impl BlobStore for RemoteBlobs {
                 .await?;
             }
             if received != header.bytes {
-                // More than announced is not the beginning of anything.
+                // A download with more bytes than announced cannot be continued.
                 if received < header.bytes {
                     *partial.lock().await = Some(Partial { file, received });
                 }
@@ -388,8 +388,8 @@ impl BlobStore for RemoteBlobs {
             blocking(move || {
                 let failed = |error| FsError::new("write", &target, error);
                 file.as_file().sync_all().map_err(failed)?;
-                let again = file.reopen().map_err(failed)?;
-                let (found, _) = ContentHash::of_reader(again).map_err(failed)?;
+                let reader = file.reopen().map_err(failed)?;
+                let (found, _) = ContentHash::of_reader(reader).map_err(failed)?;
                 check(name, hash, found)?;
                 Ok(fsutil::publish(file, &target)?)
             })
@@ -401,14 +401,14 @@ impl BlobStore for RemoteBlobs {
 
     async fn get_bytes(&self, hash: ContentHash, limit: u64) -> Result<Bytes, StorageError> {
         let all = self
-            .repeat("fetch a blob", Some(hash), || async {
+            .retry("fetch a blob", Some(hash), || async {
                 let (v1::BlobHeader { bytes, .. }, mut parts) = self.open(hash, 0).await?;
                 if bytes > limit {
                     return Err(Failure::Final(StorageError::TooLarge { hash, bytes, limit }));
                 }
                 let mut all = Vec::new();
                 while let Some(data) = next_data(&mut parts).await? {
-                    // What is more than announced is not kept; the hash would not be right either.
+                    // Extra bytes are dropped; the hash check then fails.
                     let room = usize::try_from(bytes - all.len() as u64).unwrap_or(usize::MAX);
                     all.extend_from_slice(&data[..data.len().min(room)]);
                 }
@@ -423,7 +423,7 @@ impl BlobStore for RemoteBlobs {
     }
 
     async fn delete(&self, _: ContentHash) -> Result<(), StorageError> {
-        // Only the coordinator knows what is still needed.
+        // Only the coordinator knows which blobs are still needed.
         Err(StorageError::Unsupported {
             what: "delete blobs through the coordinator",
         })

@@ -1,4 +1,4 @@
-//! What the fuzzer found worth keeping (`fuzz/corpus`), through the very functions that it calls, without a fuzzer.
+//! Replays the fuzzer's corpora (`fuzz/corpus`) through the fuzz targets' functions, without a fuzzer.
 
 #![allow(
     clippy::unwrap_used,
@@ -34,7 +34,7 @@ fn messages() {
     replay("wire", wire::run);
 }
 
-/// Those that need the engine are replayed among its tests.
+/// The tests of the engine replay the targets that need it.
 #[test]
 fn every_target_is_replayed() {
     let text = |path: &str| std::fs::read_to_string(repository().join(path)).unwrap();
@@ -53,7 +53,7 @@ fn every_target_is_replayed() {
 }
 
 #[test]
-fn every_message_of_every_call_is_tried() {
+fn every_message_of_every_call_is_fuzzed() {
     let proto = std::fs::read_to_string(repository().join("proto/proto/aitk/v1/aitk.proto")).unwrap();
     let calls = proto.lines().filter_map(|line| line.trim().strip_prefix("rpc "));
     let mut seen = 0;

@@ -70,7 +70,7 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
 /// Whether this log line says that the coordinator leads now.
 #[must_use]
 pub fn leads(line: &str) -> bool {
-    line.contains("this coordinator leads") && !line.contains("leads no more")
+    line.contains("this coordinator leads")
 }
 
 /// Lets a worker join.

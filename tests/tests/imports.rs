@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use syn::{Attribute, Item, UseTree, Visibility};
 
 /// The number of files in import cycles, for each crate that still has some. These numbers may only become smaller.
-const ALLOWED: [(&str, usize); 5] = [("cli", 3), ("common", 21), ("engine", 78), ("tests", 9), ("worker", 15)];
+const ALLOWED: [(&str, usize); 3] = [("common", 11), ("engine", 78), ("tests", 9)];
 
 type Name = Vec<String>;
 

@@ -1,14 +1,17 @@
-//! One attempt from its assignment to its end: stage, run, sync, report, clean up.
+//! Runs one attempt from its assignment to its end: stage, run, upload, report, clean up.
 
+use crate::announcement::PendingAnnouncement;
 use crate::context::Context;
 use crate::outbox::Request;
-use crate::runner::{self, Launch, Wanted};
-use crate::sandbox::{self, Rules};
+use crate::outcome::{file_failure, internal_failure};
+use crate::pins::{self, PinFolder};
+use crate::runner::{self, DesiredState, Launch};
+use crate::sandbox::{self, SandboxRules};
 use crate::session::Reporter;
-use crate::stage::{self, Staged};
-use crate::sync::{self, Item, Pins};
-use crate::trace::{AttemptTrace, trace_of};
-use crate::unsent::Unsent;
+use crate::spec_file::SPEC_FILE;
+use crate::stage::{self, StagedInputs};
+use crate::trace::{AttemptTrace, trace_id_of};
+use crate::upload::{self, ResultItem};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
@@ -26,43 +29,42 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
-/// The name of an attempt's specification in its folder.
-const SPEC: &str = "spec.json";
-/// Events between the child's pipe and their handling, which takes microseconds; a full queue holds the child back.
-const EVENTS: usize = 256;
-/// The longest name that the protocol takes, and some room.
-const NAME_BYTES: usize = 200;
-/// The longest message of an outcome or a log line.
-const MESSAGE_BYTES: usize = 16 << 10;
+/// Capacity of the channel from the child's pipe to the event handler, which takes microseconds per event. The child
+/// blocks while it is full.
+const EVENT_CAPACITY: usize = 256;
+/// The longest name that we send, in bytes; below the protocol's limit.
+const MAX_NAME_BYTES: usize = 200;
+/// The longest message of an outcome or a log line, in bytes.
+const MAX_MESSAGE_BYTES: usize = 16 << 10;
 
-/// How long the child of a fenced attempt may take to go after its SIGKILL; a disk that hangs can hold it.
-const LAST_BREATH: Duration = Duration::from_secs(20);
+/// How long the child of a fenced attempt may take to exit after its SIGKILL; a hanging disk can delay it.
+const KILL_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Runs an attempt until its outcome has arrived at the coordinator, or until it is fenced and its child is gone.
+/// Runs an attempt until the coordinator has its outcome, or until it is fenced and its child has exited.
 pub(crate) async fn run(
     context: Arc<Context>,
     assignment: Assignment,
     reporter: Reporter,
-    mut wanted: watch::Receiver<Wanted>,
+    mut desired: watch::Receiver<DesiredState>,
     fence: CancellationToken,
 ) {
-    let folder = context.folders.attempt(&assignment.attempt);
-    // Every line of the log says what it is about, at whatever level lines are wanted.
-    let (job, attempt, trace_id) = (&assignment.job, &assignment.attempt, trace_of(&assignment));
-    let about = tracing::error_span!("attempt", %job, %attempt, %trace_id);
-    run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder)
-        .instrument(about)
+    let folder = context.data_folder.attempt(&assignment.attempt);
+    // An error span, so that log lines of every level carry the job, the attempt and the trace.
+    let (job, attempt, trace_id) = (&assignment.job, &assignment.attempt, trace_id_of(&assignment));
+    let span = tracing::error_span!("attempt", %job, %attempt, %trace_id);
+    run_to_end(&context, &assignment, &reporter, &mut desired, &fence, &folder)
+        .instrument(span)
         .await;
-    let (after, attempt) = (Arc::clone(&context), assignment.attempt.clone());
+    let (cleanup, attempt) = (Arc::clone(&context), assignment.attempt.clone());
     let removed = tokio::task::spawn_blocking(move || {
-        after.derived.tidy();
-        // First, so that there is room for what is kept.
+        cleanup.derived.clean_up();
+        // These go first, to make room for a checkpoint that is kept.
         for part in ["output", "tmp", "resume"] {
             fsutil::remove(&folder.join(part))?;
         }
-        match after.kept.attempt_ended(&attempt) {
+        match cleanup.uncommitted.finish_attempt(&attempt) {
             true => fsutil::remove(&folder),
-            // The next start tries to keep what lies in it.
+            // The next start of the worker tries again to keep the checkpoint in it.
             false => Ok(()),
         }
     });
@@ -76,51 +78,52 @@ async fn run_to_end(
     context: &Context,
     assignment: &Assignment,
     reporter: &Reporter,
-    wanted: &mut watch::Receiver<Wanted>,
+    desired: &mut watch::Receiver<DesiredState>,
     fence: &CancellationToken,
     folder: &Path,
 ) {
     let trace = AttemptTrace::begin(&context.spans, assignment);
-    // What the session wants, and the end that a fence means.
-    let (wish, wishes) = watch::channel(*wanted.borrow());
-    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(context, assignment, reporter, &trace, wishes, folder));
+    // The state that the session wants; a fence also sets it to `Kill`.
+    let (to_execute, desired_rx) = watch::channel(*desired.borrow());
+    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(context, assignment, reporter, &trace, desired_rx, folder));
     let mut executed = std::pin::pin!(AssertUnwindSafe(executed).catch_unwind());
     let ended = tokio::select! {
         ended = &mut executed => Some(ended),
         () = fence.cancelled() => None,
-        () = pass_on(wanted, &wish) => None,
+        () = forward_desired_state(desired, &to_execute) => None,
     };
     match ended {
         Some(ended) => {
-            let outcome = ended.unwrap_or_else(|_| internal("the worker failed; its log says where".to_owned()));
+            let outcome =
+                ended.unwrap_or_else(|_| internal_failure("the worker failed; its log has details".to_owned()));
             tracing::info!(?outcome, "attempt ended");
-            trace.ended(&outcome);
+            trace.set_outcome(&outcome);
             tokio::select! {
-                answer = reporter.request(Request::Finished(bounded(outcome))) => if !answer.accepted {
+                answer = reporter.request(Request::Finished(truncate_message(outcome))) => if !answer.accepted {
                     tracing::warn!(message = %answer.message, "the coordinator did not accept the end of an attempt");
                 },
                 () = fence.cancelled() => {}
             }
         }
         None => {
-            trace.fenced();
-            wish.send_replace(Wanted::Kill);
-            // Waited for, so that it cannot write into the folder that goes next.
-            if tokio::time::timeout(LAST_BREATH, executed).await.is_err() {
-                tracing::warn!("the child of a fenced attempt does not go");
+            trace.set_fenced();
+            to_execute.send_replace(DesiredState::Kill);
+            // Wait for the child, so that it cannot write into the folder while the folder is removed.
+            if tokio::time::timeout(KILL_TIMEOUT, executed).await.is_err() {
+                tracing::warn!("the child of a fenced attempt did not exit after SIGKILL");
             }
         }
     }
 }
 
-/// Passes wishes on for as long as there is somebody to have them.
-async fn pass_on(wanted: &mut watch::Receiver<Wanted>, to: &watch::Sender<Wanted>) {
-    while wanted.changed().await.is_ok() {
-        let wish = *wanted.borrow_and_update();
+/// Forwards the desired state until the sender is gone, then waits forever.
+async fn forward_desired_state(desired: &mut watch::Receiver<DesiredState>, to: &watch::Sender<DesiredState>) {
+    while desired.changed().await.is_ok() {
+        let next = *desired.borrow_and_update();
         to.send_if_modified(|now| {
-            let further = wish > *now;
-            *now = (*now).max(wish);
-            further
+            let is_further = next > *now;
+            *now = (*now).max(next);
+            is_further
         });
     }
     std::future::pending::<()>().await;
@@ -131,41 +134,41 @@ async fn execute(
     assignment: &Assignment,
     reporter: &Reporter,
     trace: &AttemptTrace,
-    mut wanted: watch::Receiver<Wanted>,
+    mut desired: watch::Receiver<DesiredState>,
     folder: &Path,
 ) -> Outcome {
-    let job = match stage::job_of(assignment) {
+    let job = match stage::parse_job(assignment) {
         Ok(job) => job,
         Err(outcome) => return outcome,
     };
     for part in ["tmp", "pins", "output"] {
         if let Err(error) = fsutil::create_dir_all(&folder.join(part)) {
-            return local_failure(&error);
+            return file_failure(&error);
         }
     }
     reporter.phase("staging").await;
-    let mut staging = trace.step("staging");
+    let mut staging = trace.start_step("staging");
     let staged = tokio::select! {
-        staged = stage::inputs(context, assignment, &job, reporter, folder) => match staged {
+        staged = stage::stage_inputs(context, assignment, &job, reporter, folder) => match staged {
             Ok(staged) => staged,
             Err(outcome) => {
                 if let Outcome::Failed { message, .. } = &outcome {
-                    staging.failed(message.as_str());
+                    staging.set_error(message.as_str());
                 }
                 return outcome;
             }
         },
-        _ = wanted.wait_for(|wanted| *wanted > Wanted::Run) => return Outcome::stopped(),
+        _ = desired.wait_for(|desired| *desired > DesiredState::Run) => return Outcome::stopped(),
     };
     drop(staging);
-    let wishes = ClusterWishes::of(&assignment.job_json);
-    let spec_file = folder.join(SPEC);
-    let prepared = specification(context, assignment, &job, &staged, folder).and_then(|spec| {
-        fsutil::write_private(&spec_file, &written(&spec)?).map_err(|error| local_failure(&error))?;
-        let budget = wishes.memory_budget.is_some() && spec.device.kind == DeviceKind::Cpu;
+    let cluster = ClusterSettings::of(&assignment.job_json);
+    let spec_file = folder.join(SPEC_FILE);
+    let prepared = build_spec(context, assignment, &job, &staged, folder).and_then(|spec| {
+        fsutil::write_private(&spec_file, &serialise_spec(&spec)?).map_err(|error| file_failure(&error))?;
+        let budget = cluster.memory_budget.is_some() && spec.device.kind == DeviceKind::Cpu;
         Ok((
             sandbox_profile(context, &spec, folder)?,
-            budget || spec.most_memory.is_some(),
+            budget || spec.memory_limit.is_some(),
         ))
     });
     let (sandbox_profile, memory_limited) = match prepared {
@@ -178,101 +181,111 @@ async fn execute(
         work_dir: (!assignment.local).then(|| folder.to_owned()),
         temp_dir: folder.join("tmp"),
         grace: context.grace,
-        progress_timeout: Some(wishes.progress_timeout.unwrap_or(context.progress_timeout)),
+        progress_timeout: Some(cluster.progress_timeout.unwrap_or(context.progress_timeout)),
         memory_limited,
         sandbox_profile,
-        groups: context.groups.clone(),
-        cuda_cache: staged.cuda.as_ref().map(|lease| lease.path().to_owned()),
+        control_groups: context.control_groups.clone(),
+        cuda_cache: staged.cuda_cache.as_ref().map(|guard| guard.path().to_owned()),
     };
-    let (events, heard) = mpsc::channel(EVENTS);
-    let (items, queue) = mpsc::channel(sync::QUEUE);
-    // The child hears the session's wishes, and ours when its results cannot be stored.
-    let (to_child, wishes) = watch::channel(*wanted.borrow());
-    let interrupted = AtomicBool::new(false);
-    let child = runner::run(&context.spawner, launch, wishes, events);
-    let pins = Pins::new(folder.join("pins"));
-    let pump = async {
-        let mut steps = Steps::default();
-        let saved = |step: u64, pinned: &Path| {
-            context.kept.made(reporter.held(), step, pinned);
-            // A refused worker does not train into the blue: what it has is kept, and waits to be let in.
-            if context.refused.borrow().is_some() {
-                interrupted.store(true, Ordering::Relaxed);
+    let (events, event_receiver) = mpsc::channel(EVENT_CAPACITY);
+    let (items, queue) = mpsc::channel(upload::QUEUE_CAPACITY);
+    // The child follows the session's desired state. We change it too, when results cannot be stored.
+    let (to_child, desired_rx) = watch::channel(*desired.borrow());
+    let stopped_by_refusal = AtomicBool::new(false);
+    let child = runner::run(&context.spawner, launch, desired_rx, events);
+    let pins = PinFolder::new(folder.join("pins"));
+    let forward_events = async {
+        let mut steps = ReportedSteps::default();
+        let on_checkpoint = |step: u64, pinned: &Path| {
+            context.uncommitted.add_pending(reporter.held(), step, pinned);
+            // A refused worker stops after this checkpoint: it is kept and offered when the worker is accepted again.
+            if context.refusal.borrow().is_some() {
+                stopped_by_refusal.store(true, Ordering::Relaxed);
                 to_child.send_if_modified(|now| {
-                    let further = *now < Wanted::Stop;
-                    *now = (*now).max(Wanted::Stop);
-                    further
+                    let is_further = *now < DesiredState::Stop;
+                    *now = (*now).max(DesiredState::Stop);
+                    is_further
                 });
             }
         };
         let output = folder.join("output");
         let output = (!assignment.local).then_some(output.as_path());
-        let pumped = pump(heard, items, reporter, trace, output, &pins, &saved, &mut steps).await;
-        trace.no_phase();
-        if pumped.is_err() {
-            to_child.send_replace(Wanted::Kill);
+        let forwarded = forward_events(
+            event_receiver,
+            items,
+            reporter,
+            trace,
+            output,
+            &pins,
+            &on_checkpoint,
+            &mut steps,
+        )
+        .await;
+        trace.end_phase();
+        if forwarded.is_err() {
+            to_child.send_replace(DesiredState::Kill);
         }
-        (pumped, steps)
+        (forwarded, steps)
     };
-    let synced = async {
-        let mut hurry = to_child.subscribe();
-        let synced = tokio::select! {
-            synced = sync::run(context, reporter, trace, assignment.local, queue, &pins) => synced,
-            // Nobody wants the results of an attempt that is ended at once.
-            _ = hurry.wait_for(|wanted| *wanted == Wanted::Kill) => Ok(()),
+    let uploaded = async {
+        let mut kill_watch = to_child.subscribe();
+        let uploaded = tokio::select! {
+            uploaded = upload::run(context, reporter, trace, assignment.local, queue, &pins) => uploaded,
+            // The results of a killed attempt are not needed.
+            _ = kill_watch.wait_for(|desired| *desired == DesiredState::Kill) => Ok(()),
         };
-        if synced.is_err() {
-            to_child.send_replace(Wanted::Kill);
+        if uploaded.is_err() {
+            to_child.send_replace(DesiredState::Kill);
         }
-        synced
+        uploaded
     };
     tokio::select! {
-        (outcome, (pumped, steps), synced) = async { tokio::join!(child, pump, synced) } => {
-            let outcome = pumped.and(synced).err().unwrap_or_else(|| steps.complete(outcome));
+        (outcome, (forwarded, steps), uploaded) = async { tokio::join!(child, forward_events, uploaded) } => {
+            let outcome = forwarded.and(uploaded).err().unwrap_or_else(|| steps.fill_in(outcome));
             match outcome {
-                Outcome::Stopped { .. } if interrupted.load(Ordering::Relaxed) => Outcome::Failed {
+                Outcome::Stopped { .. } if stopped_by_refusal.load(Ordering::Relaxed) => Outcome::Failed {
                     cause: FailureCause::Interrupted,
-                    message: "the coordinator refused its worker for a while; it saved and waited".to_owned(),
+                    message: "the coordinator refused the worker for a while; the attempt saved and stopped".to_owned(),
                 },
                 other => other,
             }
         }
-        () = pass_on(&mut wanted, &to_child) => internal("unreachable".to_owned()),
+        () = forward_desired_state(&mut desired, &to_child) => internal_failure("unreachable".to_owned()),
     }
 }
 
-/// What a job's `cluster` section asks of the worker.
+/// Settings for the worker in a job's `cluster` section.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
-struct ClusterWishes {
+struct ClusterSettings {
     progress_timeout: Option<Duration>,
     memory_budget: Option<u64>,
 }
 
-impl ClusterWishes {
-    /// A job that cannot be read is the child's to explain.
+impl ClusterSettings {
+    /// Reads the settings. An unreadable job gets the defaults; the child reports the error.
     fn of(job: &str) -> Self {
         #[derive(Default, Deserialize)]
         #[serde(default)]
         struct Job {
-            cluster: ClusterWishes,
+            cluster: ClusterSettings,
         }
-        let mut wishes = serde_json::from_str::<Job>(job).unwrap_or_default().cluster;
-        wishes.progress_timeout = wishes.progress_timeout.map(|asked| asked.max(Duration::from_secs(1)));
-        wishes
+        let mut cluster = serde_json::from_str::<Job>(job).unwrap_or_default().cluster;
+        cluster.progress_timeout = cluster.progress_timeout.map(|limit| limit.max(Duration::from_secs(1)));
+        cluster
     }
 }
 
-fn specification(
+fn build_spec(
     context: &Context,
     assignment: &Assignment,
     job: &JobSpec,
-    staged: &Staged,
+    staged: &StagedInputs,
     folder: &Path,
 ) -> Result<AttemptSpec, Outcome> {
-    // As it was checked, not as it was sent: nothing is read twice in two ways.
-    let job =
-        serde_json::to_value(job).map_err(|error| internal(format!("the job cannot be written down: {error}")))?;
+    // Serialise the checked job, so that the child does not interpret the original text in another way.
+    let job = serde_json::to_value(job)
+        .map_err(|error| internal_failure(format!("the job cannot be serialised: {error}")))?;
     Ok(AttemptSpec {
         job_id: assignment.job.clone(),
         attempt_id: assignment.attempt.clone(),
@@ -286,22 +299,24 @@ fn specification(
         device: assignment.device,
         profile: assignment.profile,
         seed: assignment.seed,
-        drawn: assignment.drawn.clone(),
+        generated: assignment.generated.clone(),
         derived: staged
             .derived
             .iter()
-            .map(|(name, lease)| (name.clone(), lease.path().to_owned()))
+            .map(|(name, guard)| (name.clone(), guard.path().to_owned()))
             .collect(),
         require_sandbox: context.require_sandbox && !assignment.local,
-        largest_file: (!assignment.local).then_some(context.largest_file),
-        most_memory: (!assignment.local && context.groups.is_none() && assignment.device.kind == DeviceKind::Cpu)
-            .then(runner::most_memory),
+        file_size_limit: (!assignment.local).then_some(context.largest_file),
+        memory_limit: (!assignment.local
+            && context.control_groups.is_none()
+            && assignment.device.kind == DeviceKind::Cpu)
+            .then(runner::max_attempt_memory),
     })
 }
 
-/// On a Mac, the rules around the child; elsewhere it confines itself.
+/// The `sandbox-exec` profile for the child on macOS; `None` on other systems, where the child confines itself.
 fn sandbox_profile(context: &Context, spec: &AttemptSpec, folder: &Path) -> Result<Option<String>, Outcome> {
-    let Some(rules) = Rules::of(spec, &folder.join("tmp")) else {
+    let Some(rules) = SandboxRules::for_attempt(spec, &folder.join("tmp")) else {
         return Ok(None);
     };
     if !cfg!(target_os = "macos") || !context.files_are_confined {
@@ -309,7 +324,7 @@ fn sandbox_profile(context: &Context, spec: &AttemptSpec, folder: &Path) -> Resu
     }
     let program = context.attempt_command.first().map(Path::new).unwrap_or(Path::new(""));
     let mut rules = rules;
-    rules.read.push(folder.join(SPEC));
+    rules.read.push(folder.join(SPEC_FILE));
     let profile = sandbox::profile(&rules, program);
     profile.map(Some).map_err(|message| Outcome::Failed {
         cause: FailureCause::Machine,
@@ -317,24 +332,25 @@ fn sandbox_profile(context: &Context, spec: &AttemptSpec, folder: &Path) -> Resu
     })
 }
 
-fn written(spec: &AttemptSpec) -> Result<Vec<u8>, Outcome> {
-    serde_json::to_vec_pretty(spec).map_err(|error| internal(format!("the attempt cannot be written down: {error}")))
+fn serialise_spec(spec: &AttemptSpec) -> Result<Vec<u8>, Outcome> {
+    serde_json::to_vec_pretty(spec)
+        .map_err(|error| internal_failure(format!("the attempt's specification cannot be serialised: {error}")))
 }
 
-/// How far a child came, by what it said. One that is killed cannot sum it up itself.
+/// The training steps that a child reported. A killed child cannot report them in its outcome.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct Steps {
+struct ReportedSteps {
     training: bool,
     done: Option<u64>,
-    /// The newest checkpoint of a job in place; of others the coordinator knows what was committed.
+    /// The newest checkpoint of a job that runs in place; for other jobs the coordinator knows what was committed.
     saved: Option<u64>,
 }
 
-impl Steps {
-    fn see(&mut self, event: &ChildEvent, local: bool) {
+impl ReportedSteps {
+    fn record_event(&mut self, event: &ChildEvent, local: bool) {
         match event {
             ChildEvent::Phase { name } => self.training = name == "training",
-            // In other phases something else is counted: images, latents.
+            // In other phases progress counts something else: images, latents.
             ChildEvent::Progress { done, .. } if self.training => self.done = Some(*done),
             ChildEvent::Checkpoint { step, .. } => {
                 self.done = self.done.max(Some(*step));
@@ -346,8 +362,8 @@ impl Steps {
         }
     }
 
-    /// Adds what a stopped child did not say.
-    fn complete(self, outcome: Outcome) -> Outcome {
+    /// Fills in the steps that a stopped child did not report.
+    fn fill_in(self, outcome: Outcome) -> Outcome {
         match outcome {
             Outcome::Stopped { saved_step, at_step } => Outcome::Stopped {
                 saved_step: saved_step.or(self.saved),
@@ -358,30 +374,33 @@ impl Steps {
     }
 }
 
-/// Passes on what the child says: reports to the session, files to the sync. Results count that lie in the attempt's `own` folder;
-/// `None` for a local job, whose results lie where its user wants them.
+/// Forwards a child's events: reports to the session, files to the uploader. Only results inside `output` count;
+/// `None` for a local job, whose results stay where its user wants them.
 ///
 /// # Errors
-/// How the attempt ends when a file that it made cannot be kept: a job must not pass for complete without its results.
-#[expect(clippy::too_many_arguments, reason = "what an attempt consists of")]
-async fn pump(
+/// The outcome of the attempt if a result cannot be kept: a job must not count as complete without its results.
+#[expect(
+    clippy::too_many_arguments,
+    reason = "each argument is a different part of an attempt"
+)]
+async fn forward_events(
     mut events: mpsc::Receiver<ChildEvent>,
-    items: mpsc::Sender<Item>,
+    items: mpsc::Sender<ResultItem>,
     reporter: &Reporter,
     trace: &AttemptTrace,
-    own: Option<&Path>,
-    pins: &Pins,
-    saved: &(dyn Fn(u64, &Path) + Sync),
-    steps: &mut Steps,
+    output: Option<&Path>,
+    pins: &PinFolder,
+    on_checkpoint: &(dyn Fn(u64, &Path) + Sync),
+    steps: &mut ReportedSteps,
 ) -> Result<(), Outcome> {
-    let local = own.is_none();
-    let (mut number, mut handed_on) = (0_u64, 0_u64);
-    // Something waits of which a later daemon would not know.
-    let mut unnoted = false;
+    let local = output.is_none();
+    let (mut number, mut sent_to_upload) = (0_u64, 0_u64);
+    // Set when something is queued that a later daemon would not know of.
+    let mut has_unsaved_announcement = false;
     while let Some(event) = events.recv().await {
-        steps.see(&event, local);
+        steps.record_event(&event, local);
         if let ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } = &event
-            && own.is_some_and(|own| !sync::is_below(own, path))
+            && output.is_some_and(|output| !pins::is_inside(output, path))
         {
             let message = format!(
                 "a result was left out: {} is not in the attempt's own folder",
@@ -395,12 +414,14 @@ async fn pump(
                 number += 1;
                 match pins.pin(path.clone(), number).await {
                     Ok(pinned) => pinned,
-                    // The checkpoint before it stands; a file that is gone already was removed by its maker.
-                    Err(error) if matches!(event, ChildEvent::Checkpoint { .. }) || is_gone(&error) => {
-                        reporter.log("warn", format!("not kept: {error}")).await;
+                    // The previous checkpoint is still valid. A file that is gone was removed by the child itself.
+                    Err(error) if matches!(event, ChildEvent::Checkpoint { .. }) || is_not_found(&error) => {
+                        reporter
+                            .log("warn", format!("a result could not be kept: {error}"))
+                            .await;
                         continue;
                     }
-                    Err(error) => return Err(local_failure(&error)),
+                    Err(error) => return Err(file_failure(&error)),
                 }
             }
             ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } => path.clone(),
@@ -409,7 +430,7 @@ async fn pump(
         let item = match event {
             ChildEvent::Phase { name } => {
                 let name = one_line(&name);
-                trace.phase(&name);
+                trace.start_phase(&name);
                 reporter.phase(&name).await;
                 continue;
             }
@@ -428,8 +449,8 @@ async fn pump(
                 continue;
             }
             ChildEvent::Metrics { step, mut values } => {
-                // The protocol's bounds.
-                values.retain(|name, _| name.len() <= NAME_BYTES && !name.chars().any(char::is_control));
+                // Limits of the protocol.
+                values.retain(|name, _| name.len() <= MAX_NAME_BYTES && !name.chars().any(char::is_control));
                 while values.len() > 1000 {
                     values.pop_last();
                 }
@@ -437,30 +458,35 @@ async fn pump(
                 continue;
             }
             ChildEvent::Log { level, message } => {
-                reporter.log(&one_line(&level), cut(message, MESSAGE_BYTES)).await;
+                reporter
+                    .log(&one_line(&level), truncate(message, MAX_MESSAGE_BYTES))
+                    .await;
                 continue;
             }
             ChildEvent::Finished { .. } => continue,
             ChildEvent::Checkpoint { step, .. } => {
-                unnoted &= !pins.all_settled(handed_on);
-                if unnoted {
-                    let words = format!("the checkpoint of step {step} is lost if this worker ends before it is sent");
-                    reporter.log("warn", words).await;
+                has_unsaved_announcement &= !pins.are_all_settled(sent_to_upload);
+                if has_unsaved_announcement {
+                    let message =
+                        format!("the checkpoint of step {step} is lost if this worker ends before it is uploaded");
+                    reporter.log("warn", message).await;
                 } else if !local {
-                    saved(step, &pinned);
+                    on_checkpoint(step, &pinned);
                 }
-                Item::Checkpoint { pinned, step }
+                ResultItem::Checkpoint { pinned, step }
             }
             ChildEvent::ArtifactRemoved { name } => match names::check(&name) {
                 Ok(()) => {
                     let mut pinned = PathBuf::new();
                     if !local {
                         number += 1;
-                        pinned = pins.at(number);
-                        let noted = pins.note(Unsent::Removed(name.clone()), number).await;
-                        unnoted |= not_noted(reporter, noted).await;
+                        pinned = pins.path(number);
+                        let result = pins
+                            .save_announcement(PendingAnnouncement::Removed(name.clone()), number)
+                            .await;
+                        has_unsaved_announcement |= log_if_unsaved(reporter, result).await;
                     }
-                    Item::Removed { name, pinned }
+                    ResultItem::Removed { name, pinned }
                 }
                 Err(_) => continue,
             },
@@ -487,40 +513,43 @@ async fn pump(
                     local_path,
                 };
                 if !local {
-                    let noted = pins.note(Unsent::Artifact(artifact.clone()), number).await;
-                    unnoted |= not_noted(reporter, noted).await;
+                    let result = pins
+                        .save_announcement(PendingAnnouncement::Artifact(artifact.clone()), number)
+                        .await;
+                    has_unsaved_announcement |= log_if_unsaved(reporter, result).await;
                 }
-                Item::Artifact { artifact, pinned }
+                ResultItem::Artifact { artifact, pinned }
             }
         };
-        // A closed queue: storing has failed for good, and the child is being ended.
+        // The queue is closed when storing failed for good; the child is being killed then.
         if items.send(item).await.is_ok() {
-            handed_on += 1;
+            sent_to_upload += 1;
         }
     }
     Ok(())
 }
 
-/// Says that a note could not be made, on a full disk for example; that is no reason to end an attempt that runs.
-async fn not_noted(reporter: &Reporter, noted: Result<(), FsError>) -> bool {
-    let Err(error) = noted else { return false };
+/// Logs a warning if an announcement could not be saved, for example on a full disk. That is no reason to end a
+/// running attempt. Returns whether it failed.
+async fn log_if_unsaved(reporter: &Reporter, result: Result<(), FsError>) -> bool {
+    let Err(error) = result else { return false };
     reporter
-        .log("warn", format!("not noted for later: {error}; it is sent now"))
+        .log("warn", format!("the announcement of a result could not be saved: {error}; the result is lost if this worker ends before it is uploaded"))
         .await;
     true
 }
 
-fn is_gone(error: &FsError) -> bool {
+fn is_not_found(error: &FsError) -> bool {
     error.io().kind() == std::io::ErrorKind::NotFound
 }
 
-/// A short name without control characters, as the protocol wants it.
+/// Shortens a name to the protocol's limit and replaces control characters by spaces.
 fn one_line(text: &str) -> String {
     let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-    cut(clean, NAME_BYTES)
+    truncate(clean, MAX_NAME_BYTES)
 }
 
-fn cut(mut text: String, bytes: usize) -> String {
+fn truncate(mut text: String, bytes: usize) -> String {
     if text.len() > bytes {
         let end = (0..=bytes).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
         text.truncate(end);
@@ -529,32 +558,13 @@ fn cut(mut text: String, bytes: usize) -> String {
     text
 }
 
-fn bounded(outcome: Outcome) -> Outcome {
+fn truncate_message(outcome: Outcome) -> Outcome {
     match outcome {
         Outcome::Failed { cause, message } => Outcome::Failed {
             cause,
-            message: cut(message, MESSAGE_BYTES),
+            message: truncate(message, MAX_MESSAGE_BYTES),
         },
         other => other,
-    }
-}
-
-fn internal(message: String) -> Outcome {
-    Outcome::Failed {
-        cause: FailureCause::Internal,
-        message,
-    }
-}
-
-pub(crate) fn local_failure(error: &FsError) -> Outcome {
-    let cause = if error.is_disk_full() {
-        FailureCause::DiskFull
-    } else {
-        FailureCause::Machine
-    };
-    Outcome::Failed {
-        cause,
-        message: error.to_string(),
     }
 }
 
@@ -563,18 +573,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_wishes_of_a_job_are_read() {
-        let wishes = ClusterWishes::of(
+    fn cluster_settings_of_a_job_are_read() {
+        let cluster = ClusterSettings::of(
             r#"{"job":"x","cluster":{"progress_timeout":{"secs":90,"nanos":0},"memory_budget":1024,"priority":3}}"#,
         );
-        assert_eq!(wishes.progress_timeout, Some(Duration::from_secs(90)));
-        assert_eq!(wishes.memory_budget, Some(1024));
-        assert_eq!(ClusterWishes::of("{}").progress_timeout, None);
-        assert_eq!(ClusterWishes::of("no JSON").memory_budget, None);
+        assert_eq!(cluster.progress_timeout, Some(Duration::from_secs(90)));
+        assert_eq!(cluster.memory_budget, Some(1024));
+        assert_eq!(ClusterSettings::of("{}").progress_timeout, None);
+        assert_eq!(ClusterSettings::of("no JSON").memory_budget, None);
     }
 
     #[test]
-    fn a_child_that_was_killed_is_said_to_have_come_as_far_as_it_said() {
+    fn a_killed_child_gets_the_steps_that_it_reported() {
         let progress = |done| ChildEvent::Progress {
             done,
             total: 1000,
@@ -585,8 +595,8 @@ mod tests {
             path: Default::default(),
             step,
         };
-        let after = |local: bool| {
-            let mut steps = Steps::default();
+        let reported = |local: bool| {
+            let mut steps = ReportedSteps::default();
             for event in [
                 phase("caching latents"),
                 progress(12),
@@ -596,24 +606,28 @@ mod tests {
                 phase("sampling"),
                 progress(999),
             ] {
-                steps.see(&event, local);
+                steps.record_event(&event, local);
             }
-            steps.complete(Outcome::stopped())
+            steps.fill_in(Outcome::stopped())
         };
         let stopped = |saved_step| Outcome::Stopped {
             saved_step,
             at_step: Some(437),
         };
-        assert_eq!(after(false), stopped(None), "the coordinator knows what was committed");
-        assert_eq!(after(true), stopped(Some(400)));
-        let steps = Steps::default();
-        assert_eq!(steps.complete(Outcome::Completed), Outcome::Completed);
+        assert_eq!(
+            reported(false),
+            stopped(None),
+            "the coordinator knows what was committed"
+        );
+        assert_eq!(reported(true), stopped(Some(400)));
+        let steps = ReportedSteps::default();
+        assert_eq!(steps.fill_in(Outcome::Completed), Outcome::Completed);
     }
 
     #[test]
-    fn names_fit_the_protocol() {
+    fn names_are_shortened_to_the_protocols_limit() {
         assert_eq!(one_line("a\nb\u{7}c"), "a b c");
         assert!(one_line(&"é".repeat(1000)).len() <= 256);
-        assert_eq!(cut("short".into(), 10), "short");
+        assert_eq!(truncate("short".into(), 10), "short");
     }
 }

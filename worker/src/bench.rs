@@ -1,40 +1,40 @@
-//! What `aitk bench engine` computes: one piece of work in this process, with the memory that it takes.
+//! Runs one benchmark of `aitk bench engine` in this process, and measures its memory.
 
-use crate::usage::{forget_peak, peak};
+use crate::memory_usage::{peak_memory, reset_peak_memory};
 use aitk_common::capability::DeviceRef;
-pub use aitk_engine::bench::{WORKS, Work};
-use aitk_engine::device::{compute, threads::on_pool};
+pub use aitk_engine::bench::{BENCHMARKS as WORKS, Benchmark as Work};
+use aitk_engine::device::{open_with_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};
 
-/// What was found.
+/// The result of a benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The work's name.
+    /// The name of the benchmark.
     pub work: String,
-    /// Of one run, the median of some.
+    /// Seconds per run: the median.
     pub seconds: f64,
-    /// Floating-point operations of one run; 0 where bytes are the limit.
+    /// Floating-point operations of one run; 0 if it is limited by memory bandwidth.
     pub flops: u64,
-    /// The most memory that the process held at once while it ran, weights and inputs included; 0 where the system does
-    /// not tell.
+    /// Peak memory of the process during the runs, weights and inputs included, in bytes; 0 if the system does not
+    /// report it.
     pub peak_bytes: u64,
-    /// How many runs were timed.
+    /// Number of timed runs.
     pub runs: usize,
 }
 
-/// Runs a piece of work in float32 on a device. It wants a process of its own: memory is that of the whole process.
+/// Runs a benchmark in float32 on a device. Use a process of its own: the memory is that of the whole process.
 ///
 /// # Errors
-/// When the device cannot be opened or fails.
+/// If the device cannot be opened or fails.
 pub fn measure(work: &Work, device: DeviceRef) -> Result<Finding, EngineError> {
-    let compute = compute(device, "float32")?;
-    let measured = on_pool(|| work.measure(&compute, forget_peak))?;
+    let compute = open_with_dtype(device, "float32")?;
+    let measured = on_pool(|| work.measure(&compute, reset_peak_memory))?;
     Ok(Finding {
         work: work.name.to_owned(),
         seconds: measured.seconds,
         flops: work.flops,
-        peak_bytes: peak(),
+        peak_bytes: peak_memory(),
         runs: measured.runs,
     })
 }

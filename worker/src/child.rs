@@ -1,13 +1,15 @@
-//! The other side of the pipe: the main function of an attempt's process.
+//! The main function of an attempt's process.
 //!
-//! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped as it was asked to, 4 the daemon
-//! went away. The last line of standard output says the same in full.
+//! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped on request, 4 the daemon ended.
+//! The last line on standard output is the outcome as JSON.
 
-use crate::config_place::with_place;
-use crate::confine::confine;
+use crate::config_location::with_config_location;
+use crate::memory_usage::{MemoryUsage, limit_memory};
+use crate::outcome::internal_failure;
 use crate::path_redactor::PathRedactor;
-use crate::sandbox::{self, Rules};
-use crate::usage::{Usage, keep_to_budget};
+use crate::privileges::drop_privileges;
+use crate::sandbox::{self, SandboxRules};
+use crate::spec_file::read_spec;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::Confinement;
 use aitk_common::telemetry;
@@ -21,77 +23,77 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// How long a child whose daemon went away may take to come to its senses.
+/// How long a child may take to stop after its daemon has ended.
 const ORPHAN_GRACE: Duration = Duration::from_secs(10);
-/// The largest specification: a config of a few MiB in several forms.
-const SPEC_BYTES: u64 = 64 << 20;
 
 /// Runs the attempt described in a file and returns the exit code of the process.
 ///
-/// The process must belong to this call: it changes how signals are handled, reads standard input, and writes events
-/// on standard output.
+/// Call it only in a process of its own: it changes how signals are handled, reads standard input, and writes events
+/// to standard output.
 #[must_use]
 pub fn run_attempt(spec_path: &Path) -> ExitCode {
-    let (privacy, unconfined) = confine();
+    let (umask, warnings) = drop_privileges();
     telemetry::init(telemetry::Options {
         kind: telemetry::Kind::Attempt,
         json: false,
     });
-    let mut events = Lines::default();
+    let mut events = EventWriter::default();
     let stop = StopSignal::new();
-    // Before the first thread: one that does not block the signals would end the process with them.
+    // Before the first thread starts: a thread that does not block the signals would let them end the process.
     let signals = block_signals();
-    for message in unconfined {
+    for message in warnings {
         events.emit(log("warn", message));
     }
-    die_with_daemon();
-    // Before the first thread, too, and before anything that the specification names is opened.
+    set_parent_death_signal();
+    // Also before the first thread, and before anything that the specification names is opened.
     let spec = read_spec(spec_path).map(|spec| {
-        let confinement = sandbox::enter(Rules::of(&spec, &std::env::temp_dir()).as_ref());
+        let confinement = sandbox::apply(SandboxRules::for_attempt(&spec, &std::env::temp_dir()).as_ref());
         (spec, confinement)
     });
     match signals {
-        Ok(signals) => stop_on(signals, &stop),
-        Err(error) => events.emit(log("warn", format!("signals cannot be caught: {error}"))),
+        Ok(signals) => stop_on_signals(signals, &stop),
+        Err(error) => events.emit(log("warn", format!("stop signals cannot be handled: {error}"))),
     }
-    stop_without_daemon(&stop);
+    stop_when_stdin_closes(&stop);
     let (outcome, code) = match spec {
         Ok((spec, confinement)) if spec.require_sandbox && !confinement.holds() && spec.output_root.is_some() => {
-            (not_confined(&confinement), 1)
+            (not_confined_outcome(&confinement), 1)
         }
         Ok((spec, confinement)) => {
             if spec.output_root.is_some() {
                 events.emit(log(
-                    level_of(&confinement),
-                    format!("sandbox: {}", as_line(&confinement)),
+                    log_level(&confinement),
+                    format!("sandbox: {}", describe(&confinement)),
                 ));
             }
-            if let Some(message) = limit_files(&spec) {
+            if let Some(message) = limit_file_size(&spec) {
                 events.emit(log("warn", message));
             }
-            events.names = PathRedactor::of(&spec);
+            events.redactor = PathRedactor::for_attempt(&spec);
             if spec.output_root.is_none() {
-                privacy.end();
+                umask.restore();
             }
-            events.usage.watch(spec.device);
-            let ran = catch_unwind(AssertUnwindSafe(|| {
+            events.memory_usage.set_device(spec.device);
+            let result = catch_unwind(AssertUnwindSafe(|| {
                 on_pool(|| {
-                    // Here, because the threads and their stacks are there now and no part of the work.
-                    if let Some(message) = keep_to_budget(&spec) {
+                    // Only now, because the compute threads have started; their stacks are not part of the job's
+                    // memory.
+                    if let Some(message) = limit_memory(&spec) {
                         events.emit(log("warn", message));
                     }
                     processes::run(&spec, &mut events, &stop)
                 })
             }));
-            let outcome = ran.unwrap_or_else(|panic| internal(format!("a fault in aitk: {}", words(&*panic))));
+            let outcome =
+                result.unwrap_or_else(|panic| internal_failure(format!("a fault in aitk: {}", panic_message(&*panic))));
             let outcome = match outcome {
                 Outcome::Failed {
                     cause: FailureCause::BadInput,
                     message,
                 } => Outcome::Failed {
                     cause: FailureCause::BadInput,
-                    // In the words of the config, which is what is looked for in it.
-                    message: with_place(&spec.job, events.names.text(message)),
+                    // With the paths of the config, which are searched for in it.
+                    message: with_config_location(&spec.job, events.redactor.redact(message)),
                 },
                 other => other,
             };
@@ -100,38 +102,36 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
                 Outcome::Stopped { .. } => 3,
                 Outcome::Failed { .. } => 1,
             };
-            for event in std::mem::take(&mut events.usage).report(&spec) {
+            for event in std::mem::take(&mut events.memory_usage).report(&spec) {
                 events.emit(event);
             }
             (outcome, code)
         }
-        Err(error) => (internal(format!("cannot read {}: {error}", spec_path.display())), 2),
+        Err(error) => (
+            internal_failure(format!("cannot read {}: {error}", spec_path.display())),
+            2,
+        ),
     };
     events.emit(ChildEvent::Finished { outcome });
     ExitCode::from(code)
 }
 
-pub(crate) fn read_spec(path: &Path) -> io::Result<AttemptSpec> {
-    let mut text = Vec::new();
-    std::fs::File::open(path)?.take(SPEC_BYTES).read_to_end(&mut text)?;
-    Ok(serde_json::from_slice(&text)?)
-}
-
-/// Asks the kernel to kill this process when its daemon ends, where it can do that; see also [`stop_without_daemon`].
-fn die_with_daemon() {
+/// Asks the kernel to kill this process when its daemon ends, if the system supports that; see also
+/// [`stop_when_stdin_closes`].
+fn set_parent_death_signal() {
     #[cfg(target_os = "linux")]
     {
         if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
-            tracing::warn!(%error, "the kernel will not end this process with its daemon");
+            tracing::warn!(%error, "the kernel will not kill this process when its daemon ends");
         }
-        // When memory is short, this process goes, not the daemon.
+        // When memory is short, the kernel should kill this process and not the daemon.
         let _ = std::fs::write("/proc/self/oom_score_adj", "500");
     }
 }
 
-/// Stops, and then ends, this process when the end of standard input says that the daemon is gone. Also covers a daemon
-/// that ended before [`die_with_daemon`].
-fn stop_without_daemon(stop: &StopSignal) {
+/// Stops, and then ends, this process when standard input is closed because the daemon has ended. This also covers a
+/// daemon that ended before [`set_parent_death_signal`].
+fn stop_when_stdin_closes(stop: &StopSignal) {
     let stop = stop.clone();
     std::thread::spawn(move || {
         let mut buffer = [0_u8; 64];
@@ -149,21 +149,21 @@ fn stop_without_daemon(stop: &StopSignal) {
     });
 }
 
-/// Blocks the signals that ask for a stop in this thread, and so in all that it starts later.
+/// Blocks the stop signals in this thread, and in all threads that it starts later.
 fn block_signals() -> nix::Result<SigSet> {
     let mut signals = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         signals.add(signal);
     }
-    // Blocked as well: a file that grows beyond the limit is then an error of the write, and not the end of the process.
+    // Also blocked: then a file that grows beyond the limit causes a write error instead of the end of the process.
     let mut blocked = signals;
     blocked.add(Signal::SIGXFSZ);
     blocked.thread_block()?;
     Ok(signals)
 }
 
-/// Waits for blocked signals in a thread of its own.
-fn stop_on(signals: SigSet, stop: &StopSignal) {
+/// Starts a thread that waits for the blocked signals.
+fn stop_on_signals(signals: SigSet, stop: &StopSignal) {
     let stop = stop.clone();
     std::thread::spawn(move || {
         while signals.wait().is_ok() {
@@ -172,20 +172,20 @@ fn stop_on(signals: SigSet, stop: &StopSignal) {
     });
 }
 
-/// Limits the size of the files that this process writes. Says what could not be done.
-fn limit_files(spec: &AttemptSpec) -> Option<String> {
+/// Limits the size of the files that this process writes. Returns a warning if that failed.
+fn limit_file_size(spec: &AttemptSpec) -> Option<String> {
     let (_, most) = getrlimit(Resource::RLIMIT_FSIZE).unwrap_or((0, u64::MAX));
-    let bytes = spec.largest_file?.min(most);
+    let bytes = spec.file_size_limit?.min(most);
     let error = setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes).err()?;
     Some(format!("the size of files cannot be limited: {error}"))
 }
 
-fn level_of(confinement: &Confinement) -> &'static str {
+fn log_level(confinement: &Confinement) -> &'static str {
     if confinement.holds() { "info" } else { "warn" }
 }
 
-/// What this process knows of its confinement; its control group is the daemon's.
-fn as_line(confinement: &Confinement) -> String {
+/// The confinement of this process as one line. The limits are left out: the daemon sets them with a control group.
+fn describe(confinement: &Confinement) -> String {
     let known = confinement.parts().into_iter().filter(|(name, _)| *name != "limits");
     known
         .map(|(name, part)| format!("{name}: {part}"))
@@ -193,50 +193,43 @@ fn as_line(confinement: &Confinement) -> String {
         .join("; ")
 }
 
-fn not_confined(confinement: &Confinement) -> Outcome {
+fn not_confined_outcome(confinement: &Confinement) -> Outcome {
     Outcome::Failed {
         cause: FailureCause::Machine,
         message: format!(
-            "the attempt was ended before it read anything: this worker demands a sandbox (--require-sandbox), and has: {}",
-            as_line(confinement)
+            "the attempt was ended before it read anything: this worker requires a sandbox (--require-sandbox), but the sandbox is incomplete: {}",
+            describe(confinement)
         ),
     }
 }
 
-/// Writes each event as a line of JSON, and looks at the memory between phases.
+/// Writes each event as a line of JSON, and measures the memory of each phase.
 #[derive(Default)]
-struct Lines {
-    usage: Usage,
-    names: PathRedactor,
+struct EventWriter {
+    memory_usage: MemoryUsage,
+    redactor: PathRedactor,
 }
 
-impl EventSink for Lines {
+impl EventSink for EventWriter {
     fn emit(&mut self, event: ChildEvent) {
-        self.usage.see(&event);
-        let Ok(mut line) = serde_json::to_vec(&self.names.event(event)) else {
+        self.memory_usage.record_event(&event);
+        let Ok(mut line) = serde_json::to_vec(&self.redactor.redact_event(event)) else {
             return;
         };
         line.push(b'\n');
         let mut stdout = io::stdout().lock();
-        // A closed pipe: the daemon is gone, and the thread at standard input knows.
+        // The pipe is closed when the daemon has ended; the thread that reads standard input handles that.
         let _ = stdout.write_all(&line).and_then(|()| stdout.flush());
     }
 }
 
-fn words(panic: &(dyn std::any::Any + Send)) -> String {
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().cloned();
     let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
     format!(
         "{}; please report this",
         text.unwrap_or_else(|| "it panicked".to_owned())
     )
-}
-
-fn internal(message: String) -> Outcome {
-    Outcome::Failed {
-        cause: FailureCause::Internal,
-        message,
-    }
 }
 
 fn log(level: &str, message: String) -> ChildEvent {

@@ -1,46 +1,46 @@
-//! What every attempt of this worker shares.
+//! The state that all attempts of a worker share.
 
-use crate::folders::Folders;
-use crate::kept::KeptCheckpoints;
-use crate::runner::{Groups, Spawner};
-use crate::stage::cache::Cache;
+use crate::data_folder::DataFolder;
+use crate::runner::{ControlGroups, Spawner};
+use crate::stage::cache::InputCache;
 use crate::stage::derived::DerivedCaches;
-use crate::stage::hub::{Hub, Secrets};
+use crate::stage::hub::{Hub, UserTokens};
 use crate::storage::StorageAccess;
-use crate::trace::Spans;
+use crate::trace::SpanRecorder;
+use crate::uncommitted::UncommittedCheckpoints;
 use std::ffi::OsString;
 use std::time::Duration;
 use tokio::sync::watch;
 
 pub(crate) struct Context {
-    /// Checkpoints that are not with the coordinator yet.
-    pub(crate) kept: KeptCheckpoints,
-    /// Why the coordinator refuses this worker, while it does.
-    pub(crate) refused: watch::Sender<Option<String>>,
-    pub(crate) folders: Folders,
-    pub(crate) cache: Cache,
+    /// Checkpoints that the coordinator has not committed yet.
+    pub(crate) uncommitted: UncommittedCheckpoints,
+    /// Why the coordinator refuses this worker; `None` while it does not.
+    pub(crate) refusal: watch::Sender<Option<String>>,
+    pub(crate) data_folder: DataFolder,
+    pub(crate) cache: InputCache,
     pub(crate) derived: DerivedCaches,
     pub(crate) hub: Hub,
-    /// Tokens of the hub that users' jobs may name.
-    pub(crate) hub_secrets: Secrets,
+    /// Hugging Face tokens that jobs of their owners may name.
+    pub(crate) hub_tokens: UserTokens,
     pub(crate) spawner: Spawner,
     pub(crate) storage: StorageAccess,
     pub(crate) attempt_command: Vec<OsString>,
-    /// Attempts can be confined on this machine.
+    /// Whether file access of attempts can be confined on this machine.
     pub(crate) files_are_confined: bool,
-    /// Attempts that cannot be confined fail.
+    /// Whether an attempt that cannot be confined fails.
     pub(crate) require_sandbox: bool,
-    /// The largest file that an attempt may write.
+    /// The largest file that an attempt may write, in bytes.
     pub(crate) largest_file: u64,
-    /// Makes control groups for attempts, where this machine lets it.
-    pub(crate) groups: Option<Groups>,
+    /// Creates control groups for attempts. `None`: this machine does not allow it.
+    pub(crate) control_groups: Option<ControlGroups>,
     /// How long a child may take to save and stop.
     pub(crate) grace: Duration,
-    /// How long a child may show no progress, where its job does not say.
+    /// How long a child may show no progress, if its job does not set a limit.
     pub(crate) progress_timeout: Duration,
-    /// How long storage may be unavailable before an attempt fails that fetches from it.
+    /// How long storage may be unavailable before an attempt that fetches from it fails.
     pub(crate) storage_patience: Duration,
-    /// How long the end of a job waits for its results to be stored.
+    /// How long a finished job waits for its results to be stored.
     pub(crate) end_patience: Duration,
-    pub(crate) spans: Spans,
+    pub(crate) spans: SpanRecorder,
 }

@@ -1,10 +1,10 @@
-//! Who this worker is to its coordinator: the certificate that `aitk-worker join` got, and its renewal.
+//! This worker's identity for its coordinator: the certificate from `aitk-worker join`, and its renewal.
 //!
-//! Everything lies in one file, `identity.json` in the data folder (mode 0600), which is replaced as a whole: certificate and
-//! key always belong together. Its times are by this machine's clock, counted from the answer; so a clock that is an hour
-//! off does no harm.
+//! The identity is one file, `identity.json` in the data folder (mode 0600), which is replaced as a whole, so that
+//! certificate and key always belong together. Its times are by this machine's clock, counted from the coordinator's
+//! answer; so a clock that is an hour off does no harm.
 
-use crate::join::{JoinError, asking, deadline};
+use crate::join_calls::{JoinError, retry_unavailable, with_timeout};
 use aitk_common::control::UnixMillis;
 use aitk_common::fsutil;
 use aitk_common::hash::ContentHash;
@@ -19,28 +19,29 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
-const FILE: &str = "identity.json";
-/// How often the clock is looked at: a machine that slept must not miss its renewal by days.
-const LOOK: Duration = Duration::from_secs(600);
+const IDENTITY_FILE: &str = "identity.json";
+/// How often the clock is checked: a machine that slept must not miss its renewal by days.
+const CHECK_INTERVAL: Duration = Duration::from_secs(600);
 
-/// What a worker that joined has.
+/// The identity of a worker that joined.
 #[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]
 pub struct Membership {
     /// The coordinator's address.
     pub server: String,
-    /// What the worker is called there.
+    /// The worker's name.
     pub name: UserName,
-    /// What it registers as.
+    /// The id that it registers with.
     pub worker: WorkerId,
-    /// SHA-256 of the certificate of the authority that the coordinator must come from.
+    /// SHA-256 of the certificate of the coordinator's certificate authority.
     ca: ContentHash,
-    /// Authorities to trust instead (PEM), where the coordinator's own certificate is from elsewhere.
+    /// Certificate authorities to trust instead (PEM), if the coordinator's certificate is from elsewhere.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ca_pem: Option<String>,
     certificate: String,
     key: String,
     renew_at: UnixMillis,
-    ends: UnixMillis,
+    #[serde(rename = "ends")]
+    expires_at: UnixMillis,
 }
 
 impl fmt::Debug for Membership {
@@ -49,12 +50,13 @@ impl fmt::Debug for Membership {
     }
 }
 
-pub(crate) fn wall() -> UnixMillis {
+/// The current time by the wall clock.
+pub(crate) fn wall_clock() -> UnixMillis {
     UnixMillis(0).after(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default())
 }
 
 impl Membership {
-    /// What a coordinator's answer makes of a request.
+    /// Builds a membership from a join request and its answer.
     pub(crate) fn new(
         server: String,
         reply: v1::JoinReply,
@@ -62,42 +64,42 @@ impl Membership {
         ca_pem: Option<String>,
         request: WorkerRequest,
     ) -> Result<Self, JoinError> {
-        let odd = |_| JoinError::Odd("a name or an id that is none");
-        let issued = reply.certificate.ok_or(JoinError::Odd("no certificate"))?;
-        let made = Self {
+        let invalid = |_| JoinError::InvalidReply("an invalid name or id");
+        let issued = reply.certificate.ok_or(JoinError::InvalidReply("no certificate"))?;
+        let membership = Self {
             server,
-            name: UserName::parse(&reply.name).map_err(odd)?,
-            worker: WorkerId::parse(&reply.worker_id).map_err(odd)?,
+            name: UserName::parse(&reply.name).map_err(invalid)?,
+            worker: WorkerId::parse(&reply.worker_id).map_err(invalid)?,
             ca,
             ca_pem,
             certificate: String::new(),
             key: String::new(),
             renew_at: UnixMillis(0),
-            ends: UnixMillis(0),
+            expires_at: UnixMillis(0),
         };
-        made.with(issued, request)
+        membership.with_certificate(issued, request)
     }
 
-    /// The same with another certificate.
-    fn with(mut self, issued: v1::WorkerCertificate, request: WorkerRequest) -> Result<Self, JoinError> {
+    /// Replaces the certificate and its key.
+    fn with_certificate(mut self, issued: v1::WorkerCertificate, request: WorkerRequest) -> Result<Self, JoinError> {
         let read = WorkerCertificate::read_pem(&issued.certificate)?;
         if read.name != self.name {
-            return Err(JoinError::Odd("a certificate of another name"));
+            return Err(JoinError::InvalidReply("a certificate of another name"));
         }
-        let now = wall();
+        let now = wall_clock();
         self.renew_at = now.after(Duration::from_millis(issued.renew_in_ms));
-        self.ends = now.after(Duration::from_millis(issued.ends_in_ms));
+        self.expires_at = now.after(Duration::from_millis(issued.ends_in_ms));
         self.certificate = issued.certificate;
         self.key = request.key_pem;
         Ok(self)
     }
 
-    /// Reads what `join` left in a data folder, if it did.
+    /// Reads the identity in a data folder, if there is one.
     ///
     /// # Errors
-    /// When the file is there and cannot be used, or can be read by others.
+    /// If the file exists and cannot be used, or other users can read it.
     pub fn read(data_dir: &Path) -> Result<Option<Self>, CaError> {
-        let path = data_dir.join(FILE);
+        let path = data_dir.join(IDENTITY_FILE);
         if !path.exists() {
             return Ok(None);
         }
@@ -109,26 +111,27 @@ impl Membership {
     }
 
     pub(crate) fn write(&self, data_dir: &Path) -> Result<(), JoinError> {
-        let text = serde_json::to_vec_pretty(self).map_err(|_| JoinError::Odd("what cannot be written down"))?;
-        Ok(fsutil::write_private(&data_dir.join(FILE), &text)?)
+        let text = serde_json::to_vec_pretty(self)
+            .map_err(|_| JoinError::InvalidReply("an identity that cannot be serialised"))?;
+        Ok(fsutil::write_private(&data_dir.join(IDENTITY_FILE), &text)?)
     }
 
-    /// When the certificate ends, if that has come.
+    /// When the certificate expired; `None` while it is valid.
     #[must_use]
-    pub fn ended(&self) -> Option<UnixMillis> {
-        (wall() >= self.ends).then_some(self.ends)
+    pub fn expired_at(&self) -> Option<UnixMillis> {
+        (wall_clock() >= self.expires_at).then_some(self.expires_at)
     }
 
-    /// When it ends.
+    /// When the certificate expires.
     #[must_use]
-    pub fn ends(&self) -> UnixMillis {
-        self.ends
+    pub fn expires_at(&self) -> UnixMillis {
+        self.expires_at
     }
 
-    /// What to do when it has ended.
-    pub(crate) fn join_again(&self) -> String {
+    /// A message that says what to do about an expired certificate.
+    pub(crate) fn rejoin_message(&self) -> String {
         format!(
-            "the certificate of this worker ({}) ended, and a renewal did not come through in time; join again: \
+            "the certificate of this worker ({}) expired before it could be renewed; join again: \
              `aitk-coordinator worker join-token` there, `aitk-worker join {} TOKEN` here",
             self.name, self.server
         )
@@ -136,14 +139,14 @@ impl Membership {
 
     pub(crate) fn credentials(&self) -> Credentials {
         let trust = self.ca_pem.clone().map_or(Trust::Authority(self.ca), Trust::Pem);
-        Credentials::certified(self.certificate.clone(), self.key.clone(), trust)
+        Credentials::with_certificate(self.certificate.clone(), self.key.clone(), trust)
     }
 
-    /// Asks for the next certificate, with a new key, over a connection with this one.
+    /// Requests the next certificate, for a new key, over a connection that uses this one.
     async fn renew(&self, server: &str, ca_file: Option<&Path>) -> Result<Self, JoinError> {
         let request = WorkerRequest::new(Some(&self.name))?;
-        let clients = deadline(client::connect_with(server, self.credentials(), ca_file)).await??;
-        let reply = asking(|| {
+        let clients = with_timeout(client::connect_with(server, self.credentials(), ca_file)).await??;
+        let reply = retry_unavailable(|| {
             let mut workers = clients.workers.clone();
             let wire = v1::RenewRequest {
                 request: Some(request.request.clone().into()),
@@ -151,36 +154,36 @@ impl Membership {
             async move { workers.renew(wire).await }
         })
         .await?;
-        let issued = reply.certificate.ok_or(JoinError::Odd("no certificate"))?;
-        self.clone().with(issued, request)
+        let issued = reply.certificate.ok_or(JoinError::InvalidReply("no certificate"))?;
+        self.clone().with_certificate(issued, request)
     }
 }
 
-/// Keeps a membership fresh.
+/// Renews the certificate of a membership.
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct CertificateRenewer {
     data_dir: PathBuf,
     server: String,
     ca_file: Option<PathBuf>,
-    now: watch::Sender<Membership>,
+    current: watch::Sender<Membership>,
 }
 
-impl Keeper {
+impl CertificateRenewer {
     pub(crate) fn new(data_dir: PathBuf, server: String, ca_file: Option<PathBuf>, membership: Membership) -> Self {
         Self {
             data_dir,
             server,
             ca_file,
-            now: watch::Sender::new(membership),
+            current: watch::Sender::new(membership),
         }
     }
 
-    /// Takes over what `aitk-worker join` wrote meanwhile, if it did.
+    /// Loads the identity that `aitk-worker join` wrote meanwhile, if it is newer.
     pub(crate) fn reload(&self) {
         match Membership::read(&self.data_dir) {
             Ok(Some(read)) => {
-                self.now.send_if_modified(|now| {
-                    let newer = read.ends > now.ends && read != *now;
+                self.current.send_if_modified(|now| {
+                    let newer = read.expires_at > now.expires_at && read != *now;
                     if newer {
                         *now = read;
                     }
@@ -188,35 +191,35 @@ impl Keeper {
                 });
             }
             Ok(None) => {}
-            Err(error) => tracing::warn!(%error, "the worker's certificate cannot be read again"),
+            Err(error) => tracing::warn!(%error, "the worker's certificate cannot be read"),
         }
     }
 
-    /// The newest, and word of newer ones.
-    pub(crate) fn newest(&self) -> watch::Receiver<Membership> {
-        self.now.subscribe()
+    /// Returns a receiver of the current membership and of newer ones.
+    pub(crate) fn subscribe(&self) -> watch::Receiver<Membership> {
+        self.current.subscribe()
     }
 
-    /// Renews after half of the certificate's life, and again whenever that fails.
+    /// Renews the certificate after half of its life, and retries failures.
     pub(crate) async fn run(self: Arc<Self>) {
         loop {
-            let current = self.now.borrow().clone();
-            let left = current.renew_at.since(wall());
+            let current = self.current.borrow().clone();
+            let left = current.renew_at.since(wall_clock());
             if !left.is_zero() {
-                tokio::time::sleep(left.min(LOOK)).await;
+                tokio::time::sleep(left.min(CHECK_INTERVAL)).await;
                 continue;
             }
             let renewed = current.renew(&self.server, self.ca_file.as_deref()).await;
             match renewed.and_then(|renewed| renewed.write(&self.data_dir).map(|()| renewed)) {
                 Ok(renewed) => {
                     tracing::info!(name = %renewed.name, "the worker's certificate was renewed");
-                    self.now.send_replace(renewed);
+                    self.current.send_replace(renewed);
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the worker's certificate could not be renewed; trying again");
-                    // More often the closer the end is.
-                    let wait = current.ends.since(wall()) / 20;
-                    tokio::time::sleep(wait.clamp(Duration::from_secs(1), LOOK)).await;
+                    // Retry more often the closer the expiry is.
+                    let wait = current.expires_at.since(wall_clock()) / 20;
+                    tokio::time::sleep(wait.clamp(Duration::from_secs(1), CHECK_INTERVAL)).await;
                 }
             }
         }

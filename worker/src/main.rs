@@ -5,7 +5,7 @@ use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, Choice};
-use aitk_worker::runner::limit_attempts;
+use aitk_worker::runner::detect_control_groups;
 use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
@@ -17,31 +17,31 @@ use std::process::ExitCode;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Weights and activations come and go by the thousand: the system's allocator gives each large one back to the kernel
-/// and takes it again page by page.
+/// Training allocates and frees large buffers by the thousand: the system's allocator returns each one to the kernel
+/// and gets it back page by page.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// How long a collector may take for the spans of the last seconds.
-const LAST_SPANS: Duration = Duration::from_secs(2);
+/// How long sending the last spans may take at shutdown.
+const SPAN_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 const AFTER_HELP: &str = "\
 Exit codes:
-  0  left in order, after SIGTERM or Ctrl-C
+  0  shut down after SIGTERM or Ctrl-C
   1  failed; the last line says why
   2  wrong usage
   4  the coordinator refused the token or certificate
-  6  the coordinator refused this worker, for example because of another protocol version
+  6  the coordinator refused this worker, for example because it has another protocol version
 
 Examples:
   aitk-worker join https://gpu-lab:7420 TOKEN
   aitk-worker
-      Once with the token of `aitk-coordinator worker join-token`; then this machine works there whenever it runs.
+      Join once, with the token of `aitk-coordinator worker join-token`; then start the worker without options.
   aitk-worker --server https://gpu-lab:7420 --token-file ~/.config/aitk/token --ca-file lab-ca.pem
   aitk-worker --server http://127.0.0.1:7420 --devices cuda:0,cuda:1 --label room=basement
   aitk-worker probe --json";
 
-/// Offers this machine to an aitk coordinator: runs its jobs, keeps their results safe.
+/// Offers this machine to an aitk coordinator: runs its jobs and uploads their results.
 #[derive(Debug, Parser)]
 #[command(name = "aitk-worker", version, after_help = AFTER_HELP)]
 #[command(args_conflicts_with_subcommands = true)]
@@ -54,22 +54,22 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Join a coordinator: a join token, good once, turns into a certificate that renews itself.
+    /// Join a coordinator: exchange a single-use join token for a certificate that renews itself.
     #[command(after_help = JOIN_HELP)]
     Join(Join),
-    /// Show what this machine can offer, and leave.
+    /// Show the devices of this machine.
     Probe {
-        /// As JSON.
+        /// Print JSON.
         #[arg(long)]
         json: bool,
     },
-    /// Run one attempt; the daemon calls this.
+    /// Run one attempt; the daemon starts this.
     #[command(hide = true)]
     Attempt {
         /// The attempt's specification.
         #[arg(long, required_unless_present = "try_sandbox")]
         spec: Option<PathBuf>,
-        /// Confine this process to a folder, try what is forbidden, and print what is in force.
+        /// Confine this process to a folder, try forbidden operations, and print what the sandbox enforces.
         #[arg(long, value_name = "FOLDER", conflicts_with = "spec")]
         try_sandbox: Option<PathBuf>,
     },
@@ -90,21 +90,21 @@ struct Join {
     /// A file with the join token; - for standard input.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// What to be called. Default: what the token says, or the name of the machine.
+    /// The worker's name. Default: the name in the token, or the name of the machine.
     #[arg(long)]
     name: Option<String>,
-    /// A PEM file with the authority of a coordinator that has a certificate from elsewhere (--tls-cert).
+    /// A PEM file with the certificate authority of a coordinator that has a certificate from elsewhere (--tls-cert).
     #[arg(long)]
     ca_file: Option<PathBuf>,
-    /// The worker's own folder, where the certificate goes. Default: ~/.local/share/aitk/worker.
+    /// The worker's data folder, where the certificate is stored. Default: ~/.local/share/aitk/worker.
     #[arg(long, env = "AITK_WORKER_DATA_DIR")]
     data_dir: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 struct Daemon {
-    /// The coordinator: https://HOST[:PORT], or http://127.0.0.1[:PORT] on this machine. Of several coordinators all, with commas
-    /// between. Default: the one that was joined, or http://127.0.0.1:7420.
+    /// The coordinator: https://HOST[:PORT], or http://127.0.0.1[:PORT] on this machine. For several coordinators,
+    /// all addresses, separated by commas. Default: the one that was joined, or http://127.0.0.1:7420.
     #[arg(long, env = "AITK_SERVER")]
     server: Option<String>,
     /// A file with the coordinator's token, readable by its owner only. AITK_TOKEN holds a token itself. A worker that joined
@@ -114,43 +114,44 @@ struct Daemon {
     /// A PEM file with the certificate authority to trust.
     #[arg(long, env = "AITK_CA_FILE")]
     ca_file: Option<PathBuf>,
-    /// What people call this worker. Default: the name of the machine.
+    /// The worker's display name. Default: the name of the machine.
     #[arg(long, env = "AITK_WORKER_NAME")]
     name: Option<String>,
-    /// The worker's own folder: cache and running attempts. Default: ~/.local/share/aitk/worker.
+    /// The worker's data folder: cache and running attempts. Default: ~/.local/share/aitk/worker.
     #[arg(long, env = "AITK_WORKER_DATA_DIR")]
     data_dir: Option<PathBuf>,
-    /// What to offer: auto (GPUs, or the CPU without one), cpu, cuda:0,cuda:1, metal:0, …
+    /// The devices to offer: auto (GPUs, or the CPU without one), cpu, cuda:0,cuda:1, metal:0, …
     #[arg(long, env = "AITK_DEVICES", default_value = "auto")]
     devices: String,
     /// A label that jobs may ask for. May be repeated.
     #[arg(long = "label", value_name = "KEY=VALUE")]
     labels: Vec<String>,
-    /// How much the cache of inputs may take, in GiB.
+    /// The size limit of the cache of inputs, in GiB.
     #[arg(long, env = "AITK_CACHE_GIB", default_value_t = 100)]
     cache_gib: u64,
-    /// How long a job may show no progress before its process is ended and tried again, such as 30m; longer where its own steps
-    /// take long. A job's `cluster.progress_timeout` wins.
-    #[arg(long, env = "AITK_PROGRESS_TIMEOUT", default_value = "10m", value_parser = time_span)]
+    /// How long a job may show no progress before its process is stopped and the job retried, such as 30m; phases
+    /// with slow steps get a longer limit. A job's `cluster.progress_timeout` overrides it.
+    #[arg(long, env = "AITK_PROGRESS_TIMEOUT", default_value = "10m", value_parser = parse_duration)]
     progress_timeout: Duration,
-    /// How much may be kept of what jobs compute from their inputs (cached latents, compiled kernels), in GiB.
+    /// The size limit of files that jobs compute from their inputs and keep (cached latents, compiled kernels), in
+    /// GiB.
     #[arg(long, env = "AITK_DERIVED_CACHE_GIB", default_value_t = 20)]
     derived_cache_gib: u64,
-    /// Hash a cached input again when it is used and that was so many days ago; 0: each time.
+    /// Hash a cached input again when it is used and its last hash is older than this many days; 0: each time.
     #[arg(long, env = "AITK_VERIFY_CACHE_DAYS", default_value_t = 7)]
     verify_cache_days: u64,
-    /// Refuse to start where the files and the network of attempts cannot be confined (docs/security.md).
+    /// Refuse to start if the files and the network of attempts cannot be confined (docs/security.md).
     #[arg(long, env = "AITK_REQUIRE_SANDBOX", value_parser = clap::builder::BoolishValueParser::new(), num_args = 0..=1,
           default_missing_value = "true", default_value = "false", require_equals = true, value_name = "BOOL")]
     require_sandbox: bool,
     /// The largest file that an attempt may write, in GiB.
     #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
     largest_file_gib: u64,
-    /// How much longer leaving may take, at most, for checkpoints that are still being sent, such as 15m.
-    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = time_span)]
+    /// The most extra time at shutdown for checkpoints that are still being uploaded, such as 15m.
+    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
     upload_patience: Duration,
-    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of others may use this worker's HF_TOKEN. May be repeated;
-    /// with commas in the variable. Default: none, so that jobs get public models only.
+    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of other users may use this worker's HF_TOKEN.
+    /// May be repeated; separated by commas in the variable. Default: none, so that jobs get only public models.
     #[arg(
         long = "hub-allow",
         env = "AITK_HUB_ALLOW",
@@ -158,8 +159,8 @@ struct Daemon {
         value_delimiter = ','
     )]
     hub_allow: Vec<String>,
-    /// A folder with tokens of Hugging Face of the pool's users, in files USER/NAME with mode 0600: that user's jobs may name them
-    /// (`cluster.hub_token: NAME`) for private and gated models. Default: none.
+    /// A folder with Hugging Face tokens of the pool's users, in files USER/NAME with mode 0600: jobs of that user
+    /// may name them (`cluster.hub_token: NAME`) for private and gated models. Default: none.
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "FOLDER")]
     hub_secrets: Option<PathBuf>,
     /// error, warn, info, debug or trace. Default: info.
@@ -173,7 +174,7 @@ struct Daemon {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
-        // Before any thread or runtime: the attempt decides about both.
+        // Before any thread or runtime starts: the attempt sets up both itself.
         Some(Command::Attempt { spec, try_sandbox }) => {
             return match (try_sandbox, spec) {
                 (Some(folder), _) => sandbox::try_in_this_process(&folder),
@@ -181,9 +182,9 @@ fn main() -> ExitCode {
                 (None, None) => ExitCode::from(2),
             };
         }
-        Some(Command::Probe { json }) => show_probe(json).map(|()| ExitCode::SUCCESS),
-        Some(Command::Join(join)) => join_now(join),
-        None => daemon(cli.daemon),
+        Some(Command::Probe { json }) => print_probe(json).map(|()| ExitCode::SUCCESS),
+        Some(Command::Join(join)) => run_join(join),
+        None => run_daemon(cli.daemon),
     };
     result.unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {error:#}");
@@ -191,19 +192,19 @@ fn main() -> ExitCode {
     })
 }
 
-fn join_now(options: Join) -> anyhow::Result<ExitCode> {
+fn run_join(options: Join) -> anyhow::Result<ExitCode> {
     let mut token = options.token.unwrap_or_default();
     if let Some(path) = &options.token_file {
         let from_stdin = path.as_os_str() == "-";
         let read = if from_stdin {
-            read_some(std::io::stdin())
+            read_token(std::io::stdin())
         } else {
-            File::open(path).and_then(read_some)
+            File::open(path).and_then(read_token)
         };
         token = read.with_context(|| format!("cannot read the join token from {}", path.display()))?;
     }
-    let said = options.data_dir.clone();
-    let data_dir = folder(options.data_dir)?;
+    let data_dir_option = options.data_dir.clone();
+    let data_dir = data_dir_or_default(options.data_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let joined = runtime.block_on(aitk_worker::join(JoinOptions {
         server: options.server,
@@ -222,7 +223,7 @@ fn join_now(options: Join) -> anyhow::Result<ExitCode> {
     };
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", joined.name)?;
-    let option = said
+    let option = data_dir_option
         .map(|path| format!(" --data-dir {}", path.display()))
         .unwrap_or_default();
     writeln!(
@@ -234,24 +235,24 @@ fn join_now(options: Join) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A token is short; what is longer is none.
-fn read_some(from: impl Read) -> std::io::Result<String> {
+/// Reads a token: at most 4096 bytes, because tokens are short.
+fn read_token(from: impl Read) -> std::io::Result<String> {
     let mut text = String::new();
     from.take(4096).read_to_string(&mut text)?;
     Ok(text)
 }
 
-fn folder(given: Option<PathBuf>) -> anyhow::Result<PathBuf> {
-    let folder = given.or_else(default_data_dir);
-    folder.context("there is no home folder; say where to work with --data-dir")
+fn data_dir_or_default(option: Option<PathBuf>) -> anyhow::Result<PathBuf> {
+    let folder = option.or_else(default_data_dir);
+    folder.context("there is no home folder; give a folder with --data-dir")
 }
 
-fn show_probe(json: bool) -> anyhow::Result<()> {
-    let probe::Found {
+fn print_probe(json: bool) -> anyhow::Result<()> {
+    let probe::ProbeResult {
         devices,
         left_out,
         not_built_for,
-    } = probe::look();
+    } = probe::probe_devices();
     let mut out = std::io::stdout().lock();
     if json {
         serde_json::to_writer_pretty(
@@ -279,7 +280,7 @@ fn show_probe(json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn daemon(options: Daemon) -> anyhow::Result<ExitCode> {
+fn run_daemon(options: Daemon) -> anyhow::Result<ExitCode> {
     let log = telemetry::Options {
         kind: telemetry::Kind::Daemon,
         json: options.json_log,
@@ -289,7 +290,7 @@ fn daemon(options: Daemon) -> anyhow::Result<ExitCode> {
     let traces = config.traces.clone();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let served = runtime.block_on(serve(config));
-    traces.finish(LAST_SPANS);
+    traces.finish(SPAN_FLUSH_TIMEOUT);
     served
 }
 
@@ -299,8 +300,8 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         None => Token::from_env(&|name| std::env::var(name).ok())?,
     };
     let choice: Choice = options.devices.parse()?;
-    let data_dir = folder(options.data_dir)?;
-    // A token that is given is meant.
+    let data_dir = data_dir_or_default(options.data_dir)?;
+    // An explicit token takes precedence over a saved identity.
     let joined = if token.is_none() {
         Membership::read(&data_dir)?
     } else {
@@ -329,16 +330,16 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     if let Some(name) = options.name {
         config.name = name;
     }
-    config.labels = labels(&options.labels)?;
+    config.labels = parse_labels(&options.labels)?;
     config.progress_timeout = options.progress_timeout;
     config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
     config.require_sandbox = options.require_sandbox;
     config.largest_file = options.largest_file_gib.saturating_mul(1 << 30);
     let mut confinement = sandbox::measure(&config.attempt_command);
-    (confinement.limits, config.groups) = limit_attempts();
+    (confinement.limits, config.control_groups) = detect_control_groups();
     match confinement.holds() {
         true => tracing::info!(%confinement, "attempts are confined"),
-        false => tracing::warn!(%confinement, "attempts are not confined: docs/security.md says what is needed"),
+        false => tracing::warn!(%confinement, "attempts are not confined; docs/security.md says what is needed"),
     }
     config.confinement = Some(confinement);
     config.verify_cache_after = Duration::from_secs(options.verify_cache_days.saturating_mul(24 * 60 * 60));
@@ -357,12 +358,12 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     Ok(config)
 }
 
-fn time_span(text: &str) -> Result<Duration, String> {
+fn parse_duration(text: &str) -> Result<Duration, String> {
     let span = TimeSpan::parse(text).map(|span| span.0);
     span.ok_or_else(|| "expected a length of time such as 90s, 10m or 1h30m".to_owned())
 }
 
-fn labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+fn parse_labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
     let label = |text: &String| {
         let (key, value) = text.split_once('=').filter(|(key, _)| !key.is_empty())?;
         Some((key.to_owned(), value.to_owned()))
@@ -394,7 +395,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
     match ended {
         Ok(()) => {
             tracing::info!(
-                "leaving within {} s: attempts save and report; once more ends them at once",
+                "shutting down within {} s: attempts save and report; a second signal ends them at once",
                 patience.as_secs()
             );
             tokio::select! {
@@ -421,9 +422,9 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_definition_is_valid() {
         Cli::command().debug_assert();
-        assert!(labels(&["a=b".to_owned(), "c=".to_owned()]).is_ok());
-        assert!(labels(&["=b".to_owned()]).is_err() && labels(&["a".to_owned()]).is_err());
+        assert!(parse_labels(&["a=b".to_owned(), "c=".to_owned()]).is_ok());
+        assert!(parse_labels(&["=b".to_owned()]).is_err() && parse_labels(&["a".to_owned()]).is_err());
     }
 }

@@ -1,10 +1,10 @@
-//! What attempts have to say to the coordinator, kept until it has arrived.
+//! Messages of attempts to the coordinator, kept until it has acknowledged them.
 //!
-//! Pure bookkeeping without tasks or clocks. Events are numbered and forgotten when a beat's answer says that they
-//! arrived; requests are forgotten when they are answered. After a broken connection everything that is left is sent
-//! again, in order; the coordinator drops what it has seen. While it is away the memory this takes is bounded:
-//! progress is kept only once, metrics are thinned, old log lines are replaced by their number. Requests are never
-//! dropped; their number is bounded by their senders, each of which waits for its answer.
+//! A data structure without tasks or clocks. Events are numbered, and removed when a heartbeat reply acknowledges
+//! them; requests are removed when they are answered. After a broken connection all remaining messages are sent
+//! again, in order; the coordinator drops duplicates. While it is away the memory is bounded: only the newest
+//! progress is kept, metrics are thinned out, old log lines are replaced by their count. Requests are never dropped;
+//! their number is bounded, because each sender waits for its answer.
 
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, HeldAttempt, Report, ToCoordinator, UnixMillis};
@@ -12,19 +12,19 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Log lines kept per attempt: a screenful of history, many times over.
+/// The most log lines kept per attempt: many screens.
 const MAX_LOGS: usize = 1000;
-/// Metrics kept per attempt before every second one goes.
+/// The most metrics kept per attempt; then every second one is removed.
 const MAX_METRICS: usize = 4000;
-/// Phases kept per attempt.
+/// The most phases kept per attempt.
 const MAX_PHASES: usize = 200;
 
-/// What is answered: it happened for good only then.
+/// A message that the coordinator answers. It has taken effect only after the answer.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Request {
-    /// A file is in storage, or in place.
+    /// A file is in storage, or in its place for a local job.
     ArtifactReady(Artifact),
-    /// A file is gone.
+    /// A file was removed.
     ArtifactRemoved(String),
     /// A checkpoint is in storage.
     Commit {
@@ -38,12 +38,12 @@ pub(crate) enum Request {
 }
 
 #[derive(Clone, Debug)]
-enum Body {
+enum Message {
     Event {
         seq: u64,
         time: UnixMillis,
         report: Report,
-        left_out: u64,
+        dropped: u64,
     },
     Request {
         id: u64,
@@ -52,25 +52,25 @@ enum Body {
 }
 
 #[derive(Debug)]
-struct Queue {
+struct AttemptQueue {
     epoch: Epoch,
     last_seq: u64,
-    entries: VecDeque<Body>,
+    entries: VecDeque<Message>,
     /// How many entries at the front were sent on this connection.
     sent: usize,
 }
 
-/// All that waits to be sent or acknowledged.
+/// All messages that are not sent or not acknowledged.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     last_request: u64,
-    queues: BTreeMap<AttemptId, Queue>,
+    queues: BTreeMap<AttemptId, AttemptQueue>,
 }
 
 impl Outbox {
-    /// Begins to keep what an attempt says.
+    /// Creates the queue of an attempt.
     pub(crate) fn open(&mut self, held: &HeldAttempt) {
-        self.queues.entry(held.attempt.clone()).or_insert_with(|| Queue {
+        self.queues.entry(held.attempt.clone()).or_insert_with(|| AttemptQueue {
             epoch: held.epoch,
             last_seq: 0,
             entries: VecDeque::new(),
@@ -78,31 +78,31 @@ impl Outbox {
         });
     }
 
-    /// Forgets an attempt and all that it had to say.
+    /// Removes the queue of an attempt with all its messages.
     pub(crate) fn close(&mut self, attempt: &AttemptId) {
         self.queues.remove(attempt);
     }
 
-    /// Adds a report; makes room where there is too much of its kind.
+    /// Adds a report, and drops older ones if there are too many of its kind.
     pub(crate) fn report(&mut self, attempt: &AttemptId, time: UnixMillis, report: Report) {
         let Some(queue) = self.queues.get_mut(attempt) else {
             return;
         };
-        queue.make_room(&report);
+        queue.drop_excess(&report);
         queue.last_seq += 1;
-        queue.entries.push_back(Body::Event {
+        queue.entries.push_back(Message::Event {
             seq: queue.last_seq,
             time,
             report,
-            left_out: 0,
+            dropped: 0,
         });
     }
 
-    /// Adds a request. The answer carries the number that comes back; none for an attempt that is not known.
+    /// Adds a request and returns its number, which the answer will carry; `None` for an unknown attempt.
     pub(crate) fn request(&mut self, attempt: &AttemptId, request: Request) -> Option<u64> {
         let queue = self.queues.get_mut(attempt)?;
         self.last_request += 1;
-        queue.entries.push_back(Body::Request {
+        queue.entries.push_back(Message::Request {
             id: self.last_request,
             request,
         });
@@ -120,13 +120,13 @@ impl Outbox {
             epoch: queue.epoch,
         };
         let message = match queue.entries.get(queue.sent)?.clone() {
-            Body::Event { seq, time, report, .. } => ToCoordinator::Event {
+            Message::Event { seq, time, report, .. } => ToCoordinator::Event {
                 held,
                 seq,
                 time,
                 report,
             },
-            Body::Request {
+            Message::Request {
                 id: request,
                 request: body,
             } => match body {
@@ -149,54 +149,59 @@ impl Outbox {
         Some(message)
     }
 
-    /// Whether [`Self::next`] has something.
+    /// Returns whether [`Self::next`] has a message.
     pub(crate) fn has_unsent(&self) -> bool {
         self.queues.values().any(|queue| queue.sent < queue.entries.len())
     }
 
-    /// A new connection: everything that is left is sent again.
+    /// Marks all messages as unsent, for a new connection.
     pub(crate) fn resend(&mut self) {
         for queue in self.queues.values_mut() {
             queue.sent = 0;
         }
     }
 
-    /// Every event of `attempt` up to this number has arrived.
-    pub(crate) fn arrived(&mut self, attempt: &AttemptId, up_to: u64) {
+    /// Removes the events of `attempt` up to this number: the coordinator has them.
+    pub(crate) fn acknowledge(&mut self, attempt: &AttemptId, up_to: u64) {
         if let Some(queue) = self.queues.get_mut(attempt) {
-            queue.remove(|body| matches!(body, Body::Event { seq, .. } if *seq <= up_to));
+            queue.remove(|body| matches!(body, Message::Event { seq, .. } if *seq <= up_to));
         }
     }
 
-    /// A request was answered. Says whose it was, if it is known.
-    pub(crate) fn answered(&mut self, request: u64) -> Option<AttemptId> {
-        let of = |body: &Body| matches!(body, Body::Request { id, .. } if *id == request);
+    /// Removes an answered request. Returns its attempt, if the request is known.
+    pub(crate) fn remove_request(&mut self, request: u64) -> Option<AttemptId> {
+        let of = |body: &Message| matches!(body, Message::Request { id, .. } if *id == request);
         let (attempt, queue) = self.queues.iter_mut().find(|(_, queue)| queue.entries.iter().any(of))?;
         queue.remove(of);
         Some(attempt.clone())
     }
 }
 
-impl Queue {
-    fn remove(&mut self, gone: impl Fn(&Body) -> bool) {
-        let sent = self.entries.iter().take(self.sent).filter(|body| !gone(body)).count();
-        self.entries.retain(|body| !gone(body));
+impl AttemptQueue {
+    fn remove(&mut self, is_removed: impl Fn(&Message) -> bool) {
+        let sent = self
+            .entries
+            .iter()
+            .take(self.sent)
+            .filter(|body| !is_removed(body))
+            .count();
+        self.entries.retain(|body| !is_removed(body));
         self.sent = sent;
     }
 
     fn count(&self, of: impl Fn(&Report) -> bool) -> usize {
         self.entries
             .iter()
-            .filter(|body| matches!(body, Body::Event { report, .. } if of(report)))
+            .filter(|body| matches!(body, Message::Event { report, .. } if of(report)))
             .count()
     }
 
-    fn make_room(&mut self, coming: &Report) {
+    fn drop_excess(&mut self, coming: &Report) {
         match coming {
             Report::Progress(_) => self.remove(|body| {
                 matches!(
                     body,
-                    Body::Event {
+                    Message::Event {
                         report: Report::Progress(_),
                         ..
                     }
@@ -209,14 +214,14 @@ impl Queue {
             }
             Report::Metrics { .. } => {
                 if self.count(|report| matches!(report, Report::Metrics { .. })) >= MAX_METRICS {
-                    self.thin_metrics();
+                    self.drop_every_second_metric();
                 }
             }
-            // One for each model.
+            // At most one for each model.
             Report::Pinned { .. } => {}
             Report::Log { .. } => {
                 if self.count(|report| matches!(report, Report::Log { .. })) >= MAX_LOGS {
-                    self.drop_oldest_log();
+                    self.merge_oldest_logs();
                 }
             }
         }
@@ -226,7 +231,7 @@ impl Queue {
         let Some(at) = self
             .entries
             .iter()
-            .position(|body| matches!(body, Body::Event { report, .. } if of(report)))
+            .position(|body| matches!(body, Message::Event { report, .. } if of(report)))
         else {
             return false;
         };
@@ -237,12 +242,12 @@ impl Queue {
         true
     }
 
-    /// Takes out every second one: the curve keeps its shape.
-    fn thin_metrics(&mut self) {
+    /// Removes every second metrics report, so that the curve keeps its shape.
+    fn drop_every_second_metric(&mut self) {
         let odd = std::cell::Cell::new(false);
-        let mut gone = Vec::new();
+        let mut removed = Vec::new();
         for body in &self.entries {
-            if let Body::Event {
+            if let Message::Event {
                 seq,
                 report: Report::Metrics { .. },
                 ..
@@ -250,19 +255,19 @@ impl Queue {
             {
                 odd.set(!odd.get());
                 if odd.get() {
-                    gone.push(*seq);
+                    removed.push(*seq);
                 }
             }
         }
-        self.remove(|body| matches!(body, Body::Event { seq, .. } if gone.binary_search(seq).is_ok()));
+        self.remove(|body| matches!(body, Message::Event { seq, .. } if removed.binary_search(seq).is_ok()));
     }
 
-    /// The two oldest lines become one that says how many are missing.
-    fn drop_oldest_log(&mut self) {
-        let is_log = |body: &Body| {
+    /// Replaces the two oldest log lines by one that says how many are missing.
+    fn merge_oldest_logs(&mut self) {
+        let is_log = |body: &Message| {
             matches!(
                 body,
-                Body::Event {
+                Message::Event {
                     report: Report::Log { .. },
                     ..
                 }
@@ -272,19 +277,19 @@ impl Queue {
             return;
         };
         let earlier = match self.entries.get(at) {
-            Some(Body::Event { left_out, .. }) => *left_out,
+            Some(Message::Event { dropped, .. }) => *dropped,
             _ => 0,
         };
         self.entries.remove(at);
         if at < self.sent {
             self.sent -= 1;
         }
-        let Some(Body::Event { report, left_out, .. }) = self.entries.iter_mut().find(|body| is_log(body)) else {
+        let Some(Message::Event { report, dropped, .. }) = self.entries.iter_mut().find(|body| is_log(body)) else {
             return;
         };
-        // The line that makes room and, the first time, the line that it turns into.
-        *left_out = if earlier == 0 { 2 } else { earlier + 1 };
-        let message = format!("({left_out} log lines were left out here)");
+        // Counts the removed line and, the first time, the line that becomes the notice.
+        *dropped = if earlier == 0 { 2 } else { earlier + 1 };
+        let message = format!("({dropped} log lines were left out here)");
         *report = Report::Log {
             level: "warn".to_owned(),
             message,
@@ -320,12 +325,12 @@ mod tests {
         })
     }
 
-    fn drain(outbox: &mut Outbox) -> Vec<ToCoordinator> {
+    fn send_all(outbox: &mut Outbox) -> Vec<ToCoordinator> {
         std::iter::from_fn(|| outbox.next()).collect()
     }
 
     #[test]
-    fn floods_are_bounded_and_say_what_is_missing() {
+    fn floods_are_bounded_and_the_number_of_dropped_lines_is_logged() {
         let mut outbox = Outbox::default();
         outbox.open(&held());
         for at in 0..50_000_usize {
@@ -342,7 +347,7 @@ mod tests {
                 outbox.report(&held().attempt, UnixMillis(0), log(at / 10));
             }
         }
-        let sent = drain(&mut outbox);
+        let sent = send_all(&mut outbox);
         assert!(sent.len() <= MAX_LOGS + MAX_METRICS + 1, "{}", sent.len());
         let logs: Vec<String> = sent
             .iter()
@@ -364,15 +369,15 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_is_ignored() {
+    fn unknown_attempts_and_requests_are_ignored() {
         let mut outbox = Outbox::default();
         outbox.report(&held().attempt, UnixMillis(0), progress(1));
         assert_eq!(
             outbox.request(&held().attempt, Request::ArtifactRemoved("x".into())),
             None
         );
-        outbox.arrived(&held().attempt, 7);
-        assert_eq!(outbox.answered(7), None);
+        outbox.acknowledge(&held().attempt, 7);
+        assert_eq!(outbox.remove_request(7), None);
         assert!(!outbox.has_unsent());
     }
 
@@ -384,7 +389,7 @@ mod tests {
         Request,
         Send(usize),
         Deliver(usize),
-        Beat,
+        Heartbeat,
         Break,
     }
 
@@ -396,25 +401,25 @@ mod tests {
             2 => Just(Step::Request),
             4 => (1..6_usize).prop_map(Step::Send),
             4 => (1..6_usize).prop_map(Step::Deliver),
-            1 => Just(Step::Beat),
+            1 => Just(Step::Heartbeat),
             1 => Just(Step::Break),
         ]
     }
 
-    /// The far side, as the protocol describes it.
+    /// A model of the coordinator, as the protocol describes it.
     #[derive(Default)]
     struct Coordinator {
-        seen: u64,
+        last_seq: u64,
         logs: Vec<String>,
         progress: u64,
         removed: Vec<String>,
     }
 
     impl Coordinator {
-        fn take(&mut self, message: ToCoordinator, outbox: &mut Outbox) {
+        fn receive(&mut self, message: ToCoordinator, outbox: &mut Outbox) {
             match message {
-                ToCoordinator::Event { seq, report, .. } if seq > self.seen => {
-                    self.seen = seq;
+                ToCoordinator::Event { seq, report, .. } if seq > self.last_seq => {
+                    self.last_seq = seq;
                     match report {
                         Report::Log { message, .. } => self.logs.push(message),
                         Report::Progress(progress) => self.progress = progress.done,
@@ -425,7 +430,7 @@ mod tests {
                     if self.removed.last() != Some(&name) {
                         self.removed.push(name);
                     }
-                    outbox.answered(request);
+                    outbox.remove_request(request);
                 }
                 _ => {}
             }
@@ -434,8 +439,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_breaks_all_arrives_once_and_in_order(steps in prop::collection::vec(step(), 0..300)) {
-            let (mut outbox, mut far, mut wire) = (Outbox::default(), Coordinator::default(), VecDeque::new());
+        fn after_broken_connections_all_messages_arrive_once_and_in_order(steps in prop::collection::vec(step(), 0..300)) {
+            let (mut outbox, mut coordinator, mut wire) = (Outbox::default(), Coordinator::default(), VecDeque::new());
             let (mut logs, mut done, mut requests) = (Vec::new(), 0_u64, Vec::new());
             let id = held().attempt;
             outbox.open(&held());
@@ -451,21 +456,21 @@ mod tests {
                     }
                     Step::Send(count) => wire.extend((0..count).map_while(|_| outbox.next())),
                     Step::Deliver(count) => for _ in 0..count {
-                        if let Some(message) = wire.pop_front() { far.take(message, &mut outbox); }
+                        if let Some(message) = wire.pop_front() { coordinator.receive(message, &mut outbox); }
                     },
-                    Step::Beat => outbox.arrived(&id, far.seen),
+                    Step::Heartbeat => outbox.acknowledge(&id, coordinator.last_seq),
                     Step::Break => { wire.clear(); outbox.resend(); }
                 }
             }
             wire.clear();
             outbox.resend();
-            for message in drain(&mut outbox) { far.take(message, &mut outbox); }
-            outbox.arrived(&id, far.seen);
+            for message in send_all(&mut outbox) { coordinator.receive(message, &mut outbox); }
+            outbox.acknowledge(&id, coordinator.last_seq);
             outbox.resend();
             prop_assert!(!outbox.has_unsent());
-            prop_assert_eq!(far.logs, logs);
-            prop_assert_eq!(far.progress, done);
-            prop_assert_eq!(far.removed, requests);
+            prop_assert_eq!(coordinator.logs, logs);
+            prop_assert_eq!(coordinator.progress, done);
+            prop_assert_eq!(coordinator.removed, requests);
         }
     }
 }

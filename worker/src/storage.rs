@@ -1,7 +1,6 @@
-//! The way to object storage as it is now: direct where we have the keys for it, else through the coordinator.
-//! It comes and goes with the session; whoever wants to store something waits here until there is a way.
+//! Access to object storage: directly if this worker has credentials for it, otherwise through the coordinator. The
+//! connection changes with the session; calls wait here until there is one.
 
-use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use aitk_proto::client::Clients;
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -11,125 +10,125 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 
-/// The first wait between two tries; it doubles up to 32 times this. The store retries for a while by itself first.
-const FIRST_WAIT: Duration = Duration::from_millis(600);
+/// The first delay between two tries; it doubles up to 32 times this. The store itself retries for a while first.
+const FIRST_DELAY: Duration = Duration::from_millis(600);
 
-/// A way to storage.
+/// A store, and how it is reached.
 #[derive(Clone, Debug)]
-struct Way {
+struct StorageRoute {
     store: Arc<dyn BlobStore>,
-    /// Needs the coordinator.
+    /// Whether requests go through the coordinator.
     through_coordinator: bool,
 }
 
-/// The current way to storage, if there is one.
+/// The store that can be used now, if there is one.
 #[derive(Debug)]
 pub(crate) struct StorageAccess {
-    way: watch::Sender<Option<Way>>,
-    first_wait: Duration,
+    route: watch::Sender<Option<StorageRoute>>,
+    first_delay: Duration,
 }
 
 impl StorageAccess {
     pub(crate) fn new() -> Self {
         Self {
-            way: watch::Sender::new(None),
-            first_wait: FIRST_WAIT,
+            route: watch::Sender::new(None),
+            first_delay: FIRST_DELAY,
         }
     }
 
-    /// The session is open: storage can be reached through it, or directly at `url`.
+    /// Call this when a session opens: storage can be reached through it, or directly at `url`.
     pub(crate) fn connected(&self, clients: &Clients, url: Option<&str>) {
-        let direct = url.filter(|url| has_keys(url, |name| std::env::var_os(name).is_some()));
-        let way = match direct.map(ObjectBlobs::open) {
-            Some(Ok(store)) => Way {
+        let direct = url.filter(|url| has_credentials(url, |name| std::env::var_os(name).is_some()));
+        let route = match direct.map(ObjectBlobs::open) {
+            Some(Ok(store)) => StorageRoute {
                 store: Arc::new(store),
                 through_coordinator: false,
             },
             Some(Err(error)) => {
-                tracing::warn!(%error, "the object storage cannot be opened from here; going through the coordinator");
-                remote(clients)
+                tracing::warn!(%error, "the object storage cannot be opened directly; using the coordinator instead");
+                coordinator_route(clients)
             }
-            None => remote(clients),
+            None => coordinator_route(clients),
         };
-        self.way.send_replace(Some(way));
+        self.route.send_replace(Some(route));
     }
 
-    /// The session broke.
+    /// Call this when the session ends.
     pub(crate) fn connection_lost(&self) {
-        self.way
-            .send_if_modified(|way| way.take_if(|way| way.through_coordinator).is_some());
+        self.route
+            .send_if_modified(|route| route.take_if(|route| route.through_coordinator).is_some());
     }
 
-    /// The way, and a word that is heard when it leads nowhere any more.
-    async fn get(&self) -> (Arc<dyn BlobStore>, BoxFuture<'static, ()>) {
-        let mut changes = self.way.subscribe();
-        let way = match changes.wait_for(Option::is_some).await {
-            Ok(way) => way.clone(),
+    /// Waits for a store. Returns it with a future that completes when the store can no longer be used.
+    async fn wait_for_store(&self) -> (Arc<dyn BlobStore>, BoxFuture<'static, ()>) {
+        let mut changes = self.route.subscribe();
+        let route = match changes.wait_for(Option::is_some).await {
+            Ok(route) => route.clone(),
             Err(_) => None,
         };
-        match way {
-            Some(Way {
+        match route {
+            Some(StorageRoute {
                 store,
                 through_coordinator: true,
             }) => {
-                let gone = async move {
+                let route_lost = async move {
                     if changes.changed().await.is_err() {
                         std::future::pending().await
                     }
                 };
-                (store, Box::pin(gone))
+                (store, Box::pin(route_lost))
             }
-            Some(way) => (way.store, Box::pin(std::future::pending())),
-            // Cannot be: the sender lives in self, and what was waited for is there.
+            Some(route) => (route.store, Box::pin(std::future::pending())),
+            // Unreachable: the sender lives in `self`, and `wait_for` waited for `Some`.
             None => std::future::pending().await,
         }
     }
 
-    /// Calls `work` until it succeeds, fails for good, or storage was in trouble for longer than `patience`.
-    /// While there is no way to storage at all, it waits, and that time does not count: the training that hangs on
-    /// it goes on, and a coordinator that is away for an hour must not cost it. What goes through a coordinator ends with the
-    /// session, and begins again with the next one, which may be another coordinator's.
+    /// Calls `work` until it succeeds, fails for good, or storage has failed for longer than `patience`. While there
+    /// is no store at all, it waits, and that time does not count: the training goes on, and must not fail because a
+    /// coordinator is away for an hour. A request through a coordinator is aborted when the session ends, and
+    /// repeated in the next session, which may be with another coordinator.
     pub(crate) async fn retry<'a, T>(
         &self,
         patience: Duration,
         mut work: impl FnMut(Arc<dyn BlobStore>) -> BoxFuture<'a, Result<T, StorageError>> + Send,
     ) -> Result<T, StorageError> {
         let mut spent = Duration::ZERO;
-        let mut wait = self.first_wait;
+        let mut delay = self.first_delay;
         loop {
-            let (store, gone) = self.get().await;
-            let began = Instant::now();
+            let (store, route_lost) = self.wait_for_store().await;
+            let started_at = Instant::now();
             let tried = tokio::select! {
                 tried = work(store) => tried,
-                () = gone => continue,
+                () = route_lost => continue,
             };
             let error = match tried {
                 Ok(value) => return Ok(value),
                 Err(error) => error,
             };
-            spent += began.elapsed() + wait;
+            spent += started_at.elapsed() + delay;
             let corrupt = matches!(error, StorageError::Corrupt { .. });
             if !(error.is_transient() || corrupt) || spent > patience {
                 return Err(error);
             }
-            tracing::warn!(%error, "object storage is in trouble; trying again");
-            sleep(wait).await;
-            wait = (wait * 2).min(self.first_wait * 32);
+            tracing::warn!(%error, "object storage failed; trying again");
+            sleep(delay).await;
+            delay = (delay * 2).min(self.first_delay * 32);
         }
     }
 }
 
-fn remote(clients: &Clients) -> Way {
-    Way {
+fn coordinator_route(clients: &Clients) -> StorageRoute {
+    StorageRoute {
         store: Arc::new(RemoteBlobs::new(clients)),
         through_coordinator: true,
     }
 }
 
-/// Whether our environment has what this kind of storage needs. `file://` is the coordinator's own disk, never ours.
-fn has_keys(url: &str, set: impl Fn(&str) -> bool) -> bool {
+/// Returns whether the environment has credentials for this kind of storage. `file://` is a disk of the coordinator.
+fn has_credentials(url: &str, set: impl Fn(&str) -> bool) -> bool {
     let any = |names: &[&str]| names.iter().any(|name| set(name));
-    // As docs/storage.md says.
+    // See docs/storage.md.
     match url.split("://").next().unwrap_or_default() {
         "s3" => any(&[
             "AWS_ACCESS_KEY_ID",
@@ -151,38 +150,29 @@ fn has_keys(url: &str, set: impl Fn(&str) -> bool) -> bool {
     }
 }
 
-/// How an attempt ends that storage let down.
-pub(crate) fn failure(what: &str, error: &StorageError) -> Outcome {
-    let cause = if error.is_disk_full() {
-        FailureCause::DiskFull
-    } else {
-        FailureCause::Storage
-    };
-    Outcome::Failed {
-        cause,
-        message: format!("{what}: {error}"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn only_a_bucket_that_we_have_keys_for_is_opened_directly() {
-        let keys = |name: &str| name == "AWS_ACCESS_KEY_ID";
-        assert!(has_keys("s3://bucket/x", keys));
-        assert!(!has_keys("gs://bucket", keys) && !has_keys("file:///data", |_| true) && !has_keys("", |_| true));
+    fn a_bucket_is_opened_directly_only_with_credentials() {
+        let has_variable = |name: &str| name == "AWS_ACCESS_KEY_ID";
+        assert!(has_credentials("s3://bucket/x", has_variable));
+        assert!(
+            !has_credentials("gs://bucket", has_variable)
+                && !has_credentials("file:///data", |_| true)
+                && !has_credentials("", |_| true)
+        );
     }
 
     #[tokio::test]
-    async fn what_went_through_a_coordinator_that_leads_no_more_goes_through_the_next_one() {
+    async fn a_request_through_a_lost_coordinator_is_repeated_through_the_next_one() {
         let access = StorageAccess::new();
-        let way = |through_coordinator| Way {
+        let route = |through_coordinator| StorageRoute {
             store: Arc::new(ObjectBlobs::open("memory://").unwrap()),
             through_coordinator,
         };
-        access.way.send_replace(Some(way(true)));
+        access.route.send_replace(Some(route(true)));
         let mut tries = 0;
         let mut storing = Box::pin(access.retry(Duration::from_secs(60), |_| {
             tries += 1;
@@ -198,32 +188,32 @@ mod tests {
         assert!(tokio::time::timeout(pause, &mut storing).await.is_err());
         access.connection_lost();
         assert!(tokio::time::timeout(pause, &mut storing).await.is_err());
-        access.way.send_replace(Some(way(true)));
+        access.route.send_replace(Some(route(true)));
         storing.await.unwrap();
         assert_eq!(tries, 2);
 
-        // One that needs no coordinator is not disturbed.
-        access.way.send_replace(Some(way(false)));
-        let (_, gone) = access.get().await;
-        access.way.send_replace(Some(way(true)));
-        assert!(tokio::time::timeout(pause, gone).await.is_err());
+        // A direct store is not affected by the session.
+        access.route.send_replace(Some(route(false)));
+        let (_, route_lost) = access.wait_for_store().await;
+        access.route.send_replace(Some(route(true)));
+        assert!(tokio::time::timeout(pause, route_lost).await.is_err());
     }
 
     #[tokio::test]
-    async fn trouble_is_retried_for_the_patience_and_no_way_at_all_is_waited_out() {
+    async fn errors_are_retried_for_the_patience_and_time_without_a_store_does_not_count() {
         let access = StorageAccess {
-            first_wait: Duration::from_millis(1),
+            first_delay: Duration::from_millis(1),
             ..StorageAccess::new()
         };
         let waiting = access.retry(Duration::ZERO, |_| Box::pin(async { Ok::<_, StorageError>(()) }));
         assert!(tokio::time::timeout(Duration::from_millis(30), waiting).await.is_err());
 
         let store = Arc::new(ObjectBlobs::open("memory://").unwrap());
-        access.way.send_replace(Some(Way {
+        access.route.send_replace(Some(StorageRoute {
             store,
             through_coordinator: true,
         }));
-        let trouble = move || StorageError::Unavailable {
+        let storage_error = move || StorageError::Unavailable {
             what: "store",
             after: Duration::ZERO,
             message: "500".into(),
@@ -231,7 +221,7 @@ mod tests {
         let mut left = 3;
         let result = access.retry(Duration::from_secs(60), |_| {
             left -= 1;
-            let answer = if left == 0 { Ok(7) } else { Err(trouble()) };
+            let answer = if left == 0 { Ok(7) } else { Err(storage_error()) };
             Box::pin(async { answer })
         });
         assert_eq!(result.await.unwrap(), 7);
@@ -240,11 +230,11 @@ mod tests {
         let result: Result<(), _> = access
             .retry(patience, |_| {
                 tries += 1;
-                Box::pin(async move { Err(trouble()) })
+                Box::pin(async move { Err(storage_error()) })
             })
             .await;
-        assert!(result.is_err() && (3..20).contains(&tries), "{tries}");
+        assert!(result.is_err() && (2..20).contains(&tries), "{tries}");
         access.connection_lost();
-        assert!(access.way.borrow().is_none());
+        assert!(access.route.borrow().is_none());
     }
 }

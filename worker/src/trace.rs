@@ -1,8 +1,8 @@
-//! What an attempt does, as spans for a collector: `attempt`, in it `staging`, `checkpoint` with its upload and its
+//! Spans of an attempt for a trace collector: `attempt`, in it `staging`, `checkpoint` with its upload and its
 //! commit, and the phases of the child.
 //!
-//! The child has no exporter of its own, and so no address and no secret of the collector: what it says about its phases
-//! is enough. Its spans appear under a service name of their own all the same.
+//! The child has no exporter of its own, so it needs no address and no secret of the collector: the daemon records
+//! its phases from its events. The child's spans still have a service name of their own.
 
 use aitk_common::attempt::Outcome;
 use aitk_common::control::Assignment;
@@ -12,20 +12,20 @@ use serde::Deserialize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-/// Phases of an attempt that get spans. A training that draws samples every few steps for days has more.
-const PHASES_MOST: usize = 1000;
+/// The most phases of an attempt that get spans. A training that samples every few steps for days has more.
+const MAX_PHASE_SPANS: usize = 1000;
 
-/// Writes spans down, for all attempts of a worker.
+/// Records spans for all attempts of a worker.
 #[derive(Clone, Debug)]
-pub(crate) struct Spans {
+pub(crate) struct SpanRecorder {
     worker: Tracer,
     child: Tracer,
     name: String,
 }
 
-impl Spans {
-    /// For a worker of this name.
-    pub(crate) fn to(traces: &Traces, name: &str) -> Self {
+impl SpanRecorder {
+    /// Makes a recorder for the worker with this name.
+    pub(crate) fn new(traces: &Traces, name: &str) -> Self {
         Self {
             worker: traces.tracer(Service::Worker),
             child: traces.tracer(Service::Attempt),
@@ -34,13 +34,13 @@ impl Spans {
     }
 }
 
-/// The trace of one attempt. Its own span is over when the last clone is gone.
+/// The span of one attempt. It ends when the last clone is dropped.
 #[derive(Clone)]
-pub(crate) struct AttemptTrace(Option<Arc<Open>>);
+pub(crate) struct AttemptTrace(Option<Arc<AttemptSpan>>);
 
-struct Open {
-    spans: Spans,
-    own: TraceContext,
+struct AttemptSpan {
+    spans: SpanRecorder,
+    context: TraceContext,
     parent: Option<SpanId>,
     start: SystemTime,
     job: String,
@@ -48,39 +48,39 @@ struct Open {
     number: u64,
     device: String,
     profile: &'static str,
-    processes: String,
-    now: Mutex<Now>,
+    process_types: String,
+    state: Mutex<SpanState>,
 }
 
 #[derive(Default)]
-struct Now {
-    /// What the child does, since when.
+struct SpanState {
+    /// The child's current phase, and when it began.
     phase: Option<(String, SystemTime)>,
     phases: usize,
-    ended: Option<Ended>,
+    ended: Option<SpanEnd>,
 }
 
-struct Ended {
+struct SpanEnd {
     at: SystemTime,
     outcome: &'static str,
     error: Option<String>,
 }
 
 impl AttemptTrace {
-    /// Begins an attempt.
-    pub(crate) fn begin(spans: &Spans, assignment: &Assignment) -> Self {
+    /// Starts the span of an attempt.
+    pub(crate) fn begin(spans: &SpanRecorder, assignment: &Assignment) -> Self {
         if !spans.worker.is_on() {
             return Self(None);
         }
         let from = assignment.trace;
-        let trace = trace_of(assignment);
-        if !spans.worker.keeps(trace, from) {
+        let trace = trace_id_of(assignment);
+        if !spans.worker.is_sampled(trace, from) {
             return Self(None);
         }
         let device = assignment.device;
-        Self(Some(Arc::new(Open {
+        Self(Some(Arc::new(AttemptSpan {
             spans: spans.clone(),
-            own: TraceContext {
+            context: TraceContext {
                 trace,
                 span: SpanId::random(),
                 sampled: true,
@@ -92,101 +92,101 @@ impl AttemptTrace {
             number: assignment.epoch.0,
             device: format!("{}:{}", device.kind.name(), device.index),
             profile: assignment.profile.name(),
-            processes: processes(&assignment.job_json),
-            now: Mutex::default(),
+            process_types: process_types(&assignment.job_json),
+            state: Mutex::default(),
         })))
     }
 
-    /// A piece of the attempt's work, which begins now.
-    pub(crate) fn step(&self, name: &'static str) -> Step {
-        let parent = self.0.as_ref().map(|open| open.own.span);
-        Step::begin(self.0.clone(), name, parent)
+    /// Starts the span of a step of the attempt.
+    pub(crate) fn start_step(&self, name: &'static str) -> StepSpan {
+        let parent = self.0.as_ref().map(|attempt_span| attempt_span.context.span);
+        StepSpan::begin(self.0.clone(), name, parent)
     }
 
-    /// The child began something else.
-    pub(crate) fn phase(&self, name: &str) {
-        if let Some(open) = &self.0 {
-            open.next_phase(Some(name.to_owned()));
+    /// Starts a phase of the child, and ends the one before.
+    pub(crate) fn start_phase(&self, name: &str) {
+        if let Some(attempt_span) = &self.0 {
+            attempt_span.next_phase(Some(name.to_owned()));
         }
     }
 
-    /// The child is gone.
-    pub(crate) fn no_phase(&self) {
-        if let Some(open) = &self.0 {
-            open.next_phase(None);
+    /// Ends the current phase: the child has exited.
+    pub(crate) fn end_phase(&self) {
+        if let Some(attempt_span) = &self.0 {
+            attempt_span.next_phase(None);
         }
     }
 
-    /// The attempt ended so. What is not said to have ended was cut off.
-    pub(crate) fn ended(&self, outcome: &Outcome) {
-        let Some(open) = &self.0 else { return };
+    /// Sets the outcome of the attempt. A span without one is recorded as cut off.
+    pub(crate) fn set_outcome(&self, outcome: &Outcome) {
+        let Some(attempt_span) = &self.0 else { return };
         let (outcome, error) = match outcome {
             Outcome::Completed => ("completed", None),
             Outcome::Stopped { .. } => ("stopped", None),
             Outcome::Failed { message, .. } => ("failed", Some(message.clone())),
         };
-        open.end(outcome, error);
+        attempt_span.end(outcome, error);
     }
 
-    /// It is somebody else's now.
-    pub(crate) fn fenced(&self) {
-        if let Some(open) = &self.0 {
-            open.end(
+    /// Sets the outcome of a fenced attempt.
+    pub(crate) fn set_fenced(&self) {
+        if let Some(attempt_span) = &self.0 {
+            attempt_span.end(
                 "fenced",
-                Some("the coordinator gave the job to somebody else, or to nobody".to_owned()),
+                Some("the coordinator took the job from this worker".to_owned()),
             );
         }
     }
 }
 
-/// The trace that an attempt belongs to, whether it is written down or not.
-pub(crate) fn trace_of(assignment: &Assignment) -> TraceId {
+/// The id of the trace that an attempt belongs to, even if it is not recorded.
+pub(crate) fn trace_id_of(assignment: &Assignment) -> TraceId {
     assignment
         .trace
         .map_or_else(|| TraceId::of_job(&assignment.job), |from| from.trace)
 }
 
-impl Open {
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().unwrap_or_else(PoisonError::into_inner)
+impl AttemptSpan {
+    fn lock(&self) -> MutexGuard<'_, SpanState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn context(&self, span: SpanId) -> TraceContext {
-        TraceContext { span, ..self.own }
+        TraceContext { span, ..self.context }
     }
 
     fn end(&self, outcome: &'static str, error: Option<String>) {
         let at = SystemTime::now();
-        self.now().ended.get_or_insert(Ended { at, outcome, error });
+        self.lock().ended.get_or_insert(SpanEnd { at, outcome, error });
     }
 
     fn next_phase(&self, next: Option<String>) {
         let at = SystemTime::now();
-        let mut now = self.now();
+        let mut now = self.lock();
         let before = std::mem::replace(&mut now.phase, next.map(|name| (name, at)));
-        let Some((name, since)) = before.filter(|_| now.phases < PHASES_MOST) else {
+        let Some((name, since)) = before.filter(|_| now.phases < MAX_PHASE_SPANS) else {
             return;
         };
         now.phases += 1;
         drop(now);
         let span = Span::new(name, self.context(SpanId::random()), (since, at))
-            .within(self.own.span)
+            .within(self.context.span)
             .with("aitk.job.id", self.job.clone())
             .with("aitk.attempt.id", self.attempt.clone())
-            .with("aitk.process.type", self.processes.clone());
+            .with("aitk.process.type", self.process_types.clone());
         self.spans.child.record(span);
     }
 }
 
-impl Drop for Open {
+impl Drop for AttemptSpan {
     fn drop(&mut self) {
         self.next_phase(None);
-        let Ended { at, outcome, error } = self.now().ended.take().unwrap_or_else(|| Ended {
+        let SpanEnd { at, outcome, error } = self.lock().ended.take().unwrap_or_else(|| SpanEnd {
             at: SystemTime::now(),
             outcome: "cut off",
             error: Some("the worker ended it, or ended itself".to_owned()),
         });
-        let mut span = Span::new("attempt", self.own, (self.start, at))
+        let mut span = Span::new("attempt", self.context, (self.start, at))
             .serves(self.parent)
             .with("aitk.job.id", self.job.clone())
             .with("aitk.attempt.id", self.attempt.clone())
@@ -194,7 +194,7 @@ impl Drop for Open {
             .with("aitk.worker.name", self.spans.name.clone())
             .with("aitk.device", self.device.clone())
             .with("aitk.memory_profile", self.profile)
-            .with("aitk.process.type", self.processes.clone())
+            .with("aitk.process.type", self.process_types.clone())
             .with("aitk.outcome", outcome);
         if let Some(error) = error {
             span = span.failed(error);
@@ -203,23 +203,23 @@ impl Drop for Open {
     }
 }
 
-/// A piece of an attempt's work. It is over when this is dropped.
+/// The span of a step of an attempt. It ends when it is dropped.
 #[must_use]
-pub(crate) struct Step {
-    open: Option<Arc<Open>>,
+pub(crate) struct StepSpan {
+    attempt_span: Option<Arc<AttemptSpan>>,
     name: &'static str,
-    own: Option<SpanId>,
+    span_id: Option<SpanId>,
     parent: Option<SpanId>,
     start: SystemTime,
     training_step: Option<u64>,
     error: Option<String>,
 }
 
-impl Step {
-    fn begin(open: Option<Arc<Open>>, name: &'static str, parent: Option<SpanId>) -> Self {
+impl StepSpan {
+    fn begin(attempt_span: Option<Arc<AttemptSpan>>, name: &'static str, parent: Option<SpanId>) -> Self {
         Self {
-            own: open.as_ref().map(|_| SpanId::random()),
-            open,
+            span_id: attempt_span.as_ref().map(|_| SpanId::random()),
+            attempt_span,
             name,
             parent,
             start: SystemTime::now(),
@@ -228,44 +228,48 @@ impl Step {
         }
     }
 
-    /// A part of it, which begins now.
-    pub(crate) fn step(&self, name: &'static str) -> Self {
-        Self::begin(self.open.clone(), name, self.own)
+    /// Starts the span of a part of this step.
+    pub(crate) fn start_step(&self, name: &'static str) -> Self {
+        Self::begin(self.attempt_span.clone(), name, self.span_id)
     }
 
-    /// It is about this step of a training.
-    pub(crate) fn of_training(mut self, step: u64) -> Self {
+    /// Sets the training step that this span is about.
+    pub(crate) fn with_training_step(mut self, step: u64) -> Self {
         self.training_step = Some(step);
         self
     }
 
-    /// It failed, and why.
-    pub(crate) fn failed(&mut self, why: impl Into<String>) {
+    /// Marks the span as failed.
+    pub(crate) fn set_error(&mut self, why: impl Into<String>) {
         self.error = Some(why.into());
     }
 }
 
-impl Drop for Step {
+impl Drop for StepSpan {
     fn drop(&mut self) {
-        let (Some(open), Some(own), Some(parent)) = (&self.open, self.own, self.parent) else {
+        let (Some(attempt_span), Some(span_id), Some(parent)) = (&self.attempt_span, self.span_id, self.parent) else {
             return;
         };
-        let mut span = Span::new(self.name, open.context(own), (self.start, SystemTime::now()))
-            .within(parent)
-            .with("aitk.job.id", open.job.clone())
-            .with("aitk.attempt.id", open.attempt.clone());
+        let mut span = Span::new(
+            self.name,
+            attempt_span.context(span_id),
+            (self.start, SystemTime::now()),
+        )
+        .within(parent)
+        .with("aitk.job.id", attempt_span.job.clone())
+        .with("aitk.attempt.id", attempt_span.attempt.clone());
         if let Some(step) = self.training_step {
             span = span.with("aitk.step", i64::try_from(step).unwrap_or(i64::MAX));
         }
         if let Some(error) = self.error.take() {
             span = span.failed(error);
         }
-        open.spans.worker.record(span);
+        attempt_span.spans.worker.record(span);
     }
 }
 
-/// The types of a job's processes, with commas between.
-fn processes(job_json: &str) -> String {
+/// The types of a job's processes, separated by commas.
+fn process_types(job_json: &str) -> String {
     #[derive(Deserialize)]
     struct Job {
         #[serde(default)]
@@ -276,7 +280,7 @@ fn processes(job_json: &str) -> String {
         #[serde(rename = "type", default)]
         kind: String,
     }
-    // A job that cannot be read is the child's to explain.
+    // The child reports the errors of an unreadable job.
     let job: Option<Job> = serde_json::from_str(job_json).ok();
     let kinds = job.into_iter().flat_map(|job| job.process).map(|process| process.kind);
     kinds.take(16).collect::<Vec<_>>().join(",")

@@ -1,4 +1,4 @@
-//! Flags of the verbs for a job's files.
+//! Arguments of the commands for a job's files.
 
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
@@ -10,21 +10,22 @@ use std::path::PathBuf;
     disable_help_subcommand = true
 )]
 pub struct ArtifactsArgs {
-    /// List or fetch.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: ArtifactsCommand,
 }
 
-/// The verbs below `aitk artifacts`.
+/// The subcommands of `aitk artifacts`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum ArtifactsCommand {
-    /// List what a job made
+    /// List the files of a job
     Ls(ArtifactsLsArgs),
-    /// Fetch what a job made
+    /// Download the files of a job
     #[command(
-        long_about = "Fetch what a job made into a folder.\n\nEvery file is checked against its hash and appears only when it is \
-                  complete. Files that are there already with the same content are skipped, so the same command goes on \
-                  after a break. Nothing is ever written outside the folder. Prints the paths of the files."
+        long_about = "Download the files of a job into a folder.\n\nEvery file is checked against its hash and \
+                     appears only when it is \
+                  complete. Existing files with the same content are skipped, so the same command continues an \
+                  interrupted download. Nothing is written outside the folder. Prints the paths of the files."
     )]
     Get(ArtifactsGetArgs),
 }
@@ -65,10 +66,10 @@ pub struct ArtifactsGetArgs {
     /// Only of this kind: lora, sample, image, …; may be given several times
     #[arg(long = "kind", value_name = "KIND")]
     pub kinds: Vec<String>,
-    /// Folder to write into; it is made if need be [default: one with the job's name, here]
+    /// Folder to write to, created if necessary [default: a folder with the job's name]
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,
-    /// Replace files that are there with another content
+    /// Replace existing files with other content
     #[arg(long)]
     pub force: bool,
     /// Print JSON

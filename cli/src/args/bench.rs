@@ -1,4 +1,4 @@
-//! Flags of what measures.
+//! Arguments of the benchmarks.
 
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -9,28 +9,29 @@ use clap::{Args, Subcommand, ValueEnum};
     disable_help_subcommand = true
 )]
 pub struct BenchArgs {
-    /// What to measure.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: BenchCommand,
 }
 
-/// The verbs below `aitk bench`.
+/// The subcommands of `aitk bench`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum BenchCommand {
     /// Measure a coordinator with simulated workers
     #[command(
-        long_about = "Measure a coordinator with simulated workers.\n\nStarts a coordinator in a process of its own, on loopback with \
-                      TLS, and workers with a connection each that end their tasks at once. Everything is durable before \
-                      it is acknowledged. Shows tasks per second from submit to finish, then how soon single tasks are \
-                      assigned while others wait, then how long a restart takes. Nothing is left behind."
+        long_about = "Measure a coordinator with simulated workers.\n\nStarts a coordinator in a child process, on \
+                     loopback with TLS, and simulated workers, each with a connection, that finish their tasks at \
+                     once. All writes are durable before they are acknowledged. Shows tasks per second from \
+                     submission to finish, then the latency of single tasks while others wait, then the time of a \
+                     restart. The local data is removed at the end."
     )]
     Control(BenchControlArgs),
     /// Measure this machine with parts of models at full size
     #[command(
-        long_about = "Measure this machine with parts of models at full size.\n\nEach piece of work runs in a process of its own, in \
-                      float32 with random weights: once uncounted, then for a few seconds; the median counts. Shows the time \
-                      of one run, the operations per second, and the most memory that the process held. Some want several \
-                      GiB and minutes."
+        long_about = "Measure this machine with parts of models at full size.\n\nEach benchmark runs in a child \
+                     process, in float32 with random weights: one warm-up run, then runs for a few seconds, of which \
+                     the median is reported. Shows the time of one run, the operations per second, and the peak \
+                     memory of the process. Some need several GiB and several minutes."
     )]
     Engine(BenchEngineArgs),
 }
@@ -42,19 +43,19 @@ pub enum BenchCommand {
                   engine --list"
 )]
 pub struct BenchEngineArgs {
-    /// Where to compute: cuda, cuda:1, metal, cpu [default: the best there is]
+    /// Device to compute on: cuda, cuda:1, metal, cpu [default: the best device]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
-    /// The work of this name, or all whose name has this in it
+    /// Only the benchmark with this name, or all whose names contain it
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
-    /// Names and what they are, without measuring
+    /// List the benchmarks without running them
     #[arg(long)]
     pub list: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
-    /// In this very process, one line of JSON
+    /// Measure in this process and print one line of JSON
     #[arg(long, hide = true, requires = "only")]
     pub here: bool,
 }
@@ -67,22 +68,24 @@ pub struct BenchEngineArgs {
                   aitk bench control --store postgres --database postgres://aitk@localhost/bench"
 )]
 pub struct BenchControlArgs {
-    /// Tasks that are submitted as fast as they are taken
+    /// Tasks to submit as fast as the coordinator accepts them
     #[arg(long, value_name = "N", default_value_t = 20_000, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000_000))]
     pub tasks: usize,
     /// Simulated workers, one device each
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000))]
     pub workers: usize,
-    /// Tasks that wait while single ones are assigned
+    /// Tasks that wait while the latency of single tasks is measured
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub waiting: usize,
-    /// First let the workers only beat, for so many seconds, and show what share of a core the coordinator takes for it
+    /// First send only heartbeats for this many seconds, and show the share of a CPU core that the coordinator uses for
+    /// them
     #[arg(long, value_name = "SECONDS", default_value_t = 0)]
     pub beat: u64,
-    /// Where the coordinator keeps its tasks
+    /// Where the coordinator stores its tasks
     #[arg(long, value_enum, default_value_t = BenchStore::Sqlite)]
     pub store: BenchStore,
-    /// For --store postgres, an empty database: postgres://USER@HOST/NAME; its tables stay. A password goes into PGPASSWORD
+    /// Empty database for --store postgres: postgres://USER@HOST/NAME; its tables are not removed. The password is read
+    /// from PGPASSWORD
     #[arg(long, value_name = "URL", required_if_eq("store", "postgres"))]
     pub database: Option<String>,
     /// Print JSON
@@ -93,7 +96,7 @@ pub struct BenchControlArgs {
 /// Where the coordinator under test keeps its tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BenchStore {
-    /// SQLite on a file system in memory: what the disk costs
+    /// SQLite on a file system in memory, without the disk
     Memory,
     /// SQLite on the disk, the default of every coordinator
     Sqlite,
@@ -102,7 +105,7 @@ pub enum BenchStore {
 }
 
 impl BenchStore {
-    /// As it is written on the command line.
+    /// Returns the name as on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -1,4 +1,4 @@
-//! Flags of the verbs that look at jobs, queue them and steer them.
+//! Arguments of the commands that submit, list and control jobs.
 
 use super::NotifyArgs;
 use crate::output::format::parse_duration;
@@ -21,37 +21,37 @@ pub struct SubmitArgs {
     /// Follow the job until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// With --follow: who is told that the job has ended.
+    /// Notifications, with --follow.
     #[command(flatten)]
     pub notify: NotifyArgs,
-    /// What the job is called; also replaces `[name]` in the config
+    /// Name of the job; also replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the config has, as YAML: 2e-4, [a, b]; may be given several times
+    /// Set a key of the config to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Higher goes first; wins over cluster.priority
+    /// Higher runs first; overrides cluster.priority
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub priority: Option<i32>,
-    /// One job per value of this key; several keys: every combination of their values
+    /// One job per value of this key; with several keys one per combination of values
     #[arg(long, value_name = "KEY=V1,V2,…")]
     pub sweep: Vec<String>,
     /// N jobs that differ in ${AITK_ARRAY_INDEX} and their seed; with --sweep N of each
     #[arg(long, value_name = "N")]
     pub array: Option<NonZeroU32>,
-    /// Of the jobs of --sweep and --array at most N run at the same time
+    /// Run at most N jobs of --sweep and --array at the same time
     #[arg(long, value_name = "N")]
     pub at_most: Option<NonZeroU32>,
-    /// Whose job it is, for shares and quotas [env: AITK_USER]
+    /// Owner of the job, for shares and quotas [env: AITK_USER]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
-    /// Only show what `aitk validate` shows: nothing is sent
+    /// Only show the report of `aitk validate`; nothing is sent
     #[arg(long, conflicts_with = "follow")]
     pub dry_run: bool,
     /// Do not ask before a large upload
     #[arg(short, long)]
     pub yes: bool,
-    /// The same key gives the same job, however often it is submitted
+    /// Submitting again with the same key returns the same job
     #[arg(long, value_name = "KEY")]
     pub idempotency_key: Option<String>,
     /// Print JSON: id, name, uploaded bytes; with --follow one line per event
@@ -74,25 +74,25 @@ pub struct CloneArgs {
     /// Follow the copy until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// With --follow: who is told that the copy has ended.
+    /// Notifications, with --follow.
     #[command(flatten)]
     pub notify: NotifyArgs,
-    /// What the copy is called [default: as the job]
+    /// Name of the copy [default: the job's name]
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the job has; may be given several times
+    /// Set a key of the job's config to another value; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Higher goes first; wins over cluster.priority
+    /// Higher runs first; overrides cluster.priority
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub priority: Option<i32>,
-    /// Whose job the copy is, for shares and quotas [env: AITK_USER]
+    /// Owner of the copy, for shares and quotas [env: AITK_USER]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
     /// Do not ask before a large upload
     #[arg(short, long)]
     pub yes: bool,
-    /// Print JSON: id, name, what it is a copy of; with --follow one line per event
+    /// Print JSON: id, name, id of the copied job; with --follow one line per event
     #[arg(long)]
     pub json: bool,
     /// No progress bars and no progress lines
@@ -109,7 +109,7 @@ pub struct PsArgs {
     /// Only this job, or the members of this array: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB", conflicts_with_all = ["all", "members"])]
     pub job: Option<String>,
-    /// The members of arrays instead of one line for each array
+    /// List the members of arrays instead of one line per array
     #[arg(short, long)]
     pub members: bool,
     /// All jobs, not only the active and the last ones
@@ -124,10 +124,10 @@ pub struct PsArgs {
     /// Only jobs with this text in their name, or in that of their array
     #[arg(long, value_name = "TEXT")]
     pub name: Option<String>,
-    /// At most so many; a person otherwise sees 100, a script all
+    /// List at most N jobs [default: 100; all with --all, --json or --quiet]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub limit: Option<u32>,
-    /// Show again every two seconds, until Ctrl-C; with --json one line each time
+    /// Repeat every two seconds until Ctrl-C; with --json one line each time
     #[arg(short, long)]
     pub watch: bool,
     /// Ids only
@@ -148,10 +148,10 @@ pub struct LogsArgs {
     /// Follow until the job ends
     #[arg(short, long)]
     pub follow: bool,
-    /// Only the last N lines of what is there
+    /// Only the last N existing lines
     #[arg(long, value_name = "N")]
     pub tail: Option<usize>,
-    /// Only lines since then: 10m, 2h, or RFC 3339
+    /// Only lines since this time: 10m, 2h, or RFC 3339
     #[arg(long, value_name = "WHEN")]
     pub since: Option<String>,
     /// One JSON line per line that the job itself wrote; `aitk watch --json` has every event
@@ -168,7 +168,7 @@ pub struct WatchArgs {
     /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
-    /// Who is told.
+    /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// One JSON line per event
@@ -186,7 +186,7 @@ pub struct WaitArgs {
     /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
-    /// Who is told.
+    /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// Give up after this long: 90s, 10m, 2h
@@ -207,7 +207,7 @@ pub struct StopArgs {
     /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
-    /// End it at once, without saving: work since the last checkpoint is lost
+    /// Stop immediately, without saving: work since the last checkpoint is lost
     #[arg(long)]
     pub now: bool,
     /// Print JSON
@@ -260,7 +260,7 @@ pub struct PriorityArgs {
     /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
-    /// Higher goes first; 0 is usual
+    /// Higher runs first; the default is 0
     #[arg(value_name = "N", allow_negative_numbers = true)]
     pub priority: i32,
     /// Print JSON
@@ -292,7 +292,7 @@ pub struct FitArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the config has, as YAML: 2e-4, [a, b]; may be given several times
+    /// Set a key of the config to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Print JSON
@@ -332,7 +332,7 @@ pub struct ValidateArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the config has, as YAML: 2e-4, [a, b]; may be given several times
+    /// Set a key of the config to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Print JSON
@@ -347,10 +347,10 @@ pub struct PlotArgs {
     /// Job (its id, its name, or the beginning of its id), or the run folder of a job that ran here
     #[arg(value_name = "JOB|FOLDER")]
     pub job: String,
-    /// Write the curve as an image instead
+    /// Write the curve to an image file instead
     #[arg(short, long, value_name = "FILE.png")]
     pub output: Option<PathBuf>,
-    /// Plain characters only
+    /// Use ASCII characters only
     #[arg(long)]
     pub ascii: bool,
     /// Print the losses as JSON

@@ -1,4 +1,4 @@
-//! Flags of the verbs that work on this machine, without a server.
+//! Arguments of the commands that work on this machine, without a server.
 
 use super::NotifyArgs;
 use clap::Args;
@@ -13,22 +13,22 @@ pub struct RunArgs {
     /// Config files, run in this order: names in ./config or paths
     #[arg(required = true, value_name = "CONFIG")]
     pub configs: Vec<PathBuf>,
-    /// Go on with the next config when one fails
+    /// Continue with the next config when one fails
     #[arg(short, long)]
     pub recover: bool,
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the configs have, as YAML: 2e-4, [a, b]; may be given several times
+    /// Set a key of the configs to another value, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Also write everything that is shown to the end of this file
+    /// Also append everything that is shown to this file
     #[arg(short, long = "log", value_name = "LOGFILE")]
     pub log: Option<PathBuf>,
-    /// Where to compute: cuda, cuda:1, metal, cpu
+    /// Device to compute on: cuda, cuda:1, metal, cpu
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
-    /// Who is told that a config has ended.
+    /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// No progress bar and no progress lines
@@ -43,7 +43,7 @@ pub struct InitArgs {
     /// Folder (then job.yaml in it) or file to write
     #[arg(value_name = "DIR|FILE", default_value = ".")]
     pub path: PathBuf,
-    /// Overwrite what is there
+    /// Overwrite an existing file
     #[arg(long)]
     pub force: bool,
 }
@@ -52,10 +52,10 @@ pub struct InitArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk up\n  aitk up --bind 0.0.0.0:7420 --tls-cert cert.pem --tls-key key.pem")]
 pub struct UpArgs {
-    /// Address to listen at; port 0 takes a free one
+    /// Address to listen on; port 0 selects a free port
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7420")]
     pub bind: std::net::SocketAddr,
-    /// Where jobs, checkpoints and the token are kept [default: ~/.local/share/aitk]
+    /// Folder for jobs, checkpoints and the token [default: ~/.local/share/aitk]
     #[arg(long, value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
     /// PostgreSQL database of the coordinator: postgres://USER@HOST/NAME [default: SQLite below --data-dir]
@@ -70,24 +70,25 @@ pub struct UpArgs {
     /// TLS key (PEM)
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     pub tls_key: Option<PathBuf>,
-    /// Only the coordinator, no worker
+    /// Start only the coordinator, no worker
     #[arg(long)]
     pub no_worker: bool,
-    /// The worker's device: cuda, cuda:1, metal, cpu [default: the best there is]
+    /// The worker's device: cuda, cuda:1, metal, cpu [default: the best device]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
     /// The worker's name [default: the name of this machine]
     #[arg(long, value_name = "NAME")]
     pub worker_name: Option<String>,
-    /// Jobs are ended where their files and network cannot be confined (`aitk help security`)
+    /// Fail jobs if their files and network cannot be confined (`aitk help security`)
     #[arg(long, env = "AITK_REQUIRE_SANDBOX", value_parser = clap::builder::BoolishValueParser::new(), num_args = 0..=1,
           default_missing_value = "true", default_value = "false", require_equals = true, value_name = "BOOL",
           hide_default_value = true, hide_possible_values = true)]
     pub require_sandbox: bool,
-    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs may use this machine's HF_TOKEN; may be repeated
+    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs may use this machine's HF_TOKEN; may be given
+    /// several times
     #[arg(long, env = "AITK_HUB_ALLOW", value_name = "REPOSITORY", value_delimiter = ',')]
     pub hub_allow: Vec<String>,
-    /// Folder with tokens of Hugging Face of the users, in files USER/NAME with mode 0600
+    /// Folder with the users' Hugging Face tokens, in files USER/NAME with mode 0600
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "DIR")]
     pub hub_secrets: Option<PathBuf>,
 }
@@ -96,10 +97,10 @@ pub struct UpArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk demo\n  aitk demo -o my_demo")]
 pub struct DemoArgs {
-    /// Folder for what it makes
+    /// Output folder
     #[arg(short, long, value_name = "DIR", default_value = "aitk-demo")]
     pub output: PathBuf,
-    /// Where to compute: cuda, cuda:1, metal, cpu
+    /// Device to compute on: cuda, cuda:1, metal, cpu
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
     /// No progress bars and no progress lines
@@ -121,10 +122,10 @@ pub struct CompletionsArgs {
 /// `aitk attempt`, hidden.
 #[derive(Args, Clone, Debug)]
 pub struct AttemptArgs {
-    /// What to run, as the worker wrote it
+    /// The attempt's spec, written by the worker
     #[arg(long, value_name = "FILE", required_unless_present = "try_sandbox")]
     pub spec: Option<PathBuf>,
-    /// Confine this process to a folder, try what is forbidden, and print what is in force
+    /// Confine this process to a folder, try forbidden operations, and print which protections are in force
     #[arg(long, value_name = "FOLDER", conflicts_with = "spec")]
     pub try_sandbox: Option<PathBuf>,
 }

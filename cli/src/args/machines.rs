@@ -1,4 +1,4 @@
-//! Flags of the verbs that look at machines and steer them.
+//! Arguments of the commands that list and control workers, and of `doctor` and `login`.
 
 use crate::output::format::parse_duration;
 use clap::{Args, Subcommand, ValueEnum};
@@ -11,29 +11,29 @@ use std::time::Duration;
     disable_help_subcommand = true
 )]
 pub struct WorkerArgs {
-    /// What to do with it.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: WorkerCommand,
 }
 
-/// The verbs below `aitk worker`.
+/// The subcommands of `aitk worker`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum WorkerCommand {
-    /// A worker takes no more work
+    /// Stop assigning work to a worker
     #[command(
-        long_about = "A worker takes no more work, also after it or the coordinator restarts, until `aitk worker undrain`.\n\nWhat \
-                      runs there runs to its end; with --now it saves and goes on elsewhere."
+        long_about = "Stop assigning work to a worker, also after it or the coordinator restarts, until `aitk worker \
+                     undrain`.\n\nRunning jobs run to their end; with --now they save and move to other workers."
     )]
     Drain(DrainArgs),
-    /// A worker takes work again
+    /// Assign work to a worker again
     #[command(
-        long_about = "A worker takes work again, after a drain, or after its devices were quarantined for faults."
+        long_about = "Assign work to a worker again, after a drain, or after its devices were quarantined because of faults."
     )]
     Undrain(UndrainArgs),
-    /// A worker that is gone is no longer listed
+    /// Remove a disconnected worker from the list
     #[command(
-        long_about = "A worker that is gone is no longer listed.\n\nOnly one that is not connected can be forgotten. Should it come back, it \
-                      registers again; `aitk-coordinator worker revoke` ends its certificate."
+        long_about = "Remove a disconnected worker from the list.\n\nA connected worker cannot be removed. If the \
+                     worker connects later, it registers again; `aitk-coordinator worker revoke` revokes its certificate."
     )]
     Forget(ForgetArgs),
 }
@@ -57,7 +57,7 @@ pub struct DrainArgs {
     /// Worker: its name, its id, or the beginning of its id
     #[arg(value_name = "WORKER")]
     pub worker: String,
-    /// What runs there saves and goes on elsewhere
+    /// Running jobs save and move to other workers
     #[arg(long)]
     pub now: bool,
     /// Print JSON
@@ -81,30 +81,30 @@ pub struct UndrainArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk top\n  aitk top --interval 10s --server https://box:7420")]
 pub struct TopArgs {
-    /// How often to look: 1s, 10s, 1m
+    /// How often to refresh: 1s, 10s, 1m
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1s")]
     pub interval: Duration,
 }
 
-/// What a worker or its device may be doing.
+/// The state of a worker or its device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WorkerState {
-    /// Nothing runs there, and something could
+    /// No job is running, and the device is available
     Idle,
-    /// Something runs there
+    /// A job is running
     Running,
-    /// It takes no more work: drained
+    /// The worker is drained: it gets no new work
     Drained,
-    /// It shuts down
+    /// The worker is shutting down
     Leaving,
-    /// It is not connected
+    /// The worker is not connected
     Away,
-    /// It gets no work because of faults
+    /// The device gets no work because of faults
     Quarantined,
 }
 
 impl WorkerState {
-    /// As it is written on the command line and in tables.
+    /// Returns the name as on the command line and in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

@@ -1,16 +1,16 @@
-//! Flags of the verbs that follow a job: who is told that it has ended.
+//! Notification arguments of the commands that follow a job.
 
 use clap::Args;
 
-/// Whom to tell that a job has ended.
+/// How to notify the user that a job has ended.
 #[derive(Args, Clone, Debug, Default)]
 pub struct NotifyArgs {
-    /// Run this when a job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in its
-    /// environment
+    /// Run this command when a job has ended: a program and its arguments, with AITK_JOB_ID, _NAME, _STATE and _REASON
+    /// in the environment
     #[arg(long, value_name = "COMMAND")]
     pub notify_command: Option<String>,
-    /// Post to this https address when a job has ended: its name, state and reason as JSON, with a line of text for chat
-    /// services [env: AITK_NOTIFY_URL]
+    /// Post to this https address when a job has ended: its name, state and reason as JSON, with a line of text for
+    /// chat services [env: AITK_NOTIFY_URL]
     #[arg(long, value_name = "URL")]
     pub notify_url: Option<String>,
 }

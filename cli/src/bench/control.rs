@@ -1,8 +1,8 @@
-//! `aitk bench control`: what a coordinator with many workers can do. Real processes, real connections with TLS, every
-//! answer durable; only the computing is left out.
+//! `aitk bench control`: measures a coordinator with many simulated workers. Processes, TLS connections and durable
+//! writes are real; only the jobs are not computed.
 
-use super::machines::{Machines, SLOW, SLOW_LABEL, Seen};
 use super::server::Server;
+use super::simulated_workers::{SLOW, SLOW_LABEL, SimulatedWorkers, WorkerEvent};
 use crate::api::Api;
 use crate::args::{BenchControlArgs, BenchStore};
 use crate::context::Context;
@@ -20,13 +20,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
-/// Connections that submit at once, and calls at once on each.
+/// Number of connections that submit concurrently.
 const CLIENTS: usize = 4;
-const CALLS: usize = 32;
-/// Tasks that are submitted one by one to see how soon each is assigned.
-const PROBES: usize = 1000;
-/// Nothing of a benchmark that works is silent for so long.
-const SILENCE: Duration = Duration::from_secs(60);
+/// Number of concurrent calls on each connection.
+const CALLS_PER_CLIENT: usize = 32;
+/// Number of tasks that are submitted one by one to measure the latency.
+const LATENCY_TASKS: usize = 1000;
+/// The benchmark fails after this time without an event.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -45,64 +46,67 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     for _ in 0..CLIENTS {
         api.push(Api::connect(&server.address, &token, Some(&server.ca_file())).await?);
     }
-    ui.notice(&format!("{} simulated workers register", args.workers));
+    ui.notice(&format!("registering {} simulated workers", args.workers));
     if !api[0].list(true, 1).await?.is_empty() {
-        return Err(Failure::usage("--database holds jobs already; give an empty database"));
+        return Err(Failure::usage("--database has jobs already; give an empty database"));
     }
-    let mut machines = Machines::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
+    let mut workers = SimulatedWorkers::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
 
-    let beating = match args.beat {
+    let heartbeat_share = match args.beat {
         0 => None,
         seconds => {
-            ui.notice(&format!("they only beat for {seconds} s"));
-            Some(beat(&mut machines, &mut server, Duration::from_secs(seconds)).await?)
+            ui.notice(&format!("only heartbeats for {seconds} s"));
+            Some(measure_heartbeats(&mut workers, &mut server, Duration::from_secs(seconds)).await?)
         }
     };
 
-    ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
+    ui.notice(&format!(
+        "submitting {} tasks as fast as the coordinator accepts them",
+        args.tasks
+    ));
     let before = server.usage()?.cpu;
-    let took = many(&api, &mut machines, args.tasks).await?;
+    let elapsed = measure_throughput(&api, &mut workers, args.tasks).await?;
     let cpu = server.usage()?.cpu.saturating_sub(before);
 
     ui.notice(&format!(
-        "{PROBES} tasks one after another while {} wait for a worker that is busy",
+        "submitting {LATENCY_TASKS} tasks one after another while {} wait for a busy worker",
         args.waiting
     ));
     submit_all(&api, args.waiting, slow_task).await?;
-    let mut latency = probe(&api[0], &mut machines, PROBES).await?;
+    let mut latency = measure_latency(&api[0], &mut workers, LATENCY_TASKS).await?;
     let resident = server.usage()?.resident;
-    drop(machines);
+    drop(workers);
     drop(api);
 
-    ui.notice("the coordinator is killed and starts again");
+    ui.notice("killing and restarting the coordinator");
     let restarted = server.restart().await?;
 
-    let per_second = args.tasks as f64 / took.as_secs_f64();
+    let per_second = args.tasks as f64 / elapsed.as_secs_f64();
     let assign = Quantiles::of(&mut latency.assign);
-    let whole = Quantiles::of(&mut latency.finish);
+    let finish_times = Quantiles::of(&mut latency.finish);
     if args.json {
         ui.json(&json!({
             "store": args.store.name(),
             "tasks": args.tasks,
             "workers": args.workers,
             "waiting": args.waiting,
-            "beat_cpu_share": beating,
+            "beat_cpu_share": heartbeat_share,
             "tasks_per_s": per_second,
-            "seconds": took.as_secs_f64(),
+            "seconds": elapsed.as_secs_f64(),
             "coordinator_cpu_s": cpu.as_secs_f64(),
             "assign_p50_ms": assign.p50,
             "assign_p99_ms": assign.p99,
-            "finish_p50_ms": whole.p50,
-            "finish_p99_ms": whole.p99,
+            "finish_p50_ms": finish_times.p50,
+            "finish_p99_ms": finish_times.p99,
             "coordinator_rss_bytes": resident,
             "restart_s": restarted.ready_after.as_secs_f64(),
         }))?;
         return Ok(Exit::Ok);
     }
-    if let Some(share) = beating {
+    if let Some(share) = heartbeat_share {
         let workers = args.workers;
         ui.data_lines([format!(
-            "beats                  {:.1}% of a core   {workers} workers, {} s",
+            "heartbeats             {:.1}% of a core   {workers} workers, {} s",
             share * 100.0,
             args.beat
         )])?;
@@ -116,7 +120,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         format!(
             "coordinator            {:.2} s of CPU time for {:.2} s",
             cpu.as_secs_f64(),
-            took.as_secs_f64()
+            elapsed.as_secs_f64()
         ),
         format!(
             "submit to assigned     {:.1} ms median, {:.1} ms p99   while {} tasks wait",
@@ -124,19 +128,19 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         ),
         format!(
             "submit to finished     {:.1} ms median, {:.1} ms p99",
-            whole.p50, whole.p99
+            finish_times.p50, finish_times.p99
         ),
         format!("coordinator's memory   {}", size(resident)),
         format!(
             "restart                {:.2} s after SIGKILL, with {} tasks",
             restarted.ready_after.as_secs_f64(),
-            args.tasks + args.waiting + PROBES
+            args.tasks + args.waiting + LATENCY_TASKS
         ),
     ])?;
     Ok(Exit::Ok)
 }
 
-/// A folder of its own on a file system in memory. Dropping it removes it.
+/// Creates a folder on a file system in memory. It is removed when dropped.
 fn in_memory() -> Result<tempfile::TempDir, Failure> {
     let shm = Path::new("/dev/shm");
     if !shm.is_dir() {
@@ -145,17 +149,17 @@ fn in_memory() -> Result<tempfile::TempDir, Failure> {
         ));
     }
     let folder = tempfile::Builder::new().prefix("aitk-bench-").tempdir_in(shm);
-    folder.map_err(|error| Failure::file("make a folder in", shm, &error))
+    folder.map_err(|error| Failure::file("create a folder in", shm, &error))
 }
 
-/// The middle and the tail, in milliseconds.
+/// Median and 99th percentile in milliseconds.
 struct Quantiles {
     p50: f64,
     p99: f64,
 }
 
 impl Quantiles {
-    /// Of at least one time.
+    /// Computes the quantiles of at least one time.
     fn of(times: &mut [Duration]) -> Self {
         times.sort_unstable();
         let at = |share: f64| {
@@ -194,19 +198,19 @@ fn quick_task() -> Submission {
     task("quick", &BTreeMap::new())
 }
 
-/// Only the slow machine fits.
+/// A task that only the slow worker can run.
 fn slow_task() -> Submission {
     task(SLOW, &BTreeMap::from([(SLOW_LABEL, SLOW)]))
 }
 
-/// Submits `count` tasks over all connections; returns when all are durable.
+/// Submits `count` tasks over all connections, and returns when all are stored.
 async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Result<(), Failure> {
-    let given = Arc::new(AtomicUsize::new(0));
+    let submitted_count = Arc::new(AtomicUsize::new(0));
     let mut calls = JoinSet::new();
-    for call in 0..CLIENTS * CALLS {
-        let (api, given) = (api[call % api.len()].clone(), given.clone());
+    for call in 0..CLIENTS * CALLS_PER_CLIENT {
+        let (api, submitted_count) = (api[call % api.len()].clone(), submitted_count.clone());
         calls.spawn(async move {
-            while given.fetch_add(1, Ordering::Relaxed) < count {
+            while submitted_count.fetch_add(1, Ordering::Relaxed) < count {
                 api.submit(make()).await?;
             }
             Ok::<(), Failure>(())
@@ -218,30 +222,34 @@ async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Resu
     Ok(())
 }
 
-/// The share of a core that the coordinator takes while nothing happens but beats.
-async fn beat(machines: &mut Machines, server: &mut Server, time: Duration) -> Result<f64, Failure> {
-    let (before, began) = (server.usage()?.cpu, Instant::now());
-    // Nothing is to be seen but a session that breaks.
-    let seen = async {
+/// Measures the share of a CPU core that the coordinator uses for heartbeats alone.
+async fn measure_heartbeats(
+    workers: &mut SimulatedWorkers,
+    server: &mut Server,
+    time: Duration,
+) -> Result<f64, Failure> {
+    let (before, start) = (server.usage()?.cpu, Instant::now());
+    // The only possible event is a session that breaks.
+    let events = async {
         loop {
-            machines.next().await?;
+            workers.next().await?;
         }
     };
-    if let Ok(broken) = tokio::time::timeout(time, seen).await {
+    if let Ok(broken) = tokio::time::timeout(time, events).await {
         return broken;
     }
-    let took = server.usage()?.cpu.saturating_sub(before);
-    Ok(took.as_secs_f64() / began.elapsed().as_secs_f64())
+    let cpu = server.usage()?.cpu.saturating_sub(before);
+    Ok(cpu.as_secs_f64() / start.elapsed().as_secs_f64())
 }
 
-/// From the first submission to the last end that is durable.
-async fn many(api: &[Api], machines: &mut Machines, count: usize) -> Result<Duration, Failure> {
-    let began = Instant::now();
+/// Measures the time from the first submission until the last task is stored as finished.
+async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: usize) -> Result<Duration, Failure> {
+    let start = Instant::now();
     let finish = async {
         let mut finished = 0;
-        let mut last = began;
+        let mut last = start;
         while finished < count {
-            if let Seen::Finished(at) = next(machines).await? {
+            if let WorkerEvent::Finished(at) = next_event(workers).await? {
                 finished += 1;
                 last = last.max(at);
             }
@@ -250,7 +258,7 @@ async fn many(api: &[Api], machines: &mut Machines, count: usize) -> Result<Dura
     };
     let (submitted, last) = tokio::join!(submit_all(api, count, quick_task), finish);
     submitted?;
-    Ok(last?.saturating_duration_since(began))
+    Ok(last?.saturating_duration_since(start))
 }
 
 struct Latency {
@@ -258,22 +266,22 @@ struct Latency {
     finish: Vec<Duration>,
 }
 
-/// Tasks one after another: how long until each is assigned, and until its end is durable.
-async fn probe(api: &Api, machines: &mut Machines, count: usize) -> Result<Latency, Failure> {
+/// Submits tasks one after another, and measures the time until each is assigned and until it is stored as finished.
+async fn measure_latency(api: &Api, workers: &mut SimulatedWorkers, count: usize) -> Result<Latency, Failure> {
     let mut latency = Latency {
         assign: Vec::with_capacity(count),
         finish: Vec::with_capacity(count),
     };
     for _ in 0..count {
-        let began = Instant::now();
+        let start = Instant::now();
         let job: JobId = api.submit(quick_task()).await?.job;
         loop {
-            match next(machines).await? {
-                Seen::Assigned(which, at) if which == job => {
-                    latency.assign.push(at.saturating_duration_since(began));
+            match next_event(workers).await? {
+                WorkerEvent::Assigned(which, at) if which == job => {
+                    latency.assign.push(at.saturating_duration_since(start));
                 }
-                Seen::Finished(at) => {
-                    latency.finish.push(at.saturating_duration_since(began));
+                WorkerEvent::Finished(at) => {
+                    latency.finish.push(at.saturating_duration_since(start));
                     break;
                 }
                 _ => {}
@@ -283,9 +291,11 @@ async fn probe(api: &Api, machines: &mut Machines, count: usize) -> Result<Laten
     Ok(latency)
 }
 
-async fn next(machines: &mut Machines) -> Result<Seen, Failure> {
-    let silent = |_| Failure::failed(format!("nothing happened for {} s", SILENCE.as_secs()));
-    tokio::time::timeout(SILENCE, machines.next()).await.map_err(silent)?
+async fn next_event(workers: &mut SimulatedWorkers) -> Result<WorkerEvent, Failure> {
+    let silent = |_| Failure::failed(format!("nothing happened for {} s", IDLE_TIMEOUT.as_secs()));
+    tokio::time::timeout(IDLE_TIMEOUT, workers.next())
+        .await
+        .map_err(silent)?
 }
 
 #[cfg(test)]
@@ -293,10 +303,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tail_is_one_of_the_times() {
+    fn quantiles_are_measured_times() {
         let mut times: Vec<Duration> = (1..=200).rev().map(Duration::from_millis).collect();
-        let found = Quantiles::of(&mut times);
-        assert!((found.p50 - 100.0).abs() < 1e-9 && (found.p99 - 198.0).abs() < 1e-9);
+        let quantiles = Quantiles::of(&mut times);
+        assert!((quantiles.p50 - 100.0).abs() < 1e-9 && (quantiles.p99 - 198.0).abs() < 1e-9);
         let one = Quantiles::of(&mut [Duration::from_millis(7)]);
         assert!((one.p50 - 7.0).abs() < 1e-9 && (one.p99 - 7.0).abs() < 1e-9);
     }

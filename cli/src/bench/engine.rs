@@ -1,5 +1,5 @@
-//! `aitk bench engine`: how fast parts of models run here. Each in a process of its own, so that one does not count the
-//! memory of another, and one that the system kills for its memory ends alone.
+//! `aitk bench engine`: measures parts of models on this machine. Each runs in a child process, so that its peak memory
+//! is its own, and running out of memory ends only that one.
 
 use crate::args::BenchEngineArgs;
 use crate::context::Context;
@@ -17,33 +17,33 @@ use tokio::process::Command;
 
 pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandResult {
     let ui = context.ui(true);
-    let works = chosen(args.only.as_deref())?;
+    let works = select_works(args.only.as_deref())?;
     if args.list {
         return list(context, args, &works);
     }
     if args.here {
-        let found = here(&works, args.device.as_deref()).await?;
-        ui.data(&json!(found).to_string())?;
+        let finding = measure_here(&works, args.device.as_deref()).await?;
+        ui.data(&json!(finding).to_string())?;
         return Ok(Exit::Ok);
     }
     let devices = find_devices(args.device.as_deref()).await?;
     let device = devices
         .first()
-        .ok_or_else(|| Failure::failed("no device can be used"))?;
+        .ok_or_else(|| Failure::failed("this machine has no usable device"))?;
     ui.notice(&format!(
-        "{} ({}): time of one run, operations per second, most memory held",
+        "{} ({}): time of one run, operations per second, peak memory",
         device.name, device.architecture
     ));
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     let mut failed = 0;
     for work in works {
         ui.notice(&format!("{}: {}", work.name, work.about));
-        match apart(work, device.device).await {
+        match measure_in_child(work, device.device).await {
             Ok(finding) => {
                 if !args.json {
                     ui.data(&line(&finding))?;
                 }
-                found.push(finding);
+                findings.push(finding);
             }
             Err(failure) => {
                 failed += 1;
@@ -52,16 +52,16 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         }
     }
     if args.json {
-        ui.data(&pretty(&json!(found)))?;
+        ui.data(&pretty(&json!(findings)))?;
     }
     if failed > 0 {
-        return Err(Failure::failed(format!("{failed} could not be measured")));
+        return Err(Failure::failed(format!("{failed} benchmarks failed")));
     }
     Ok(Exit::Ok)
 }
 
-/// The one with this name, else all whose name has the text in it.
-fn chosen(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
+/// Returns the work with this name, else all whose names contain the text.
+fn select_works(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
     let Some(only) = only else {
         return Ok(WORKS.iter().collect());
     };
@@ -70,9 +70,8 @@ fn chosen(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
     }
     let some: Vec<_> = WORKS.iter().filter(|work| work.name.contains(only)).collect();
     if some.is_empty() {
-        return Err(
-            Failure::usage(format!("no work has `{only}` in its name")).hint("`aitk bench engine --list` shows all")
-        );
+        return Err(Failure::usage(format!("no benchmark has `{only}` in its name"))
+            .hint("`aitk bench engine --list` lists all"));
     }
     Ok(some)
 }
@@ -94,13 +93,14 @@ fn list(context: &Context, args: &BenchEngineArgs, works: &[&'static Work]) -> C
     Ok(Exit::Ok)
 }
 
-/// A list, as scripts expect it.
+/// Formats indented JSON without `schema_version`.
 fn pretty(value: &Value) -> String {
     format!("{value:#}")
 }
 
-/// No device is looked for here: that would compute, before the threads that models need are there.
-async fn here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
+/// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool
+/// too early.
+async fn measure_here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
     let choice = device.unwrap_or("cpu").parse::<Choice>();
     let (&[work], Ok(Choice::These(devices))) = (works, choice) else {
         return Err(Failure::usage("--here takes one work and one device"));
@@ -113,14 +113,14 @@ async fn here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, 
         .map_err(|error| Failure::failed(crate::failure::chain(&error)))
 }
 
-/// In a process of its own.
-async fn apart(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
+/// Measures in a child process.
+async fn measure_in_child(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
     let failed = |why: String| Failure::failed(why);
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let output = Command::new(program)
         .args(["bench", "engine", "--here", "--json", "--only", work.name, "--device"])
         .arg(format!("{}:{}", device.kind.name(), device.index))
-        // candle's own threads wait by spinning; the engine's are all that is wanted, as in a worker.
+        // As in a worker: candle's own thread pool waits by spinning, so only the engine's threads are used.
         .env("CANDLE_NUM_THREADS", "1")
         .stdin(Stdio::null())
         .kill_on_drop(true)
@@ -128,28 +128,29 @@ async fn apart(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
         .await
         .map_err(|error| failed(error.to_string()))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        let last = said.lines().last().unwrap_or("").trim();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let last = stderr.lines().last().unwrap_or("").trim();
         return Err(failed(format!(
             "{}{}{last}",
             output.status,
             if last.is_empty() { "" } else { ": " }
         )));
     }
-    serde_json::from_slice(&output.stdout).map_err(|error| failed(format!("unreadable answer: {error}")))
+    serde_json::from_slice(&output.stdout)
+        .map_err(|error| failed(format!("the child process printed invalid JSON: {error}")))
 }
 
-fn line(found: &Finding) -> String {
-    let rate = if found.flops > 0 {
-        format!("{:8.1} GFLOP/s", found.flops as f64 / found.seconds / 1e9)
+fn line(finding: &Finding) -> String {
+    let rate = if finding.flops > 0 {
+        format!("{:8.1} GFLOP/s", finding.flops as f64 / finding.seconds / 1e9)
     } else {
         " ".repeat(16)
     };
     format!(
         "{:<36}{:>10.4} s{rate}{:>12}",
-        found.work,
-        found.seconds,
-        size(found.peak_bytes)
+        finding.work,
+        finding.seconds,
+        size(finding.peak_bytes)
     )
 }
 
@@ -158,11 +159,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_exact_before_it_is_a_part() {
-        assert_eq!(chosen(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
-        assert_eq!(chosen(Some("lora_step")).unwrap().len(), 2);
-        assert_eq!(chosen(None).unwrap().len(), WORKS.len());
-        let none = chosen(Some("sd99"))
+    fn an_exact_name_wins_over_parts_of_names() {
+        assert_eq!(select_works(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
+        assert_eq!(select_works(Some("lora_step")).unwrap().len(), 2);
+        assert_eq!(select_works(None).unwrap().len(), WORKS.len());
+        let none = select_works(Some("sd99"))
             .err()
             .map(|failure| failure.message)
             .unwrap_or_default();
@@ -171,13 +172,13 @@ mod tests {
 
     #[test]
     fn a_line_fits_a_terminal() {
-        let found = Finding {
+        let finding = Finding {
             work: "unet_sd15_lora_step_64_recomputed".to_owned(),
             seconds: 123.4567,
             flops: 2_432_043_569_152,
             peak_bytes: 12 << 30,
             runs: 3,
         };
-        assert!(line(&found).len() <= 80, "{}", line(&found).len());
+        assert!(line(&finding).len() <= 80, "{}", line(&finding).len());
     }
 }

@@ -1,18 +1,18 @@
-//! `aitk bench`: how fast the parts of aitk are on this machine.
+//! `aitk bench`: measures parts of aitk on this machine.
 
 mod control;
 mod engine;
-mod machines;
 mod server;
+mod simulated_workers;
 
 use crate::args::{BenchArgs, BenchCommand};
 use crate::context::Context;
 use crate::failure::CommandResult;
 
-/// Runs the benchmark that was asked for.
+/// Runs the benchmark of the command line.
 ///
 /// # Errors
-/// When it could not be run to its end.
+/// When the benchmark fails.
 pub async fn run(context: &Context, args: BenchArgs) -> CommandResult {
     match args.command {
         BenchCommand::Control(args) => control::run(context, &args).await,

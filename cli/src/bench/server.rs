@@ -1,6 +1,6 @@
-//! The coordinator under test: this program as `aitk up --no-worker`, in a process of its own, with TLS.
+//! The coordinator under test: this program as `aitk up --no-worker` in a child process, with TLS.
 
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::failure::Failure;
 use aitk_common::fsutil;
 use std::path::{Path, PathBuf};
@@ -10,13 +10,13 @@ use sysinfo::{Pid, ProcessRefreshKind, ProcessesToUpdate, System};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 
-/// How long a coordinator may take to say where it listens.
+/// How long a coordinator may take to print its address.
 const START: Duration = Duration::from_secs(120);
 
-/// A coordinator in a process of its own. Dropping it kills it.
+/// A coordinator in a child process, which is killed on drop.
 pub(super) struct Server {
     child: Child,
-    /// Kept open: a pipe that nobody reads would stop it.
+    /// Kept open, because writing to a closed pipe would end the process.
     _output: BufReader<ChildStdout>,
     folder: PathBuf,
     database: Option<String>,
@@ -24,41 +24,41 @@ pub(super) struct Server {
     system: System,
     /// Where it listens.
     pub(super) address: String,
-    /// From the start of the process to the line that says where it listens.
+    /// Time from the start of the process to the line with its address.
     pub(super) ready_after: Duration,
 }
 
-/// What it has used since it started.
+/// Resources that the process has used since its start.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Usage {
-    /// CPU time, user and system.
+    /// User and system CPU time.
     pub(super) cpu: Duration,
-    /// Bytes in memory now.
+    /// Resident memory now, in bytes.
     pub(super) resident: u64,
 }
 
 impl Server {
-    /// Makes a certificate in `folder` and starts a coordinator whose data lie there, or in a PostgreSQL database.
+    /// Creates a certificate in `folder`, and starts a coordinator with its data there or in a PostgreSQL database.
     ///
     /// # Errors
-    /// When that does not work.
+    /// When the certificate cannot be created or the coordinator does not start.
     pub(super) async fn start(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
         let certificate = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()])
-            .map_err(|error| Failure::failed(format!("no certificate could be made: {error}")))?;
+            .map_err(|error| Failure::failed(format!("cannot create a certificate: {error}")))?;
         let write = |name: &str, text: String| {
-            fsutil::write_private(&folder.join(name), text.as_bytes()).map_err(|error| disk(&error))
+            fsutil::write_private(&folder.join(name), text.as_bytes()).map_err(|error| disk_failure(&error))
         };
         write("cert.pem", certificate.cert.pem())?;
         write("key.pem", certificate.signing_key.serialize_pem())?;
-        Self::again(folder, database).await
+        Self::spawn(folder, database).await
     }
 
-    /// Starts a coordinator on what an earlier one left in `folder`.
-    async fn again(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
+    /// Starts a coordinator with the certificate and data in `folder`.
+    async fn spawn(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
         let log = folder.join("log");
         let errors = std::fs::File::create(&log).map_err(|error| Failure::file("write", &log, &error))?;
         let program = std::env::current_exe().map_err(|error| Failure::failed(error.to_string()))?;
-        let began = Instant::now();
+        let start = Instant::now();
         let mut child = Command::new(program)
             .args(["up", "--no-worker", "--bind", "127.0.0.1:0"])
             .arg("--data-dir")
@@ -68,7 +68,7 @@ impl Server {
             .arg("--tls-key")
             .arg(folder.join("key.pem"))
             .args(database.into_iter().flat_map(|url| ["--database", url]))
-            // It must not take the place of an `aitk up` that this user has.
+            // It must not overwrite the state file of the user's own `aitk up`.
             .env("XDG_STATE_HOME", folder.join("state"))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -76,21 +76,25 @@ impl Server {
             .kill_on_drop(true)
             .spawn()
             .map_err(|error| Failure::failed(format!("the coordinator did not start: {error}")))?;
-        let silent = || {
-            let said = std::fs::read_to_string(&log).unwrap_or_default();
-            let said = said.trim();
-            let why = if said.is_empty() { "it said nothing" } else { said };
+        let not_started = || {
+            let output = std::fs::read_to_string(&log).unwrap_or_default();
+            let output = output.trim();
+            let why = if output.is_empty() {
+                "it printed nothing"
+            } else {
+                output
+            };
             Failure::failed(format!("the coordinator did not start: {why}"))
         };
-        let mut output = BufReader::new(child.stdout.take().ok_or_else(silent)?);
+        let mut output = BufReader::new(child.stdout.take().ok_or_else(not_started)?);
         let mut line = String::new();
         tokio::time::timeout(START, output.read_line(&mut line))
             .await
-            .map_err(|_| silent())?
+            .map_err(|_| not_started())?
             .map_err(|error| Failure::failed(error.to_string()))?;
-        let ready_after = began.elapsed();
-        let address = line.split_whitespace().nth(1).ok_or_else(silent)?.to_owned();
-        let pid = Pid::from_u32(child.id().ok_or_else(silent)?);
+        let ready_after = start.elapsed();
+        let address = line.split_whitespace().nth(1).ok_or_else(not_started)?.to_owned();
+        let pid = Pid::from_u32(child.id().ok_or_else(not_started)?);
         Ok(Self {
             child,
             _output: output,
@@ -103,36 +107,36 @@ impl Server {
         })
     }
 
-    /// Kills it (SIGKILL) and starts another on the same data.
+    /// Kills the coordinator with SIGKILL, and starts another with the same data.
     ///
     /// # Errors
-    /// When that one does not start.
+    /// When it does not start.
     pub(super) async fn restart(mut self) -> Result<Self, Failure> {
         self.child
             .kill()
             .await
-            .map_err(|error| Failure::failed(format!("the coordinator could not be ended: {error}")))?;
-        Self::again(&self.folder, self.database.as_deref()).await
+            .map_err(|error| Failure::failed(format!("the coordinator could not be killed: {error}")))?;
+        Self::spawn(&self.folder, self.database.as_deref()).await
     }
 
-    /// The certificate to trust.
+    /// Returns the certificate to trust.
     pub(super) fn ca_file(&self) -> PathBuf {
         self.folder.join("cert.pem")
     }
 
-    /// The token that it made.
+    /// Reads the token that the coordinator created.
     ///
     /// # Errors
-    /// When it made none.
+    /// When the token cannot be read.
     pub(super) fn token(&self) -> Result<String, Failure> {
         let path = self.folder.join("data/coordinator/token");
         std::fs::read_to_string(&path).map_err(|error| Failure::file("read", &path, &error))
     }
 
-    /// What it has used until now.
+    /// Returns the resources used until now.
     ///
     /// # Errors
-    /// When it is gone.
+    /// When the process has ended.
     pub(super) fn usage(&mut self) -> Result<Usage, Failure> {
         let what = ProcessRefreshKind::nothing().with_cpu().with_memory();
         self.system

@@ -2,7 +2,7 @@
 
 use crate::args::{ArtifactsGetArgs, ArtifactsLsArgs};
 use crate::context::Context;
-use crate::download::{Present, fetch, is_chosen, present, target};
+use crate::download::{ExistingFile, check_existing, fetch, matches_pattern, target_path};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Format;
@@ -35,16 +35,16 @@ pub(super) async fn ls(context: &Context, args: ArtifactsLsArgs) -> CommandResul
         Format::Human => {
             ui.table(&artifacts_table(&artifacts))?;
             if none {
-                ui.notice(&format!("nothing yet; the job is {}", job.state));
+                ui.notice(&format!("no files yet; the job is {}", job.state));
             } else if artifacts.is_empty() {
-                ui.notice("nothing is like that; without names and --kind all of it is listed");
+                ui.notice("no file matches; without names and --kind all files are listed");
             }
         }
     }
     Ok(Exit::Ok)
 }
 
-/// One file to be fetched.
+/// A file to download.
 struct Item {
     name: String,
     hash: ContentHash,
@@ -57,21 +57,24 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     let ui = context.ui(args.no_progress);
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    let made = api.artifacts(&job.id).await?;
-    let folder = args.output.clone().unwrap_or_else(|| usual_folder(&job, &made));
-    let chosen = choose(made, &args.names, &args.kinds)?;
+    let artifacts = api.artifacts(&job.id).await?;
+    let folder = args.output.clone().unwrap_or_else(|| default_folder(&job, &artifacts));
+    let selected = choose(artifacts, &args.names, &args.kinds)?;
     let mut items = Vec::new();
-    for artifact in chosen {
+    for artifact in selected {
         let Some(hash) = artifact.hash else {
-            let place = artifact.local_path.as_deref().unwrap_or("where its config says");
+            let place = artifact
+                .local_path
+                .as_deref()
+                .unwrap_or("in the folder that its config names");
             return Err(Failure::new(
                 Exit::Conflict,
                 format!("{} was written in place: {place}", artifact.name),
             )
-            .hint("jobs of `aitk run` leave their files there; nothing has to be fetched"));
+            .hint("files of `aitk run` jobs are on this machine already"));
         };
-        // Every name is checked before anything is written.
-        let path = target(&folder, &artifact.name)?;
+        // Check every name before writing anything.
+        let path = target_path(&folder, &artifact.name)?;
         items.push(Item {
             name: artifact.name,
             hash,
@@ -82,41 +85,41 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     }
 
     let total = items.iter().map(|item| item.bytes).sum();
-    let mut wait = ui.bytes("fetching", total);
+    let mut indicator = ui.byte_progress("downloading", total);
     let mut done = 0_u64;
     for item in &mut items {
-        wait.say(item.name.rsplit('/').next().unwrap_or(&item.name));
-        match present(&item.path, item.hash, item.bytes)? {
-            Present::Same => {
+        indicator.set_message(item.name.rsplit('/').next().unwrap_or(&item.name));
+        match check_existing(&item.path, item.hash, item.bytes)? {
+            ExistingFile::Identical => {
                 item.status = "present";
                 done += item.bytes;
-                wait.set(done, total);
+                indicator.set(done, total);
                 continue;
             }
-            Present::Other if !args.force => {
+            ExistingFile::Different if !args.force => {
                 return Err(Failure::new(
                     Exit::Conflict,
-                    format!("{} is there already, with another content", item.path.display()),
+                    format!("{} exists already, with other content", item.path.display()),
                 )
-                .hint("--force replaces it; or choose another folder with -o"));
+                .hint("--force replaces it; -o writes into another folder"));
             }
-            Present::Other => item.status = "replaced",
-            Present::No => {}
+            ExistingFile::Different => item.status = "replaced",
+            ExistingFile::Missing => {}
         }
         let progress = |more: i64| {
             done = done.saturating_add_signed(more);
-            wait.set(done, total);
+            indicator.set(done, total);
         };
         tokio::select! {
             fetched = Box::pin(fetch(&api, item.hash, item.bytes, &item.path, progress)) => fetched?,
             _ = tokio::signal::ctrl_c() => {
-                drop(wait);
-                ui.notice("stopped; the same command goes on with what is missing");
+                drop(indicator);
+                ui.notice("stopped; the same command continues with the missing files");
                 return Ok(Exit::Interrupted);
             }
         }
     }
-    drop(wait);
+    drop(indicator);
 
     if args.json {
         let files: Vec<_> = items
@@ -128,29 +131,29 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
         ui.data_lines(items.iter().map(|item| item.path.display().to_string()))?;
         let present = items.iter().filter(|item| item.status == "present").count();
         let fetched = items.len() - present;
-        let kept = if present > 0 {
-            format!(", {present} were there already")
+        let skipped = if present > 0 {
+            format!(", {present} existed already")
         } else {
             String::new()
         };
-        ui.notice(&format!("{fetched} files fetched{kept} ({})", size(total)));
+        ui.notice(&format!("{fetched} files downloaded{skipped} ({})", size(total)));
     }
     Ok(Exit::Ok)
 }
 
-/// Where files go that are not told where: into a folder here with the job's name. Where all of them lie in such a folder
-/// already, as those of a training do, they are not put into another one.
-fn usual_folder(job: &JobView, made: &[Artifact]) -> PathBuf {
+/// Returns the output folder when `-o` is not given: a folder with the job's name. If all names start with that folder
+/// already, as those of a training do, it is the current folder.
+fn default_folder(job: &JobView, artifacts: &[Artifact]) -> PathBuf {
     let folder = folder_of_job(job);
     let inside = |artifact: &Artifact| Path::new(&artifact.name).starts_with(&folder) && artifact.name.contains('/');
-    if !made.is_empty() && made.iter().all(inside) {
+    if !artifacts.is_empty() && artifacts.iter().all(inside) {
         PathBuf::new()
     } else {
         folder
     }
 }
 
-/// A folder here with the job's name; its id where the name is none of a folder.
+/// Returns the job's name as a folder, or its id if the name is not valid for a folder.
 fn folder_of_job(job: &JobView) -> PathBuf {
     let name = Path::new(&job.name);
     let plain = name.components().count() == 1 && name.file_name() == Some(name.as_os_str());
@@ -161,35 +164,35 @@ fn folder_of_job(job: &JobView) -> PathBuf {
     }
 }
 
-/// Those that are asked for; all without names.
+/// Returns the artifacts that match the names and kinds; without any, all.
 fn choose(artifacts: Vec<Artifact>, names: &[String], kinds: &[String]) -> Result<Vec<Artifact>, Failure> {
     for wanted in names {
-        if !artifacts.iter().any(|artifact| is_chosen(&artifact.name, wanted)) {
+        if !artifacts.iter().any(|artifact| matches_pattern(&artifact.name, wanted)) {
             return Err(
-                Failure::not_found(format!("the job made nothing that is called '{wanted}'"))
-                    .hint("`aitk artifacts ls JOB` lists what there is"),
+                Failure::not_found(format!("the job has no file that matches '{wanted}'"))
+                    .hint("`aitk artifacts ls JOB` lists its files"),
             );
         }
     }
     if artifacts.is_empty() {
-        return Err(Failure::not_found("the job has made nothing yet"));
+        return Err(Failure::not_found("the job has no files yet"));
     }
-    let chosen: Vec<Artifact> = artifacts
+    let selected: Vec<Artifact> = artifacts
         .into_iter()
         .filter(|artifact| is_wanted(artifact, names, kinds))
         .collect();
-    if chosen.is_empty() {
+    if selected.is_empty() {
         return Err(
-            Failure::not_found(format!("the job made nothing of the kind {}", kinds.join(" or ")))
-                .hint("`aitk artifacts ls JOB` lists what there is"),
+            Failure::not_found(format!("the job has no file of kind {}", kinds.join(" or ")))
+                .hint("`aitk artifacts ls JOB` lists its files"),
         );
     }
-    Ok(chosen)
+    Ok(selected)
 }
 
-/// Whether it has one of the names and is of one of the kinds. None of them: any.
+/// Whether an artifact matches one of the names and one of the kinds. An empty list matches all.
 fn is_wanted(artifact: &Artifact, names: &[String], kinds: &[String]) -> bool {
-    (names.is_empty() || names.iter().any(|wanted| is_chosen(&artifact.name, wanted)))
+    (names.is_empty() || names.iter().any(|wanted| matches_pattern(&artifact.name, wanted)))
         && (kinds.is_empty() || kinds.contains(&artifact.kind))
 }
 
@@ -200,14 +203,14 @@ mod tests {
     use aitk_common::control::JobState;
 
     #[test]
-    fn files_go_into_a_folder_with_the_jobs_name_here_and_nowhere_else() {
+    fn the_default_folder_has_the_jobs_name_and_is_in_the_current_folder() {
         let folder = |name: &str| folder_of_job(&job("j1", name, JobState::Completed, 0));
         assert_eq!(folder("my lora"), Path::new("my lora"));
         for name in ["", ".", "..", "/etc", "a/b", "../a", "a\\b", "c:", "a\n"] {
             assert_eq!(folder(name), Path::new("j1"), "{name}");
         }
-        let usual = |names: &[&str]| {
-            let made: Vec<Artifact> = names
+        let default = |names: &[&str]| {
+            let artifacts: Vec<Artifact> = names
                 .iter()
                 .map(|name| Artifact {
                     name: (*name).to_owned(),
@@ -219,11 +222,11 @@ mod tests {
                     local_path: None,
                 })
                 .collect();
-            usual_folder(&job("j1", "cat", JobState::Completed, 0), &made)
+            default_folder(&job("j1", "cat", JobState::Completed, 0), &artifacts)
         };
-        assert_eq!(usual(&["cat/cat.safetensors", "cat/samples/1.png"]), Path::new(""));
+        assert_eq!(default(&["cat/cat.safetensors", "cat/samples/1.png"]), Path::new(""));
         for others in [&[][..], &["cat"], &["cat/a", "b"], &["cats/a"], &["cat/a", "../b"]] {
-            assert_eq!(usual(others), Path::new("cat"), "{others:?}");
+            assert_eq!(default(others), Path::new("cat"), "{others:?}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! `clone`: submit a copy of a job, with its inputs as they are stored.
 
-use super::submit::{follow_submitted, hand_over, local_inputs, owner, say_sent, send_inputs};
+use super::submit::{follow_submitted, local_inputs, print_uploads, resolve_owner, send_inputs, submit_with_retries};
 use crate::api::Api;
 use crate::args::CloneArgs;
 use crate::config::{self, refuse_special_files};
@@ -13,7 +13,7 @@ use crate::notify::Notify;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
 use crate::preflight;
-use crate::trace::Submitting;
+use crate::trace::SubmitSpan;
 use aitk_common::control::{JobView, Submission};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
@@ -26,11 +26,11 @@ use std::path::{Path, PathBuf};
 pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
     let notify = Notify::if_followed(args.follow, &args.notify, &context.paths)?;
-    let changes = changes(&args)?;
-    let owner = owner(args.user.as_deref())?;
+    let changes = flag_changes(&args)?;
+    let owner = resolve_owner(args.user.as_deref())?;
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    refuse_what_is_no_single_job(&job)?;
+    check_is_single_job(&job)?;
     let stored = api.submission(&job.id).await?;
     if stored.local {
         return Err(Failure::new(
@@ -40,32 +40,32 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         .hint("`aitk submit CONFIG` submits its config"));
     }
 
-    let (before, mut loaded) = changed(&ui, &job, &stored, &changes)?;
+    let (original, mut loaded) = apply_changes(&ui, &job, &stored, &changes)?;
     if let Some(priority) = args.priority {
         loaded.spec.cluster.priority = i64::from(priority);
     }
-    let new = new_inputs(&before, &loaded.spec, &stored.inputs);
+    let new = new_inputs(&original, &loaded.spec, &stored.inputs);
     refuse_special_files(&loaded.spec, &new, &context.directory)?;
-    let here = local_inputs(&ui, context, &loaded.spec, new.clone())?;
+    let local = local_inputs(&ui, context, &loaded.spec, new.clone())?;
     let is_new = |input: &Input| new.iter().any(|new| new.config_path == input.config_path);
-    let commits = preflight::check_some(&ui, &loaded.spec, &context.directory, is_new).await?;
-    pin(&mut loaded.spec, &commits, &here, &stored.inputs);
-    let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| here.contains_key(file));
-    let drawn = drawn_in_parts(&api, &job).await?;
-    let images = count_images(&before, &loaded.spec, drawn, prompts_here);
+    let commits = preflight::check_selected_models(&ui, &loaded.spec, &context.directory, is_new).await?;
+    pin_revisions(&mut loaded.spec, &commits, &local, &stored.inputs);
+    let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| local.contains_key(file));
+    let generated = images_in_parts(&api, &job).await?;
+    let images = count_images(&original, &loaded.spec, generated, prompts_here);
     if loaded.spec.cluster.split.is_some() && images.is_none() {
         loaded.spec.cluster.split = None;
-        ui.notice("the copy is not cut into parts: how many prompts its file holds is not known here");
+        ui.notice("the copy is not split into parts, because the number of prompts in its file is not known here");
     }
     let json = job_json(&loaded, Path::new(&format!("the copy of {}", job.id)))?;
 
-    let trace = Submitting::begin();
-    let api = api.part_of(trace.context());
-    let Some(sent) = send_inputs(&api, &ui, &trace, &here, args.yes).await? else {
+    let trace = SubmitSpan::start();
+    let api = api.with_trace(trace.context());
+    let Some(sent) = send_inputs(&api, &ui, &trace, &local, args.yes).await? else {
         return Ok(Exit::Interrupted);
     };
     if !args.json {
-        say_sent(&ui, &sent);
+        print_uploads(&ui, &sent);
     }
     let used: BTreeSet<String> = loaded
         .spec
@@ -87,11 +87,13 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         idempotency_key: Some(uuid::Uuid::new_v4().to_string()),
         owner,
     };
-    let submitted = hand_over(&api, &ui, |api| {
+    let submitted = submit_with_retries(&api, &ui, |api| {
         let submission = submission.clone();
         async move { api.submit(submission).await }
     });
-    let submitted = submitted.await.map_err(|failure| gone(failure, &job))?;
+    let submitted = submitted
+        .await
+        .map_err(|failure| explain_missing_input(failure, &job))?;
     trace.submitted(&submitted.job);
     let copy = api.get(submitted.job.as_str()).await?;
     if args.json {
@@ -112,9 +114,9 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     follow_submitted(&api, &ui, copy, format, args.follow.then_some(&notify)).await
 }
 
-/// What the flags change.
-fn changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
-    let mut changes = config::changes(&args.set)?;
+/// Returns the changes from the flags.
+fn flag_changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
+    let mut changes = config::parse_changes(&args.set)?;
     if let Some(name) = &args.name {
         changes.push(Change {
             key: "config.name".to_owned(),
@@ -124,15 +126,15 @@ fn changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
     Ok(changes)
 }
 
-/// A part of a job that was cut into parts stands for the whole job; the members of other arrays are jobs.
-fn refuse_what_is_no_single_job(job: &JobView) -> Result<(), Failure> {
+/// Refuses an array, unless it is a job that was split into parts: any of its parts stands for the whole job.
+fn check_is_single_job(job: &JobView) -> Result<(), Failure> {
     let Some(array) = job.array.as_ref().filter(|array| is_array(job) && !array.split) else {
         return Ok(());
     };
     Err(Failure::new(
         Exit::Conflict,
         format!(
-            "{} is an array of {} jobs: one job at a time is copied",
+            "{} is an array of {} jobs; only a single job can be copied",
             job.id, array.size
         ),
     )
@@ -140,21 +142,27 @@ fn refuse_what_is_no_single_job(job: &JobView) -> Result<(), Failure> {
     .hint("`aitk submit CONFIG --sweep …` submits such an array"))
 }
 
-/// The job as it was stored, and the copy.
-fn changed(ui: &Ui, job: &JobView, stored: &Submission, changes: &[Change]) -> Result<(JobSpec, LoadedJob), Failure> {
-    let unfit = |error: &dyn std::fmt::Display| {
+/// Returns the stored job and the changed copy.
+fn apply_changes(
+    ui: &Ui,
+    job: &JobView,
+    stored: &Submission,
+    changes: &[Change],
+) -> Result<(JobSpec, LoadedJob), Failure> {
+    let cannot_copy = |error: &dyn std::fmt::Display| {
         let lines: Vec<String> = error.to_string().lines().map(printable).collect();
         Failure::failed(format!("{} cannot be copied: {}", job.id, lines.join("\n")))
     };
-    let before: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
-        unfit(&error).hint("another version of aitk took it in; `aitk submit CONFIG` submits its config")
+    let original: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
+        cannot_copy(&error)
+            .hint("it was submitted with another version of aitk; `aitk submit CONFIG` submits its config")
     })?;
     let format = ConfigFormat::from_name(&stored.config_format).unwrap_or(ConfigFormat::Yaml);
-    let (spec, warnings) = before.changed(changes).map_err(|error| unfit(&error))?;
+    let (spec, warnings) = original.changed(changes).map_err(|error| cannot_copy(&error))?;
     let support = spec.unsupported();
     if !support.errors.is_empty() {
         let lines: Vec<String> = support.errors.iter().map(ToString::to_string).collect();
-        return Err(unfit(&lines.join("\n")));
+        return Err(cannot_copy(&lines.join("\n")));
     }
     for warning in &warnings {
         ui.warn(&printable(&warning.to_string()));
@@ -166,26 +174,26 @@ fn changed(ui: &Ui, job: &JobView, stored: &Submission, changes: &[Change]) -> R
         path: None,
         warnings: Vec::new(),
     };
-    Ok((before, loaded))
+    Ok((original, loaded))
 }
 
-/// What the copy reads and the job did not. Only that may be looked for on this machine: what the job read from a repository
-/// is not the folder of the same name that happens to lie here.
-fn new_inputs(before: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, ContentHash>) -> Vec<Input> {
-    let known: BTreeSet<String> = before.inputs().into_iter().map(|input| input.config_path).collect();
+/// Returns the inputs of the copy that the job does not have. Only these are looked up on this machine: a folder here
+/// may have the same name as a repository of the job.
+fn new_inputs(original: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, ContentHash>) -> Vec<Input> {
+    let old_paths: BTreeSet<String> = original.inputs().into_iter().map(|input| input.config_path).collect();
     let mut inputs = copy.inputs();
-    inputs.retain(|input| !known.contains(&input.config_path) && !stored.contains_key(&input.config_path));
+    inputs.retain(|input| !old_paths.contains(&input.config_path) && !stored.contains_key(&input.config_path));
     inputs
 }
 
-/// Every attempt works with the models as they were for the job, and with new ones as they are now.
-fn pin(
+/// Pins the commits of repositories: those of the job keep their commit, new ones get the current one.
+fn pin_revisions(
     spec: &mut JobSpec,
     commits: &BTreeMap<String, String>,
-    here: &BTreeMap<String, PathBuf>,
+    local: &BTreeMap<String, PathBuf>,
     stored: &BTreeMap<String, ContentHash>,
 ) {
-    let repositories = spec.repositories(|path| here.contains_key(path) || stored.contains_key(path));
+    let repositories = spec.repositories(|path| local.contains_key(path) || stored.contains_key(path));
     let named: Vec<String> = repositories.map(|input| input.config_path).collect();
     spec.revisions.retain(|repository, _| named.contains(repository));
     for repository in named {
@@ -195,28 +203,28 @@ fn pin(
     }
 }
 
-/// How many images the copy draws. A file of prompts that is stored cannot be read here; what the parts say that the job was
-/// cut into tells how many there are. None: not known.
+/// Counts the images of the copy; `None` if unknown. A stored file of prompts cannot be read here, but its number of
+/// prompts follows from `generated`, the number of images of a job that was split into parts.
 fn count_images(
-    before: &JobSpec,
+    original: &JobSpec,
     copy: &JobSpec,
-    drawn: Option<u64>,
+    generated: Option<u64>,
     prompts_here: impl Fn(&str) -> Option<usize>,
 ) -> Option<u64> {
-    let drawn_from = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
+    let images_for = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
     let stored = || {
-        // Where prompts are drawn at random, their number says nothing.
-        let of_one = drawn_from(before, 1).filter(|one| *one > 0 && drawn_from(before, 2) != Some(*one))?;
-        usize::try_from(drawn? / of_one).ok()
+        // With random prompts the number of images does not depend on the number of prompts.
+        let of_one = images_for(original, 1).filter(|one| *one > 0 && images_for(original, 2) != Some(*one))?;
+        usize::try_from(generated? / of_one).ok()
     };
-    if drawn_from(copy, 1) == drawn_from(copy, 2) {
-        return drawn_from(copy, 1);
+    if images_for(copy, 1) == images_for(copy, 2) {
+        return images_for(copy, 1);
     }
     copy.images(|file| prompts_here(file).or_else(stored))
 }
 
-/// How many images a job drew that was cut into parts: the last part ends with the last of them.
-async fn drawn_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure> {
+/// Returns the number of images of a job that was split into parts: the end of its last part.
+async fn images_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure> {
     let Some(array) = job.array.as_ref().filter(|array| array.split) else {
         return Ok(None);
     };
@@ -225,8 +233,8 @@ async fn drawn_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure
     Ok(last.and_then(|last| last.part).map(|part| part.to))
 }
 
-/// A refusal because of an input, in the words of this command.
-fn gone(failure: Failure, job: &JobView) -> Failure {
+/// Replaces the coordinator's error about a missing input with one that names the job and what to do.
+fn explain_missing_input(failure: Failure, job: &JobView) -> Failure {
     if failure.exit != Exit::Conflict || !failure.message.starts_with("inputs: ") {
         return failure;
     }
@@ -253,9 +261,9 @@ mod tests {
     }
 
     #[test]
-    fn images_are_counted_also_where_their_prompts_cannot_be_read() {
+    fn images_are_counted_without_reading_the_prompts() {
         let nowhere = |_: &str| None;
-        let count = |before: &JobSpec, copy: &JobSpec, drawn| count_images(before, copy, drawn, nowhere);
+        let count = |original: &JobSpec, copy: &JobSpec, generated| count_images(original, copy, generated, nowhere);
         let list = spec("prompts: [a, b], num_repeats: 3");
         assert_eq!(count(&list, &list, None), Some(6));
         let (file, twice) = (
@@ -272,18 +280,18 @@ mod tests {
             (count(&random, &random, None), count(&random, &file, Some(7))),
             (Some(7), None)
         );
-        let here = count_images(&file, &spec("prompts: new.txt"), Some(20), |file| {
+        let local = count_images(&file, &spec("prompts: new.txt"), Some(20), |file| {
             (file == "new.txt").then_some(5)
         });
-        assert_eq!(here, Some(5));
+        assert_eq!(local, Some(5));
     }
 
     #[test]
-    fn only_what_the_job_did_not_read_is_looked_for_here() {
-        let (before, copy) = (spec("prompts: p.txt"), spec("prompts: q.txt"));
+    fn only_new_inputs_are_looked_up_on_this_machine() {
+        let (original, copy) = (spec("prompts: p.txt"), spec("prompts: q.txt"));
         let stored = BTreeMap::from([("p.txt".to_owned(), ContentHash::of(b"p"))]);
-        assert_eq!(new_inputs(&before, &before, &stored), []);
-        let new = new_inputs(&before, &copy, &stored);
+        assert_eq!(new_inputs(&original, &original, &stored), []);
+        let new = new_inputs(&original, &copy, &stored);
         assert_eq!(
             new.iter().map(|input| input.config_path.as_str()).collect::<Vec<_>>(),
             ["q.txt"]

@@ -1,4 +1,4 @@
-//! `doctor`: what is here, what is reachable, and what to do about what is wrong.
+//! `doctor`: checks this machine, its settings and the connection to the coordinator.
 
 use crate::api::Api;
 use crate::args::DoctorArgs;
@@ -7,9 +7,9 @@ use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::{ago, gib, printable};
 use crate::output::{Column, Table, Ui};
-use crate::paths::{display_path, free_space, nearest};
+use crate::paths::{display_path, free_space, nearest_existing};
 use crate::settings::{Settings, TokenSource, UpState};
-use crate::views::{device, moment};
+use crate::views::{device, timestamp};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::confinement::Confinement;
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
@@ -17,40 +17,40 @@ use aitk_common::job::process::TrainerProcess;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Less than this is soon full: one SD 1.5 checkpoint with its samples and a data set.
-const LITTLE_DISK: u64 = 5 << 30;
+/// Less free space than this is a problem: one SD 1.5 checkpoint with its samples and a data set needs about as much.
+const MIN_FREE_DISK: u64 = 5 << 30;
 
-/// Something that is wrong, and what to do.
+/// A problem and its fix.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Problem {
     what: String,
     fix: String,
 }
 
-/// Room on the disk of one folder of ours.
+/// Free space on the disk of one of aitk's folders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Disk {
     purpose: &'static str,
     path: PathBuf,
     free: Option<u64>,
-    /// Folders with the same number share a disk.
+    /// Device number: folders with the same number are on the same disk.
     #[serde(skip)]
     filesystem: u64,
 }
 
-/// A setting as it is shown: never the token itself.
+/// A setting for display; it never has the token itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-struct Shown {
+struct SettingReport {
     value: Option<String>,
     origin: Option<String>,
 }
 
-/// What holds on a device where a config says nothing else.
+/// The defaults for a device.
 #[derive(Debug, Serialize)]
 struct Defaults {
     device: DeviceRef,
     memory_profile: &'static str,
-    /// What is computed in, whatever the config's `dtype` is; none: in that.
+    /// The dtype of all computations; `None`: the config's `dtype`.
     dtype: Option<&'static str>,
     batch_size: u32,
     gradient_checkpointing: bool,
@@ -68,34 +68,34 @@ impl Defaults {
         }
     }
 
-    fn words(&self) -> String {
+    fn text(&self) -> String {
         let dtype = self.dtype.unwrap_or("the config's dtype");
         let checkpointing = if self.gradient_checkpointing { "on" } else { "off" };
         format!(
-            "computes in {dtype}; memory profile: the least slow that fits, from {} on; batch size {}, gradient \
+            "computes in {dtype}; memory profile: the fastest that fits, starting with {}; batch size {}, gradient \
              checkpointing {checkpointing}",
             self.memory_profile, self.batch_size
         )
     }
 }
 
-/// Everything that was found.
+/// The result of all checks.
 #[derive(Debug, Default, Serialize)]
 struct Report {
     ok: bool,
     version: &'static str,
     protocol: u32,
     embedded: bool,
-    server: Shown,
-    token: Shown,
-    ca_file: Shown,
+    server: SettingReport,
+    token: SettingReport,
+    ca_file: SettingReport,
     coordinator: Option<ServerInfo>,
     devices: Vec<Device>,
     defaults: Vec<Defaults>,
     /// How attempts of other users' jobs are confined on this machine.
     confinement: Option<Confinement>,
     disks: Vec<Disk>,
-    /// What is worth knowing, and hinders nothing.
+    /// Notes that are not problems.
     notices: Vec<String>,
     problems: Vec<Problem>,
 }
@@ -111,26 +111,26 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     let problems = &mut report.problems;
     match context.settings() {
         Ok(settings) => {
-            report.server = shown(
+            report.server = setting_report(
                 settings
                     .server
                     .as_ref()
                     .map(|s| (s.value.clone(), s.origin.to_string())),
             );
-            report.token = shown(settings.token.as_ref().map(|token| {
+            report.token = setting_report(settings.token.as_ref().map(|token| {
                 let value = match &token.value {
                     TokenSource::Value(_) => "(set)".to_owned(),
                     TokenSource::File(path) => path.display().to_string(),
                 };
                 (value, token.origin.to_string())
             }));
-            report.ca_file = shown(
+            report.ca_file = setting_report(
                 settings
                     .ca_file
                     .as_ref()
                     .map(|s| (s.value.display().to_string(), s.origin.to_string())),
             );
-            let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("asking the coordinator"));
+            let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("connecting to the coordinator"));
             report.coordinator = coordinator(context, &settings, problems).await;
         }
         Err(failure) => problems.push(Problem {
@@ -139,13 +139,13 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
         }),
     }
     {
-        let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("trying the devices"));
+        let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("testing the devices"));
         report.devices = devices(problems, &mut report.notices).await;
         report.defaults = report.devices.iter().map(Defaults::of).collect();
         report.confinement = confinement().await;
     }
     report.disks = disks(context);
-    crowded(&report.disks, problems);
+    check_disk_space(&report.disks, problems);
     report.ok = problems.is_empty();
 
     if args.json {
@@ -156,9 +156,9 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     Ok(if report.ok { Exit::Ok } else { Exit::Failed })
 }
 
-fn shown(setting: Option<(String, String)>) -> Shown {
+fn setting_report(setting: Option<(String, String)>) -> SettingReport {
     let (value, origin) = setting.unzip();
-    Shown { value, origin }
+    SettingReport { value, origin }
 }
 
 async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<Problem>) -> Option<ServerInfo> {
@@ -166,7 +166,7 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
         if !cfg!(feature = "embedded") {
             let fix = "give --server URL, set AITK_SERVER, or write `server: URL` into ./aitk.yaml".to_owned();
             problems.push(Problem {
-                what: "no coordinator is named, and this small client needs one".to_owned(),
+                what: "no coordinator is set, and this small client needs one".to_owned(),
                 fix,
             });
         }
@@ -174,10 +174,10 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
     }
     let up_path = context.paths.up_state();
     if let Ok(Some(up)) = UpState::read(&up_path)
-        && !is_alive(up.pid)
+        && !is_running(up.pid)
     {
         let what = format!(
-            "{} was left by an `aitk up` that no longer runs (process {})",
+            "{} is the state file of an `aitk up` that no longer runs (process {})",
             up_path.display(),
             up.pid
         );
@@ -186,16 +186,16 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
             fix: format!("start `aitk up` again, or: rm {}", up_path.display()),
         });
     }
-    let asked = match Api::from_settings(settings).await {
+    let info_result = match Api::from_settings(settings).await {
         Ok(api) => api.info().await,
         Err(failure) => Err(failure),
     };
-    match asked {
+    match info_result {
         Ok(info) => {
             if info.workers_connected == 0 {
                 let fix = "start one on each machine: aitk-worker --server URL --token-file FILE".to_owned();
                 problems.push(Problem {
-                    what: "the coordinator has no workers; jobs wait".to_owned(),
+                    what: "the coordinator has no workers, so jobs wait".to_owned(),
                     fix,
                 });
             }
@@ -214,8 +214,8 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
     }
 }
 
-/// Whether a process runs. One that belongs to somebody else does.
-fn is_alive(pid: u32) -> bool {
+/// Whether a process with this id exists, also of another user.
+fn is_running(pid: u32) -> bool {
     let Ok(pid) = i32::try_from(pid) else { return false };
     !matches!(
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None),
@@ -225,19 +225,19 @@ fn is_alive(pid: u32) -> bool {
 
 #[cfg(feature = "embedded")]
 async fn devices(problems: &mut Vec<Problem>, notices: &mut Vec<String>) -> Vec<Device> {
-    match tokio::task::spawn_blocking(aitk_worker::probe::look).await {
+    match tokio::task::spawn_blocking(aitk_worker::probe::probe_devices).await {
         Ok(found) => {
             notices.extend(found.not_built_for);
             problems.extend(found.left_out.into_iter().map(|what| Problem {
                 what,
-                fix: "until then jobs run on the devices above; --device picks one".to_owned(),
+                fix: "until it is fixed, jobs run on the devices above; --device selects one".to_owned(),
             }));
             found.devices
         }
         Err(error) => {
             problems.push(Problem {
                 what: format!("looking for devices failed: {error}"),
-                fix: "a driver may have failed: `aitk-worker probe` shows more; without it no job runs here".to_owned(),
+                fix: "a driver may have failed: `aitk-worker probe` shows details; no job can run here".to_owned(),
             });
             Vec::new()
         }
@@ -272,7 +272,7 @@ fn disks(context: &Context) -> Vec<Disk> {
     ]
     .into_iter()
     .map(|(purpose, path)| {
-        let (there, free) = (nearest(&path), free_space(&path));
+        let (there, free) = (nearest_existing(&path), free_space(&path));
         let filesystem = std::os::unix::fs::MetadataExt::dev(&match std::fs::metadata(there) {
             Ok(meta) => meta,
             Err(_) => {
@@ -294,18 +294,19 @@ fn disks(context: &Context) -> Vec<Disk> {
     .collect()
 }
 
-fn crowded(disks: &[Disk], problems: &mut Vec<Problem>) {
-    let mut said = Vec::new();
+fn check_disk_space(disks: &[Disk], problems: &mut Vec<Problem>) {
+    let mut reported = Vec::new();
     for disk in disks {
-        if disk.free.is_some_and(|free| free < LITTLE_DISK) && !said.contains(&disk.filesystem) {
-            said.push(disk.filesystem);
+        if disk.free.is_some_and(|free| free < MIN_FREE_DISK) && !reported.contains(&disk.filesystem) {
+            reported.push(disk.filesystem);
             problems.push(Problem {
                 what: format!(
-                    "only {} free where {} lies",
+                    "only {} free on the disk of {}",
                     gib(disk.free.unwrap_or(0)),
                     disk.path.display()
                 ),
-                fix: "free some space; XDG_DATA_HOME, XDG_STATE_HOME and XDG_CACHE_HOME move aitk's folders".to_owned(),
+                fix: "free some space, or move aitk's folders with XDG_DATA_HOME, XDG_STATE_HOME and XDG_CACHE_HOME"
+                    .to_owned(),
             });
         }
     }
@@ -332,12 +333,12 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
                 ui.text(&format!("  {name:<8}{}", printable(value)))?;
                 ui.text(&format!("          from {}", printable(origin)))?;
             }
-            _ if name == "server" => ui.data("  none named; `aitk up` starts one, `aitk run` needs none")?,
+            _ if name == "server" => ui.data("  none set; `aitk up` starts one, `aitk run` needs none")?,
             _ => {}
         }
     }
     if let Some(info) = &report.coordinator {
-        let since = ago(moment(info.started), jiff::Timestamp::now());
+        let since = ago(timestamp(info.started), jiff::Timestamp::now());
         ui.text(&format!(
             "  answers version {}, protocol {}, started {since}",
             printable(&info.version),
@@ -373,10 +374,10 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         }
         ui.table(&table)?;
         for defaults in &report.defaults {
-            ui.text(&format!("  {}: {}", device(defaults.device), defaults.words()))?;
+            ui.text(&format!("  {}: {}", device(defaults.device), defaults.text()))?;
         }
     } else {
-        ui.data("  not looked at by the small client")?;
+        ui.data("  not checked by the small client")?;
     }
     if let Some(confinement) = &report.confinement {
         ui.data("\nSandbox of attempts (jobs of `aitk submit`; `aitk run` works in your folders)")?;
@@ -419,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_disk_is_said_once() {
+    fn a_full_disk_is_reported_once() {
         let disk = |purpose, free, filesystem| Disk {
             purpose,
             path: purpose.into(),
@@ -427,7 +428,7 @@ mod tests {
             filesystem,
         };
         let mut problems = Vec::new();
-        crowded(
+        check_disk_space(
             &[disk("a", 1 << 30, 1), disk("b", 1 << 30, 1), disk("c", 9 << 30, 2)],
             &mut problems,
         );
@@ -436,9 +437,9 @@ mod tests {
     }
 
     #[test]
-    fn our_own_process_is_alive_and_nonsense_is_not() {
-        assert!(is_alive(std::process::id()));
-        assert!(!is_alive(u32::MAX));
-        assert!(!is_alive(i32::MAX as u32));
+    fn running_processes_are_recognised() {
+        assert!(is_running(std::process::id()));
+        assert!(!is_running(u32::MAX));
+        assert!(!is_running(i32::MAX as u32));
     }
 }

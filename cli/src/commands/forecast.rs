@@ -1,4 +1,4 @@
-//! `explain` and `fit`: where a job could run, and why not elsewhere.
+//! `explain` and `fit`: on which devices a job could run, and why not on others.
 
 use crate::args::{ExplainArgs, FitArgs};
 use crate::config;
@@ -25,7 +25,7 @@ pub(super) async fn explain(context: &Context, args: ExplainArgs) -> CommandResu
 
 pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let ui = context.ui(true);
-    let changes = config::changes(&args.set)?;
+    let changes = config::parse_changes(&args.set)?;
     let loaded = config::read(&ui, &args.config, args.name.as_deref(), &changes, &context.directory)?;
     check_models(&ui, &loaded, &context.directory).await?;
     let submission = submission(&loaded, &args.config, &context.directory)?;
@@ -38,7 +38,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     })
 }
 
-/// A config as a coordinator takes it for a forecast: nothing of it is stored.
+/// Builds the submission of a config for a forecast. The coordinator does not store it.
 pub(super) fn submission(loaded: &LoadedJob, config: &Path, directory: &Path) -> Result<Submission, Failure> {
     Ok(Submission {
         anatomy: anatomy(loaded, directory),
@@ -64,7 +64,7 @@ fn show(ui: &Ui, forecast: &Forecast, json: bool) -> Result<(), Failure> {
             (true, false) => "~",
             (false, false) => "-",
         };
-        ui.text(&printable(&format!("{mark} {}", device.words)))?;
+        ui.text(&printable(&format!("{mark} {}", device.description)))?;
     }
     Ok(())
 }

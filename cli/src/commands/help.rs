@@ -1,4 +1,4 @@
-//! `help`: the documentation that comes with the program, and the help of its commands.
+//! `help`: shows the embedded documentation and the help of commands.
 
 use crate::args::{Cli, HelpArgs};
 use crate::context::Context;
@@ -10,10 +10,10 @@ use include_dir::{Dir, include_dir};
 use std::io::{IsTerminal, Write};
 use std::process::{Command, Stdio};
 
-/// Every page of documentation. An installed program has no folder `docs` beside it.
+/// All pages of documentation, embedded because an installed program has no `docs` folder.
 static DOCS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/../docs");
 
-/// One page.
+/// A page of documentation.
 struct Topic {
     name: String,
     title: String,
@@ -21,7 +21,7 @@ struct Topic {
 }
 
 fn topics() -> Vec<Topic> {
-    let page = |file: &'static include_dir::File<'_>| {
+    let show_in_pager = |file: &'static include_dir::File<'_>| {
         let name = file.path().to_str()?.strip_suffix(".md")?;
         let text = file.contents_utf8()?;
         let title = text.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or(name);
@@ -31,7 +31,7 @@ fn topics() -> Vec<Topic> {
             text,
         })
     };
-    let mut topics: Vec<Topic> = DOCS.files().filter_map(page).collect();
+    let mut topics: Vec<Topic> = DOCS.files().filter_map(show_in_pager).collect();
     topics.sort_by(|a, b| a.name.cmp(&b.name));
     topics
 }
@@ -43,51 +43,52 @@ pub(super) fn help(context: &Context, args: &HelpArgs) -> CommandResult {
         [] => {
             let mut text = Cli::command().render_help().to_string();
             text.push_str("\nTopics (aitk help TOPIC):\n");
-            text.push_str(&list());
-            page(&ui, &text)?;
+            text.push_str(&topic_list());
+            show_in_pager(&ui, &text)?;
         }
-        ["topics"] => ui.data(list().trim_end())?,
+        ["topics"] => ui.data(topic_list().trim_end())?,
         [topic, ..] => {
             if let (Some(found), 1) = (topics().iter().find(|known| known.name == *topic), wanted.len()) {
-                page(&ui, &plain(found.text))?;
+                show_in_pager(&ui, &without_comments(found.text))?;
             } else {
-                page(&ui, &of_command(&wanted)?)?;
+                show_in_pager(&ui, &command_help(&wanted)?)?;
             }
         }
     }
     Ok(Exit::Ok)
 }
 
-fn list() -> String {
+fn topic_list() -> String {
     let topics = topics();
     let longest = topics.iter().map(|topic| topic.name.len()).max().unwrap_or(0);
     let line = |topic: &Topic| format!("  {:longest$}  {}\n", topic.name, topic.title);
     topics.iter().map(line).collect()
 }
 
-/// `aitk help worker drain`.
-fn of_command(path: &[&str]) -> Result<String, Failure> {
+/// Returns the help of a command: `aitk help worker drain`.
+fn command_help(path: &[&str]) -> Result<String, Failure> {
     let mut command = Cli::command();
     command.build();
     for name in path {
         let found = command.find_subcommand(name).cloned();
         command = found.ok_or_else(|| {
             let text = crate::output::format::printable(&path.join(" "));
-            Failure::not_found(format!("there is no topic and no command '{text}'"))
-                .hint("`aitk help topics` lists the topics, `aitk help` the commands as well")
+            Failure::not_found(format!("there is no topic or command '{text}'"))
+                .hint("`aitk help` lists all commands and topics")
         })?;
     }
     Ok(command.render_long_help().to_string())
 }
 
-/// A page without what only a browser needs.
-fn plain(text: &str) -> String {
+/// Removes the HTML comments of a page.
+fn without_comments(text: &str) -> String {
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("<!--"));
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// Shows a text in the user's pager, where there is a terminal; `PAGER` is a program and its arguments, not a shell line.
-fn page(ui: &Ui, text: &str) -> Result<(), Failure> {
+/// Shows a text in the user's pager if there is a terminal. `PAGER` is a program and its arguments; it is not run by a
+/// shell.
+fn show_in_pager(ui: &Ui, text: &str) -> Result<(), Failure> {
     let text = text.trim_end();
     if std::io::stdout().is_terminal() && std::io::stdin().is_terminal() {
         let pager = crate::context::env("PAGER").filter(|pager| !pager.trim().is_empty());
@@ -97,7 +98,7 @@ fn page(ui: &Ui, text: &str) -> Result<(), Failure> {
             && let Ok(mut child) = Command::new(program).args(words).stdin(Stdio::piped()).spawn()
         {
             if let Some(mut input) = child.stdin.take() {
-                // Somebody who leaves the pager early has read enough.
+                // Writing fails when the user quits the pager early.
                 let _ = writeln!(input, "{text}");
             }
             if child.wait().is_ok_and(|status| status.success()) {
@@ -124,17 +125,17 @@ mod tests {
         let names: Vec<&str> = topics.iter().map(|topic| topic.name.as_str()).collect();
         assert_eq!(names, files);
         assert!(
-            names.contains(&"config-keys") && list().lines().all(|line| line.len() <= 80),
+            names.contains(&"config-keys") && topic_list().lines().all(|line| line.len() <= 80),
             "{}",
-            list()
+            topic_list()
         );
-        assert!(!plain(topics[1].text).contains("<!--"));
+        assert!(!without_comments(topics[1].text).contains("<!--"));
     }
 
     #[test]
-    fn commands_and_their_verbs_have_help_and_nonsense_does_not() {
-        assert!(of_command(&["worker", "drain"]).unwrap().contains("--now"));
-        assert!(of_command(&["cancel"]).unwrap().contains("after saving"));
-        assert_eq!(of_command(&["nonsense"]).unwrap_err().exit, Exit::NotFound);
+    fn commands_and_subcommands_have_help() {
+        assert!(command_help(&["worker", "drain"]).unwrap().contains("--now"));
+        assert!(command_help(&["cancel"]).unwrap().contains("after saving"));
+        assert_eq!(command_help(&["nonsense"]).unwrap_err().exit, Exit::NotFound);
     }
 }

@@ -1,8 +1,8 @@
-//! `init`: a commented job file.
+//! `init`: writes a commented job file.
 
 use crate::args::InitArgs;
 use crate::context::Context;
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use aitk_common::fsutil;
@@ -16,20 +16,20 @@ pub(super) fn init(context: &Context, args: &InitArgs) -> CommandResult {
     let path = file_of(&args.path);
     if !args.force && path.symlink_metadata().is_ok() {
         return Err(
-            Failure::new(Exit::Conflict, format!("{} is there already", path.display()))
+            Failure::new(Exit::Conflict, format!("{} exists already", path.display()))
                 .hint("give another name, or --force to overwrite it"),
         );
     }
-    fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk(&error))?;
+    fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk_failure(&error))?;
     let text = TEMPLATE.replace("THIS_FILE", &shell_word(&path));
-    fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk(&error))?;
+    fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk_failure(&error))?;
     ui.data(&path.display().to_string())?;
-    ui.notice("fill in the model, the data set and the trigger word in it, then:");
+    ui.notice("fill in the model, the data set and the trigger word, then:");
     ui.notice(&format!("  aitk run {}", shell_word(&path)));
     Ok(Exit::Ok)
 }
 
-/// A folder means `job.yaml` in it.
+/// Returns the path of the file to write; for a folder `job.yaml` in it.
 fn file_of(path: &Path) -> PathBuf {
     let names_folder = path.to_string_lossy().ends_with('/') || path.is_dir();
     let is_config = path.extension().is_some_and(|ext| ext == "yaml" || ext == "yml");
@@ -40,7 +40,7 @@ fn file_of(path: &Path) -> PathBuf {
     }
 }
 
-/// A path as it is typed in a shell.
+/// Quotes a path for a shell if necessary.
 pub(super) fn shell_word(path: &Path) -> String {
     let text = path.strip_prefix("./").unwrap_or(path).display().to_string();
     let plain = |c: char| c.is_alphanumeric() || "/._-+=@%,:~".contains(c);
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_job_file_needs_no_change_to_be_valid() {
+    fn the_template_is_a_valid_config() {
         use aitk_common::job::{Format, LoadOptions, parse};
         let job = parse(TEMPLATE, Format::Yaml, None, &LoadOptions::default()).unwrap();
         assert!(job.warnings.is_empty(), "{:?}", job.warnings);
@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_and_files_are_told_apart() {
+    fn folders_and_files_are_distinguished() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(file_of(dir.path()), dir.path().join("job.yaml"));
         assert_eq!(file_of(Path::new("config/")), Path::new("config/job.yaml"));

@@ -1,11 +1,11 @@
-//! `ps`, `wait`, `stop`, `resume`, `pause`, `priority`.
+//! `ps`, `wait`, `stop`, `rm`, `resume`, `pause`, `priority`.
 
 use crate::api::Api;
 use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, StopArgs, WaitArgs};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::PATIENCE;
+use crate::follow::RECONNECT_TIMEOUT;
 use crate::members::is_array;
 use crate::notify::Notify;
 use crate::output::{Format, Ui};
@@ -17,10 +17,10 @@ use futures::future::join_all;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Jobs that `ps` shows a person who does not say how many.
-const ROWS: usize = 100;
-/// How often `ps --watch` looks again.
-const WATCH_INTERVAL: Duration = Duration::from_secs(2);
+/// Number of jobs that `ps` shows people by default.
+const DEFAULT_ROWS: usize = 100;
+/// How often `ps --watch` lists again, and the longest interval at which `wait` polls.
+const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -31,20 +31,20 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
         Some(text) => Some(api.resolve(text).await?),
     };
     let array = job.as_ref().filter(|job| is_array(job)).map(|job| job.id.clone());
-    let asked = what_to_list(&args, array);
-    // A script gets everything; a person as much as can be looked at.
-    let most = match (args.limit, format) {
+    let request = list_request(&args, array);
+    // A script gets all jobs, people get as many as they can read.
+    let limit = match (args.limit, format) {
         (Some(limit), _) => limit as usize,
-        (None, Format::Human) if !args.all => ROWS,
+        (None, Format::Human) if !args.all => DEFAULT_ROWS,
         (None, _) => usize::MAX,
     };
     loop {
         let listed = match &job {
             Some(job) if !is_array(job) => api.get(job.id.as_str()).await.map(|job| (vec![job], 1)),
-            _ => api.list_jobs(asked.clone(), most).await,
+            _ => api.list_jobs(request.clone(), limit).await,
         };
         let jobs = match listed {
-            // The next look may find it back.
+            // The coordinator may be back at the next poll.
             Err(failure) if args.watch && failure.exit == Exit::Unreachable => {
                 ui.failure(&failure);
                 None
@@ -58,14 +58,14 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
             show_jobs(&ui, jobs, format, args.watch)?;
             if jobs.is_empty() && format == Format::Human && !args.watch {
                 ui.notice(match is_filtered(&args) {
-                    true => "no job is like that; `aitk ps --all` shows every job",
+                    true => "no job matches; `aitk ps --all` shows all jobs",
                     false => "no jobs; `aitk submit CONFIG` adds one",
                 });
             }
             let more = total.saturating_sub(jobs.len() as u64);
-            if more > 0 && jobs.len() >= most && format == Format::Human {
+            if more > 0 && jobs.len() >= limit && format == Format::Human {
                 ui.notice(&format!(
-                    "… and {} more (`aitk ps --all` shows all of them, --state, --user and --name some)",
+                    "… and {} more (`aitk ps --all` shows all; filter with --state, --user or --name)",
                     thousands(more)
                 ));
             }
@@ -74,7 +74,7 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
             return Ok(Exit::Ok);
         }
         tokio::select! {
-            () = tokio::time::sleep(WATCH_INTERVAL) => {}
+            () = tokio::time::sleep(POLL_INTERVAL) => {}
             _ = tokio::signal::ctrl_c() => return Ok(Exit::Interrupted),
         }
     }
@@ -84,10 +84,10 @@ fn is_filtered(args: &PsArgs) -> bool {
     !args.states.is_empty() || args.user.is_some() || args.name.is_some()
 }
 
-/// The question to the coordinator.
-fn what_to_list(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
+/// Builds the request to the coordinator.
+fn list_request(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
     v1::ListJobsRequest {
-        // Whoever looks for something finds it among the ended ones, too.
+        // A filter also applies to jobs that have ended.
         all: args.all || is_filtered(args),
         members: args.members,
         array_id: array.map(|id| id.to_string()).unwrap_or_default(),
@@ -102,7 +102,7 @@ fn what_to_list(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
     }
 }
 
-/// `50,870`.
+/// Formats a number with separators: `50,870`.
 fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -123,13 +123,13 @@ fn show_jobs(ui: &Ui, jobs: &[JobView], format: Format, stream: bool) -> Result<
         }
         Format::Quiet => ui.data_lines(jobs.iter().map(|job| job.id.as_str())),
         Format::Human => {
-            // A script gets whole ids, a person those that fit.
+            // A script gets full ids, people get short ones.
             ui.table(&jobs_table(jobs, jiff::Timestamp::now(), ui.width().is_none()))
         }
     }
 }
 
-/// Every job that is named, each once, in order.
+/// Finds all jobs that are named, in order and without duplicates.
 async fn resolve_all(api: &Api, names: &[String]) -> Result<Vec<JobView>, Failure> {
     let mut jobs: Vec<JobView> = Vec::new();
     for name in names {
@@ -151,7 +151,7 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
         let all = join_all(jobs.into_iter().map(|job| {
             let (api, ui, notify) = (&api, &ui, &notify);
             async move {
-                let ended = to_end(api, ui, job).await?;
+                let ended = wait_until_ended(api, ui, job).await?;
                 notify.job_ended(ui, &ended).await;
                 Ok::<_, Failure>(ended)
             }
@@ -160,16 +160,17 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
         tokio::select! {
             ended = tokio::time::timeout(limit, all) => ended,
             _ = tokio::signal::ctrl_c() => {
-                ui.notice("no longer waiting; the jobs go on");
+                ui.notice("no longer waiting; the jobs continue");
                 return Ok(Exit::Interrupted);
             }
         }
     };
     let Ok(ended) = ended else {
-        return Err(
-            Failure::new(Exit::TimedOut, "the time is over and not every job has ended")
-                .hint("the jobs go on; `aitk ps` shows where they are"),
-        );
+        return Err(Failure::new(
+            Exit::TimedOut,
+            "the time of --timeout has passed, and not all jobs have ended",
+        )
+        .hint("the jobs continue; `aitk ps` shows their states"));
     };
     let ended: Vec<JobView> = ended.into_iter().collect::<Result<_, _>>()?;
     match Format::from_flags(args.json, args.quiet) {
@@ -203,23 +204,23 @@ fn waiting_for(jobs: &[JobView]) -> String {
     }
 }
 
-/// Looks again and again until the job has ended; a coordinator that is away for a while is waited for.
-async fn to_end(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobView, Failure> {
+/// Polls until the job has ended. Retries while the coordinator is unreachable, for up to five minutes.
+async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobView, Failure> {
     let mut pause = Duration::from_millis(200);
-    let mut away = Duration::ZERO;
+    let mut unreachable_for = Duration::ZERO;
     while !job.state.is_ended() {
         tokio::time::sleep(pause).await;
         match api.get(job.id.as_str()).await {
-            Ok(seen) => (job, away) = (seen, Duration::ZERO),
-            Err(failure) if failure.exit == Exit::Unreachable && away < PATIENCE => {
-                if away.is_zero() {
-                    ui.warn(&format!("{failure}; trying again"));
+            Ok(current) => (job, unreachable_for) = (current, Duration::ZERO),
+            Err(failure) if failure.exit == Exit::Unreachable && unreachable_for < RECONNECT_TIMEOUT => {
+                if unreachable_for.is_zero() {
+                    ui.warn(&format!("{failure}; retrying"));
                 }
-                away += pause;
+                unreachable_for += pause;
             }
             Err(failure) => return Err(failure),
         }
-        pause = (pause * 2).min(WATCH_INTERVAL);
+        pause = (pause * 2).min(POLL_INTERVAL);
     }
     Ok(job)
 }
@@ -231,8 +232,8 @@ pub(super) async fn stop(context: &Context, args: StopArgs) -> CommandResult {
     for job in resolve_all(&api, &args.jobs).await? {
         stopped.push(api.stop(&job.id, args.now).await?);
     }
-    changed(&ui, &stopped, args.json, |job| match job.state {
-        JobState::Stopping if args.now => "ends without a save".to_owned(),
+    print_jobs(&ui, &stopped, args.json, |job| match job.state {
+        JobState::Stopping if args.now => "stops without saving".to_owned(),
         JobState::Stopping => "saves and stops; `aitk wait` waits for it".to_owned(),
         state => format!("is {state}"),
     })
@@ -245,7 +246,7 @@ pub(super) async fn rm(context: &Context, args: RmArgs) -> CommandResult {
     for job in resolve_all(&api, &args.jobs).await? {
         removed.push(api.remove(&job.id).await?);
     }
-    changed(&ui, &removed, args.json, |_| "is removed".to_owned())
+    print_jobs(&ui, &removed, args.json, |_| "is deleted".to_owned())
 }
 
 pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult {
@@ -255,10 +256,13 @@ pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult
     for job in resolve_all(&api, &args.jobs).await? {
         resumed.push(api.resume(&job.id).await?);
     }
-    changed(&ui, &resumed, args.json, |job| match job.checkpoint_step {
+    print_jobs(&ui, &resumed, args.json, |job| match job.checkpoint_step {
         _ if is_array(job) => format!("is {}: {}", job.state, job.reason),
-        Some(step) => format!("is {}, goes on from step {step}", job.state),
-        None => format!("is {}, starts from the beginning: it has no checkpoint", job.state),
+        Some(step) => format!("is {}, resumes from step {step}", job.state),
+        None => format!(
+            "is {}, starts from the beginning because it has no checkpoint",
+            job.state
+        ),
     })
 }
 
@@ -269,7 +273,7 @@ pub(super) async fn pause(context: &Context, args: PauseArgs) -> CommandResult {
     for job in resolve_all(&api, &args.jobs).await? {
         paused.push(api.pause(&job.id).await?);
     }
-    changed(&ui, &paused, args.json, |job| match job.state {
+    print_jobs(&ui, &paused, args.json, |job| match job.state {
         JobState::Running => "saves, then waits until it is resumed".to_owned(),
         _ => "waits until it is resumed".to_owned(),
     })
@@ -280,19 +284,23 @@ pub(super) async fn priority(context: &Context, args: PriorityArgs) -> CommandRe
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
     let job = api.set_priority(&job.id, i64::from(args.priority)).await?;
-    changed(&ui, &[job], args.json, |job| {
+    print_jobs(&ui, &[job], args.json, |job| {
         format!("has priority {}: {}", job.priority, job.reason)
     })
 }
 
-fn changed(ui: &Ui, jobs: &[JobView], json: bool, say: impl Fn(&JobView) -> String) -> CommandResult {
+fn print_jobs(ui: &Ui, jobs: &[JobView], json: bool, describe: impl Fn(&JobView) -> String) -> CommandResult {
     if json {
         ui.json(&json!({ "jobs": jobs.iter().map(job_json).collect::<Vec<Value>>() }))?;
         return Ok(Exit::Ok);
     }
     for job in jobs {
         ui.data(job.id.as_str())?;
-        ui.notice(&crate::output::format::printable(&format!("{} {}", job.name, say(job))));
+        ui.notice(&crate::output::format::printable(&format!(
+            "{} {}",
+            job.name,
+            describe(job)
+        )));
     }
     Ok(Exit::Ok)
 }
@@ -302,7 +310,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn large_numbers_are_readable() {
+    fn large_numbers_have_separators() {
         for (number, text) in [
             (0, "0"),
             (999, "999"),

@@ -5,9 +5,9 @@ use crate::args::{LogsArgs, WatchArgs};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end};
-use crate::journal::Journal;
-use crate::members::{self, Lines, is_array, watch_array};
+use crate::follow::{JobFollower, LogFilter, LogTarget, Renderer, follow_to_end, print_detached};
+use crate::log_formatter::LogFormatter;
+use crate::members::{self, LogOptions, is_array, watch_array};
 use crate::notify::Notify;
 use crate::output::format::{parse_since, printable};
 use crate::output::{Format, Ui};
@@ -18,8 +18,8 @@ use futures::StreamExt;
 use std::path::Path;
 use std::pin::pin;
 
-/// How many log lines of the past `watch` shows.
-const SHOWN_BEFORE: usize = 10;
+/// Number of past log lines that `watch` shows.
+const PAST_LINES: usize = 10;
 
 pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -30,76 +30,74 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
     if is_array(&job) {
-        let lines = Lines {
+        let options = LogOptions {
             ui: &ui,
             json: args.json,
             since: args.since,
             tail: args.tail,
             follow: args.follow,
         };
-        return members::logs(&api, &job, &lines).await;
+        return members::logs(&api, &job, &options).await;
     }
-    let mut journal = Journal::new(
+    let mut log_formatter = LogFormatter::new(
         ui.width(),
         ui.color(),
         jiff::tz::TimeZone::system(),
         jiff::Timestamp::now(),
     );
-    journal.set_total(job.progress.as_ref().map(|progress| progress.total));
-    // A program gets the lines that the job itself wrote; everything is in `aitk watch --json`.
-    let wanted = |journal: &mut Journal, event: &JobEvent| match &event.body {
+    log_formatter.set_total(job.progress.as_ref().map(|progress| progress.total));
+    // With --json only the lines that the job itself logged; `aitk watch --json` has every event.
+    let is_shown = |log_formatter: &mut LogFormatter, event: &JobEvent| match &event.body {
         EventBody::Log { .. } => true,
-        _ => !args.json && journal.wants(event),
+        _ => !args.json && log_formatter.accepts(event),
     };
-    let show = |journal: &mut Journal, event: &JobEvent| -> Result<(), Failure> {
+    let show = |log_formatter: &mut LogFormatter, event: &JobEvent| -> Result<(), Failure> {
         if args.json {
             return ui.json_line(&event_json(job.id.as_str(), event));
         }
-        ui.data_lines(journal.lines(event))
+        ui.data_lines(log_formatter.lines(event))
     };
 
     let mut cursor = 0;
-    let mut there = Box::pin(api.events(&job.id, 0, false).await?);
-    while let Some(event) = there.next().await.transpose()? {
+    let mut past_events = Box::pin(api.events(&job.id, 0, false).await?);
+    while let Some(event) = past_events.next().await.transpose()? {
         cursor = cursor.max(event.cursor);
-        if wanted(&mut journal, &event)
+        if is_shown(&mut log_formatter, &event)
             && let Some(event) = filter.take(event)
         {
-            show(&mut journal, &event)?;
+            show(&mut log_formatter, &event)?;
         }
     }
     for event in filter.drain().collect::<Vec<_>>() {
-        show(&mut journal, &event)?;
+        show(&mut log_formatter, &event)?;
     }
     if !args.follow {
         return Ok(Exit::Ok);
     }
 
-    let mut follow = Follow::new(&api, &ui, job.clone(), cursor);
-    // One for all events: a new one would not hear of what came before it.
+    let mut follower = JobFollower::new(&api, &ui, job.clone(), cursor);
+    // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         let next = tokio::select! {
-            next = follow.next() => next?,
+            next = follower.next() => next?,
             _ = &mut interrupted => {
-                detached(&ui, &job);
+                print_detached(&ui, &job);
                 return Ok(Exit::Interrupted);
             }
         };
         let Some(event) = next else { break };
-        if wanted(&mut journal, &event) {
-            show(&mut journal, &event)?;
+        if is_shown(&mut log_formatter, &event) {
+            show(&mut log_formatter, &event)?;
         }
     }
-    Ok(job_exit(follow.job()))
+    Ok(job_exit(follower.job()))
 }
 
-/// The log of a run folder. Its lines begin with their time.
+/// Shows the log of a run folder. Each line begins with its time.
 fn folder_log(ui: &Ui, folder: &Path, args: &LogsArgs) -> CommandResult {
     if args.follow || args.json {
-        return Err(Failure::usage(
-            "--follow and --json are for jobs; a run folder has its lines as they are",
-        ));
+        return Err(Failure::usage("--follow and --json are for jobs, not for run folders"));
     }
     let since = args
         .since
@@ -126,18 +124,18 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
     let job = api.resolve(&args.job).await?;
     let format = if args.json { Format::Json } else { Format::Human };
     if is_array(&job) {
-        let exit = watch_array(&api, &ui, job.clone(), format, LogsTo::Stdout).await?;
-        return ended(&api, &ui, &notify, &job, exit).await;
+        let exit = watch_array(&api, &ui, job.clone(), format, LogTarget::Stdout).await?;
+        return notify_ended(&api, &ui, &notify, &job, exit).await;
     }
-    let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stdout);
+    let mut renderer = Renderer::new(&ui, &job, format, LogTarget::Stdout);
     let mut cursor = 0;
     if format == Format::Human {
-        // Where it stands and the last lines; the rest is for `aitk logs`.
-        let mut last = LogFilter::new(None, Some(SHOWN_BEFORE))?;
-        let mut there = api.events(&job.id, 0, false).await?;
-        while let Some(event) = there.next().await.transpose()? {
+        // The current progress and the last log lines; `aitk logs` shows the rest.
+        let mut last = LogFilter::new(None, Some(PAST_LINES))?;
+        let mut past_events = api.events(&job.id, 0, false).await?;
+        while let Some(event) = past_events.next().await.transpose()? {
             cursor = cursor.max(event.cursor);
-            renderer.catch_up(&event);
+            renderer.apply_past_event(&event);
             if matches!(event.body, EventBody::Log { .. }) {
                 last.take(event);
             }
@@ -147,21 +145,21 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
         }
         if job.state == JobState::Queued || job.state.is_ended() {
             ui.notice(&printable(&format!("{} is {}: {}", job.name, job.status(), job.reason)));
-            renderer.told_why(&job);
+            renderer.mark_reason_shown(&job);
         } else {
-            renderer.caught_up();
+            renderer.show_current_state();
         }
     }
     let exit = follow_to_end(&api, &ui, job.clone(), cursor, &mut renderer).await?;
-    ended(&api, &ui, &notify, &job, exit).await
+    notify_ended(&api, &ui, &notify, &job, exit).await
 }
 
-/// Tells whoever is to be told, when a job was followed to its end. That nobody could be told changes nothing about how it ended.
-pub(super) async fn ended(api: &Api, ui: &Ui, notify: &Notify, job: &JobView, exit: Exit) -> CommandResult {
+/// Sends the notifications after a job was followed to its end. An error does not change the exit code.
+pub(super) async fn notify_ended(api: &Api, ui: &Ui, notify: &Notify, job: &JobView, exit: Exit) -> CommandResult {
     if notify.is_set() && exit != Exit::Interrupted {
         match api.get(job.id.as_str()).await {
             Ok(job) => notify.job_ended(ui, &job).await,
-            Err(failure) => ui.warn(&printable(&format!("nobody was told of the end: {failure}"))),
+            Err(failure) => ui.warn(&printable(&format!("the notification was not sent: {failure}"))),
         }
     }
     Ok(exit)

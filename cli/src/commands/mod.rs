@@ -1,4 +1,4 @@
-//! One file per verb.
+//! The commands.
 
 mod artifacts;
 mod clone;
@@ -14,7 +14,6 @@ mod submit;
 #[cfg(feature = "embedded")]
 mod up;
 mod validate;
-
 mod workers;
 
 #[cfg(feature = "embedded")]
@@ -26,10 +25,10 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use clap::CommandFactory;
 
-/// Runs the verb that was asked for.
+/// Runs the command of the command line.
 ///
 /// # Errors
-/// Why the command could not do what it was asked to.
+/// The error of the command.
 pub async fn dispatch(cli: Cli) -> CommandResult {
     let context = Context::new(cli.global)?;
     match cli.command {
@@ -80,7 +79,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Bench(_) => Err(not_embedded("bench")),
         #[cfg(feature = "embedded")]
         Command::Demo(args) => Box::pin(crate::demo::run(&context, args)).await,
-        Command::Attempt(_) => Err(Failure::failed("`attempt` is started without a runtime")),
+        Command::Attempt(_) => Err(Failure::failed("`attempt` has to be started without an async runtime")),
     }
 }
 
@@ -91,7 +90,7 @@ fn completions(context: &Context, shell: clap_complete::Shell) -> CommandResult 
     Ok(Exit::Ok)
 }
 
-/// What commands say that need coordinator and worker inside the program, when it was built without.
+/// Returns the error of commands that need an embedded coordinator and worker, for a build without them.
 #[cfg(not(feature = "embedded"))]
 fn not_embedded(verb: &str) -> Failure {
     Failure::failed(format!("this aitk was built as a small client, without `aitk {verb}`"))

@@ -1,4 +1,4 @@
-//! `plot`: the curve of a loss, in the terminal or as an image.
+//! `plot`: shows the loss curve in the terminal or writes it as an image.
 
 use crate::args::PlotArgs;
 use crate::chart::{Style, chart};
@@ -26,7 +26,7 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
                 points: metrics.iter().filter_map(|one| Some((one.step, one.loss()?))).collect(),
             }
         }
-        None => of_job(context, &args.job).await?,
+        None => losses_of_job(context, &args.job).await?,
     };
     if args.json {
         let points: Vec<_> = curve
@@ -40,13 +40,13 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     if curve.points.is_empty() {
         return Err(
             Failure::not_found(format!("{} has no losses yet", printable(&args.job)))
-                .hint("a training tells its loss every `logging.log_every` steps"),
+                .hint("a training reports its loss every `logging.log_every` steps"),
         );
     }
     if let Some(path) = &args.output {
         let png = curve
             .png()
-            .ok_or_else(|| Failure::failed("the curve could not be drawn"))?;
+            .ok_or_else(|| Failure::failed("the curve could not be rendered"))?;
         fsutil::write_atomic(path, |out| out.write_all(&png)).map_err(|error| Failure::failed(error.to_string()))?;
         ui.notice(&format!("wrote {}", path.display()));
         return Ok(Exit::Ok);
@@ -67,18 +67,18 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     )))?;
     match chart(&curve, style) {
         Some(lines) => ui.data_lines(lines)?,
-        None => ui.warn("no loss is a finite number"),
+        None => ui.warn("none of the losses is a finite number"),
     }
     Ok(Exit::Ok)
 }
 
-/// The losses that a job told.
-async fn of_job(context: &Context, name: &str) -> Result<Curve, Failure> {
+/// Reads the losses that a job reported.
+async fn losses_of_job(context: &Context, name: &str) -> Result<Curve, Failure> {
     let api = context.api().await?;
     let job = api.resolve(name).await?;
     if is_array(&job) {
         return Err(
-            Failure::usage(format!("{} is an array: give one of its members", printable(name)))
+            Failure::usage(format!("{} is an array; give one of its members", printable(name)))
                 .hint(format!("`aitk ps {}` lists them", job.id)),
         );
     }
@@ -91,7 +91,7 @@ async fn of_job(context: &Context, name: &str) -> Result<Curve, Failure> {
         if let EventBody::Metrics { step, values } = event.body
             && let Some(loss) = ["loss/loss", "loss"].iter().find_map(|name| values.get(*name))
         {
-            // An attempt that went back to a checkpoint does steps again.
+            // An attempt that resumed from a checkpoint repeats steps; drop the old values.
             while curve.points.last().is_some_and(|(last, _)| *last >= step) {
                 curve.points.pop();
             }

@@ -1,19 +1,19 @@
-//! `run`: what `python run.py` did, on this machine, with coordinator and worker inside this program.
+//! `run`: runs configs on this machine, as `python run.py` of ai-toolkit does, with an embedded coordinator and worker.
 
 use crate::args::RunArgs;
 use crate::config;
 use crate::context::Context;
-use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
+use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{Follow, LogsTo, Renderer};
+use crate::follow::{JobFollower, LogTarget, Renderer};
 use crate::job_file::{anatomy, job_json};
 use crate::notify::Notify;
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
 use crate::preflight;
-use crate::trace::Submitting;
+use crate::trace::SubmitSpan;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
@@ -25,39 +25,39 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// How configs are run.
+/// Options for running configs.
 #[derive(Clone, Debug, Default)]
 pub struct RunOptions {
-    /// Go on after a failure.
+    /// Continue with the next config after a failure.
     pub recover: bool,
     /// Replaces `[name]`.
     pub name: Option<String>,
-    /// Keys that have another value than in the configs.
+    /// Keys with another value than in the configs.
     pub changes: Vec<Change>,
-    /// `cuda:1`, `cpu`; the best there is when unset.
+    /// `cuda:1`, `cpu`; `None`: the best device.
     pub device: Option<String>,
-    /// Who is told that a config has ended.
+    /// Notifications to send when a config has ended.
     pub notify: Notify,
 }
 
-/// What became of one config.
+/// The result of one config.
 #[derive(Clone, Debug)]
-pub struct Ran {
-    /// As it was named.
+pub struct RunResult {
+    /// Its path as given on the command line.
     pub config: PathBuf,
-    /// The job as it ended; none when the config never became one.
+    /// The job as it ended; `None` if it could not be submitted.
     pub job: Option<JobView>,
-    /// What it made; with the paths where the files lie.
+    /// The files that it wrote, with their local paths.
     pub artifacts: Vec<Artifact>,
-    /// How it ended.
+    /// Its exit code.
     pub exit: Exit,
 }
 
-/// What became of all of them.
+/// The results of all configs.
 #[derive(Clone, Debug)]
 pub struct RunReport {
-    /// In order; those after the first failure are missing, unless it was told to recover.
-    pub ran: Vec<Ran>,
+    /// In order; without `recover` those after the first failure are missing.
+    pub results: Vec<RunResult>,
     /// 0 when all completed, else the code of the first that did not.
     pub exit: Exit,
 }
@@ -72,7 +72,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
     let options = RunOptions {
         recover: args.recover,
         name: args.name,
-        changes: config::changes(&args.set)?,
+        changes: config::parse_changes(&args.set)?,
         device: args.device,
         notify,
     };
@@ -80,19 +80,19 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
     match report {
         Ok(report) => Ok(report.exit),
         Err(failure) => {
-            // Shown here, so that the log file has it too.
+            // Printed here, so that it is in the log file too.
             ui.failure(&failure);
             Err(Failure::new(failure.exit, ""))
         }
     }
 }
 
-/// Runs configs one after another, in place, and says what became of them.
+/// Runs configs one after another, with their inputs in place, and returns the results.
 ///
 /// All configs are read and checked before the first one starts. Ctrl-C saves and stops, a second one kills.
 ///
 /// # Errors
-/// When a config is wrong (unless told to recover), or coordinator and worker cannot start.
+/// When a config is wrong (unless `recover` is set), or coordinator and worker cannot start.
 pub async fn run_embedded(
     ui: &Ui,
     paths: &Paths,
@@ -100,7 +100,7 @@ pub async fn run_embedded(
     configs: &[PathBuf],
     options: &RunOptions,
 ) -> Result<RunReport, Failure> {
-    let mut ran = Vec::new();
+    let mut results = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
         let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
@@ -108,14 +108,16 @@ pub async fn run_embedded(
             config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory).map(|()| loaded)
         });
         let checked = match read {
-            Ok(loaded) => preflight::open_with(ui, &loaded, directory, true).await.map(|_| loaded),
+            Ok(loaded) => preflight::check_before_start(ui, &loaded, directory, true)
+                .await
+                .map(|_| loaded),
             Err(failure) => Err(failure),
         };
         match checked {
             Ok(loaded) => ready.push((path.clone(), loaded)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);
-                ran.push(Ran {
+                results.push(RunResult {
                     config: path.clone(),
                     job: None,
                     artifacts: Vec::new(),
@@ -126,22 +128,22 @@ pub async fn run_embedded(
         }
     }
     if ready.is_empty() {
-        return Ok(report(ran));
+        return Ok(report(results));
     }
 
-    let mut stops = Stops::listen()?;
+    let mut signals = StopSignals::listen()?;
     let devices = find_devices(options.device.as_deref()).await?;
-    say_devices(ui, &devices);
+    print_devices(ui, &devices);
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
     let mut coordinator = aitk_coordinator::Config::new(folder.path().join("coordinator"));
-    // Results go where the config says, and its few rows into a folder of their own: the queue need not wait for room.
+    // The database is small and the results are written elsewhere, so no disk space has to be reserved.
     coordinator.disk_reserve = Some(0);
     coordinator.bind = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
-    // There is no other machine to try; a person sees the failure and runs the command again.
+    // There is no other machine for a retry; the user sees the failure and runs the command again.
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
-    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
-    if let Err(failure) = local.met().await {
+    let mut local = EmbeddedCluster::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
+    if let Err(failure) = local.wait_until_registered().await {
         local.kill().await;
         return Err(failure);
     }
@@ -151,16 +153,16 @@ pub async fn run_embedded(
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
-        let settled = settle_here(ui, &mut loaded.spec.cluster, &devices);
-        let done = match settled.and_then(|()| submission(&path, directory, loaded)) {
-            Ok(submission) => run_one(ui, &local, &path, submission, &mut stops).await,
+        let applied = apply_to_this_machine(ui, &mut loaded.spec.cluster, &devices);
+        let result = match applied.and_then(|()| submission(&path, directory, loaded)) {
+            Ok(submission) => run_one(ui, &local, &path, submission, &mut signals).await,
             Err(failure) => Err(failure),
         };
-        let done = match done {
-            Ok(done) => done,
+        let result = match result {
+            Ok(result) => result,
             Err(failure) => {
                 ui.failure(&failure);
-                Ran {
+                RunResult {
                     config: path,
                     job: None,
                     artifacts: Vec::new(),
@@ -168,35 +170,35 @@ pub async fn run_embedded(
                 }
             }
         };
-        let exit = done.exit;
-        // Whoever pressed Ctrl-C knows.
-        if let Some(job) = done.job.as_ref().filter(|_| exit != Exit::Interrupted) {
+        let exit = result.exit;
+        // No notification after Ctrl-C.
+        if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
             options.notify.job_ended(ui, job).await;
         }
-        ran.push(done);
+        results.push(result);
         if exit == Exit::Killed {
             local.kill().await;
             drop(folder);
-            return Ok(RunReport { ran, exit });
+            return Ok(RunReport { results, exit });
         }
         if matches!(exit, Exit::Interrupted | Exit::Terminated) {
-            end(local, &mut stops).await;
-            return Ok(RunReport { ran, exit });
+            shut_down(local, &mut signals).await;
+            return Ok(RunReport { results, exit });
         }
         if exit != Exit::Ok && !options.recover {
             break;
         }
     }
-    end(local, &mut stops).await;
-    let report = report(ran);
+    shut_down(local, &mut signals).await;
+    let report = report(results);
     if several {
         let failed: Vec<String> = report
-            .ran
+            .results
             .iter()
-            .filter(|ran| ran.exit != Exit::Ok)
-            .map(|ran| ran.config.display().to_string())
+            .filter(|result| result.exit != Exit::Ok)
+            .map(|result| result.config.display().to_string())
             .collect();
-        let completed = report.ran.len() - failed.len();
+        let completed = report.results.len() - failed.len();
         ui.notice(&format!("{completed} of {} configs completed", configs.len()));
         for name in failed {
             ui.warn(&format!("{name} did not complete"));
@@ -205,25 +207,25 @@ pub async fn run_embedded(
     Ok(report)
 }
 
-/// Ends both; a further Ctrl-C does not wait for them. A terminal that closes is no such wish: it may be why the job could not be
-/// followed to its end, and then it saves here.
-async fn end(local: Local, stops: &mut Stops) {
+/// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed
+/// terminal may be the reason why following the job failed, and the job then saves during the shutdown.
+async fn shut_down(local: EmbeddedCluster, signals: &mut StopSignals) {
     tokio::select! {
         () = local.shutdown() => {}
-        () = stops.again() => {}
+        () = signals.wait_for_second() => {}
     }
 }
 
-/// Wishes about machines of a cluster, met with the only machine there is: what it cannot do is said now, because
-/// the job would wait for ever.
-fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
+/// Adapts the `cluster` section to this machine. Requirements that this machine does not meet are errors, because the
+/// job would wait forever.
+fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
     cluster.labels = Labels::default();
-    // Now and here is what was asked for.
+    // `run` starts the job now, so it waits for no other job or time.
     cluster.after = OneOrMany(Vec::new());
     cluster.after_any = OneOrMany(Vec::new());
     cluster.after_failed = OneOrMany(Vec::new());
     cluster.not_before = None;
-    let nothing = |what: String| {
+    let nothing_fits = |what: String| {
         Failure::new(Exit::NothingFits, what).hint("change `cluster` in the config, or submit it to a cluster that can")
     };
     let kinds: Vec<&Device> = devices
@@ -231,20 +233,20 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
         .filter(|d| cluster.device.is_none_or(|kind| kind == d.device.kind))
         .collect();
     if let Some(kind) = cluster.device.filter(|_| kinds.is_empty()) {
-        return Err(nothing(format!(
-            "the config needs a {} device, and none is used here",
+        return Err(nothing_fits(format!(
+            "the config needs a {} device, and no such device is used here",
             kind.name()
         )));
     }
-    let most = kinds.iter().map(|d| d.memory_budget).max().unwrap_or(0);
-    if let Some(wanted) = cluster.memory_budget.filter(|wanted| wanted.0 > most) {
-        return Err(nothing(format!(
-            "the config needs {}, and {} can be used here",
+    let max_budget = kinds.iter().map(|d| d.memory_budget).max().unwrap_or(0);
+    if let Some(wanted) = cluster.memory_budget.filter(|wanted| wanted.0 > max_budget) {
+        return Err(nothing_fits(format!(
+            "the config needs {} of memory, and at most {} can be used here",
             gib(wanted.0),
-            gib(most)
+            gib(max_budget)
         )));
     }
-    let suits = |profile: MemoryProfile| {
+    let is_supported = |profile: MemoryProfile| {
         let on_cpu = |d: &&Device| d.device.kind == DeviceKind::Cpu;
         match profile {
             MemoryProfile::CpuOnly => kinds.iter().any(on_cpu),
@@ -252,9 +254,9 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
             _ => true,
         }
     };
-    if let Some(profile) = cluster.memory_profile.filter(|profile| !suits(*profile)) {
+    if let Some(profile) = cluster.memory_profile.filter(|profile| !is_supported(*profile)) {
         ui.warn(&format!(
-            "the memory profile {} is not for the device used here; its own is taken",
+            "the memory profile {} does not suit the device used here; the device's own profile is used",
             profile.name()
         ));
         cluster.memory_profile = None;
@@ -262,17 +264,17 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
     Ok(())
 }
 
-fn report(ran: Vec<Ran>) -> RunReport {
-    let exit = ran
+fn report(results: Vec<RunResult>) -> RunReport {
+    let exit = results
         .iter()
-        .map(|ran| ran.exit)
+        .map(|result| result.exit)
         .find(|exit| *exit != Exit::Ok)
         .unwrap_or(Exit::Ok);
-    RunReport { ran, exit }
+    RunReport { results, exit }
 }
 
-/// A config as the coordinator takes it. What its model consists of decides how it is laid out in memory: without it a
-/// toy would be taken for the whole of its family.
+/// Builds the submission of a config. The structure of the model decides the memory profile; without it a tiny model
+/// would be planned like the full-size model of its family.
 fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submission, Failure> {
     Ok(Submission {
         job_json: job_json(&loaded, path)?,
@@ -287,41 +289,41 @@ fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submis
     })
 }
 
-/// Runs one config. The exit code is the job's, or that of the signal which ended it.
+/// Runs one config. The exit code is the job's, or that of the signal that stopped it.
 async fn run_one(
     ui: &Ui,
-    local: &Local,
+    local: &EmbeddedCluster,
     path: &Path,
     submission: Submission,
-    stops: &mut Stops,
-) -> Result<Ran, Failure> {
+    signals: &mut StopSignals,
+) -> Result<RunResult, Failure> {
     let api = local.api();
-    let trace = Submitting::begin();
-    let submitted = api.clone().part_of(trace.context()).submit(submission).await?;
+    let trace = SubmitSpan::start();
+    let submitted = api.clone().with_trace(trace.context()).submit(submission).await?;
     trace.submitted(&submitted.job);
     let job = api.get(submitted.job.as_str()).await?;
-    let mut renderer = Renderer::new(ui, &job, Format::Human, LogsTo::Stdout);
-    let mut follow = Follow::new(api, ui, job, 0);
+    let mut renderer = Renderer::new(ui, &job, Format::Human, LogTarget::Stdout);
+    let mut follower = JobFollower::new(api, ui, job, 0);
     let mut signal = None;
     loop {
         tokio::select! {
-            next = follow.next() => match next? {
+            next = follower.next() => match next? {
                 Some(event) => renderer.event(&event)?,
                 None => break,
             },
-            which = stops.next() => {
+            which = signals.next() => {
                 if signal.is_some() {
                     renderer.finish();
                     ui.warn("killed: work since the last checkpoint is lost");
-                    return Ok(Ran {
+                    return Ok(RunResult {
                         config: path.to_owned(),
-                        job: Some(follow.job().clone()),
+                        job: Some(follower.job().clone()),
                         artifacts: Vec::new(),
                         exit: Exit::Killed,
                     });
                 }
                 signal = Some(which);
-                ui.notice("saving, then stopping; Ctrl-C again kills without a save");
+                ui.notice("saving, then stopping; Ctrl-C again kills without saving");
                 if let Err(failure) = api.stop(&submitted.job, false).await
                     && failure.exit != Exit::Conflict
                 {
@@ -331,17 +333,17 @@ async fn run_one(
         }
     }
     renderer.finish();
-    let job = follow.job().clone();
+    let job = follower.job().clone();
     let artifacts = api.artifacts(&job.id).await?;
     let exit = match (signal, job_exit(&job)) {
-        // It ended by itself before it could be stopped.
+        // The job ended before it could be stopped.
         (Some(_), Exit::Ok) | (None, _) => job_exit(&job),
         (Some(signal), _) => signal,
     };
     if signal.is_some() && exit != Exit::Ok {
-        ui.notice("stopped; run the same command again to go on from here");
+        ui.notice("stopped; run the same command again to resume");
     }
-    Ok(Ran {
+    Ok(RunResult {
         config: path.to_owned(),
         job: Some(job),
         artifacts,
@@ -356,7 +358,7 @@ mod tests {
     use aitk_common::job::cluster::ByteCount;
 
     #[test]
-    fn wishes_that_this_machine_cannot_meet_are_said_at_once() {
+    fn requirements_that_this_machine_does_not_meet_are_errors() {
         let cpu = Device {
             device: DeviceRef {
                 kind: DeviceKind::Cpu,
@@ -371,14 +373,14 @@ mod tests {
             profile: MemoryProfile::CpuOnly,
         };
         let ui = Ui::silent();
-        let settle = |cluster: &mut ClusterConfig| settle_here(&ui, cluster, std::slice::from_ref(&cpu));
-        let mut wishes = ClusterConfig {
+        let settle = |cluster: &mut ClusterConfig| apply_to_this_machine(&ui, cluster, std::slice::from_ref(&cpu));
+        let mut cluster = ClusterConfig {
             memory_profile: Some(MemoryProfile::FullGpu),
             ..ClusterConfig::default()
         };
-        wishes.labels.0.insert("zone".to_owned(), "x".to_owned());
-        settle(&mut wishes).unwrap();
-        assert_eq!((wishes.memory_profile, wishes.labels.0.len()), (None, 0));
+        cluster.labels.0.insert("zone".to_owned(), "x".to_owned());
+        settle(&mut cluster).unwrap();
+        assert_eq!((cluster.memory_profile, cluster.labels.0.len()), (None, 0));
         let mut cuda = ClusterConfig {
             device: Some(DeviceKind::Cuda),
             ..ClusterConfig::default()
@@ -392,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn the_model_that_lies_here_is_looked_at_and_no_other() {
+    fn only_a_local_model_is_inspected() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let header = r#"{"w":{"dtype":"F32","shape":[10,10],"data_offsets":[0,400]}}"#;

@@ -1,14 +1,14 @@
-//! `submit`: check here, send what is missing, hand over.
+//! `submit`: checks a config, uploads missing inputs, and submits the job.
 
-use super::logs::ended;
+use super::logs::notify_ended;
 use super::validate;
 use crate::api::Api;
 use crate::args::SubmitArgs;
-use crate::config::{self, Reading, read_as, refuse_special_files};
+use crate::config::{self, ReadOptions, read_with, refuse_special_files};
 use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{LogsTo, Renderer, follow_to_end};
+use crate::follow::{LogTarget, Renderer, follow_to_end};
 use crate::job_file::{anatomy, images, job_json};
 use crate::members::{is_array, watch_array};
 use crate::notify::Notify;
@@ -17,8 +17,8 @@ use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::preflight::{self, Commits};
 use crate::sweep::{self, Sweep};
-use crate::trace::Submitting;
-use crate::upload::{Staged, Upload, stage};
+use crate::trace::SubmitSpan;
+use crate::upload::{StagedInput, Upload, hash_inputs};
 use aitk_common::control::{JobView, NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
@@ -31,10 +31,10 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
-/// Above this a person is asked first.
-const LARGE: u64 = 10 << 30;
-/// How often a submission is sent again when the connection breaks; the key makes that safe.
-const TRIES: u32 = 5;
+/// Uploads above this size have to be confirmed.
+const LARGE_UPLOAD: u64 = 10 << 30;
+/// How often a submission is attempted when the connection breaks. The idempotency key makes repetitions safe.
+const MAX_ATTEMPTS: u32 = 5;
 
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
@@ -52,30 +52,30 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     let inputs = inputs_of_all(&ui, context, &jobs)?;
     let commits = check_all(&ui, context, &jobs).await?;
     for job in &mut jobs {
-        // Every attempt works with the model as it is now.
+        // Pin the current commits, so that every attempt uses the same model.
         let named: Vec<Input> = job.loaded.spec.repositories(|path| inputs.contains_key(path)).collect();
         let pinned = named
             .into_iter()
             .filter_map(|input| commits.get_key_value(&input.config_path));
         job.loaded.spec.revisions = pinned.map(|(repo, commit)| (repo.clone(), commit.clone())).collect();
     }
-    // Before anything is sent for it.
+    // Serialise before uploading, because this may fail.
     let json: Vec<String> = jobs
         .iter()
         .map(|job| job_json(&job.loaded, &args.config))
         .collect::<Result<_, _>>()?;
-    let owner = owner(args.user.as_deref())?;
-    let trace = Submitting::begin();
-    let api = context.api().await?.part_of(trace.context());
+    let owner = resolve_owner(args.user.as_deref())?;
+    let trace = SubmitSpan::start();
+    let api = context.api().await?.with_trace(trace.context());
 
     let Some(sent) = send_inputs(&api, &ui, &trace, &inputs, args.yes).await? else {
         return Ok(Exit::Interrupted);
     };
     if !args.json {
-        say_sent(&ui, &sent);
+        print_uploads(&ui, &sent);
     }
 
-    // What is known of all of them; of unequal ones nothing is.
+    // The submission has these values only if they are the same for all members.
     let (anatomies, counts): (Vec<_>, Vec<_>) = jobs
         .iter()
         .map(|job| {
@@ -97,11 +97,11 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         local: false,
         idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
         owner,
-        anatomy: common(&anatomies),
-        images: common(&counts),
+        anatomy: shared_value(&anatomies),
+        images: shared_value(&counts),
     };
     let submitted = if jobs.len() == 1 {
-        hand_over(&api, &ui, |api| {
+        submit_with_retries(&api, &ui, |api| {
             let submission = submission.clone();
             async move { api.submit(submission).await }
         })
@@ -112,12 +112,12 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             .zip(json)
             .map(|(job, job_json)| NewMember {
                 job_json,
-                twin: job.twin,
+                seed_group: job.twin,
             })
             .collect();
         let name = array_name(&jobs);
         let at_most = args.at_most.map_or(0, NonZeroU32::get);
-        hand_over(&api, &ui, |api| {
+        submit_with_retries(&api, &ui, |api| {
             let (shared, name, members) = (submission.clone(), name.clone(), members.clone());
             async move { api.submit_array(shared, name, members, at_most).await }
         })
@@ -125,7 +125,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     };
     trace.submitted(&submitted.job);
     if submitted.existed {
-        ui.notice("this key was submitted before; here is that job");
+        ui.notice("a job was submitted with this key before; its id is printed");
     }
     let job = api.get(submitted.job.as_str()).await?;
     if args.json {
@@ -146,7 +146,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     } else {
         ui.data(submitted.job.as_str())?;
         if let Some(array) = &job.array {
-            let what = if array.split { "parts of it" } else { "jobs" };
+            let what = if array.split { "parts" } else { "jobs" };
             ui.notice(&format!(
                 "an array of {} {what}; `aitk ps {}` lists them",
                 array.size, submitted.job
@@ -158,32 +158,33 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     follow_submitted(&api, &ui, job, format, followed).await
 }
 
-/// Sends what the store does not have of these inputs. `None`: Ctrl-C.
+/// Uploads the inputs that the store does not have. `agreed`: do not ask before a large upload. Returns `None` after
+/// Ctrl-C.
 pub(super) async fn send_inputs(
     api: &Api,
     ui: &Ui,
-    trace: &Submitting,
+    trace: &SubmitSpan,
     inputs: &BTreeMap<String, PathBuf>,
     agreed: bool,
-) -> Result<Option<Vec<Staged>>, Failure> {
-    let staged = stage(ui, inputs).await?;
+) -> Result<Option<Vec<StagedInput>>, Failure> {
+    let staged = hash_inputs(ui, inputs).await?;
     let upload = Upload::plan(api, ui, staged).await?;
-    if upload.missing_bytes() > LARGE && !agreed {
-        ask(ui, upload.missing_bytes())?;
+    if upload.missing_bytes() > LARGE_UPLOAD && !agreed {
+        confirm_upload(ui, upload.missing_bytes())?;
     }
-    let (began, bytes) = (SystemTime::now(), upload.missing_bytes());
+    let (start, bytes) = (SystemTime::now(), upload.missing_bytes());
     let sent = tokio::select! {
         sent = Box::pin(upload.send(api, ui)) => sent?,
         _ = tokio::signal::ctrl_c() => {
-            ui.notice("stopped; nothing was submitted, and what was sent is not sent again next time");
+            ui.notice("stopped; nothing was submitted; uploaded files are not sent again next time");
             return Ok(None);
         }
     };
-    trace.sent(began, bytes);
+    trace.record_upload(start, bytes);
     Ok(Some(sent))
 }
 
-/// Follows what was submitted to its end and tells whoever is to be told, or says how to follow it.
+/// Follows the submitted job to its end and sends the notifications; without `followed` prints how to follow it.
 pub(super) async fn follow_submitted(
     api: &Api,
     ui: &Ui,
@@ -193,18 +194,18 @@ pub(super) async fn follow_submitted(
 ) -> CommandResult {
     let Some(notify) = followed else {
         if ui.has_bars() {
-            ui.hint(&format!("follow it with: aitk watch {}", job.id));
+            ui.hint(&format!("to follow it: aitk watch {}", job.id));
         }
         return Ok(Exit::Ok);
     };
     if is_array(&job) {
-        let exit = watch_array(api, ui, job.clone(), format, LogsTo::Stderr).await?;
-        return ended(api, ui, notify, &job, exit).await;
+        let exit = watch_array(api, ui, job.clone(), format, LogTarget::Stderr).await?;
+        return notify_ended(api, ui, notify, &job, exit).await;
     }
-    // Standard output holds the id, for `id=$(aitk submit -f …)`.
-    let mut renderer = Renderer::new(ui, &job, format, LogsTo::Stderr);
+    // Standard output has only the id, for `id=$(aitk submit -f …)`.
+    let mut renderer = Renderer::new(ui, &job, format, LogTarget::Stderr);
     let exit = follow_to_end(api, ui, job.clone(), 0, &mut renderer).await?;
-    ended(api, ui, notify, &job, exit).await
+    notify_ended(api, ui, notify, &job, exit).await
 }
 
 /// One job to submit.
@@ -215,7 +216,7 @@ struct Job {
     suffix: String,
 }
 
-/// The job of the config, or the members of the array that the flags ask for; each is checked before anything is sent.
+/// Reads the job of the config, or the members of the array that the flags define.
 fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet<String>) -> Result<Vec<Job>, Failure> {
     let sweeps: Vec<Sweep> = args
         .sweep
@@ -228,29 +229,29 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
                 "--at-most is for an array: give --sweep or --array as well",
             ));
         }
-        let loaded = read_one(ui, context, args, Reading::default(), warned)?;
+        let loaded = read_one(ui, context, args, ReadOptions::default(), warned)?;
         let (twin, suffix) = (0, String::new());
         return Ok(vec![Job { loaded, twin, suffix }]);
     }
     let mut members = sweep::members(&sweeps, args.array.map_or(1, |n| n.get() as usize))?;
     let count = members.len();
     let mut jobs: Vec<Job> = Vec::with_capacity(count);
-    for again in [false, true] {
+    for use_numbers in [false, true] {
         jobs.clear();
         for member in &mut members {
-            if again {
-                member.suffix = sweep::numbered(member.index, count);
+            if use_numbers {
+                member.suffix = sweep::numbered_suffix(member.index, count);
             }
-            let reading = Reading {
+            let options = ReadOptions {
                 changes: &member.changes,
                 suffix: &member.suffix,
                 index: Some(member.index),
-                ..Reading::default()
+                ..ReadOptions::default()
             };
             let (twin, suffix) = (member.twin, member.suffix.clone());
-            let loaded = read_one(ui, context, args, reading, warned)?;
-            if !again && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
-                // The config gives them no names of their own.
+            let loaded = read_one(ui, context, args, options, warned)?;
+            if !use_numbers && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
+                // Two members have the same name, so all get numbers instead.
                 break;
             }
             jobs.push(Job { loaded, twin, suffix });
@@ -262,26 +263,26 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
     Ok(jobs)
 }
 
-/// Reads the config once. A warning that was said before is not said again.
+/// Reads the config for one job. A warning that was printed before is not repeated.
 fn read_one(
     ui: &Ui,
     context: &Context,
     args: &SubmitArgs,
-    reading: Reading<'_>,
+    options: ReadOptions<'_>,
     warned: &mut BTreeSet<String>,
 ) -> Result<LoadedJob, Failure> {
-    let mut changes = config::changes(&args.set)?;
-    changes.extend_from_slice(reading.changes);
+    let mut changes = config::parse_changes(&args.set)?;
+    changes.extend_from_slice(options.changes);
     let read = |changes: &[Change]| {
-        let reading = Reading {
+        let options = ReadOptions {
             name: args.name.as_deref(),
             changes,
-            ..reading
+            ..options
         };
-        read_as(&args.config, &context.directory, reading)
+        read_with(&args.config, &context.directory, options)
     };
     let (mut loaded, mut warnings) = read(&changes)?;
-    // `[name]` is elsewhere in the config, or nowhere: the job is called as its user says all the same.
+    // The config's name has no `[name]` placeholder, so replace the whole name by that of the flag.
     if let Some(name) = &args.name
         && !loaded.spec.name.contains(name.as_str())
     {
@@ -293,7 +294,7 @@ fn read_one(
     }
     for warning in warnings {
         if !warned.contains(&warning) {
-            // What is only looked at has them in its report.
+            // A dry run has the warnings in its report.
             if !args.dry_run {
                 ui.warn(&warning);
             }
@@ -306,16 +307,15 @@ fn read_one(
     Ok(loaded)
 }
 
-/// Says what is known of the data and refuses what cannot work, before anything is sent.
-/// The answer has the commits of the models that are fetched from the hub.
+/// Checks all jobs before anything is sent, and prints what was found. Returns the commits of models at the hub.
 async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<Commits, Failure> {
     let mut commits = Commits::new();
     let mut seen: Vec<Vec<Input>> = Vec::new();
     for job in jobs {
-        // Members mostly read the same.
+        // Most members have the same inputs.
         let inputs = job.loaded.spec.inputs();
         if !seen.contains(&inputs) {
-            commits.extend(preflight::open_with(ui, &job.loaded, &context.directory, false).await?);
+            commits.extend(preflight::check_before_start(ui, &job.loaded, &context.directory, false).await?);
             seen.push(inputs);
         }
     }
@@ -326,7 +326,7 @@ fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<St
     let mut seen: Vec<Vec<Input>> = Vec::new();
     let mut all = BTreeMap::new();
     for job in jobs {
-        // Members mostly read the same.
+        // Most members have the same inputs.
         let inputs = job.loaded.spec.inputs();
         if !seen.contains(&inputs) {
             refuse_special_files(&job.loaded.spec, &inputs, &context.directory)?;
@@ -337,13 +337,13 @@ fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<St
     Ok(all)
 }
 
-/// What all of them are, if they are alike.
-fn common<T: Clone + PartialEq>(all: &[Option<T>]) -> Option<T> {
+/// Returns the value if all are equal.
+fn shared_value<T: Clone + PartialEq>(all: &[Option<T>]) -> Option<T> {
     let first = all.first()?;
     all.iter().all(|one| one == first).then(|| first.clone()).flatten()
 }
 
-/// The name without what tells the members apart.
+/// Returns the name of the array: the common part of its members' names.
 fn array_name(jobs: &[Job]) -> String {
     let Some(first) = jobs.first() else {
         return String::new();
@@ -368,8 +368,8 @@ fn array_name(jobs: &[Job]) -> String {
     }
 }
 
-/// Whose job it is: as the flag says, else the environment, else the coordinator's default.
-pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
+/// Returns the owner from the flag, else from the environment; `None`: the coordinator's default.
+pub(super) fn resolve_owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
     let (text, from) = match (flag, env("AITK_USER")) {
         (Some(name), _) => (name.to_owned(), "--user"),
         (None, Some(name)) if !name.is_empty() => (name, "AITK_USER"),
@@ -377,14 +377,14 @@ pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
     };
     let name = UserName::parse(&text).map_err(|_| {
         Failure::usage(format!(
-            "{from}: '{}' is no name: expected 1 to 64 letters, digits, '-' or '_'",
+            "{from}: '{}' is not a valid name: expected 1 to 64 letters, digits, '-' or '_'",
             printable(&text)
         ))
     })?;
     Ok(Some(name))
 }
 
-pub(super) fn staged_json(staged: &Staged) -> serde_json::Value {
+pub(super) fn staged_json(staged: &StagedInput) -> serde_json::Value {
     json!({
         "path": staged.config_path,
         "snapshot": staged.snapshot,
@@ -394,19 +394,20 @@ pub(super) fn staged_json(staged: &Staged) -> serde_json::Value {
     })
 }
 
-pub(super) fn say_sent(ui: &Ui, sent: &[Staged]) {
+pub(super) fn print_uploads(ui: &Ui, sent: &[StagedInput]) {
     for staged in sent {
         let what = format!("{}: {} files, {}", staged.config_path, staged.files, size(staged.bytes));
         let how = match staged.sent_bytes {
-            0 => "already there, nothing sent".to_owned(),
+            0 => "stored already, nothing sent".to_owned(),
             sent if sent == staged.bytes => "sent".to_owned(),
-            sent => format!("{} sent, the rest was already there", size(sent)),
+            sent => format!("{} sent, the rest was stored already", size(sent)),
         };
         ui.notice(&printable(&format!("{what}; {how}")));
     }
 }
 
-/// What the config names and this machine has. What it does not have is an error with its place.
+/// Returns the inputs of a config that are on this machine. A missing one that cannot be a repository is an error with
+/// its position in the config.
 pub(super) fn local_inputs(
     ui: &Ui,
     context: &Context,
@@ -425,7 +426,7 @@ pub(super) fn local_inputs(
         let model = matches!(kind, InputKind::Model | InputKind::Vae);
         if may_be_repository && !path.exists() {
             ui.notice(&printable(&format!(
-                "{config_path} is not here: the worker fetches it from Hugging Face"
+                "{config_path} is not on this machine: the worker downloads it from Hugging Face"
             )));
             continue;
         }
@@ -442,8 +443,7 @@ pub(super) fn local_inputs(
     }
     missing.dedup();
     let lines: Vec<String> = missing.iter().map(|line| printable(line)).collect();
-    let failure =
-        Failure::not_found(lines.join("\n")).hint("paths are taken from the folder in which the command runs");
+    let failure = Failure::not_found(lines.join("\n")).hint("paths are relative to the current folder");
     Err(if missing_model {
         failure.hint("a model may also be the name of a Hugging Face repository, ORG/NAME")
     } else {
@@ -451,12 +451,15 @@ pub(super) fn local_inputs(
     })
 }
 
-fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
-    let question = format!("{} have to be sent", size(bytes));
+fn confirm_upload(ui: &Ui, bytes: u64) -> Result<(), Failure> {
+    let question = format!("{} have to be uploaded", size(bytes));
     if !std::io::stdin().is_terminal() {
-        return Err(Failure::usage(format!("{question}, and nobody is there to agree")).hint("-y agrees beforehand"));
+        return Err(
+            Failure::usage(format!("{question}, and there is no terminal to confirm it"))
+                .hint("give -y to upload without asking"),
+        );
     }
-    ui.notice(&format!("{question}; go on? [y/N]"));
+    ui.notice(&format!("{question}; continue? [y/N]"));
     let mut answer = String::new();
     let read = std::io::stdin().lock().read_line(&mut answer);
     match read {
@@ -465,15 +468,15 @@ fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
-pub(super) async fn hand_over<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
+pub(super) async fn submit_with_retries<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
 where
     F: Future<Output = Result<Submitted, Failure>>,
 {
     let mut pause = Duration::from_millis(500);
-    for _ in 1..TRIES {
+    for _ in 1..MAX_ATTEMPTS {
         match submit(api.clone()).await {
             Err(failure) if failure.exit == Exit::Unreachable => {
-                ui.warn(&format!("{failure}; trying again"));
+                ui.warn(&format!("{failure}; retrying"));
                 tokio::time::sleep(pause).await;
                 pause *= 2;
             }

@@ -1,10 +1,10 @@
-//! `up`: coordinator and worker here, until Ctrl-C.
+//! `up`: runs a coordinator and a worker on this machine until Ctrl-C.
 
 use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::context::{Context, env};
-use crate::download::disk;
-use crate::embedded::{Local, Serving, Stops, find_devices, say_devices};
+use crate::download::disk_failure;
+use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::format::printable;
@@ -16,8 +16,7 @@ use nix::sys::signal::kill;
 use nix::unistd::Pid;
 use std::path::{Path, PathBuf};
 
-/// Takes the state file back when this program ends in an orderly way: commands then find the `aitk up` that they found before,
-/// if that still runs.
+/// Removes the state file on drop, or restores the one of an earlier `aitk up` that still runs.
 struct StateFile {
     path: PathBuf,
     ours: UpState,
@@ -26,7 +25,7 @@ struct StateFile {
 
 impl Drop for StateFile {
     fn drop(&mut self) {
-        // Another one that was started after this one has its own there.
+        // An `aitk up` that was started later has replaced the file.
         if UpState::read(&self.path).ok().flatten().as_ref() != Some(&self.ours) {
             return;
         }
@@ -38,14 +37,14 @@ impl Drop for StateFile {
     }
 }
 
-/// Whether there is a process with this number.
+/// Whether a process with this id exists.
 fn is_running(pid: u32) -> bool {
     i32::try_from(pid).is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) != Err(Errno::ESRCH))
 }
 
 pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     let ui = context.ui(true);
-    let mut stops = Stops::listen()?;
+    let mut signals = StopSignals::listen()?;
     let devices = if args.no_worker {
         Vec::new()
     } else {
@@ -53,7 +52,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     };
     let data_dir = args.data_dir.clone().unwrap_or_else(|| context.paths.data.clone());
     let data_dir = context.directory.join(data_dir);
-    fsutil::create_dir_all(&data_dir).map_err(|error| disk(&error))?;
+    fsutil::create_dir_all(&data_dir).map_err(|error| disk_failure(&error))?;
 
     let coordinator_dir = data_dir.join("coordinator");
     let token_file = coordinator_dir.join("token");
@@ -63,16 +62,17 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     config.database = database(&args)?;
     config.storage_url.clone_from(&args.storage);
     config.tls = tls(&args);
-    // A self-signed certificate is its own authority; one of an authority the system knows does not need it.
+    // A self-signed certificate is its own authority. For one of a public authority this is not needed, and does no
+    // harm.
     let ca_file = args.tls_cert.clone().map(|path| context.directory.join(path));
     let worker = (!args.no_worker).then_some(worker_dir.as_path());
-    let mut local = Local::start(
+    let mut local = EmbeddedCluster::start(
         config,
         worker,
         args.worker_name.as_deref(),
         devices.clone(),
         ca_file.as_deref(),
-        Some(Serving {
+        Some(ServerOptions {
             require_sandbox: args.require_sandbox,
             hub_allow: args
                 .hub_allow
@@ -84,7 +84,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         }),
     )
     .await?;
-    if let Err(failure) = local.met().await {
+    if let Err(failure) = local.wait_until_registered().await {
         local.shutdown().await;
         return Err(failure);
     }
@@ -103,23 +103,23 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     ui.data(&format!("server      {server}"))?;
     ui.data(&format!("token file  {}", token_file.display()))?;
     ui.data(&format!("data        {}", display_path(&data_dir, &env)))?;
-    say_devices(&ui, &devices);
+    print_devices(&ui, &devices);
     ui.notice("");
     for line in next_steps(&server, context.settings().ok().and_then(|settings| settings.server)) {
         ui.notice(&line);
     }
     if !args.bind.ip().is_loopback() {
-        let place = shell_word(&token_file);
+        let token_file = shell_word(&token_file);
         ui.notice("On each other machine, with a copy of the token file:");
         ui.notice(&format!(
-            "  aitk-worker --server https://THIS-HOST:{} --token-file {place}",
+            "  aitk-worker --server https://THIS-HOST:{} --token-file {token_file}",
             args.bind.port()
         ));
     }
-    ui.notice("Ctrl-C stops; running jobs save first and go on at the next `aitk up`.");
+    ui.notice("Ctrl-C stops; running jobs save first and resume at the next `aitk up`.");
 
     let exit = tokio::select! {
-        exit = stops.next() => exit,
+        exit = signals.next() => exit,
         why = local.worker_ended() => {
             drop(state_file);
             local.shutdown().await;
@@ -127,25 +127,25 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         }
     };
     drop(state_file);
-    ui.notice("saving and stopping; Ctrl-C again ends at once");
+    ui.notice("saving and stopping; Ctrl-C again stops immediately");
     let killed = {
         let shutdown = local.shutdown();
         tokio::pin!(shutdown);
         tokio::select! {
             () = &mut shutdown => false,
-            () = stops.again() => true,
+            () = signals.wait_for_second() => true,
         }
     };
     if killed {
-        ui.warn("ended without waiting; jobs go on from their last checkpoint at the next `aitk up`");
+        ui.warn("stopped without waiting; jobs resume from their last checkpoint at the next `aitk up`");
         return Ok(Exit::Killed);
     }
     ui.notice("stopped");
-    // Ctrl-C is how one leaves here, so it is a success.
+    // Ctrl-C is the normal way to stop, so the exit code is 0.
     Ok(if exit == Exit::Interrupted { Exit::Ok } else { exit })
 }
 
-/// The commands that reach this coordinator; `usual` is where they go when they are not told.
+/// Returns the commands to try next. `usual` is the coordinator that commands use without `--server`.
 fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
     let elsewhere = usual.filter(|usual| usual.value.trim_end_matches('/') != server);
     let option = match &elsewhere {
@@ -155,7 +155,7 @@ fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(usual) = &elsewhere {
         lines.push(format!(
-            "Without --server, commands go to {}, from {}.",
+            "Without --server, commands use {}, from {}.",
             printable(&usual.value),
             printable(&usual.origin.to_string())
         ));
@@ -181,8 +181,8 @@ fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {
 }
 
 fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
-    fsutil::create_dir_all(fsutil::folder_of(path)).map_err(|error| disk(&error))?;
-    // What cannot be understood is not worth keeping.
+    fsutil::create_dir_all(fsutil::folder_of(path)).map_err(|error| disk_failure(&error))?;
+    // A state file that cannot be read is replaced.
     let before = UpState::read(path).ok().flatten();
     write_text(path, state)?;
     Ok(StateFile {
@@ -194,7 +194,7 @@ fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
 
 fn write_text(path: &Path, state: &UpState) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(state).map_err(|error| Failure::failed(error.to_string()))?;
-    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk(&error))
+    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk_failure(&error))
 }
 
 #[cfg(test)]
@@ -203,7 +203,7 @@ mod tests {
     use crate::settings::Origin;
 
     #[test]
-    fn what_to_type_next_reaches_this_coordinator() {
+    fn the_next_commands_use_this_coordinator() {
         let here = "http://127.0.0.1:7431";
         let named = |value: &str| Setting {
             value: value.to_owned(),
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_file_lives_as_long_as_up_does() {
+    fn the_state_file_is_removed_or_restored_at_the_end() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state/up.json");
         let state = UpState {
@@ -239,7 +239,7 @@ mod tests {
         drop(file);
         assert_eq!(UpState::read(&path).unwrap(), None);
 
-        // Two at a time: who ends later does not take the other one's away, and who ends first brings it back.
+        // Two at a time: the first one to end does not remove the other's file, and restores it if its own is there.
         let of = |server: &str, pid| UpState {
             server: server.to_owned(),
             pid,
@@ -258,7 +258,7 @@ mod tests {
         assert_eq!(UpState::read(&path).unwrap(), Some(second.clone()));
         drop(two);
         assert_eq!(UpState::read(&path).unwrap(), Some(first.clone()), "its process runs");
-        // One whose process is gone does not come back.
+        // The file of a process that has ended is not restored.
         let gone = of("http://gone:1", u32::MAX);
         std::fs::write(&path, serde_json::to_string(&gone).unwrap()).unwrap();
         drop(write_state(&path, &second).unwrap());

@@ -1,8 +1,8 @@
-//! `validate`: everything that can be said of a config before it is sent or run.
+//! `validate`: checks a config before it is sent or run.
 
 use super::forecast::submission;
 use crate::args::ValidateArgs;
-use crate::config::{self, Reading, read_as};
+use crate::config::{self, ReadOptions, read_with};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
@@ -15,13 +15,13 @@ use std::path::Path;
 
 pub(super) async fn validate(context: &Context, args: ValidateArgs) -> CommandResult {
     let ui = context.ui(true);
-    let changes = config::changes(&args.set)?;
-    let reading = Reading {
+    let changes = config::parse_changes(&args.set)?;
+    let options = ReadOptions {
         name: args.name.as_deref(),
         changes: &changes,
-        ..Reading::default()
+        ..ReadOptions::default()
     };
-    let (loaded, warnings) = match read_as(&args.config, &context.directory, reading) {
+    let (loaded, warnings) = match read_with(&args.config, &context.directory, options) {
         Ok(read) => read,
         Err(failure) if args.json => {
             ui.json(&json!({ "ok": false, "problems": failure.message.lines().collect::<Vec<_>>() }))?;
@@ -32,7 +32,7 @@ pub(super) async fn validate(context: &Context, args: ValidateArgs) -> CommandRe
     show(context, &ui, &args.config, &loaded, warnings, args.json).await
 }
 
-/// Shows the report of a config. The exit code is 1 when something would end the job.
+/// Shows the report of a config. The exit code is 1 when a problem would make the job fail.
 pub(super) async fn show(
     context: &Context,
     ui: &Ui,
@@ -41,14 +41,14 @@ pub(super) async fn show(
     warnings: Vec<String>,
     json: bool,
 ) -> CommandResult {
-    let mut report = Report::of(loaded, warnings, &context.directory).await;
-    // Of what cannot run there is no use in asking where it could.
+    let mut report = Report::new(loaded, warnings, &context.directory).await;
+    // A job with problems runs nowhere, so the coordinator is not asked.
     if report.problems().is_empty() {
         match forecast(context, config, loaded).await {
             Ok(forecast) => report.forecast = Some(forecast),
-            // What the coordinator would say to its submission.
+            // The coordinator would refuse the submission with the same message.
             Err(failure) if failure.exit == Exit::Conflict && failure.message.contains("cluster.") => {
-                report.refused = Some(first_line(&failure));
+                report.coordinator_refusal = Some(first_line(&failure));
             }
             Err(failure) => {
                 let why = first_line(&failure);

@@ -1,13 +1,13 @@
-//! `workers`, `worker drain`, `worker undrain`.
+//! `workers`, `worker drain`, `worker undrain`, `worker forget`.
 
 use crate::args::{DrainArgs, ForgetArgs, UndrainArgs, WorkerState, WorkersArgs};
 use crate::context::Context;
-use crate::download::is_chosen;
+use crate::download::matches_pattern;
 use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
-use crate::views::{confinement_line, slot_states, worker_json, workers_table};
+use crate::views::{confinement_line, device_states, worker_json, workers_table};
 use aitk_common::control::WorkerView;
 use serde_json::{Value, json};
 
@@ -15,7 +15,10 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
     let ui = context.ui(true);
     let all = context.api().await?.workers().await?;
     let none = all.is_empty();
-    let workers: Vec<WorkerView> = all.into_iter().filter_map(|worker| chosen(worker, &args)).collect();
+    let workers: Vec<WorkerView> = all
+        .into_iter()
+        .filter_map(|worker| filter_worker(worker, &args))
+        .collect();
     match Format::from_flags(args.json, args.quiet) {
         Format::Json => ui.json(&json!({ "workers": workers.iter().map(worker_json).collect::<Vec<Value>>() }))?,
         Format::Quiet => ui.data_lines(workers.iter().map(|worker| worker.id.as_str()))?,
@@ -27,21 +30,22 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
             if none {
                 ui.notice("no workers; start one on each machine: aitk-worker --server URL --token-file FILE");
             } else if workers.is_empty() {
-                ui.notice("no worker is like that; `aitk workers` lists all of them");
+                ui.notice("no worker matches; `aitk workers` lists all workers");
             }
         }
     }
     Ok(Exit::Ok)
 }
 
-/// The worker with those of its devices that are asked for, if there are any.
-fn chosen(mut worker: WorkerView, args: &WorkersArgs) -> Option<WorkerView> {
-    let named = |wanted: &String| {
-        is_chosen(&worker.name, wanted) || worker.id.as_str().starts_with(wanted.as_str()) && !wanted.is_empty()
+/// Returns the worker with the devices that match the filters; `None` if there are none.
+fn filter_worker(mut worker: WorkerView, args: &WorkersArgs) -> Option<WorkerView> {
+    let named = |pattern: &String| {
+        matches_pattern(&worker.name, pattern)
+            || worker.id.as_str().starts_with(pattern.as_str()) && !pattern.is_empty()
     };
-    let labelled = |wanted: &String| match wanted.split_once('=') {
+    let labelled = |pattern: &String| match pattern.split_once('=') {
         Some((name, value)) => worker.labels.get(name).is_some_and(|has| has == value),
-        None => worker.labels.contains_key(wanted),
+        None => worker.labels.contains_key(pattern),
     };
     if !(args.names.is_empty() || args.names.iter().any(named)) || !args.labels.iter().all(labelled) {
         return None;
@@ -49,12 +53,12 @@ fn chosen(mut worker: WorkerView, args: &WorkersArgs) -> Option<WorkerView> {
     if args.states.is_empty() {
         return Some(worker);
     }
-    let wanted = |states: Vec<WorkerState>| states.iter().any(|state| args.states.contains(state));
+    let pattern = |states: Vec<WorkerState>| states.iter().any(|state| args.states.contains(state));
     if worker.devices.is_empty() {
-        return wanted(slot_states(&worker, None)).then_some(worker);
+        return pattern(device_states(&worker, None)).then_some(worker);
     }
     let mut devices = std::mem::take(&mut worker.devices);
-    devices.retain(|slot| wanted(slot_states(&worker, Some(slot))));
+    devices.retain(|slot| pattern(device_states(&worker, Some(slot))));
     worker.devices = devices;
     (!worker.devices.is_empty()).then_some(worker)
 }
@@ -64,26 +68,31 @@ pub(super) async fn drain(context: &Context, args: DrainArgs) -> CommandResult {
     let worker = context.api().await?.drain_worker(&args.worker, true, args.now).await?;
     let running: usize = worker.devices.iter().map(|slot| slot.jobs.len()).sum();
     let rest = match (running, args.now) {
-        (0, _) => "nothing runs there".to_owned(),
-        (running, true) => format!("{running} running there save and go on elsewhere"),
-        (running, false) => format!("{running} running there run to their end; --now moves them"),
+        (0, _) => "no job is running there".to_owned(),
+        (running, true) => format!("{running} running there will save and move to other workers"),
+        (running, false) => format!("{running} running there will run to their end; --now moves them to other workers"),
     };
-    changed(&ui, &worker, args.json, &format!("takes no more work; {rest}"))
+    print_worker(
+        &ui,
+        &worker,
+        args.json,
+        &format!("is drained and gets no new work; {rest}"),
+    )
 }
 
 pub(super) async fn undrain(context: &Context, args: UndrainArgs) -> CommandResult {
     let ui = context.ui(true);
     let worker = context.api().await?.drain_worker(&args.worker, false, false).await?;
-    changed(&ui, &worker, args.json, "takes work again")
+    print_worker(&ui, &worker, args.json, "gets work again")
 }
 
 pub(super) async fn forget(context: &Context, args: ForgetArgs) -> CommandResult {
     let ui = context.ui(true);
     let worker = context.api().await?.forget_worker(&args.worker).await?;
-    changed(&ui, &worker, args.json, "is forgotten")
+    print_worker(&ui, &worker, args.json, "is removed from the list")
 }
 
-fn changed(ui: &Ui, worker: &WorkerView, json: bool, says: &str) -> CommandResult {
+fn print_worker(ui: &Ui, worker: &WorkerView, json: bool, says: &str) -> CommandResult {
     if json {
         ui.json(&worker_json(worker))?;
     } else {

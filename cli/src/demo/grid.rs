@@ -1,4 +1,4 @@
-//! The demo's image grid: one row per stage, one column per prompt, labels drawn in a bitmap font.
+//! The demo's image grid: one row per stage, one column per prompt, labels in a bitmap font.
 
 use font8x8::{BASIC_FONTS, UnicodeFonts};
 use image::imageops::{FilterType, resize};
@@ -20,8 +20,8 @@ pub(crate) struct Row {
     pub(crate) images: Vec<RgbImage>,
 }
 
-/// Draws the rows under the columns' captions (each in lines of at most 10 characters).
-pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
+/// Renders the rows below the captions of the columns (each in lines of at most 10 characters).
+pub(crate) fn render(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
     let columns = rows.iter().map(|row| row.images.len()).max().unwrap_or(0) as u32;
     let head = GAP + (TEXT + 2) * captions.iter().map(Vec::len).max().unwrap_or(0) as u32;
     let width = LABEL_WIDTH + columns * (CELL + GAP) + GAP;
@@ -43,7 +43,7 @@ pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
             write(&mut paper, GAP, top + CELL / 2 - TEXT + line * (TEXT + 4), text);
         }
         for (column, image) in (0_i64..).zip(&row.images) {
-            // Small images are enlarged without smoothing: what was drawn is what is seen.
+            // Small images are enlarged without smoothing, to show the pixels that the model generated.
             let filter = if image.width() < CELL {
                 FilterType::Nearest
             } else {
@@ -96,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_grid_shows_every_image_at_its_place() {
+    fn the_grid_shows_every_image() {
         let red = RgbImage::from_pixel(64, 64, Rgb([255, 0, 0]));
         let blue = RgbImage::from_pixel(64, 64, Rgb([0, 0, 255]));
         let rows = [
@@ -109,7 +109,7 @@ mod tests {
                 images: vec![blue.clone(), blue],
             },
         ];
-        let grid = draw(&[wrap("a red circle", 10), wrap("two", 10)], &rows);
+        let grid = render(&[wrap("a red circle", 10), wrap("two", 10)], &rows);
         let count = |colour: [u8; 3]| grid.pixels().filter(|pixel| pixel.0 == colour).count() as u32;
         assert_eq!(count([255, 0, 0]), 2 * CELL * CELL);
         assert_eq!(count([0, 0, 255]), 2 * CELL * CELL);

@@ -1,7 +1,7 @@
-//! The demo: a tiny Stable Diffusion model learns a new shape by LoRA, here, in two minutes.
+//! The demo: trains a LoRA of a new shape for a tiny Stable Diffusion model, on this machine, in two minutes.
 //!
-//! Model, data set and config are those of `config/demo/`, carried inside the program, so that an installed
-//! `aitk` has them too. They are written to the output folder and run by the same code as `aitk run`.
+//! Model, data set and config are those of `config/demo/`, embedded in the program. They are written to the output
+//! folder and run by the same code as `aitk run`.
 
 mod grid;
 
@@ -16,7 +16,7 @@ use aitk_common::fsutil;
 use aitk_common::job::process::ProcessKind;
 use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::{LoadOptions, LoadedJob, load};
-use grid::{Row, draw, wrap};
+use grid::{Row, render, wrap};
 use image::RgbImage;
 use include_dir::{Dir, include_dir};
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 
 static FILES: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/../config/demo");
 
-/// How the demo's config names its own folder, as seen from the root of the repository.
+/// The path of the demo's folder in its config, relative to the root of the repository.
 const SHIPPED_AT: &str = "config/demo/";
 
 /// Runs the demo.
@@ -36,7 +36,7 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     let folder = context.directory.join(&args.output);
     let config = unpack(&folder)?;
     ui.notice(&format!(
-        "Teaching a tiny Stable Diffusion model a shape that it has never seen: a zorb.\n\
+        "Training a tiny Stable Diffusion model on a shape that it has never seen: a zorb.\n\
          Model, data set and config are in {}.",
         args.output.display()
     ));
@@ -56,18 +56,18 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
         return Ok(report.exit);
     }
     let artifacts = report
-        .ran
+        .results
         .first()
-        .map(|ran| ran.artifacts.as_slice())
+        .map(|result| result.artifacts.as_slice())
         .unwrap_or_default();
     let image = folder.join("before-after.png");
     save_grid(&image, &config, &folder.join("dataset"), artifacts)?;
-    say_what_next(&ui, &args.output, artifacts)?;
+    print_next_steps(&ui, &args.output, artifacts)?;
     Ok(Exit::Ok)
 }
 
-/// Writes model, data set and config into `folder`; gives the config's path. A run that is there is removed:
-/// a demo starts anew.
+/// Writes model, data set and config into `folder`, and returns the path of the config. The results of an earlier demo
+/// are removed.
 fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
     let failed = |error: &std::io::Error| Failure::file("write the demo to", folder, error);
     std::fs::create_dir_all(folder).map_err(|error| failed(&error))?;
@@ -116,7 +116,7 @@ fn save_grid(target: &Path, config: &Path, dataset: &Path, artifacts: &[Artifact
         },
     );
     let captions: Vec<Vec<String>> = prompts(config)?.iter().map(|prompt| wrap(prompt, 10)).collect();
-    let image = draw(&captions, &rows);
+    let image = render(&captions, &rows);
     fsutil::write_atomic(target, |file| {
         let mut png = std::io::Cursor::new(Vec::new());
         image
@@ -141,7 +141,7 @@ fn examples(dataset: &Path, count: usize) -> Result<Vec<RgbImage>, Failure> {
     paths.iter().take(count).map(|path| open(path)).collect()
 }
 
-/// The prompts of the config's samples, without their flags.
+/// Returns the prompts of the config's samples, without their flags.
 fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
     let options = LoadOptions {
         env: &crate::context::env,
@@ -161,12 +161,12 @@ fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
     Ok(prompts)
 }
 
-fn say_what_next(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
+fn print_next_steps(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
     let lora = artifacts
         .iter()
         .filter(|artifact| artifact.kind == "lora")
         .filter_map(|artifact| artifact.local_path.as_deref())
-        // The final file has the shortest name; step saves add their step to it.
+        // The final file has the shortest name, because the names of the others contain their step.
         .min_by_key(|path| path.len());
     let here = output.display();
     ui.data(&format!("before and after   {here}/before-after.png"))?;

@@ -1,23 +1,23 @@
-//! What is posted when a job has ended: fields for programs, and one line for those chat services that show a field called
-//! `text` (Slack, Mattermost, Rocket.Chat) or `content` (Discord). No config, no log, no path of an input.
+//! The JSON that is posted when a job has ended: fields for programs, and one line for chat services that show a field
+//! `text` (Slack, Mattermost, Rocket.Chat) or `content` (Discord). It has no config, no log and no path of an input.
 
 use crate::output::SCHEMA_VERSION;
 use crate::output::format::{duration, printable, rfc3339};
 use crate::output::table::shorten;
-use crate::views::moment;
+use crate::views::timestamp;
 use aitk_common::control::JobView;
 use serde_json::{Value, json};
 
-/// Columns of a name, and of a reason: chat services refuse long lines.
-const LONGEST_NAME: usize = 200;
-const LONGEST_REASON: usize = 600;
+/// The largest width of a name and of a reason, because chat services refuse long lines.
+const MAX_NAME_COLUMNS: usize = 200;
+const MAX_REASON_COLUMNS: usize = 600;
 
-/// The message about this job.
+/// Builds the message about this job.
 #[must_use]
-pub(super) fn of(job: &JobView) -> Value {
-    let name = shorten(&printable(&job.name), LONGEST_NAME);
-    let reason = shorten(&printable(&job.reason), LONGEST_REASON);
-    let took = job.took();
+pub(super) fn build(job: &JobView) -> Value {
+    let name = shorten(&printable(&job.name), MAX_NAME_COLUMNS);
+    let reason = shorten(&printable(&job.reason), MAX_REASON_COLUMNS);
+    let took = job.run_time();
     let mut line = format!("{name} ({}) {}", job.id, job.state);
     if let Some(took) = took {
         line.push_str(&format!(" after {}", duration(took)));
@@ -25,12 +25,12 @@ pub(super) fn of(job: &JobView) -> Value {
     if !reason.is_empty() && reason != job.state.name() {
         line.push_str(&format!(": {reason}"));
     }
-    let time = |time: Option<_>| time.map(|time| rfc3339(moment(time)));
+    let time = |time: Option<_>| time.map(|time| rfc3339(timestamp(time)));
     json!({
         "schema_version": SCHEMA_VERSION,
         "text": line.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;"),
         "content": line,
-        // Whoever is called @everyone in a name is not called.
+        // A name such as `@everyone` must not notify anybody on Discord.
         "allowed_mentions": { "parse": [] },
         "job": {
             "id": job.id,
@@ -55,12 +55,12 @@ mod tests {
     use aitk_common::control::{JobState, UnixMillis};
 
     #[test]
-    fn a_message_is_short_and_calls_nobody() {
+    fn a_message_is_short_and_mentions_nobody() {
         let mut ended = job("j1", "<!everyone> & co\u{1b}", JobState::Failed, 1000);
         ended.reason = "out of memory ".repeat(100);
         (ended.started, ended.ended) = (Some(UnixMillis(2000)), Some(UnixMillis(127_000)));
         ended.config_text = Some("secret".to_owned());
-        let message = of(&ended);
+        let message = build(&ended);
         let text = message["text"].as_str().unwrap();
         assert!(
             text.starts_with("&lt;!everyone&gt; &amp; co\u{fffd} (j1) failed after 2m 05s: out of memory"),

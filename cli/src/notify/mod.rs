@@ -1,6 +1,6 @@
-//! Telling the user that a job has ended: by a command of their own, and by a few words that are posted to an address of
-//! their own. Both are done by the command that follows the job, never by a coordinator or a worker: no config and no other user
-//! decides what runs on this machine or what it connects to.
+//! Notifies the user that a job has ended, by running the user's command or by posting a message to the user's webhook.
+//! The aitk command that follows the job does this, never a coordinator or a worker, so neither a config nor another
+//! user decides what runs on this machine or what it connects to.
 
 mod command;
 mod message;
@@ -15,7 +15,7 @@ use crate::settings::NotifyUrl;
 use aitk_common::control::JobView;
 use aitk_common::webhook::{Webhook, WebhookError};
 
-/// Who is told.
+/// The user's notification settings.
 #[derive(Clone, Debug, Default)]
 pub struct Notify {
     command: Option<String>,
@@ -23,16 +23,20 @@ pub struct Notify {
 }
 
 impl Notify {
-    /// As the flags say, else the environment, else the user file.
+    /// Reads the settings from the flags, else the environment, else the user file.
     ///
     /// # Errors
-    /// When the address is none that anything is posted to, or the user file is wrong.
+    /// When the address is not allowed as a webhook, or the user file is wrong.
     pub fn new(args: &NotifyArgs, paths: &Paths) -> Result<Self, Failure> {
-        let found = NotifyUrl::resolve(args.notify_url.as_deref(), &env, paths)?;
-        let webhook = found.map(|found| {
-            Webhook::new(found.url.expose(), found.private).map_err(|error| {
-                let failure = Failure::usage(format!("{}: {error}", found.origin));
-                if found.private { failure } else { failure.hint(ALLOW) }
+        let setting = NotifyUrl::resolve(args.notify_url.as_deref(), &env, paths)?;
+        let webhook = setting.map(|setting| {
+            Webhook::new(setting.url.expose(), setting.allow_private).map_err(|error| {
+                let failure = Failure::usage(format!("{}: {error}", setting.origin));
+                if setting.allow_private {
+                    failure
+                } else {
+                    failure.hint(ALLOW_PRIVATE_HINT)
+                }
             })
         });
         Ok(Self {
@@ -41,41 +45,40 @@ impl Notify {
         })
     }
 
-    /// As [`Self::new`] for a command that follows its job only when it is told to.
+    /// As [`Self::new`], for a command with a `--follow` flag.
     ///
     /// # Errors
-    /// As there, and when there are flags for something that does not happen.
+    /// As [`Self::new`], and when a notification flag is given without `--follow`.
     pub fn if_followed(follow: bool, args: &NotifyArgs, paths: &Paths) -> Result<Self, Failure> {
         if follow {
             return Self::new(args, paths);
         }
         if args.notify_command.is_some() || args.notify_url.is_some() {
-            return Err(Failure::usage(
-                "--notify-command and --notify-url are for a job that is followed: give --follow as well",
-            )
-            .hint("`aitk watch JOB` and `aitk wait JOB` take them, too, at any time"));
+            return Err(Failure::usage("--notify-command and --notify-url need --follow")
+                .hint("give --follow as well, or use the flags with `aitk watch JOB` or `aitk wait JOB` later"));
         }
         Ok(Self::default())
     }
 
-    /// Whether anybody is told.
+    /// Whether a command or a webhook is set.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.command.is_some() || self.webhook.is_some()
     }
 
-    /// Tells that the job has ended; of one that has not, nothing. That somebody could not be told is said, and changes nothing
-    /// else.
+    /// Sends the notifications if the job has ended. An error is only a warning.
     pub async fn job_ended(&self, ui: &Ui, job: &JobView) {
         if !job.state.is_ended() {
             return;
         }
         if let Some(webhook) = &self.webhook
-            && let Err(error) = webhook.post(&message::of(job)).await
+            && let Err(error) = webhook.post(&message::build(job)).await
         {
-            ui.warn(&printable(&format!("--notify-url: nobody was told: {error}")));
+            ui.warn(&printable(&format!(
+                "--notify-url: the notification was not sent: {error}"
+            )));
             if matches!(error, WebhookError::Private { .. }) {
-                ui.hint(ALLOW);
+                ui.hint(ALLOW_PRIVATE_HINT);
             }
         }
         if let Some(command) = &self.command {
@@ -84,6 +87,5 @@ impl Notify {
     }
 }
 
-/// What to do about an address of one's own network.
-const ALLOW: &str =
-    "http:// and addresses of your own network take `notify_private: true` in the user file, or AITK_NOTIFY_PRIVATE=1";
+/// The hint for addresses of the user's own network.
+const ALLOW_PRIVATE_HINT: &str = "to allow http:// and addresses of your own network, set `notify_private: true` in the user file, or AITK_NOTIFY_PRIVATE=1";

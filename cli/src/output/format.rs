@@ -1,4 +1,4 @@
-//! Numbers, sizes and times as people read them; durations and moments as people write them.
+//! Formats numbers, sizes and times for people, and parses durations and times that people write.
 
 use jiff::{SignedDuration, Timestamp};
 use std::time::Duration;
@@ -6,13 +6,22 @@ use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 const KIB: f64 = 1024.0;
 
-/// Memory, always in GiB: `23.6 GiB`.
+/// Returns a count with its noun: `1 image`, `3 images`.
+#[must_use]
+pub fn plural(count: u64, noun: &str) -> String {
+    match count {
+        1 => format!("1 {noun}"),
+        count => format!("{count} {noun}s"),
+    }
+}
+
+/// Formats memory, always in GiB: `23.6 GiB`.
 #[must_use]
 pub fn gib(bytes: u64) -> String {
     format!("{:.1} GiB", bytes as f64 / (KIB * KIB * KIB))
 }
 
-/// The size of a file, in the unit that suits it: `812 B`, `4.0 KiB`, `37.2 MiB`, `1.9 GiB`.
+/// Formats the size of a file in a suitable unit: `812 B`, `4.0 KiB`, `37.2 MiB`, `1.9 GiB`.
 #[must_use]
 pub fn size(bytes: u64) -> String {
     let value = bytes as f64;
@@ -24,7 +33,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// A length of time in at most two units: `42s`, `3m 05s`, `2h 10m`, `5d 03h`.
+/// Formats a duration in at most two units: `42s`, `3m 05s`, `2h 10m`, `5d 03h`.
 #[must_use]
 pub fn duration(length: Duration) -> String {
     let s = length.as_secs();
@@ -36,10 +45,11 @@ pub fn duration(length: Duration) -> String {
     }
 }
 
-/// How long ago, in one unit: `now`, `12s ago`, `3m ago`, `2h ago`, `5d ago`. A moment ahead of our clock is `now`.
+/// Formats how long ago a time was, in one unit: `now`, `12s ago`, `3m ago`, `2h ago`, `5d ago`. A time in the future
+/// is `now`.
 #[must_use]
-pub fn ago(moment: Timestamp, now: Timestamp) -> String {
-    let s = now.duration_since(moment).as_secs();
+pub fn ago(timestamp: Timestamp, now: Timestamp) -> String {
+    let s = now.duration_since(timestamp).as_secs();
     match s {
         i64::MIN..=0 => "now".to_owned(),
         1..60 => format!("{s}s ago"),
@@ -49,13 +59,13 @@ pub fn ago(moment: Timestamp, now: Timestamp) -> String {
     }
 }
 
-/// A moment in JSON: RFC 3339 with milliseconds, UTC.
+/// Formats a time for JSON: RFC 3339 with milliseconds, UTC.
 #[must_use]
-pub fn rfc3339(moment: Timestamp) -> String {
-    format!("{moment:.3}")
+pub fn rfc3339(timestamp: Timestamp) -> String {
+    format!("{timestamp:.3}")
 }
 
-/// A loss, or any small number of unknown size: four digits that mean something.
+/// Formats a loss or another number of unknown magnitude with about four significant digits.
 #[must_use]
 pub fn number(value: f64) -> String {
     let size = value.abs();
@@ -70,7 +80,7 @@ pub fn number(value: f64) -> String {
     }
 }
 
-/// Speed of steps: `2.31 it/s`, or `4.20 s/it` when one takes longer than a second.
+/// Formats the speed of steps: `2.31 it/s`, or `4.20 s/it` when one takes longer than a second.
 #[must_use]
 pub fn rate(seconds_per_step: f64) -> String {
     if seconds_per_step.is_finite() && seconds_per_step > 0.0 {
@@ -84,12 +94,12 @@ pub fn rate(seconds_per_step: f64) -> String {
     }
 }
 
-/// Reads `90`, `90s`, `10m`, `2h`, `1d`, `1h30m`.
+/// Parses a duration: `90`, `90s`, `10m`, `2h`, `1d`, `1h30m`.
 ///
 /// # Errors
 /// A sentence that says what is expected.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("'{text}' is not a length of time; expected something like 90s, 10m, 2h or 1d");
+    let wrong = || format!("'{text}' is not a duration; expected something like 90s, 10m, 2h or 1d");
     let mut total = 0_u64;
     let mut digits = String::new();
     let mut last_unit = u64::MAX;
@@ -124,7 +134,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     } else if last_unit == u64::MAX {
         return Err(wrong());
     }
-    // Ten years: longer is a slip, and would overflow clocks further on.
+    // The limit of ten years avoids overflows in computations with times.
     if total > 315_360_000 {
         Err(wrong())
     } else {
@@ -132,7 +142,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// Reads a moment: RFC 3339, or a length of time before now (`10m`).
+/// Parses a time: RFC 3339, or a duration before now (`10m`).
 ///
 /// # Errors
 /// A sentence that says what is expected.
@@ -141,16 +151,17 @@ pub fn parse_since(text: &str, now: Timestamp) -> Result<Timestamp, String> {
         let seconds = i64::try_from(length.as_secs()).unwrap_or(i64::MAX);
         return now
             .checked_sub(SignedDuration::from_secs(seconds))
-            .map_err(|_| format!("'{text}' lies too far back"));
+            .map_err(|_| format!("'{text}' is too far in the past"));
     }
     text.parse()
-        .map_err(|_| format!("'{text}' is not a moment; expected 10m, 2h, … or RFC 3339 like 2026-05-01T12:00:00Z"))
+        .map_err(|_| format!("'{text}' is not a time; expected 10m, 2h, … or RFC 3339 like 2026-05-01T12:00:00Z"))
 }
 
-/// Text from elsewhere (job names, log lines) without what could drive a terminal. Tabs become spaces.
+/// Removes control characters from text of other origin (job names, log lines), so that it cannot send escape sequences
+/// to the terminal. Tabs become spaces.
 #[must_use]
 pub fn printable(text: &str) -> String {
-    // The usual case needs no copy of every character.
+    // Fast path for text without such characters.
     if !text.chars().any(|c| c.is_control() || is_bidi(c)) {
         return text.to_owned();
     }
@@ -163,29 +174,29 @@ pub fn printable(text: &str) -> String {
         .collect()
 }
 
-/// Characters that reorder what follows, so that a name could look like another.
+/// Whether a character changes the text direction, which could make one name look like another.
 fn is_bidi(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// A line in pieces of at most `room` columns, cut between words where there are any.
+/// Splits a line into pieces of at most `width` columns, between words if possible.
 #[must_use]
-pub fn fold(line: &str, room: usize) -> Vec<String> {
+pub fn fold(line: &str, width: usize) -> Vec<String> {
     let mut out = Vec::new();
     let mut piece = String::new();
     for word in line.split_inclusive(' ') {
-        if !piece.is_empty() && piece.width() + word.trim_end().width() > room {
+        if !piece.is_empty() && piece.width() + word.trim_end().width() > width {
             out.push(std::mem::take(&mut piece).trim_end().to_owned());
         }
         piece.push_str(word);
         // A word that is longer than a line.
-        while piece.trim_end().width() > room {
-            let mut columns = 0;
+        while piece.trim_end().width() > width {
+            let mut display_width = 0;
             let fits = piece
                 .char_indices()
                 .find(|(_, c)| {
-                    columns += c.width().unwrap_or(0);
-                    columns > room
+                    display_width += c.width().unwrap_or(0);
+                    display_width > width
                 })
                 .map_or(piece.len(), |(at, _)| at);
             let first = piece.chars().next().map_or(0, char::len_utf8);
@@ -199,16 +210,16 @@ pub fn fold(line: &str, room: usize) -> Vec<String> {
     out
 }
 
-/// Text in lines of at most `width` columns, broken between words. A word that is longer than a line, such as a path, stays
-/// whole, and a line that fits is left as it is. What goes on stands two columns further in than its line began. Sequences that
-/// colour text take no columns.
+/// Wraps text to lines of at most `width` columns, between words. A word that is longer than a line, such as a path, is
+/// not split, and a line that fits is not changed. Continuation lines are indented by two more columns. Colour
+/// sequences count as no columns.
 #[must_use]
 pub fn wrap(text: &str, width: usize) -> String {
     let lines: Vec<String> = text.split('\n').map(|line| wrap_line(line, width)).collect();
     lines.join("\n")
 }
 
-/// As [`wrap`], but a line that begins with two blanks stays whole: it is a command to copy, and half of one is another command.
+/// As [`wrap`], but a line that begins with two spaces is not wrapped: it is a command to copy.
 #[must_use]
 pub fn wrap_sentences(text: &str, width: usize) -> String {
     let wrapped = text.split('\n').map(|line| match line.starts_with("  ") {
@@ -219,7 +230,7 @@ pub fn wrap_sentences(text: &str, width: usize) -> String {
 }
 
 fn wrap_line(line: &str, width: usize) -> String {
-    if columns(line) <= width {
+    if display_width(line) <= width {
         return line.to_owned();
     }
     let indent = line.len() - line.trim_start_matches(' ').len() + 2;
@@ -230,7 +241,7 @@ fn wrap_line(line: &str, width: usize) -> String {
             blanks += 1;
             continue;
         }
-        let size = columns(word);
+        let size = display_width(word);
         if used > 0 && used + blanks + size > width && indent < width {
             out.push('\n');
             (used, blanks) = (0, indent);
@@ -243,8 +254,8 @@ fn wrap_line(line: &str, width: usize) -> String {
     out
 }
 
-/// Columns of a text that may have sequences which colour it.
-fn columns(text: &str) -> usize {
+/// Returns the columns of a text, without its colour sequences.
+fn display_width(text: &str) -> usize {
     let mut bare = String::new();
     let mut rest = text;
     while let Some((before, after)) = rest.split_once("\x1b[") {
@@ -260,7 +271,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_stay_whole_and_lines_that_fit_as_they_are() {
+    fn wrapping_keeps_words_whole_and_short_lines_unchanged() {
         let text = "error: no coordinator answers at https://gpu.lab:7420 (Connection refused)";
         assert_eq!(
             wrap(text, 40),
@@ -280,10 +291,10 @@ mod tests {
             wrap("a/path/that/is/too/long for it", 10),
             "a/path/that/is/too/long\n  for it"
         );
-        // Colours take no room.
+        // Colour sequences count as no columns.
         assert_eq!(wrap("\x1b[1;31merror:\x1b[0m abc", 10), "\x1b[1;31merror:\x1b[0m abc");
         assert_eq!(wrap("日本語 日本語", 8), "日本語\n  日本語");
-        // A command is one line, as it is typed.
+        // A command is not wrapped.
         let with_command = "Then, on the other machine:\n  aitk-worker --server https://gpu.lab:7420";
         assert_eq!(
             wrap_sentences(with_command, 20),
@@ -292,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_times_read_well() {
+    fn sizes_and_times_are_formatted() {
         assert_eq!(gib(25_769_803_776), "24.0 GiB");
         assert_eq!(size(812), "812 B");
         assert_eq!(size(4096), "4.0 KiB");
@@ -348,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn text_from_elsewhere_cannot_drive_the_terminal() {
+    fn control_characters_are_removed() {
         assert_eq!(printable("a\x1b[2Jb\tc"), "a\u{fffd}[2Jb c");
         assert_eq!(printable("x\u{202e}y"), "x\u{fffd}y");
         assert_eq!(printable("日本 ok"), "日本 ok");

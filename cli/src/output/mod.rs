@@ -1,4 +1,4 @@
-//! What a person or a script sees: data on standard output, everything else on standard error.
+//! Output for people and scripts: results on standard output, everything else on standard error.
 
 pub mod format;
 pub mod progress;
@@ -6,8 +6,8 @@ pub mod table;
 pub mod ui;
 
 pub use table::{Align, Column, Table};
-pub use ui::{Format, Ui, Wait};
+pub use ui::{Format, ProgressIndicator, Ui};
 
-/// Version of every JSON document and line that the program prints. It grows when a field
-/// changes its meaning or goes away, not when one is added.
+/// The schema version of every JSON document and line that the program prints. It is increased when a field changes its
+/// meaning or is removed, not when one is added.
 pub const SCHEMA_VERSION: u32 = 1;

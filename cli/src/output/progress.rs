@@ -1,70 +1,70 @@
-//! One line that says how far a job is, made from its events; and how often it is said without a terminal.
+//! The progress line of a job, computed from its events, and how often it is printed without a terminal.
 
 use super::format::{duration, number, rate};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How far a job is. Pure: it knows nothing of terminals and clocks.
+/// The progress of a job. It does no IO and reads no clock.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct JobProgress {
     /// `loading model`, `training`, ….
     pub phase: String,
-    /// Steps (or images) done.
+    /// Steps or images done.
     pub done: u64,
-    /// Steps (or images) in all; 0 while unknown.
+    /// Total steps or images; 0 while unknown.
     pub total: u64,
-    /// The newest loss.
+    /// The latest loss.
     pub loss: Option<f64>,
-    /// The newest learning rate.
+    /// The latest learning rate.
     pub learning_rate: Option<f64>,
-    /// Wall time in seconds that each of the last steps took, as the attempt says; none where that is not true at the moment.
+    /// Wall time in seconds per step, as the attempt reports it; `None` when the job is not making steps.
     pub seconds_per_step: Option<f64>,
 }
 
 impl JobProgress {
-    /// A phase began.
+    /// Sets the phase.
     pub fn phase(&mut self, name: &str) {
         name.clone_into(&mut self.phase);
     }
 
-    /// It is in another state now; where no attempt is at work, nothing has a rate.
-    pub fn state(&mut self, name: &str, at_work: bool) {
+    /// Sets the state. The rate is removed unless an attempt is running.
+    pub fn state(&mut self, name: &str, is_running: bool) {
         self.phase(name);
-        self.seconds_per_step = self.seconds_per_step.filter(|_| at_work);
+        self.seconds_per_step = self.seconds_per_step.filter(|_| is_running);
     }
 
-    /// Steps were done.
+    /// Sets the steps done, the total, and the time per step.
     pub fn steps(&mut self, done: u64, total: u64, seconds_per_step: Option<f64>) {
         self.done = done;
         self.total = total;
         self.seconds_per_step = seconds_per_step.filter(|s| s.is_finite() && *s >= 0.0);
     }
 
-    /// Numbers of a step: `loss/loss` or `loss`, `learning_rate` or `lr`.
+    /// Sets loss and learning rate from the metrics of a step: `loss/loss` or `loss`, `learning_rate` or `lr`.
     pub fn metrics(&mut self, values: &BTreeMap<String, f64>) {
         let first = |names: [&str; 2]| names.iter().find_map(|name| values.get(*name)).copied();
         self.loss = first(["loss/loss", "loss"]).or(self.loss);
         self.learning_rate = first(["learning_rate", "lr"]).or(self.learning_rate);
     }
 
-    /// How long it will still take, if that can be said.
+    /// Returns the estimated remaining time, if it is known.
     #[must_use]
     pub fn eta(&self) -> Option<Duration> {
-        let left = self.total.checked_sub(self.done).filter(|_| self.total > 0)?;
-        Duration::try_from_secs_f64(self.seconds_per_step? * left as f64).ok()
+        let remaining = self.total.checked_sub(self.done).filter(|_| self.total > 0)?;
+        Duration::try_from_secs_f64(self.seconds_per_step? * remaining as f64).ok()
     }
 
-    /// What stands right of the bar: `loss 0.1234  lr 1.0e-4  2.31 it/s  ETA 2m 40s`.
+    /// Returns the text to the right of the bar: `loss 0.1234  lr 1.0e-4  2.31 it/s  ETA 2m 40s`.
     #[must_use]
     pub fn numbers(&self) -> String {
         self.numbers_within(usize::MAX)
     }
 
-    /// As many of them as fit into so many columns: the learning rate is left out first, then the rate, then the loss.
+    /// As [`Self::numbers`], limited to `columns`: the learning rate is left out first, then the rate, then the loss.
     #[must_use]
     pub fn numbers_within(&self, columns: usize) -> String {
         let eta = self.eta().filter(|_| self.done < self.total);
-        // With the order in which they are left out.
+        // The first number is the priority: the lowest is left out first.
         let mut parts: Vec<(u8, String)> = [
             self.loss.map(|loss| (2, format!("loss {}", number(loss)))),
             self.learning_rate.map(|lr| (0, format!("lr {}", number(lr)))),
@@ -79,14 +79,14 @@ impl JobProgress {
             texts.join("  ")
         };
         while joined(&parts).len() > columns
-            && let Some(least) = parts.iter().map(|(weight, _)| *weight).min()
+            && let Some(least) = parts.iter().map(|(priority, _)| *priority).min()
         {
-            parts.retain(|(weight, _)| *weight != least);
+            parts.retain(|(priority, _)| *priority != least);
         }
         joined(&parts)
     }
 
-    /// The whole as a plain line, for logs and pipes.
+    /// Returns the progress as a plain line, for logs and pipes.
     #[must_use]
     pub fn line(&self) -> String {
         let mut line = if self.phase.is_empty() {
@@ -106,30 +106,30 @@ impl JobProgress {
     }
 }
 
-/// Decides when a plain progress line is due: first, last, and in between not more than once per interval.
+/// Limits plain progress lines: the first and the last one, and in between at most one per interval.
 #[derive(Clone, Debug)]
-pub struct Pace {
+pub struct LineThrottle {
     interval: Duration,
     last: Option<Duration>,
 }
 
-impl Pace {
-    /// At most one line per `interval`.
+impl LineThrottle {
+    /// Creates a throttle that allows one line per `interval`.
     #[must_use]
     pub fn new(interval: Duration) -> Self {
         Self { interval, last: None }
     }
 
-    /// Whether a line is due at `now` (time since any fixed start). `last`: nothing comes after it.
-    pub fn due(&mut self, now: Duration, last: bool) -> bool {
-        let due = last
+    /// Whether to print a line at `now` (time since any fixed start). `last`: no line follows.
+    pub fn is_due(&mut self, now: Duration, last: bool) -> bool {
+        let is_due = last
             || self
                 .last
                 .is_none_or(|before| now.saturating_sub(before) >= self.interval);
-        if due {
+        if is_due {
             self.last = Some(now);
         }
-        due
+        is_due
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_says_step_loss_rate_and_eta() {
+    fn a_line_has_step_loss_rate_and_eta() {
         let mut progress = JobProgress::default();
         assert_eq!(progress.line(), "working");
         progress.phase("training");
@@ -163,7 +163,7 @@ mod tests {
         }
         progress.steps(500, 500, Some(0.5));
         assert_eq!(progress.line(), "training  500/500  loss 0.1234  lr 1.0e-4  2.00 it/s");
-        // A rate that is not true any more, and the time that would follow from it, are not shown.
+        // Rate and remaining time are not shown when the job is not running.
         progress.state("queued", false);
         assert_eq!(progress.line(), "queued  500/500  loss 0.1234  lr 1.0e-4");
         progress.phase("no progress for 6 min");
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_from_a_peer_does_no_harm() {
+    fn invalid_numbers_from_a_peer_do_not_panic() {
         let mut progress = JobProgress::default();
         progress.steps(9, 3, Some(f64::INFINITY));
         assert_eq!(progress.eta(), None);
@@ -185,12 +185,12 @@ mod tests {
     }
 
     #[test]
-    fn plain_lines_keep_their_distance() {
-        let mut pace = Pace::new(Duration::from_secs(10));
+    fn plain_lines_are_at_least_an_interval_apart() {
+        let mut throttle = LineThrottle::new(Duration::from_secs(10));
         let at = |s| Duration::from_secs(s);
-        assert!(pace.due(at(0), false));
-        assert!(!pace.due(at(9), false));
-        assert!(pace.due(at(10), false));
-        assert!(pace.due(at(11), true));
+        assert!(throttle.is_due(at(0), false));
+        assert!(!throttle.is_due(at(9), false));
+        assert!(throttle.is_due(at(10), false));
+        assert!(throttle.is_due(at(11), true));
     }
 }

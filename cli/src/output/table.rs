@@ -1,4 +1,4 @@
-//! Tables that fit a terminal: plain columns, two spaces apart; wide text columns give way first.
+//! Tables that fit a terminal: columns two spaces apart; wide text columns are shortened first.
 
 use super::format::{fold, printable};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
@@ -17,12 +17,12 @@ pub enum Align {
 pub struct Column {
     title: &'static str,
     align: Align,
-    /// The width it may shrink to when the terminal is narrow; `None`: it never shrinks.
+    /// The smallest width on a narrow terminal; `None`: it is never shortened.
     min: Option<usize>,
 }
 
 impl Column {
-    /// A column of text that is always shown in full (ids, states).
+    /// Creates a column of text that is never shortened (ids, states).
     #[must_use]
     pub const fn fixed(title: &'static str) -> Self {
         Self {
@@ -32,7 +32,7 @@ impl Column {
         }
     }
 
-    /// A column of numbers.
+    /// Creates a column of numbers.
     #[must_use]
     pub const fn number(title: &'static str) -> Self {
         Self {
@@ -42,7 +42,7 @@ impl Column {
         }
     }
 
-    /// A column of text that may be shortened to this many characters.
+    /// Creates a column of text that may be shortened to `min` columns.
     #[must_use]
     pub const fn text(title: &'static str, min: usize) -> Self {
         Self {
@@ -53,23 +53,24 @@ impl Column {
     }
 }
 
-/// How far a note stands in from the left when it is below its row.
+/// The indentation of a note below its row.
 const NOTE_INDENT: usize = 2;
-/// No note is folded into less than this.
-const NARROWEST_NOTE: usize = 20;
+/// The smallest width that a note is folded to.
+const MIN_NOTE_WIDTH: usize = 20;
 
 /// Rows under column titles.
 #[derive(Clone, Debug)]
 pub struct Table {
     columns: Vec<Column>,
     rows: Vec<Vec<String>>,
-    /// Title of the notes, and a note for each row that has one.
+    /// The title of the column of notes; empty without notes.
     note_title: &'static str,
+    /// The note of each row; empty for rows without one.
     notes: Vec<String>,
 }
 
 impl Table {
-    /// An empty table.
+    /// Creates an empty table.
     #[must_use]
     pub fn new(columns: &[Column]) -> Self {
         Self {
@@ -80,8 +81,8 @@ impl Table {
         }
     }
 
-    /// A table whose rows may have a note: a sentence that is never cut. It is the last column where all notes fit into
-    /// it, otherwise it stands below its row, on as many lines as it needs.
+    /// Creates a table whose rows may have a note, a sentence that is never cut. The notes are the last column if all
+    /// of them fit, otherwise each is below its row, on as many lines as it needs.
     #[must_use]
     pub fn with_notes(columns: &[Column], title: &'static str) -> Self {
         Self {
@@ -90,7 +91,7 @@ impl Table {
         }
     }
 
-    /// The note of the row that was added last.
+    /// Sets the note of the last row.
     pub fn note(&mut self, text: &str) {
         self.notes.resize(self.rows.len(), String::new());
         if let Some(note) = self.notes.last_mut() {
@@ -98,27 +99,27 @@ impl Table {
         }
     }
 
-    /// Adds a row. Missing cells are empty, surplus ones are dropped.
+    /// Adds a row. Missing cells are empty, extra cells are dropped.
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
         let mut cells: Vec<String> = cells.into_iter().map(|cell| printable(&cell)).collect();
         cells.resize(self.columns.len(), String::new());
         self.rows.push(cells);
     }
 
-    /// For a terminal of this width: aligned, titles first, every line at most `width` columns where
-    /// the shrinkable columns allow it.
+    /// Returns the lines for a terminal: aligned, titles first, at most `width` columns if the columns can be shortened
+    /// so far.
     #[must_use]
     pub fn aligned(&self, width: usize) -> Vec<String> {
         self.blocks(width).concat()
     }
 
-    /// As [`Self::aligned`]: the titles, then the lines of each row.
+    /// As [`Self::aligned`], grouped: the titles, then the lines of each row.
     #[must_use]
     pub fn blocks(&self, width: usize) -> Vec<Vec<String>> {
         let notes = |row: usize| self.notes.get(row).map_or("", String::as_str);
         let longest = self.notes.iter().map(|note| note.width()).max().unwrap_or(0);
         let beside = longest.max(self.note_title.width()) + 2;
-        // Below its row where names would have to be cut for it.
+        // Below its row if other columns would have to be shortened for it.
         let natural = self
             .lines(usize::MAX)
             .iter()
@@ -126,12 +127,12 @@ impl Table {
             .max()
             .unwrap_or(0);
         if longest == 0 || natural + beside > width {
-            let room = width.saturating_sub(NOTE_INDENT).max(NARROWEST_NOTE);
+            let columns = width.saturating_sub(NOTE_INDENT).max(MIN_NOTE_WIDTH);
             let mut lines = self.lines(width).into_iter();
             let titles = lines.next().map(|line| vec![line]);
             let rows = lines.enumerate().map(|(row, line)| {
                 let below = Some(notes(row)).filter(|note| !note.is_empty());
-                let below = below.into_iter().flat_map(|note| fold(note, room));
+                let below = below.into_iter().flat_map(|note| fold(note, columns));
                 std::iter::once(line)
                     .chain(below.map(|line| format!("{:NOTE_INDENT$}{line}", "")))
                     .collect()
@@ -156,7 +157,7 @@ impl Table {
             .collect();
         let gaps = 2 * self.columns.len().saturating_sub(1);
         let mut surplus = (widths.iter().sum::<usize>() + gaps).saturating_sub(width);
-        // The widest shrinkable column gives one character at a time, so that long ones meet in the middle.
+        // Shorten the widest column by one character at a time, so that long columns end up equally wide.
         while surplus > 0 {
             let widest = (0..widths.len())
                 .filter(|&i| {
@@ -176,7 +177,7 @@ impl Table {
             .collect()
     }
 
-    /// For a script: tab between cells, titles first, nothing shortened.
+    /// Returns the lines for a script: tab-separated cells, titles first, nothing shortened.
     #[must_use]
     pub fn tabbed(&self) -> Vec<String> {
         let mut titles: Vec<&str> = self.columns.iter().map(|column| column.title).collect();
@@ -210,7 +211,7 @@ impl Table {
     }
 }
 
-/// Cuts text to a width in columns; `…` says that something is missing.
+/// Cuts text to a width in columns, and ends it with `…` if something was cut.
 #[must_use]
 pub fn shorten(text: &str, width: usize) -> String {
     if text.width() <= width {
@@ -248,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn long_names_give_way_and_numbers_line_up() {
+    fn long_names_are_shortened_and_numbers_aligned() {
         let lines = table().aligned(24);
         // Two fixed columns and two gaps take 10 of the 24.
         assert_eq!(
@@ -262,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn every_line_fits_and_scripts_get_everything() {
+    fn every_line_fits_and_scripts_get_full_text() {
         for width in [20, 40, 80] {
             for line in table().aligned(width) {
                 assert!(line.width() <= width, "{width}: {line}");
@@ -275,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn notes_stand_beside_where_they_fit_and_below_uncut_where_they_do_not() {
+    fn notes_that_do_not_fit_beside_their_rows_are_below_them() {
         let mut table = Table::with_notes(&[Column::fixed("ID"), Column::text("NAME", 8)], "DETAIL");
         table.row(["j1".to_owned(), "ada".to_owned()]);
         table.note("runs on the box cuda:0");
@@ -299,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn wide_characters_count_twice() {
+    fn wide_characters_take_two_columns() {
         assert_eq!(shorten("日本語です", 7), "日本語…");
         assert_eq!(shorten("abc", 3), "abc");
         assert_eq!(shorten("abcd", 3), "ab…");

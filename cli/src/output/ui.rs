@@ -1,7 +1,7 @@
-//! Where output goes: standard output, standard error, a log file; and whether there is a terminal.
+//! Writes to standard output, standard error and a log file, and adapts to the terminal if there is one.
 
 use super::format::{wrap, wrap_sentences};
-use super::progress::{JobProgress, Pace};
+use super::progress::{JobProgress, LineThrottle};
 use super::{SCHEMA_VERSION, Table};
 use crate::failure::Failure;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -13,16 +13,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The progress of a job whose number of steps is known.
-/// Loss, rate and time left fit beside it in 80 columns, so the bar is short.
-const JOB: &str = "{prefix} [{bar:8}] {pos}/{len}  {wide_msg}";
-/// The same where the terminal is narrow, and its columns.
-const NARROW_JOB: &str = "{prefix} {pos}/{len}  {wide_msg}";
-const NARROW: usize = 60;
-/// The progress of a job that waits, loads or caches.
-const JOB_WITHOUT_STEPS: &str = "{prefix} {elapsed}";
+/// Template for a job whose number of steps is known. The bar is short, so that loss, rate and remaining time fit into
+/// 80 columns.
+const JOB_TEMPLATE: &str = "{prefix} [{bar:8}] {pos}/{len}  {wide_msg}";
+/// The same for a terminal of less than [`NARROW_COLUMNS`].
+const NARROW_JOB_TEMPLATE: &str = "{prefix} {pos}/{len}  {wide_msg}";
+const NARROW_COLUMNS: usize = 60;
+/// Template for a job that waits, loads or caches.
+const JOB_TEMPLATE_WITHOUT_STEPS: &str = "{prefix} {elapsed}";
 
-/// In which form a command prints its data.
+/// The format in which a command prints its result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
     /// For people: tables on a terminal, tab-separated text in a pipe.
@@ -35,7 +35,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// From the two flags that most commands have.
+    /// Returns the format for the flags `--json` and `--quiet`.
     #[must_use]
     pub fn from_flags(json: bool, quiet: bool) -> Self {
         match (json, quiet) {
@@ -46,10 +46,10 @@ impl Format {
     }
 }
 
-/// The terminal, or the lack of one.
+/// The output of a command, with or without a terminal.
 pub struct Ui {
     width: Option<usize>,
-    /// Of the terminals behind standard output and standard error; none: there is no terminal.
+    /// Columns of the terminals of standard output and standard error; `None` if it is not a terminal.
     out_width: Option<usize>,
     err_width: Option<usize>,
     color: bool,
@@ -60,24 +60,24 @@ pub struct Ui {
     started: Instant,
     bar: Mutex<Option<ProgressBar>>,
     tee: Option<Mutex<File>>,
-    /// Writing to it failed, and that was said.
+    /// Writing to the log file failed, and a warning was printed.
     tee_failed: AtomicBool,
 }
 
 impl Ui {
-    /// Looks at standard output, standard error, `NO_COLOR`, `TERM` and `COLUMNS`.
+    /// Creates the output from standard output, standard error, `NO_COLOR`, `TERM` and `COLUMNS`.
     #[must_use]
     pub fn from_env(env: &dyn Fn(&str) -> Option<String>, no_color: bool, no_progress: bool) -> Self {
         let dumb = env("TERM").is_some_and(|term| term == "dumb");
         let plain = no_color || dumb || env("NO_COLOR").is_some_and(|value| !value.is_empty());
         let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
-        // COLUMNS is asked for explicitly, so it holds for a pipe too.
+        // COLUMNS is set explicitly, so it applies to a pipe too.
         let columns = env("COLUMNS")
             .and_then(|text| text.parse().ok())
             .filter(|&width: &usize| width > 0);
         Self {
             width: columns.or_else(|| out.then(|| terminal_width(io::stdout()).unwrap_or(80))),
-            // Never in a pipe: whoever reads that wants lines as they are.
+            // Text is never wrapped in a pipe.
             out_width: out.then(|| columns.or_else(|| terminal_width(io::stdout())).unwrap_or(80)),
             err_width: err.then(|| columns.or_else(|| terminal_width(io::stderr())).unwrap_or(80)),
             color: out && !plain,
@@ -92,7 +92,7 @@ impl Ui {
         }
     }
 
-    /// For tests and programs: no terminal, no colour, no progress.
+    /// Creates an output without terminal, colours and progress, for tests and programs.
     #[must_use]
     pub fn silent() -> Self {
         Self {
@@ -111,7 +111,7 @@ impl Ui {
         }
     }
 
-    /// Copies everything that is shown, without bars and colours, to the end of this file too.
+    /// Also appends everything that is shown, without bars and colours, to this file.
     ///
     /// # Errors
     /// When the file cannot be opened for appending.
@@ -122,7 +122,7 @@ impl Ui {
         Ok(self)
     }
 
-    /// Says more: -v.
+    /// Sets verbose output: `-v`.
     #[must_use]
     pub fn verbose(mut self, verbose: bool) -> Self {
         self.verbose = verbose;
@@ -141,44 +141,44 @@ impl Ui {
         self.color_err
     }
 
-    /// Whether progress is drawn as a bar that moves.
+    /// Whether progress is shown as a bar.
     #[must_use]
     pub fn has_bars(&self) -> bool {
         self.bars
     }
 
-    /// Columns of a line, when output is laid out for a terminal.
+    /// Returns the width to lay output out for; `None` in a pipe without `COLUMNS`.
     #[must_use]
     pub fn width(&self) -> Option<usize> {
         self.width
     }
 
-    /// One line of data on standard output.
+    /// Prints one line of data to standard output.
     ///
     /// # Errors
     /// When standard output cannot be written; a closed pipe is [`crate::exit::Exit::BrokenPipe`].
     pub fn data(&self, line: &str) -> Result<(), Failure> {
-        self.copy(line);
-        self.beside_bar(|| {
+        self.write_to_log_file(line);
+        self.with_bar_suspended(|| {
             let mut out = io::stdout().lock();
             writeln!(out, "{line}").and_then(|()| out.flush())
         })
         .map_err(|error| Failure::output(&error))
     }
 
-    /// A sentence on standard output: broken between words on a terminal, one line in a pipe.
+    /// Prints a sentence to standard output: wrapped on a terminal, one line in a pipe.
     ///
     /// # Errors
     /// As [`Self::data`].
     pub fn text(&self, line: &str) -> Result<(), Failure> {
         match self.out_width {
-            // The log file has it as it is.
+            // With a log file the line is not wrapped, because the file gets the same text.
             Some(width) if self.tee.is_none() => self.data(&wrap(line, width)),
             _ => self.data(line),
         }
     }
 
-    /// Several lines of data.
+    /// Prints several lines of data.
     ///
     /// # Errors
     /// As [`Self::data`].
@@ -194,7 +194,7 @@ impl Ui {
         }
     }
 
-    /// A table: laid out for the terminal, or tab-separated for a script.
+    /// Prints a table: aligned on a terminal, tab-separated in a pipe.
     ///
     /// # Errors
     /// As [`Self::data`].
@@ -213,7 +213,7 @@ impl Ui {
         }
     }
 
-    /// One JSON document with `schema_version`, indented.
+    /// Prints one indented JSON document with `schema_version`.
     ///
     /// # Errors
     /// As [`Self::data`].
@@ -222,7 +222,7 @@ impl Ui {
         self.data(&text.map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?)
     }
 
-    /// One JSON line of a stream, with `schema_version`.
+    /// Prints one JSON line of a stream, with `schema_version`.
     ///
     /// # Errors
     /// As [`Self::data`].
@@ -230,40 +230,41 @@ impl Ui {
         self.data(&versioned(value)?.to_string())
     }
 
-    /// Something to know, on standard error. A line that begins with two blanks is a command to copy, or laid out as it is.
+    /// Prints a notice to standard error. A line that begins with two spaces is not wrapped, because it is a command to
+    /// copy.
     pub fn notice(&self, text: &str) {
-        self.lay_out(text, text, wrap_sentences);
+        self.write_message(text, text, wrap_sentences);
     }
 
-    /// `warning: …` on standard error.
+    /// Prints `warning: …` to standard error.
     pub fn warn(&self, text: &str) {
         let plain = format!("warning: {text}");
         if self.color_err {
-            self.message(&format!("\x1b[1;33mwarning:\x1b[0m {text}"), &plain);
+            self.print_message(&format!("\x1b[1;33mwarning:\x1b[0m {text}"), &plain);
         } else {
-            self.message(&plain, &plain);
+            self.print_message(&plain, &plain);
         }
     }
 
-    /// `hint: …` on standard error.
+    /// Prints `hint: …` to standard error.
     pub fn hint(&self, text: &str) {
         let plain = format!("hint: {text}");
         if self.color_err {
-            self.message(&format!("\x1b[36mhint:\x1b[0m {text}"), &plain);
+            self.print_message(&format!("\x1b[36mhint:\x1b[0m {text}"), &plain);
         } else {
-            self.message(&plain, &plain);
+            self.print_message(&plain, &plain);
         }
     }
 
-    /// An error and its hints on standard error.
+    /// Prints an error and its hints to standard error.
     pub fn failure(&self, failure: &Failure) {
         let plain = failure.render(false);
         if !plain.is_empty() {
-            self.message(failure.render(self.color_err).trim_end(), plain.trim_end());
+            self.print_message(failure.render(self.color_err).trim_end(), plain.trim_end());
         }
     }
 
-    /// What is wrong with a command line.
+    /// Prints an error of the command line parser.
     pub fn usage(&self, error: &clap::Error) {
         let text = error.render();
         let shown = if self.color_err {
@@ -271,39 +272,39 @@ impl Ui {
         } else {
             text.to_string()
         };
-        self.message(shown.trim_end(), text.to_string().trim_end());
+        self.print_message(shown.trim_end(), text.to_string().trim_end());
     }
 
-    fn message(&self, shown: &str, plain: &str) {
-        self.lay_out(shown, plain, wrap);
+    fn print_message(&self, shown: &str, plain: &str) {
+        self.write_message(shown, plain, wrap);
     }
 
-    fn lay_out(&self, shown: &str, plain: &str, wrap: fn(&str, usize) -> String) {
-        self.copy(plain);
+    fn write_message(&self, shown: &str, plain: &str, wrap: fn(&str, usize) -> String) {
+        self.write_to_log_file(plain);
         let wrapped = self.err_width.map(|width| wrap(shown, width));
         let shown = wrapped.as_deref().unwrap_or(shown);
-        // Nobody is left to tell when standard error is gone.
-        let _ = self.beside_bar(|| writeln!(io::stderr().lock(), "{shown}"));
+        // An error of standard error cannot be reported anywhere.
+        let _ = self.with_bar_suspended(|| writeln!(io::stderr().lock(), "{shown}"));
     }
 
-    /// Only into the log file.
-    pub fn copy(&self, line: &str) {
+    /// Writes a line to the log file only.
+    pub fn write_to_log_file(&self, line: &str) {
         if let Some(tee) = &self.tee {
             let mut file = tee.lock().unwrap_or_else(PoisonError::into_inner);
             let written = writeln!(file, "{line}");
             drop(file);
-            // A full disk must not end the job that is being logged.
+            // A full disk must not stop the job.
             if let Err(error) = written
                 && !self.tee_failed.swap(true, Ordering::Relaxed)
             {
                 self.warn(&format!(
-                    "the log file cannot be written, and lacks lines from here on: {error}"
+                    "the log file cannot be written; lines are missing from here on: {error}"
                 ));
             }
         }
     }
 
-    fn beside_bar<T>(&self, write: impl FnOnce() -> T) -> T {
+    fn with_bar_suspended<T>(&self, write: impl FnOnce() -> T) -> T {
         let bar = self.bar.lock().unwrap_or_else(PoisonError::into_inner).clone();
         match bar {
             Some(bar) => bar.suspend(write),
@@ -311,7 +312,7 @@ impl Ui {
         }
     }
 
-    /// Clears the screen, for `--watch` on a terminal. Nothing in a pipe.
+    /// Clears the screen, for `--watch`. Does nothing in a pipe.
     ///
     /// # Errors
     /// As [`Self::data`].
@@ -324,46 +325,46 @@ impl Ui {
         cleared.map_err(|error| Failure::output(&error))
     }
 
-    /// A wait of so many bytes: a bar on a terminal, otherwise a line now and then.
+    /// Shows progress in bytes: a bar on a terminal, otherwise a line every few seconds.
     #[must_use]
-    pub fn bytes(&self, what: &str, total: u64) -> Wait<'_> {
+    pub fn byte_progress(&self, what: &str, total: u64) -> ProgressIndicator<'_> {
         let template = "{msg:<18!} [{bar:10}] {bytes:>10}/{total_bytes:<10} {binary_bytes_per_sec} {eta}";
-        self.wait(what, total, Unit::Bytes, template)
+        self.indicator(what, total, Unit::Bytes, template)
     }
 
-    /// A wait of so many things.
+    /// Shows progress in items.
     #[must_use]
-    pub fn items(&self, what: &str, total: u64) -> Wait<'_> {
-        self.wait(what, total, Unit::Items, "{msg:<22!} [{bar:24}] {pos}/{len} {eta}")
+    pub fn item_progress(&self, what: &str, total: u64) -> ProgressIndicator<'_> {
+        self.indicator(what, total, Unit::Items, "{msg:<22!} [{bar:24}] {pos}/{len} {eta}")
     }
 
-    /// A wait of unknown length.
+    /// Shows a spinner for an operation of unknown length.
     #[must_use]
-    pub fn spinner(&self, what: &str) -> Wait<'_> {
-        let wait = self.wait(what, 0, Unit::Items, "{spinner} {msg} {elapsed}");
-        if let Some(bar) = &wait.bar {
+    pub fn spinner(&self, what: &str) -> ProgressIndicator<'_> {
+        let indicator = self.indicator(what, 0, Unit::Items, "{spinner} {msg} {elapsed}");
+        if let Some(bar) = &indicator.bar {
             bar.enable_steady_tick(Duration::from_millis(120));
         }
-        wait
+        indicator
     }
 
-    /// Lines that change while one waits.
+    /// Shows lines that are replaced at each update.
     #[must_use]
-    pub fn live(&self) -> Wait<'_> {
-        self.wait("", 0, Unit::Job, "{msg}")
+    pub fn live_lines(&self) -> ProgressIndicator<'_> {
+        self.indicator("", 0, Unit::Job, "{msg}")
     }
 
-    /// The progress of a job.
+    /// Shows the progress of a job.
     #[must_use]
-    pub fn job(&self) -> Wait<'_> {
-        let wait = self.wait("", 0, Unit::Job, JOB_WITHOUT_STEPS);
-        if let Some(bar) = &wait.bar {
+    pub fn job_progress(&self) -> ProgressIndicator<'_> {
+        let indicator = self.indicator("", 0, Unit::Job, JOB_TEMPLATE_WITHOUT_STEPS);
+        if let Some(bar) = &indicator.bar {
             bar.enable_steady_tick(Duration::from_millis(250));
         }
-        wait
+        indicator
     }
 
-    fn wait(&self, what: &str, total: u64, unit: Unit, template: &'static str) -> Wait<'_> {
+    fn indicator(&self, what: &str, total: u64, unit: Unit, template: &'static str) -> ProgressIndicator<'_> {
         let bar = self.bars.then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(8));
             if let Ok(style) = ProgressStyle::with_template(template) {
@@ -374,10 +375,10 @@ impl Ui {
         });
         *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = bar.clone();
         let interval = Duration::from_secs(if unit == Unit::Job { 10 } else { 5 });
-        let mut pace = Pace::new(interval);
-        // A short wait says nothing before its end.
-        let _ = unit == Unit::Job || pace.due(self.started.elapsed(), false);
-        Wait {
+        let mut throttle = LineThrottle::new(interval);
+        // A short operation prints no line before its end.
+        let _ = unit == Unit::Job || throttle.is_due(self.started.elapsed(), false);
+        ProgressIndicator {
             ui: self,
             what: what.to_owned(),
             unit,
@@ -385,7 +386,7 @@ impl Ui {
             done: 0,
             bar,
             template,
-            pace,
+            throttle,
         }
     }
 }
@@ -397,8 +398,8 @@ enum Unit {
     Job,
 }
 
-/// A wait that is shown until this is dropped.
-pub struct Wait<'a> {
+/// The progress of an operation, shown until this is dropped.
+pub struct ProgressIndicator<'a> {
     ui: &'a Ui,
     what: String,
     unit: Unit,
@@ -406,17 +407,17 @@ pub struct Wait<'a> {
     done: u64,
     bar: Option<ProgressBar>,
     template: &'static str,
-    pace: Pace,
+    throttle: LineThrottle,
 }
 
-impl Wait<'_> {
-    /// So much is done, of so much.
+impl ProgressIndicator<'_> {
+    /// Sets the amount done and the total.
     pub fn set(&mut self, done: u64, total: u64) {
         (self.done, self.total) = (done, total);
         if let Some(bar) = &self.bar {
             bar.set_length(total);
             bar.set_position(done);
-        } else if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), false) {
+        } else if self.ui.plain_progress && self.throttle.is_due(self.ui.started.elapsed(), false) {
             let text = match self.unit {
                 Unit::Bytes => format!("{}/{}", super::format::size(done), super::format::size(total)),
                 Unit::Items | Unit::Job => format!("{done}/{total}"),
@@ -425,20 +426,20 @@ impl Wait<'_> {
         }
     }
 
-    /// This much more is done.
+    /// Adds to the amount done.
     pub fn add(&mut self, more: u64) {
         self.set(self.done.saturating_add(more), self.total);
     }
 
-    /// What is being waited for now.
-    pub fn say(&mut self, what: &str) {
+    /// Sets the text beside the bar.
+    pub fn set_message(&mut self, what: &str) {
         what.clone_into(&mut self.what);
         if let Some(bar) = &self.bar {
             bar.set_message(self.what.clone());
         }
     }
 
-    /// What there is to see now, of [`Ui::live`]: in place of what was there, or every ten seconds where there is no terminal.
+    /// Replaces the lines of [`Ui::live_lines`]. Without a terminal, prints the lines at most every ten seconds.
     pub fn show_lines(&mut self, lines: &[String]) {
         match &self.bar {
             Some(bar) => {
@@ -446,39 +447,39 @@ impl Wait<'_> {
                 let lines: Vec<String> = lines.iter().map(|line| super::table::shorten(line, width)).collect();
                 bar.set_message(lines.join("\n"));
             }
-            None if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), false) => {
+            None if self.ui.plain_progress && self.throttle.is_due(self.ui.started.elapsed(), false) => {
                 lines.iter().for_each(|line| self.ui.notice(line));
             }
             None => {}
         }
     }
 
-    /// The numbers of a step, which the job tells every `logging.log_every` steps: a line where there is no bar, or where more was
-    /// asked for with -v; beside a bar it only goes to the log file, since the bar has the numbers.
+    /// Prints the metrics of a step, which the job reports every `logging.log_every` steps. With a bar and without `-v`
+    /// the line goes only to the log file, because the bar shows the numbers.
     pub fn step_line(&mut self, line: &str) {
         let shown = self.ui.verbose || (self.bar.is_none() && self.ui.plain_progress);
         if !shown {
-            self.ui.copy(line);
+            self.ui.write_to_log_file(line);
             return;
         }
         self.ui.notice(line);
-        // It says what the next line of progress would say.
-        let _ = self.pace.due(self.ui.started.elapsed(), true);
+        // The next progress line would repeat the same numbers.
+        let _ = self.throttle.is_due(self.ui.started.elapsed(), true);
     }
 
-    /// How far the job is. `last`: it will not move any more.
+    /// Updates the progress of a job. `last`: no update follows, so a plain line is printed now.
     pub fn show_job(&mut self, progress: &JobProgress, last: bool) {
         match &self.bar {
             Some(bar) => {
                 bar.set_prefix(super::format::printable(&progress.phase));
                 let columns = self.ui.err_width.unwrap_or(80);
                 let (style, bar_columns) = match columns {
-                    _ if progress.total == 0 => (JOB_WITHOUT_STEPS, 0),
-                    ..NARROW => (NARROW_JOB, 0),
-                    _ => (JOB, 11),
+                    _ if progress.total == 0 => (JOB_TEMPLATE_WITHOUT_STEPS, 0),
+                    ..NARROW_COLUMNS => (NARROW_JOB_TEMPLATE, 0),
+                    _ => (JOB_TEMPLATE, 11),
                 };
                 let steps = format!("{}/{}", progress.done, progress.total).len();
-                // With the spaces between them, and the last column, which stays free.
+                // The spaces between the parts, and the last column, which stays empty.
                 let left = progress.phase.len() + 1 + bar_columns + steps + 3;
                 if self.template != style
                     && let Ok(new) = ProgressStyle::with_template(style)
@@ -490,7 +491,7 @@ impl Wait<'_> {
                 bar.set_position(progress.done.min(progress.total));
                 bar.set_message(progress.numbers_within(columns.saturating_sub(left)));
             }
-            None if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), last) => {
+            None if self.ui.plain_progress && self.throttle.is_due(self.ui.started.elapsed(), last) => {
                 self.ui.notice(&super::format::printable(&progress.line()));
             }
             None => {}
@@ -498,7 +499,7 @@ impl Wait<'_> {
     }
 }
 
-impl Drop for Wait<'_> {
+impl Drop for ProgressIndicator<'_> {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -507,7 +508,7 @@ impl Drop for Wait<'_> {
     }
 }
 
-/// The value with `schema_version` in front; lists become `{schema_version, items}`.
+/// Adds `schema_version` as the first field; a list becomes `{schema_version, items}`.
 fn versioned(value: &impl Serialize) -> Result<serde_json::Value, Failure> {
     let value = serde_json::to_value(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;
     let mut object = serde_json::Map::new();
@@ -521,7 +522,7 @@ fn versioned(value: &impl Serialize) -> Result<serde_json::Value, Failure> {
     Ok(serde_json::Value::Object(object))
 }
 
-/// Columns of the terminal behind standard output or standard error.
+/// Returns the columns of the terminal of standard output or standard error.
 fn terminal_width(stream: impl std::os::fd::AsFd) -> Option<usize> {
     terminal_size::terminal_size_of(stream)
         .map(|(width, _)| usize::from(width.0))
@@ -564,7 +565,7 @@ mod tests {
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_log_file_without_room_is_said_once_and_ends_nothing() {
+    fn a_full_disk_of_the_log_file_gives_one_warning() {
         let ui = Ui::silent().tee(Path::new("/dev/full")).unwrap();
         assert!(!ui.tee_failed.load(Ordering::Relaxed));
         ui.notice("a line");

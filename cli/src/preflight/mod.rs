@@ -1,6 +1,9 @@
-//! What can be known of a config before anything is sent or trained: the family of its model, its data, what it will write.
-//! `aitk validate` shows all of it; `run` and `submit` open with what is worth saying, and refuse what cannot work.
+//! Checks a config before anything is sent or trained: the family of its model, its data sets, the files that it will
+//! write. `aitk validate` shows the whole report; `run` and `submit` print a summary and the warnings, and stop at
+//! errors.
 
+#[cfg(feature = "embedded")]
+mod dataset;
 mod models;
 mod output;
 mod report;
@@ -18,55 +21,64 @@ use aitk_common::job::{Input, JobSpec, LoadedJob};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Refuses models that no engine here runs, and says what could not be checked.
+/// Checks all models of a job, and prints which could not be checked.
 ///
 /// # Errors
-/// When the files of a model say that it is of a family, or in a format, that this release does not run.
+/// When a model belongs to a family, or is in a format, that this release does not support, or when files are missing
+/// or damaged.
 pub async fn check_models(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
-    check_some(ui, &loaded.spec, directory, |_| true).await.map(|_| ())
+    check_selected_models(ui, &loaded.spec, directory, |_| true)
+        .await
+        .map(|_| ())
 }
 
-/// As [`check_models`], of those models that `wanted` takes. The answer has the commits of those that the hub has.
+/// Checks the models for which `wanted` returns true. Returns the hub's current commits of those that are repositories.
 ///
 /// # Errors
-/// As there.
-pub async fn check_some(
+/// As [`check_models`].
+pub async fn check_selected_models(
     ui: &Ui,
     spec: &JobSpec,
     directory: &Path,
     wanted: impl Fn(&Input) -> bool,
 ) -> Result<Commits, Failure> {
-    let models = models::look(spec, directory, wanted).await;
+    let models = models::inspect_models(spec, directory, wanted).await;
     for note in models.iter().filter_map(|model| model.unchecked.as_deref()) {
         ui.notice(&printable(note));
     }
-    refuse(models.iter().filter_map(|model| model.problem.clone()).collect())?;
+    fail_on(models.iter().filter_map(|model| model.problem.clone()).collect())?;
     Ok(commits(models))
 }
 
-/// Opens a run or a submission: one line for each data set and training, warnings, and what could not be checked. `here`: it runs
-/// on this machine, so what it writes must have a place, and the training itself says the rest a moment later.
+/// Checks a config before a run or a submission. Prints one line for each data set and training, warnings, and what
+/// could not be checked. `local`: the job runs on this machine, so its output folders are checked, and warnings that
+/// the training itself logs are left out.
 ///
 /// # Errors
-/// When there is a problem that would end the job.
-pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, here: bool) -> Result<Commits, Failure> {
-    let report = Report::of(loaded, Vec::new(), directory).await;
+/// When there is a problem that would make the job fail.
+pub async fn check_before_start(
+    ui: &Ui,
+    loaded: &LoadedJob,
+    directory: &Path,
+    local: bool,
+) -> Result<Commits, Failure> {
+    let report = Report::new(loaded, Vec::new(), directory).await;
     for line in report.summary() {
         ui.notice(&printable(&line));
     }
     for note in &report.unchecked {
         ui.notice(&printable(note));
     }
-    let (mut warnings, mut problems) = (report.data_warnings(here), report.problems());
+    let (mut warnings, mut problems) = (report.data_warnings(local), report.problems());
     warnings.extend(report.short_of_memory.clone());
-    if here {
-        warnings.extend(output::warnings(&report, &loaded.spec, directory));
-        problems.extend(output::problems(&loaded.spec, directory));
+    if local {
+        warnings.extend(output::disk_warnings(report.disk_needs(), &loaded.spec, directory));
+        problems.extend(output::folder_problems(&loaded.spec, directory));
     }
     for warning in warnings {
         ui.warn(&printable(&warning));
     }
-    refuse(problems)?;
+    fail_on(problems)?;
     Ok(commits(report.models))
 }
 
@@ -75,14 +87,14 @@ fn commits(models: Vec<ModelReport>) -> Commits {
     commits.filter(|(_, commit)| is_commit(commit)).collect()
 }
 
-/// Repositories of models that are not on this machine -> the commit that the hub has now.
+/// Model repositories that are not on this machine, each with the hub's current commit.
 pub type Commits = BTreeMap<String, String>;
 
-fn refuse(mut problems: Vec<String>) -> Result<(), Failure> {
+fn fail_on(mut problems: Vec<String>) -> Result<(), Failure> {
     problems.dedup();
     if problems.is_empty() {
         return Ok(());
     }
     let lines: Vec<String> = problems.iter().map(|problem| printable(problem)).collect();
-    Err(Failure::new(Exit::Failed, lines.join("\n")).hint("`aitk validate CONFIG` shows everything that was found"))
+    Err(Failure::new(Exit::Failed, lines.join("\n")).hint("`aitk validate CONFIG` shows the full report"))
 }

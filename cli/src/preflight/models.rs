@@ -1,4 +1,4 @@
-//! The models of a config: what family their files are of.
+//! Checks the models of a config: to which family their files belong, and whether they are complete.
 
 use crate::context::env;
 use crate::paths::expand;
@@ -6,36 +6,42 @@ use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
-use aitk_common::model_files::{Identity, Inventory, check, damaged, identify, is_adapter, lacking};
+use aitk_common::model_files::{
+    Identity, Inventory, check_supported, damaged_file, identify, is_adapter, missing_files,
+};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long the hub may take: what it says is good to know, and not more.
-const HUB_PATIENCE: Duration = Duration::from_secs(20);
+/// How long to wait for the hub. The check is optional, so a slow hub does not hold up the command for longer.
+const HUB_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What was found about a model, or about another file of weights.
+/// What was found about a model, a VAE or a LoRA.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ModelReport {
-    /// Its key: `config.process[0].model.name_or_path`.
+    /// Its key in the config: `config.process[0].model.name_or_path`.
     pub key: String,
-    /// As the config names it.
+    /// Its path or repository as the config has it.
     pub path: String,
-    /// The family, for people.
+    /// The family as text: `Stable Diffusion 1.x`.
     pub family: Option<String>,
-    /// What says so.
+    /// How the family was recognised.
     pub evidence: Option<String>,
-    /// Where it is not on this machine: the commit that the hub has now.
+    /// The hub's current commit, for a repository that is not on this machine.
     pub commit: Option<String>,
     /// Why it cannot be used.
     pub problem: Option<String>,
-    /// Why it could not be looked at.
+    /// Why it could not be checked.
     pub unchecked: Option<String>,
 }
 
-/// Looks at every model of a job that is wanted, and at VAEs and LoRAs as far as pickles go.
-pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Input) -> bool) -> Vec<ModelReport> {
-    let mut found: Vec<ModelReport> = Vec::new();
+/// Inspects every model, VAE and LoRA of a job for which `wanted` returns true. VAEs are only checked for pickle files.
+pub(super) async fn inspect_models(
+    spec: &JobSpec,
+    directory: &Path,
+    wanted: impl Fn(&Input) -> bool,
+) -> Vec<ModelReport> {
+    let mut reports: Vec<ModelReport> = Vec::new();
     for input in spec.inputs() {
         let weights = matches!(input.kind, InputKind::Model | InputKind::Vae | InputKind::Lora);
         if !weights || input.config_path.is_empty() || !wanted(&input) {
@@ -46,7 +52,7 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
             path: input.config_path.clone(),
             ..ModelReport::default()
         };
-        // Parts that replace one of the model's are not models.
+        // A VAE or a LoRA is not a whole model, so `model.arch` does not describe its file.
         let arch = match input.key.ends_with("model.name_or_path") {
             true => arch_of(spec, &input.key),
             false => None,
@@ -56,20 +62,20 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
             let read = tokio::task::spawn_blocking(move || {
                 let files = Inventory::open(&local);
                 let damaged =
-                    arch.and_then(|arch| damaged(&local, &files).or_else(|| does_not_load(arch, &local, &files)));
-                (files, damaged, model_below(&local))
+                    arch.and_then(|arch| damaged_file(&local, &files).or_else(|| load_error(arch, &local, &files)));
+                (files, damaged, find_nested_model(&local))
             });
-            let (files, damaged, below) = read.await.unwrap_or_default();
-            report.judge(&files, arch);
-            if let (Some(problem), Some(below)) = (&mut report.problem, below) {
-                problem.push_str(&format!("; there is a model in {}", below.display()));
+            let (files, damaged, nested) = read.await.unwrap_or_default();
+            report.set_identity(&files, arch);
+            if let (Some(problem), Some(nested)) = (&mut report.problem, nested) {
+                problem.push_str(&format!("; there is a model in {}", nested.display()));
             }
             if input.kind == InputKind::Lora {
-                report.problem = report.problem.or_else(|| not_an_adapter(&input.config_path, &files));
+                report.problem = report.problem.or_else(|| adapter_problem(&input.config_path, &files));
             }
             report.problem = report.problem.or_else(|| {
                 let damaged = damaged?;
-                // The engine names the file itself.
+                // The engine's errors contain the path already.
                 let is_named = damaged.contains(&input.config_path);
                 Some(if is_named {
                     damaged
@@ -78,7 +84,7 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
                 })
             });
         } else if input.may_be_repository() {
-            match found
+            match reports
                 .iter()
                 .find(|other| other.path == report.path && other.key.ends_with("model.name_or_path") == arch.is_some())
             {
@@ -88,30 +94,31 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
                         ..other.clone()
                     }
                 }
-                None => report.ask_hub(arch).await,
+                None => report.inspect_repository(arch).await,
             }
         } else {
-            report.problem = Some(missing(&input, &local));
+            report.problem = Some(missing_message(&input, &local));
         }
-        if let Some(folder) = begun_in(spec, &input.key, directory)
+        if let Some(folder) = resumable_run_folder(spec, &input.key, directory)
             && let Some(problem) = report.problem.take()
         {
             report.unchecked = Some(format!(
-                "{problem}; `aitk run` does not open it, and goes on from what is in {}; `aitk submit` needs it",
+                "{problem}; `aitk run` does not need it, because it resumes from {}; `aitk submit` needs it",
                 folder.display()
             ));
         }
-        found.push(report);
+        reports.push(report);
     }
-    for report in &mut found {
+    for report in &mut reports {
         let problem = report.problem.take();
         report.problem = problem.map(|problem| spec.finding(report.key.clone(), problem).to_string());
     }
-    found
+    reports
 }
 
-/// The run folder with a checkpoint or a save, of the training that begins with the LoRA at this key where it has neither.
-fn begun_in(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
+/// Returns the run folder of the training that starts from the LoRA at this key, if the folder has a checkpoint or a
+/// save. The training resumes from there, and does not open the LoRA.
+fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
     let rest = key.strip_prefix("config.process[")?;
     let index: usize = rest.strip_suffix("].network.pretrained_lora_path")?.parse().ok()?;
     let process = spec.process.get(index)?.trainer()?;
@@ -128,60 +135,67 @@ fn begun_in(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
     (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
 }
 
-/// Why the engine could not load a model that is complete, as far as configs and headers tell: a tensor that is missing or has another
-/// shape, parts that do not fit together.
+/// Returns why the engine could not load a complete model, from configs and headers only: a tensor is missing or has
+/// another shape, or the parts do not fit together.
 #[cfg(feature = "embedded")]
-fn does_not_load(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
-    let runs_here = arch == ArchName::Sd1 && check("", arch, &identify(files)).is_ok();
-    let is_whole = !files.is_folder || lacking(files).is_empty();
-    let checked = (runs_here && is_whole).then(|| aitk_engine::models::sd::SdModel::check(local))?;
-    checked.err().map(|error| error.to_string())
+fn load_error(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
+    let is_supported = arch == ArchName::Sd1 && check_supported("", arch, &identify(files)).is_ok();
+    let is_whole = !files.is_folder || missing_files(files).is_empty();
+    let result = (is_supported && is_whole).then(|| aitk_engine::models::sd::SdModel::check(local))?;
+    result.err().map(|error| error.to_string())
 }
 
 #[cfg(not(feature = "embedded"))]
-fn does_not_load(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
+fn load_error(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
     None
 }
 
-/// A model one or two folders below one that has none, as in the hub's cache (`models--ORG--NAME/snapshots/COMMIT`) or after unpacking.
-fn model_below(folder: &Path) -> Option<PathBuf> {
+/// Finds a model one or two folders below a folder that has none, as in the hub's cache
+/// (`models--ORG--NAME/snapshots/COMMIT`) or after unpacking an archive.
+fn find_nested_model(folder: &Path) -> Option<PathBuf> {
     const INDEX: &str = "model_index.json";
-    /// Folders that are looked into.
-    const MOST: usize = 100;
+    /// The largest number of entries of a folder that are searched.
+    const MAX_ENTRIES: usize = 100;
     if !folder.is_dir() || folder.join(INDEX).exists() {
         return None;
     }
-    let below = |folder: &Path| -> Vec<PathBuf> {
+    let sorted_entries = |folder: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        let mut found: Vec<PathBuf> = entries.take(MOST).map(|entry| entry.path()).collect();
-        found.sort();
-        found
+        let mut paths: Vec<PathBuf> = entries.take(MAX_ENTRIES).map(|entry| entry.path()).collect();
+        paths.sort();
+        paths
     };
-    let candidates = below(&folder.join("snapshots")).into_iter().chain(below(folder));
-    candidates.into_iter().find(|place| place.join(INDEX).is_file())
+    let candidates = sorted_entries(&folder.join("snapshots"))
+        .into_iter()
+        .chain(sorted_entries(folder));
+    candidates.into_iter().find(|folder| folder.join(INDEX).is_file())
 }
 
-/// What `model.arch` of the process at this key says.
+/// Returns `model.arch` of the process at this key.
 fn arch_of(spec: &JobSpec, key: &str) -> Option<ArchName> {
     let index: usize = key.strip_prefix("config.process[")?.split(']').next()?.parse().ok()?;
     Some(spec.process.get(index)?.model()?.arch.name)
 }
 
-/// What is said of the files of prompts and of control images that are not there. Models and data sets have a look of their own.
+/// Returns an error for each file of prompts and each folder of control images that does not exist. Models and data
+/// sets are checked elsewhere.
 pub(super) fn missing_inputs(spec: &JobSpec, directory: &Path) -> Vec<String> {
-    let small = |input: &Input| matches!(input.kind, InputKind::PromptFile | InputKind::ControlImages);
-    let named = spec.inputs().into_iter().filter(small);
-    named
+    let is_checked_here = |input: &Input| matches!(input.kind, InputKind::PromptFile | InputKind::ControlImages);
+    let inputs = spec.inputs().into_iter().filter(is_checked_here);
+    inputs
         .filter_map(|input| {
             let local = expand(&input.config_path, directory, &env);
-            let gone = !input.config_path.is_empty() && !local.exists();
-            gone.then(|| spec.finding(input.key.clone(), missing(&input, &local)).to_string())
+            let is_missing = !input.config_path.is_empty() && !local.exists();
+            is_missing.then(|| {
+                spec.finding(input.key.clone(), missing_message(&input, &local))
+                    .to_string()
+            })
         })
         .collect()
 }
 
-/// Why a file that is there cannot be the LoRA that a config names.
-fn not_an_adapter(path: &str, files: &Inventory) -> Option<String> {
+/// Returns why an existing file cannot be the LoRA that a config names.
+fn adapter_problem(path: &str, files: &Inventory) -> Option<String> {
     if let Some(problem) = &files.problem {
         return Some(format!("{path}: {problem}"));
     }
@@ -190,28 +204,29 @@ fn not_an_adapter(path: &str, files: &Inventory) -> Option<String> {
         Identity::Other { what, .. } if !is_adapter(&what) => what,
         _ => return None,
     };
-    Some(format!("{path} is {what}, and the weights of a LoRA are expected here"))
+    Some(format!("{path} is {what}, but a LoRA was expected"))
 }
 
-/// What is said of a path where nothing lies.
-fn missing(input: &Input, local: &Path) -> String {
+/// Returns the error for a path that does not exist.
+fn missing_message(input: &Input, local: &Path) -> String {
     let path = &input.config_path;
     if path.starts_with("http://") || path.starts_with("https://") {
-        return format!("{path} is an address: download the file and give its path, or name a repository as ORG/NAME");
+        return format!("{path} is a URL: download the file and give its path, or name a repository as ORG/NAME");
     }
     let repository = match input.kind {
-        InputKind::Model | InputKind::Vae => ", and it is no name of a repository (ORG/NAME)",
+        InputKind::Model | InputKind::Vae => ", and it is not the name of a repository (ORG/NAME)",
         _ => "",
     };
-    let place = match local.display().to_string() {
-        place if place == *path => String::new(),
-        place => format!(" ({place})"),
+    let full_path = match local.display().to_string() {
+        local if local == *path => String::new(),
+        local => format!(" ({local})"),
     };
-    format!("{path}: no such file or folder{place}{repository}")
+    format!("{path}: no such file or folder{full_path}{repository}")
 }
 
 impl ModelReport {
-    fn judge(&mut self, files: &Inventory, arch: Option<ArchName>) {
+    /// Sets family, evidence and problem from a model's files.
+    fn set_identity(&mut self, files: &Inventory, arch: Option<ArchName>) {
         let identity = identify(files);
         match &identity {
             Identity::Model { family, evidence, .. } => {
@@ -223,45 +238,46 @@ impl ModelReport {
             Identity::Pickle { evidence } | Identity::Unknown { evidence } => self.evidence = Some(evidence.clone()),
         }
         self.problem = match (arch, &identity) {
-            (Some(arch), identity) => check(&self.path, arch, identity)
+            (Some(arch), identity) => check_supported(&self.path, arch, identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
-            (None, Identity::Pickle { .. }) => check(&self.path, ArchName::Sd1, &identity)
+            (None, Identity::Pickle { .. }) => check_supported(&self.path, ArchName::Sd1, &identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
             (None, _) => None,
         };
         if self.problem.is_none() && arch == Some(ArchName::Sd1) {
-            let lacking = lacking(files);
-            self.problem = (!lacking.is_empty()).then(|| {
+            let missing = missing_files(files);
+            self.problem = (!missing.is_empty()).then(|| {
                 format!(
                     "{} is not a complete model: it has no {}",
                     self.path,
-                    lacking.join(", no ")
+                    missing.join(", no ")
                 )
             });
         }
     }
 
-    async fn ask_hub(&mut self, arch: Option<ArchName>) {
+    /// Sets commit, family and problem from the small files of a repository at the hub.
+    async fn inspect_repository(&mut self, arch: Option<ArchName>) {
         let set = |name: &str| env(name).filter(|value| !value.trim().is_empty());
         let why = if set("HF_HUB_OFFLINE").is_some_and(|value| !matches!(value.as_str(), "0" | "false")) {
             "HF_HUB_OFFLINE is set".to_owned()
         } else {
             let hub = HubReader::new(set("HF_ENDPOINT"), set("HF_TOKEN"));
-            match tokio::time::timeout(HUB_PATIENCE, hub.inventory(&self.path)).await {
+            match tokio::time::timeout(HUB_TIMEOUT, hub.inventory(&self.path)).await {
                 Ok(Ok((commit, files))) => {
                     self.commit = Some(commit);
-                    self.judge(&files, arch);
+                    self.set_identity(&files, arch);
                     return;
                 }
                 Ok(Err(error @ HubError::NotFound { .. })) => error.to_string(),
                 Ok(Err(HubError::Unavailable(problem))) => format!("the hub cannot be reached: {problem}"),
-                Err(_) => format!("{} did not answer within {} s", hub.endpoint(), HUB_PATIENCE.as_secs()),
+                Err(_) => format!("{} did not answer within {} s", hub.endpoint(), HUB_TIMEOUT.as_secs()),
             }
         };
         self.unchecked = Some(format!(
-            "{}: there is no such folder here, and the repository of that name could not be checked ({why})",
+            "{}: there is no such folder here, and the repository with that name could not be checked ({why})",
             self.path
         ));
     }

@@ -1,27 +1,26 @@
-//! Where a run on this machine writes: whether there can be a folder, and whether the disk has room.
+//! Checks the output folders of a run on this machine: that they can be created, and that the disk has enough free
+//! space.
 
 use crate::context::env;
 use crate::output::format::size;
-use crate::paths::{expand, free_space, nearest};
+use crate::paths::{expand, free_space, nearest_existing};
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 use std::path::Path;
 
-use super::Report;
-
-/// What ends the run: a file where its folder would be.
-pub(super) fn problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
+/// Returns an error for each output folder whose path, or a part of it, is a file.
+pub(super) fn folder_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let folders = spec.process.iter().enumerate().filter_map(|(index, process)| {
-        let (key, folder) = folder_of(process)?;
+        let (key, folder) = output_folder(process)?;
         let mut path = expand(folder, directory, &env);
         if process.trainer().is_some() {
             path.push(&spec.name);
         }
-        let there = nearest(&path);
-        let in_the_way = there.exists() && !there.is_dir();
-        in_the_way.then(|| {
+        let existing = nearest_existing(&path);
+        let is_file = existing.exists() && !existing.is_dir();
+        is_file.then(|| {
             let problem = format!(
                 "{} is a file, and the results go into a folder of that name",
-                there.display()
+                existing.display()
             );
             spec.finding(format!("config.process[{index}].{key}"), problem)
                 .to_string()
@@ -30,25 +29,29 @@ pub(super) fn problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     folders.collect()
 }
 
-/// Says of trainings for which the disk has less room than they will take.
-pub(super) fn warnings(report: &Report, spec: &JobSpec, directory: &Path) -> Vec<String> {
-    let trainings = report.trainings.iter().filter_map(|training| {
-        let takes = training.disk_bytes?;
-        let (_, folder) = folder_of(spec.process.get(training.process)?)?;
+/// Returns a warning for each training that may write more than the disk has free. `trainings`: the index of each in
+/// `config.process`, and the bytes that it writes at most.
+pub(super) fn disk_warnings(
+    trainings: impl Iterator<Item = (usize, u64)>,
+    spec: &JobSpec,
+    directory: &Path,
+) -> Vec<String> {
+    let warnings = trainings.filter_map(|(process, needed)| {
+        let (_, folder) = output_folder(spec.process.get(process)?)?;
         let free = free_space(&expand(folder, directory, &env))?;
-        (takes > free).then(|| {
+        (needed > free).then(|| {
             format!(
-                "the training takes at most {} on the disk of {folder}, without samples, and {} are free there",
-                size(takes),
+                "the training writes up to {} to the disk of {folder}, samples not counted, and only {} are free there",
+                size(needed),
                 size(free)
             )
         })
     });
-    trainings.collect()
+    warnings.collect()
 }
 
-/// The key and the value that say where the results go.
-fn folder_of(process: &Process) -> Option<(&'static str, &str)> {
+/// Returns the key and the value of the folder that a process writes to.
+fn output_folder(process: &Process) -> Option<(&'static str, &str)> {
     match &process.kind {
         ProcessKind::Train(process) => Some(("training_folder", process.training_folder.as_deref()?)),
         ProcessKind::Generate(process) => Some(("output_folder", &process.output_folder)),

@@ -1,5 +1,7 @@
-//! Everything that is known of a config.
+//! The report of `aitk validate`: everything that can be checked about a config before it runs.
 
+#[cfg(feature = "embedded")]
+use super::dataset::dataset_problem;
 use super::models::{self, ModelReport};
 use super::output;
 #[cfg(feature = "embedded")]
@@ -11,9 +13,9 @@ use aitk_common::control::Forecast;
 #[cfg(feature = "embedded")]
 use aitk_common::job::InputKind;
 use aitk_common::job::{JobSpec, LoadedJob};
-use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::output::RunOutput;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 #[cfg(feature = "embedded")]
 use aitk_engine::processes::TrainingPreview;
@@ -21,59 +23,62 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What `aitk validate` shows.
+/// The result of checking a config. `aitk validate` shows all of it.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     /// The job's name.
     pub name: String,
-    /// What the config's keys gave rise to.
+    /// Warnings about keys of the config.
     pub warnings: Vec<String>,
-    /// Its models.
+    /// What was found about each model.
     pub models: Vec<ModelReport>,
-    /// Files of prompts and control images that are not there.
+    /// Errors about files of prompts and folders of control images that do not exist.
     pub missing: Vec<String>,
-    /// Its trainings.
+    /// One report for each training process.
     pub trainings: Vec<ProcessReport>,
-    /// Images that it generates, where that is known.
+    /// Number of images that the job generates, if it is known.
     pub images: Option<u64>,
-    /// Bytes of memory that it needs, by where and with which memory profile.
+    /// Predicted memory in bytes, by kind of device and memory profile (`gpu, full_gpu`).
     pub memory: BTreeMap<String, u64>,
-    /// Where it could run, from a coordinator.
+    /// The coordinator's answer where the job could run.
     pub forecast: Option<Forecast>,
-    /// What `aitk run` would meet on this machine: no place or no room for what it writes.
-    pub here: Vec<String>,
-    /// What makes it likely to fail for want of memory.
+    /// Problems that concern only `aitk run` on this machine: an output folder that cannot be created, a disk without
+    /// enough free space.
+    #[serde(rename = "here")]
+    pub local_warnings: Vec<String>,
+    /// Warning that `cluster.memory_budget` is below the predicted memory.
     pub short_of_memory: Option<String>,
-    /// Why a coordinator would refuse it.
-    pub refused: Option<String>,
-    /// What was not checked, and why.
+    /// Why the coordinator would refuse the job.
+    #[serde(rename = "refused")]
+    pub coordinator_refusal: Option<String>,
+    /// What was not checked, with the reason.
     pub unchecked: Vec<String>,
 }
 
-/// What is known of one training.
+/// What was found about one training process.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct ProcessReport {
-    /// Its number in `config.process`.
+    /// Its index in `config.process`.
     pub process: usize,
-    /// Steps.
+    /// Number of steps.
     pub steps: u64,
-    /// Its data; none in a program without the engine.
+    /// Its data sets; absent in a build without the engine.
     #[cfg(feature = "embedded")]
     pub data: TrainingPreview,
-    /// What it writes.
+    /// The files that it writes.
     pub output: RunOutput,
-    /// The most that saves and exact states take at one time, in bytes.
+    /// Largest total size of saves and training states on the disk at one time, in bytes.
     pub disk_bytes: Option<u64>,
 }
 
 impl Report {
-    /// Looks at a config that was read without errors.
-    pub async fn of(loaded: &LoadedJob, warnings: Vec<String>, directory: &Path) -> Self {
+    /// Checks a config that was read without errors. `warnings` are those of reading it; they are part of the report.
+    pub async fn new(loaded: &LoadedJob, warnings: Vec<String>, directory: &Path) -> Self {
         let spec = &loaded.spec;
         let mut report = Self {
             name: spec.name.clone(),
             warnings,
-            models: models::look(spec, directory, |_| true).await,
+            models: models::inspect_models(spec, directory, |_| true).await,
             images: crate::job_file::images(spec, directory),
             missing: models::missing_inputs(spec, directory),
             ..Self::default()
@@ -88,26 +93,35 @@ impl Report {
             let why = "the data sets: this aitk was built as a small client, without the engine that reads them";
             report.unchecked.push(why.to_owned());
         }
-        if report.runs_here() {
-            report.memory = memory(loaded, anatomy);
+        if report.models_are_usable() {
+            report.memory = predicted_memory(loaded, anatomy);
         }
         report.short_of_memory = short_of_memory(spec, &report.memory);
-        report.here = output::problems(spec, directory);
-        report.here.extend(output::warnings(&report, spec, directory));
+        report.local_warnings = output::folder_problems(spec, directory);
+        report
+            .local_warnings
+            .extend(output::disk_warnings(report.disk_needs(), spec, directory));
         report
     }
 
-    /// Whether nothing was found that says otherwise.
-    fn runs_here(&self) -> bool {
+    /// Returns the process index and the largest size on the disk in bytes of each training for which it is known.
+    pub(super) fn disk_needs(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+        self.trainings
+            .iter()
+            .filter_map(|training| Some((training.process, training.disk_bytes?)))
+    }
+
+    /// Whether no model has a problem.
+    fn models_are_usable(&self) -> bool {
         self.models.iter().all(|model| model.problem.is_none())
     }
 
-    /// What would end the job.
+    /// Returns the errors that would make the job fail, without duplicates.
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         let mut problems: Vec<String> = self.models.iter().filter_map(|model| model.problem.clone()).collect();
         problems.extend(self.missing.iter().cloned());
-        problems.extend(self.refused.iter().cloned());
+        problems.extend(self.coordinator_refusal.iter().cloned());
         #[cfg(feature = "embedded")]
         problems.extend(
             self.trainings
@@ -118,7 +132,7 @@ impl Report {
         problems.extend(
             self.trainings
                 .iter()
-                .flat_map(|training| training.data.datasets.iter().filter_map(super::text::problem_of)),
+                .flat_map(|training| training.data.datasets.iter().filter_map(dataset_problem)),
         );
         let mut seen = std::collections::BTreeSet::new();
         problems.retain(|problem| seen.insert(problem.clone()));
@@ -126,26 +140,27 @@ impl Report {
     }
 }
 
-/// Whether the budget that the job names is below all that is predicted. A prediction is no reason to refuse it.
+/// Returns a warning if `cluster.memory_budget` is below the smallest predicted memory. It is only a warning because
+/// the prediction may be wrong.
 fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<String> {
     let budget = spec.cluster.memory_budget?.0;
-    let least = *predicted.values().min().filter(|least| **least > budget)?;
+    let smallest = *predicted.values().min().filter(|smallest| **smallest > budget)?;
     Some(format!(
-        "cluster.memory_budget is {}, and at least {} are predicted: the job will probably run out of memory",
+        "cluster.memory_budget is {}, but the predicted memory is at least {}: the job will probably run out of memory",
         size(budget),
-        size(least)
+        size(smallest)
     ))
 }
 
 #[cfg_attr(not(feature = "embedded"), allow(unused_variables, clippy::unused_async))]
-async fn trainings(loaded: &LoadedJob, anatomy: Option<Anatomy>, directory: &Path) -> Vec<ProcessReport> {
-    let mut out = Vec::new();
+async fn trainings(loaded: &LoadedJob, anatomy: Option<ParameterCounts>, directory: &Path) -> Vec<ProcessReport> {
+    let mut reports = Vec::new();
     for (process, training) in loaded.spec.process.iter().enumerate() {
         let Some(training) = training.trainer() else {
             continue;
         };
         let output = RunOutput::of(training, anatomy);
-        out.push(ProcessReport {
+        reports.push(ProcessReport {
             process,
             steps: training.train.steps,
             #[cfg(feature = "embedded")]
@@ -157,39 +172,39 @@ async fn trainings(loaded: &LoadedJob, anatomy: Option<Anatomy>, directory: &Pat
                         InputKind::Dataset | InputKind::PromptFile | InputKind::ControlImages
                     )
                 };
-                let here = |path: String| {
-                    let place = expand(&path, directory, &env);
-                    (path, place)
+                let with_local_path = |path: String| {
+                    let local = expand(&path, directory, &env);
+                    (path, local)
                 };
                 let inputs = inputs
                     .filter(|input| data(input.kind))
-                    .map(|input| here(input.config_path))
+                    .map(|input| with_local_path(input.config_path))
                     .collect();
                 let (spec, training) = (loaded.spec.clone(), training.clone());
-                // Many thousand headers may have to be read.
-                let looked =
+                // It may read the headers of many thousand images.
+                let previewed =
                     tokio::task::spawn_blocking(move || aitk_engine::processes::preview(&spec, &training, &inputs));
-                looked.await.unwrap_or_default()
+                previewed.await.unwrap_or_default()
             },
             disk_bytes: output.disk_bytes(),
             output,
         });
     }
-    out
+    reports
 }
 
-/// Predicted memory: on a GPU with everything in memory and at the least, and on the CPU.
-fn memory(loaded: &LoadedJob, anatomy: Option<Anatomy>) -> BTreeMap<String, u64> {
+/// Predicts the memory in bytes: on a GPU with the profiles that use the most and the least memory, and on the CPU.
+fn predicted_memory(loaded: &LoadedJob, anatomy: Option<ParameterCounts>) -> BTreeMap<String, u64> {
     let job = serde_json::to_value(&loaded.spec).unwrap_or_default();
     let Some(need) = Demand::of_job(&job, anatomy).and_then(|demand| demand.memory) else {
         return BTreeMap::new();
     };
-    let places = [
+    let profiles = [
         ("gpu, full_gpu", MemoryProfile::FullGpu, false),
         ("gpu, extreme", MemoryProfile::Extreme, false),
         ("CPU, cpu_only", MemoryProfile::CpuOnly, true),
     ];
-    places
+    profiles
         .into_iter()
         .map(|(name, profile, cpu)| (name.to_owned(), need.under(profile, cpu)))
         .collect()

@@ -12,15 +12,15 @@ use crate::failure::{CommandResult, Failure};
 use aitk_common::id::JobId;
 use aitk_proto::v1;
 use ratatui::DefaultTerminal;
-use state::{Key, Seen, State};
+use state::{Key, Snapshot, State};
 use std::io::IsTerminal;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// However often the user wants to look, the coordinator has other work too.
-const SHORTEST: Duration = Duration::from_millis(200);
+/// The shortest polling interval, to limit the load on the coordinator.
+const MIN_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Gives the terminal back, however the screen ends.
+/// Restores the terminal when dropped.
 struct Screen(DefaultTerminal);
 
 impl Drop for Screen {
@@ -32,72 +32,77 @@ impl Drop for Screen {
 /// Shows the screen until the user leaves it.
 ///
 /// # Errors
-/// Without a terminal; when the coordinator cannot be reached at the beginning; when the terminal fails.
+/// When there is no terminal, the coordinator is unreachable at the start, or the terminal fails.
 pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
         return Err(Failure::usage("aitk top needs a terminal")
             .hint("`aitk ps --watch` and `aitk workers` print the same anywhere"));
     }
     let api = context.api().await?;
-    // A first look before the screen changes: what is wrong is then said as by any other command.
+    // Fetch once before switching the screen, so that errors are printed as in other commands.
     let mut state = State::new(api.server(), context.ui(true).color());
-    state.see(look(&api, None).await?);
+    state.update(fetch_snapshot(&api, None).await?);
 
     let failed = |error: std::io::Error| Failure::failed(format!("the terminal cannot be used: {error}"));
     let mut screen = Screen(ratatui::try_init().map_err(failed)?);
-    let (pressed, mut keys) = mpsc::channel(16);
-    keys::read(pressed);
-    let (asked, wishes) = mpsc::channel(1);
-    let (shown, mut looks) = mpsc::channel(1);
-    let looking = tokio::spawn(keep_looking(api, args.interval.max(SHORTEST), wishes, shown));
-    let _ = asked.try_send(state.chosen_id());
+    let (key_sender, mut keys) = mpsc::channel(16);
+    keys::read(key_sender);
+    let (selection_sender, selection) = mpsc::channel(1);
+    let (snapshot_sender, mut snapshots) = mpsc::channel(1);
+    let polling = tokio::spawn(poll_coordinator(
+        api,
+        args.interval.max(MIN_INTERVAL),
+        selection,
+        snapshot_sender,
+    ));
+    let _ = selection_sender.try_send(state.selected_id());
     loop {
         screen
             .0
-            .draw(|frame| screen::draw(frame, &state, jiff::Timestamp::now()))
+            .draw(|frame| screen::render(frame, &state, jiff::Timestamp::now()))
             .map_err(failed)?;
         tokio::select! {
             key = keys.recv() => match key {
-                Some(Key::Leave) | None => break,
+                Some(Key::Quit) | None => break,
                 Some(key) => {
-                    state.press(key);
-                    // The panel below follows at once; a look that is under way already does as well.
-                    let _ = asked.try_send(state.chosen_id());
+                    state.handle_key(key);
+                    // Refreshes the panel at once. If the channel is full, a request is pending already.
+                    let _ = selection_sender.try_send(state.selected_id());
                 }
             },
-            seen = looks.recv() => match seen {
-                Some(Ok(seen)) => {
-                    state.see(seen);
-                    let _ = asked.try_send(state.chosen_id());
+            snapshot = snapshots.recv() => match snapshot {
+                Some(Ok(snapshot)) => {
+                    state.update(snapshot);
+                    let _ = selection_sender.try_send(state.selected_id());
                 }
-                Some(Err(failure)) => state.lost(&failure.message),
+                Some(Err(failure)) => state.set_problem(&failure.message),
                 None => break,
             },
         }
     }
-    looking.abort();
+    polling.abort();
     Ok(Exit::Ok)
 }
 
-/// Looks again whenever the interval is over or the choice changed.
-async fn keep_looking(
+/// Fetches a snapshot whenever the interval has passed or the selection has changed.
+async fn poll_coordinator(
     api: Api,
     interval: Duration,
-    mut wishes: mpsc::Receiver<Option<JobId>>,
-    shown: mpsc::Sender<Result<Seen, Failure>>,
+    mut selection: mpsc::Receiver<Option<JobId>>,
+    snapshot_sender: mpsc::Sender<Result<Snapshot, Failure>>,
 ) {
-    let mut chosen = None;
+    let mut selected = None;
     loop {
-        let before = chosen.clone();
+        let before = selected.clone();
         let due = tokio::time::sleep(interval);
         tokio::pin!(due);
         loop {
             tokio::select! {
                 () = &mut due => break,
-                wish = wishes.recv() => match wish {
-                    Some(wish) => {
-                        chosen = wish;
-                        if chosen != before {
+                new = selection.recv() => match new {
+                    Some(new) => {
+                        selected = new;
+                        if selected != before {
                             break;
                         }
                     }
@@ -105,26 +110,30 @@ async fn keep_looking(
                 },
             }
         }
-        if shown.send(look(&api, chosen.as_ref()).await).await.is_err() {
+        if snapshot_sender
+            .send(fetch_snapshot(&api, selected.as_ref()).await)
+            .await
+            .is_err()
+        {
             return;
         }
     }
 }
 
-/// Jobs that are asked for: more than any screen has lines.
-const ROWS: usize = 500;
+/// The largest number of jobs that are fetched, more than a screen has lines.
+const MAX_ROWS: usize = 500;
 
-/// Everything that the screen shows, and why the chosen job waits.
-async fn look(api: &Api, chosen: Option<&JobId>) -> Result<Seen, Failure> {
-    let (jobs, workers) = tokio::try_join!(api.list_jobs(v1::ListJobsRequest::default(), ROWS), api.workers())?;
+/// Fetches everything that the screen shows, and why the selected job waits.
+async fn fetch_snapshot(api: &Api, selected: Option<&JobId>) -> Result<Snapshot, Failure> {
+    let (jobs, workers) = tokio::try_join!(api.list_jobs(v1::ListJobsRequest::default(), MAX_ROWS), api.workers())?;
     let jobs = jobs.0;
-    let waits = |id: &JobId| jobs.iter().any(|job| job.id == *id && state::waits(job));
-    let forecast = match chosen {
-        // A job that was removed or began meanwhile is nothing to complain about.
-        Some(id) if waits(id) => api.explain(id).await.ok().map(|forecast| (id.clone(), forecast)),
+    let is_waiting = |id: &JobId| jobs.iter().any(|job| job.id == *id && state::is_waiting(job));
+    let forecast = match selected {
+        // An error is ignored: the job may have been removed or started since.
+        Some(id) if is_waiting(id) => api.explain(id).await.ok().map(|forecast| (id.clone(), forecast)),
         _ => None,
     };
-    Ok(Seen {
+    Ok(Snapshot {
         jobs,
         workers,
         forecast,

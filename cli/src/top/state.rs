@@ -1,51 +1,51 @@
-//! What the screen knows. Pure: no terminal, no clock, no connection.
+//! The state of the screen, without terminal, clock and connection.
 
 use aitk_common::control::{ArrayCounts, Forecast, JobState, JobView, WorkerView};
 use aitk_common::id::JobId;
 
-/// What the user wants.
+/// A command from the keyboard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
-    /// Back to the shell.
-    Leave,
-    /// The job above.
+    /// Quit.
+    Quit,
+    /// Select the job above.
     Up,
-    /// The job below.
+    /// Select the job below.
     Down,
-    /// The first job.
+    /// Select the first job.
     First,
-    /// The last job.
+    /// Select the last job.
     Last,
-    /// Only draw again.
+    /// Only render again.
     Other,
 }
 
-/// One look at the coordinator.
+/// The data of one poll of the coordinator.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Seen {
-    /// Jobs, those that have not ended first.
+pub(super) struct Snapshot {
+    /// Jobs; those that have not ended come first.
     pub(super) jobs: Vec<JobView>,
     /// Workers.
     pub(super) workers: Vec<WorkerView>,
-    /// Why this job waits.
+    /// Why the selected job waits, with its id.
     pub(super) forecast: Option<(JobId, Forecast)>,
 }
 
-/// Whether a job is one whose waiting can be explained.
-pub(super) fn waits(job: &JobView) -> bool {
+/// Whether a job is queued, so that the coordinator can explain why it waits.
+pub(super) fn is_waiting(job: &JobView) -> bool {
     job.state == JobState::Queued
 }
 
-/// Everything that is drawn.
+/// Everything that is rendered.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) server: String,
     pub(super) color: bool,
-    pub(super) seen: Seen,
-    /// Why the last look failed.
+    pub(super) snapshot: Snapshot,
+    /// Why the last poll failed.
     pub(super) problem: Option<String>,
-    /// The choice stays with the job when rows move.
-    chosen: Option<JobId>,
+    /// The id of the selected job, because its row may change.
+    selected: Option<JobId>,
 }
 
 impl State {
@@ -53,73 +53,73 @@ impl State {
         Self {
             server: server.to_owned(),
             color,
-            seen: Seen::default(),
+            snapshot: Snapshot::default(),
             problem: None,
-            chosen: None,
+            selected: None,
         }
     }
 
-    pub(super) fn see(&mut self, seen: Seen) {
+    pub(super) fn update(&mut self, snapshot: Snapshot) {
         let row = self.row();
-        self.seen = seen;
+        self.snapshot = snapshot;
         self.problem = None;
         if self.row().is_none() {
-            // The chosen job is gone: the one that moved into its place.
-            self.choose(row.unwrap_or(0));
+            // The selected job was removed: select the one in its row.
+            self.select(row.unwrap_or(0));
         }
     }
 
-    pub(super) fn lost(&mut self, why: &str) {
+    pub(super) fn set_problem(&mut self, why: &str) {
         self.problem = Some(why.to_owned());
     }
 
-    pub(super) fn press(&mut self, key: Key) {
+    pub(super) fn handle_key(&mut self, key: Key) {
         let row = self.row().unwrap_or(0);
         match key {
-            Key::Up => self.choose(row.saturating_sub(1)),
-            Key::Down => self.choose(row + 1),
-            Key::First => self.choose(0),
-            Key::Last => self.choose(usize::MAX),
-            Key::Leave | Key::Other => {}
+            Key::Up => self.select(row.saturating_sub(1)),
+            Key::Down => self.select(row + 1),
+            Key::First => self.select(0),
+            Key::Last => self.select(usize::MAX),
+            Key::Quit | Key::Other => {}
         }
     }
 
-    /// The row of the chosen job.
+    /// Returns the row of the selected job.
     pub(super) fn row(&self) -> Option<usize> {
-        let chosen = self.chosen.as_ref()?;
-        self.seen.jobs.iter().position(|job| job.id == *chosen)
+        let selected = self.selected.as_ref()?;
+        self.snapshot.jobs.iter().position(|job| job.id == *selected)
     }
 
-    pub(super) fn chosen(&self) -> Option<&JobView> {
-        self.seen.jobs.get(self.row()?)
+    pub(super) fn selected(&self) -> Option<&JobView> {
+        self.snapshot.jobs.get(self.row()?)
     }
 
-    pub(super) fn chosen_id(&self) -> Option<JobId> {
-        self.chosen.clone()
+    pub(super) fn selected_id(&self) -> Option<JobId> {
+        self.selected.clone()
     }
 
-    fn choose(&mut self, row: usize) {
-        let last = self.seen.jobs.len().saturating_sub(1);
-        self.chosen = self.seen.jobs.get(row.min(last)).map(|job| job.id.clone());
+    fn select(&mut self, row: usize) {
+        let last = self.snapshot.jobs.len().saturating_sub(1);
+        self.selected = self.snapshot.jobs.get(row.min(last)).map(|job| job.id.clone());
     }
 
-    /// `1 of 2 workers, 3 running, 12 waiting`: jobs, not rows, so each member of an array counts.
+    /// Returns `1 of 2 workers, 3 running, 12 waiting`. Each member of an array counts as a job.
     pub(super) fn counts(&self) -> String {
         let mut counts = ArrayCounts::default();
-        for job in &self.seen.jobs {
+        for job in &self.snapshot.jobs {
             match job.array.as_ref().filter(|array| array.index.is_none()) {
                 Some(array) => counts.merge(array.counts),
                 None => counts.add(job.state, job.paused),
             }
         }
-        let connected = self.seen.workers.iter().filter(|worker| worker.connected).count();
+        let connected = self.snapshot.workers.iter().filter(|worker| worker.connected).count();
         let paused = match counts.paused {
             0 => String::new(),
             paused => format!(", {paused} paused"),
         };
         format!(
             "{connected} of {} workers, {} running, {} waiting{paused}",
-            self.seen.workers.len(),
+            self.snapshot.workers.len(),
             counts.running,
             counts.waiting,
         )
@@ -133,7 +133,7 @@ mod tests {
     use aitk_common::control::ArrayView;
 
     #[test]
-    fn members_of_an_array_are_counted_one_by_one() {
+    fn each_member_of_an_array_counts_as_a_job() {
         let mut array = job("a", "a", JobState::Running, 0);
         array.array = Some(ArrayView {
             id: JobId::new("a"),
@@ -152,9 +152,9 @@ mod tests {
         let mut paused = job("p", "p", JobState::Queued, 0);
         paused.paused = true;
         let mut state = State::new("s", false);
-        state.see(Seen {
+        state.update(Snapshot {
             jobs: vec![array, job("b", "b", JobState::Queued, 0), paused],
-            ..Seen::default()
+            ..Snapshot::default()
         });
         assert_eq!(state.counts(), "0 of 0 workers, 2 running, 4 waiting, 2 paused");
     }

@@ -1,6 +1,6 @@
-//! The program against a coordinator that says what it is told to.
+//! The program against a fake coordinator with scripted answers.
 
-use crate::support::{Fake, Home, code, err, job, log, out};
+use crate::support::{FakeCoordinator, Home, code, err, job, log, out};
 use aitk_proto::v1::{self, JobState};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -8,12 +8,12 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tonic::Status;
 
-/// Runs the program beside a fake coordinator.
-async fn ask(fake: &Fake, args: &[&str]) -> std::process::Output {
-    ask_with(fake, args, &[]).await
+/// Runs the program against a fake coordinator.
+async fn run_aitk(fake: &FakeCoordinator, args: &[&str]) -> std::process::Output {
+    run_aitk_with_env(fake, args, &[]).await
 }
 
-async fn ask_with(fake: &Fake, args: &[&str], env: &[(&str, &str)]) -> std::process::Output {
+async fn run_aitk_with_env(fake: &FakeCoordinator, args: &[&str], env: &[(&str, &str)]) -> std::process::Output {
     let address = fake.serve().await;
     let home = Home::new();
     let mut command = home.aitk();
@@ -27,8 +27,8 @@ async fn ask_with(fake: &Fake, args: &[&str], env: &[(&str, &str)]) -> std::proc
         .unwrap()
 }
 
-fn fake(jobs: Vec<v1::Job>) -> Fake {
-    let fake = Fake::default();
+fn fake(jobs: Vec<v1::Job>) -> FakeCoordinator {
+    let fake = FakeCoordinator::default();
     fake.0.lock().unwrap().jobs = jobs;
     fake
 }
@@ -39,7 +39,7 @@ async fn jobs_are_listed_for_people_scripts_and_programs() {
         job("j1-aaaaaaaaaaaa", "ada", JobState::Running),
         job("j2", "bob", JobState::Failed),
     ]);
-    let plain = ask(&fake, &["ps"]).await;
+    let plain = run_aitk(&fake, &["ps"]).await;
     assert_eq!(code(&plain), 0, "{}", err(&plain));
     assert!(
         out(&plain)
@@ -47,21 +47,21 @@ async fn jobs_are_listed_for_people_scripts_and_programs() {
         "{}",
         out(&plain)
     );
-    let table = ask_with(&fake, &["ps"], &[("COLUMNS", "60")]).await;
+    let table = run_aitk_with_env(&fake, &["ps"], &[("COLUMNS", "60")]).await;
     assert!(
         out(&table).lines().all(|line| line.chars().count() <= 60),
         "{}",
         out(&table)
     );
-    assert_eq!(out(&ask(&fake, &["ps", "-q"]).await), "j1-aaaaaaaaaaaa\nj2\n");
-    let json: serde_json::Value = serde_json::from_str(&out(&ask(&fake, &["ps", "--json"]).await)).unwrap();
+    assert_eq!(out(&run_aitk(&fake, &["ps", "-q"]).await), "j1-aaaaaaaaaaaa\nj2\n");
+    let json: serde_json::Value = serde_json::from_str(&out(&run_aitk(&fake, &["ps", "--json"]).await)).unwrap();
     assert_eq!(json["schema_version"], 1);
     assert_eq!(json["jobs"][0]["state"], "running");
     assert_eq!(json["jobs"][0]["created"], "2023-11-14T22:13:20.000Z");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn refusals_have_their_codes() {
+async fn errors_of_the_coordinator_become_exit_codes() {
     for (status, exit) in [
         (Status::unauthenticated("the token is wrong"), 4),
         (
@@ -70,9 +70,9 @@ async fn refusals_have_their_codes() {
         ),
         (Status::internal("oops"), 1),
     ] {
-        let fake = Fake::default();
+        let fake = FakeCoordinator::default();
         fake.0.lock().unwrap().refuse = Some(status.clone());
-        let output = ask(&fake, &["ps"]).await;
+        let output = run_aitk(&fake, &["ps"]).await;
         assert_eq!(code(&output), exit);
         assert!(
             err(&output).starts_with("error: ") && err(&output).contains(status.message()),
@@ -81,8 +81,8 @@ async fn refusals_have_their_codes() {
         );
     }
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
-    assert_eq!(code(&ask(&fake, &["logs", "nobody"]).await), 3);
-    assert_eq!(code(&ask(&fake, &["resume", "ada"]).await), 6);
+    assert_eq!(code(&run_aitk(&fake, &["logs", "nobody"]).await), 3);
+    assert_eq!(code(&run_aitk(&fake, &["resume", "ada"]).await), 6);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -94,39 +94,39 @@ async fn a_followed_job_gives_its_exit_code() {
     ] {
         let fake = fake(vec![job("j1", "ada", state)]);
         for args in [&["watch", "j1"][..], &["logs", "-f", "j1"], &["wait", "j1"]] {
-            assert_eq!(code(&ask(&fake, args).await), exit, "{args:?} {state:?}");
+            assert_eq!(code(&run_aitk(&fake, args).await), exit, "{args:?} {state:?}");
         }
     }
     let both = fake(vec![
         job("j1", "ada", JobState::Completed),
         job("j2", "bob", JobState::Stopped),
     ]);
-    let output = ask(&both, &["wait", "-q", "ada", "bob", "j1"]).await;
+    let output = run_aitk(&both, &["wait", "-q", "ada", "bob", "j1"]).await;
     assert_eq!((code(&output), out(&output).as_str()), (143, "j1\nj2\n"));
     let running = fake(vec![job("j1", "ada", JobState::Running)]);
-    assert_eq!(code(&ask(&running, &["wait", "j1", "--timeout", "1s"]).await), 124);
+    assert_eq!(code(&run_aitk(&running, &["wait", "j1", "--timeout", "1s"]).await), 124);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn that_nobody_can_be_told_changes_no_exit_code() {
+async fn a_failed_notification_does_not_change_the_exit_code() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
-    // It restarts as soon as it has said that the job has ended.
-    fake.0.lock().unwrap().gets_left = Some(1);
-    let output = ask(&fake, &["watch", "j1", "--notify-command", "true"]).await;
+    // The coordinator restarts right after it reported that the job has ended.
+    fake.0.lock().unwrap().gets_to_answer = Some(1);
+    let output = run_aitk(&fake, &["watch", "j1", "--notify-command", "true"]).await;
     assert_eq!(code(&output), 0, "{}", err(&output));
     assert!(
-        err(&output).contains("warning: nobody was told") && err(&output).contains("it restarts"),
+        err(&output).contains("warning: the notification was not sent") && err(&output).contains("it restarts"),
         "{}",
         err(&output)
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ctrl_c_is_heard_while_it_is_looked_why_a_job_waits() {
+async fn ctrl_c_works_while_the_reason_for_waiting_is_fetched() {
     let fake = fake(vec![job("j1", "ada", JobState::Queued)]);
     {
-        let mut told = fake.0.lock().unwrap();
-        (told.gets_left, told.hangs) = (Some(0), true);
+        let mut state = fake.0.lock().unwrap();
+        (state.gets_to_answer, state.hang) = (Some(0), true);
     }
     let address = fake.serve().await;
     let home = Home::new();
@@ -141,7 +141,7 @@ async fn ctrl_c_is_heard_while_it_is_looked_why_a_job_waits() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    let looks = || fake.0.lock().unwrap().gets_unanswered;
+    let looks = || fake.0.lock().unwrap().unanswered_gets;
     while looks() == 0 {
         assert_eq!(child.try_wait().unwrap(), None);
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -149,7 +149,7 @@ async fn ctrl_c_is_heard_while_it_is_looked_why_a_job_waits() {
     kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
     while child.try_wait().unwrap().is_none() {
         if looks() > 1 {
-            // Who looks again has not heard it.
+            // A second lookup means that the signal was missed.
             child.kill().unwrap();
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -158,7 +158,7 @@ async fn ctrl_c_is_heard_while_it_is_looked_why_a_job_waits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_machine_is_the_runners_fault() {
+async fn a_job_that_failed_on_a_lost_worker_is_125() {
     let mut lost = job("j1", "ada", JobState::Failed);
     lost.attempts.push(v1::Attempt {
         id: "a1".to_owned(),
@@ -176,21 +176,21 @@ async fn a_lost_machine_is_the_runners_fault() {
         message: String::new(),
         ..v1::Attempt::default()
     });
-    assert_eq!(code(&ask(&fake(vec![lost]), &["wait", "j1"]).await), 125);
+    assert_eq!(code(&run_aitk(&fake(vec![lost]), &["wait", "j1"]).await), 125);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_stream_is_taken_up_where_it_stopped() {
+async fn a_broken_stream_continues_where_it_stopped() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     {
-        let mut told = fake.0.lock().unwrap();
+        let mut state = fake.0.lock().unwrap();
         let broken = Some(Status::unavailable("connection reset"));
-        told.scripts.push_back((vec![log(1, "one")], None));
-        told.scripts.push_back((vec![log(2, "two"), log(3, "three")], broken));
-        // A server that repeats itself must not make us repeat a line.
-        told.scripts.push_back((vec![log(3, "three"), log(4, "four")], None));
+        state.scripts.push_back((vec![log(1, "one")], None));
+        state.scripts.push_back((vec![log(2, "two"), log(3, "three")], broken));
+        // Events that the server repeats are not shown twice.
+        state.scripts.push_back((vec![log(3, "three"), log(4, "four")], None));
     }
-    let output = ask(&fake, &["logs", "-f", "j1"]).await;
+    let output = run_aitk(&fake, &["logs", "-f", "j1"]).await;
     assert_eq!(
         (code(&output), out(&output).as_str()),
         (
@@ -200,28 +200,28 @@ async fn a_broken_stream_is_taken_up_where_it_stopped() {
         "{}",
         err(&output)
     );
-    assert_eq!(fake.0.lock().unwrap().asked, [(0, false), (1, true), (3, true)]);
-    assert!(err(&output).contains("trying again"), "{}", err(&output));
+    assert_eq!(fake.0.lock().unwrap().event_calls, [(0, false), (1, true), (3, true)]);
+    assert!(err(&output).contains("reconnecting"), "{}", err(&output));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn logs_are_cut_and_streams_are_json_lines() {
+async fn logs_can_be_limited_and_streams_are_json_lines() {
     let jobs = vec![job("j1", "ada", JobState::Completed)];
     let lines = || (1..=5).map(|i| log(i, &format!("line {i}"))).collect::<Vec<_>>();
-    let told = |fake: &Fake| fake.0.lock().unwrap().scripts.push_back((lines(), None));
+    let add_script = |fake: &FakeCoordinator| fake.0.lock().unwrap().scripts.push_back((lines(), None));
     let fake = fake(jobs);
-    told(&fake);
+    add_script(&fake);
     assert_eq!(
-        out(&ask(&fake, &["logs", "j1", "--tail", "2"]).await),
+        out(&run_aitk(&fake, &["logs", "j1", "--tail", "2"]).await),
         "2023-11-14T22:13:24Z  line 4\n2023-11-14T22:13:25Z  line 5\n"
     );
-    told(&fake);
+    add_script(&fake);
     assert_eq!(
-        out(&ask(&fake, &["logs", "j1", "--since", "2023-11-14T22:13:25Z"]).await),
+        out(&run_aitk(&fake, &["logs", "j1", "--since", "2023-11-14T22:13:25Z"]).await),
         "2023-11-14T22:13:25Z  line 5\n"
     );
-    told(&fake);
-    let json = out(&ask(&fake, &["watch", "j1", "--json"]).await);
+    add_script(&fake);
+    let json = out(&run_aitk(&fake, &["watch", "j1", "--json"]).await);
     let first: serde_json::Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
     assert_eq!(
         (json.lines().count(), &first["schema_version"], &first["cursor"]),
@@ -230,7 +230,7 @@ async fn logs_are_cut_and_streams_are_json_lines() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn progress_is_told_beside_the_numbered_events() {
+async fn progress_events_do_not_change_the_cursor() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     let progress = v1::Progress {
         done: 3,
@@ -246,7 +246,7 @@ async fn progress_is_told_beside_the_numbered_events() {
         .unwrap()
         .scripts
         .push_back((vec![log(1, "one"), event, log(2, "two")], None));
-    let json = out(&ask(&fake, &["watch", "j1", "--json"]).await);
+    let json = out(&run_aitk(&fake, &["watch", "j1", "--json"]).await);
     let kinds: Vec<String> = json
         .lines()
         .map(|line| {
@@ -260,7 +260,7 @@ async fn progress_is_told_beside_the_numbered_events() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn artifacts_with_a_bad_name_are_not_fetched() {
+async fn artifacts_with_an_unsafe_name_are_not_downloaded() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     fake.0.lock().unwrap().artifacts.push(v1::Artifact {
         name: "../../evil".to_owned(),
@@ -269,10 +269,10 @@ async fn artifacts_with_a_bad_name_are_not_fetched() {
         bytes: 3,
         ..v1::Artifact::default()
     });
-    let output = ask(&fake, &["artifacts", "get", "j1", "-o", "out"]).await;
+    let output = run_aitk(&fake, &["artifacts", "get", "j1", "-o", "out"]).await;
     assert_eq!(code(&output), 1, "{}", err(&output));
     assert_eq!(
-        code(&ask(&Fake::default(), &["artifacts", "get", "j1", "-o", "out"]).await),
+        code(&run_aitk(&FakeCoordinator::default(), &["artifacts", "get", "j1", "-o", "out"]).await),
         3
     );
 }
@@ -303,8 +303,8 @@ fn worker(id: &str, name: &str, zone: &str, jobs: &[&str]) -> v1::Worker {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn workers_are_chosen_by_name_state_and_label() {
-    let fake = Fake::default();
+async fn workers_are_filtered_by_name_state_and_label() {
+    let fake = FakeCoordinator::default();
     let mut faulty = worker("w3", "the-box-in-the-attic", "attic", &[]);
     faulty.devices[0].quarantined = true;
     faulty.devices[0].quarantine_reason = "3 faults in a row, the last one: CUDA error 700".to_owned();
@@ -329,7 +329,7 @@ async fn workers_are_chosen_by_name_state_and_label() {
         (&["--label", "zone=lab", "--label", "gpu"], ""),
         (&["nobody"], ""),
     ] {
-        let output = ask(&fake, &[&["workers", "-q"], args].concat()).await;
+        let output = run_aitk(&fake, &[&["workers", "-q"], args].concat()).await;
         let found: Vec<String> = out(&output).lines().map(str::to_owned).collect();
         assert_eq!(
             (code(&output), found.join(" ").as_str()),
@@ -338,12 +338,12 @@ async fn workers_are_chosen_by_name_state_and_label() {
             err(&output)
         );
     }
-    let none = ask(&fake, &["workers", "nobody"]).await;
-    assert!(err(&none).contains("no worker is like that"), "{}", err(&none));
-    assert_eq!(code(&ask(&fake, &["workers", "--state", "asleep"]).await), 2);
+    let none = run_aitk(&fake, &["workers", "nobody"]).await;
+    assert!(err(&none).contains("no worker matches"), "{}", err(&none));
+    assert_eq!(code(&run_aitk(&fake, &["workers", "--state", "asleep"]).await), 2);
 
-    // In a narrow terminal the state and why it is so are whole.
-    let table = ask_with(&fake, &["workers"], &[("COLUMNS", "80")]).await;
+    // In a narrow terminal the state and its reason are not cut.
+    let table = run_aitk_with_env(&fake, &["workers"], &[("COLUMNS", "80")]).await;
     let lines: Vec<String> = out(&table).lines().map(str::to_owned).collect();
     assert!(lines.iter().all(|line| line.chars().count() <= 80), "{lines:#?}");
     assert!(lines[1].ends_with("full_gpu  running"), "{lines:#?}");
@@ -357,7 +357,7 @@ async fn workers_are_chosen_by_name_state_and_label() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn artifacts_are_chosen_by_name_and_kind() {
+async fn artifacts_are_filtered_by_name_and_kind() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     let artifact = |name: &str, kind: &str| v1::Artifact {
         name: name.to_owned(),
@@ -381,11 +381,11 @@ async fn artifacts_are_chosen_by_name_and_kind() {
         ),
         (&["--kind", "sample", "1.*"], "ada/samples/1.png"),
     ] {
-        let output = ask(&fake, &[&["artifacts", "ls", "j1", "-q"], args].concat()).await;
+        let output = run_aitk(&fake, &[&["artifacts", "ls", "j1", "-q"], args].concat()).await;
         let found: Vec<String> = out(&output).lines().map(str::to_owned).collect();
         assert_eq!((code(&output), found.join(" ").as_str()), (0, names), "{args:?}");
     }
-    let none = ask(&fake, &["artifacts", "get", "j1", "--kind", "video"]).await;
+    let none = run_aitk(&fake, &["artifacts", "get", "j1", "--kind", "video"]).await;
     assert_eq!(code(&none), 3, "{}", err(&none));
-    assert!(err(&none).contains("nothing of the kind video"), "{}", err(&none));
+    assert!(err(&none).contains("no file of kind video"), "{}", err(&none));
 }

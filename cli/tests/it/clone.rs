@@ -1,13 +1,13 @@
 //! `aitk clone` against a real coordinator.
 
-use crate::coordinator::Place;
+use crate::coordinator::TestCluster;
 use crate::support::{code, err, out};
 use aitk_proto::client::connect;
 use aitk_proto::v1;
 use std::path::Path;
 
-async fn token(place: &Place, name: &str, role: &str) -> String {
-    let clients = connect(&place.coordinator.url(), &place.coordinator.token, None)
+async fn token(cluster: &TestCluster, name: &str, role: &str) -> String {
+    let clients = connect(&cluster.coordinator.url(), &cluster.coordinator.token, None)
         .await
         .unwrap();
     let request = v1::CreateTokenRequest {
@@ -19,9 +19,9 @@ async fn token(place: &Place, name: &str, role: &str) -> String {
     reply.into_inner().secret
 }
 
-/// What a job was submitted as.
-async fn submission(place: &Place, id: &str) -> (serde_json::Value, v1::SubmitRequest) {
-    let clients = connect(&place.coordinator.url(), &place.coordinator.token, None)
+/// Returns the submission of a job, and its JSON.
+async fn submission(cluster: &TestCluster, id: &str) -> (serde_json::Value, v1::SubmitRequest) {
+    let clients = connect(&cluster.coordinator.url(), &cluster.coordinator.token, None)
         .await
         .unwrap();
     let request = v1::GetJobRequest { job_id: id.to_owned() };
@@ -42,32 +42,32 @@ fn files(folder: &Path) -> Vec<std::path::PathBuf> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_copy_has_the_config_and_the_inputs_of_its_job() {
-    let place = Place::new().await;
-    let ada = token(&place, "ada", "submitter").await;
+    let cluster = TestCluster::new().await;
+    let ada = token(&cluster, "ada", "submitter").await;
     let as_ada = [("AITK_TOKEN", ada.as_str())];
-    let text = std::fs::read_to_string(place.home.path().join("job.yaml")).unwrap();
-    place.home.write(
+    let text = std::fs::read_to_string(cluster.home.path().join("job.yaml")).unwrap();
+    cluster.home.write(
         "job.yaml",
         &text.replace("trigger_word: \"p3rs0n\"", "trigger_word: ${WORD}"),
     );
     let submit = ["submit", "job.yaml", "--set", "train.steps=40"];
-    let first = place
+    let first = cluster
         .aitk_with(&submit, &[("AITK_TOKEN", ada.as_str()), ("WORD", "p3rs0n")])
         .await;
     assert_eq!(code(&first), 0, "{}", err(&first));
     let id = out(&first).trim().to_owned();
-    let (job, sent) = submission(&place, &id).await;
+    let (job, sent) = submission(&cluster, &id).await;
     assert_eq!(job["process"][0]["kind"]["train"]["trigger_word"], "p3rs0n", "{job:#}");
 
-    // Nothing of it is here any more, and the variable has no value.
+    // The files are not on this machine any more, and the variable is not set.
     for folder in ["datasets", "models", "job.yaml"] {
         std::fs::rename(
-            place.home.path().join(folder),
-            place.home.path().join(format!("{folder}.away")),
+            cluster.home.path().join(folder),
+            cluster.home.path().join(format!("{folder}.away")),
         )
         .unwrap();
     }
-    let copy = place
+    let copy = cluster
         .aitk_with(
             &["clone", &id, "-n", "second", "--set", "network.linear=4", "--json"],
             &as_ada,
@@ -81,7 +81,7 @@ async fn a_copy_has_the_config_and_the_inputs_of_its_job() {
     );
     let second = said["id"].as_str().unwrap();
     assert_ne!(second, id);
-    let (copied, copy_sent) = submission(&place, second).await;
+    let (copied, copy_sent) = submission(&cluster, second).await;
     let train = |job: &serde_json::Value| job["process"][0]["kind"]["train"].clone();
     assert_eq!(train(&copied)["trigger_word"], "p3rs0n");
     assert_eq!(
@@ -94,14 +94,14 @@ async fn a_copy_has_the_config_and_the_inputs_of_its_job() {
         (sent.inputs.clone(), "ada")
     );
     assert_eq!(copy_sent.config_text, sent.config_text);
-    // But for what was changed it is the same job.
+    // Except for the changes it is the same job.
     let mut same = copied.clone();
     same["name"] = job["name"].clone();
     same["process"][0]["kind"]["train"]["network"] = train(&job)["network"].clone();
     same["positions"] = job["positions"].clone();
     same["config"]["name"] = job["config"]["name"].clone();
     assert!(same == job, "something else was changed");
-    let plain = place.aitk_with(&["clone", second], &as_ada).await;
+    let plain = cluster.aitk_with(&["clone", second], &as_ada).await;
     assert_eq!((code(&plain), out(&plain).lines().count()), (0, 1), "{}", err(&plain));
     assert!(
         err(&plain).contains(&format!("second is a copy of {second}")),
@@ -109,47 +109,49 @@ async fn a_copy_has_the_config_and_the_inputs_of_its_job() {
         err(&plain)
     );
 
-    // Another data set comes from here.
+    // Another data set is uploaded from this machine.
     std::fs::rename(
-        place.home.path().join("datasets.away"),
-        place.home.path().join("datasets"),
+        cluster.home.path().join("datasets.away"),
+        cluster.home.path().join("datasets"),
     )
     .unwrap();
     std::fs::rename(
-        place.home.path().join("datasets/my_images"),
-        place.home.path().join("datasets/others"),
+        cluster.home.path().join("datasets/my_images"),
+        cluster.home.path().join("datasets/others"),
     )
     .unwrap();
-    std::fs::write(place.home.path().join("datasets/others/0.txt"), "another caption").unwrap();
+    std::fs::write(cluster.home.path().join("datasets/others/0.txt"), "another caption").unwrap();
     let other = ["clone", &id, "--set", "datasets[0].folder_path=datasets/others"];
-    let other = place.aitk_with(&other, &as_ada).await;
+    let other = cluster.aitk_with(&other, &as_ada).await;
     assert_eq!(code(&other), 0, "{}", err(&other));
-    let (_, other) = submission(&place, out(&other).trim()).await;
+    let (_, other) = submission(&cluster, out(&other).trim()).await;
     assert!(
         other.inputs.contains_key("datasets/others") && !other.inputs.contains_key("datasets/my_images"),
         "{:?}",
         other.inputs
     );
-    place.coordinator.shutdown().await;
+    cluster.coordinator.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_copied_is_refused_in_words() {
-    let place = Place::new().await;
+async fn jobs_that_cannot_be_copied_are_refused_with_a_reason() {
+    let cluster = TestCluster::new().await;
     let (ada, bob) = (
-        token(&place, "ada", "submitter").await,
-        token(&place, "bob", "submitter").await,
+        token(&cluster, "ada", "submitter").await,
+        token(&cluster, "bob", "submitter").await,
     );
-    let viewer = token(&place, "eve", "viewer").await;
-    let submitted = place.aitk_with(&["submit", "job.yaml"], &[("AITK_TOKEN", &ada)]).await;
+    let viewer = token(&cluster, "eve", "viewer").await;
+    let submitted = cluster
+        .aitk_with(&["submit", "job.yaml"], &[("AITK_TOKEN", &ada)])
+        .await;
     assert_eq!(code(&submitted), 0, "{}", err(&submitted));
     let id = out(&submitted).trim().to_owned();
-    let array = place
+    let array = cluster
         .aitk(&["submit", "job.yaml", "--sweep", "train.lr=1e-4,2e-4"])
         .await;
     let array = out(&array).trim().to_owned();
     for (args, token, exit, said) in [
-        // Another user's job might as well not be there, and whoever only looks submits nothing.
+        // A submitter does not see other users' jobs, and a viewer may not submit.
         (&["clone", id.as_str()][..], bob.as_str(), 3, "no job"),
         (&["clone", &id], &viewer, 4, "error:"),
         (&["clone", "nobody"], &ada, 3, "no job 'nobody'"),
@@ -173,10 +175,10 @@ async fn what_cannot_be_copied_is_refused_in_words() {
             1,
             "a device",
         ),
-        (&["clone", &id, "--notify-url", "https://x"], &ada, 2, "give --follow"),
-        (&["clone", &array], &place.coordinator.token, 6, "an array of 2 jobs"),
+        (&["clone", &id, "--notify-url", "https://x"], &ada, 2, "need --follow"),
+        (&["clone", &array], &cluster.coordinator.token, 6, "an array of 2 jobs"),
     ] {
-        let refused = place.aitk_with(args, &[("AITK_TOKEN", token)]).await;
+        let refused = cluster.aitk_with(args, &[("AITK_TOKEN", token)]).await;
         assert!(
             code(&refused) == exit && err(&refused).contains(said),
             "{args:?}: {} {}",
@@ -185,17 +187,18 @@ async fn what_cannot_be_copied_is_refused_in_words() {
         );
         assert_eq!(out(&refused), "", "{args:?}");
     }
-    let member = place.aitk(&["clone", &format!("{array}-1"), "-n", "again"]).await;
+    let member = cluster.aitk(&["clone", &format!("{array}-1"), "-n", "again"]).await;
     assert_eq!(code(&member), 0, "{}", err(&member));
 
-    // What an operator reads of another's job is in the log, and what was refused; what its owner reads is not.
-    let copied = place.aitk(&["clone", &id]).await;
+    // The audit log has an operator's reads of another user's job, and refused reads; it does not have the owner's
+    // reads.
+    let copied = cluster.aitk(&["clone", &id]).await;
     assert_eq!(code(&copied), 0, "{}", err(&copied));
-    let of_bob = connect(&place.coordinator.url(), &bob, None).await.unwrap();
+    let of_bob = connect(&cluster.coordinator.url(), &bob, None).await.unwrap();
     let request = v1::GetJobRequest { job_id: id.clone() };
     let refused = of_bob.jobs.clone().submission(request).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::NotFound, "{refused}");
-    let clients = connect(&place.coordinator.url(), &place.coordinator.token, None)
+    let clients = connect(&cluster.coordinator.url(), &cluster.coordinator.token, None)
         .await
         .unwrap();
     let mut read = Vec::new();
@@ -219,7 +222,7 @@ async fn what_cannot_be_copied_is_refused_in_words() {
         }
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
-    // He looked for the job, and for how it was submitted; one of the lines may come before hers.
+    // Bob was refused twice: the job and its submission. The order of the lines is not fixed.
     read.sort();
     let wanted = [
         ("admin".to_owned(), id.clone(), true),
@@ -229,15 +232,15 @@ async fn what_cannot_be_copied_is_refused_in_words() {
     assert_eq!(read, wanted);
 
     // The inputs are gone from storage.
-    for file in files(&place.data.path().join("storage")) {
+    for file in files(&cluster.data.path().join("storage")) {
         std::fs::remove_file(file).unwrap();
     }
-    let gone = place.aitk_with(&["clone", &id], &[("AITK_TOKEN", &ada)]).await;
+    let gone = cluster.aitk_with(&["clone", &id], &[("AITK_TOKEN", &ada)]).await;
     assert_eq!(code(&gone), 6, "{}", err(&gone));
     assert!(
         err(&gone).contains("is not stored any more") && err(&gone).contains("`aitk submit CONFIG`"),
         "{}",
         err(&gone)
     );
-    place.coordinator.shutdown().await;
+    cluster.coordinator.shutdown().await;
 }

@@ -6,13 +6,13 @@ use std::process::Output;
 use std::time::Duration;
 
 /// A coordinator and a home with a job file, a model and a data set.
-pub(crate) struct Place {
+pub(crate) struct TestCluster {
     pub(crate) home: Home,
     pub(crate) coordinator: aitk_coordinator::Running,
     pub(crate) data: tempfile::TempDir,
 }
 
-impl Place {
+impl TestCluster {
     pub(crate) async fn new() -> Self {
         let data = tempfile::tempdir().unwrap();
         let mut config = aitk_coordinator::Config::new(data.path());
@@ -43,7 +43,7 @@ impl Place {
         self.aitk_with(args, &[]).await
     }
 
-    /// With more in its environment.
+    /// Runs the program with additional environment variables.
     pub(crate) async fn aitk_with(&self, args: &[&str], env: &[(&str, &str)]) -> Output {
         let mut command = self.home.aitk();
         command
@@ -59,8 +59,8 @@ impl Place {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_is_submitted_listed_stopped_and_resumed() {
-    let place = Place::new().await;
-    let first = place.aitk(&["submit", "job.yaml"]).await;
+    let cluster = TestCluster::new().await;
+    let first = cluster.aitk(&["submit", "job.yaml"]).await;
     assert_eq!(code(&first), 0, "{}", err(&first));
     let id = out(&first).trim().to_owned();
     assert!(
@@ -69,7 +69,7 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
     );
     assert!(err(&first).contains("datasets/my_images: 40 files"), "{}", err(&first));
 
-    let second = place.aitk(&["submit", "job.yaml", "--json", "--priority", "7"]).await;
+    let second = cluster.aitk(&["submit", "job.yaml", "--json", "--priority", "7"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&second)).unwrap();
     let sent: u64 = json["inputs"]
         .as_array()
@@ -78,10 +78,10 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
         .map(|i| i["sent_bytes"].as_u64().unwrap())
         .sum();
     assert_eq!(sent, 0, "nothing is sent twice: {json}");
-    let third = place.aitk(&["submit", "job.yaml"]).await;
-    assert!(err(&third).contains("already there, nothing sent"), "{}", err(&third));
+    let third = cluster.aitk(&["submit", "job.yaml"]).await;
+    assert!(err(&third).contains("stored already, nothing sent"), "{}", err(&third));
 
-    let jobs: serde_json::Value = serde_json::from_str(&out(&place.aitk(&["ps", "--json"]).await)).unwrap();
+    let jobs: serde_json::Value = serde_json::from_str(&out(&cluster.aitk(&["ps", "--json"]).await)).unwrap();
     assert_eq!(jobs["jobs"].as_array().unwrap().len(), 3);
     let urgent = jobs["jobs"]
         .as_array()
@@ -91,7 +91,7 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
         .unwrap();
     assert_eq!((&urgent["id"], &urgent["state"]), (&json["id"], &"queued".into()));
 
-    // A unique beginning of the id is enough.
+    // A unique prefix of the id is enough.
     let unique = (2..).map(|n| &id[..n]).find(|start| {
         let ids = jobs["jobs"].as_array().unwrap();
         ids.iter()
@@ -99,27 +99,27 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
             .count()
             == 1
     });
-    let stopped = place.aitk(&["stop", unique.unwrap()]).await;
+    let stopped = cluster.aitk(&["stop", unique.unwrap()]).await;
     assert_eq!(
         (code(&stopped), out(&stopped).trim()),
         (0, id.as_str()),
         "{}",
         err(&stopped)
     );
-    assert_eq!(code(&place.aitk(&["wait", &id]).await), 143);
-    assert_eq!(code(&place.aitk(&["logs", "-f", &id]).await), 143);
-    assert_eq!(code(&place.aitk(&["resume", &id]).await), 0);
-    assert_eq!(code(&place.aitk(&["resume", &id]).await), 6, "it waits already");
-    assert_eq!(code(&place.aitk(&["wait", &id, "--timeout", "1s"]).await), 124);
-    assert_eq!(code(&place.aitk(&["stop", "nobody"]).await), 3);
-    assert_eq!(code(&place.aitk(&["artifacts", "get", &id, "-o", "out"]).await), 3);
-    assert_eq!(out(&place.aitk(&["workers", "-q"]).await), "");
-    place.coordinator.shutdown().await;
+    assert_eq!(code(&cluster.aitk(&["wait", &id]).await), 143);
+    assert_eq!(code(&cluster.aitk(&["logs", "-f", &id]).await), 143);
+    assert_eq!(code(&cluster.aitk(&["resume", &id]).await), 0);
+    assert_eq!(code(&cluster.aitk(&["resume", &id]).await), 6, "it waits already");
+    assert_eq!(code(&cluster.aitk(&["wait", &id, "--timeout", "1s"]).await), 124);
+    assert_eq!(code(&cluster.aitk(&["stop", "nobody"]).await), 3);
+    assert_eq!(code(&cluster.aitk(&["artifacts", "get", &id, "-o", "out"]).await), 3);
+    assert_eq!(out(&cluster.aitk(&["workers", "-q"]).await), "");
+    cluster.coordinator.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_sweep_is_an_array() {
-    let place = Place::new().await;
+    let cluster = TestCluster::new().await;
     let sweep = [
         "submit",
         "job.yaml",
@@ -128,7 +128,9 @@ async fn a_sweep_is_an_array() {
         "--sweep",
         "network.linear=4,8",
     ];
-    let submitted = place.aitk(&[&sweep[..], &["--at-most", "2", "--json"]].concat()).await;
+    let submitted = cluster
+        .aitk(&[&sweep[..], &["--at-most", "2", "--json"]].concat())
+        .await;
     assert_eq!(code(&submitted), 0, "{}", err(&submitted));
     let json: serde_json::Value = serde_json::from_str(&out(&submitted)).unwrap();
     assert_eq!(
@@ -138,10 +140,10 @@ async fn a_sweep_is_an_array() {
     let id = json["id"].as_str().unwrap().to_owned();
     let name = json["name"].as_str().unwrap().to_owned();
 
-    let list = place.aitk(&["ps"]).await;
+    let list = cluster.aitk(&["ps"]).await;
     assert_eq!(out(&list).lines().count(), 2, "one line: {}", out(&list));
     assert!(out(&list).contains("4 waiting"), "{}", out(&list));
-    let members = place.aitk(&["ps", &id, "--json"]).await;
+    let members = cluster.aitk(&["ps", &id, "--json"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&members)).unwrap();
     let names: Vec<&str> = json["jobs"]
         .as_array()
@@ -152,49 +154,49 @@ async fn a_sweep_is_an_array() {
     assert_eq!(names[0], format!("{name}_lr1e-4_linear4"));
     assert_eq!(names[3], format!("{name}_lr2e-4_linear8"));
     assert_eq!(json["jobs"][3]["array"]["index"], 3);
-    assert_eq!(out(&place.aitk(&["ps", "--members", "-q"]).await).lines().count(), 4);
-    let one = place.aitk(&["ps", names[0], "-q"]).await;
+    assert_eq!(out(&cluster.aitk(&["ps", "--members", "-q"]).await).lines().count(), 4);
+    let one = cluster.aitk(&["ps", names[0], "-q"]).await;
     assert_eq!(out(&one).trim(), format!("{id}-0"), "a member by its name");
 
-    // By name, by the beginning of its id, and as something to wait for.
-    let text = std::fs::read_to_string(place.home.path().join("job.yaml")).unwrap();
-    place
+    // By name, by a prefix of its id, and as a job to wait for.
+    let text = std::fs::read_to_string(cluster.home.path().join("job.yaml")).unwrap();
+    cluster
         .home
         .write("later.yaml", &format!("{text}\ncluster: {{after: [{name}]}}\n"));
-    let later = place.aitk(&["submit", "later.yaml", "-n", "later"]).await;
+    let later = cluster.aitk(&["submit", "later.yaml", "-n", "later"]).await;
     assert_eq!(code(&later), 0, "{}", err(&later));
-    let explained = out(&place.aitk(&["explain", out(&later).trim()]).await);
+    let explained = out(&cluster.aitk(&["explain", out(&later).trim()]).await);
     assert!(explained.contains("waits for the array"), "{explained}");
-    let explained = out(&place.aitk(&["explain", &id[..6]]).await);
+    let explained = out(&cluster.aitk(&["explain", &id[..6]]).await);
     assert!(
         explained.starts_with("4 waiting; no worker is connected"),
         "{explained}"
     );
-    let logs = place.aitk(&["logs", &id]).await;
+    let logs = cluster.aitk(&["logs", &id]).await;
     assert!(
         out(&logs).lines().any(|line| line.starts_with("[3] ")),
         "{}",
         out(&logs)
     );
-    assert_eq!(code(&place.aitk(&["pause", &id]).await), 0);
-    assert_eq!(code(&place.aitk(&["resume", &id]).await), 0);
+    assert_eq!(code(&cluster.aitk(&["pause", &id]).await), 0);
+    assert_eq!(code(&cluster.aitk(&["resume", &id]).await), 0);
     assert_eq!(
-        code(&place.aitk(&["artifacts", "get", &id, "-o", "out"]).await),
+        code(&cluster.aitk(&["artifacts", "get", &id, "-o", "out"]).await),
         3,
         "nothing yet"
     );
-    let stopped = place.aitk(&["stop", &id]).await;
+    let stopped = cluster.aitk(&["stop", &id]).await;
     assert_eq!(
         (code(&stopped), out(&stopped).trim()),
         (0, id.as_str()),
         "{}",
         err(&stopped)
     );
-    assert_eq!(code(&place.aitk(&["wait", &id]).await), 143);
-    assert_eq!(code(&place.aitk(&["logs", "-f", &id]).await), 143);
-    assert_eq!(code(&place.aitk(&["watch", &id]).await), 143);
+    assert_eq!(code(&cluster.aitk(&["wait", &id]).await), 143);
+    assert_eq!(code(&cluster.aitk(&["logs", "-f", &id]).await), 143);
+    assert_eq!(code(&cluster.aitk(&["watch", &id]).await), 143);
 
-    // What is wrong with one member is said before anything is sent.
+    // An error in one member is reported before anything is sent.
     for (args, exit, says) in [
         (&["--sweep", "train.stepz=1,2"][..], 1, "did you mean `steps`?"),
         (&["--sweep", "train.no_such_key=1,2"], 1, "has no key"),
@@ -202,42 +204,46 @@ async fn a_sweep_is_an_array() {
         (&["--sweep", "train.steps"], 2, "no '='"),
         (&["--at-most", "2"], 2, "--sweep or --array"),
     ] {
-        let wrong = place.aitk(&[&["submit", "job.yaml"], args].concat()).await;
+        let wrong = cluster.aitk(&[&["submit", "job.yaml"], args].concat()).await;
         assert!(
             code(&wrong) == exit && err(&wrong).contains(says),
             "{args:?}: {}",
             err(&wrong)
         );
     }
-    let same = place.aitk(&["submit", "job.yaml", "--array", "3", "-q"]).await;
+    let same = cluster.aitk(&["submit", "job.yaml", "--array", "3", "-q"]).await;
     assert_eq!(code(&same), 2, "there is no -q");
-    let same = place.aitk(&["submit", "job.yaml", "--array", "3"]).await;
-    let names = out(&place.aitk(&["ps", out(&same).trim()]).await);
+    let same = cluster.aitk(&["submit", "job.yaml", "--array", "3"]).await;
+    let names = out(&cluster.aitk(&["ps", out(&same).trim()]).await);
     assert!(
         names.contains(&format!("{name}_0")) && names.contains(&format!("{name}_2")),
         "{names}"
     );
-    place.coordinator.shutdown().await;
+    cluster.coordinator.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_same_key_is_the_same_job() {
-    let place = Place::new().await;
+async fn the_same_idempotency_key_gives_the_same_job() {
+    let cluster = TestCluster::new().await;
     let submit = ["submit", "job.yaml", "--idempotency-key", "monday"];
-    let (first, again) = (place.aitk(&submit).await, place.aitk(&submit).await);
+    let (first, again) = (cluster.aitk(&submit).await, cluster.aitk(&submit).await);
     assert_eq!((code(&first), code(&again)), (0, 0), "{}", err(&again));
     assert_eq!(out(&first), out(&again));
-    assert!(err(&again).contains("submitted before"), "{}", err(&again));
-    place.coordinator.shutdown().await;
+    assert!(
+        err(&again).contains("was submitted with this key before"),
+        "{}",
+        err(&again)
+    );
+    cluster.coordinator.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_config_that_cannot_run_is_stopped_here() {
-    let place = Place::new().await;
-    let text = std::fs::read_to_string(place.home.path().join("job.yaml")).unwrap();
+async fn a_config_that_cannot_run_is_not_submitted() {
+    let cluster = TestCluster::new().await;
+    let text = std::fs::read_to_string(cluster.home.path().join("job.yaml")).unwrap();
     let try_text = async |name: &str, text: &str| {
-        place.home.write(name, text);
-        place.aitk(&["submit", name]).await
+        cluster.home.write(name, text);
+        cluster.aitk(&["submit", name]).await
     };
     let typo = try_text("typo.yaml", &text.replace("save_every:", "save_evry:")).await;
     assert_eq!(code(&typo), 1);
@@ -260,28 +266,28 @@ async fn a_config_that_cannot_run_is_stopped_here() {
         "{}",
         err(&gone)
     );
-    assert_eq!(code(&place.aitk(&["submit", "no_such"]).await), 3);
-    assert_eq!(out(&place.aitk(&["ps", "-aq"]).await), "", "nothing was submitted");
-    place.coordinator.shutdown().await;
+    assert_eq!(code(&cluster.aitk(&["submit", "no_such"]).await), 3);
+    assert_eq!(out(&cluster.aitk(&["ps", "-aq"]).await), "", "nothing was submitted");
+    cluster.coordinator.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_token_is_4_and_doctor_says_where_it_comes_from() {
-    let place = Place::new().await;
-    let mut command = place.home.aitk();
+async fn a_wrong_token_is_4_and_doctor_shows_its_origin() {
+    let cluster = TestCluster::new().await;
+    let mut command = cluster.home.aitk();
     command
         .arg("ps")
-        .env("AITK_SERVER", place.coordinator.url())
+        .env("AITK_SERVER", cluster.coordinator.url())
         .env("AITK_TOKEN", "aitk_not_the_right_token");
     let output = tokio::task::spawn_blocking(move || command.output().unwrap())
         .await
         .unwrap();
     assert_eq!(code(&output), 4, "{}", err(&output));
 
-    let doctor = place.aitk(&["doctor", "--json"]).await;
+    let doctor = cluster.aitk(&["doctor", "--json"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&doctor)).unwrap();
     assert_eq!(json["token"]["origin"], "environment variable AITK_TOKEN");
-    assert!(!out(&doctor).contains(&place.coordinator.token));
+    assert!(!out(&doctor).contains(&cluster.coordinator.token));
     assert_eq!(json["coordinator"]["workers_connected"], 0);
     let problems = json["problems"].as_array().unwrap();
     assert!(
@@ -291,31 +297,31 @@ async fn a_wrong_token_is_4_and_doctor_says_where_it_comes_from() {
         "{json}"
     );
     assert_eq!(code(&doctor), 1);
-    place.coordinator.shutdown().await;
+    cluster.coordinator.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_queue_is_explained_reordered_and_paused() {
-    let place = Place::new().await;
-    // Nobody is connected: nothing fits, and the exit code says so.
-    let fit = place.aitk(&["fit", "job.yaml"]).await;
+    let cluster = TestCluster::new().await;
+    // No worker is connected, so no device fits.
+    let fit = cluster.aitk(&["fit", "job.yaml"]).await;
     assert_eq!(code(&fit), 7, "{}", err(&fit));
     assert!(out(&fit).starts_with("no worker is connected"), "{}", out(&fit));
-    let fit = place.aitk(&["fit", "job.yaml", "--json"]).await;
+    let fit = cluster.aitk(&["fit", "job.yaml", "--json"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&fit)).unwrap();
     assert_eq!(json["devices"], serde_json::json!([]));
 
-    let id = out(&place.aitk(&["submit", "job.yaml", "--user", "ada"]).await)
+    let id = out(&cluster.aitk(&["submit", "job.yaml", "--user", "ada"]).await)
         .trim()
         .to_owned();
-    let explained = place.aitk(&["explain", &id]).await;
+    let explained = cluster.aitk(&["explain", &id]).await;
     assert_eq!(code(&explained), 0, "{}", err(&explained));
     assert!(
         out(&explained).starts_with("no worker is connected"),
         "{}",
         out(&explained)
     );
-    let paused = place.aitk(&["pause", &id]).await;
+    let paused = cluster.aitk(&["pause", &id]).await;
     assert_eq!(
         (code(&paused), out(&paused).trim()),
         (0, id.as_str()),
@@ -323,31 +329,31 @@ async fn a_queue_is_explained_reordered_and_paused() {
         err(&paused)
     );
     assert!(err(&paused).contains("waits until it is resumed"), "{}", err(&paused));
-    let moved = place.aitk(&["priority", &id, "-3", "--json"]).await;
+    let moved = cluster.aitk(&["priority", &id, "-3", "--json"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&moved)).unwrap();
     assert_eq!(
         (&json["jobs"][0]["priority"], &json["jobs"][0]["paused"]),
         (&(-3).into(), &true.into())
     );
     assert_eq!(json["jobs"][0]["owner"], "ada");
-    let resumed = place.aitk(&["resume", &id]).await;
+    let resumed = cluster.aitk(&["resume", &id]).await;
     assert_eq!(code(&resumed), 0, "{}", err(&resumed));
-    let nobody = place.aitk(&["worker", "drain", "nobody"]).await;
+    let nobody = cluster.aitk(&["worker", "drain", "nobody"]).await;
     assert_eq!(code(&nobody), 3, "{}", err(&nobody));
-    let bad = place.aitk(&["submit", "job.yaml", "--user", "a b"]).await;
+    let bad = cluster.aitk(&["submit", "job.yaml", "--user", "a b"]).await;
     assert_eq!(code(&bad), 2, "{}", err(&bad));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_follows_a_waiting_job_reads_why_it_waits() {
-    let place = Place::new().await;
+async fn following_a_waiting_job_shows_why_it_waits() {
+    let cluster = TestCluster::new().await;
     let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin("aitk"))
         .args(["submit", "job.yaml", "-n", "waiting", "--follow"])
         .env_clear()
-        .env("HOME", place.home.path())
-        .env("AITK_SERVER", place.coordinator.url())
-        .env("AITK_TOKEN", &place.coordinator.token)
-        .current_dir(place.home.path())
+        .env("HOME", cluster.home.path())
+        .env("AITK_SERVER", cluster.coordinator.url())
+        .env("AITK_TOKEN", &cluster.coordinator.token)
+        .current_dir(cluster.home.path())
         .stdout(std::process::Stdio::null())
         .stderr(std::process::Stdio::piped())
         .spawn()
@@ -356,11 +362,11 @@ async fn who_follows_a_waiting_job_reads_why_it_waits() {
     let reading = tokio::task::spawn_blocking(move || {
         let mut lines = lines.map_while(Result::ok);
         let found = lines.find(|line| line.starts_with("waits: "));
-        // The rest is read, too, so that the program never waits for us.
+        // Read the rest too, so that the program does not block on a full pipe.
         (found, std::thread::spawn(move || lines.count()))
     });
     let found = tokio::time::timeout(Duration::from_secs(60), reading).await;
-    let stopped = place.aitk(&["stop", "waiting"]).await;
+    let stopped = cluster.aitk(&["stop", "waiting"]).await;
     assert_eq!(code(&stopped), 0, "{}", err(&stopped));
     let ended = tokio::task::spawn_blocking(move || child.wait().unwrap())
         .await
@@ -369,5 +375,5 @@ async fn who_follows_a_waiting_job_reads_why_it_waits() {
     let (found, rest) = found.unwrap().unwrap();
     assert!(found.unwrap().contains("no worker is connected"));
     rest.join().unwrap();
-    place.coordinator.shutdown().await;
+    cluster.coordinator.shutdown().await;
 }

@@ -1,9 +1,9 @@
-//! Downloads over a line that breaks, from a real coordinator.
+//! Downloads from a real coordinator over connections that break.
 
 use aitk_cli::api::Api;
 use aitk_cli::download::fetch;
 use aitk_cli::output::Ui;
-use aitk_cli::upload::{Upload, stage};
+use aitk_cli::upload::{Upload, hash_inputs};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,56 +13,70 @@ use tokio::net::{TcpListener, TcpStream};
 
 const BYTES: usize = 12 << 20;
 
-/// A line to the coordinator. Each connection breaks after `most` bytes from there.
-struct Line {
+/// A TCP proxy to the coordinator. Each connection breaks after `max_bytes_per_connection` bytes from the coordinator.
+struct FlakyProxy {
     url: String,
-    /// How many bytes have come in all.
-    came: Arc<AtomicU64>,
-    most: Arc<AtomicU64>,
+    /// Total bytes from the coordinator.
+    received: Arc<AtomicU64>,
+    max_bytes_per_connection: Arc<AtomicU64>,
 }
 
-impl Line {
-    async fn to(coordinator: std::net::SocketAddr, most: u64) -> Self {
+impl FlakyProxy {
+    async fn to(coordinator: std::net::SocketAddr, max_bytes_per_connection: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let (came, most) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(most)));
-        let (counter, limit) = (came.clone(), most.clone());
+        let (received, max_bytes_per_connection) = (
+            Arc::new(AtomicU64::new(0)),
+            Arc::new(AtomicU64::new(max_bytes_per_connection)),
+        );
+        let (counter, limit) = (received.clone(), max_bytes_per_connection.clone());
         tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
                 let server = TcpStream::connect(coordinator).await.unwrap();
                 let (counter, limit) = (counter.clone(), limit.clone());
-                tokio::spawn(carry(client, server, counter, limit));
+                tokio::spawn(forward(client, server, counter, limit));
             }
         });
-        Self { url, came, most }
+        Self {
+            url,
+            received,
+            max_bytes_per_connection,
+        }
     }
 }
 
-async fn carry(client: TcpStream, server: TcpStream, came: Arc<AtomicU64>, most: Arc<AtomicU64>) {
+async fn forward(
+    client: TcpStream,
+    server: TcpStream,
+    received: Arc<AtomicU64>,
+    max_bytes_per_connection: Arc<AtomicU64>,
+) {
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
     let mut upwards = tokio::spawn(async move { tokio::io::copy(&mut from_client, &mut to_server).await });
     let (mut piece, mut carried) = (vec![0; 64 << 10], 0_u64);
     while let Ok(read @ 1..) = from_server.read(&mut piece).await {
         carried += read as u64;
-        came.fetch_add(read as u64, Ordering::SeqCst);
-        if to_client.write_all(&piece[..read]).await.is_err() || carried >= most.load(Ordering::SeqCst) {
+        received.fetch_add(read as u64, Ordering::SeqCst);
+        if to_client.write_all(&piece[..read]).await.is_err()
+            || carried >= max_bytes_per_connection.load(Ordering::SeqCst)
+        {
             break;
         }
     }
-    // What was carried arrives, however slowly it is read: with words of the client unread, closing would throw it away.
+    // Keep reading from the client: closing with unread data would reset the connection and discard what was sent.
     let _ = to_client.shutdown().await;
     let _ = tokio::time::timeout(Duration::from_secs(10), &mut upwards).await;
     upwards.abort();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_download_that_breaks_goes_on_where_it_stopped() {
+async fn a_broken_download_continues_where_it_stopped() {
     let folder = tempfile::tempdir().unwrap();
     let mut config = aitk_coordinator::Config::new(folder.path().join("coordinator"));
     config.bind = "127.0.0.1:0".parse().unwrap();
     let coordinator = aitk_coordinator::start(config).await.unwrap();
-    // Nothing that could be mended by chance: no two megabytes are alike.
+    // No two megabytes are alike, so that wrong offsets change the content.
     let content: Vec<u8> = (0..BYTES).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect();
     let source = folder.path().join("large.bin");
     std::fs::write(&source, &content).unwrap();
@@ -71,35 +85,35 @@ async fn a_download_that_breaks_goes_on_where_it_stopped() {
         .unwrap();
     let ui = Ui::silent();
     let inputs = BTreeMap::from([("large.bin".to_owned(), source)]);
-    let staged = stage(&ui, &inputs).await.unwrap();
+    let staged = hash_inputs(&ui, &inputs).await.unwrap();
     let hash = staged[0].1.snapshot.files[0].sha256;
     let upload = Upload::plan(&direct, &ui, staged).await.unwrap();
     upload.send(&direct, &ui).await.unwrap();
 
-    // Within one command: two thirds come, the line breaks, the rest comes.
-    let line = Line::to(coordinator.addr, 8 << 20).await;
+    // Within one command: the connection breaks after two thirds, and the rest is downloaded.
+    let line = FlakyProxy::to(coordinator.addr, 8 << 20).await;
     let api = Api::connect(&line.url, &coordinator.token, None).await.unwrap();
     let target = folder.path().join("got/one.bin");
     let mut steps = Vec::new();
     fetch(&api, hash, BYTES as u64, &target, |more| steps.push(more))
         .await
         .unwrap();
-    assert!(std::fs::read(&target).unwrap() == content, "another content");
+    assert!(std::fs::read(&target).unwrap() == content, "wrong content");
     assert!(steps.iter().all(|more| *more >= 0), "something was fetched again");
     assert_eq!(steps.iter().sum::<i64>(), i64::try_from(BYTES).unwrap());
-    // More than all of it by what was under way when the line broke, and no more.
-    let came = line.came.load(Ordering::SeqCst);
-    assert!(came < (BYTES + (BYTES >> 1)) as u64, "{came} bytes for {BYTES}");
+    // Only the data in flight when the connection broke is sent twice.
+    let received = line.received.load(Ordering::SeqCst);
+    assert!(received < (BYTES + (BYTES >> 1)) as u64, "{received} bytes for {BYTES}");
 
-    // Across two of them: the first gives up, and what it has is what the second begins with.
-    let line = Line::to(coordinator.addr, 2 << 20).await;
+    // Across two commands: the first gives up, and the second continues with its data.
+    let line = FlakyProxy::to(coordinator.addr, 2 << 20).await;
     let api = Api::connect(&line.url, &coordinator.token, None).await.unwrap();
     let target = folder.path().join("got/two.bin");
     let broken = fetch(&api, hash, BYTES as u64, &target, |_| {}).await.unwrap_err();
     assert_eq!(broken.exit.code(), 5, "{broken}");
     assert!(!target.exists());
-    line.most.store(u64::MAX, Ordering::SeqCst);
-    let before = line.came.load(Ordering::SeqCst);
+    line.max_bytes_per_connection.store(u64::MAX, Ordering::SeqCst);
+    let before = line.received.load(Ordering::SeqCst);
     let mut steps = Vec::new();
     fetch(&api, hash, BYTES as u64, &target, |more| steps.push(more))
         .await
@@ -107,8 +121,11 @@ async fn a_download_that_breaks_goes_on_where_it_stopped() {
     assert!(std::fs::read(&target).unwrap() == content, "another content");
     let had = u64::try_from(steps[0]).unwrap();
     assert!(had >= 1 << 20, "what was there was not used: {had}");
-    let came = line.came.load(Ordering::SeqCst) - before;
-    assert!(came < BYTES as u64 - had + (1 << 20), "{came} bytes for the rest");
+    let received = line.received.load(Ordering::SeqCst) - before;
+    assert!(
+        received < BYTES as u64 - had + (1 << 20),
+        "{received} bytes for the rest"
+    );
     let left: Vec<_> = std::fs::read_dir(folder.path().join("got"))
         .unwrap()
         .flatten()

@@ -1,4 +1,4 @@
-//! Every exit code that needs no coordinator, and what is said beside it.
+//! All exit codes that need no coordinator, and their messages.
 
 use crate::support::{Home, code, err, out};
 use std::os::unix::fs::PermissionsExt;
@@ -10,10 +10,10 @@ fn help_and_version_succeed_and_name_every_code() {
     let help = home.aitk().arg("--help").output().unwrap();
     assert_eq!(code(&help), 0);
     for line in [
-        "124  the time given",
+        "124  the time of",
         "130  Ctrl-C",
-        "141  whoever",
-        "143  a followed job",
+        "141  the reader",
+        "143  the followed job",
     ] {
         assert!(out(&help).contains(line), "{line}");
     }
@@ -42,7 +42,7 @@ fn a_wrong_command_line_is_2() {
     let nowhere = home.aitk().arg("ps").output().unwrap();
     assert_eq!(code(&nowhere), 2);
     assert!(
-        err(&nowhere).starts_with("error: no coordinator is named\nhint: "),
+        err(&nowhere).starts_with("error: no coordinator is set\nhint: "),
         "{}",
         err(&nowhere)
     );
@@ -73,28 +73,28 @@ fn an_unsafe_or_missing_token_is_4() {
 }
 
 #[test]
-fn nobody_there_is_5_and_a_bad_address_is_2() {
+fn an_unreachable_coordinator_is_5_and_a_bad_address_is_2() {
     let home = Home::new();
-    let ask = |server: &str| {
+    let run_aitk = |server: &str| {
         home.aitk()
             .args(["ps", "--server", server])
             .env("AITK_TOKEN", "t")
             .output()
             .unwrap()
     };
-    let output = ask("http://127.0.0.1:1");
+    let output = run_aitk("http://127.0.0.1:1");
     assert_eq!(code(&output), 5, "{}", err(&output));
     assert!(err(&output).contains("flag --server"), "{}", err(&output));
     assert_eq!(
-        code(&ask("http://gpu.example:7420")),
+        code(&run_aitk("http://gpu.example:7420")),
         2,
-        "a token must not travel in clear"
+        "a token must not be sent without TLS"
     );
-    assert_eq!(code(&ask("ftp://x")), 2);
+    assert_eq!(code(&run_aitk("ftp://x")), 2);
 }
 
 #[test]
-fn what_is_in_the_way_is_6() {
+fn an_existing_file_is_6() {
     let home = Home::new();
     let first = home.aitk().arg("init").output().unwrap();
     assert_eq!((code(&first), out(&first).as_str()), (0, "./job.yaml\n"));
@@ -123,7 +123,7 @@ fn a_closed_pipe_is_silent() {
 }
 
 #[test]
-fn completions_cover_the_verbs() {
+fn completions_have_all_commands() {
     let home = Home::new();
     for shell in ["bash", "zsh", "fish"] {
         let output = home.aitk().args(["completions", shell]).output().unwrap();
@@ -133,14 +133,14 @@ fn completions_cover_the_verbs() {
 }
 
 #[test]
-fn colours_only_where_they_are_wanted() {
+fn no_color_disables_colours() {
     let home = Home::new();
     let output = home.aitk().arg("ps").env("NO_COLOR", "1").output().unwrap();
     assert!(!err(&output).contains('\x1b'));
 }
 
 #[test]
-fn settings_files_with_a_mistake_name_the_line() {
+fn errors_in_settings_files_have_the_line() {
     let home = Home::new();
     home.write("aitk.yaml", "server: http://127.0.0.1:1\ntokenfile: x\n");
     let output = home.aitk().arg("ps").output().unwrap();

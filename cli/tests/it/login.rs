@@ -13,7 +13,7 @@ async fn login(home: &Home, url: &str, token: &str) -> Output {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_address_without_tls_of_a_coordinator_with_it_has_a_hint() {
+async fn login_without_tls_at_a_tls_coordinator_gives_a_hint() {
     let dir = tempfile::tempdir().unwrap();
     let made = init(dir.path(), &[]).unwrap();
     let config = Config {
@@ -25,12 +25,13 @@ async fn an_address_without_tls_of_a_coordinator_with_it_has_a_hint() {
     let home = Home::new();
     let plain = coordinator.url().replace("https://", "http://");
     let pinned = format!("{}.{}", coordinator.token, made.hash);
-    // With a token that names the authority, and with one that does not: whoever answers there shows a certificate.
+    // With a token that names the authority, and with one that does not: in both cases the server shows a certificate.
     for token in [&pinned, &coordinator.token] {
         let refused = login(&home, &plain, token).await;
         assert_eq!(code(&refused), 5, "{}", err(&refused));
         assert!(
-            err(&refused).contains("wants TLS") && err(&refused).contains(&format!("aitk login {}", coordinator.url())),
+            err(&refused).contains("requires TLS")
+                && err(&refused).contains(&format!("aitk login {}", coordinator.url())),
             "{}",
             err(&refused)
         );

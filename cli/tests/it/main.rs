@@ -1,4 +1,4 @@
-//! The program from outside: one test program, because each more takes a minute to build. A module is one story.
+//! Tests of the program from outside. They are one test binary, because each additional one takes a minute to build.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 

@@ -1,20 +1,20 @@
-//! Telling a user that a job has ended, over real HTTP.
+//! Notifications that a job has ended, over real HTTP.
 
-use crate::coordinator::Place;
+use crate::coordinator::TestCluster;
 use crate::run::generate;
 use crate::support::{Home, code, err, out};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
 use std::sync::{Arc, Mutex};
 
-type Came = Arc<Mutex<Vec<(String, serde_json::Value)>>>;
+type ReceivedPosts = Arc<Mutex<Vec<(String, serde_json::Value)>>>;
 
-/// A server of HTTP that keeps the first line and the body of what is posted to it.
-fn chat() -> (String, Came) {
+/// Starts an HTTP server that records the first line and the body of each request.
+fn start_webhook_server() -> (String, ReceivedPosts) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}/hook/s3cret", listener.local_addr().unwrap());
-    let came = Came::default();
-    let shared = came.clone();
+    let received = ReceivedPosts::default();
+    let shared = received.clone();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
             let Ok(stream) = stream else { return };
@@ -39,22 +39,22 @@ fn chat() -> (String, Came) {
             let _ = (&stream).write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok");
         }
     });
-    (url, came)
+    (url, received)
 }
 
 const ALLOWED: (&str, &str) = ("AITK_NOTIFY_PRIVATE", "1");
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_ended_job_is_posted_to_the_users_own_address_and_to_no_private_one_unasked() {
-    let place = Place::new().await;
-    let (url, came) = chat();
-    let id = out(&place.aitk(&["submit", "job.yaml", "-n", "cat"]).await)
+async fn an_ended_job_is_posted_to_the_webhook_and_private_addresses_need_permission() {
+    let cluster = TestCluster::new().await;
+    let (url, received) = start_webhook_server();
+    let id = out(&cluster.aitk(&["submit", "job.yaml", "-n", "cat"]).await)
         .trim()
         .to_owned();
-    assert_eq!(code(&place.aitk(&["stop", &id]).await), 0);
+    assert_eq!(code(&cluster.aitk(&["stop", &id]).await), 0);
 
-    // Only who runs the command allows addresses of the own network. Before that nothing is even looked up.
-    let refused = place.aitk(&["wait", &id, "--notify-url", &url]).await;
+    // Private addresses are refused before any lookup unless the user allows them.
+    let refused = cluster.aitk(&["wait", &id, "--notify-url", &url]).await;
     assert_eq!(code(&refused), 2, "{}", err(&refused));
     assert!(
         err(&refused).contains("no TLS") && err(&refused).contains("AITK_NOTIFY_PRIVATE"),
@@ -62,7 +62,7 @@ async fn an_ended_job_is_posted_to_the_users_own_address_and_to_no_private_one_u
         err(&refused)
     );
     let secure = url.replace("http://", "https://");
-    let private = place.aitk(&["wait", &id, "--notify-url", &secure]).await;
+    let private = cluster.aitk(&["wait", &id, "--notify-url", &secure]).await;
     assert_eq!(code(&private), 143, "the job's own code: {}", err(&private));
     assert!(
         err(&private).contains("an address of a private network"),
@@ -74,14 +74,16 @@ async fn an_ended_job_is_posted_to_the_users_own_address_and_to_no_private_one_u
         "the path is a secret: {}",
         err(&private)
     );
-    assert_eq!(came.lock().unwrap().len(), 0);
+    assert_eq!(received.lock().unwrap().len(), 0);
 
-    let waited = place.aitk_with(&["wait", &id, "--notify-url", &url], &[ALLOWED]).await;
+    let waited = cluster
+        .aitk_with(&["wait", &id, "--notify-url", &url], &[ALLOWED])
+        .await;
     assert_eq!(code(&waited), 143, "{}", err(&waited));
     {
-        let came = came.lock().unwrap();
-        let [(first, body)] = came.as_slice() else {
-            panic!("{came:?}")
+        let received = received.lock().unwrap();
+        let [(first, body)] = received.as_slice() else {
+            panic!("{received:?}")
         };
         assert_eq!(first, "POST /hook/s3cret HTTP/1.1");
         assert_eq!(
@@ -94,42 +96,42 @@ async fn an_ended_job_is_posted_to_the_users_own_address_and_to_no_private_one_u
     }
     // `watch`, from the environment; and by the user file, which others must not read.
     let env = [("AITK_NOTIFY_URL", url.as_str()), ALLOWED];
-    assert_eq!(code(&place.aitk_with(&["watch", &id], &env).await), 143);
-    assert_eq!(came.lock().unwrap().len(), 2);
-    let file = place.home.write(
+    assert_eq!(code(&cluster.aitk_with(&["watch", &id], &env).await), 143);
+    assert_eq!(received.lock().unwrap().len(), 2);
+    let file = cluster.home.write(
         ".config/aitk/config.yaml",
         &format!("notify_url: {url}\nnotify_private: true\n"),
     );
     let mode = |mode| std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
     mode(0o644);
-    let exposed = place.aitk(&["watch", &id]).await;
+    let exposed = cluster.aitk(&["watch", &id]).await;
     assert!(
         code(&exposed) == 1 && err(&exposed).contains("chmod 600"),
         "{}",
         err(&exposed)
     );
     mode(0o600);
-    assert_eq!(code(&place.aitk(&["watch", &id]).await), 143);
-    assert_eq!(came.lock().unwrap().len(), 3);
-    // Of a command that does not follow, nobody is told anything.
-    assert_eq!(code(&place.aitk(&["ps"]).await), 0);
-    // A folder that somebody else made has no say.
-    place.home.write("aitk.yaml", &format!("notify_url: {url}\n"));
-    let project = place.aitk(&["watch", &id]).await;
+    assert_eq!(code(&cluster.aitk(&["watch", &id]).await), 143);
+    assert_eq!(received.lock().unwrap().len(), 3);
+    // A command that does not follow a job sends no notification.
+    assert_eq!(code(&cluster.aitk(&["ps"]).await), 0);
+    // The project file cannot set the webhook.
+    cluster.home.write("aitk.yaml", &format!("notify_url: {url}\n"));
+    let project = cluster.aitk(&["watch", &id]).await;
     assert!(
         code(&project) == 1 && err(&project).contains("settings of the user file"),
         "{}",
         err(&project)
     );
-    assert_eq!(came.lock().unwrap().len(), 3);
-    place.coordinator.shutdown().await;
+    assert_eq!(received.lock().unwrap().len(), 3);
+    cluster.coordinator.shutdown().await;
 }
 
 #[test]
 fn a_run_on_this_machine_is_posted_when_it_ends() {
     let home = Home::new();
     generate(&home, "one");
-    let (url, came) = chat();
+    let (url, received) = start_webhook_server();
     let run = home
         .aitk()
         .args(["run", "one.yaml", "--device", "cpu", "--notify-url", &url])
@@ -137,10 +139,10 @@ fn a_run_on_this_machine_is_posted_when_it_ends() {
         .output()
         .unwrap();
     assert_eq!(code(&run), 0, "{}", err(&run));
-    let came = came.lock().unwrap();
-    assert_eq!(came.len(), 1);
+    let received = received.lock().unwrap();
+    assert_eq!(received.len(), 1);
     assert_eq!(
-        (&came[0].1["job"]["name"], &came[0].1["job"]["state"]),
+        (&received[0].1["job"]["name"], &received[0].1["job"]["state"]),
         (&"one".into(), &"completed".into())
     );
 }

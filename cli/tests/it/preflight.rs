@@ -1,6 +1,6 @@
-//! What is told before anything is sent or trained: the family of a model, and what the data comes to.
+//! The checks before anything is sent or trained: the family of a model, and the data sets.
 
-use crate::support::{Home, UNET, WHOLE_MODEL, code, err, of_whole_model, out};
+use crate::support::{Home, MODEL_FILES, UNET, code, err, file_of_model, out};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
@@ -9,7 +9,7 @@ use unicode_width::UnicodeWidthStr;
 
 pub(crate) const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny_sd");
 
-/// Images of two shapes; every one but the first has a caption.
+/// Writes images of two shapes; all but the first have a caption.
 pub(crate) fn images(home: &Home, folder: &str, count: u32) {
     for i in 0..count {
         let (w, h) = if i % 3 == 0 { (48, 24) } else { (32, 32) };
@@ -23,7 +23,7 @@ pub(crate) fn images(home: &Home, folder: &str, count: u32) {
     }
 }
 
-/// A training config; `more` goes into its data set.
+/// Writes a training config; `more` is added to its data set.
 pub(crate) fn training(home: &Home, name: &str, model: &str, steps: u64, more: &str) {
     let text = format!(
         "job: extension
@@ -47,7 +47,7 @@ config:
     home.write(&format!("{name}.yaml"), &text);
 }
 
-/// A training config with paths that are nowhere, and that no training opens.
+/// Writes a training config with paths that do not exist, and that no training opens.
 fn with_unopened_paths(home: &Home, name: &str) {
     training(home, name, TINY, 10, "alpha_mask: true\n          mask_path: nix");
     let path = home.path().join(format!("{name}.yaml"));
@@ -56,7 +56,7 @@ fn with_unopened_paths(home: &Home, name: &str) {
     std::fs::write(path, text.replace("disable_sampling: true", with_text)).unwrap();
 }
 
-/// A file that begins as a safetensors file with this tensor does, and a million bytes of weights.
+/// Writes a safetensors file with this tensor in its header and a million bytes of weights.
 fn weights(home: &Home, name: &str, tensor: &str) {
     let header = format!(r#"{{"{tensor}":{{"dtype":"F16","shape":[9216,3072],"data_offsets":[0,1000000]}}}}"#);
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
@@ -158,7 +158,7 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
     );
     assert!(err(&sent).contains("1 of 4 images have no caption"), "{}", err(&sent));
 
-    // What only looks like a path is neither looked for nor sent.
+    // Values that only look like paths are neither looked up nor sent.
     with_unopened_paths(&home, "text");
     let sent = aitk(&["submit", "text.yaml", "--json"]).await;
     assert_eq!(code(&sent), 0, "{}", err(&sent));
@@ -171,7 +171,7 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
         .collect();
     assert_eq!(paths, [TINY, "data"]);
 
-    // A model of the hub is the one of this moment, for every attempt.
+    // A model of the hub is pinned to its current commit.
     training(&home, "hubbed", "org/model", 10, "");
     let mut command = home.aitk();
     command
@@ -188,10 +188,10 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
     coordinator.shutdown().await;
 }
 
-/// What the hub's `main` is.
+/// The commit of the hub's `main`.
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// A hub with one repository, `org/model`, with this `model_index.json`. It serves as long as the program.
+/// Starts a hub with one repository, `org/model`, with this `model_index.json`. It serves until the tests end.
 fn hub(index: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -201,7 +201,7 @@ fn hub(index: &'static str) -> String {
             let read = stream.read(&mut head).unwrap_or(0);
             let head = String::from_utf8_lossy(&head[..read]).into_owned();
             let body = if head.starts_with("GET /api/models/org/model/") {
-                let siblings = WHOLE_MODEL.map(|name| {
+                let siblings = MODEL_FILES.map(|name| {
                     let size = if name == "model_index.json" { index.len() } else { 2 };
                     format!(r#"{{"rfilename":"{name}","size":{size}}}"#)
                 });
@@ -225,7 +225,7 @@ fn hub(index: &'static str) -> String {
 }
 
 #[test]
-fn a_model_of_the_hub_is_told_from_its_small_files() {
+fn the_family_of_a_model_at_the_hub_is_recognised_from_small_files() {
     let home = Home::new();
     images(&home, "data", 4);
     training(&home, "job", "org/model", 10, "");
@@ -246,7 +246,7 @@ fn a_model_of_the_hub_is_told_from_its_small_files() {
     );
     let (exit, sd) = validate(&hub(r#"{"_class_name": "StableDiffusionPipeline"}"#));
     assert_eq!((exit, &sd["models"][0]["commit"]), (0, &COMMIT.into()), "{sd}");
-    // A hub that is not there keeps nobody from going on.
+    // An unreachable hub is not an error.
     let (exit, away) = validate("http://127.0.0.1:1");
     assert_eq!(exit, 0, "{away}");
     assert!(
@@ -256,7 +256,7 @@ fn a_model_of_the_hub_is_told_from_its_small_files() {
 }
 
 #[test]
-fn what_a_model_lacks_is_said_before_it_is_run() {
+fn missing_and_damaged_files_of_a_model_are_reported() {
     let home = Home::new();
     images(&home, "data", 4);
     let write_model = || home.write_model("whole", 0);
@@ -274,7 +274,7 @@ fn what_a_model_lacks_is_said_before_it_is_run() {
     write_model();
     let (exit, said) = validate("whole");
     assert_eq!(exit, 0, "{said}");
-    for name in WHOLE_MODEL {
+    for name in MODEL_FILES {
         std::fs::remove_file(home.path().join("whole").join(name)).unwrap();
         let (exit, said) = validate("whole");
         let named = match name.strip_suffix(".safetensors") {
@@ -292,24 +292,24 @@ fn what_a_model_lacks_is_said_before_it_is_run() {
         assert!(said.contains(words) && said.contains(name), "{name}: {said}");
         write_model();
     };
-    let vae = of_whole_model("vae/diffusion_pytorch_model.safetensors");
+    let vae = file_of_model("vae/diffusion_pytorch_model.safetensors");
     broken(
         "vae/diffusion_pytorch_model.safetensors",
         &vae[..vae.len() - 2],
         "it is cut off",
     );
     broken("text_encoder/config.json", b"{", "is no JSON object");
-    // What only whoever builds the model of it sees: another part's weights, and a tensor under another name.
+    // Errors that show only when the model is built: another part's weights, and a tensor with another name.
     broken(UNET, &vae, "is missing");
-    let mut unet = of_whole_model(UNET);
+    let mut unet = file_of_model(UNET);
     let at = unet.windows(14).position(|window| window == b"conv_in.weight").unwrap();
     unet[at..at + 14].copy_from_slice(b"conv_in.wright");
     broken(UNET, &unet, "conv_in.weight");
     for (model, words) in [
         ("./nix", "./nix: no such file or folder"),
-        ("nix", "no name of a repository"),
+        ("nix", "not the name of a repository"),
         ("~/nix", "no such file or folder"),
-        ("https://huggingface.co/a/b", "is an address"),
+        ("https://huggingface.co/a/b", "is a URL"),
     ] {
         let (exit, said) = validate(model);
         assert_eq!(exit, 1, "{model}: {said}");
@@ -318,14 +318,14 @@ fn what_a_model_lacks_is_said_before_it_is_run() {
     let (exit, said) = validate("''");
     assert_ne!(exit, 0);
     assert!(said.contains("needs the path of a model"), "{said}");
-    // A typing error in a path of two parts looks like the name of a repository.
+    // A wrong path with two parts looks like the name of a repository.
     let (exit, said) = validate("models/nix");
     assert_eq!(exit, 0, "{said}");
     assert!(said.contains("there is no such folder here"), "{said}");
 }
 
 #[test]
-fn validate_says_what_the_data_comes_to_in_80_columns() {
+fn validate_reports_the_data_in_80_columns() {
     let home = Home::new();
     images(&home, "data", 7);
     home.write("data/broken.png", "no image");
@@ -347,8 +347,8 @@ fn validate_says_what_the_data_comes_to_in_80_columns() {
         "no caption",
         "broken.png",
         "1 .gif are not used",
-        "x 2 copies with flips: 14 a pass, in 14 batches of 1",
-        "21 steps, 14 a pass over the data: 1.5 passes",
+        "x 2 copies with flips: 14 per epoch, in 14 batches of 1",
+        "21 steps, 14 per epoch: 1.5 epochs",
         "memory    predicted: ",
         "where it could run",
     ] {
@@ -364,7 +364,7 @@ fn validate_says_what_the_data_comes_to_in_80_columns() {
     assert_eq!(set["uncaptioned"]["first"][0], "0.png");
     assert_eq!(json["trainings"][0]["output"]["saves"], 10);
 
-    // Nobody's captions are called so.
+    // No caption file has this extension.
     training(&home, "job", TINY, 21, "caption_ext: caption");
     let shown = out(&validate(&[])).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(
@@ -389,7 +389,7 @@ fn validate_says_what_the_data_comes_to_in_80_columns() {
 }
 
 #[test]
-fn validate_says_in_words_which_files_are_the_problem() {
+fn validate_names_the_files_with_problems() {
     let home = Home::new();
     images(&home, "data", 3);
     let cut = home.path().join("data/1.png");
@@ -406,7 +406,7 @@ fn validate_says_in_words_which_files_are_the_problem() {
             "job.yaml",
             [
                 "(job): 1 problem",
-                "problem: 1 end too early, and training stops at such a file; take them out, or copy them again: 1.png",
+                "problem: 1 are cut off, and training stops at such a file; remove them, or copy them again: 1.png",
             ],
         ),
         ("draw.yaml", ["(draw): 1 problem", "files problem: draw.yaml:8:"]),
@@ -421,7 +421,7 @@ fn validate_says_in_words_which_files_are_the_problem() {
 }
 
 #[test]
-fn a_path_that_nobody_opens_need_not_be_there() {
+fn paths_that_are_not_opened_need_not_exist() {
     let home = Home::new();
     images(&home, "data", 4);
     with_unopened_paths(&home, "job");
@@ -431,14 +431,14 @@ fn a_path_that_nobody_opens_need_not_be_there() {
     };
     let (exit, said) = validate();
     assert_eq!(exit, 0, "{said}");
-    // The mask that is opened has to be there.
+    // A mask that is opened has to exist.
     training(&home, "job", TINY, 10, "mask_path: nix");
     let (exit, said) = validate();
     assert!(exit == 1 && said.contains("nix: no such file or folder"), "{said}");
 }
 
 #[test]
-fn a_run_that_has_begun_does_without_the_lora_that_it_began_with() {
+fn a_resumed_run_does_not_need_its_initial_lora() {
     let home = Home::new();
     images(&home, "data", 4);
     training(&home, "job", TINY, 10, "");
@@ -473,7 +473,7 @@ fn a_run_that_has_begun_does_without_the_lora_that_it_began_with() {
         let (exit, said) = validate();
         assert_eq!(exit, 0, "{begun}: {said}");
         assert!(
-            said.contains("`aitk run` does not open it, and goes on from"),
+            said.contains("`aitk run` does not need it, because it resumes from"),
             "{begun}: {said}"
         );
         std::fs::remove_file(file).unwrap();
@@ -482,7 +482,7 @@ fn a_run_that_has_begun_does_without_the_lora_that_it_began_with() {
 }
 
 #[test]
-fn what_a_run_here_would_meet_is_said_by_validate_as_well() {
+fn validate_reports_problems_of_a_run_on_this_machine() {
     let home = Home::new();
     images(&home, "data", 3);
     training(&home, "job", TINY, 10, "");
@@ -505,14 +505,14 @@ fn what_a_run_here_would_meet_is_said_by_validate_as_well() {
     std::fs::remove_file(home.path().join("out")).unwrap();
     let (_, said) = validate(&[]);
     assert!(!said.contains("warning for `aitk run`"), "{said}");
-    // A unit that was forgotten.
+    // A number without a unit means bytes.
     let (exit, said) = validate(&["--set", "cluster.memory_budget=8"]);
     assert_eq!(exit, 0, "{said}");
     assert!(said.contains("the job will probably run out of memory"), "{said}");
 }
 
 #[test]
-fn a_file_with_more_than_its_header_says_and_a_folder_above_a_model_are_told() {
+fn extra_bytes_in_a_file_and_a_folder_above_a_model_are_reported() {
     let home = Home::new();
     images(&home, "data", 3);
     let commit = "hub/models--o--n/snapshots/0123";
@@ -534,5 +534,9 @@ fn a_file_with_more_than_its_header_says_and_a_folder_above_a_model_are_told() {
     std::fs::write(&unet, bytes).unwrap();
     let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
     assert_eq!(code(&output), 1, "{}", out(&output));
-    assert!(out(&output).contains("100 bytes behind its end"), "{}", out(&output));
+    assert!(
+        out(&output).contains("100 extra bytes after its end"),
+        "{}",
+        out(&output)
+    );
 }

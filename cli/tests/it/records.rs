@@ -1,10 +1,10 @@
-//! What `aitk run` keeps of what it saw, and what reads it.
+//! The metrics and the log of `aitk run`, and the commands that read them.
 
 use crate::preflight::{TINY, images, training};
 use crate::support::{Home, code, err, out};
 
 #[test]
-fn a_run_keeps_its_steps_its_log_and_the_curve_of_its_loss() {
+fn a_run_writes_its_metrics_its_log_and_its_loss_curve() {
     let home = Home::new();
     images(&home, "data", 4);
     training(&home, "cat", TINY, 5, "");
@@ -14,7 +14,7 @@ fn a_run_keeps_its_steps_its_log_and_the_curve_of_its_loss() {
         .output()
         .unwrap();
     assert_eq!(code(&run), 0, "{}", err(&run));
-    // `log_every: 1`: a line for each step, on the screen and in the log file.
+    // `log_every: 1`: a line for each step, on standard error and in the log file.
     let log = std::fs::read_to_string(home.path().join("all.log")).unwrap();
     for said in [&err(&run), &log] {
         for step in 1..=5 {
@@ -50,7 +50,7 @@ fn a_run_keeps_its_steps_its_log_and_the_curve_of_its_loss() {
     let curve = image::open(folder.join("loss.png")).unwrap();
     assert_eq!((curve.width(), curve.height()), (1200, 675));
 
-    // More steps: the same files go on.
+    // A run with more steps appends to the same files.
     training(&home, "cat", TINY, 7, "");
     let more = home
         .aitk()

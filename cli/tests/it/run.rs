@@ -49,7 +49,7 @@ fn images(folder: &Path) -> usize {
 }
 
 #[test]
-fn configs_run_in_order_and_recover_goes_on() {
+fn configs_run_in_order_and_recover_continues_after_a_failure() {
     let home = Home::new();
     generate(&home, "one");
     generate(&home, "two");
@@ -94,7 +94,7 @@ fn configs_run_in_order_and_recover_goes_on() {
 }
 
 #[test]
-fn a_device_that_is_not_there_is_7_and_a_missing_config_3() {
+fn a_missing_device_is_7_and_a_missing_config_is_3() {
     let home = Home::new();
     generate(&home, "one");
     let output = home
@@ -106,7 +106,7 @@ fn a_device_that_is_not_there_is_7_and_a_missing_config_3() {
     assert_eq!(code(&home.aitk().args(["run", "nothing.yaml"]).output().unwrap()), 3);
 }
 
-/// `aitk up` as a process of its own.
+/// `aitk up` in a child process.
 struct Up {
     child: Child,
 }
@@ -168,7 +168,7 @@ impl Drop for Up {
 }
 
 #[test]
-fn up_serves_the_commands_beside_it_and_goes_cleanly() {
+fn other_commands_find_aitk_up_until_it_stops() {
     let home = Home::new();
     generate(&home, "one");
     let up = Up::start(&home);
@@ -193,7 +193,7 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
             .output()
             .unwrap()
     };
-    // Without -o into a folder of the job's name, and not into one within it.
+    // Without -o into a folder with the job's name, not nested twice.
     let usual = home.aitk().args(["artifacts", "get", &id]).output().unwrap();
     assert_eq!(code(&usual), 0, "{}", err(&usual));
     for path in out(&usual).lines() {
@@ -204,7 +204,7 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
     assert_eq!(code(&fetched), 0, "{}", err(&fetched));
     let path = home.path().join(out(&fetched).trim());
     assert!(path.is_file(), "{}", out(&fetched));
-    assert!(err(&get(&["*.png"])).contains("were there already"));
+    assert!(err(&get(&["*.png"])).contains("existed already"));
     std::fs::write(&path, "mine").unwrap();
     assert_eq!(code(&get(&["*.png"])), 6, "what is there is not overwritten");
     assert_eq!(code(&get(&["*.png", "--force"])), 0);
@@ -217,20 +217,20 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
     assert_eq!(code(&after), 2, "no server is known any more: {}", err(&after));
 }
 
-/// A terminal that closes ends nothing that was started to outlive it.
 #[test]
-fn up_with_nohup_hears_of_no_hangup() {
+fn up_with_nohup_ignores_hangups() {
     let home = Home::new();
     let mut aitk = Command::new("nohup");
     aitk.arg(assert_cmd::cargo::cargo_bin("aitk"));
     let up = Up::start_as(&home, aitk);
     up.send(Signal::SIGHUP);
-    assert_eq!(up.interrupt(), 0, "Ctrl-C is the first that it hears of");
+    assert_eq!(up.interrupt(), 0, "Ctrl-C counts as the first signal");
 }
 
-/// Pipes and devices where a config names files: said at once, with the place, before anything is started or sent.
+/// Pipes and devices where a config names files are errors with the position in the config, before anything is started
+/// or sent.
 #[test]
-fn special_files_are_refused_at_once() {
+fn special_files_are_refused_before_the_start() {
     let home = Home::new();
     let pipe = home.path().join("words.txt");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();

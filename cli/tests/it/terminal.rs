@@ -1,11 +1,11 @@
-//! Messages on a real terminal, and in a pipe.
+//! Messages on a pseudo-terminal, and in a pipe.
 
 use crate::support::{Home, err};
 use nix::pty::{Winsize, openpty};
 use std::io::Read;
 use std::process::{Command, Stdio};
 
-/// A sentence that is longer than a line, about a server that nobody is.
+/// Arguments that give a message longer than a line: the server does not exist.
 const ARGS: [&str; 5] = ["ps", "--server", "http://127.0.0.1:9", "--token-file", "token"];
 
 fn home() -> Home {
@@ -15,7 +15,7 @@ fn home() -> Home {
     home
 }
 
-/// What the program writes to standard error on a terminal of so many columns, and how it ends.
+/// Runs the program on a terminal with this width; returns its exit code and its standard error.
 fn on_terminal(home: &Home, args: &[&str], columns: u16) -> (Option<i32>, String) {
     let size = Winsize {
         ws_row: 24,
@@ -34,7 +34,7 @@ fn on_terminal(home: &Home, args: &[&str], columns: u16) -> (Option<i32>, String
         .stderr(Stdio::from(terminal.slave))
         .spawn()
         .unwrap();
-    // What comes after the end of the program is an error on Linux, and the end elsewhere.
+    // After the end of the program, reading gives an error on Linux and the end of the file elsewhere.
     let (mut reader, mut shown) = (std::fs::File::from(terminal.master), Vec::new());
     let mut piece = [0; 4096];
     while let Ok(read @ 1..) = reader.read(&mut piece) {
@@ -44,7 +44,7 @@ fn on_terminal(home: &Home, args: &[&str], columns: u16) -> (Option<i32>, String
 }
 
 #[test]
-fn messages_are_broken_between_words_on_a_terminal_and_never_in_a_pipe() {
+fn messages_are_wrapped_on_a_terminal_and_not_in_a_pipe() {
     let home = home();
     let (exit, shown) = on_terminal(&home, &ARGS, 40);
     assert_eq!(exit, Some(5));

@@ -1,8 +1,8 @@
-//! One job is one trace, from the command line to the child of its attempt, all of them real.
+//! One job is one trace, from the command line to the child process of its attempt.
 
 use crate::run::generate;
 use crate::support::{Home, code, err};
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use std::net::TcpListener;
 use std::process::Output;
 
@@ -18,7 +18,7 @@ async fn run(home: &Home, endpoint: &str, more: &[(&str, &str)]) -> Output {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn client_coordinator_worker_and_child_write_one_trace() {
+async fn client_coordinator_worker_and_child_process_write_one_trace() {
     let collector = TestCollector::start().await.unwrap();
     let home = Home::new();
     generate(&home, "one");
@@ -26,16 +26,16 @@ async fn client_coordinator_worker_and_child_write_one_trace() {
     let output = run(&home, &collector.endpoint(), &[("TRACEPARENT", above)]).await;
     assert_eq!(code(&output), 0, "{}", err(&output));
 
-    let seen = collector.seen();
-    let one = |name: &str| -> &Seen {
-        let found: Vec<&Seen> = seen.iter().filter(|span| span.name == name).collect();
+    let seen = collector.received();
+    let one = |name: &str| -> &ReceivedSpan {
+        let found: Vec<&ReceivedSpan> = seen.iter().filter(|span| span.name == name).collect();
         let [one] = found[..] else {
             panic!("{name} in {seen:#?}")
         };
         one
     };
     let above_span = "b7ad6b7169203331";
-    // Each with its service and what it is part of.
+    // Name, service and parent of each span.
     let expected = [
         ("submit", "aitk", above_span),
         ("job", "aitk-coordinator", &*one("submit").span),
@@ -57,10 +57,10 @@ async fn client_coordinator_worker_and_child_write_one_trace() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_collector_that_is_dead_or_silent_changes_nothing() {
+async fn a_job_completes_without_a_working_collector() {
     let home = Home::new();
     generate(&home, "one");
-    // Takes connections, and never says a word.
+    // Accepts connections, and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     for address in [silent.local_addr().unwrap(), dead] {

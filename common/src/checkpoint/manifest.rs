@@ -1,4 +1,4 @@
-//! The manifest: what a checkpoint consists of, in text that covers its own every bit.
+//! The manifest of a checkpoint: the list of its files, protected by a digest of its own text.
 
 use super::CheckpointError;
 use crate::fsutil::names;
@@ -7,32 +7,32 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::path::Path;
 
-/// The format that this program writes, and the only one that it reads.
+/// The format version that this program writes. It reads no other.
 pub const FORMAT_VERSION: u64 = 1;
 /// The manifest's file name.
 pub const MANIFEST_NAME: &str = "manifest.json";
-/// Larger manifests are refused: they describe some files and a trainer's state, not the weights.
+/// The size limit of a manifest, which describes files and the trainer's state but contains no weights.
 pub const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
 const DIGEST_KEY: &str = ",\"digest\":\"";
 const DIGEST_HEX: usize = 64;
 const END: &str = "\"}\n";
 
-/// What a checkpoint consists of.
+/// The contents of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// [`FORMAT_VERSION`].
     pub format_version: u64,
-    /// The job's name, for people.
+    /// The job's name, for display.
     pub job: String,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
-    /// Passes over the data done.
+    /// Number of passes over the data done.
     pub epoch: u64,
-    /// When it was written.
+    /// The time at which it was written.
     #[serde(with = "timestamp")]
     pub created: jiff::Timestamp,
-    /// What the trainer needs beside the files: position, seed, counters.
+    /// The trainer's state outside the files: position in the data, seed, counters.
     pub state: serde_json::Map<String, serde_json::Value>,
     /// The files, in the order in which they were added.
     pub files: Vec<FileEntry>,
@@ -41,54 +41,53 @@ pub struct Manifest {
 /// One file of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileEntry {
-    /// Its name below the checkpoint's folder, `/` between parts.
+    /// The path relative to the checkpoint's folder, with `/` between components.
     pub path: String,
-    /// The hash of its content.
+    /// The hash of the content.
     pub sha256: ContentHash,
-    /// Its size.
+    /// The size in bytes.
     pub bytes: u64,
-    /// What it is to the trainer: `adapter`, `optimizer`, `ema`, ….
+    /// The role for the trainer: `adapter`, `optimizer`, `ema`, ….
     pub role: String,
 }
 
 impl Manifest {
-    /// The text of `manifest.json`: one line, with the digest as its last member.
+    /// Serialises to the text of `manifest.json`: one line, with the digest as the last member.
     ///
     /// # Errors
-    /// When a name in it is not acceptable or occurs twice.
+    /// When a file name is invalid or occurs twice.
     pub fn to_text(&self) -> Result<String, CheckpointError> {
         self.check_names()?;
-        // Plain data with text keys: this cannot fail. If it ever did, the empty text would be refused by every reader.
+        // Serialising plain data with string keys cannot fail. Readers would reject the empty text.
         let body = serde_json::to_string(self).unwrap_or_default();
         let digest = ContentHash::of(body.as_bytes());
         let open = body.strip_suffix('}').unwrap_or(&body);
         Ok(format!("{open}{DIGEST_KEY}{digest}{END}"))
     }
 
-    /// Reads the text of a `manifest.json` and checks its digest. `file` is for the messages.
+    /// Parses the text of a `manifest.json` and checks its digest. `file` is named in errors.
     ///
     /// # Errors
-    /// Whenever one bit differs from what [`Self::to_text`] wrote.
+    /// When any bit differs from the output of [`Self::to_text`].
     pub fn from_text(bytes: &[u8], file: &Path) -> Result<Self, CheckpointError> {
-        let cut_short =
-            || CheckpointError::damaged(file, "it does not end with its digest; it was cut short or changed");
+        let truncated =
+            || CheckpointError::damaged(file, "it does not end with its digest, so it was truncated or changed");
         let text = str::from_utf8(bytes).map_err(|_| CheckpointError::damaged(file, "it is not UTF-8 text"))?;
         let tail = DIGEST_KEY.len() + DIGEST_HEX + END.len();
         let (open, tail) = text
             .len()
             .checked_sub(tail)
             .and_then(|at| text.split_at_checked(at))
-            .ok_or_else(cut_short)?;
+            .ok_or_else(truncated)?;
         let claimed = tail
             .strip_prefix(DIGEST_KEY)
             .and_then(|rest| rest.strip_suffix(END))
-            .ok_or_else(cut_short)?;
+            .ok_or_else(truncated)?;
         let body = format!("{open}}}");
         if ContentHash::of(body.as_bytes()).to_hex() != claimed {
             return Err(CheckpointError::damaged(file, "its content does not match its digest"));
         }
-        let bad =
-            |error: serde_json::Error| CheckpointError::damaged(file, format!("it cannot be understood: {error}"));
+        let bad = |error: serde_json::Error| CheckpointError::damaged(file, format!("its JSON is invalid: {error}"));
         let version: Version = serde_json::from_str(&body).map_err(bad)?;
         if version.format_version != FORMAT_VERSION {
             return Err(CheckpointError::Version {
@@ -101,7 +100,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Bytes of all files together, without the manifest.
+    /// The total size of all files in bytes, without the manifest.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes))
@@ -111,7 +110,7 @@ impl Manifest {
         let mut seen = HashSet::new();
         for file in &self.files {
             names::check(&file.path)?;
-            // Case folded: on a Mac two names that differ in case are one file.
+            // Compared without case, because macOS file systems ignore case.
             if file.path == MANIFEST_NAME || !seen.insert(file.path.to_lowercase()) {
                 return Err(CheckpointError::Duplicate {
                     name: file.path.clone(),
@@ -165,8 +164,8 @@ mod tests {
     }
 
     #[test]
-    fn a_number_comes_back_as_it_was_to_the_last_bit() {
-        // A reader of JSON that is only nearly right makes ...516 of it: a resumed run would see other settings.
+    fn floats_round_trip_exactly() {
+        // An inexact JSON parser reads ...516, and a resumed run would see other settings.
         for number in [
             -7.614582000722517e-97,
             1.7976931348623157e-5,
@@ -182,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn every_single_bit_and_every_length_counts() {
+    fn every_bit_flip_and_every_truncation_is_detected() {
         let text = manifest().to_text().unwrap().into_bytes();
         let file = Path::new("manifest.json");
         assert_eq!(Manifest::from_text(&text, file).unwrap(), manifest());
@@ -201,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn another_version_is_named_as_such() {
+    fn another_format_version_is_an_error_with_that_version() {
         let mut other = manifest();
         other.format_version = 2;
         let text = other.to_text().unwrap();

@@ -1,7 +1,7 @@
-//! Complete training states on disk.
+//! Checkpoints: complete training states on disk.
 //!
 //! A checkpoint is one immutable folder, `step_000000100/`, that holds files (safetensors and JSON, never
-//! anything executable) and `manifest.json`, which names each of them with its size and SHA-256:
+//! anything executable) and `manifest.json`, which lists each file with its size and SHA-256:
 //!
 //! ```json
 //! {"format_version":1,"job":"my_lora","step":100,"epoch":2,"created":"2026-08-01T12:00:00Z",
@@ -9,13 +9,12 @@
 //!  "digest":"…"}
 //! ```
 //!
-//! (on one line). `digest` is the SHA-256 of the manifest's own text with the `digest` member cut out, so every
-//! bit of every file is covered: [`Checkpoint::open`] reads all of them and refuses whatever differs.
+//! (on one line). `digest` is the SHA-256 of the manifest's text without the `digest` member, so every bit of every file is
+//! covered: [`Checkpoint::open`] reads all files and refuses a checkpoint with any difference.
 //!
-//! [`CheckpointWriter`] writes into `.tmp-…` beside the final folder: files, then the manifest, each synced; then
-//! one rename and a sync of the parent. So a folder with a final name is complete, whatever kills the process.
-//! The writer holds a lock on its unfinished folder, so that [`Checkpoint::newest`] of another process sweeps only
-//! what a dead one left behind.
+//! [`CheckpointWriter`] writes to a folder `.tmp-…` next to the final one: the files, then the manifest, each synced. Then it
+//! renames the folder and syncs the parent. So a folder with a final name is always complete. The writer locks its unfinished
+//! folder, so that [`Checkpoint::newest`] in another process removes only folders of dead writers.
 
 mod manifest;
 mod read;
@@ -31,74 +30,74 @@ use crate::fsutil::FsError;
 use crate::fsutil::names::BadName;
 use std::path::{Path, PathBuf};
 
-/// How folder names of checkpoints begin.
+/// The prefix of checkpoint folder names.
 const FOLDER_PREFIX: &str = "step_";
-/// A complete checkpoint that is being replaced by a new one of the same step.
+/// The prefix of a complete checkpoint that is being replaced by a new one of the same step.
 const REPLACED_PREFIX: &str = ".replaced-";
 
-/// The folder name of a checkpoint: `step_000000100`. Zero-padded, so that names sort like steps.
+/// The folder name of a checkpoint: `step_000000100`. Zero-padded, so that names sort by step.
 #[must_use]
 pub fn folder_name(step: u64) -> String {
     format!("{FOLDER_PREFIX}{step:09}")
 }
 
-/// The step in a folder name that [`folder_name`] made.
+/// Parses the step from a folder name made by [`folder_name`].
 #[must_use]
 pub fn step_of_folder(name: &str) -> Option<u64> {
     let step = name.strip_prefix(FOLDER_PREFIX)?.parse().ok()?;
     (folder_name(step) == name).then_some(step)
 }
 
-/// A checkpoint that could not be written or must not be loaded.
+/// An error while writing or opening a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// A file could not be read or written; a full disk is told apart.
+    /// A file could not be read or written. A full disk is a variant of its own.
     #[error(transparent)]
     Fs(#[from] FsError),
-    /// A file's name is not acceptable.
+    /// A file's name is invalid.
     #[error(transparent)]
     Name(#[from] BadName),
-    /// The folder has no manifest: it is not a checkpoint, or it lost its most important file.
+    /// The folder has no manifest.
     #[error("{folder} is not a checkpoint: it has no manifest.json")]
     NoManifest {
         /// The folder.
         folder: PathBuf,
     },
-    /// A file that the manifest names is not there.
+    /// A file listed in the manifest is missing.
     #[error("the checkpoint file {file} is missing; the checkpoint is not used")]
     Missing {
         /// The file.
         file: PathBuf,
     },
-    /// A file has another size than when it was written.
+    /// A file's size differs from the manifest.
     #[error(
         "the checkpoint file {file} is damaged: it has {found} bytes instead of {expected}; the checkpoint is not used"
     )]
     Size {
         /// The file.
         file: PathBuf,
-        /// Bytes it should have.
+        /// The size in the manifest, in bytes.
         expected: u64,
-        /// Bytes it has.
+        /// The actual size in bytes.
         found: u64,
     },
-    /// A file's content is not what was written.
+    /// A file's content differs from the manifest.
     #[error("the checkpoint file {file} is damaged: {what}; the checkpoint is not used")]
     Damaged {
         /// The file.
         file: PathBuf,
-        /// What does not fit.
+        /// The difference.
         what: String,
     },
-    /// Written by another version of this software.
+    /// The checkpoint has an unsupported format version.
     #[error("the checkpoint {file} has format version {found}; this program reads version {FORMAT_VERSION}")]
     Version {
-        /// The manifest.
+        /// The path of the manifest.
         file: PathBuf,
-        /// The version it claims.
+        /// The version in the manifest.
         found: u64,
     },
-    /// Two files of the same name in one checkpoint.
+    /// Two files have the same name.
     #[error("the checkpoint already has a file named {name:?}")]
     Duplicate {
         /// The name.
@@ -113,7 +112,7 @@ impl CheckpointError {
         matches!(self, Self::Fs(error) if error.is_disk_full())
     }
 
-    /// Whether the checkpoint itself is bad, as opposed to a disk that could not be read just now.
+    /// Whether the checkpoint itself is invalid, in contrast to an IO error.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         !matches!(self, Self::Fs(_))

@@ -1,4 +1,4 @@
-//! Reading checkpoints: every byte is verified before anything is handed out.
+//! Opening checkpoints. Every byte is verified first.
 
 use super::{
     CheckpointError, FileEntry, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, REPLACED_PREFIX, folder_name,
@@ -11,7 +11,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A complete checkpoint whose every byte was verified when it was opened.
+/// A complete checkpoint. Every byte was verified when it was opened.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Checkpoint {
     folder: PathBuf,
@@ -19,20 +19,20 @@ pub struct Checkpoint {
     manifest_text: Vec<u8>,
 }
 
-/// What lies in a folder of checkpoints.
+/// The result of [`Checkpoint::scan`].
 #[derive(Debug, Default)]
 pub struct Scan {
-    /// The newest one that verifies.
+    /// The newest valid checkpoint.
     pub newest: Option<Checkpoint>,
-    /// Newer ones that do not, with the reason.
+    /// Newer but damaged checkpoints, with the error.
     pub rejected: Vec<(PathBuf, CheckpointError)>,
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in `folder` and reads all of it.
+    /// Opens the checkpoint in `folder` and verifies all of its files.
     ///
     /// # Errors
-    /// [`CheckpointError`] that names the file, when anything differs from what was written.
+    /// [`CheckpointError`], which names the file, when any file differs from the manifest.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let (manifest, manifest_text) = read_manifest(folder)?;
         if let Some(named) = folder
@@ -41,7 +41,10 @@ impl Checkpoint {
             .and_then(step_of_folder)
             && named != manifest.step
         {
-            let what = format!("it is of step {}, but its folder says {named}", manifest.step);
+            let what = format!(
+                "its step is {}, but its folder is named for step {named}",
+                manifest.step
+            );
             return Err(CheckpointError::damaged(&folder.join(MANIFEST_NAME), what));
         }
         for file in &manifest.files {
@@ -54,20 +57,20 @@ impl Checkpoint {
         })
     }
 
-    /// The newest complete checkpoint in `parent`. What a dead process left unfinished is removed; damaged
-    /// checkpoints are passed over with a warning in the log.
+    /// Opens the newest valid checkpoint in `parent`. Removes the unfinished folders of dead writers; skips damaged
+    /// checkpoints with a warning in the log.
     ///
     /// # Errors
-    /// When the disk cannot be read. An absent folder is an empty one.
+    /// When the disk cannot be read. A missing folder counts as empty.
     pub fn newest(parent: &Path) -> Result<Option<Self>, CheckpointError> {
         let scan = Self::scan(parent)?;
         for (folder, error) in &scan.rejected {
-            tracing::warn!(checkpoint = %folder.display(), %error, "passing over a damaged checkpoint");
+            tracing::warn!(checkpoint = %folder.display(), %error, "skipping a damaged checkpoint");
         }
         Ok(scan.newest)
     }
 
-    /// [`Self::newest`], with the damaged ones that were passed over.
+    /// [`Self::newest`], with the damaged checkpoints that were skipped.
     ///
     /// # Errors
     /// As [`Self::newest`].
@@ -81,7 +84,7 @@ impl Checkpoint {
                     scan.newest = Some(checkpoint);
                     break;
                 }
-                // Removed by retention since it was listed.
+                // Retention removed it after it was listed.
                 Err(_) if !folder.exists() => {}
                 Err(error) if error.is_damage() => scan.rejected.push((folder, error)),
                 Err(error) => return Err(error),
@@ -90,8 +93,8 @@ impl Checkpoint {
         Ok(scan)
     }
 
-    /// Removes all but the newest `keep` checkpoints of `parent` (at least one is kept), counting only folders
-    /// with a final name. Returns the removed steps.
+    /// Removes all but the newest `keep` checkpoints of `parent` (at least one is kept). Only folders with a final name
+    /// count. Returns the removed steps.
     ///
     /// # Errors
     /// [`CheckpointError::Fs`].
@@ -104,44 +107,44 @@ impl Checkpoint {
         Ok(steps)
     }
 
-    /// Its folder.
+    /// The checkpoint's folder.
     #[must_use]
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// What it consists of.
+    /// The manifest.
     #[must_use]
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The exact text of its `manifest.json`. Its hash names the checkpoint in object storage.
+    /// The exact text of `manifest.json`. Its hash is the checkpoint's name in object storage.
     #[must_use]
     pub fn manifest_text(&self) -> &[u8] {
         &self.manifest_text
     }
 
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
-    /// The trainer's own part of the manifest.
+    /// The trainer's state in the manifest.
     #[must_use]
     pub fn state(&self) -> &serde_json::Map<String, serde_json::Value> {
         &self.manifest.state
     }
 
-    /// Where the file with this name lies, if the checkpoint has it.
+    /// The path of the file with this name, if the checkpoint has one.
     #[must_use]
     pub fn file(&self, name: &str) -> Option<PathBuf> {
         let entry = self.manifest.files.iter().find(|file| file.path == name)?;
         names::below(&self.folder, &entry.path).ok()
     }
 
-    /// Where the first file with this role lies, if the checkpoint has one.
+    /// The path of the first file with this role, if the checkpoint has one.
     #[must_use]
     pub fn file_with_role(&self, role: &str) -> Option<PathBuf> {
         let entry = self.manifest.files.iter().find(|file| file.role == role)?;
@@ -149,7 +152,7 @@ impl Checkpoint {
     }
 }
 
-/// Reads and checks the manifest alone; also returns its text.
+/// Reads and checks the manifest only. Also returns its text.
 fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), CheckpointError> {
     let path = folder.join(MANIFEST_NAME);
     let fail = |error| FsError::new("read", &path, error);
@@ -167,14 +170,17 @@ fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), CheckpointError> 
         .read_to_end(&mut bytes)
         .map_err(fail)?;
     if bytes.len() as u64 > MAX_MANIFEST_BYTES {
-        return Err(CheckpointError::damaged(&path, "it is larger than any manifest"));
+        return Err(CheckpointError::damaged(
+            &path,
+            "it is larger than the limit for manifests",
+        ));
     }
     Ok((Manifest::from_text(&bytes, &path)?, bytes))
 }
 
 fn verify(path: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
     let fail = |error| FsError::new("read", path, error);
-    // No link is followed: a checkpoint consists of files.
+    // Symbolic links are not followed: a checkpoint consists of regular files.
     match fs::symlink_metadata(path) {
         Ok(meta) if !meta.is_file() => return Err(CheckpointError::damaged(path, "it is not a regular file")),
         Ok(meta) if meta.len() != entry.bytes => {
@@ -236,7 +242,7 @@ fn names_in(parent: &Path) -> Result<Vec<String>, FsError> {
     Ok(found)
 }
 
-/// Removes what a dead writer left behind, and brings back a checkpoint that it was about to replace.
+/// Removes the unfinished folders of dead writers, and restores a checkpoint that one was replacing.
 fn sweep(parent: &Path) -> Result<(), CheckpointError> {
     fsutil::sweep(parent, Duration::ZERO)?;
     for name in names_in(parent)? {
@@ -249,7 +255,7 @@ fn sweep(parent: &Path) -> Result<(), CheckpointError> {
         if target.exists() {
             fsutil::remove_now(&parent.join(&name))?;
         } else if !has_live_writer(parent)? {
-            // A living one is between its two renames for an instant only, and puts the new folder there itself.
+            // A live writer is between its two renames and will rename the new folder itself.
             let _ = fs::rename(parent.join(&name), &target);
         }
     }

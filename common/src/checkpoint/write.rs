@@ -1,4 +1,4 @@
-//! Writing a checkpoint.
+//! Writing checkpoints.
 
 use super::{CheckpointError, FORMAT_VERSION, FileEntry, MANIFEST_NAME, Manifest, REPLACED_PREFIX, folder_name};
 use crate::fsutil::{self, FsError, TemporaryFolder, names};
@@ -8,7 +8,7 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// An unfinished checkpoint beside its final place.
+/// The folder of an unfinished checkpoint, next to the final one.
 #[derive(Debug)]
 pub(crate) struct Staging {
     parent: PathBuf,
@@ -27,8 +27,8 @@ impl Staging {
         self.folder.path()
     }
 
-    /// Renames the finished folder. One of the same step steps aside first, under a name from which
-    /// [`super::Checkpoint::newest`] brings it back should this process die in between.
+    /// Renames the finished folder to `target`. An existing checkpoint is first renamed to a name from which
+    /// [`super::Checkpoint::newest`] restores it if this process dies in between.
     pub(crate) fn publish(&self, target: &Path) -> Result<(), FsError> {
         let fail = |error| FsError::new("put in place", target, error);
         let Some(name) = target
@@ -39,19 +39,19 @@ impl Staging {
             fs::rename(self.folder(), target).map_err(fail)?;
             return fsutil::sync_dir(&self.parent);
         };
-        let aside = self.parent.join(format!("{REPLACED_PREFIX}{name}"));
-        fsutil::remove_now(&aside)?;
-        fs::rename(target, &aside).map_err(fail)?;
+        let replaced = self.parent.join(format!("{REPLACED_PREFIX}{name}"));
+        fsutil::remove_now(&replaced)?;
+        fs::rename(target, &replaced).map_err(fail)?;
         if let Err(error) = fs::rename(self.folder(), target) {
-            let _ = fs::rename(&aside, target);
+            let _ = fs::rename(&replaced, target);
             return Err(fail(error));
         }
         fsutil::sync_dir(&self.parent)?;
-        fsutil::remove_now(&aside)
+        fsutil::remove_now(&replaced)
     }
 }
 
-/// Collects the files of one checkpoint. Nothing is visible before [`Self::commit`]; dropping it removes what was written.
+/// Writes the files of one checkpoint. It becomes visible with [`Self::commit`]; dropping the writer removes its files.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     parent: PathBuf,
@@ -60,7 +60,7 @@ pub struct CheckpointWriter {
 }
 
 impl CheckpointWriter {
-    /// Begins a checkpoint after `step` optimizer steps. Creates `parent` where needed.
+    /// Starts a checkpoint after `step` optimizer steps. Creates `parent` if necessary.
     ///
     /// # Errors
     /// [`CheckpointError::Fs`].
@@ -81,32 +81,32 @@ impl CheckpointWriter {
         })
     }
 
-    /// The job's name, for people who look into the manifest.
+    /// Sets the job's name, for readers of the manifest.
     #[must_use]
     pub fn job(mut self, name: impl Into<String>) -> Self {
         self.manifest.job = name.into();
         self
     }
 
-    /// Passes over the data done so far.
+    /// Sets the number of passes over the data done so far.
     #[must_use]
     pub fn data_epoch(mut self, epoch: u64) -> Self {
         self.manifest.epoch = epoch;
         self
     }
 
-    /// When the checkpoint was made; the time of [`Self::commit`] otherwise.
+    /// Sets the creation time. Default: the time of [`Self::commit`].
     #[must_use]
     pub fn created(mut self, at: jiff::Timestamp) -> Self {
         self.manifest.created = at;
         self
     }
 
-    /// Writes one file. `name` is relative, `/` between parts; `role` is what the file is to the trainer.
+    /// Writes one file. `name` is relative, with `/` between components; `role` is the file's role for the trainer.
     ///
     /// # Errors
-    /// A bad or repeated name, or what the disk or `write` says; a full disk is told apart even when `write`
-    /// wraps the error of its sink.
+    /// An invalid or repeated name, or an error of the disk or of `write`. A full disk is recognised even if `write` wraps
+    /// the error.
     pub fn add_file(
         &mut self,
         name: &str,
@@ -130,7 +130,7 @@ impl CheckpointWriter {
         Ok(())
     }
 
-    /// [`Self::add_file`] for content that is in memory.
+    /// [`Self::add_file`] for content in memory.
     ///
     /// # Errors
     /// As [`Self::add_file`].
@@ -141,7 +141,7 @@ impl CheckpointWriter {
     /// Makes the checkpoint complete and durable, and returns its folder. A checkpoint of the same step is replaced.
     ///
     /// # Errors
-    /// [`CheckpointError::Fs`]; earlier checkpoints are untouched then.
+    /// [`CheckpointError::Fs`]; earlier checkpoints are then unchanged.
     pub fn commit(mut self, state: serde_json::Map<String, serde_json::Value>) -> Result<PathBuf, CheckpointError> {
         self.manifest.state = state;
         if self.manifest.created == jiff::Timestamp::UNIX_EPOCH {
@@ -162,7 +162,7 @@ impl CheckpointWriter {
         Ok(target)
     }
 
-    /// The folders inside the staging folder that files lie in.
+    /// The subfolders of the staging folder that contain files.
     fn folders(&self) -> Vec<PathBuf> {
         let mut folders: Vec<PathBuf> = Vec::new();
         for file in &self.manifest.files {
@@ -178,18 +178,18 @@ impl CheckpointWriter {
     }
 }
 
-/// Writes and syncs a new file; returns its hash and size.
+/// Writes and syncs a new file. Returns its hash and size.
 fn write_hashed(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<(ContentHash, u64)> {
     let file = File::create_new(path)?;
     let mut out = HashingWriter {
         inner: BufWriter::with_capacity(1 << 20, &file),
         hasher: Sha256::new(),
         bytes: 0,
-        full: None,
+        disk_full: None,
     };
     let result = write(&mut out).and_then(|()| out.flush());
-    if let Some(kind) = out.full {
-        return Err(io::Error::new(kind, "no room for the file"));
+    if let Some(kind) = out.disk_full {
+        return Err(io::Error::new(kind, "no space left for the file"));
     }
     result?;
     let (hash, bytes) = (ContentHash::from_digest(out.hasher.finalize().into()), out.bytes);
@@ -198,19 +198,19 @@ fn write_hashed(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()
     Ok((hash, bytes))
 }
 
-/// Hashes what passes through, and remembers a full disk whatever the caller makes of the error.
+/// Hashes the written bytes, and records a full disk even if the caller hides the error.
 struct HashingWriter<W: Write> {
     inner: W,
     hasher: Sha256,
     bytes: u64,
-    full: Option<io::ErrorKind>,
+    disk_full: Option<io::ErrorKind>,
 }
 
 impl<W: Write> HashingWriter<W> {
-    fn note<T>(&mut self, result: io::Result<T>) -> io::Result<T> {
+    fn record_disk_full<T>(&mut self, result: io::Result<T>) -> io::Result<T> {
         result.inspect_err(|error| {
             if fsutil::is_disk_full(error) {
-                self.full = Some(error.kind());
+                self.disk_full = Some(error.kind());
             }
         })
     }
@@ -219,7 +219,7 @@ impl<W: Write> HashingWriter<W> {
 impl<W: Write> Write for HashingWriter<W> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         let result = self.inner.write(buffer);
-        let written = self.note(result)?;
+        let written = self.record_disk_full(result)?;
         self.hasher.update(&buffer[..written]);
         self.bytes += written as u64;
         Ok(written)
@@ -227,6 +227,6 @@ impl<W: Write> Write for HashingWriter<W> {
 
     fn flush(&mut self) -> io::Result<()> {
         let result = self.inner.flush();
-        self.note(result)
+        self.record_disk_full(result)
     }
 }

@@ -1,49 +1,49 @@
-//! Arrays: jobs that were submitted together and are seen as one.
+//! Job arrays: jobs that are submitted together and shown as one.
 
-use super::JobState;
+use super::state::JobState;
 use crate::id::JobId;
 use serde::{Deserialize, Serialize};
 
-/// Members of one array at the most: what one submission may hold, and what one transaction stores.
-pub const MEMBERS_MOST: usize = 1000;
+/// The most members of an array. One transaction stores all of them.
+pub const MAX_ARRAY_MEMBERS: usize = 1000;
 
-/// What a view has to do with an array: the view of a member, or of the array itself.
+/// The array of a [`super::JobView`], which shows a member or the array itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArrayView {
-    /// The array.
+    /// The array's id.
     pub id: JobId,
-    /// Which of its members this is, counted from 0; none: the array itself, seen as one job.
+    /// The member's index, counted from 0; none: this is the array itself, shown as one job.
     pub index: Option<u32>,
-    /// Members that it was submitted with.
+    /// Number of members.
     pub size: u32,
-    /// Members that may run at the same time; none: as many as there is room for.
+    /// Limit of members that run at the same time; none: no limit.
     pub at_most: Option<u32>,
-    /// Its members are parts of one job.
+    /// Whether the members are parts of one job (`cluster.split`).
     pub split: bool,
-    /// How many members stand where; zeros for a member.
+    /// Number of members in each state; zeros for a member.
     pub counts: ArrayCounts,
 }
 
-/// How many members of an array stand where.
+/// Number of an array's members in each state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArrayCounts {
-    /// Wait, and are not paused.
+    /// Waiting and not paused.
     pub waiting: u32,
-    /// Wait until they are resumed.
+    /// Paused.
     #[serde(default)]
     pub paused: u32,
-    /// Run, or stop.
+    /// Running or stopping.
     pub running: u32,
-    /// All work is done.
+    /// Completed.
     pub completed: u32,
-    /// Gave up.
+    /// Failed.
     pub failed: u32,
-    /// Were stopped.
+    /// Stopped.
     pub stopped: u32,
 }
 
 impl ArrayCounts {
-    /// Counts one member; `paused`: its user paused it.
+    /// Counts one member. `paused` says whether the user paused it.
     pub fn add(&mut self, state: JobState, paused: bool) {
         let count = match state {
             JobState::Queued if paused => &mut self.paused,
@@ -56,7 +56,7 @@ impl ArrayCounts {
         *count = count.saturating_add(1);
     }
 
-    /// Counts those of another array as well.
+    /// Adds the counts of another array.
     pub fn merge(&mut self, other: Self) {
         let pairs = [
             (&mut self.waiting, other.waiting),
@@ -71,9 +71,9 @@ impl ArrayCounts {
         }
     }
 
-    /// In words: `12 completed, 2 running, 26 waiting`.
+    /// Formats the counts: `12 completed, 2 running, 26 waiting`.
     #[must_use]
-    pub fn words(&self) -> String {
+    pub fn summary(&self) -> String {
         let parts = [
             (self.completed, "completed"),
             (self.running, "running"),
@@ -82,22 +82,22 @@ impl ArrayCounts {
             (self.failed, "failed"),
             (self.stopped, "stopped"),
         ];
-        let said: Vec<String> = parts
+        let texts: Vec<String> = parts
             .iter()
             .filter(|(count, _)| *count > 0)
             .map(|(count, what)| format!("{count} {what}"))
             .collect();
-        said.join(", ")
+        texts.join(", ")
     }
 }
 
-/// What an array is submitted with beside what its members share.
+/// A member of a submitted array, without what all members share.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewMember {
     /// `JobSpec` as JSON.
     pub job_json: String,
     /// Members with the same number get the same seed.
-    pub twin: u32,
+    pub seed_group: u32,
 }
 
 #[cfg(test)]
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_are_said_without_zeros() {
+    fn the_summary_omits_zeros() {
         let mut counts = ArrayCounts::default();
         for (state, paused) in [
             (JobState::Queued, false),
@@ -116,7 +116,7 @@ mod tests {
         ] {
             counts.add(state, paused);
         }
-        assert_eq!(counts.words(), "1 completed, 1 running, 2 waiting, 1 paused");
-        assert_eq!(ArrayCounts::default().words(), "");
+        assert_eq!(counts.summary(), "1 completed, 1 running, 2 waiting, 1 paused");
+        assert_eq!(ArrayCounts::default().summary(), "");
     }
 }

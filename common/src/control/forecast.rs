@@ -1,50 +1,51 @@
-//! Where a job could run, and why not elsewhere.
+//! Forecasts: on which devices a job could run, and why not on others.
 
 use crate::capability::DeviceRef;
 use crate::id::WorkerId;
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 
-/// Where a job could run.
+/// The devices on which a job could run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Forecast {
-    /// In one sentence.
+    /// One sentence for users.
     pub summary: String,
-    /// Every connected device, those that fit first, the best of them first.
+    /// All connected devices: fitting ones first, the best of them first.
     pub devices: Vec<DeviceForecast>,
 }
 
-/// What a device is to a job.
+/// Whether and how a job could run on a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceForecast {
     /// The worker.
     pub worker: WorkerId,
-    /// What people call it.
+    /// The worker's name.
     pub worker_name: String,
     /// The device.
     pub device: DeviceRef,
-    /// What its vendor calls it.
+    /// The device's product name.
     pub device_name: String,
-    /// Bytes that tasks may use on it.
+    /// Bytes that tasks may use on the device.
     pub budget: u64,
-    /// Whether the job fits on it when it is idle.
+    /// Whether the job fits on the idle device.
     pub fits: bool,
-    /// Whether the job could start on it now.
+    /// Whether the job could start there now.
     pub ready: bool,
-    /// The memory profile that it would get.
+    /// The memory profile that the job would get.
     pub profile: Option<MemoryProfile>,
-    /// Bytes that it would need there at the most; none: not known.
+    /// Predicted peak memory in bytes; none: unknown.
     pub memory: Option<u64>,
-    /// Seconds that the work would take; none: not known.
+    /// Predicted run time in seconds; none: unknown.
     pub seconds: Option<f64>,
-    /// Whether that was measured on a device like this one; otherwise it is a guess by kind of device.
+    /// Whether the speed was measured on such a device. Otherwise it is estimated from the kind of device.
     pub measured: bool,
-    /// All of it as one would say it.
-    pub words: String,
+    /// The same information as a sentence.
+    #[serde(rename = "words")]
+    pub description: String,
 }
 
 impl Forecast {
-    /// Whether some connected device can run the job.
+    /// Whether any connected device can run the job.
     #[must_use]
     pub fn fits_somewhere(&self) -> bool {
         self.devices.iter().any(|device| device.fits)

@@ -1,6 +1,7 @@
-//! The messages of a worker's session.
+//! The messages of a worker session.
 
-use super::{Artifact, Report, UnixMillis};
+use super::events::{Artifact, Report};
+use super::time::UnixMillis;
 use crate::attempt::Outcome;
 use crate::capability::{Device, DeviceRef};
 use crate::confinement::Confinement;
@@ -15,7 +16,7 @@ use std::time::Duration;
 /// An attempt that a worker holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeldAttempt {
-    /// Which.
+    /// The attempt.
     pub attempt: AttemptId,
     /// Its epoch.
     pub epoch: Epoch,
@@ -26,9 +27,9 @@ pub struct HeldAttempt {
 pub struct Registration {
     /// The worker's protocol version.
     pub protocol: u32,
-    /// The id of an earlier Welcome; none the first time.
+    /// The id from an earlier Welcome; none the first time.
     pub worker: Option<WorkerId>,
-    /// For people.
+    /// The worker's display name.
     pub name: String,
     /// The program's version.
     pub version: String,
@@ -38,69 +39,69 @@ pub struct Registration {
     pub devices: Vec<Device>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// Attempts whose child runs, or whose result was not acknowledged yet.
+    /// Attempts whose child process runs, or whose result is not acknowledged yet.
     pub running: Vec<HeldAttempt>,
-    /// How its attempts are confined; none: it did not say.
+    /// How its attempts are confined; none: not reported.
     pub confinement: Option<Confinement>,
-    /// Checkpoints that it has and could not commit, of running attempts and of earlier ones.
+    /// Local checkpoints that it could not commit, of running and of earlier attempts.
     pub offers: Vec<OfferedCheckpoint>,
 }
 
-/// A checkpoint that lies at a worker and is not committed.
+/// A checkpoint that a worker has and that is not committed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedCheckpoint {
     /// The attempt that made it.
     pub held: HeldAttempt,
     /// Optimizer steps done.
     pub step: u64,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
 }
 
-/// What a worker says to its coordinator. Those with a `request` are answered by [`ToWorker::Answer`].
+/// A message from a worker to its coordinator. The coordinator replies to those with a `request` by [`ToWorker::Answer`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum ToCoordinator {
-    /// First of all.
+    /// Registers the worker. The first message.
     Register(Box<Registration>),
-    /// Alive, and holds these.
+    /// Heartbeat.
     Beat {
-        /// What it holds; their leases are renewed.
+        /// The attempts that it holds, whose leases are renewed.
         running: Vec<HeldAttempt>,
     },
     /// An attempt reports.
     Event {
-        /// Which attempt.
+        /// The attempt.
         held: HeldAttempt,
-        /// Counted from 1 per attempt.
+        /// Sequence number, counted from 1 per attempt.
         seq: u64,
-        /// The worker's time.
+        /// The time by the worker's clock.
         time: UnixMillis,
-        /// What it says.
+        /// The report.
         report: Report,
     },
     /// A file is in storage (or, for a local job, in place).
     ArtifactReady {
-        /// Comes back in the answer.
+        /// Request id, repeated in the answer.
         request: u64,
-        /// Which attempt.
+        /// The attempt.
         held: HeldAttempt,
         /// The file.
         artifact: Artifact,
     },
-    /// A file was removed by retention.
+    /// Retention removed a file.
     ArtifactRemoved {
-        /// Comes back in the answer.
+        /// Request id, repeated in the answer.
         request: u64,
-        /// Which attempt.
+        /// The attempt.
         held: HeldAttempt,
         /// The artifact's name.
         name: String,
     },
     /// A checkpoint is in storage: move the task's pointer.
     Commit {
-        /// Comes back in the answer.
+        /// Request id, repeated in the answer.
         request: u64,
-        /// Which attempt.
+        /// The attempt.
         held: HeldAttempt,
         /// The manifest's blob.
         manifest: ContentHash,
@@ -109,21 +110,21 @@ pub enum ToCoordinator {
     },
     /// An attempt ended.
     Finished {
-        /// Comes back in the answer.
+        /// Request id, repeated in the answer.
         request: u64,
-        /// Which attempt.
+        /// The attempt.
         held: HeldAttempt,
-        /// How.
+        /// How it ended.
         outcome: Outcome,
     },
-    /// The worker leaves: no new work.
+    /// The worker shuts down and takes no new work.
     GoingAway {
-        /// Why, in words.
+        /// The reason.
         reason: String,
     },
 }
 
-/// Work for a worker.
+/// The work of an attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Assignment {
     /// The job.
@@ -136,94 +137,94 @@ pub struct Assignment {
     pub epoch: Epoch,
     /// `JobSpec` as JSON.
     pub job_json: String,
-    /// The config as its user wrote it.
+    /// The config as the user wrote it.
     pub config_text: String,
     /// `yaml`, `json` or `jsonc`.
     pub config_format: String,
-    /// Path as the config writes it -> snapshot.
+    /// Path in the config -> snapshot.
     pub inputs: BTreeMap<String, ContentHash>,
-    /// Inputs in place, outputs in place.
+    /// Whether inputs and outputs are used in place.
     pub local: bool,
-    /// The manifest of the checkpoint to go on from.
+    /// The manifest of the checkpoint to resume from.
     pub resume: Option<ContentHash>,
-    /// Where to compute.
+    /// The device to compute on.
     pub device: DeviceRef,
-    /// How to lay the task out in memory.
+    /// The memory profile to run with.
     pub profile: MemoryProfile,
     /// The job's seed.
     pub seed: u64,
-    /// Numbers of the images that earlier attempts drew and that are kept.
-    pub drawn: Vec<u64>,
-    /// The span that the attempt is part of; none: the coordinator knows of none.
+    /// Artifact indices of the images that earlier attempts generated and stored.
+    pub generated: Vec<u64>,
+    /// The parent span of the attempt, if it is traced.
     pub trace: Option<TraceContext>,
-    /// Whose job it is: what is cached of it is for that user alone. None: nobody is known.
+    /// The job's owner. Caches of the job are private to that user. None: unknown.
     pub owner: Option<UserName>,
 }
 
-/// How the coordinator judges a request of a worker.
+/// The result of a worker's request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Done and durable.
     Accepted,
-    /// The attempt is not current any more; end it.
+    /// The attempt's epoch is out of date; the worker must end it.
     Fenced,
-    /// Not possible; the attempt itself goes on.
+    /// The request is refused; the attempt continues.
     Refused,
 }
 
-/// What the coordinator says to a worker.
+/// A message from the coordinator to a worker.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ToWorker {
-    /// The answer to a registration.
+    /// The reply to a registration.
     Welcome {
-        /// The worker's id, to be kept and given in the next registration.
+        /// The worker's id, which it stores and sends in its next registration.
         worker: WorkerId,
-        /// How often to beat.
+        /// The heartbeat interval.
         beat_interval: Duration,
-        /// How long an attempt lives without beats.
+        /// How long an attempt's lease lasts without heartbeats.
         lease: Duration,
-        /// A storage that the worker may open itself; none: blobs go through the coordinator.
+        /// A storage that the worker can open itself; none: it transfers blobs through the coordinator.
         storage_url: Option<String>,
-        /// Those attempts of the registration that go on; the others must be ended.
+        /// The registered attempts that continue. The worker must end the others.
         keep: Vec<AttemptId>,
-        /// Attempts whose offered checkpoints are to be sent and committed; the others were superseded.
+        /// Attempts whose offered checkpoints the worker should upload and commit. The other offers are superseded.
         wanted: Vec<AttemptId>,
     },
-    /// The answer to a beat: per held attempt the number of the last event that arrived.
+    /// The reply to a heartbeat: for each held attempt, the sequence number of the last event received.
     BeatReply {
-        /// Attempt and event number.
+        /// Attempt and sequence number.
         events: Vec<(AttemptId, u64)>,
     },
-    /// Do this.
+    /// Starts an attempt.
     Assign(Box<Assignment>),
-    /// Stop an attempt.
+    /// Stops an attempt.
     Stop {
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
-        /// Save the state first.
+        /// Whether to save the state first.
         save: bool,
     },
-    /// End an attempt at once, send nothing more for it.
+    /// Ends an attempt immediately. The worker sends nothing more for it.
     Fence {
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
-        /// Why, in words.
+        /// The reason.
         reason: String,
     },
-    /// The answer to a request.
+    /// The reply to a request.
     Answer {
-        /// Which request.
+        /// The id of the request.
         request: u64,
-        /// The judgement.
+        /// The result.
         verdict: Verdict,
-        /// In words, unless accepted.
+        /// An explanation, unless accepted.
         message: String,
     },
     /// The coordinator closes this session.
     GoingAway {
-        /// Why, in words.
+        /// The reason.
         reason: String,
-        /// Whether to come back.
+        /// Whether the worker should reconnect.
         retry: bool,
     },
 }

@@ -1,9 +1,9 @@
-//! Files that are either old or new, never half.
+//! Atomic and durable file operations.
 //!
-//! Every file that matters is written beside its final place under a name that starts with
-//! [`TEMPORARY_PREFIX`], synced, renamed, and the folder synced: after a power cut or a SIGKILL at any
-//! moment there is the old file or the new one. "Disk full" is its own error, because it is the one that
-//! a person can do something about and the one for which another machine helps.
+//! Every important file is written in its final folder under a name that starts with
+//! [`TEMPORARY_PREFIX`], synced and renamed, and then the folder is synced: after a power cut or a SIGKILL at any
+//! time either the old or the new file exists. "Disk full" is an error variant of its own, because users can fix it and
+//! because another machine can run the task.
 
 mod deep;
 pub mod names;
@@ -14,10 +14,10 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How names of unfinished files and folders begin. Whatever has such a name may be swept.
+/// The prefix of the names of unfinished files and folders. [`sweep`] removes files and folders with this prefix.
 pub const TEMPORARY_PREFIX: &str = ".tmp-";
-/// Where the file system has no locks, unfinished things of this age count as left behind.
-const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+/// On file systems without locks, unfinished files of this age count as abandoned.
+const ABANDONED_AGE: Duration = Duration::from_secs(24 * 3600);
 
 /// A file operation that failed.
 #[derive(Debug, thiserror::Error)]
@@ -25,27 +25,27 @@ pub enum FsError {
     /// No space left, a quota, or a file size limit.
     #[error("disk full: could not {action} {path}; free some space there, or choose a folder on another disk")]
     DiskFull {
-        /// What was tried, in words: `write`.
+        /// The operation as a verb: `write`.
         action: &'static str,
-        /// On which file.
+        /// The file's path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Any other failure.
     #[error("could not {action} {path}: {source}")]
     Io {
-        /// What was tried, in words: `write`.
+        /// The operation as a verb: `write`.
         action: &'static str,
-        /// On which file.
+        /// The file's path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
 impl FsError {
-    /// Says what was tried on which file; a full disk is recognised.
+    /// Wraps a system error. A full disk becomes [`FsError::DiskFull`].
     #[must_use]
     pub fn new(action: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         let path = path.into();
@@ -62,7 +62,7 @@ impl FsError {
         matches!(self, Self::DiskFull { .. })
     }
 
-    /// What the system said.
+    /// The system's error.
     #[must_use]
     pub fn io(&self) -> &io::Error {
         match self {
@@ -70,7 +70,7 @@ impl FsError {
         }
     }
 
-    /// The file it happened on.
+    /// The path of the file or folder on which the operation failed.
     #[must_use]
     pub fn path(&self) -> &Path {
         match self {
@@ -79,7 +79,7 @@ impl FsError {
     }
 }
 
-/// Whether an error means that there is no room: no space, a quota, or a file size limit.
+/// Whether an error means that the disk is full: no space, a quota, or a file size limit.
 #[must_use]
 pub fn is_disk_full(error: &io::Error) -> bool {
     matches!(
@@ -88,17 +88,17 @@ pub fn is_disk_full(error: &io::Error) -> bool {
     )
 }
 
-/// Writes a file so that a reader sees the old one or the new one, and so that it survives a power cut once this returns.
+/// Writes a file atomically and durably: readers see the old or the new file, and the new one survives a power cut once this returns.
 ///
 /// The folder must exist. The mode of a new file follows the umask.
 ///
 /// # Errors
-/// [`FsError`], and then the old file is untouched and nothing is left beside it.
+/// [`FsError`]; the old file is then unchanged and no temporary file remains.
 pub fn write_atomic<T>(path: &Path, write: impl FnOnce(&mut BufWriter<&File>) -> io::Result<T>) -> Result<T, FsError> {
     write_atomic_mode(path, 0o666, write)
 }
 
-/// [`write_atomic`] of bytes that only their owner may read (mode 0600).
+/// [`write_atomic`] for a file that only its owner may read (mode 0600).
 ///
 /// # Errors
 /// As [`write_atomic`].
@@ -122,10 +122,10 @@ fn write_atomic_mode<T>(
     Ok(value)
 }
 
-/// An unfinished file in `folder`, locked for [`sweep`], which disappears when dropped.
+/// Creates an unfinished file in `folder`. It is locked, so that [`sweep`] leaves it alone, and is removed when dropped.
 ///
 /// # Errors
-/// What the system says.
+/// The system's error.
 pub fn temporary_file(folder: &Path, mode: u32) -> io::Result<tempfile::NamedTempFile> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(TEMPORARY_PREFIX);
@@ -138,16 +138,16 @@ pub fn temporary_file(folder: &Path, mode: u32) -> io::Result<tempfile::NamedTem
     let _ = mode;
     loop {
         let file = builder.tempfile_in(folder)?;
-        // A file system without locks is no reason to fail: sweeping then goes by age.
+        // On a file system without locks this fails; `sweep` then uses the age.
         let _ = file.as_file().lock();
-        // A sweeper may have taken the file between its creation and the lock.
+        // `sweep` may have removed the file between its creation and the lock.
         if file.path().exists() {
             return Ok(file);
         }
     }
 }
 
-/// An unfinished folder, locked for [`sweep`]. Dropped before it was renamed, it is removed with all that is in it.
+/// An unfinished folder, locked so that [`sweep`] leaves it alone. If it was not renamed, dropping removes it with its contents.
 #[derive(Debug)]
 pub struct TemporaryFolder {
     path: PathBuf,
@@ -155,7 +155,7 @@ pub struct TemporaryFolder {
 }
 
 impl TemporaryFolder {
-    /// Makes one in `parent`, which is created where needed. `tag` becomes part of its name.
+    /// Creates an unfinished folder in `parent`, which is created if necessary. `tag` becomes part of its name.
     ///
     /// # Errors
     /// [`FsError`].
@@ -176,7 +176,7 @@ impl TemporaryFolder {
         }
     }
 
-    /// Where it lies.
+    /// The folder's path.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
@@ -185,16 +185,16 @@ impl TemporaryFolder {
 
 impl Drop for TemporaryFolder {
     fn drop(&mut self) {
-        // After it was renamed there is nothing under this name any more. Renamed before it is removed, so that work
-        // that was given up, and is still busy on another thread, cannot put a file into it meanwhile.
+        // After `publish` nothing exists at this path. `remove` renames the folder first, so that cancelled work that still
+        // runs on another thread cannot create files in it during the removal.
         let _ = remove(&self.path);
     }
 }
 
-/// Gives a finished, synced temporary file its name, and syncs the folder.
+/// Renames a finished, synced temporary file to `path`, and syncs the folder.
 ///
 /// # Errors
-/// [`FsError`]; the temporary file is gone then.
+/// [`FsError`]; the temporary file is then removed.
 pub fn publish(temporary: tempfile::NamedTempFile, path: &Path) -> Result<(), FsError> {
     temporary
         .persist(path)
@@ -202,7 +202,7 @@ pub fn publish(temporary: tempfile::NamedTempFile, path: &Path) -> Result<(), Fs
     sync_dir(folder_of(path))
 }
 
-/// The folder in which a path lies; `.` for a bare file name.
+/// The parent folder of a path; `.` for a bare file name.
 #[must_use]
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
@@ -211,7 +211,7 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Makes renames, creations and removals in a folder survive a power cut.
+/// Syncs a folder, so that renames, creations and removals in it survive a power cut.
 ///
 /// # Errors
 /// [`FsError`].
@@ -225,7 +225,7 @@ pub fn sync_dir(folder: &Path) -> Result<(), FsError> {
     Ok(())
 }
 
-/// Creates a folder and its parents; each new one survives a power cut.
+/// Creates a folder and its parents durably.
 ///
 /// # Errors
 /// [`FsError`].
@@ -244,7 +244,7 @@ pub fn create_dir_all(folder: &Path) -> Result<(), FsError> {
     }
 }
 
-/// [`create_dir_all`] of a folder that only its owner may enter (mode 0700). One that is there keeps its mode.
+/// [`create_dir_all`] for a folder that only its owner may enter (mode 0700). An existing folder keeps its mode.
 ///
 /// # Errors
 /// [`FsError`].
@@ -267,45 +267,46 @@ pub fn create_private_dir(folder: &Path) -> Result<(), FsError> {
     sync_dir(parent)
 }
 
-/// How often a folder is removed again because work that was given up, and is still busy on another thread, put a file
-/// into it after it was looked through.
-const LATE_FILES: u32 = 10;
+/// How often the removal of a folder is retried when cancelled work that still runs on another thread creates files in it
+/// meanwhile.
+const MAX_REMOVE_TRIES: u32 = 10;
 
-/// Removes a file or a whole folder, so that nobody sees half of it: it is renamed first.
+/// Removes a file or a folder with its contents. It is renamed first, so that other processes never see a partial folder.
 ///
 /// # Errors
-/// [`FsError`]. A path that does not exist is no error.
+/// [`FsError`]. A path that does not exist is not an error.
 pub fn remove(path: &Path) -> Result<(), FsError> {
     let folder = folder_of(path);
-    let doomed = folder.join(format!("{TEMPORARY_PREFIX}removed-{}", uuid::Uuid::new_v4().simple()));
-    match fs::rename(path, &doomed) {
-        Ok(()) => remove_now(&doomed),
+    let renamed = folder.join(format!("{TEMPORARY_PREFIX}removed-{}", uuid::Uuid::new_v4().simple()));
+    match fs::rename(path, &renamed) {
+        Ok(()) => remove_now(&renamed),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(FsError::new("remove", path, error)),
     }
 }
 
+/// [`remove`] without the rename.
 pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
     let is_dir = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
-    let (mut is_opened, mut is_flat) = (false, false);
-    for again in (0..LATE_FILES).rev() {
+    let (mut made_writable, mut flattened) = (false, false);
+    for tries_left in (0..MAX_REMOVE_TRIES).rev() {
         let removed = if is_dir {
             fs::remove_dir_all(path)
         } else {
             fs::remove_file(path)
         };
         match removed {
-            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && again > 0 => {
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && tries_left > 0 => {
                 std::thread::sleep(Duration::from_millis(1));
             }
-            // Folders that were made read-only keep their files until they are not.
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && is_dir && !is_opened => {
-                is_opened = true;
+            // Files cannot be removed from read-only folders.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && is_dir && !made_writable => {
+                made_writable = true;
                 make_removable(path);
             }
-            Err(error) if deep::is_too_deep(&error) && is_dir && !is_flat => {
-                is_flat = true;
-                deep::empty(path).map_err(|error| FsError::new("remove", path, error))?;
+            Err(error) if deep::is_too_deep(&error) && is_dir && !flattened => {
+                flattened = true;
+                deep::remove_contents(path).map_err(|error| FsError::new("remove", path, error))?;
             }
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(FsError::new("remove", path, error)),
             _ => break,
@@ -314,9 +315,9 @@ pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
     Ok(())
 }
 
-/// Gives the owner the right to change each folder of a tree. What is refused shows when it is removed.
+/// Makes every folder of a tree writable for its owner. Errors are ignored; the removal reports them.
 fn make_removable(folder: &Path) {
-    open_to_owner(folder);
+    deep::make_owner_writable(folder);
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             make_removable(&entry.path());
@@ -324,22 +325,11 @@ fn make_removable(folder: &Path) {
     }
 }
 
-fn open_to_owner(folder: &Path) {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
-    }
-    #[cfg(not(unix))]
-    let _ = folder;
-}
-
-/// Removes unfinished files and folders directly in `folder` that nobody touched for `age` and whose maker is dead,
-/// in this process or another. Says how many. Safe beside living makers at any age, where the file system has locks;
-/// elsewhere only things that are a day old are removed.
+/// Removes abandoned unfinished files and folders directly in `folder`: older than `age`, and not locked by a writer in this or
+/// another process. Returns their number. On file systems without locks only entries older than a day are removed.
 ///
 /// # Errors
-/// [`FsError`] when the folder cannot be read; one entry that cannot be removed is left for the next time.
+/// [`FsError`] when the folder cannot be read; an entry that cannot be removed is logged and left for the next call.
 pub fn sweep(folder: &Path, age: Duration) -> Result<usize, FsError> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -366,19 +356,19 @@ pub fn sweep(folder: &Path, age: Duration) -> Result<usize, FsError> {
     Ok(removed)
 }
 
-/// When the maker of an unfinished file or folder is dead: the lock to hold while it is removed.
+/// Locks an unfinished file or folder whose writer is dead. The caller holds the lock while it removes it. None: the writer lives.
 pub(crate) fn lock_abandoned(path: &Path) -> Option<File> {
     let handle = File::open(path).ok()?;
     let is_abandoned = match handle.try_lock() {
         Ok(()) => true,
         Err(TryLockError::WouldBlock) => false,
-        Err(TryLockError::Error(_)) => handle.metadata().is_ok_and(|meta| is_older(&meta, ABANDONED)),
+        Err(TryLockError::Error(_)) => handle.metadata().is_ok_and(|meta| is_older(&meta, ABANDONED_AGE)),
     };
     is_abandoned.then_some(handle)
 }
 
 fn is_older(meta: &fs::Metadata, age: Duration) -> bool {
-    // A clock that was set back makes things younger than new; then they wait.
+    // After the clock was set back, files may have a modification time in the future; they count as young.
     age.is_zero()
         || meta
             .modified()
@@ -390,7 +380,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failed_write_leaves_the_old_file_and_nothing_else() {
+    fn a_failed_write_keeps_the_old_file_and_leaves_no_temporary_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         write_atomic(&path, |out| out.write_all(b"old")).unwrap();
@@ -409,7 +399,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn a_private_file_is_private_and_a_usual_one_is_not() {
+    fn private_files_have_mode_0600_and_others_follow_the_umask() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -423,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn sweeping_takes_old_unfinished_things_only() {
+    fn sweep_removes_only_old_unfinished_entries_without_a_live_writer() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("kept"), b"x").unwrap();
         fs::write(folder.path().join(".tmp-a"), b"x").unwrap();
@@ -435,7 +425,11 @@ mod tests {
             temporary_file(folder.path(), 0o666).unwrap(),
             TemporaryFolder::new(folder.path(), "x").unwrap(),
         );
-        assert_eq!(sweep(folder.path(), Duration::ZERO).unwrap(), 0, "their makers live");
+        assert_eq!(
+            sweep(folder.path(), Duration::ZERO).unwrap(),
+            0,
+            "their writers are alive"
+        );
         assert!(file.path().exists() && inner.path().exists());
         drop((file, inner));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
@@ -443,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn removal_takes_files_folders_and_absent_paths() {
+    fn remove_handles_files_folders_and_missing_paths() {
         let folder = tempfile::tempdir().unwrap();
         let deep = folder.path().join("a/b/c");
         create_dir_all(&deep).unwrap();

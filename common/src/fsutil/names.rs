@@ -1,56 +1,56 @@
-//! Names that come from outside: which of them may become a path below a folder of ours.
+//! Checks untrusted file names before they become paths below a folder of aitk.
 //!
-//! A relative name with `/` between its parts is accepted when every part is an ordinary file name on Linux,
-//! macOS and Windows. Everything else is refused, never repaired: a repaired name is a second parser, and two
-//! parsers that disagree are how path traversal bugs come back. Nothing is percent-decoded here: `%2e%2e` is
-//! refused, so that a later decoder cannot make it mean something else.
+//! A relative name with `/` between its components is accepted if every component is an ordinary file name on Linux,
+//! macOS and Windows. Other names are refused and never repaired, because two parsers that repair a name differently
+//! cause path traversal bugs. Nothing is percent-decoded: `%2e%2e` is
+//! refused, so that a later decoder cannot turn it into `..`.
 
 use std::path::{Path, PathBuf};
 
-/// Longest accepted part of a name, in bytes (what ext4, APFS and NTFS take).
+/// The length limit of a component in bytes, as on ext4, APFS and NTFS.
 pub const MAX_PART_BYTES: usize = 255;
-/// Longest accepted name, in bytes.
+/// The length limit of a whole name in bytes.
 pub const MAX_NAME_BYTES: usize = 1024;
 
-/// A name that must not become a path.
+/// A name that cannot be used as a path.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the name {name:?} cannot be used: {reason}; rename the file")]
 pub struct BadName {
-    /// The name, shortened for the message.
+    /// The name, truncated for the message.
     pub name: String,
-    /// What is wrong with it.
+    /// The rule that it breaks.
     pub reason: &'static str,
 }
 
-/// Checks a relative name of one or more parts, `/` between them.
+/// Checks a relative name of one or more components, with `/` between them.
 ///
 /// # Errors
 /// [`BadName`] with the rule that it breaks.
 pub fn check(name: &str) -> Result<(), BadName> {
-    match reason_against(name) {
+    match check_name_rules(name) {
         None => Ok(()),
         Some(reason) => Err(BadName {
-            name: shortened(name),
+            name: truncated(name),
             reason,
         }),
     }
 }
 
-/// Checks a name of exactly one part.
+/// Checks a name of exactly one component.
 ///
 /// # Errors
 /// [`BadName`] with the rule that it breaks.
 pub fn check_part(name: &str) -> Result<(), BadName> {
     if name.contains('/') {
         return Err(BadName {
-            name: shortened(name),
-            reason: "a '/' has no place here",
+            name: truncated(name),
+            reason: "a '/' is not allowed here",
         });
     }
     check(name)
 }
 
-/// The path of a checked name below `folder`.
+/// Checks a name and joins it to `folder`.
 ///
 /// # Errors
 /// [`BadName`].
@@ -61,7 +61,7 @@ pub fn below(folder: &Path, name: &str) -> Result<PathBuf, BadName> {
     Ok(path)
 }
 
-fn shortened(name: &str) -> String {
+fn truncated(name: &str) -> String {
     let mut short: String = name.chars().take(80).collect();
     if short.len() < name.len() {
         short.push('…');
@@ -69,7 +69,7 @@ fn shortened(name: &str) -> String {
     short
 }
 
-fn reason_against(name: &str) -> Option<&'static str> {
+fn check_name_rules(name: &str) -> Option<&'static str> {
     if name.is_empty() {
         return Some("it is empty");
     }
@@ -79,10 +79,10 @@ fn reason_against(name: &str) -> Option<&'static str> {
     if name.starts_with('/') {
         return Some("it is an absolute path");
     }
-    name.split('/').find_map(reason_against_part)
+    name.split('/').find_map(check_part_rules)
 }
 
-fn reason_against_part(part: &str) -> Option<&'static str> {
+fn check_part_rules(part: &str) -> Option<&'static str> {
     if part.is_empty() {
         return Some("it has an empty part between two '/'");
     }
@@ -120,12 +120,12 @@ fn reason_against_part(part: &str) -> Option<&'static str> {
     None
 }
 
-/// Zero-width and direction-changing characters: what is shown is not what is there.
+/// Zero-width and direction-changing characters, which make a displayed name differ from the real one.
 fn is_invisible(c: char) -> bool {
     matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}')
 }
 
-/// What Unicode compatibility normalisation would turn into a separator or a dot.
+/// Characters that Unicode compatibility normalisation turns into a separator or a dot.
 fn is_slash_or_dot_lookalike(c: char) -> bool {
     matches!(
         c,
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn usual_names_pass() {
+    fn ordinary_names_are_accepted() {
         for good in [
             "a.png",
             "sub/folder/img (1).JPG",

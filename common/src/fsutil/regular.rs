@@ -1,49 +1,48 @@
-//! Files that come from outside, opened so that nothing hangs and nothing has no end.
+//! Opens and reads untrusted paths safely.
 //!
-//! A path in a config may lead to a pipe, which waits for a writer for ever, or to a device such as `/dev/zero`, which
-//! never ends. Only regular files are opened; what was opened is looked at again, so that nobody changes it in between;
-//! and what is read as a whole has a limit. Symbolic links are followed: people keep their files behind them.
+//! A path in a config may lead to a pipe, which blocks until a writer opens it, or to a device such as `/dev/zero`, which
+//! never ends. Only regular files are opened; the file type is checked again after opening, in case the file was replaced;
+//! and whole files are read up to a size limit. Symbolic links are followed, because users keep their files behind them.
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Opens a regular file, and says how long it is.
+/// Opens a regular file. Returns it with its length in bytes.
 ///
 /// # Errors
-/// What the system says; [`io::ErrorKind::InvalidData`] for what is no regular file, [`io::ErrorKind::IsADirectory`] for a
-/// folder.
+/// The system's error; [`io::ErrorKind::IsADirectory`] for a folder, [`io::ErrorKind::InvalidData`] for other special files.
 pub fn open(path: &Path) -> io::Result<(File, u64)> {
-    // Some devices do something when they are opened.
-    refuse_special(std::fs::metadata(path)?.file_type())?;
+    // Checked before opening, because opening some devices has side effects.
+    check_regular(std::fs::metadata(path)?.file_type())?;
     let mut options = OpenOptions::new();
     options.read(true);
     #[cfg(unix)]
     {
         use std::os::unix::fs::OpenOptionsExt;
-        // Another file may have taken its place: a pipe must not hold us.
+        // The file may have been replaced by a pipe, whose `open` would block.
         options.custom_flags(nix::fcntl::OFlag::O_NONBLOCK.bits());
     }
     let file = options.open(path)?;
     let info = file.metadata()?;
-    refuse_special(info.file_type())?;
+    check_regular(info.file_type())?;
     Ok((file, info.len()))
 }
 
-/// Reads a regular file of at most so many bytes.
+/// Reads a regular file of at most `limit` bytes.
 ///
 /// # Errors
 /// As [`open`]; [`io::ErrorKind::InvalidData`] when it is longer.
-pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
+pub fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let (file, length) = open(path)?;
     let mut bytes = Vec::new();
-    if length <= most {
-        // It may grow while it is read.
-        file.take(most.saturating_add(1)).read_to_end(&mut bytes)?;
+    if length <= limit {
+        // One more byte than allowed, because the file may grow while it is read.
+        file.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
     }
-    if length.max(bytes.len() as u64) > most {
+    if length.max(bytes.len() as u64) > limit {
         return Err(invalid(format!(
-            "the file has more than the {most} bytes that are allowed here"
+            "the file has more than the {limit} bytes that are allowed here"
         )));
     }
     Ok(bytes)
@@ -53,15 +52,15 @@ pub fn read(path: &Path, most: u64) -> io::Result<Vec<u8>> {
 ///
 /// # Errors
 /// As [`read`]; [`io::ErrorKind::InvalidData`] when it is not UTF-8.
-pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
-    String::from_utf8(read(path, most)?).map_err(|_| invalid("the file is not UTF-8 text".into()))
+pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
+    String::from_utf8(read(path, limit)?).map_err(|_| invalid("the file is not UTF-8 text".into()))
 }
 
-/// Refuses what is neither a regular file nor a folder.
+/// Checks that a file type is that of a regular file.
 ///
 /// # Errors
-/// [`io::ErrorKind::InvalidData`] with what it is; [`io::ErrorKind::IsADirectory`].
-fn refuse_special(kind: FileType) -> io::Result<()> {
+/// [`io::ErrorKind::IsADirectory`]; [`io::ErrorKind::InvalidData`], which names the type, for other special files.
+fn check_regular(kind: FileType) -> io::Result<()> {
     if kind.is_file() {
         return Ok(());
     }
@@ -70,13 +69,13 @@ fn refuse_special(kind: FileType) -> io::Result<()> {
     }
     Err(invalid(format!(
         "it is {}, not a file",
-        special(kind).unwrap_or("something else")
+        special_kind(kind).unwrap_or("something else")
     )))
 }
 
-/// What a special file is, in words: none for files, folders and links.
+/// Describes the type of a special file. None for regular files, folders and links.
 #[must_use]
-pub fn special(kind: FileType) -> Option<&'static str> {
+pub fn special_kind(kind: FileType) -> Option<&'static str> {
     if kind.is_file() || kind.is_dir() || kind.is_symlink() {
         return None;
     }
@@ -106,7 +105,7 @@ mod tests {
     use nix::sys::stat::Mode;
 
     #[test]
-    fn pipes_devices_and_sockets_are_refused_at_once() {
+    fn pipes_devices_and_sockets_are_refused_without_blocking() {
         let folder = tempfile::tempdir().unwrap();
         let (pipe, socket) = (folder.path().join("pipe"), folder.path().join("socket"));
         nix::unistd::mkfifo(&pipe, Mode::S_IRWXU).unwrap();
@@ -130,8 +129,8 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_length_of_its_own_is_cut_at_the_limit() {
-        // The kernel says 0 bytes of a file that has some.
+    fn the_limit_applies_to_files_whose_size_the_kernel_reports_as_zero() {
+        // The kernel reports a length of 0.
         let status = Path::new("/proc/self/status");
         if status.exists() {
             assert!(

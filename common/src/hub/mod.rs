@@ -1,5 +1,5 @@
-//! Models on Hugging Face, as far as their small files tell: which files a repository has, its JSON files, and the headers of
-//! its weights files. Whole models are fetched by workers, with the same [`client`].
+//! Reads the small files of models on Hugging Face: the list of files, JSON configs, and the headers of weights files.
+//! Workers download whole models, with the same [`client`].
 
 use crate::gguf;
 use crate::model_files::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, small_files};
@@ -8,48 +8,48 @@ use reqwest::{Client, StatusCode, Url, redirect};
 use serde::Deserialize;
 use std::time::Duration;
 
-/// The hub when `HF_ENDPOINT` says nothing.
+/// The default hub, used when `HF_ENDPOINT` is unset.
 pub const ENDPOINT: &str = "https://huggingface.co";
-/// The list of a repository's files: some thousand entries.
-const LIST_BYTES: u64 = 16 << 20;
-/// Bytes of a weights file that are asked for first: the whole header, mostly.
-const FIRST_BYTES: u64 = 512 << 10;
-/// A longer header is not read here: whoever fetches the file reads it.
-const MOST_BYTES: u64 = 16 << 20;
+/// The size limit of the list of a repository's files: some thousand entries.
+const MAX_LIST_BYTES: u64 = 16 << 20;
+/// Bytes of a weights file that the first request asks for. Most headers are shorter.
+const HEADER_GUESS_BYTES: u64 = 512 << 10;
+/// The size limit of a header. Longer ones are only read after the file is downloaded.
+const MAX_HEADER_BYTES: u64 = 16 << 20;
 
 /// Why the small files of a repository could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HubError {
-    /// There is no such repository, or it is private.
-    #[error("{repo} was not found at {endpoint}, or is private")]
+    /// The repository does not exist or is private.
+    #[error("{repo} was not found at {endpoint}, or it is private")]
     NotFound {
-        /// Its name.
+        /// The repository's name.
         repo: String,
-        /// The hub's address.
+        /// The hub's URL.
         endpoint: String,
     },
-    /// The hub cannot be reached, or answers what cannot be understood.
+    /// The hub cannot be reached, or its response is invalid.
     #[error("{0}")]
     Unavailable(String),
 }
 
-/// A client for the hub at this address: it follows redirections to other hosts only with TLS, and waits at most a minute for
-/// the next bytes.
+/// Creates a client for the hub at `endpoint`. It follows redirects to other hosts only with TLS, and times out after a minute
+/// without data.
 ///
 /// # Errors
 /// When TLS cannot be set up.
 pub fn client(endpoint: &str) -> reqwest::Result<Client> {
-    // A second installation is refused, which is as good.
+    // Fails if a provider is installed already, which is fine.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let home = Url::parse(endpoint)
         .ok()
         .map(|url| (url.host_str().map(str::to_owned), url.port()));
     let follow = redirect::Policy::custom(move |attempt| {
         let to = attempt.url();
-        let at_home = home == Some((to.host_str().map(str::to_owned), to.port()));
+        let same_host = home == Some((to.host_str().map(str::to_owned), to.port()));
         if attempt.previous().len() > 5 {
             attempt.error("too many redirections")
-        } else if to.scheme() == "https" || at_home {
+        } else if to.scheme() == "https" || same_host {
             attempt.follow()
         } else {
             attempt.error("redirected to an address without TLS")
@@ -63,16 +63,16 @@ pub fn client(endpoint: &str) -> reqwest::Result<Client> {
         .build()
 }
 
-/// Reads small files of repositories.
+/// Reads the small files of repositories.
 #[derive(Clone, Debug)]
 pub struct HubReader {
     endpoint: String,
     token: Option<String>,
 }
 
-/// The hub's answer about a repository.
+/// The hub's description of a repository.
 #[derive(Deserialize)]
-struct Listed {
+struct RepositoryInfo {
     sha: String,
     #[serde(default)]
     siblings: Vec<Sibling>,
@@ -85,7 +85,7 @@ struct Sibling {
 }
 
 impl HubReader {
-    /// Of the hub at `endpoint` (that of Hugging Face when none is given), with this token.
+    /// Creates a reader for the hub at `endpoint` (default: Hugging Face) that authenticates with `token`.
     #[must_use]
     pub fn new(endpoint: Option<String>, token: Option<String>) -> Self {
         let endpoint = endpoint.unwrap_or_else(|| ENDPOINT.to_owned());
@@ -95,26 +95,27 @@ impl HubReader {
         }
     }
 
-    /// Its address.
+    /// The hub's URL.
     #[must_use]
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }
 
-    /// What a repository consists of and what its small files say, and the commit at which that is so. A few kilobytes of
-    /// JSON, or the headers of single weights files; nothing is kept.
+    /// Reads the commit of a repository's `main` branch and the inventory of its files. Downloads a few kilobytes of JSON, or
+    /// the headers of single weights files; nothing is cached.
     ///
     /// # Errors
-    /// [`HubError`]. A file that cannot be read is no error: it is not in the inventory.
+    /// [`HubError`]. A file that cannot be read is not an error; the inventory lacks it.
     pub async fn inventory(&self, repo: &str) -> Result<(String, Inventory), HubError> {
         let client = client(&self.endpoint).map_err(|error| unavailable(&self.endpoint, &error))?;
         let url = format!("{}/api/models/{repo}/revision/main?blobs=true", self.endpoint);
-        let text = self.read(&client, repo, &url, None, LIST_BYTES).await?;
-        let listed: Listed = serde_json::from_slice(&text).map_err(|error| {
-            HubError::Unavailable(format!("the hub's answer about {repo} is not understood: {error}"))
-        })?;
+        let text = self.read(&client, repo, &url, None, MAX_LIST_BYTES).await?;
+        let listed: RepositoryInfo = serde_json::from_slice(&text)
+            .map_err(|error| HubError::Unavailable(format!("the hub's description of {repo} is invalid: {error}")))?;
         if listed.sha.is_empty() || !listed.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return Err(HubError::Unavailable(format!("the hub names no commit of {repo}")));
+            return Err(HubError::Unavailable(format!(
+                "the hub's description of {repo} has no commit"
+            )));
         }
         let names: Vec<String> = listed.siblings.iter().map(|file| file.rfilename.clone()).collect();
         let mut files = Inventory::of_names(names.clone());
@@ -148,7 +149,7 @@ impl HubReader {
         url: &str,
         size: u64,
     ) -> Result<Result<Weights, Unreadable>, HubError> {
-        let mut bytes = self.read(client, repo, url, Some(0), FIRST_BYTES).await?;
+        let mut bytes = self.read(client, repo, url, Some(0), HEADER_GUESS_BYTES).await?;
         if bytes.starts_with(gguf::MAGIC) {
             return Ok(Weights::of_gguf(bytes.as_slice(), size));
         }
@@ -157,7 +158,7 @@ impl HubReader {
             Err(error) => return Ok(Err(error)),
         };
         let end = length + 8;
-        if end > MOST_BYTES {
+        if end > MAX_HEADER_BYTES {
             return Ok(Err(Unreadable::Other(format!("its header has {length} bytes"))));
         }
         let have = bytes.len() as u64;
@@ -168,29 +169,29 @@ impl HubReader {
         Ok(Weights::of_safetensors(header.unwrap_or_default()))
     }
 
-    /// At most `most` bytes, from byte `from` where one is given.
+    /// Reads at most `limit` bytes, from offset `from` if given.
     async fn read(
         &self,
         client: &Client,
         repo: &str,
         url: &str,
         from: Option<u64>,
-        most: u64,
+        limit: u64,
     ) -> Result<Vec<u8>, HubError> {
         let mut request = client.get(url);
         if let Some(token) = &self.token {
             request = request.bearer_auth(token);
         }
         if let Some(from) = from {
-            request = request.header(RANGE, format!("bytes={from}-{}", from + most.saturating_sub(1)));
+            request = request.header(RANGE, format!("bytes={from}-{}", from + limit.saturating_sub(1)));
         }
         let failed = |error: reqwest::Error| unavailable(url, &error);
-        let mut answer = request.send().await.map_err(failed)?;
-        let status = answer.status();
+        let mut response = request.send().await.map_err(failed)?;
+        let status = response.status();
         match status {
-            // An empty file has no such range.
+            // The response for an empty file.
             StatusCode::RANGE_NOT_SATISFIABLE => return Ok(Vec::new()),
-            // The hub says 401 of what it does not have, too.
+            // The hub also responds 401 for repositories that do not exist.
             StatusCode::NOT_FOUND | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
                 return Err(HubError::NotFound {
                     repo: repo.to_owned(),
@@ -202,25 +203,25 @@ impl HubReader {
             }
             _ => {}
         }
-        // A server that knows no ranges sends the file from its beginning.
+        // A server without support for ranges sends the file from its beginning.
         let skip = match status {
             StatusCode::PARTIAL_CONTENT => 0,
             _ => from.unwrap_or(0),
         };
-        let (mut skip, most) = (
+        let (mut skip, limit) = (
             usize::try_from(skip).unwrap_or(usize::MAX),
-            usize::try_from(most).unwrap_or(usize::MAX),
+            usize::try_from(limit).unwrap_or(usize::MAX),
         );
         let mut bytes = Vec::new();
-        while bytes.len() < most {
-            let Some(part) = answer.chunk().await.map_err(failed)? else {
+        while bytes.len() < limit {
+            let Some(chunk) = response.chunk().await.map_err(failed)? else {
                 break;
             };
-            let begin = skip.min(part.len());
+            let begin = skip.min(chunk.len());
             skip -= begin;
-            bytes.extend_from_slice(&part[begin..]);
+            bytes.extend_from_slice(&chunk[begin..]);
         }
-        bytes.truncate(most);
+        bytes.truncate(limit);
         Ok(bytes)
     }
 }

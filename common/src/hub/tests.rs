@@ -1,4 +1,4 @@
-//! Against a small server that knows ranges.
+//! Tests against a small HTTP server that supports ranges.
 
 use super::*;
 use crate::model_files::{Identity, identify};
@@ -29,7 +29,7 @@ async fn start() -> (Shared, HubReader) {
     (site, HubReader::new(Some(url), Some("t".into())))
 }
 
-/// One request a connection.
+/// Serves one request per connection.
 async fn serve(mut stream: TcpStream, site: Shared) {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -89,9 +89,9 @@ fn weights(name: &str, shape: &[u64]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn the_family_of_a_repository_is_told_from_its_small_files() {
+async fn small_files_identify_the_family_of_a_repository() {
     let (site, hub) = start().await;
-    let told = async || {
+    let identity = async || {
         let (commit, files) = hub.inventory("org/tiny").await.unwrap();
         assert_eq!(commit, "abc123");
         match identify(&files) {
@@ -112,42 +112,42 @@ async fn the_family_of_a_repository_is_told_from_its_small_files() {
             ("flux1-dev.safetensors", &[0; 100]),
         ],
     );
-    assert_eq!(told().await, "FLUX.1: model_index.json names FluxPipeline");
-    let asked = std::mem::take(&mut site.lock().unwrap().requests);
+    assert_eq!(identity().await, "FLUX.1: model_index.json names FluxPipeline");
+    let requests = std::mem::take(&mut site.lock().unwrap().requests);
     assert!(
-        asked.iter().all(|path| !path.contains("safetensors")),
-        "weights are not read: {asked:?}"
+        requests.iter().all(|path| !path.contains("safetensors")),
+        "weights are not read: {requests:?}"
     );
 
     let one = weights("double_blocks.0.img_attn.qkv.weight", &[9216, 3072]);
     publish(&site, &[("one.safetensors", &one), ("README.md", b"x")]);
-    let found = told().await;
+    let found = identity().await;
     assert!(
         found.starts_with("FLUX.1: one.safetensors has `double_blocks."),
         "{found}"
     );
 
-    // A header that is longer than what is asked for first.
+    // A header that is longer than the first request.
     let long = weights(&format!("joint_blocks.0.{}", "x".repeat(600 << 10)), &[1, 1]);
     publish(&site, &[("one.safetensors", &long)]);
-    assert!(told().await.starts_with("Stable Diffusion 3: "));
+    assert!(identity().await.starts_with("Stable Diffusion 3: "));
 
     publish(&site, &[("model.bin", b"pickle")]);
-    assert!(told().await.starts_with("Pickle"));
+    assert!(identity().await.starts_with("Pickle"));
     publish(&site, &[("empty.safetensors", b"")]);
-    assert!(told().await.starts_with("Unknown"));
+    assert!(identity().await.starts_with("Unknown"));
 }
 
 #[tokio::test]
-async fn a_hub_without_the_repository_and_one_that_is_not_there_are_two_things() {
+async fn a_missing_repository_and_an_unreachable_hub_are_distinguished() {
     let (_site, hub) = start().await;
     assert!(matches!(
         hub.inventory("org/none").await,
         Err(HubError::NotFound { .. })
     ));
-    let nobody = HubReader::new(Some("http://127.0.0.1:1".into()), None);
+    let unreachable = HubReader::new(Some("http://127.0.0.1:1".into()), None);
     assert!(matches!(
-        nobody.inventory("org/tiny").await,
+        unreachable.inventory("org/tiny").await,
         Err(HubError::Unavailable(_))
     ));
 }

@@ -4,7 +4,7 @@ use super::arch::{Arch, ArchName};
 use super::dtype::DType;
 use super::schema::{Cx, Given, Report, join, section};
 use super::values::{FreeMap, OneOrMany};
-use crate::plan::choices::Choices;
+use crate::plan::memory_options::MemoryOptions;
 use crate::plan::qtype::QType;
 
 section! {
@@ -279,12 +279,12 @@ impl ModelConfig {
 
     /// What the keys of this section ask for, beside the memory profile.
     #[must_use]
-    pub fn memory_choices(&self) -> Choices {
+    pub fn memory_choices(&self) -> MemoryOptions {
         let shares = [
             self.layer_offloading_transformer_percent,
             self.layer_offloading_text_encoder_percent,
         ];
-        Choices::asked(self.low_vram, self.offloads_layers().then_some(shares))
+        MemoryOptions::from_config(self.low_vram, self.offloads_layers().then_some(shares))
     }
 
     /// Number format of the VAE.

@@ -1,13 +1,15 @@
-//! Folders and repositories: what their JSON files say.
+//! Identifies folders and repositories by the class names in their JSON files.
 //!
 //! Class names are those of diffusers' pipelines and models (`_class_name`), of transformers (`architectures`) and of the
-//! repositories of the families' makers.
+//! authors' repositories.
 
-use super::{Family, Identity, Inventory, keys};
+use super::family::{Family, Identity};
+use super::inventory::Inventory;
+use super::keys;
 use crate::job::arch::ArchName;
 use serde_json::Value;
 
-/// Beginnings of pipeline names, the longer ones first where one begins another.
+/// Prefixes of pipeline class names. A longer prefix comes before its own prefixes.
 const PIPELINES: &[(&str, Family)] = &[
     ("StableDiffusionXL", Family::of("Stable Diffusion XL", ArchName::Sdxl)),
     ("StableDiffusion3", Family::of("Stable Diffusion 3", ArchName::Sd3)),
@@ -21,8 +23,11 @@ const PIPELINES: &[(&str, Family)] = &[
         Family::without_arch("a latent consistency model"),
     ),
     ("FluxKontext", Family::of("FLUX.1 Kontext", ArchName::FluxKontext)),
-    ("FluxFill", Family::of("FLUX.1", ArchName::Flux).kind("Fill")),
-    ("FluxControl", Family::of("FLUX.1", ArchName::Flux).kind("control")),
+    ("FluxFill", Family::of("FLUX.1", ArchName::Flux).with_variant("Fill")),
+    (
+        "FluxControl",
+        Family::of("FLUX.1", ArchName::Flux).with_variant("control"),
+    ),
     ("FluxPrior", Family::without_arch("FLUX.1 Redux")),
     ("Flux2Klein", Family::of("FLUX.2 Klein", ArchName::Flux2Klein4b)),
     ("Flux2", Family::of("FLUX.2", ArchName::Flux2)),
@@ -73,7 +78,7 @@ const PIPELINES: &[(&str, Family)] = &[
     ("Cosmos", Family::without_arch("Cosmos")),
 ];
 
-/// Names of denoisers, by which a folder without `model_index.json` is told.
+/// Denoiser class names, which identify a folder without `model_index.json`.
 const DENOISERS: &[(&str, Family)] = &[
     ("SD3Transformer2DModel", Family::of("Stable Diffusion 3", ArchName::Sd3)),
     ("FluxTransformer2DModel", Family::of("FLUX.1", ArchName::Flux)),
@@ -106,8 +111,8 @@ const DENOISERS: &[(&str, Family)] = &[
     ("WanModel", Family::of("Wan 2.1", ArchName::Wan21)),
 ];
 
-/// Names of models that are no base models.
-const PARTS: &[(&str, &str)] = &[
+/// Prefixes of class names of models that are not base models.
+const OTHER_MODELS: &[(&str, &str)] = &[
     ("ControlNet", "a ControlNet"),
     ("T2IAdapter", "a T2I adapter"),
     ("MotionAdapter", "a motion module"),
@@ -124,7 +129,7 @@ const INDEX: &str = "model_index.json";
 const UNET: &str = "unet/config.json";
 const TRANSFORMER: &str = "transformer/config.json";
 
-/// What a folder's JSON files say; none where they say nothing.
+/// Identifies a folder by its JSON files. None if they name no class.
 pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
     if !files.is_folder {
         return None;
@@ -151,7 +156,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
             if class.starts_with("UNet2DCondition") {
                 return Some(unet_without_index(files, file));
             }
-            let part = PARTS.iter().find(|(prefix, _)| class.starts_with(prefix));
+            let part = OTHER_MODELS.iter().find(|(prefix, _)| class.starts_with(prefix));
             return Some(Identity::Other {
                 what: part.map_or_else(|| format!("a {class}"), |(_, what)| (*what).to_owned()),
                 evidence: format!("{file} names {class}"),
@@ -162,7 +167,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
             .and_then(|list| list.get(0))
             .and_then(Value::as_str);
         if let Some(class) = class {
-            let part = PARTS.iter().find(|(prefix, _)| class.starts_with(prefix));
+            let part = OTHER_MODELS.iter().find(|(prefix, _)| class.starts_with(prefix));
             let language = class.ends_with("ForCausalLM") || class.ends_with("ForConditionalGeneration");
             let what = match part {
                 Some((_, what)) => (*what).to_owned(),
@@ -178,7 +183,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
     None
 }
 
-/// What the folders of the parts add to a pipeline's name.
+/// Refines a pipeline's family with the configs of its components.
 fn refine(family: Family, files: &Inventory, evidence: String) -> Identity {
     let unet = |key: &str| files.configs.get(UNET).and_then(|config| config.get(key));
     let number = |key: &str| unet(key).and_then(Value::as_u64);
@@ -199,7 +204,7 @@ fn refine(family: Family, files: &Inventory, evidence: String) -> Identity {
                 evidence = format!("{evidence}, and {UNET} a context of {context}");
             }
             if let Some(variant) = class_variant(&class).or_else(|| keys::input_variant(number("in_channels"))) {
-                family = family.kind(variant);
+                family = family.with_variant(variant);
             }
         }
         Some(ArchName::Wan21 | ArchName::Wan21I2v) => {
@@ -232,7 +237,7 @@ fn refine(family: Family, files: &Inventory, evidence: String) -> Identity {
     }
 }
 
-/// Pipelines of Stable Diffusion whose U-Net takes more than latents, or does another thing.
+/// The variant of a Stable Diffusion pipeline whose U-Net has extra inputs or another purpose.
 fn class_variant(class: &str) -> Option<&'static str> {
     let kinds = [
         ("Inpaint", "inpainting"),
@@ -250,7 +255,7 @@ fn class_variant(class: &str) -> Option<&'static str> {
         .map(|(_, kind)| *kind)
 }
 
-/// A U-Net in diffusers' layout, whose folder says of no pipeline that it belongs to.
+/// Identifies a U-Net in diffusers' layout without a `model_index.json`.
 fn unet_without_index(files: &Inventory, file: &str) -> Identity {
     let config = files.configs.get(file);
     let get = |key: &str| config.and_then(|config| config.get(key));
@@ -263,7 +268,7 @@ fn unet_without_index(files: &Inventory, file: &str) -> Identity {
     );
     let variant = keys::input_variant(get("in_channels").and_then(Value::as_u64));
     Identity::Model {
-        family: variant.map_or(family, |variant| family.kind(variant)),
+        family: variant.map_or(family, |variant| family.with_variant(variant)),
         evidence: format!("{file} names a UNet2DConditionModel with a context of {context}, and there is no {INDEX}"),
         missing: vec!["model_index.json"],
     }

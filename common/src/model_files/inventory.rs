@@ -8,14 +8,14 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// A `config.json` or `model_index.json` larger than this is none.
+/// The size limit of a `config.json` or `model_index.json`.
 pub const SMALL_FILE_BYTES: u64 = 1 << 20;
-/// A safetensors header larger than this belongs to no model that we know.
-const HEADER_BYTES: u64 = 64 << 20;
-/// Files of a folder that are looked at, beside those of a model's parts.
-const MOST_FILES: usize = 4096;
-/// Folders of a model's parts.
-const PARTS: [&str; 7] = [
+/// The size limit of a safetensors header. Headers of known models are smaller.
+const MAX_HEADER_BYTES: u64 = 64 << 20;
+/// The most files of a folder that are listed, besides those in component folders.
+const MAX_OTHER_FILES: usize = 4096;
+/// Component folders of a model.
+const COMPONENTS: [&str; 7] = [
     "scheduler",
     "text_encoder",
     "tokenizer",
@@ -24,17 +24,17 @@ const PARTS: [&str; 7] = [
     "unet",
     "vae",
 ];
-/// Files beside them that say what the model is.
+/// Top-level files that identify the model.
 const INDEXES: [&str; 2] = ["model_index.json", "config.json"];
-/// Weights files whose headers are read.
-const MOST_HEADERS: usize = 4;
-/// Endings of files that Python opens with pickle.
-const PICKLES: [&str; 7] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle", "pt2"];
+/// The most weights files whose headers are read.
+const MAX_HEADERS: usize = 4;
+/// Extensions of pickle files.
+const PICKLE_EXTENSIONS: [&str; 7] = ["ckpt", "pt", "pth", "bin", "pkl", "pickle", "pt2"];
 
 /// Names and shapes of the tensors of one weights file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Weights {
-    /// Shapes by name, as PyTorch has them.
+    /// Shapes by tensor name, in PyTorch's order.
     pub shapes: BTreeMap<String, Vec<u64>>,
     /// `general.architecture` of a GGUF file.
     pub architecture: Option<String>,
@@ -43,21 +43,21 @@ pub struct Weights {
 /// The small files of a model.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Inventory {
-    /// A folder or a repository, and not one file.
+    /// Whether it is a folder or a repository, not a single file.
     pub is_folder: bool,
-    /// Names of its files, with `/` between folders.
+    /// Paths of its files, with `/` between folders.
     pub names: Vec<String>,
-    /// Its JSON files by name.
+    /// JSON files by path.
     pub configs: BTreeMap<String, Map<String, Value>>,
-    /// Headers of its weights files by name.
+    /// Headers of weights files by path.
     pub weights: BTreeMap<String, Weights>,
-    /// Why it is a pickle file, or holds weights in pickle files only.
+    /// The reason why it counts as a pickle file, or has weights only in pickle files.
     pub pickle: Option<String>,
-    /// Why nothing could be read.
+    /// The reason why a file could not be read.
     pub problem: Option<String>,
 }
 
-/// Which of these files tell the family: JSON to read whole, and weights files to read the header of.
+/// Selects the files that identify the family: JSON files, and weights files whose headers are to be read.
 #[must_use]
 pub fn small_files(names: &[String]) -> (Vec<&str>, Vec<&str>) {
     let has = |name: &str| names.iter().any(|other| other == name);
@@ -76,12 +76,12 @@ pub fn small_files(names: &[String]) -> (Vec<&str>, Vec<&str>) {
         let top = !name.contains('/') || name.starts_with("unet/") || name.starts_with("transformer/");
         top && is_weights(name)
     };
-    let headers = names.iter().filter(weights).take(MOST_HEADERS).map(String::as_str);
+    let headers = names.iter().filter(weights).take(MAX_HEADERS).map(String::as_str);
     (configs, headers.collect())
 }
 
 impl Inventory {
-    /// Reads what lies at a path of this machine. What cannot be read is left out: whoever opens the model says why.
+    /// Reads the inventory of a local path. Unreadable files are left out; opening the model reports them.
     #[must_use]
     pub fn open(path: &Path) -> Self {
         if !path.is_dir() {
@@ -113,8 +113,8 @@ impl Inventory {
             names: vec![name.clone()],
             ..Self::default()
         };
-        if let Some(ending) = pickle_ending(&name) {
-            files.pickle = Some(format!("its name ends in .{ending}"));
+        if let Some(extension) = pickle_extension(&name) {
+            files.pickle = Some(format!("its name ends in .{extension}"));
             return files;
         }
         match header_of(path) {
@@ -127,13 +127,13 @@ impl Inventory {
         files
     }
 
-    /// Of a folder or a repository with these files, of which none is read yet.
+    /// Creates the inventory of a folder or repository with these files, without reading any.
     #[must_use]
     pub fn of_names(names: Vec<String>) -> Self {
         let pickle = match names.iter().any(|name| is_weights(name)) {
             true => None,
             false => {
-                let first = names.iter().find(|name| pickle_ending(name).is_some());
+                let first = names.iter().find(|name| pickle_extension(name).is_some());
                 first.map(|name| format!("its only weights are in pickle files, such as {name}"))
             }
         };
@@ -145,7 +145,7 @@ impl Inventory {
         }
     }
 
-    /// Takes the content of a JSON file. One that is no object is left out.
+    /// Adds the content of a JSON file. Anything but an object is left out and noted in `problem`.
     pub fn add_config(&mut self, name: &str, bytes: &[u8]) {
         let Ok(text) = str::from_utf8(bytes) else {
             self.problem = Some(format!("{name} is not UTF-8 text"));
@@ -160,7 +160,7 @@ impl Inventory {
         }
     }
 
-    /// A text of a JSON file.
+    /// The string under a key of a JSON file.
     pub(super) fn text(&self, file: &str, key: &str) -> Option<&str> {
         self.configs.get(file)?.get(key)?.as_str()
     }
@@ -170,24 +170,24 @@ fn owned(names: Vec<&str>) -> Vec<String> {
     names.into_iter().map(str::to_owned).collect()
 }
 
-/// Whether a file of this name holds weights that can be read.
+/// Whether the name is that of a readable weights file.
 pub(super) fn is_weights(name: &str) -> bool {
     (name.ends_with(".safetensors") || name.ends_with(".gguf")) && !is_hidden(name)
 }
 
-/// Whether a name begins with a dot. A Mac writes `._NAME` beside a file where it cannot note elsewhere what it knows of it.
+/// Whether a file name begins with a dot. macOS writes `._NAME` files with metadata on some file systems.
 pub(super) fn is_hidden(name: &str) -> bool {
     name.rsplit('/').next().is_some_and(|last| last.starts_with('.'))
 }
 
-/// The ending of a name, if Python opens such files with pickle.
-pub(super) fn pickle_ending(name: &str) -> Option<&'static str> {
-    let ending = Path::new(name).extension()?.to_str()?.to_ascii_lowercase();
-    PICKLES.into_iter().find(|pickle| *pickle == ending)
+/// The extension of a name, if it is that of a pickle file.
+pub(super) fn pickle_extension(name: &str) -> Option<&'static str> {
+    let extension = Path::new(name).extension()?.to_str()?.to_ascii_lowercase();
+    PICKLE_EXTENSIONS.into_iter().find(|pickle| *pickle == extension)
 }
 
-/// Names of the files of a folder and of the folders in it, sorted. Those of a model's parts are among them, however many other
-/// files lie beside them.
+/// Lists the files of a folder and of its direct subfolders, sorted. Files of component folders are always included, other files
+/// up to a limit.
 fn names_below(folder: &Path) -> Vec<String> {
     let listed = |folder: &Path, most: usize| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -197,10 +197,10 @@ fn names_below(folder: &Path) -> Vec<String> {
         names
     };
     let files_in = |part: &str, most: usize| {
-        let place = folder.join(part);
-        let files = listed(&place, most)
+        let subfolder = folder.join(part);
+        let files = listed(&subfolder, most)
             .into_iter()
-            .filter(|name| place.join(name).is_file());
+            .filter(|name| subfolder.join(name).is_file());
         files.map(|name| format!("{part}/{name}")).collect::<Vec<_>>()
     };
     let mut names: BTreeSet<String> = INDEXES
@@ -208,14 +208,14 @@ fn names_below(folder: &Path) -> Vec<String> {
         .filter(|name| folder.join(name).is_file())
         .map(str::to_owned)
         .collect();
-    for part in PARTS {
+    for part in COMPONENTS {
         names.extend(files_in(part, usize::MAX));
     }
-    let most = names.len() + MOST_FILES;
-    let beside = listed(folder, MOST_FILES).into_iter();
+    let most = names.len() + MAX_OTHER_FILES;
+    let beside = listed(folder, MAX_OTHER_FILES).into_iter();
     let (files, others): (Vec<_>, Vec<_>) = beside.partition(|name| folder.join(name).is_file());
     names.extend(files);
-    for name in others.iter().filter(|name| !PARTS.contains(&name.as_str())) {
+    for name in others.iter().filter(|name| !COMPONENTS.contains(&name.as_str())) {
         names.extend(files_in(name, most.saturating_sub(names.len())));
     }
     names.into_iter().collect()
@@ -229,22 +229,22 @@ fn read_small(path: &Path) -> Option<Vec<u8>> {
     std::fs::read(path).ok()
 }
 
-/// Why a weights file has no header.
+/// The reason why the header of a weights file cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unreadable {
-    /// It is a pickle file.
+    /// The file is a pickle file.
     Pickle(String),
-    /// It is damaged, or something else.
+    /// The file is damaged or has another format.
     Other(String),
 }
 
-/// Names and shapes of the tensors of a safetensors or GGUF file of this machine.
+/// Reads names and shapes of the tensors of a local safetensors or GGUF file.
 ///
 /// # Errors
-/// When it is neither: what its first bytes are.
+/// When it is damaged or has another format, which is named if its first bytes identify it.
 pub fn header_of(path: &Path) -> Result<Weights, Unreadable> {
     let failed = |error: std::io::Error| Unreadable::Other(error.to_string());
-    // Opening a pipe would wait for ever.
+    // Checked first, because opening a pipe would block.
     let info = std::fs::metadata(path).map_err(failed)?;
     if !info.is_file() {
         return Err(Unreadable::Other("it is not a file".to_owned()));
@@ -271,13 +271,13 @@ pub fn header_of(path: &Path) -> Result<Weights, Unreadable> {
     if info.len() > needed {
         let more = info.len() - needed;
         return Err(Unreadable::Other(format!(
-            "it has {more} bytes behind its end, at {needed}; copy or download it again"
+            "it has {more} extra bytes after its end at {needed}; copy or download it again"
         )));
     }
     Ok(weights)
 }
 
-/// Bytes of the tensors behind a safetensors header.
+/// Bytes of tensor data after a safetensors header.
 fn data_bytes(header: &[u8]) -> u64 {
     let entries: Map<String, Value> = serde_json::from_slice(header).unwrap_or_default();
     let end = |entry: &Value| entry.get("data_offsets")?.get(1)?.as_u64();
@@ -285,10 +285,10 @@ fn data_bytes(header: &[u8]) -> u64 {
 }
 
 impl Weights {
-    /// Length of a safetensors header, from the first bytes of a file: its first 8, little-endian.
+    /// Reads the length of a safetensors header: the first 8 bytes, little-endian.
     ///
     /// # Errors
-    /// When these are no such bytes: what they are instead.
+    /// When the file has another format, which is named if its first bytes identify it.
     pub fn safetensors_header_bytes(first: &[u8]) -> Result<u64, Unreadable> {
         let other = |what: &str| Err(Unreadable::Other(what.to_owned()));
         if first.is_empty() {
@@ -303,23 +303,23 @@ impl Weights {
             return Err(Unreadable::Pickle("its first bytes are those of a pickle".to_owned()));
         }
         if first.starts_with(b"version https://git-lfs") {
-            return other("it is a Git LFS pointer, and not the file itself: fetch it with `git lfs pull`");
+            return other("it is a Git LFS pointer, not the file itself; fetch the file with `git lfs pull`");
         }
         let text = String::from_utf8_lossy(first).trim_start().to_ascii_lowercase();
         if text.starts_with("<!doctype") || text.starts_with("<html") {
-            return other("it is a web page, and not the file itself: download it again");
+            return other("it is a web page, not the file itself; download the file again");
         }
         let length = first.first_chunk::<8>().map(|bytes| u64::from_le_bytes(*bytes));
         match (length, first.get(8)) {
-            (Some(length @ 2..=HEADER_BYTES), Some(b'{')) => Ok(length),
+            (Some(length @ 2..=MAX_HEADER_BYTES), Some(b'{')) => Ok(length),
             _ => other("it is neither safetensors nor GGUF"),
         }
     }
 
-    /// Of the JSON of a safetensors header.
+    /// Parses the JSON of a safetensors header.
     ///
     /// # Errors
-    /// When it is cut off or no JSON.
+    /// When it is truncated or not JSON.
     pub fn of_safetensors(header: &[u8]) -> Result<Self, Unreadable> {
         let entries: Map<String, Value> = serde_json::from_slice(header)
             .map_err(|_| Unreadable::Other("its safetensors header is damaged".to_owned()))?;
@@ -337,10 +337,10 @@ impl Weights {
         })
     }
 
-    /// Of a GGUF file of `length` bytes, of which `file` has at least the header.
+    /// Parses the header of a GGUF file of `length` bytes. `file` must contain at least the header.
     ///
     /// # Errors
-    /// When the header is damaged or cut off.
+    /// When the header is damaged or truncated.
     pub fn of_gguf(file: impl Read, length: u64) -> Result<Self, Unreadable> {
         let header = gguf::Header::read(file, length)
             .map_err(|error| Unreadable::Other(format!("its GGUF header is damaged: {error}")))?;

@@ -1,9 +1,9 @@
-//! JSON as Python writes it.
+//! Parses JSON with Python's non-standard numbers.
 
-/// Parses JSON as Python writes it: `Infinity`, `-Infinity` and `NaN`, which are no JSON, are read as `null`.
+/// Parses JSON as Python writes it: `Infinity`, `-Infinity` and `NaN`, which are not valid JSON, become `null`.
 ///
 /// # Errors
-/// When it is no JSON otherwise.
+/// When the text is otherwise not JSON.
 pub fn parse_json(text: &str) -> serde_json::Result<serde_json::Value> {
     let mut cleaned = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,16 +1,17 @@
-//! Single files: what the names and shapes of their tensors say.
+//! Identifies single files by the names and shapes of their tensors.
 //!
 //! The names are those of the families' published checkpoints: the first releases of Stable Diffusion (`ldm`), Stability's
 //! `generative-models` (SDXL, SD 3), Black Forest Labs' `flux`, Wan-Video's `Wan2.1`, Lightricks' LTX, and what diffusers
 //! writes.
 
-use super::{Family, Identity, Weights};
+use super::family::{Family, Identity};
+use super::inventory::Weights;
 use crate::job::arch::ArchName;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::ops::Bound;
 
-/// What the names of a denoiser begin with in a whole checkpoint, and in files of some trainers.
+/// Prefixes of the denoiser's tensors in whole checkpoints, and in files of some trainers.
 const PREFIXES: [&str; 4] = ["model.diffusion_model.", "diffusion_model.", "model.model.", "net."];
 
 const SD1: Family = Family::of("Stable Diffusion 1.x", ArchName::Sd1);
@@ -35,7 +36,7 @@ impl<'a> Names<'a> {
         }
     }
 
-    /// The first tensor whose name begins so.
+    /// The first tensor whose name has this prefix.
     fn first(&self, prefix: &str) -> Option<&'a str> {
         let from = (Bound::Included(prefix), Bound::Unbounded);
         let (name, _) = self.shapes.range::<str, _>(from).next()?;
@@ -46,11 +47,11 @@ impl<'a> Names<'a> {
         self.first(prefix).is_some()
     }
 
-    fn side(&self, name: &str, axis: usize) -> Option<u64> {
+    fn dim(&self, name: &str, axis: usize) -> Option<u64> {
         self.shapes.get(name)?.get(axis).copied()
     }
 
-    /// The first tensor whose name ends so, with a side of its.
+    /// The first tensor whose name has this suffix, with one of its dimensions.
     fn ending(&self, end: &str, axis: usize) -> Option<(&'a str, u64)> {
         let found = self.shapes.iter().find(|(name, _)| name.ends_with(end))?;
         Some((found.0, *found.1.get(axis)?))
@@ -61,7 +62,7 @@ impl<'a> Names<'a> {
     }
 }
 
-/// What a weights file is.
+/// Identifies a weights file.
 pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
     if let Some((what, name)) = adapter(weights) {
         return Identity::Other {
@@ -73,7 +74,7 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
     let found = unet(&names, weights).or_else(|| transformer(&names));
     if let Some((family, why)) = found {
         let missing = match family.arch {
-            Some(ArchName::Sd1) => missing_parts(weights),
+            Some(ArchName::Sd1) => missing_components(weights),
             _ => Vec::new(),
         };
         return Identity::Model {
@@ -96,7 +97,7 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
             },
         };
     }
-    if let Some((what, name)) = part_alone(weights) {
+    if let Some((what, name)) = single_component(weights) {
         return Identity::Other {
             what: what.to_owned(),
             evidence: format!("{file} has `{name}` and no U-Net or transformer"),
@@ -105,7 +106,7 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
     Identity::Unknown {
         evidence: match weights.shapes.keys().next() {
             Some(name) => format!(
-                "{file} has {} tensors of no family that is known, such as `{name}`",
+                "{file} has {} tensors of no known family, such as `{name}`",
                 weights.shapes.len()
             ),
             None => format!("{file} has no tensors"),
@@ -113,7 +114,7 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
     }
 }
 
-/// Ends of the names of tensors in LoRAs and the like, and what they are.
+/// Suffixes of tensor names in adapters, and the kind of adapter.
 const ADAPTERS: [(&str, &str); 9] = [
     (".lora_down.weight", "a LoRA"),
     (".lora_up.weight", "a LoRA"),
@@ -126,13 +127,13 @@ const ADAPTERS: [(&str, &str); 9] = [
     (".oft_diag", "an OFT"),
 ];
 
-/// Whether [`super::Identity::Other`] with these words is a LoRA or the like.
+/// Whether the `what` of a [`super::Identity::Other`] is a kind of adapter.
 #[must_use]
 pub fn is_adapter(what: &str) -> bool {
     ADAPTERS.iter().any(|(_, adapter)| *adapter == what)
 }
 
-/// LoRAs and the like: their names end in what no base model has.
+/// Identifies adapters by tensor names that no base model has.
 fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
     for name in weights.shapes.keys() {
         if let Some((_, what)) = ADAPTERS.iter().find(|(end, _)| name.ends_with(end)) {
@@ -148,7 +149,7 @@ fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
     None
 }
 
-/// U-Nets, in the names of the first release or diffusers'.
+/// Identifies U-Nets with tensor names of the original release (`ldm`) or of diffusers.
 fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
     let ldm = names.has("input_blocks.") && names.has("output_blocks.");
     let diffusers = names.has("down_blocks.") && names.has("up_blocks.") && names.has("time_embedding.");
@@ -177,10 +178,10 @@ fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
         family = Family::without_arch("Kolors");
     }
     let inputs = names
-        .side("input_blocks.0.0.weight", 1)
-        .or_else(|| names.side("conv_in.weight", 1));
+        .dim("input_blocks.0.0.weight", 1)
+        .or_else(|| names.dim("conv_in.weight", 1));
     if let Some(variant) = input_variant(inputs) {
-        family = family.kind(variant);
+        family = family.with_variant(variant);
     }
     let mut why = format!("{} with a context of {context}", names.quoted(name));
     if let Some(embedder) = weights
@@ -198,19 +199,19 @@ fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
     Some((family, why))
 }
 
-/// The family of a U-Net by the width of its text, by whether it also takes sizes (`label_emb`), and by the number of
-/// transformer blocks of its third level.
+/// Identifies a U-Net's family by its cross-attention dimension, by whether it has size conditioning (`label_emb`), and by the
+/// number of transformer blocks of its third level.
 pub(super) fn unet_family(context: u64, xl: bool, depth: Option<u64>) -> Family {
     let sdxl = Family::of("Stable Diffusion XL", ArchName::Sdxl);
     match (context, xl) {
         (1024, false) => Family::of("Stable Diffusion 2.x", ArchName::Sd2),
-        (1280, _) => sdxl.kind("refiner"),
+        (1280, _) => sdxl.with_variant("refiner"),
         (2048, _) | (_, true) => match depth {
             Some(4) => Family::of("SSD-1B", ArchName::Ssd),
             Some(2) => Family::of("Segmind Vega", ArchName::Vega),
             _ => sdxl,
         },
-        // Also small models that somebody made: whether they are what their config says shows when they are loaded.
+        // Also custom models of other sizes; loading checks that they match their config.
         _ => SD1,
     }
 }
@@ -223,7 +224,7 @@ pub(super) fn deepest_level(value: &Value) -> u64 {
     }
 }
 
-/// What a U-Net does that takes more than latents.
+/// The variant of a U-Net with extra input channels.
 pub(super) fn input_variant(channels: Option<u64>) -> Option<&'static str> {
     match channels? {
         5 => Some("depth to image"),
@@ -234,8 +235,8 @@ pub(super) fn input_variant(channels: Option<u64>) -> Option<&'static str> {
     }
 }
 
-/// Parts that a single file of Stable Diffusion 1.x has to have.
-fn missing_parts(weights: &Weights) -> Vec<&'static str> {
+/// The required components that a single file of Stable Diffusion 1.x lacks.
+fn missing_components(weights: &Weights) -> Vec<&'static str> {
     let has = |prefix: &str| weights.shapes.keys().any(|name| name.starts_with(prefix));
     let parts = [
         ("cond_stage_model.", "text encoder (`cond_stage_model.…`)"),
@@ -248,12 +249,12 @@ fn missing_parts(weights: &Weights) -> Vec<&'static str> {
         .collect()
 }
 
-/// Transformers.
+/// Identifies transformers.
 fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
     let quoted = |name: &str| names.quoted(name);
     let found = |family: Family, prefix: &str| Some((family, quoted(names.first(prefix).unwrap_or(prefix))));
     let wide =
-        |family: Family, name: &str, side: u64| Some((family, format!("{} with a width of {side}", quoted(name))));
+        |family: Family, name: &str, width: u64| Some((family, format!("{} with a width of {width}", quoted(name))));
 
     if names.has("joint_blocks.0.") {
         return found(Family::of("Stable Diffusion 3", ArchName::Sd3), "joint_blocks.0.");
@@ -272,9 +273,9 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
             return found(Family::of("Chroma", ArchName::Chroma), "distilled_guidance_layer.");
         }
         let flux = Family::of("FLUX.1", ArchName::Flux);
-        let kind = match names.side("img_in.weight", 1) {
-            Some(384) => flux.kind("Fill"),
-            Some(128) => flux.kind("control"),
+        let kind = match names.dim("img_in.weight", 1) {
+            Some(384) => flux.with_variant("Fill"),
+            Some(128) => flux.with_variant("control"),
             Some(196) => Family::of("Flex.2", ArchName::Flex2),
             _ => flux,
         };
@@ -289,7 +290,7 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
         }
         return found(Family::of("FLUX.1", ArchName::Flux), "single_transformer_blocks.0.");
     }
-    if let Some(side) = names.side("cap_embedder.1.weight", 0) {
+    if let Some(side) = names.dim("cap_embedder.1.weight", 0) {
         return match side {
             3840 => wide(Family::of("Z-Image", ArchName::Zimage), "cap_embedder.1.weight", side),
             _ => wide(
@@ -343,7 +344,7 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
             false => found(Family::without_arch("Cosmos"), "blocks.0.mlp.layer1."),
         };
     }
-    // Stable Diffusion 3 as diffusers writes it: text and image side by side, and no single blocks.
+    // Stable Diffusion 3 in diffusers' layout: joint blocks for text and image, and no single blocks.
     if names.has("transformer_blocks.0.attn.add_q_proj.") && names.has("context_embedder.") {
         return found(
             Family::of("Stable Diffusion 3", ArchName::Sd3),
@@ -362,17 +363,17 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
         .and_then(|(prefix, family)| found(family, prefix))
 }
 
-/// Wan, in its makers' names or diffusers'.
+/// Identifies the variants of Wan, with its authors' tensor names or those of diffusers.
 fn wan(names: &Names<'_>) -> Option<(Family, String)> {
     let image = names.has("img_emb.")
         || names.has("blocks.0.cross_attn.k_img.")
         || names.has("condition_embedder.image_embedder.");
-    let inputs = names.side("patch_embedding.weight", 1);
-    let width = names.side("patch_embedding.weight", 0).unwrap_or(0);
+    let inputs = names.dim("patch_embedding.weight", 1);
+    let width = names.dim("patch_embedding.weight", 0).unwrap_or(0);
     let family = match (inputs, image) {
         (Some(48), _) => Family::of("Wan 2.2 5B", ArchName::Wan22_5b),
         (_, true) => Family::of("Wan 2.1 image to video", ArchName::Wan21I2v),
-        // Without the image encoder that Wan 2.1 had, but with the image's latents beside those of the video.
+        // Without Wan 2.1's image encoder, but with the image's latents concatenated to those of the video.
         (Some(36), false) => Family::of("Wan 2.2 14B image to video", ArchName::Wan22_14bI2v),
         // An expert of Wan 2.2 14B has the same tensors as Wan 2.1 14B.
         _ => Family::of("Wan 2.1 or 2.2", ArchName::Wan21),
@@ -381,7 +382,7 @@ fn wan(names: &Names<'_>) -> Option<(Family, String)> {
     Some((family, format!("{} with a width of {width}", names.quoted(name))))
 }
 
-/// Families by `general.architecture` of GGUF files. None within: a language model.
+/// Identifies a family by `general.architecture` of a GGUF file. The inner None is a language model.
 fn gguf_family(architecture: &str) -> Option<(Option<Family>, &str)> {
     let family = match architecture {
         "sd1" => SD1,
@@ -404,9 +405,9 @@ fn gguf_family(architecture: &str) -> Option<(Option<Family>, &str)> {
     Some((Some(family), architecture))
 }
 
-/// A VAE or a text encoder without a denoiser.
-fn part_alone(weights: &Weights) -> Option<(&'static str, &str)> {
-    const BEGINS: [(&str, &str); 9] = [
+/// Identifies a VAE or a text encoder without a denoiser.
+fn single_component(weights: &Weights) -> Option<(&'static str, &str)> {
+    const PREFIXES: [(&str, &str); 9] = [
         ("first_stage_model.", "a VAE"),
         ("encoder.down.0.", "a VAE"),
         ("encoder.down_blocks.", "a VAE"),
@@ -417,7 +418,7 @@ fn part_alone(weights: &Weights) -> Option<(&'static str, &str)> {
         ("model.layers.0.self_attn.", "a language model"),
         ("blk.0.attn_", "a language model"),
     ];
-    BEGINS.iter().find_map(|(prefix, what)| {
+    PREFIXES.iter().find_map(|(prefix, what)| {
         let name = weights.shapes.keys().find(|name| name.starts_with(prefix))?;
         Some((*what, name.as_str()))
     })

@@ -1,6 +1,7 @@
-//! Each family from a small header with the names of its published checkpoint.
+//! Identifies each family from a small header with tensor names of its published checkpoint.
 
 use super::*;
+use crate::job::arch::ArchName;
 use std::path::Path;
 
 fn header(tensors: &[(&str, &[u64])]) -> Vec<u8> {
@@ -41,12 +42,12 @@ fn named(identity: &Identity) -> String {
     }
 }
 
-/// What a file with these tensors is.
-fn told(tensors: &[(&str, &[u64])]) -> String {
+/// Identifies a file with these tensors.
+fn identified(tensors: &[(&str, &[u64])]) -> String {
     named(&of_header(tensors))
 }
 
-/// A U-Net of the first release: the width of its text, its input channels, and more names.
+/// Identifies a U-Net in `ldm` layout with this cross-attention dimension, these input channels, and more tensors.
 fn ldm(context: u64, channels: u64, more: &[(&str, &[u64])]) -> String {
     let to_k = "model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight";
     let (width, first) = ([640, context], [320, channels, 3, 3]);
@@ -59,15 +60,15 @@ fn ldm(context: u64, channels: u64, more: &[(&str, &[u64])]) -> String {
         ),
     ];
     tensors.extend_from_slice(more);
-    told(&tensors)
+    identified(&tensors)
 }
 
 #[test]
-fn u_nets_are_told_by_the_width_of_their_text() {
+fn u_nets_are_identified_by_their_cross_attention_dimension() {
     assert_eq!(ldm(768, 4, &[]), "sd1");
     assert_eq!(ldm(768, 9, &[]), "sd1+inpainting");
     assert_eq!(ldm(768, 8, &[]), "sd1+InstructPix2Pix");
-    // A small model that somebody trained.
+    // A small custom model.
     assert_eq!(ldm(32, 4, &[]), "sd1");
     assert_eq!(ldm(1024, 4, &[]), "sd2");
     assert_eq!(ldm(1024, 5, &[]), "sd2+depth to image");
@@ -87,7 +88,7 @@ fn u_nets_are_told_by_the_width_of_their_text() {
         "sdxl+refiner"
     );
     let diffusers = |context: u64| {
-        told(&[
+        identified(&[
             ("conv_in.weight", &[320, 4, 3, 3]),
             (
                 "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight",
@@ -101,8 +102,8 @@ fn u_nets_are_told_by_the_width_of_their_text() {
 }
 
 #[test]
-fn transformers_are_told_by_names_that_only_they_have() {
-    let one = |name: &str, shape: &[u64]| told(&[(name, shape)]);
+fn transformers_are_identified_by_unique_tensor_names() {
+    let one = |name: &str, shape: &[u64]| identified(&[(name, shape)]);
     assert_eq!(
         one(
             "model.diffusion_model.joint_blocks.0.context_block.attn.qkv.weight",
@@ -111,14 +112,14 @@ fn transformers_are_told_by_names_that_only_they_have() {
         "sd3"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("transformer_blocks.0.attn.add_q_proj.weight", &[1536, 1536]),
             ("context_embedder.weight", &[1536, 4096]),
         ]),
         "sd3"
     );
     let flux = |channels: u64| {
-        told(&[
+        identified(&[
             ("double_blocks.0.img_attn.qkv.weight", &[9216, 3072]),
             ("img_in.weight", &[3072, channels]),
         ])
@@ -135,28 +136,28 @@ fn transformers_are_told_by_names_that_only_they_have() {
         "flux"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("single_transformer_blocks.0.attn.to_q.weight", &[3072, 3072]),
             ("transformer_blocks.0.attn.to_q.weight", &[3072, 3072]),
         ]),
         "flux"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("double_blocks.0.img_attn.qkv.weight", &[1, 1]),
             ("distilled_guidance_layer.in_proj.weight", &[5120, 64]),
         ]),
         "chroma"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("double_blocks.0.img_attn.qkv.weight", &[1, 1]),
             ("double_stream_modulation_img.lin.weight", &[1, 1]),
         ]),
         "flux2"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("double_blocks.0.img_attn.qkv.weight", &[1, 1]),
             ("txt_in.individual_token_refiner.blocks.0.norm1.weight", &[1]),
         ]),
@@ -181,7 +182,7 @@ fn transformers_are_told_by_names_that_only_they_have() {
         if image {
             tensors.push(("img_emb.proj.0.weight", &[1280]));
         }
-        told(&tensors)
+        identified(&tensors)
     };
     assert_eq!(
         [wan(16, false), wan(36, true), wan(36, false), wan(48, false)],
@@ -192,7 +193,7 @@ fn transformers_are_told_by_names_that_only_they_have() {
         "ltx2"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("patchify_proj.weight", &[2048, 128]),
             ("adaln_single.linear.weight", &[1, 1])
         ]),
@@ -200,7 +201,7 @@ fn transformers_are_told_by_names_that_only_they_have() {
     );
     assert_eq!(one("t_block.1.weight", &[6912, 1152]), "pixart");
     assert_eq!(
-        told(&[
+        identified(&[
             ("txt_norm.weight", &[3584]),
             ("transformer_blocks.0.attn.add_q_proj.weight", &[3072, 3072])
         ]),
@@ -212,7 +213,7 @@ fn transformers_are_told_by_names_that_only_they_have() {
         "hidream"
     );
     assert_eq!(
-        told(&[
+        identified(&[
             ("net.blocks.0.mlp.layer1.weight", &[1, 1]),
             ("net.llm_adapter.in.weight", &[1, 1])
         ]),
@@ -222,8 +223,8 @@ fn transformers_are_told_by_names_that_only_they_have() {
 }
 
 #[test]
-fn what_is_no_base_model_is_named() {
-    let one = |name: &str| told(&[(name, &[4, 4])]);
+fn adapters_and_components_are_not_base_models() {
+    let one = |name: &str| identified(&[(name, &[4, 4])]);
     for name in [
         "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight",
         "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight",
@@ -245,7 +246,7 @@ fn what_is_no_base_model_is_named() {
     assert_eq!(one("something.else"), "unknown");
 }
 
-/// A folder with these JSON files and nothing else.
+/// Identifies a folder with only these JSON files.
 fn folder(files: &[(&str, &str)]) -> Identity {
     let folder = tempfile::tempdir().unwrap();
     for (name, text) in files {
@@ -255,7 +256,7 @@ fn folder(files: &[(&str, &str)]) -> Identity {
 }
 
 #[test]
-fn folders_are_told_by_their_pipeline() {
+fn folders_are_identified_by_their_pipeline() {
     let class = |class: &str| {
         named(&folder(&[(
             "model_index.json",
@@ -327,7 +328,7 @@ fn folders_are_told_by_their_pipeline() {
 }
 
 #[test]
-fn folders_without_an_index_are_told_by_their_parts() {
+fn folders_without_an_index_are_identified_by_their_components() {
     let one = |file: &str, text: &str| named(&folder(&[(file, text)]));
     assert_eq!(
         one("config.json", r#"{"_class_name":"FluxTransformer2DModel"}"#),
@@ -355,7 +356,7 @@ fn folders_without_an_index_are_told_by_their_parts() {
         r#"{"_class_name":"UNet2DConditionModel","cross_attention_dim":768}"#,
     )]);
     assert!(
-        check("m", ArchName::Sd1, &unet)
+        check_supported("m", ArchName::Sd1, &unet)
             .unwrap_err()
             .to_string()
             .contains("no model_index.json")
@@ -365,19 +366,19 @@ fn folders_without_an_index_are_told_by_their_parts() {
 }
 
 #[test]
-fn pickles_are_told_by_their_names_and_by_their_first_bytes() {
+fn pickles_are_identified_by_extension_and_first_bytes() {
     let place = tempfile::tempdir().unwrap();
     let at = |name: &str| place.path().join(name);
-    let told = |name: &str, bytes: &[u8]| {
+    let identified = |name: &str, bytes: &[u8]| {
         write(&at(name), bytes);
         named(&identify(&Inventory::open(&at(name))))
     };
     for name in ["a.ckpt", "a.pt", "a.PTH", "a.bin"] {
-        assert_eq!(told(name, b"x"), "pickle", "{name}");
+        assert_eq!(identified(name, b"x"), "pickle", "{name}");
     }
-    assert_eq!(told("zip.safetensors", b"PK\x03\x04rest of a zip file"), "pickle");
-    assert_eq!(told("plain.safetensors", b"\x80\x02}q\x00(X\x05\0\0\0"), "pickle");
-    // A header of 0x0280 bytes begins with 0x80, 0x02 as well.
+    assert_eq!(identified("zip.safetensors", b"PK\x03\x04rest of a zip file"), "pickle");
+    assert_eq!(identified("plain.safetensors", b"\x80\x02}q\x00(X\x05\0\0\0"), "pickle");
+    // The length of a header of 0x0280 bytes also begins with 0x80, 0x02.
     let mut long = [("cap_embedder.1.weight".to_owned(), vec![3840_u64])];
     while header(&long.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>()).len() < 0x280 + 8 {
         let name = &mut long[0].0;
@@ -385,14 +386,14 @@ fn pickles_are_told_by_their_names_and_by_their_first_bytes() {
     }
     let bytes = header(&long.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>());
     assert_eq!(bytes[..2], [0x80, 0x02]);
-    assert_eq!(told("long.safetensors", &bytes), "unknown");
+    assert_eq!(identified("long.safetensors", &bytes), "unknown");
     for bytes in [
         &b"version https://git-lfs.github.com/spec/v1"[..],
         b"<!DOCTYPE html><html>",
         b"",
         b"\xff\xff",
     ] {
-        assert_eq!(told("other.safetensors", bytes), "unknown");
+        assert_eq!(identified("other.safetensors", bytes), "unknown");
     }
     write(&at("folder/unet/diffusion_pytorch_model.bin"), b"x");
     write(
@@ -400,17 +401,19 @@ fn pickles_are_told_by_their_names_and_by_their_first_bytes() {
         r#"{"_class_name":"StableDiffusionPipeline"}"#,
     );
     let identity = identify(&Inventory::open(&at("folder")));
-    let refusal = check("folder", ArchName::Sd1, &identity).unwrap_err().to_string();
+    let error = check_supported("folder", ArchName::Sd1, &identity)
+        .unwrap_err()
+        .to_string();
     assert!(
-        refusal.contains("pickle") && refusal.contains("diffusion_pytorch_model.bin"),
-        "{refusal}"
+        error.contains("pickle") && error.contains("diffusion_pytorch_model.bin"),
+        "{error}"
     );
 }
 
 #[test]
-fn a_refusal_says_what_was_found_why_and_what_runs() {
+fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_supported() {
     let flux = of_header(&[("double_blocks.0.img_attn.qkv.weight", &[9216, 3072])]);
-    let text = check("models/a.safetensors", ArchName::Sd1, &flux)
+    let text = check_supported("models/a.safetensors", ArchName::Sd1, &flux)
         .unwrap_err()
         .to_string();
     assert_eq!(
@@ -418,22 +421,22 @@ fn a_refusal_says_what_was_found_why_and_what_runs() {
         "models/a.safetensors is FLUX.1: m.safetensors has `double_blocks.0.img_attn.qkv.weight`, and `model.arch` of the config is \
          `sd1`; this release runs Stable Diffusion 1.x (`arch: sd1`)"
     );
-    let text = check("m", ArchName::Flux, &flux).unwrap_err().to_string();
+    let text = check_supported("m", ArchName::Flux, &flux).unwrap_err().to_string();
     assert!(!text.contains("model.arch"), "{text}");
     let sd1 = folder(&[("model_index.json", r#"{"_class_name":"StableDiffusionPipeline"}"#)]);
-    assert_eq!(check("m", ArchName::Sd1, &sd1), Ok(()));
-    let text = check("m", ArchName::Sdxl, &sd1).unwrap_err().to_string();
+    assert_eq!(check_supported("m", ArchName::Sd1, &sd1), Ok(()));
+    let text = check_supported("m", ArchName::Sdxl, &sd1).unwrap_err().to_string();
     assert!(text.ends_with("set `arch: sd1`"), "{text}");
     let unet = of_header(&[
         ("input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight", &[320, 768]),
         ("output_blocks.0.0.weight", &[1]),
     ]);
-    let text = check("m", ArchName::Sd1, &unet).unwrap_err().to_string();
+    let text = check_supported("m", ArchName::Sd1, &unet).unwrap_err().to_string();
     assert!(text.contains("text encoder") && text.contains("VAE"), "{text}");
     let nothing = folder(&[("readme.txt", "hello")]);
-    let text = check("m", ArchName::Sd1, &nothing).unwrap_err().to_string();
+    let text = check_supported("m", ArchName::Sd1, &nothing).unwrap_err().to_string();
     assert!(
-        text.starts_with("m is no model that is known here: it has no model_index.json"),
+        text.starts_with("m is not a known model: it has no model_index.json"),
         "{text}"
     );
 }

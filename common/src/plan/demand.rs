@@ -1,44 +1,44 @@
-//! What a job needs: memory under each profile, and how much work it is.
+//! Predicts a job's memory need under each profile and its amount of work.
 //!
-//! The figures are predictions on the careful side; `cluster.memory_budget` in a config wins over them. Read from the
-//! job's JSON key by key, so that a job of a newer version, with keys that are not known here, still gets a figure.
+//! The predictions are conservative; `cluster.memory_budget` in a config overrides them. The job's JSON is read key by key, so
+//! that jobs of a newer version with unknown keys get a prediction, too.
 
-use super::anatomy::{Anatomy, Stored};
-use super::choices::Choices;
-use super::family::{Activity, Family};
-use super::layout::{Activations, GIB, Layout, Part, need};
+use super::family::{ActivationCosts, Family};
+use super::layout::{Activations, ComponentWeights, GIB, Layout, memory_need};
+use super::memory_options::MemoryOptions;
 use super::need::MemoryNeed;
+use super::parameter_counts::{CompactWeights, ParameterCounts};
 use super::qtype::QType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Passes through the denoiser that a training step costs: forward, and a backward of twice its cost.
+/// Denoiser passes that a training step costs: the forward pass, and a backward pass of twice the cost.
 const TRAINING_PASSES: f64 = 3.0;
-/// The same with gradient checkpointing: one more forward.
+/// The same with gradient checkpointing: one more forward pass.
 const CHECKPOINTED_PASSES: f64 = 4.0;
-/// GiB that the VAE takes beside what grows with the image.
-const VAE_FIXED: f64 = 0.039;
+/// GiB of activations of the VAE that do not depend on the image size.
+const VAE_FIXED_GIB: f64 = 0.039;
 
-/// What a job needs.
+/// The resources that a job needs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Demand {
-    /// The family of its model, under which speeds are learned.
+    /// The model's family. Measured speeds are stored per family.
     pub family: String,
-    /// Thousandths of a unit of work; a unit is one pass of one 512 x 512 image through the denoiser.
+    /// Thousandths of a unit of work. A unit is one denoiser pass of one 512 x 512 image.
     #[serde(rename = "milliunits")]
     pub millipasses: u64,
-    /// Bytes of device memory at the peak, by profile; none: not known.
+    /// Peak device memory under each profile. None: unknown.
     pub memory: Option<MemoryNeed>,
 }
 
 impl Demand {
-    /// What a job (`JobSpec` as JSON) needs; `anatomy` is its model's, where the model's files were seen. `None` when
-    /// the job has no process with a model.
+    /// Predicts the needs of a job (`JobSpec` as JSON). `counts` is given if the model's files are known. `None` if no process
+    /// of the job has a model.
     #[must_use]
-    pub fn of_job(job: &Value, anatomy: Option<Anatomy>) -> Option<Self> {
+    pub fn of_job(job: &Value, counts: Option<ParameterCounts>) -> Option<Self> {
         let mut whole: Option<Self> = None;
         for process in job.get("process")?.as_array()? {
-            let Some(one) = of_process(process, anatomy) else {
+            let Some(one) = of_process(process, counts) else {
                 continue;
             };
             whole = Some(match whole {
@@ -46,7 +46,7 @@ impl Demand {
                 Some(before) => Self {
                     family: before.family,
                     millipasses: before.millipasses.saturating_add(one.millipasses),
-                    // Processes run one after another; one that is not known makes the whole not known.
+                    // Processes run one after another. If one is unknown, the whole is unknown.
                     memory: before.memory.zip(one.memory).map(|(a, b)| a.max(b)),
                 },
             });
@@ -54,17 +54,17 @@ impl Demand {
         whole
     }
 
-    /// The same work for another number of images than is seen in the job, where its prompts lie in a file.
+    /// Scales the work to `images`, for jobs whose prompts are in a file, so that the job itself does not give their number.
     #[must_use]
-    pub fn of_images(mut self, job: &Value, images: u64) -> Self {
+    pub fn with_images(mut self, job: &Value, images: u64) -> Self {
         let Some(body) = job.pointer("/process/0/kind/generate") else {
             return self;
         };
-        self.millipasses = milli(self.units() / images_seen(body) * images as f64);
+        self.millipasses = to_thousandths(self.units() / image_count(body) * images as f64);
         self
     }
 
-    /// Units of work.
+    /// The amount of work in units.
     #[must_use]
     pub fn units(&self) -> f64 {
         self.millipasses as f64 / 1000.0
@@ -83,7 +83,7 @@ fn flag(value: &Value, pointer: &str) -> bool {
     value.pointer(pointer).and_then(Value::as_bool).unwrap_or(false)
 }
 
-/// A list of numbers, or one.
+/// The largest number of a list, or the single number.
 fn largest(value: Option<&Value>) -> Option<f64> {
     let value = value?;
     match value.as_array() {
@@ -95,14 +95,14 @@ fn largest(value: Option<&Value>) -> Option<f64> {
     }
 }
 
-fn milli(units: f64) -> u64 {
+fn to_thousandths(units: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let milli = (units * 1000.0).clamp(1.0, 1e15) as u64;
-    milli
+    let thousandths = (units * 1000.0).clamp(1.0, 1e15) as u64;
+    thousandths
 }
 
-/// Bytes per number of a format, by its name in configs.
-fn width(dtype: Option<&str>) -> f64 {
+/// Bytes per number of a dtype, by its name in configs.
+fn dtype_bytes(dtype: Option<&str>) -> f64 {
     match dtype {
         Some("fp16" | "float16" | "f16" | "bf16" | "bfloat16") => 2.0,
         _ => 4.0,
@@ -110,19 +110,19 @@ fn width(dtype: Option<&str>) -> f64 {
 }
 
 /// Bytes of optimizer state per trained parameter.
-pub(super) fn state_width(optimizer: &str) -> f64 {
+pub(super) fn state_bytes_per_parameter(optimizer: &str) -> f64 {
     let name = optimizer.to_ascii_lowercase();
     match name.as_str() {
-        // Row and column means only; beside them a rate of two bytes, or a byte of signs.
+        // Row and column means only. The automagic optimizers add a learning rate of two bytes or a byte of signs per parameter.
         "adafactor" => 0.1,
         "automagic" => 2.1,
         "automagic2" | "automagic3" => 1.1,
         "dadaptation" | "dadaptationadam" => 12.0,
         "dadaptationlion" => 8.0,
-        // Two moments in 8 bits, two tensors for a fifth of the elements in float32.
+        // Two moments in 8 bits, and two float32 tensors for a fifth of the elements.
         name if name.starts_with("prodigy8bit") => 3.7,
         name if name.contains("prodigy") => 16.0,
-        // One moment; Adam has two. Besides the codes one float per 256 of them.
+        // One moment; Adam has two. 8-bit moments have one float scale per 256 codes.
         name if name.contains("lion") && name.contains("8bit") => 1.1,
         "ademamix8bit" => 3.1,
         name if name.contains("8bit") || name.ends_with('8') => 2.1,
@@ -131,26 +131,25 @@ pub(super) fn state_width(optimizer: &str) -> f64 {
     }
 }
 
-/// Whether this optimizer's step may be taken parameter by parameter: it finds nothing out over all of them. As the engine's
-/// `Optimizer::separable`.
-fn separable(optimizer: &str) -> bool {
+/// Whether this optimizer can update each parameter separately, because it uses no statistics over all of them. Matches the
+/// engine's `Optimizer::separable`.
+fn is_separable(optimizer: &str) -> bool {
     let name = optimizer.to_ascii_lowercase();
     !(name.contains("prodigy") || name.starts_with("dadaptation") || name == "automagic3")
 }
 
-/// Whether this optimizer keeps means of rows and columns, for convolutions those of each kernel.
-pub(super) fn factored(optimizer: &str) -> bool {
+/// Whether this optimizer stores row and column means instead of full moments (for convolutions, those of each kernel).
+pub(super) fn is_factored(optimizer: &str) -> bool {
     let name = optimizer.to_ascii_lowercase();
     name == "adafactor" || name.starts_with("automagic")
 }
 
-/// Bytes of a factored optimizer's means of the kernels of convolutions, per parameter of the model: six numbers for nine
-/// weights.
-pub(super) fn factored_convolutions(family: &Family) -> f64 {
+/// Bytes of a factored optimizer's means for convolution kernels, per parameter of the model: six numbers per nine weights.
+pub(super) fn factored_convolution_bytes(family: &Family) -> f64 {
     4.0 * family.convolutions * 6.0 / 9.0
 }
 
-fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
+fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand> {
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
     let arch = text(body, "/model/arch")?;
@@ -159,7 +158,7 @@ fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
         || arch.split(':').next().unwrap_or(arch).to_owned(),
         |f| f.name.to_owned(),
     );
-    let figures = family.map(|family| Figures::of(family, anatomy));
+    let figures = family.map(|family| Figures::of(family, counts));
     match kind.as_str() {
         "train" => Some(training(name, body, figures)),
         "generate" | "img2_img" => Some(generation(name, body, figures)),
@@ -167,21 +166,21 @@ fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
     }
 }
 
-/// A family's figures, scaled to the model at hand.
+/// A family's figures, scaled to the actual model. Parameters in millions.
 pub(super) struct Figures {
     pub(super) family: &'static Family,
     pub(super) denoiser: f64,
     pub(super) text: f64,
     pub(super) vae: f64,
-    /// Activations grow with the width of the layers, parameters with its square.
+    /// Factor on activations, relative to the family. Activations grow with the width of the layers, parameters with its square.
     scale: f64,
-    /// Of denoiser, text encoders and VAE, what their files hold in few bits.
-    stored: [Stored; 3],
+    /// The compactly stored parameters of denoiser, text encoders and VAE.
+    stored: [CompactWeights; 3],
 }
 
 impl Figures {
-    pub(super) fn of(family: &'static Family, anatomy: Option<Anatomy>) -> Self {
-        match anatomy {
+    pub(super) fn of(family: &'static Family, counts: Option<ParameterCounts>) -> Self {
+        match counts {
             None => Self {
                 family,
                 denoiser: family.denoiser,
@@ -190,22 +189,22 @@ impl Figures {
                 scale: 1.0,
                 stored: Default::default(),
             },
-            Some(anatomy) => {
+            Some(counts) => {
                 let millions = |n: u64| n as f64 / 1e6;
-                let denoiser = millions(anatomy.denoiser);
-                // A part that was not found lies elsewhere and is as large as usual, except beside a toy.
+                let denoiser = millions(counts.denoiser);
+                // A component that was not found is stored elsewhere and has the family's usual size, scaled down for tiny models.
                 let scale = (denoiser / family.denoiser).sqrt().clamp(0.01, 4.0);
-                let part = |found: u64, usual: f64| match found {
+                let component = |found: u64, usual: f64| match found {
                     0 => usual * scale.powi(2).min(1.0),
                     found => millions(found),
                 };
                 Self {
                     family,
                     denoiser,
-                    text: part(anatomy.text, family.text),
-                    vae: part(anatomy.vae, family.vae),
+                    text: component(counts.text, family.text),
+                    vae: component(counts.vae, family.vae),
                     scale,
-                    stored: [anatomy.denoiser_stored, anatomy.text_stored, anatomy.vae_stored],
+                    stored: [counts.denoiser_stored, counts.text_stored, counts.vae_stored],
                 }
             }
         }
@@ -213,77 +212,83 @@ impl Figures {
 }
 
 impl Figures {
-    /// As `scale`, of the VAE.
+    /// Factor on the VAE's activations, relative to the family.
     fn vae_scale(&self) -> f64 {
         (self.vae / self.family.vae).sqrt().clamp(0.01, 4.0)
     }
 
-    /// Millions of parameters of the text encoders that are never quantised. A vocabulary stays as long where its vectors
-    /// get shorter.
+    /// Millions of text encoder parameters that are never quantised. Smaller encoders have shorter embedding vectors, but the
+    /// same vocabulary.
     fn text_tables(&self) -> f64 {
         let smaller = (self.text / self.family.text).sqrt();
         (self.family.text_tables * smaller).min(self.text)
     }
 
-    /// The weights, where one that is not quantised takes `width` bytes; `full` where denoiser and text encoders themselves
-    /// are trained. Nothing that training adds, nothing computed.
-    fn layout(&self, body: &Value, place: Place, full: [bool; 2]) -> Layout {
+    /// The memory of the weights alone, without activations and training state. `full` says whether the denoiser and the text
+    /// encoders themselves are trained.
+    fn layout(&self, body: &Value, target: Target, full: [bool; 2]) -> Layout {
         let [denoiser, text, vae] = self.stored;
         let tables = self.text_tables();
         Layout {
             denoiser: match full[0] {
-                // What is trained is neither quantised nor left as it is stored.
-                true => part(self.denoiser, 0.0, Stored::default(), None, place),
+                // Trained weights are converted to the compute dtype.
+                true => component_weights(self.denoiser, 0.0, CompactWeights::default(), None, target),
                 false => {
-                    let quantised = quantised_width(body, Quantisable::Denoiser, place.width);
-                    part(self.denoiser, 0.0, denoiser, quantised, place)
+                    let quantised = quantised_width(body, Quantisable::Denoiser, target.width);
+                    component_weights(self.denoiser, 0.0, denoiser, quantised, target)
                 }
             },
             denoiser_trained: full[0],
             text: match full[1] {
-                true => part(self.text, 0.0, Stored::default(), None, place),
+                true => component_weights(self.text, 0.0, CompactWeights::default(), None, target),
                 false => {
-                    let quantised = quantised_width(body, Quantisable::TextEncoder, place.width);
-                    part(self.text, tables, text, quantised, place)
+                    let quantised = quantised_width(body, Quantisable::TextEncoder, target.width);
+                    component_weights(self.text, tables, text, quantised, target)
                 }
             },
             text_trained: full[1],
-            vae: part(self.vae, 0.0, vae, None, place),
+            vae: component_weights(self.vae, 0.0, vae, None, target),
             trained: 0.0,
             gradients: 0.0,
             separable: false,
             saving: 0.0,
             activations: Activations::default(),
-            asked: asked(body),
+            config_options: config_options(body),
         }
     }
 }
 
-/// Where weights are computed with, and in how many bytes each.
+/// The kind of device, and the bytes per number of its compute dtype.
 #[derive(Clone, Copy)]
-struct Place {
+struct Target {
     width: f64,
     cpu: bool,
 }
 
-impl Place {
+impl Target {
     fn gpu(width: f64) -> Self {
         Self { width, cpu: false }
     }
 
-    /// There everything is computed in float32.
+    /// A CPU computes in float32.
     fn cpu() -> Self {
         Self { width: 4.0, cpu: true }
     }
 }
 
-/// Of so many millions of parameters, of which `tables` are never quantised: those that are quantised in their file, and of
-/// the others, those that are quantised to so many bytes, if any.
-fn part(all: f64, tables: f64, stored: Stored, quantised: Option<f64>, place: Place) -> Part {
+/// The memory of a component with `all` million parameters. `stored` are those that the file stores compactly; `tables` million
+/// of the others are never quantised; `quantised` is the bytes per weight if the rest is quantised at load time.
+fn component_weights(
+    all: f64,
+    tables: f64,
+    stored: CompactWeights,
+    quantised: Option<f64>,
+    target: Target,
+) -> ComponentWeights {
     let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
     let in_file = (stored.quantised as f64 / 1e6).min(all);
     let others = all - in_file;
-    let halves = match place.cpu && quantised.is_none() {
+    let halves = match target.cpu && quantised.is_none() {
         true => (stored.halves as f64 / 1e6).min(others),
         false => 0.0,
     };
@@ -294,13 +299,13 @@ fn part(all: f64, tables: f64, stored: Stored, quantised: Option<f64>, place: Pl
         }
         None => (0.0, others - halves),
     };
-    let wide = gib(plain, place.width);
-    Part {
-        plain: wide + gib(halves, 2.0),
+    let wide = gib(plain, target.width);
+    ComponentWeights {
+        streamable: wide + gib(halves, 2.0),
         quantised: packed,
         stored: stored.bytes as f64 / GIB,
-        wide,
-        unpacked: gib(all, place.width) - wide,
+        in_compute_dtype: wide,
+        dequantised: gib(all, target.width) - wide,
     }
 }
 
@@ -319,8 +324,8 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         .unwrap_or(true);
     let steps = number(body, "/train/steps").unwrap_or(1000.0);
     let accumulated = number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0);
-    // Below zero: those of an epoch.
-    let every_step = body
+    // A negative value means one update per epoch.
+    let updates_every_step = body
         .pointer("/train/gradient_accumulation_steps")
         .is_none_or(|steps| steps == 1);
     let passes = if checkpointed {
@@ -336,67 +341,68 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
             millions: trained,
             full,
         } = Trained::of(body, &figures);
-        // What is trained is kept in f32, and what it is trained in is too.
+        // A full fine-tune keeps and computes its weights in f32.
         let width = match network {
-            Some(_) => width(text(body, "/train/dtype")),
+            Some(_) => dtype_bytes(text(body, "/train/dtype")),
             None => 4.0,
         };
         let trained = trained * 1e6 / GIB;
-        let mut state = state_width(optimizer);
-        if full[0] && factored(optimizer) {
-            state += factored_convolutions(figures.family);
+        let mut state = state_bytes_per_parameter(optimizer);
+        if full[0] && is_factored(optimizer) {
+            state += factored_convolution_bytes(figures.family);
         }
-        // The gradient of the table of tokens is there a second time, as what a lookup sends back.
+        // The gradient of the token embeddings exists twice: the backward pass of the lookup makes another one.
         let tables = f64::from(full[1]) * figures.text_tables() * 1e6 * 4.0 / GIB;
         let averaged = flag(body, "/train/ema_config/use_ema");
         let one = (side / 1024.0).powi(2);
-        let layout = |place: Place, activity: Activity| {
+        let layout = |target: Target, costs: ActivationCosts| {
             let per_image = |activations: f64| one * batch * activations * figures.scale;
-            // A full fine-tune's weights are counted with their part, are updated in place, and are saved one by one; their
-            // averages change places with them to be saved. An adapter takes a number more for each while the step is worked out: on the CPU it is seen.
-            let (beside, saving) = match network {
+            // A full fine-tune's weights are counted with their component, updated in place and saved one by one; the EMA
+            // is swapped with them to be saved. An adapter needs one more number per parameter during an optimizer step,
+            // which is noticeable on a CPU.
+            let (extra, saving) = match network {
                 Some(_) => (
-                    4.0 + activity.step * state,
-                    activity.saving.own * 4.0 + activity.saving.state * state,
+                    4.0 + costs.step * state,
+                    costs.saving.weights * 4.0 + costs.saving.state * state,
                 ),
                 None if averaged => (8.0, 0.0),
                 None => (0.0, 0.0),
             };
             Layout {
-                trained: trained * (beside + state),
+                trained: trained * (extra + state),
                 gradients: trained * 4.0 + tables,
-                separable: separable(optimizer) && accumulated == 1.0 && every_step,
+                separable: is_separable(optimizer) && accumulated == 1.0 && updates_every_step,
                 saving: trained * saving,
                 activations: Activations {
                     work: if checkpointed {
-                        per_image(activity.train_checkpointed)
+                        per_image(costs.train_checkpointed)
                     } else {
-                        per_image(activity.train_plain)
+                        per_image(costs.train_plain)
                     },
-                    lean_work: per_image(activity.train_lean),
-                    // Images are encoded one by one.
-                    vae: (one * activity.encode + VAE_FIXED) * figures.vae_scale(),
+                    lean_work: per_image(costs.train_lean),
+                    // Images are encoded one at a time.
+                    vae: (one * costs.encode + VAE_FIXED_GIB) * figures.vae_scale(),
                     vae_megapixels: one,
                 },
-                ..figures.layout(body, place, full)
+                ..figures.layout(body, target, full)
             }
         };
         let family = figures.family;
-        need(
-            &layout(Place::gpu(width), family.on_gpu(width)),
-            &layout(Place::cpu(), family.on_cpu()),
+        memory_need(
+            &layout(Target::gpu(width), family.on_gpu(width)),
+            &layout(Target::cpu(), family.on_cpu()),
         )
     });
     Demand {
         family,
-        millipasses: milli(units),
+        millipasses: to_thousandths(units),
         memory,
     }
 }
 
-/// What a training trains.
+/// The parameters that a training run trains.
 pub(super) struct Trained {
-    /// Millions of parameters.
+    /// Millions of trained parameters.
     pub(super) millions: f64,
     /// Whether denoiser and text encoders themselves are trained.
     pub(super) full: [bool; 2],
@@ -405,19 +411,19 @@ pub(super) struct Trained {
 impl Trained {
     pub(super) fn of(body: &Value, figures: &Figures) -> Self {
         let network = body.get("network").filter(|network| !network.is_null());
-        let parts = [
+        let components = [
             body.pointer("/train/train_unet")
                 .and_then(Value::as_bool)
                 .unwrap_or(true),
             flag(body, "/train/train_text_encoder"),
         ];
-        let full = parts.map(|part| part && network.is_none());
+        let full = components.map(|trained| trained && network.is_none());
         let millions = match network {
             Some(network) => {
                 let rank = number(network, "/rank")
                     .or_else(|| number(network, "/linear"))
                     .unwrap_or(4.0);
-                let of_text = match parts[1] {
+                let of_text = match components[1] {
                     true => figures.family.text_lora_per_rank,
                     false => 0.0,
                 };
@@ -435,45 +441,45 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
     let height_px = number(body, "/generate/height").unwrap_or(512.0);
     let steps = number(body, "/generate/sample_steps").unwrap_or(20.0);
     let guided = number(body, "/generate/guidance_scale").unwrap_or(7.0) > 1.0;
-    let images = images_seen(body);
+    let images = image_count(body);
     let area = width_px * height_px;
     let passes = if guided { 2.0 } else { 1.0 };
     let units = images * steps * passes * area / (512.0 * 512.0);
     let memory = figures.map(|figures| {
         let megapixels = area / (1024.0 * 1024.0);
-        let layout = |place: Place, activity: Activity| {
-            let one = megapixels * activity.denoise * figures.scale;
+        let layout = |target: Target, costs: ActivationCosts| {
+            let one = megapixels * costs.denoise * figures.scale;
             Layout {
                 activations: Activations {
                     work: passes * one,
                     lean_work: one,
-                    vae: (megapixels * activity.decode + VAE_FIXED) * figures.vae_scale(),
+                    vae: (megapixels * costs.decode + VAE_FIXED_GIB) * figures.vae_scale(),
                     vae_megapixels: megapixels,
                 },
-                ..figures.layout(body, place, [false; 2])
+                ..figures.layout(body, target, [false; 2])
             }
         };
-        let (family, width) = (figures.family, width(text(body, "/model/dtype")));
-        need(
-            &layout(Place::gpu(width), family.on_gpu(width)),
-            &layout(Place::cpu(), family.on_cpu()),
+        let (family, width) = (figures.family, dtype_bytes(text(body, "/model/dtype")));
+        memory_need(
+            &layout(Target::gpu(width), family.on_gpu(width)),
+            &layout(Target::cpu(), family.on_cpu()),
         )
     });
     Demand {
         family,
-        millipasses: milli(units),
+        millipasses: to_thousandths(units),
         memory,
     }
 }
 
-/// What the keys of the `model` section ask for.
-fn asked(body: &Value) -> Choices {
+/// The memory options in the `model` section.
+fn config_options(body: &Value) -> MemoryOptions {
     let offloads = body
         .pointer("/model/layer_offloading")
         .and_then(Value::as_bool)
         .unwrap_or_else(|| flag(body, "/model/auto_memory"));
     let share = |key: &str| number(body, key).unwrap_or(1.0);
-    Choices::asked(
+    MemoryOptions::from_config(
         flag(body, "/model/low_vram"),
         offloads.then(|| {
             let shares = ["transformer", "text_encoder"];
@@ -482,14 +488,14 @@ fn asked(body: &Value) -> Choices {
     )
 }
 
-/// What can be quantised.
+/// A component that can be quantised.
 #[derive(Clone, Copy)]
 enum Quantisable {
     Denoiser,
     TextEncoder,
 }
 
-/// Bytes of a weight of this part, if it is quantised.
+/// Bytes per weight of this component if the config quantises it.
 fn quantised_width(body: &Value, part: Quantisable, width: f64) -> Option<f64> {
     let quantize = flag(body, "/model/quantize");
     let (on, key) = match part {
@@ -503,8 +509,8 @@ fn quantised_width(body: &Value, part: Quantisable, width: f64) -> Option<f64> {
     on.then(|| kind.unwrap_or(QType::Float8).bytes().min(width))
 }
 
-/// Images, as far as the job itself says.
-fn images_seen(body: &Value) -> f64 {
+/// The number of images, as far as the job itself gives it.
+fn image_count(body: &Value) -> f64 {
     let prompts = body
         .pointer("/generate/prompts")
         .and_then(|prompts| {
@@ -531,15 +537,15 @@ mod tests {
             "datasets": [{"resolution": [512, side]}]}}}]})
     }
 
-    /// On a GPU.
+    /// GiB on a GPU under each profile.
     fn gib(job: &Value) -> [f64; 4] {
         let need = Demand::of_job(job, None).unwrap().memory.unwrap();
         MemoryProfile::on(false).map(|profile| need.under(profile, false) as f64 / GIB)
     }
 
     #[test]
-    fn published_figures_are_met_on_the_careful_side() {
-        // Each: what the trainers publish, and no more than half as much again.
+    fn predictions_are_at_least_the_published_figures() {
+        // Each is at least the published figure, and at most 1.5 times it.
         let sd = gib(&lora("sd1", 512, "bf16", 16));
         assert!((2.9..6.0).contains(&sd[0]), "SD 1.5 LoRA runs in about 4 GB: {sd:?}");
         let sdxl = gib(&lora("sdxl", 1024, "bf16", 16));
@@ -574,15 +580,15 @@ mod tests {
     }
 
     #[test]
-    fn a_toy_needs_little_and_a_quantised_base_less() {
+    fn tiny_models_and_quantised_models_need_less() {
         let job = lora("sd1", 512, "bf16", 4);
-        let toy = Anatomy {
+        let tiny = ParameterCounts {
             denoiser: 1_000_000,
             text: 100_000,
             vae: 0,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         };
-        let need = Demand::of_job(&job, Some(toy)).unwrap().memory.unwrap();
+        let need = Demand::of_job(&job, Some(tiny)).unwrap().memory.unwrap();
         assert!(
             MemoryProfile::on(false)
                 .iter()
@@ -598,37 +604,37 @@ mod tests {
         };
         let one = base(false);
         assert!(one < 20.0, "{one}");
-        // T5 takes the rest.
+        // Quantising T5 as well saves the rest.
         assert!((one + 4.0..one + 6.0).contains(&base(true)), "{one} {}", base(true));
     }
 
-    /// GiB on a CPU under each profile, for images of this side by Stable Diffusion 1.5.
-    fn drawing(model: &Value, side: u32, anatomy: Option<Anatomy>) -> [f64; 4] {
+    /// GiB on a CPU under each profile, for generating square images with Stable Diffusion 1.5.
+    fn generation_gib(model: &Value, side: u32, counts: Option<ParameterCounts>) -> [f64; 4] {
         let mut job = json!({"process": [{"kind": {"generate": {"model": {"arch": "sd1"},
             "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a"]}}}}]});
         let keys = job.pointer_mut("/process/0/kind/generate/model").unwrap();
         keys.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
-        let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+        let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
         MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
     }
 
-    /// What jobs took (docs/memory.md).
+    /// Measured values from docs/memory.md.
     #[test]
-    fn images_are_predicted_as_they_were_measured() {
+    fn generation_memory_is_predicted_within_the_measured_range() {
         let unet = json!({"quantize": true, "quantize_te": false, "qtype": "int8"});
         let nf4 = json!({"quantize": true, "quantize_te": false, "qtype": "nf4"});
         let text = json!({"quantize_te": true, "qtype_te": "int8"});
         let both = json!({"quantize": true, "qtype": "int8", "qtype_te": "int8"});
         // Half of the channels in its U-Net.
-        let half = Some(Anatomy {
+        let half = Some(ParameterCounts {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
         let plain = json!({});
-        for (model, anatomy, side, profile, taken) in [
+        for (model, counts, side, profile, taken) in [
             (&unet, None, 256, balanced, 1.42),
             (&nf4, None, 256, balanced, 0.95),
             (&both, None, 256, whole, 2.02),
@@ -646,31 +652,31 @@ mod tests {
             (&plain, half, 192, extreme, 0.16),
             (&plain, half, 1024, extreme, 0.84),
         ] {
-            let predicted = drawing(model, side, anatomy)[profile];
+            let predicted = generation_gib(model, side, counts)[profile];
             let over = predicted / taken - 1.0;
             assert!(
                 (-0.05..0.10).contains(&over),
-                "{model}, {side}, {profile}: {predicted:.2} predicted, {taken} taken"
+                "{model}, {side}, {profile}: {predicted:.2} predicted, {taken} measured"
             );
         }
-        // As `quantize` says where `quantize_te` says nothing.
+        // `quantize_te` defaults to `quantize`.
         let said = json!({"quantize": true, "quantize_te": true, "qtype": "int8", "qtype_te": "int8"});
-        assert_eq!(drawing(&both, 256, None), drawing(&said, 256, None));
+        assert_eq!(generation_gib(&both, 256, None), generation_gib(&said, 256, None));
     }
 
     #[test]
-    fn what_is_quantised_in_its_file_stays_in_its_bits() {
-        let half = |denoiser_stored: Stored| {
-            Some(Anatomy {
+    fn weights_quantised_in_their_file_stay_quantised() {
+        let half = |denoiser_stored: CompactWeights| {
+            Some(ParameterCounts {
                 denoiser: 219_789_284,
                 text: 123_060_480,
                 vae: 83_653_863,
                 denoiser_stored,
-                ..Anatomy::default()
+                ..ParameterCounts::default()
             })
         };
         // Linear layers in q8_0, convolutions in 16 bits.
-        let stored = Stored {
+        let stored = CompactWeights {
             quantised: 72_304_640,
             bytes: 76_823_680,
             halves: 147_262_720,
@@ -679,28 +685,28 @@ mod tests {
             json!({}),
             json!({"quantize": true, "quantize_te": false, "qtype": "int8"}),
         );
-        let dense = drawing(&none, 192, half(Stored::default()));
-        let gguf = drawing(&none, 192, half(stored));
-        let packed = drawing(&int8, 192, half(stored));
-        // A weight of 4 bytes has 17 / 16 or 2.
+        let dense = generation_gib(&none, 192, half(CompactWeights::default()));
+        let gguf = generation_gib(&none, 192, half(stored));
+        let packed = generation_gib(&int8, 192, half(stored));
+        // A weight of 4 bytes takes 17 / 16 or 2 bytes.
         assert!((0.4..0.6).contains(&(dense[0] - gguf[0])), "{dense:?} {gguf:?}");
-        // Quantised layers stay where others are streamed.
+        // Quantised layers stay in memory when others are streamed.
         assert!((0.05..0.12).contains(&(gguf[3] - dense[3])), "{dense:?} {gguf:?}");
-        // `quantize` is for those that are not yet.
+        // `quantize` applies to the weights that are not quantised in the file.
         assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
     }
 
-    /// What LoRAs of Stable Diffusion 1.5 took on a CPU (docs/memory.md).
+    /// Measured values of LoRAs of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
     #[test]
-    fn loras_are_predicted_as_they_were_measured() {
-        let half = Some(Anatomy {
+    fn lora_memory_is_predicted_within_the_measured_range() {
+        let half = Some(ParameterCounts {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
-        for (anatomy, side, rank, batch, checkpointed, optimizer, profile, taken) in [
+        for (counts, side, rank, batch, checkpointed, optimizer, profile, taken) in [
             (None, 256, 16, 1, true, "adamw", whole, 4.63),
             (None, 512, 16, 1, true, "adamw", whole, 4.95),
             (None, 512, 16, 1, false, "adamw", whole, 5.92),
@@ -720,27 +726,27 @@ mod tests {
             train["batch_size"] = json!(batch);
             train["gradient_checkpointing"] = json!(checkpointed);
             train["optimizer"] = json!(optimizer);
-            let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+            let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
             let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
             let over = predicted / taken - 1.0;
             assert!(
                 (-0.05..0.10).contains(&over),
-                "{side}, rank {rank}, {profile}: {predicted:.2} predicted, {taken} taken"
+                "{side}, rank {rank}, {profile}: {predicted:.2} predicted, {taken} measured"
             );
         }
     }
 
-    /// What full fine-tunes of Stable Diffusion 1.5 took on a CPU (docs/memory.md).
+    /// Measured values of full fine-tunes of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
     #[test]
-    fn full_fine_tunes_are_predicted_as_they_were_measured() {
-        let half = Some(Anatomy {
+    fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
+        let half = Some(ParameterCounts {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
-        for (anatomy, optimizer, text, profile, taken) in [
+        for (counts, optimizer, text, profile, taken) in [
             (half, "adamw", false, whole, 4.71),
             (half, "adamw8bit", false, whole, 3.40),
             (half, "adamw", false, balanced, 3.84),
@@ -762,19 +768,19 @@ mod tests {
             body["network"] = json!(null);
             body["train"]["optimizer"] = json!(optimizer);
             body["train"]["train_text_encoder"] = json!(text);
-            let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+            let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
             let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
             let over = predicted / taken - 1.0;
             assert!(
                 (-0.05..0.10).contains(&over),
-                "{optimizer}, {profile}: {predicted:.2} predicted, {taken} taken"
+                "{optimizer}, {profile}: {predicted:.2} predicted, {taken} measured"
             );
         }
     }
 
-    /// As `engine`'s `states_have_the_documented_size` counts them.
+    /// The engine's test `states_are_as_small_as_they_say` measures the same sizes.
     #[test]
-    fn the_state_of_every_optimizer_that_runs_is_counted() {
+    fn the_state_size_of_every_supported_optimizer_is_known() {
         for (name, bytes) in [
             ("adam", 8.0),
             ("AdamW", 8.0),
@@ -794,12 +800,12 @@ mod tests {
             ("automagic2", 1.1),
             ("automagic3", 1.1),
         ] {
-            assert_eq!(state_width(name), bytes, "{name}");
+            assert_eq!(state_bytes_per_parameter(name), bytes, "{name}");
         }
     }
 
     #[test]
-    fn what_is_trained_is_not_quantised() {
+    fn trained_weights_are_not_quantised() {
         let full = |quantize: bool| {
             let mut job = lora("sd1", 512, "bf16", 4);
             let train = job.pointer_mut("/process/0/kind/train").unwrap();
@@ -812,7 +818,7 @@ mod tests {
     }
 
     #[test]
-    fn all_gradients_are_counted_where_they_are_needed_together() {
+    fn all_gradients_are_counted_when_the_update_needs_them_together() {
         let poor = |change: &dyn Fn(&mut Value)| {
             let mut job = lora("sd1", 512, "float32", 4);
             let body = job.pointer_mut("/process/0/kind/train").unwrap();
@@ -846,7 +852,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_not_guessed_and_nonsense_does_no_harm() {
+    fn unknown_models_give_no_memory_and_absurd_values_are_handled() {
         let wan = Demand::of_job(&lora("wan21", 512, "bf16", 4), None).unwrap();
         assert_eq!((wan.family.as_str(), wan.memory), ("wan21", None));
         for job in [

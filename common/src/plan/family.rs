@@ -1,6 +1,6 @@
-//! What is known of a family of models before any of its files is seen.
+//! Typical figures of each model family, used when the model's files are not known.
 
-/// Typical figures of a family. Parameters in millions.
+/// Typical figures of a model family. Parameters in millions.
 ///
 /// Parameter counts are those of the published configurations (`config.json` of each component). Activations are per
 /// megapixel of image (1024 x 1024) and per image, fitted to what the trainers publish: Stable Diffusion 1.5 LoRA
@@ -9,72 +9,71 @@
 /// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Family {
-    /// As `model.arch` names it.
+    /// The name as in `model.arch`.
     pub name: &'static str,
-    /// U-Net or transformer.
+    /// Parameters of the U-Net or transformer.
     pub denoiser: f64,
-    /// The share of these that are convolutions of 3 x 3.
+    /// Fraction of the denoiser's parameters in 3 x 3 convolutions.
     pub convolutions: f64,
-    /// All text encoders.
+    /// Parameters of all text encoders.
     pub text: f64,
-    /// Those of the text encoders' parameters that are never quantised: vectors of tokens and positions.
+    /// Parameters of the text encoders that are never quantised: token and position embeddings.
     pub text_tables: f64,
-    /// The VAE.
+    /// Parameters of the VAE.
     pub vae: f64,
     /// Parameters of a LoRA over every linear layer of the denoiser, per unit of rank.
     pub lora_per_rank: f64,
-    /// Parameters of its adapter per `network.conv`, in millions: of a convolution with a kernel above 1x1, from `in` to `out`
-    /// channels, 9 in + out.
+    /// Parameters of a LoRA over every convolution with a kernel above 1x1, per unit of `network.conv`: 9 in + out for a
+    /// convolution from `in` to `out` channels.
     pub conv_lora_per_rank: f64,
-    /// The same of the text encoders that can be trained.
+    /// Parameters of a LoRA over the trainable text encoders, per unit of rank.
     pub text_lora_per_rank: f64,
     /// GiB of activations per megapixel in training, with gradient checkpointing.
     pub train_checkpointed: f64,
-    /// The same without.
+    /// GiB of activations per megapixel in training, without gradient checkpointing.
     pub train_plain: f64,
     /// GiB of activations per megapixel when denoising.
     pub denoise: f64,
-    /// Seconds per unit of work on a middling CUDA card, where nothing was measured yet. A unit is one pass of one
-    /// 512 x 512 image through the denoiser.
+    /// Seconds per unit of work on an average CUDA GPU, used before anything is measured. A unit is one denoiser pass of one
+    /// 512 x 512 image.
     pub seconds_per_unit: f64,
 }
 
-/// GiB of activations per megapixel while the VAE decodes or encodes in half precision, the same KL-VAE everywhere.
+/// GiB of activations per megapixel while the VAE runs in half precision. All families use the same KL-VAE.
 const VAE_ACTIVATIONS: f64 = 3.0;
 
-/// GiB of activations per megapixel of image, on one kind of device.
+/// Activation memory on one kind of device, in GiB per megapixel of image.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Activity {
+pub struct ActivationCosts {
     /// Training with gradient checkpointing.
     pub train_checkpointed: f64,
-    /// The same where free memory is given back at once.
+    /// Training with gradient checkpointing, if freed memory is returned immediately.
     pub train_lean: f64,
-    /// Training without.
+    /// Training without gradient checkpointing.
     pub train_plain: f64,
-    /// One prediction of the denoiser.
+    /// One denoiser pass.
     pub denoise: f64,
-    /// The VAE from latents to pixels.
+    /// VAE decoding.
     pub decode: f64,
-    /// The VAE from pixels to latents.
+    /// VAE encoding.
     pub encode: f64,
-    /// What an optimizer step takes on top of the numbers of an adapter, as a share of the optimizer's state.
+    /// Extra memory of an optimizer step of an adapter, as a fraction of the optimizer state.
     pub step: f64,
-    /// What is held while a checkpoint is saved.
-    pub saving: Saving,
+    /// Memory while a checkpoint is saved.
+    pub saving: SaveCopies,
 }
 
-/// How often what is trained and what its optimizer keeps are held while they are saved, themselves counted; 0 where that
-/// is not on this device.
+/// Number of copies in memory while a checkpoint is saved, the originals included; 0 if they are not on this device.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Saving {
-    /// What is trained.
-    pub own: f64,
-    /// The state of its optimizer.
+pub struct SaveCopies {
+    /// Copies of the trained weights.
+    pub weights: f64,
+    /// Copies of the optimizer state.
     pub state: f64,
 }
 
 /// Stable Diffusion 1.5 on a CPU in float32, measured (docs/memory.md).
-const SD_ON_CPU_LAYOUT: Activity = Activity {
+const SD1_ON_CPU: ActivationCosts = ActivationCosts {
     train_checkpointed: 2.2,
     train_lean: 0.75,
     train_plain: 5.53,
@@ -82,10 +81,13 @@ const SD_ON_CPU_LAYOUT: Activity = Activity {
     decode: 3.1,
     encode: 2.04,
     step: 0.45,
-    saving: Saving { own: 2.46, state: 1.0 },
+    saving: SaveCopies {
+        weights: 2.46,
+        state: 1.0,
+    },
 };
 
-/// The families whose figures are known. Speeds are of the order of the published ones on an RTX 3090.
+/// The known families. Speeds are roughly those published for an RTX 3090.
 const FAMILIES: [Family; 6] = [
     Family {
         name: "sd1",
@@ -179,50 +181,49 @@ const FAMILIES: [Family; 6] = [
     },
 ];
 
-/// Seconds per unit for a family without figures.
+/// Seconds per unit of work for unknown families.
 pub const UNKNOWN_SECONDS_PER_UNIT: f64 = 0.2;
 
 impl Family {
-    /// On a GPU, where a number has this many bytes.
+    /// Activation memory on a GPU whose numbers have `width` bytes.
     #[must_use]
-    pub fn on_gpu(&self, width: f64) -> Activity {
-        let wide = width / 2.0;
-        Activity {
-            train_checkpointed: self.train_checkpointed * wide,
-            train_lean: self.train_checkpointed * wide,
-            train_plain: self.train_plain * wide,
-            // Published for both predictions in one batch.
-            denoise: self.denoise * wide / 2.0,
-            decode: VAE_ACTIVATIONS * wide,
-            encode: VAE_ACTIVATIONS * wide,
+    pub fn on_gpu(&self, width: f64) -> ActivationCosts {
+        let factor = width / 2.0;
+        ActivationCosts {
+            train_checkpointed: self.train_checkpointed * factor,
+            train_lean: self.train_checkpointed * factor,
+            train_plain: self.train_plain * factor,
+            // The published figures are for both guidance passes in one batch.
+            denoise: self.denoise * factor / 2.0,
+            decode: VAE_ACTIVATIONS * factor,
+            encode: VAE_ACTIVATIONS * factor,
             step: 0.0,
-            saving: Saving::default(),
+            saving: SaveCopies::default(),
         }
     }
 
-    /// On a CPU, in float32. What was measured is Stable Diffusion; others are in the same relation to it as on a
-    /// GPU.
+    /// Activation memory on a CPU in float32. Measured for Stable Diffusion; scaled for other families by the ratio on a GPU.
     #[must_use]
-    pub fn on_cpu(&self) -> Activity {
+    pub fn on_cpu(&self) -> ActivationCosts {
         let sd = &FAMILIES[0];
-        let Activity {
+        let ActivationCosts {
             train_checkpointed,
             train_lean,
             train_plain,
             denoise,
             ..
-        } = SD_ON_CPU_LAYOUT;
-        let more = self.train_checkpointed / sd.train_checkpointed;
-        Activity {
-            train_checkpointed: train_checkpointed * more,
-            train_lean: train_lean * more,
+        } = SD1_ON_CPU;
+        let ratio = self.train_checkpointed / sd.train_checkpointed;
+        ActivationCosts {
+            train_checkpointed: train_checkpointed * ratio,
+            train_lean: train_lean * ratio,
             train_plain: train_plain * self.train_plain / sd.train_plain,
             denoise: denoise * self.denoise / sd.denoise,
-            ..SD_ON_CPU_LAYOUT
+            ..SD1_ON_CPU
         }
     }
 
-    /// The figures of an architecture, as `model.arch` names it; text after `:` does not matter.
+    /// The family of a `model.arch`. Text after `:` is ignored.
     #[must_use]
     pub fn of(arch: &str) -> Option<&'static Self> {
         let name = match arch.split(':').next().unwrap_or(arch) {
@@ -240,7 +241,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_configs_lead_to_figures() {
+    fn arch_names_map_to_families() {
         assert_eq!(Family::of("flex1").unwrap().name, "flux");
         assert_eq!(Family::of("sdxl:v-pred").unwrap().name, "sdxl");
         assert_eq!(Family::of("wan21"), None);

@@ -1,4 +1,4 @@
-//! Names, shapes and kinds of the tensors of a weights file, from its header.
+//! Reads the names, shapes and storage types of the tensors of a weights file from its header.
 
 use crate::gguf;
 use serde::Deserialize;
@@ -6,34 +6,34 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// A header larger than this belongs to no model that we know.
+/// The size limit of a safetensors header. Headers of known models are smaller.
 const HEADER_LIMIT: u64 = 64 << 20;
 
-/// How a tensor is stored, as far as it matters for memory.
+/// How a tensor is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// Numbers that are read as they are computed with.
+pub(super) enum Storage {
+    /// Converted to the compute dtype when loaded.
     Plain,
-    /// A weight in GGUF of 16 bits.
+    /// A 16-bit weight of a GGUF file.
     Half,
     /// 8-bit floats.
     Float8,
-    /// Bytes, which may be a weight of 4 bits.
+    /// Unsigned bytes, which may be a packed 4-bit weight.
     Bytes,
-    /// Whole numbers of 8 bits, which may be a weight.
+    /// Signed 8-bit integers, which may be a quantised weight.
     Signed,
-    /// Blocks of so many numbers in so many bytes.
+    /// GGUF blocks: numbers per block, and bytes per block.
     Blocks(u64, u64),
 }
 
-/// A tensor.
+/// A tensor's shape and storage.
 pub(super) struct Tensor {
     pub(super) shape: Vec<u64>,
-    pub(super) kind: Kind,
+    pub(super) storage: Storage,
 }
 
 impl Tensor {
-    /// Numbers in it.
+    /// Number of elements.
     pub(super) fn count(&self) -> u64 {
         self.shape.iter().fold(1_u64, |product, n| product.saturating_mul(*n))
     }
@@ -46,7 +46,7 @@ struct Entry {
     dtype: String,
 }
 
-/// The tensors of a safetensors or GGUF file, whichever its first bytes say.
+/// Reads the tensors of a safetensors or GGUF file. The first bytes decide the format.
 pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
     let (mut file, _) = crate::fsutil::regular::open(path)?;
     let mut first = [0; 8];
@@ -58,31 +58,31 @@ pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
         return Ok(header.tensors.into_iter().map(of_gguf).collect());
     }
     let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("{}: {what}", path.display()));
-    // 8 bytes with the header's length, then JSON.
+    // A safetensors file begins with 8 bytes of header length, then JSON.
     let length = u64::from_le_bytes(first);
     if length > HEADER_LIMIT {
-        return Err(bad("no safetensors header"));
+        return Err(bad("it has no valid safetensors header"));
     }
     let mut header = Vec::new();
     file.take(length).read_to_end(&mut header)?;
     let header: BTreeMap<String, serde_json::Value> =
-        serde_json::from_slice(&header).map_err(|_| bad("no safetensors header"))?;
+        serde_json::from_slice(&header).map_err(|_| bad("it has no valid safetensors header"))?;
     Ok(header
         .into_iter()
         .filter(|(name, _)| name != "__metadata__")
         .filter_map(|(name, value)| {
             let entry: Entry = serde_json::from_value(value).ok()?;
-            let kind = match entry.dtype.as_str() {
-                "F8_E4M3" | "F8_E5M2" => Kind::Float8,
-                "U8" => Kind::Bytes,
-                "I8" => Kind::Signed,
-                _ => Kind::Plain,
+            let storage = match entry.dtype.as_str() {
+                "F8_E4M3" | "F8_E5M2" => Storage::Float8,
+                "U8" => Storage::Bytes,
+                "I8" => Storage::Signed,
+                _ => Storage::Plain,
             };
             Some((
                 name,
                 Tensor {
                     shape: entry.shape,
-                    kind,
+                    storage,
                 },
             ))
         })
@@ -90,16 +90,16 @@ pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
 }
 
 fn of_gguf((name, info): (String, gguf::TensorInfo)) -> (String, Tensor) {
-    let kind = match info.kind {
-        Ok(kind) if kind.block > 1 => Kind::Blocks(kind.block, kind.bytes),
-        Ok(kind) if kind.bytes == 2 => Kind::Half,
-        _ => Kind::Plain,
+    let storage = match info.kind {
+        Ok(kind) if kind.block > 1 => Storage::Blocks(kind.block, kind.bytes),
+        Ok(kind) if kind.bytes == 2 => Storage::Half,
+        _ => Storage::Plain,
     };
     (
         name,
         Tensor {
             shape: info.shape,
-            kind,
+            storage,
         },
     )
 }

@@ -1,45 +1,45 @@
-//! Bytes at the peak, by device and memory profile.
+//! Peak memory by kind of device and memory profile.
 
 use super::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 
 const MIB: u64 = 1 << 20;
 
-/// Memory that a job needs at its peak: under each profile, on a GPU and on a CPU, where everything is computed in
-/// float32 and the numbers of the program itself count as well. Kept in whole MiB, rounded up.
+/// Peak memory of a job under each profile, on a GPU and on a CPU. A CPU computes in float32, and the memory of the program
+/// itself counts. Serialized in MiB, rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(from = "Stored", into = "Stored")]
+#[serde(from = "Serialized", into = "Serialized")]
 pub struct MemoryNeed {
     gpu: [u32; 4],
     cpu: [u32; 4],
 }
 
-/// As it lies in records. Earlier versions had five numbers of bytes, the last of them for a CPU.
+/// The serialised form. Earlier versions wrote five byte counts, the last one for a CPU.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
-enum Stored {
-    Now {
+enum Serialized {
+    Current {
         gpu: [u32; 4],
         #[serde(rename = "processor")]
         cpu: [u32; 4],
     },
-    Before([u64; 5]),
+    Legacy([u64; 5]),
 }
 
-impl From<Stored> for MemoryNeed {
-    fn from(stored: Stored) -> Self {
+impl From<Serialized> for MemoryNeed {
+    fn from(stored: Serialized) -> Self {
         match stored {
-            Stored::Now { gpu, cpu } => Self { gpu, cpu },
-            Stored::Before([full, balanced, poor, extreme, cpu]) => {
+            Serialized::Current { gpu, cpu } => Self { gpu, cpu },
+            Serialized::Legacy([full, balanced, poor, extreme, cpu]) => {
                 Self::new([full, balanced, poor, extreme], [cpu; 4])
             }
         }
     }
 }
 
-impl From<MemoryNeed> for Stored {
+impl From<MemoryNeed> for Serialized {
     fn from(need: MemoryNeed) -> Self {
-        Self::Now {
+        Self::Current {
             gpu: need.gpu,
             cpu: need.cpu,
         }
@@ -47,7 +47,7 @@ impl From<MemoryNeed> for Stored {
 }
 
 impl MemoryNeed {
-    /// Bytes on a GPU and on a CPU: with everything in memory, then under `balanced`, `gpu_poor` and `extreme`.
+    /// Creates it from bytes on a GPU and on a CPU: with everything in memory, then under `balanced`, `gpu_poor` and `extreme`.
     #[must_use]
     pub fn new(gpu: [u64; 4], cpu: [u64; 4]) -> Self {
         let mib = |bytes: u64| u32::try_from(bytes.div_ceil(MIB)).unwrap_or(u32::MAX);
@@ -57,32 +57,32 @@ impl MemoryNeed {
         }
     }
 
-    /// The same bytes everywhere.
+    /// The same number of bytes under every profile.
     #[must_use]
     pub fn flat(bytes: u64) -> Self {
         Self::new([bytes; 4], [bytes; 4])
     }
 
-    /// Bytes under a profile, on a CPU or on a GPU. `full_gpu` and `cpu_only` both keep everything in memory.
+    /// Bytes under a profile, on a CPU or a GPU. `full_gpu` and `cpu_only` both keep everything in memory.
     #[must_use]
     pub fn under(&self, profile: MemoryProfile, on_cpu: bool) -> u64 {
-        let place = match profile {
+        let index = match profile {
             MemoryProfile::FullGpu | MemoryProfile::CpuOnly => 0,
             MemoryProfile::Balanced => 1,
             MemoryProfile::GpuPoor => 2,
             MemoryProfile::Extreme => 3,
         };
         let needs = if on_cpu { &self.cpu } else { &self.gpu };
-        u64::from(needs[place]) * MIB
+        u64::from(needs[index]) * MIB
     }
 
-    /// Whichever is more, place by place.
+    /// The elementwise maximum.
     #[must_use]
     pub fn max(self, other: Self) -> Self {
-        let most = |one: [u32; 4], two: [u32; 4]| std::array::from_fn(|i| one[i].max(two[i]));
+        let larger = |one: [u32; 4], two: [u32; 4]| std::array::from_fn(|i| one[i].max(two[i]));
         Self {
-            gpu: most(self.gpu, other.gpu),
-            cpu: most(self.cpu, other.cpu),
+            gpu: larger(self.gpu, other.gpu),
+            cpu: larger(self.cpu, other.cpu),
         }
     }
 }

@@ -1,40 +1,40 @@
-//! What a training leaves on the disk: saves, exact states to go on from, samples.
+//! Predicts the output of a training run: saved weights, checkpoints, samples.
 
-use super::anatomy::Anatomy;
-use super::demand::{Figures, Trained, factored, factored_convolutions, state_width};
+use super::demand::{Figures, Trained, factored_convolution_bytes, is_factored, state_bytes_per_parameter};
 use super::family::Family;
+use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;
 use crate::job::sample::SampleConfig;
 use serde::Serialize;
 
-/// Exact states on the disk at the most: the newest, the one before, and one that is being written.
-const STATES: u64 = 3;
-/// Log, numbers of the steps, config, and the curve of the loss.
-const SMALL_FILES: u64 = 64 << 10;
-/// Bytes of the names and shapes at the beginning of a file: some 300 layers.
-const HEADER: u64 = 48 << 10;
+/// The most checkpoints on the disk at a time: the newest two, and one that is being written.
+const MAX_CHECKPOINTS: u64 = 3;
+/// Bytes of the log, metrics, config and loss plot.
+const SMALL_FILE_BYTES: u64 = 64 << 10;
+/// Bytes of a safetensors header with some 300 layers.
+const HEADER_BYTES: u64 = 48 << 10;
 
-/// What a training writes. Bytes are predictions, for sd1 within a few percent.
+/// The predicted output of a training run. Sizes for sd1 are accurate to a few percent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RunOutput {
-    /// Step saves, without the final one.
+    /// Number of step saves, without the final save.
     pub saves: u64,
-    /// Those of them that stay.
+    /// Number of step saves that retention keeps.
     pub saves_kept: u64,
-    /// Bytes of one save.
+    /// Size of one save in bytes.
     pub save_bytes: Option<u64>,
-    /// Bytes of one exact state (weights, optimizer, average).
+    /// Size of one checkpoint in bytes (weights, optimizer state, EMA).
     pub state_bytes: Option<u64>,
-    /// Sample images in all.
+    /// Total number of sample images.
     pub samples: u64,
 }
 
 impl RunOutput {
-    /// Of a training; `anatomy` is its model's, where the model's files were seen.
+    /// Predicts the output of a training run. `counts` is given if the model's files are known.
     #[must_use]
-    pub fn of(process: &TrainerProcess, anatomy: Option<Anatomy>) -> Self {
+    pub fn of(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Self {
         let steps = process.train.steps;
-        // Steps that are due, from `start` to the one before the last.
+        // Number of multiples of `every` from `start` to the second-to-last step.
         let due = |every: Option<u64>, start: u64| match every {
             Some(every) if every > 0 => {
                 let last = steps.saturating_sub(1);
@@ -44,7 +44,7 @@ impl RunOutput {
         };
         let saves = due(process.save.save_every, 0);
         let keep = process.save.max_step_saves_to_keep;
-        let bytes = Self::bytes(process, anatomy);
+        let bytes = Self::bytes(process, counts);
         Self {
             saves,
             saves_kept: if keep == 0 { saves } else { saves.min(keep) },
@@ -57,15 +57,15 @@ impl RunOutput {
         }
     }
 
-    /// Bytes of a save and of an exact state.
-    fn bytes(process: &TrainerProcess, anatomy: Option<Anatomy>) -> Option<(u64, u64)> {
+    /// Bytes of a save and of a checkpoint.
+    fn bytes(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Option<(u64, u64)> {
         let body = serde_json::to_value(process).ok()?;
-        let figures = Figures::of(Family::of(process.model.arch.name.name())?, anatomy);
+        let figures = Figures::of(Family::of(process.model.arch.name.name())?, counts);
         let Trained { millions, full } = Trained::of(&body, &figures);
         let optimizer = process.train.optimizer.name();
-        let mut state = state_width(optimizer);
-        if full[0] && factored(optimizer) {
-            state += factored_convolutions(figures.family);
+        let mut state = state_bytes_per_parameter(optimizer);
+        if full[0] && is_factored(optimizer) {
+            state += factored_convolution_bytes(figures.family);
         }
         let averaged = if process.train.ema_config.use_ema { 4.0 } else { 0.0 };
         // A save of a full fine-tune is the whole model.
@@ -78,24 +78,24 @@ impl RunOutput {
         #[allow(clippy::cast_precision_loss)]
         let width = process.save.dtype.bytes() as f64;
         Some((
-            HEADER + bytes(saved, width),
-            // Weights, and as a rule two numbers of the optimizer for each.
-            3 * HEADER + bytes(millions, 4.0 + state + averaged),
+            HEADER_BYTES + bytes(saved, width),
+            // Weights and optimizer state, usually two moments per weight.
+            3 * HEADER_BYTES + bytes(millions, 4.0 + state + averaged),
         ))
     }
 
-    /// The most that saves and states take at one time.
+    /// The peak disk usage of saves and checkpoints in bytes.
     #[must_use]
     pub fn disk_bytes(&self) -> Option<u64> {
-        // The final save, and one step save more than is kept while the oldest is still there.
+        // The final save, and one extra step save: the oldest is removed after the newest is written.
         let files = self.saves_kept + u64::from(self.saves > self.saves_kept) + 1;
         let saves = self.save_bytes?.saturating_mul(files);
-        let states = self.state_bytes?.saturating_mul(STATES.min(self.saves + 1));
-        Some(saves.saturating_add(states).saturating_add(SMALL_FILES))
+        let states = self.state_bytes?.saturating_mul(MAX_CHECKPOINTS.min(self.saves + 1));
+        Some(saves.saturating_add(states).saturating_add(SMALL_FILE_BYTES))
     }
 }
 
-/// Samples before the first step, at each due step, and at the end.
+/// Number of samples before the first step, at each due step, and at the end.
 fn samples(process: &TrainerProcess, due: u64) -> u64 {
     if process.train.disable_sampling {
         return 0;
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn saves_states_and_samples_are_counted() {
+    fn saves_checkpoints_and_samples_are_counted() {
         let output = RunOutput::of(&lora(1000, 4), None);
         assert_eq!((output.saves, output.saves_kept), (9, 4));
         // Before the first step, at 50 … 950, and at the end.
@@ -142,7 +142,7 @@ mod tests {
         assert!((12_000_000..16_000_000).contains(&save), "{save}");
         let state = output.state_bytes.unwrap();
         assert!(state > 3 * save, "float32 and the optimizer's moments: {state}");
-        assert_eq!(output.disk_bytes(), Some(6 * save + 3 * state + SMALL_FILES));
+        assert_eq!(output.disk_bytes(), Some(6 * save + 3 * state + SMALL_FILE_BYTES));
 
         let all = RunOutput::of(&lora(1000, 0), None);
         assert_eq!((all.saves, all.saves_kept), (9, 9));
@@ -154,7 +154,10 @@ mod tests {
         let more = RunOutput::of(&convolutions, None).save_bytes.unwrap() - save;
         // 547,240 parameters per rank of a convolution, over those of Stable Diffusion 1.5's U-Net with a 3x3 kernel.
         assert_eq!(more, 8 * 547_000 * 2);
-        assert_eq!((short.saves, short.disk_bytes()), (0, Some(save + state + SMALL_FILES)));
+        assert_eq!(
+            (short.saves, short.disk_bytes()),
+            (0, Some(save + state + SMALL_FILE_BYTES))
+        );
     }
 
     #[test]

@@ -1,27 +1,27 @@
-//! Memory profiles, named as in the project's seed documents.
+//! Memory profiles.
 
 use serde::{Deserialize, Serialize};
 
 const GIB: u64 = 1 << 30;
 
-/// How a task is laid out in memory.
+/// A memory profile: how much device memory a task uses, in exchange for speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryProfile {
-    /// Everything on the device.
+    /// All weights stay on the device.
     FullGpu,
-    /// Encoders leave the device when idle.
+    /// Text encoders and VAE leave the device when idle.
     Balanced,
-    /// Components come and go, weights are quantised.
+    /// Half of the denoiser's layers are streamed as well, and memory-saving options are enabled.
     GpuPoor,
-    /// Weights are streamed block by block.
+    /// All of the denoiser's layers are streamed.
     Extreme,
-    /// The CPU does it all.
+    /// All weights stay in memory; everything runs on the CPU.
     CpuOnly,
 }
 
 impl MemoryProfile {
-    /// Every profile, the most generous first.
+    /// Every profile, from the most to the least memory.
     pub const ALL: [Self; 5] = [
         Self::FullGpu,
         Self::Balanced,
@@ -48,7 +48,7 @@ impl MemoryProfile {
         Self::ALL.into_iter().find(|profile| profile.name() == name)
     }
 
-    /// What a GPU with this much usable memory offers by default: 16, 10 and 6 GiB are the steps.
+    /// The default profile of a GPU with this much usable memory. The thresholds are 16, 10 and 6 GiB.
     #[must_use]
     pub fn for_gpu_budget(bytes: u64) -> Self {
         match bytes {
@@ -59,14 +59,14 @@ impl MemoryProfile {
         }
     }
 
-    /// What may be tried on such a device, the least slow first.
+    /// The profiles to try on a CPU or a GPU, the fastest first.
     #[must_use]
     pub fn on(cpu: bool) -> [Self; 4] {
         let first = if cpu { Self::CpuOnly } else { Self::FullGpu };
         [first, Self::Balanced, Self::GpuPoor, Self::Extreme]
     }
 
-    /// The next smaller one; none: this is the smallest.
+    /// The next smaller profile. None for the smallest.
     #[must_use]
     pub fn smaller(self) -> Option<Self> {
         match self {
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn profiles_come_in_order() {
+    fn each_profile_is_followed_by_the_next_smaller_one() {
         for cpu in [false, true] {
             for pair in MemoryProfile::on(cpu).windows(2) {
                 assert_eq!(pair[0].smaller(), Some(pair[1]));

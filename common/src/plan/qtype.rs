@@ -1,23 +1,23 @@
-//! How weights are quantised.
+//! Quantisation types of weights.
 
 use std::fmt;
 
-/// A kind of quantised weight.
+/// A quantisation type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum QType {
-    /// 8-bit floats (e4m3) with a scale per output.
+    /// 8-bit floats (e4m3) with one scale per output channel.
     Float8,
-    /// 8-bit integers with a scale per output.
+    /// 8-bit integers with one scale per output channel.
     Int8,
-    /// 4 bits of the normal-float table with a scale per 64 weights.
+    /// 4-bit NormalFloat with one scale per 64 weights.
     Nf4,
-    /// GGUF's 8 bits.
+    /// GGUF's 8-bit type `Q8_0`.
     Q8_0,
-    /// GGUF's 4 bits in super-blocks.
+    /// GGUF's 4-bit type `Q4_K`.
     Q4K,
 }
 
-/// What each is called: our own name first, then those of quanto and torchao.
+/// The names of each type: aitk's name first, then those of quanto and torchao.
 const NAMES: [(&str, QType); 9] = [
     ("float8", QType::Float8),
     ("qfloat8", QType::Float8),
@@ -31,7 +31,7 @@ const NAMES: [(&str, QType); 9] = [
 ];
 
 impl QType {
-    /// By any of its names; upper or lower case.
+    /// The type with this name, in upper or lower case.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         let name = name.trim().to_ascii_lowercase();
@@ -39,20 +39,20 @@ impl QType {
         found.map(|(_, qtype)| *qtype)
     }
 
-    /// Our own name.
+    /// aitk's name of the type.
     #[must_use]
     pub fn name(self) -> &'static str {
         let found = NAMES.iter().find(|(_, qtype)| *qtype == self);
         found.map_or("", |(name, _)| name)
     }
 
-    /// All names, with commas.
+    /// All names, separated by commas.
     #[must_use]
     pub fn names() -> String {
         NAMES.map(|(name, _)| name).join(", ")
     }
 
-    /// Memory of one weight, scales included.
+    /// Bytes per weight, with its share of the scales.
     #[must_use]
     pub const fn bytes(self) -> f64 {
         match self {

@@ -1,10 +1,10 @@
-//! Round numbers for an axis.
+//! Ticks and labels of an axis.
 
-/// Round numbers from `from` to `to`, about `most` of them.
+/// Computes round tick values from `from` to `to`, about `count` of them.
 #[must_use]
-pub fn ticks(from: f64, to: f64, most: usize) -> Vec<f64> {
+pub fn ticks(from: f64, to: f64, count: usize) -> Vec<f64> {
     #[allow(clippy::cast_precision_loss)]
-    let rough = (to - from) / most.max(1) as f64;
+    let rough = (to - from) / count.max(1) as f64;
     if !(rough.is_finite() && rough > 0.0) {
         return Vec::new();
     }
@@ -15,17 +15,17 @@ pub fn ticks(from: f64, to: f64, most: usize) -> Vec<f64> {
         .find(|step| *step >= rough)
         .unwrap_or(rough);
     let first = (from / step).ceil();
-    // Counted, and not added up, so that errors do not grow; bounded where numbers are too large to differ by a step.
-    let places = (0..=2 * most).map(|i| {
+    // Multiplied, not summed, so that rounding errors do not accumulate. Bounded, because very large numbers do not change by a step.
+    let ticks = (0..=2 * count).map(|i| {
         #[allow(clippy::cast_precision_loss)]
         let tick = (first + i as f64) * step;
-        // 0.30000000000000004
+        // Rounded, because 3 * 0.1 is 0.30000000000000004.
         (tick / step).round() * step
     });
-    places.take_while(|tick| *tick <= to + step * 1e-9).collect()
+    ticks.take_while(|tick| *tick <= to + step * 1e-9).collect()
 }
 
-/// A number of an axis: `0.15`, `2000`, `1.5M`, `3e-5`.
+/// Formats a tick value: `0.15`, `2000`, `1.5M`, `3e-5`.
 #[must_use]
 pub fn label(value: f64) -> String {
     let size = value.abs();

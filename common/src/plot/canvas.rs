@@ -1,11 +1,11 @@
-//! Lines and letters into pixels.
+//! Draws lines and text on an RGB image.
 
 use font8x8::UnicodeFonts;
 
 /// Red, green, blue.
 pub(super) type Rgb = [u8; 3];
 
-/// An image that is drawn on.
+/// An RGB image to draw on.
 pub(super) struct Canvas {
     width: usize,
     height: usize,
@@ -13,29 +13,29 @@ pub(super) struct Canvas {
 }
 
 impl Canvas {
-    pub(super) fn new(width: usize, height: usize, paper: Rgb) -> Self {
+    pub(super) fn new(width: usize, height: usize, background: Rgb) -> Self {
         Self {
             width,
             height,
-            pixels: paper.repeat(width * height),
+            pixels: background.repeat(width * height),
         }
     }
 
-    /// Mixes a colour into a pixel. Outside of the image nothing happens.
-    fn mix(&mut self, x: usize, y: usize, colour: Rgb, share: f64) {
+    /// Blends a colour into a pixel. Positions outside the image are ignored.
+    fn blend(&mut self, x: usize, y: usize, colour: Rgb, alpha: f64) {
         if x >= self.width || y >= self.height {
             return;
         }
         let at = (y * self.width + x) * 3;
         if let Some(pixel) = self.pixels.get_mut(at..at + 3) {
             for (old, new) in pixel.iter_mut().zip(colour) {
-                let mixed = f64::from(*old) + (f64::from(new) - f64::from(*old)) * share.clamp(0.0, 1.0);
-                *old = mixed.round() as u8;
+                let blended = f64::from(*old) + (f64::from(new) - f64::from(*old)) * alpha.clamp(0.0, 1.0);
+                *old = blended.round() as u8;
             }
         }
     }
 
-    /// How much of each pixel a line covers, by its distance from the line.
+    /// Computes how much of each pixel a line covers, from the pixel's distance to the line.
     fn cover(&self, from: (f64, f64), to: (f64, f64), width: f64, mut each: impl FnMut(usize, usize, f64)) {
         let reach = width / 2.0 + 1.0;
         let bound = |value: f64, most: usize| value.max(0.0).min(most as f64) as usize;
@@ -60,16 +60,16 @@ impl Canvas {
         }
     }
 
-    /// A line of this width.
+    /// Draws a line of this width.
     pub(super) fn line(&mut self, from: (f64, f64), to: (f64, f64), width: f64, colour: Rgb) {
         let mut touched = Vec::new();
         self.cover(from, to, width, |x, y, share| touched.push((x, y, share)));
         for (x, y, share) in touched {
-            self.mix(x, y, colour, share);
+            self.blend(x, y, colour, share);
         }
     }
 
-    /// A line through all points. Where several lie in one column of pixels, their lowest and their highest are joined.
+    /// Draws a line through all points. Of more than three points in one pixel column only the first, lowest, highest and last are used.
     pub(super) fn curve(&mut self, points: &[(f64, f64)], width: f64, colour: Rgb) {
         let mut thinned: Vec<(f64, f64)> = Vec::new();
         for column in points.chunk_by(|a, b| a.0.floor() == b.0.floor()) {
@@ -82,7 +82,7 @@ impl Canvas {
             let ends = [column.first().copied(), low, high, column.last().copied()];
             thinned.extend(ends.into_iter().flatten());
         }
-        // Each pixel once, so that the joints of segments are not darker than the rest.
+        // Each pixel is blended once, so that overlapping segment ends are not darker.
         let mut shares = vec![0.0_f32; self.width * self.height];
         let mut join = |canvas: &Self, from, to| {
             canvas.cover(from, to, width, |x, y, share| {
@@ -96,11 +96,11 @@ impl Canvas {
             points => points.windows(2).for_each(|pair| join(self, pair[0], pair[1])),
         }
         for (at, share) in shares.into_iter().enumerate().filter(|(_, share)| *share > 0.0) {
-            self.mix(at % self.width, at / self.width, colour, f64::from(share));
+            self.blend(at % self.width, at / self.width, colour, f64::from(share));
         }
     }
 
-    /// A text whose letters are `scale` times 8 pixels high, from its upper left corner.
+    /// Draws text with its upper left corner at (`x`, `y`). Letters are 8 × `scale` pixels high.
     pub(super) fn text(&mut self, x: usize, y: usize, text: &str, scale: usize, colour: Rgb) {
         for (at, letter) in text.chars().enumerate() {
             let fonts = font8x8::BASIC_FONTS
@@ -112,14 +112,14 @@ impl Canvas {
             for (row, bits) in rows.into_iter().enumerate() {
                 for column in (0..8).filter(|column| bits & (1 << column) != 0) {
                     for (dx, dy) in (0..scale * scale).map(|i| (i % scale, i / scale)) {
-                        self.mix(x + (at * 8 + column) * scale + dx, y + row * scale + dy, colour, 1.0);
+                        self.blend(x + (at * 8 + column) * scale + dx, y + row * scale + dy, colour, 1.0);
                     }
                 }
             }
         }
     }
 
-    /// A text that ends at `x`, with its middle at `y`.
+    /// Draws text that ends at `x` and is vertically centred at `y`.
     pub(super) fn text_right(&mut self, x: usize, y: usize, text: &str, scale: usize, colour: Rgb) {
         let width = text.chars().count() * 8 * scale;
         self.text(
@@ -131,13 +131,13 @@ impl Canvas {
         );
     }
 
-    /// A text with its middle at `x`.
+    /// Draws text that is horizontally centred at `x`.
     pub(super) fn text_middle(&mut self, x: usize, y: usize, text: &str, scale: usize, colour: Rgb) {
         let width = text.chars().count() * 8 * scale;
         self.text(x.saturating_sub(width / 2), y, text, scale, colour);
     }
 
-    /// As a PNG file; none when it cannot be encoded, which does not happen.
+    /// Encodes the image as PNG. None if the encoder fails, which should not happen.
     pub(super) fn png(&self) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
         let (width, height) = (u32::try_from(self.width).ok()?, u32::try_from(self.height).ok()?);

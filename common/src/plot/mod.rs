@@ -1,6 +1,6 @@
-//! A curve of the loss: what both the image and the terminal show of it.
+//! The loss curve, rendered as an image or in the terminal.
 //!
-//! The image is a function of steps and losses and of nothing else, so that a run which went on elsewhere has the same one.
+//! The image depends only on the steps and losses, so that a run that resumed on another machine has the same one.
 
 mod axis;
 mod canvas;
@@ -9,32 +9,31 @@ pub use axis::{label, ticks};
 
 use canvas::{Canvas, Rgb};
 
-/// How much of the smoothed value one more loss changes, at the most.
-const SLOWEST: f64 = 0.01;
+/// The smallest weight of a new loss in the moving average.
+const MIN_SMOOTHING_WEIGHT: f64 = 0.01;
 /// Width and height of the image.
 const SIZE: (usize, usize) = (1200, 675);
-/// Space for labels: left, top, right, bottom.
+/// Margins for labels in pixels: left, top, right, bottom.
 const MARGIN: (usize, usize, usize, usize) = (110, 56, 56, 70);
 
-const PAPER: Rgb = [255, 255, 255];
+const BACKGROUND: Rgb = [255, 255, 255];
 const INK: Rgb = [40, 44, 52];
 const GRID: Rgb = [228, 230, 235];
 const RAW: Rgb = [158, 190, 232];
 const SMOOTH: Rgb = [24, 90, 188];
-const LOST: Rgb = [205, 50, 47];
+const NON_FINITE: Rgb = [205, 50, 47];
 
 /// Losses by step.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Curve {
-    /// What stands above it.
+    /// The title above the curve.
     pub title: String,
-    /// Steps in their order, and their losses, which may be no finite numbers.
+    /// Steps in ascending order and their losses, which may be NaN or infinite.
     pub points: Vec<(u64, f64)>,
 }
 
 impl Curve {
-    /// The losses without their noise, where they are finite: an average of the losses so far in which newer ones count more, over
-    /// about a twentieth of them.
+    /// Smooths the finite losses with an exponential moving average over about a twentieth of them.
     #[must_use]
     pub fn smoothed(&self) -> Vec<(u64, f64)> {
         let finite: Vec<(u64, f64)> = self
@@ -44,26 +43,26 @@ impl Curve {
             .filter(|(_, loss)| loss.is_finite())
             .collect();
         #[allow(clippy::cast_precision_loss)]
-        let share = (20.0 / (finite.len() as f64).max(1.0)).clamp(SLOWEST, 0.5);
+        let new_weight = (20.0 / (finite.len() as f64).max(1.0)).clamp(MIN_SMOOTHING_WEIGHT, 0.5);
         let (mut sum, mut weight) = (0.0, 0.0);
         let mut out = Vec::with_capacity(finite.len());
         for (step, loss) in finite {
-            // Divided by what the weights come to, so that the first values are not drawn to zero.
-            sum = sum * (1.0 - share) + loss * share;
-            weight = weight * (1.0 - share) + share;
+            // Divided by the sum of the weights, so that the first values are not biased towards zero.
+            sum = sum * (1.0 - new_weight) + loss * new_weight;
+            weight = weight * (1.0 - new_weight) + new_weight;
             out.push((step, sum / weight));
         }
         out
     }
 
-    /// The smallest and the largest step; none without points.
+    /// The smallest and the largest step. None without points.
     #[must_use]
     pub fn steps(&self) -> Option<(u64, u64)> {
         let steps = self.points.iter().map(|(step, _)| *step);
         Some((steps.clone().min()?, steps.max()?))
     }
 
-    /// The losses that are shown, from the smallest to the largest; a few outliers are left out. None without a finite loss.
+    /// The smallest and the largest displayed loss. A few outliers are excluded. None without a finite loss.
     #[must_use]
     pub fn losses(&self) -> Option<(f64, f64)> {
         let mut losses: Vec<f64> = self
@@ -79,17 +78,17 @@ impl Curve {
         let most = most.min(least + (usual - least) * 1.3).max(highest);
         match most > least {
             true => Some((least, most)),
-            // A flat line has to lie somewhere.
+            // All losses are equal; the range must not be empty.
             false => Some((least - least.abs().max(1e-6) * 0.5, least + least.abs().max(1e-6) * 0.5)),
         }
     }
 
-    /// The curve as a PNG file: the losses, their average, axes with labels. Where a loss was no finite number there is a red mark
-    /// below. `None` without points.
+    /// Renders a PNG with the losses, their moving average and labelled axes. A red mark at the bottom shows each non-finite
+    /// loss. None without points.
     #[must_use]
     pub fn png(&self) -> Option<Vec<u8>> {
         let (first, last) = self.steps()?;
-        let mut canvas = Canvas::new(SIZE.0, SIZE.1, PAPER);
+        let mut canvas = Canvas::new(SIZE.0, SIZE.1, BACKGROUND);
         let (left, top) = (MARGIN.0, MARGIN.1);
         let (right, bottom) = (SIZE.0 - MARGIN.2, SIZE.1 - MARGIN.3);
         #[allow(clippy::cast_precision_loss)]
@@ -116,16 +115,16 @@ impl Curve {
             canvas.text_middle(x as usize, bottom + 14, &label(tick), 2, INK);
         }
         #[allow(clippy::cast_precision_loss)]
-        let place = |(step, loss): &(u64, f64)| (x_of(*step as f64), y_of(*loss));
-        let (finite, lost): (Vec<_>, Vec<_>) = self.points.iter().partition(|(_, loss)| loss.is_finite());
-        let raw: Vec<(f64, f64)> = finite.into_iter().map(place).collect();
+        let to_pixel = |(step, loss): &(u64, f64)| (x_of(*step as f64), y_of(*loss));
+        let (finite, non_finite): (Vec<_>, Vec<_>) = self.points.iter().partition(|(_, loss)| loss.is_finite());
+        let raw: Vec<(f64, f64)> = finite.into_iter().map(to_pixel).collect();
         canvas.curve(&raw, 1.2, RAW);
-        let smoothed: Vec<(f64, f64)> = self.smoothed().iter().map(place).collect();
+        let smoothed: Vec<(f64, f64)> = self.smoothed().iter().map(to_pixel).collect();
         canvas.curve(&smoothed, 2.6, SMOOTH);
-        for (step, _) in lost {
+        for (step, _) in non_finite {
             #[allow(clippy::cast_precision_loss)]
             let x = x_of(*step as f64);
-            canvas.line((x, y1 - 10.0), (x, y1), 2.0, LOST);
+            canvas.line((x, y1 - 10.0), (x, y1), 2.0, NON_FINITE);
         }
         canvas.line((x0, y0), (x0, y1), 2.0, INK);
         canvas.line((x0, y1), (x1, y1), 2.0, INK);
@@ -148,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_constant_stays_what_it_is_and_noise_gets_less() {
+    fn smoothing_keeps_a_constant_and_reduces_noise() {
         let flat = curve(&(1..200).map(|step| (step, 0.25)).collect::<Vec<_>>());
         assert!(flat.smoothed().iter().all(|(_, loss)| (loss - 0.25).abs() < 1e-12));
         let noisy = curve(
@@ -161,12 +160,12 @@ mod tests {
                 .iter()
                 .all(|(_, loss)| (loss - 0.5).abs() < 0.05)
         );
-        let lost = curve(&[(1, 0.5), (2, f64::NAN), (3, f64::INFINITY), (4, 0.5)]);
-        assert_eq!(lost.smoothed(), [(1, 0.5), (4, 0.5)]);
+        let with_gaps = curve(&[(1, 0.5), (2, f64::NAN), (3, f64::INFINITY), (4, 0.5)]);
+        assert_eq!(with_gaps.smoothed(), [(1, 0.5), (4, 0.5)]);
     }
 
     #[test]
-    fn an_outlier_does_not_flatten_the_rest() {
+    fn an_outlier_does_not_extend_the_loss_range() {
         let mut points: Vec<(u64, f64)> = (1..=1000)
             .map(|step| (step, 0.1 + f64::from(step as u32 % 10) / 100.0))
             .collect();
@@ -179,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_image_is_a_function_of_its_points() {
+    fn the_image_depends_only_on_the_points() {
         let points: Vec<(u64, f64)> = (1..=300).map(|step| (step, 1.0 / step as f64)).collect();
         let one = curve(&points).png().unwrap();
         assert!(one.starts_with(b"\x89PNG") && one.len() > 2000);

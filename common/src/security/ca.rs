@@ -1,13 +1,13 @@
-//! The certificate authority of a pool, and what it signs.
+//! The certificate authority of a pool.
 //!
-//! It signs two kinds of certificate and no third: a coordinator's, good for a TLS server only, and a worker's, good for
-//! a TLS client only. So a worker's certificate cannot stand in for a coordinator, nor the other way round. A worker's
-//! certificate carries, as its alternative name, the worker's name, the id of its enrolment and its end; what the first
-//! two mean is in the coordinator's store.
+//! It signs two kinds of certificate: coordinator certificates, which are valid only for TLS servers, and worker certificates,
+//! which are valid only for TLS clients. So neither can be used in place of the other. The subject alternative name of a
+//! worker's certificate contains the worker's name, the id of its enrolment and the end of its validity. The coordinator's
+//! store has the enrolments.
 //!
-//! Certificates are those of RFC 5280; keys are ECDSA over P-256, and never leave the machine that made them. A machine
-//! asks with its public key, a name and a signature over both ([`CertificateRequest`]); there is no more in a request that
-//! could be believed, so it needs no PKCS #10.
+//! Certificates conform to RFC 5280; keys are ECDSA over P-256 and never leave the machine that made them. A request
+//! ([`CertificateRequest`]) contains a public key, a name and a signature over both. It needs no other field, so PKCS #10 is not
+//! used.
 
 use crate::control::UnixMillis;
 use crate::fsutil::{self, FsError};
@@ -28,64 +28,64 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use webpki::EndEntityCert;
 
-/// The certificate's file in the authority's folder.
+/// The name of the certificate file in the authority's folder.
 pub const CERT_FILE: &str = "ca.pem";
-/// The key's file in the authority's folder.
+/// The name of the key file in the authority's folder.
 pub const KEY_FILE: &str = "ca.key";
-/// How long an authority lives: ten years.
+/// The validity of an authority's certificate: ten years.
 pub const CA_LIFE: Duration = Duration::from_secs(3650 * 24 * 3600);
-/// Clocks of a pool may differ by so much: a certificate is good from before it was made.
-const CLOCKS: Duration = Duration::from_secs(2 * 3600);
-/// An uncompressed point of P-256.
-const POINT: usize = 65;
-/// What a request's signature is over, before name and key: it can be of no other use.
-const PURPOSE: &str = "aitk certificate request";
-/// A longer file is no certificate or key.
-const LONGEST_FILE: u64 = 64 << 10;
-/// What begins the alternative name of a worker's certificate; name, enrolment and end follow, with colons between.
-const WORKER: &str = "aitk:worker:";
+/// The allowed clock difference between machines. Certificates are valid from this long before their creation.
+const CLOCK_SKEW: Duration = Duration::from_secs(2 * 3600);
+/// The length of an uncompressed P-256 point in bytes.
+const POINT_BYTES: usize = 65;
+/// The first line of the signed text of a request, so that the signature is valid for no other purpose.
+const SIGNATURE_CONTEXT: &str = "aitk certificate request";
+/// The size limit of certificate and key files.
+const MAX_FILE_BYTES: u64 = 64 << 10;
+/// The prefix of the subject alternative name of a worker's certificate. Name, enrolment and end follow, separated by colons.
+const WORKER_URI_PREFIX: &str = "aitk:worker:";
 
-/// Something about certificates that cannot be done.
+/// An error of the certificate authority.
 #[derive(Debug, thiserror::Error)]
 pub enum CaError {
     /// A file could not be read or written.
     #[error(transparent)]
     Fs(#[from] FsError),
-    /// Others may read the key.
-    #[error("the key {} can be read by others (mode {mode:o}); run: chmod 600 {}", path.display(), path.display())]
+    /// Other users can read the key.
+    #[error("the key {} can be read by other users (mode {mode:o}); run: chmod 600 {}", path.display(), path.display())]
     Exposed {
         /// The file.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
     },
-    /// A file does not hold what it should.
-    #[error("{} cannot be used: {problem}; restore it from a copy, or remove the folder and run `aitk-coordinator init` again", path.display())]
+    /// A file of the authority is invalid.
+    #[error("{} cannot be used: {problem}; restore it from a backup, or remove the folder and run `aitk-coordinator init` again", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// What a machine asks to be signed is no request.
-    #[error("the request for a certificate cannot be used: {0}")]
+    /// A certificate request is invalid.
+    #[error("the certificate request is invalid: {0}")]
     Request(String),
-    /// It asks for another name than its own.
-    #[error("the request asks for a certificate of {asked:?}, but this machine is {name:?}")]
-    OtherName {
-        /// What it asks for.
-        asked: String,
-        /// What it may have.
+    /// The request has a name that differs from the worker's name.
+    #[error("the request is for a certificate of {requested:?}, but this worker is {name:?}")]
+    NameMismatch {
+        /// The requested name.
+        requested: String,
+        /// The worker's name.
         name: UserName,
     },
-    /// A name for a server that cannot stand in a certificate.
-    #[error("{0:?} cannot be the name of a server: expected a host name or an IP address")]
+    /// A server name that cannot be in a certificate.
+    #[error("{0:?} is not a valid server name: expected a host name or an IP address")]
     BadName(String),
-    /// A certificate that is none of a worker.
-    #[error("this is no certificate of a worker: {0}")]
-    NotAWorkers(&'static str),
-    /// The library failed.
-    #[error("a certificate could not be made: {0}")]
+    /// A certificate is not a valid worker certificate.
+    #[error("this is not a worker certificate: {0}")]
+    NotAWorkerCertificate(&'static str),
+    /// The certificate library failed.
+    #[error("a certificate could not be created: {0}")]
     Library(String),
 }
 
@@ -95,7 +95,7 @@ impl From<rcgen::Error> for CaError {
     }
 }
 
-/// An authority: its certificate and the key it signs with.
+/// A certificate authority: its certificate and its signing key.
 pub struct Ca {
     pem: String,
     der: Vec<u8>,
@@ -108,42 +108,42 @@ impl fmt::Debug for Ca {
     }
 }
 
-/// A certificate, those above it, and its key.
+/// A server certificate with its chain and key.
 pub struct ServerCertificate {
-    /// DER: its own first, the authority's last.
+    /// The chain in DER: the server's certificate first, the authority's last.
     pub chain: Vec<Vec<u8>>,
     /// PKCS #8, DER.
     pub key: Vec<u8>,
 }
 
-/// What a worker's certificate says.
+/// The contents of a worker's certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerCertificate {
     /// The worker's name.
     pub name: UserName,
-    /// The enrolment it belongs to; one that was renewed keeps it.
+    /// The enrolment that it belongs to. Renewed certificates keep it.
     pub enrolment: String,
-    /// Its number, in hexadecimal.
+    /// The serial number in hexadecimal.
     pub serial: String,
-    /// No good from here on.
+    /// The end of its validity.
     pub not_after: UnixMillis,
 }
 
-/// A request that was looked at: whoever made it has the key.
+/// A request whose signature was verified, so that its sender has the private key.
 pub struct CheckedRequest {
     key: Point,
     name: String,
 }
 
-/// A request for a certificate, and the key that it is for.
+/// A certificate request and its private key.
 pub struct WorkerRequest {
-    /// What is sent.
+    /// The request to send.
     pub request: CertificateRequest,
-    /// The key, PEM.
+    /// The private key in PEM.
     pub key_pem: String,
 }
 
-/// Another machine's public key.
+/// The public key of another machine.
 struct Point(Vec<u8>);
 
 impl PublicKeyData for Point {
@@ -157,27 +157,27 @@ impl PublicKeyData for Point {
 }
 
 impl Ca {
-    /// Makes an authority in a new folder (0700), its key for its owner only (0600).
+    /// Creates an authority in a new folder (mode 0700), with a key that only the owner can read (mode 0600).
     ///
     /// # Errors
-    /// [`CaError`]; one that is there already is never written over.
+    /// [`CaError`].
     pub fn create(folder: &Path, now: UnixMillis) -> Result<Self, CaError> {
         let key = KeyPair::generate()?;
-        let pem = authority(&key, now).self_signed(&key)?.pem();
+        let pem = authority_params(&key, now).self_signed(&key)?.pem();
         fsutil::create_private_dir(folder)?;
-        // The certificate is written last: a folder with one is complete.
+        // The certificate is written last, so that a folder with a certificate is complete.
         fsutil::write_private(&folder.join(KEY_FILE), key.serialize_pem().as_bytes())?;
         fsutil::write_private(&folder.join(CERT_FILE), pem.as_bytes())?;
         Self::open(folder)
     }
 
-    /// Whether there is one in this folder.
+    /// Whether this folder contains an authority.
     #[must_use]
     pub fn is_in(folder: &Path) -> bool {
         folder.join(CERT_FILE).exists()
     }
 
-    /// Reads an authority from its folder.
+    /// Opens the authority in a folder.
     ///
     /// # Errors
     /// [`CaError`]
@@ -189,14 +189,14 @@ impl Ca {
         };
         let pem = read_file(&cert_path)?;
         let key = KeyPair::from_pem(&read_private(&key_path)?).map_err(|e| damaged(&key_path, e.to_string()))?;
-        let der = first_der(&pem).ok_or_else(|| damaged(&cert_path, "it holds no certificate in PEM form".into()))?;
+        let der = first_der(&pem).ok_or_else(|| damaged(&cert_path, "it contains no PEM certificate".into()))?;
         {
             let der = CertificateDer::from(der.as_slice());
             let cert = EndEntityCert::try_from(&der).map_err(|e| damaged(&cert_path, e.to_string()))?;
             if cert.subject_public_key_info().as_ref() != key.subject_public_key_info() {
                 return Err(damaged(&cert_path, format!("its key is not the one in {KEY_FILE}")));
             }
-            // What we sign names its issuer by this.
+            // Signed certificates refer to the issuer by this name.
             let own = authority_name(&key);
             if !cert.subject().windows(own.len()).any(|part| part == own.as_bytes()) {
                 return Err(damaged(
@@ -205,29 +205,29 @@ impl Ca {
                 ));
             }
         }
-        let issuer = Issuer::new(authority(&key, UnixMillis(0)), key);
+        let issuer = Issuer::new(authority_params(&key, UnixMillis(0)), key);
         Ok(Self { pem, der, issuer })
     }
 
-    /// SHA-256 of its certificate (DER): what tokens name it by.
+    /// SHA-256 of its certificate (DER), which tokens contain.
     #[must_use]
     pub fn hash(&self) -> ContentHash {
         ContentHash::of(&self.der)
     }
 
-    /// Its certificate, PEM.
+    /// Its certificate in PEM.
     #[must_use]
     pub fn pem(&self) -> &str {
         &self.pem
     }
 
-    /// Its certificate, DER.
+    /// Its certificate in DER.
     #[must_use]
     pub fn der(&self) -> &[u8] {
         &self.der
     }
 
-    /// A certificate, with a new key, for a coordinator that is reached under these names and addresses.
+    /// Issues a certificate with a new key for a coordinator with these host names and IP addresses.
     ///
     /// # Errors
     /// [`CaError::BadName`]; when the library fails.
@@ -249,11 +249,11 @@ impl Ca {
         })
     }
 
-    /// A certificate for the worker of this name and enrolment. Of the request only the key is taken; if there is a name in
-    /// it, that must be the worker's.
+    /// Issues a certificate for the worker of this name and enrolment. Only the key of the request is used; if the request has a
+    /// name, it must be the worker's.
     ///
     /// # Errors
-    /// [`CaError::OtherName`]; when the library fails.
+    /// [`CaError::NameMismatch`]; when the library fails.
     pub fn issue_worker(
         &self,
         request: &CheckedRequest,
@@ -262,16 +262,16 @@ impl Ca {
         now: UnixMillis,
         life: Duration,
     ) -> Result<(String, WorkerCertificate), CaError> {
-        if request.asked().is_some_and(|asked| asked != worker.as_str()) {
-            return Err(CaError::OtherName {
-                asked: request.name.clone(),
+        if request.requested_name().is_some_and(|name| name != worker.as_str()) {
+            return Err(CaError::NameMismatch {
+                requested: request.name.clone(),
                 name: worker.clone(),
             });
         }
-        // A certificate knows whole seconds.
+        // Certificates have a resolution of one second.
         let now = UnixMillis(now.0 / 1000 * 1000);
         let mut params = params(worker.as_str(), now, life);
-        let uri = format!("{WORKER}{worker}:{enrolment}:{}", now.after(life).0);
+        let uri = format!("{WORKER_URI_PREFIX}{worker}:{enrolment}:{}", now.after(life).0);
         params.subject_alt_names = vec![SanType::URI(uri.as_str().try_into()?)];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
@@ -281,13 +281,13 @@ impl Ca {
     }
 }
 
-/// What a request's signature is over.
+/// The text that a request's signature covers.
 fn signed_text(name: &str, key: &[u8]) -> Vec<u8> {
-    [PURPOSE.as_bytes(), b"\n", name.as_bytes(), b"\n", key].concat()
+    [SIGNATURE_CONTEXT.as_bytes(), b"\n", name.as_bytes(), b"\n", key].concat()
 }
 
 impl CheckedRequest {
-    /// Looks at a request.
+    /// Verifies a request.
     ///
     /// # Errors
     /// [`CaError::Request`]
@@ -298,8 +298,8 @@ impl CheckedRequest {
             name,
             signature,
         } = request;
-        if public_key.len() != POINT {
-            return bad("its key is no uncompressed point of P-256");
+        if public_key.len() != POINT_BYTES {
+            return bad("its key is not an uncompressed P-256 point");
         }
         if !name.is_empty() && UserName::parse(&name).is_err() {
             return bad("its name is not 1 to 64 letters, digits, '-' or '_'");
@@ -307,27 +307,27 @@ impl CheckedRequest {
         let text = signed_text(&name, &public_key);
         let verified = webpki::ring::ECDSA_P256_SHA256.verify_signature(&public_key, &text, &signature);
         if verified.is_err() {
-            return bad("its signature is not made with its key");
+            return bad("its signature does not match its key");
         }
         let key = Point(public_key);
         Ok(Self { key, name })
     }
 
-    /// Which key it is for.
+    /// The hash of its public key.
     #[must_use]
     pub fn key_hash(&self) -> ContentHash {
         ContentHash::of(&self.key.0)
     }
 
-    /// The name that it asks for, if it does.
+    /// The requested name, if any.
     #[must_use]
-    pub fn asked(&self) -> Option<&str> {
+    pub fn requested_name(&self) -> Option<&str> {
         Some(self.name.as_str()).filter(|name| !name.is_empty())
     }
 }
 
 impl WorkerRequest {
-    /// A request for a certificate with a new key, of this name; without one the other side says what it is.
+    /// Creates a request with a new key. Without a name, the coordinator chooses it.
     ///
     /// # Errors
     /// When the library fails.
@@ -335,11 +335,11 @@ impl WorkerRequest {
         Self::with_key(&KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?, worker)
     }
 
-    /// The same request once more, with the key (PEM) of an earlier one.
+    /// Creates a request with the key (PEM) of an earlier one.
     ///
     /// # Errors
-    /// When that is no key.
-    pub fn again(key_pem: &str, worker: Option<&UserName>) -> Result<Self, CaError> {
+    /// When the key is invalid.
+    pub fn with_key_pem(key_pem: &str, worker: Option<&UserName>) -> Result<Self, CaError> {
         Self::with_key(
             &KeyPair::from_pem_and_sign_algo(key_pem, &PKCS_ECDSA_P256_SHA256)?,
             worker,
@@ -362,36 +362,41 @@ impl WorkerRequest {
 }
 
 impl WorkerCertificate {
-    /// Reads a certificate (DER). Who signed it is another question, which TLS has asked.
+    /// Parses a worker certificate (DER). The TLS handshake has verified its issuer.
     ///
     /// # Errors
-    /// [`CaError::NotAWorkers`]
+    /// [`CaError::NotAWorkerCertificate`]
     pub fn read(der: &[u8]) -> Result<Self, CaError> {
-        let bad = CaError::NotAWorkers;
+        let bad = CaError::NotAWorkerCertificate;
         let der = CertificateDer::from(der);
-        let cert = EndEntityCert::try_from(&der).map_err(|_| bad("it cannot be read"))?;
+        let cert = EndEntityCert::try_from(&der).map_err(|_| bad("it cannot be parsed"))?;
         let mut names = cert.valid_uri_names();
         let (Some(uri), None) = (names.next(), names.next()) else {
-            return Err(bad("it has not one name"));
+            return Err(bad("it does not have exactly one URI as subject alternative name"));
         };
-        let parts = uri.strip_prefix(WORKER).map(|rest| rest.split(':').collect::<Vec<_>>());
+        let parts = uri
+            .strip_prefix(WORKER_URI_PREFIX)
+            .map(|rest| rest.split(':').collect::<Vec<_>>());
         let Some([name, enrolment, end]) = parts.as_deref() else {
-            return Err(bad("its name is none of a worker"));
+            return Err(bad("its subject alternative name is not that of a worker"));
         };
         Ok(Self {
-            name: UserName::parse(name).map_err(|_| bad("its name is none of a worker"))?,
+            name: UserName::parse(name).map_err(|_| bad("its subject alternative name is not that of a worker"))?,
             enrolment: (*enrolment).to_owned(),
             serial: hex::encode(cert.serial()),
-            not_after: UnixMillis(end.parse().map_err(|_| bad("it does not say when it ends"))?),
+            not_after: UnixMillis(
+                end.parse()
+                    .map_err(|_| bad("its subject alternative name has no end of validity"))?,
+            ),
         })
     }
 
-    /// Reads the first certificate of a PEM text.
+    /// Parses the first certificate of a PEM text.
     ///
     /// # Errors
-    /// [`CaError::NotAWorkers`]
+    /// [`CaError::NotAWorkerCertificate`]
     pub fn read_pem(pem: &str) -> Result<Self, CaError> {
-        let der = first_der(pem).ok_or(CaError::NotAWorkers("there is none in PEM form"))?;
+        let der = first_der(pem).ok_or(CaError::NotAWorkerCertificate("the text contains no PEM certificate"))?;
         Self::read(&der)
     }
 }
@@ -402,20 +407,20 @@ fn first_der(pem: &str) -> Option<Vec<u8>> {
         .map(|der| der.to_vec())
 }
 
-/// An authority's name follows from its key: what it signs can name it with the key alone, and two authorities of one
-/// person look different in every list.
+/// The name of an authority, derived from its key. So it is known from the key alone, and several authorities have different
+/// names.
 fn authority_name(key: &KeyPair) -> String {
     format!("aitk {}", &ContentHash::of(key.der_bytes()).to_hex()[..16])
 }
 
-fn authority(key: &KeyPair, now: UnixMillis) -> CertificateParams {
+fn authority_params(key: &KeyPair, now: UnixMillis) -> CertificateParams {
     let mut params = params(&authority_name(key), now, CA_LIFE);
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     params
 }
 
-fn name(common: &str) -> DistinguishedName {
+fn distinguished_name(common: &str) -> DistinguishedName {
     let mut name = DistinguishedName::new();
     name.push(DnType::CommonName, common);
     name
@@ -425,15 +430,15 @@ fn params(common: &str, now: UnixMillis, life: Duration) -> CertificateParams {
     let epoch = rcgen::date_time_ymd(1970, 1, 1);
     let at = |millis: u64| epoch + Duration::from_millis(millis);
     let mut params = CertificateParams::default();
-    params.distinguished_name = name(common);
-    params.not_before = at(now.0.saturating_sub(CLOCKS.as_millis() as u64));
+    params.distinguished_name = distinguished_name(common);
+    params.not_before = at(now.0.saturating_sub(CLOCK_SKEW.as_millis() as u64));
     params.not_after = at(now.after(life.min(CA_LIFE)).0);
     params.serial_number = Some(SerialNumber::from_slice(uuid::Uuid::new_v4().as_bytes()));
     params.use_authority_key_identifier_extension = true;
     params
 }
 
-/// Whether a coordinator can be certified under this name.
+/// Whether a coordinator's certificate can contain this name.
 #[must_use]
 pub fn is_server_name(name: &str) -> bool {
     server_name(name).is_ok()
@@ -461,11 +466,11 @@ fn read_file(path: &Path) -> Result<String, CaError> {
     let fail = |error| FsError::new("read", path, error);
     let mut text = String::new();
     let file = File::open(path).map_err(fail)?;
-    file.take(LONGEST_FILE).read_to_string(&mut text).map_err(fail)?;
+    file.take(MAX_FILE_BYTES).read_to_string(&mut text).map_err(fail)?;
     Ok(text)
 }
 
-/// Reads a file that only its owner may read.
+/// Reads a file that only its owner can read.
 ///
 /// # Errors
 /// [`CaError::Exposed`]; when it cannot be read.
@@ -499,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn an_authority_is_kept_for_its_owner_alone_and_read_again() {
+    fn an_authority_is_private_and_can_be_opened_again() {
         let (folder, ca) = ca();
         let place = folder.path().join("deep/ca");
         assert!(Ca::is_in(&place) && !Ca::is_in(folder.path()));
@@ -530,12 +535,12 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_gets_its_own_name_and_no_other() {
+    fn a_worker_gets_a_certificate_only_for_its_own_name() {
         let (_folder, ca) = ca();
         let name = UserName::new("box-1");
         let made = WorkerRequest::new(Some(&name)).unwrap();
         let request = CheckedRequest::check(made.request.clone()).unwrap();
-        assert_eq!(request.asked(), Some("box-1"));
+        assert_eq!(request.requested_name(), Some("box-1"));
         let (pem, read) = ca.issue_worker(&request, &name, "e1", NOW, DAY).unwrap();
         assert_eq!(read, WorkerCertificate::read_pem(&pem).unwrap());
         assert_eq!((&read.name, read.enrolment.as_str()), (&name, "e1"));
@@ -543,15 +548,15 @@ mod tests {
 
         let other = UserName::new("box-2");
         let refused = ca.issue_worker(&request, &other, "e1", NOW, DAY);
-        assert!(matches!(refused, Err(CaError::OtherName { .. })));
+        assert!(matches!(refused, Err(CaError::NameMismatch { .. })));
         let open = CheckedRequest::check(WorkerRequest::new(None).unwrap().request).unwrap();
-        assert_eq!(open.asked(), None);
+        assert_eq!(open.requested_name(), None);
         let (_, read) = ca.issue_worker(&open, &other, "e2", NOW, DAY).unwrap();
         assert_eq!(read.name, other);
     }
 
     #[test]
-    fn whoever_asks_has_the_key() {
+    fn a_request_must_be_signed_with_its_key() {
         let good = WorkerRequest::new(Some(&UserName::new("box"))).unwrap().request;
         let others = WorkerRequest::new(Some(&UserName::new("box"))).unwrap().request;
         let change = |change: fn(&mut CertificateRequest, CertificateRequest)| {
@@ -576,7 +581,7 @@ mod tests {
     }
 
     #[test]
-    fn a_servers_certificate_is_no_workers_and_has_its_names() {
+    fn a_server_certificate_has_its_names_and_is_not_a_worker_certificate() {
         let (_folder, ca) = ca();
         let names = ["lab.example", "10.0.0.1", "::1", "localhost"].map(String::from);
         let made = ca.issue_server(&names, NOW, DAY).unwrap();

@@ -1,4 +1,4 @@
-//! Who may talk to whom.
+//! Tokens, roles and certificates.
 
 #[cfg(feature = "pki")]
 pub mod ca;

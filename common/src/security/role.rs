@@ -1,57 +1,57 @@
-//! What a token's owner may do.
+//! Roles of tokens and their rights.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a token's owner may do. Each may do less, not more, than what its line says.
+/// The role of a token, which limits what its owner may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
     /// Sees all jobs, their logs and files; changes nothing.
     Viewer,
-    /// Submits jobs; sees and changes their own, and nobody else's.
+    /// Submits jobs; sees and changes only their own.
     Submitter,
     /// Sees and changes everybody's jobs, and the workers.
     Operator,
     /// Everything, tokens and the audit log included.
     Admin,
-    /// A machine: opens a worker's session, and moves the blobs of what it runs. Sees no job list.
+    /// A worker machine: opens a session and transfers the blobs of its jobs. Cannot list jobs.
     Worker,
 }
 
-/// Something that is done with a coordinator.
+/// The right to do something with a coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Right {
-    /// Ask the coordinator about itself.
-    Greet,
-    /// Look at a job, its log and its files.
+    /// Read information about the coordinator.
+    ReadInfo,
+    /// See jobs, their logs and files.
     SeeJobs,
-    /// Look at the machines.
+    /// See workers.
     SeeWorkers,
-    /// Submit a job.
+    /// Submit jobs.
     Submit,
-    /// Stop, resume or otherwise change a job.
+    /// Stop, resume or otherwise change jobs.
     ChangeJobs,
-    /// Drain a machine and the like.
+    /// Drain or otherwise change workers.
     ChangeWorkers,
-    /// Open a worker's session.
+    /// Open a worker session.
     Work,
-    /// Turn a join token into a certificate. No role has it: the join token does.
+    /// Exchange a join token for a certificate. No role has this right; the join token itself grants it.
     Join,
-    /// Put blobs in, and ask which are there.
+    /// Upload blobs, and check which exist.
     Upload,
-    /// Fetch a blob; which ones is another question.
+    /// Download blobs. Other checks decide which ones.
     Download,
-    /// Tokens, join tokens, the audit log, garbage.
+    /// Manage tokens, join tokens, the audit log and garbage collection.
     Administer,
 }
 
 impl Role {
-    /// All of them.
+    /// All roles.
     pub const ALL: [Self; 5] = [Self::Viewer, Self::Submitter, Self::Operator, Self::Admin, Self::Worker];
 
-    /// The name used on screens and in JSON.
+    /// The name in tables and in JSON.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -63,12 +63,11 @@ impl Role {
         }
     }
 
-    /// Whether this role may do that at all. Whose job it may be is another question: [`Self::sees_all`],
-    /// [`Self::changes_all`].
+    /// Whether this role has the right at all. [`Self::sees_all`] and [`Self::changes_all`] say for whose jobs.
     #[must_use]
     pub fn may(self, right: Right) -> bool {
         match right {
-            Right::Greet | Right::Download => true,
+            Right::ReadInfo | Right::Download => true,
             Right::SeeJobs | Right::SeeWorkers => self != Self::Worker,
             Right::Submit | Right::ChangeJobs => matches!(self, Self::Submitter | Self::Operator | Self::Admin),
             Right::Upload => self != Self::Viewer,
@@ -79,13 +78,13 @@ impl Role {
         }
     }
 
-    /// Whether other people's jobs are seen.
+    /// Whether the role may see other users' jobs.
     #[must_use]
     pub fn sees_all(self) -> bool {
         matches!(self, Self::Viewer | Self::Operator | Self::Admin)
     }
 
-    /// Whether other people's jobs may be changed, and jobs be submitted in other people's names.
+    /// Whether the role may change other users' jobs, and submit jobs for other users.
     #[must_use]
     pub fn changes_all(self) -> bool {
         matches!(self, Self::Operator | Self::Admin)
@@ -98,9 +97,9 @@ impl fmt::Display for Role {
     }
 }
 
-/// Not a role.
+/// A text that is not a role.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is no role; expected viewer, submitter, operator, admin or worker")]
+#[error("{text:?} is not a role; expected viewer, submitter, operator, admin or worker")]
 pub struct BadRole {
     text: String,
 }
@@ -119,7 +118,7 @@ impl FromStr for Role {
 impl fmt::Display for Right {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Greet => "ask about the coordinator",
+            Self::ReadInfo => "read information about the coordinator",
             Self::SeeJobs => "look at jobs",
             Self::SeeWorkers => "look at workers",
             Self::Submit => "submit jobs",
@@ -139,9 +138,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nobody_may_more_than_the_table_says() {
+    fn each_role_has_exactly_the_rights_in_the_table() {
         let rights = [
-            Right::Greet,
+            Right::ReadInfo,
             Right::SeeJobs,
             Right::SeeWorkers,
             Right::Submit,

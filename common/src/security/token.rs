@@ -1,8 +1,8 @@
-//! The shared secret of a pool: 256 random bits that every call carries.
+//! Access tokens: secrets of 256 random bits that every call carries.
 //!
-//! A token comes from `AITK_TOKEN`, or from the file that `AITK_TOKEN_FILE` names, or from a file that the
-//! caller knows (a coordinator's own). A token file that others may read is refused, as ssh does with keys.
-//! Tokens are compared in constant time and never shown: `Debug` prints none of it.
+//! A token comes from `AITK_TOKEN`, from the file named by `AITK_TOKEN_FILE`, or from a file that the caller knows (such as a
+//! coordinator's own). A token file that other users can read is refused, as ssh does with keys.
+//! Tokens are compared in constant time, and `Debug` does not print them.
 
 use crate::fsutil::{self, FsError};
 use crate::hash::ContentHash;
@@ -16,52 +16,52 @@ use subtle::ConstantTimeEq;
 pub const TOKEN_VARIABLE: &str = "AITK_TOKEN";
 /// The environment variable that names a token's file.
 pub const TOKEN_FILE_VARIABLE: &str = "AITK_TOKEN_FILE";
-/// How ours begin, so that a secret scanner can recognise one that got into a repository.
+/// The prefix of generated tokens, by which secret scanners recognise a token in a repository.
 const PREFIX: &str = "aitk_";
-/// A shorter text is no secret.
+/// The minimum length of a token.
 const MIN_CHARS: usize = 16;
-/// A longer one is some other file.
+/// The maximum length of a token.
 const MAX_CHARS: usize = 512;
 
-/// A secret that opens the coordinator.
+/// The secret that authenticates a client.
 #[derive(Clone)]
 pub struct Token(String);
 
-/// A token that cannot be used.
+/// An error while reading a token.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// Nobody said where the token is.
+    /// No token is configured.
     #[error("no token: set {TOKEN_VARIABLE}, or {TOKEN_FILE_VARIABLE} to a file that holds it")]
     Missing,
-    /// Not a token.
+    /// The text is not a token.
     #[error(
-        "the token from {origin} cannot be one: expected {MIN_CHARS} to {MAX_CHARS} visible characters without spaces"
+        "the token from {origin} is invalid: expected {MIN_CHARS} to {MAX_CHARS} visible characters without spaces"
     )]
     Malformed {
-        /// Where it came from.
+        /// Where the text came from.
         origin: String,
     },
-    /// Others on this machine may read it.
-    #[error("the token file {path} can be read by others (mode {mode:o}); run: chmod 600 {path}")]
+    /// Other users can read the token file.
+    #[error("the token file {path} can be read by other users (mode {mode:o}); run: chmod 600 {path}")]
     Exposed {
         /// The file.
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
     },
-    /// It could not be read or written.
+    /// The token file could not be read or written.
     #[error(transparent)]
     Fs(#[from] FsError),
 }
 
 impl Token {
-    /// A new one: 256 bits from the system's random source.
+    /// Generates a token of 256 bits from the system's random source.
     #[must_use]
     pub fn generate() -> Self {
         Self::generate_with(PREFIX)
     }
 
-    /// [`Self::generate`] with another beginning.
+    /// [`Self::generate`] with another prefix.
     pub(super) fn generate_with(prefix: &str) -> Self {
         // Each version 4 UUID carries 122 random bits; three of them, hashed, fill 256.
         let mut random = Vec::with_capacity(48);
@@ -71,7 +71,7 @@ impl Token {
         Self(format!("{prefix}{}", ContentHash::of(&random)))
     }
 
-    /// Accepts a text as a token; white space around it is dropped. `origin` is for the message.
+    /// Parses a token. Surrounding white space is ignored. `origin` is named in errors.
     ///
     /// # Errors
     /// [`TokenError::Malformed`].
@@ -85,7 +85,7 @@ impl Token {
         Ok(Self(text.to_owned()))
     }
 
-    /// Reads a token file. On Unix it must be readable by its owner alone.
+    /// Reads a token file. On Unix only its owner may have read access.
     ///
     /// # Errors
     /// [`TokenError`].
@@ -108,7 +108,7 @@ impl Token {
         Self::parse(&text, &path.display().to_string())
     }
 
-    /// Reads the token file, or makes one (mode 0600) when there is none.
+    /// Reads the token file, or creates one (mode 0600) if it does not exist.
     ///
     /// # Errors
     /// [`TokenError`].
@@ -123,7 +123,7 @@ impl Token {
         Ok(token)
     }
 
-    /// Takes the token from the environment: `AITK_TOKEN` first, then `AITK_TOKEN_FILE`. `None` when neither is set.
+    /// Reads the token from the environment: `AITK_TOKEN` first, then `AITK_TOKEN_FILE`. `None` when neither is set.
     ///
     /// # Errors
     /// [`TokenError`].
@@ -137,13 +137,13 @@ impl Token {
             .transpose()
     }
 
-    /// Whether `offered` is this token. Takes as long for a nearly right one as for a wrong one.
+    /// Whether `offered` is this token, compared in constant time.
     #[must_use]
     pub fn is(&self, offered: &str) -> bool {
         self.0.as_bytes().ct_eq(offered.as_bytes()).into()
     }
 
-    /// The secret itself, for the header that carries it.
+    /// The secret itself.
     #[must_use]
     pub fn secret(&self) -> &str {
         &self.0
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_token_is_itself_and_nothing_else_and_is_never_shown() {
+    fn a_token_equals_only_itself_and_is_not_printed() {
         let (one, two) = (Token::generate(), Token::generate());
         assert!(one.is(one.secret()) && !one.is(two.secret()) && !one.is("") && !one.is(&one.secret()[1..]));
         assert_eq!(one.secret().len(), PREFIX.len() + 64);
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_cannot_be_tokens_are_refused_without_repeating_them() {
+    fn invalid_tokens_are_refused_without_repeating_them() {
         for bad in [
             "",
             "short",
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_goes_variable_first_then_file() {
+    fn the_token_variable_takes_precedence_over_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("deep/token");
         let made = Token::read_or_create(&path).unwrap();
@@ -207,7 +207,7 @@ mod tests {
 
     #[cfg(unix)]
     #[test]
-    fn a_file_that_others_can_read_is_refused_with_the_cure() {
+    fn a_token_file_readable_by_others_is_refused_with_the_chmod_command() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("token");

@@ -1,7 +1,7 @@
-//! Checkpoints in a blob store: every file a blob, the manifest a blob, and the manifest's hash its name.
+//! Checkpoints in a blob store. Every file and the manifest are blobs; the manifest's hash identifies the checkpoint.
 //!
-//! The files go first and the manifest last, so a manifest that is there has everything it names. Whoever moves
-//! a pointer to it (the coordinator) does so after [`upload`] returned.
+//! The manifest is uploaded last, so all files of an existing manifest exist. The coordinator updates its pointer to the
+//! checkpoint after [`upload`] has returned.
 
 use super::snapshot::Progress;
 use super::{BlobStore, StorageError};
@@ -14,13 +14,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// How many files are under way at once.
+/// Number of concurrent transfers.
 const FILES_AT_ONCE: usize = 4;
 
-/// Verifies the checkpoint in `folder`, sends what the store does not have, and returns the manifest's hash.
+/// Verifies the checkpoint in `folder`, uploads the missing blobs, and returns the manifest's hash.
 ///
 /// # Errors
-/// [`StorageError::Malformed`] when the checkpoint is damaged; otherwise as the store says.
+/// [`StorageError::Malformed`] when the checkpoint is damaged; otherwise the errors of the store.
 pub async fn upload(
     store: &dyn BlobStore,
     folder: &Path,
@@ -28,7 +28,7 @@ pub async fn upload(
 ) -> Result<ContentHash, StorageError> {
     let from = folder.to_owned();
     let (manifest, text) = super::blocking("read the checkpoint", move || {
-        let checkpoint = Checkpoint::open(&from).map_err(local)?;
+        let checkpoint = Checkpoint::open(&from).map_err(into_storage_error)?;
         let text = checkpoint.manifest_text().to_vec();
         Ok::<_, StorageError>((checkpoint.manifest().clone(), text))
     })
@@ -37,7 +37,7 @@ pub async fn upload(
     for file in &manifest.files {
         sources.insert(file.sha256, (names::below(folder, &file.path)?, file.bytes));
     }
-    let mut so_far = Progress {
+    let mut done = Progress {
         files_total: sources.len() as u64,
         bytes_total: sources.values().map(|(_, bytes)| bytes).sum(),
         ..Progress::default()
@@ -51,19 +51,19 @@ pub async fn upload(
         .filter(|(hash, _)| !missing.contains(hash))
         .map(|(_, source)| source)
     {
-        so_far.files += 1;
-        so_far.bytes += bytes;
+        done.files += 1;
+        done.bytes += bytes;
     }
-    progress(so_far);
+    progress(done);
     // Owned entries, so that the future is Send for every lifetime and can be spawned.
     let to_send: Vec<_> = sources.into_iter().filter(|(hash, _)| missing.contains(hash)).collect();
     let mut sent = stream::iter(to_send)
         .map(|(hash, (path, bytes))| async move { store.put_file(hash, &path).await.map(|()| bytes) })
         .buffer_unordered(FILES_AT_ONCE);
     while let Some(bytes) = sent.try_next().await? {
-        so_far.files += 1;
-        so_far.bytes += bytes;
-        progress(so_far);
+        done.files += 1;
+        done.bytes += bytes;
+        progress(done);
     }
     let text = Bytes::from(text);
     let hash = ContentHash::of(&text);
@@ -71,20 +71,20 @@ pub async fn upload(
     Ok(hash)
 }
 
-/// Reads a checkpoint's manifest, without its files.
+/// Downloads a checkpoint's manifest, without its files.
 ///
 /// # Errors
-/// [`StorageError::Malformed`] when the blob is no manifest; otherwise as the store says.
+/// [`StorageError::Malformed`] when the blob is not a manifest; otherwise the errors of the store.
 pub async fn manifest(store: &dyn BlobStore, hash: ContentHash) -> Result<Manifest, StorageError> {
     let text = store.get_bytes(hash, MAX_MANIFEST_BYTES).await?;
-    Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(local)
+    Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(into_storage_error)
 }
 
-/// Fetches the checkpoint with this manifest into `parent`, as `step_…`, and opens it. One that is there and
-/// verifies with the same manifest is used as it is.
+/// Downloads the checkpoint with this manifest to `parent`, as `step_…`, and opens it. An existing valid checkpoint with the
+/// same manifest is reused.
 ///
 /// # Errors
-/// As the store says; [`StorageError::Local`] when a disk is full. No folder with a final name appears then.
+/// The errors of the store; [`StorageError::Local`] when a disk is full. No folder with a final name exists then.
 pub async fn fetch(
     store: &dyn BlobStore,
     hash: ContentHash,
@@ -92,14 +92,14 @@ pub async fn fetch(
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Checkpoint, StorageError> {
     let text = store.get_bytes(hash, MAX_MANIFEST_BYTES).await?;
-    let manifest = Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(local)?;
+    let manifest = Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(into_storage_error)?;
     let target = parent.join(checkpoint::folder_name(manifest.step));
-    let (existing, wanted) = (target.clone(), manifest.clone());
+    let (existing, expected) = (target.clone(), manifest.clone());
     let open = move || {
         Ok::<_, StorageError>(
             Checkpoint::open(&existing)
                 .ok()
-                .filter(|found| *found.manifest() == wanted),
+                .filter(|found| *found.manifest() == expected),
         )
     };
     if let Some(checkpoint) = super::blocking("read the checkpoint", open).await? {
@@ -108,12 +108,12 @@ pub async fn fetch(
 
     let (beside, step) = (parent.to_owned(), manifest.step);
     let staging = super::blocking("write the checkpoint", move || Staging::new(&beside, step)).await?;
-    let mut so_far = Progress {
+    let mut done = Progress {
         files_total: manifest.files.len() as u64,
         bytes_total: manifest.total_bytes(),
         ..Progress::default()
     };
-    progress(so_far);
+    progress(done);
     let folder = staging.folder();
     let mut fetched = stream::iter(manifest.files.clone())
         .map(|file| async move {
@@ -123,20 +123,20 @@ pub async fn fetch(
         })
         .buffer_unordered(FILES_AT_ONCE);
     while let Some(bytes) = fetched.try_next().await? {
-        so_far.files += 1;
-        so_far.bytes += bytes;
-        progress(so_far);
+        done.files += 1;
+        done.bytes += bytes;
+        progress(done);
     }
     drop(fetched);
     super::blocking("put the checkpoint in place", move || {
         fsutil::write_atomic(&staging.folder().join(MANIFEST_NAME), |out| out.write_all(&text))?;
         staging.publish(&target)?;
-        Checkpoint::open(&target).map_err(local)
+        Checkpoint::open(&target).map_err(into_storage_error)
     })
     .await
 }
 
-fn local(error: CheckpointError) -> StorageError {
+fn into_storage_error(error: CheckpointError) -> StorageError {
     match error {
         CheckpointError::Fs(error) => error.into(),
         CheckpointError::Name(error) => error.into(),

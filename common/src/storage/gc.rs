@@ -1,9 +1,9 @@
-//! Which blobs are still needed, and which are not.
+//! Garbage collection of blobs.
 //!
-//! The coordinator knows the roots (snapshots of jobs, artifacts, checkpoint manifests that jobs point to); [`reachable`]
-//! follows them to every blob, and [`unneeded`] says which of a listing are not among them. Blobs younger than an age are
-//! never named: an upload that is under way sends contents before anything names them. Whoever removes blobs lists
-//! first and reads the roots afterwards, so that what was named in between is seen.
+//! The coordinator knows the roots (snapshots of jobs, artifacts, manifests of the jobs' checkpoints). [`reachable`] finds all
+//! blobs reachable from them, and [`unneeded`] selects the others from a listing. Blobs younger than a minimum age are never
+//! selected, because uploads send contents before any root refers to them. A caller must list the blobs before it reads the
+//! roots, so that roots added in between are seen.
 
 use super::snapshot::{MAX_LIST_BYTES, Snapshot};
 use super::{BlobInfo, BlobStore, StorageError, checkpoints};
@@ -12,13 +12,13 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
 
-/// Lists read at once: each may take 64 MiB of memory.
-const AT_ONCE: usize = 4;
+/// Number of lists that are read concurrently. Each may take 64 MiB of memory.
+const CONCURRENT_READS: usize = 4;
 
-/// Things that keep blobs alive.
+/// The roots of garbage collection.
 #[derive(Clone, Debug, Default)]
 pub struct Roots {
-    /// Ids of snapshots.
+    /// Snapshot ids.
     pub snapshots: BTreeSet<ContentHash>,
     /// Hashes of checkpoint manifests.
     pub checkpoints: BTreeSet<ContentHash>,
@@ -26,23 +26,23 @@ pub struct Roots {
     pub blobs: BTreeSet<ContentHash>,
 }
 
-/// What the roots lead to.
+/// The result of [`reachable`].
 #[derive(Debug, Default)]
-pub struct Reached {
-    /// Every blob that they need, themselves included.
+pub struct Reachable {
+    /// All reachable blobs, including the roots.
     pub needed: HashSet<ContentHash>,
-    /// Roots that are not there, or are not what they should be. What they would have led to is unknown: whoever wants
-    /// to keep it must remove nothing.
+    /// Roots that are missing or invalid. The blobs that they refer to are unknown, so a caller that wants to keep these must
+    /// remove nothing.
     pub broken: Vec<(ContentHash, StorageError)>,
 }
 
-/// Follows the roots to every blob.
+/// Finds all blobs reachable from the roots.
 ///
 /// # Errors
-/// When the store does not answer.
-pub async fn reachable(store: &dyn BlobStore, roots: &Roots) -> Result<Reached, StorageError> {
-    let mut reached = Reached::default();
-    reached.needed.extend(&roots.blobs);
+/// When the store is unavailable.
+pub async fn reachable(store: &dyn BlobStore, roots: &Roots) -> Result<Reachable, StorageError> {
+    let mut found = Reachable::default();
+    found.needed.extend(&roots.blobs);
     let snapshots = roots.snapshots.iter().map(|hash| (*hash, true));
     let checkpoints = roots.checkpoints.iter().map(|hash| (*hash, false));
     // Owned entries, so that the future is Send for every lifetime and can be spawned.
@@ -55,24 +55,24 @@ pub async fn reachable(store: &dyn BlobStore, roots: &Roots) -> Result<Reached, 
                 checkpoint_files(store, hash).await
             };
             match files {
-                Err(error) if may_pass(&error) => Err(error),
+                Err(error) if !is_broken_root(&error) => Err(error),
                 files => Ok((hash, files)),
             }
         })
-        .buffer_unordered(AT_ONCE);
+        .buffer_unordered(CONCURRENT_READS);
     while let Some((hash, files)) = read.try_next().await? {
-        reached.needed.insert(hash);
+        found.needed.insert(hash);
         match files {
-            Ok(files) => reached.needed.extend(files),
-            Err(error) => reached.broken.push((hash, error)),
+            Ok(files) => found.needed.extend(files),
+            Err(error) => found.broken.push((hash, error)),
         }
     }
-    Ok(reached)
+    Ok(found)
 }
 
-/// Whether the store may answer otherwise another time; everything else is said of the blob itself.
-fn may_pass(error: &StorageError) -> bool {
-    !matches!(
+/// Whether an error means that the root itself is missing or invalid, not that the store failed.
+fn is_broken_root(error: &StorageError) -> bool {
+    matches!(
         error,
         StorageError::NotFound { .. }
             | StorageError::Corrupt { .. }
@@ -82,25 +82,25 @@ fn may_pass(error: &StorageError) -> bool {
     )
 }
 
-/// The contents of a snapshot's files.
+/// Returns the content hashes of a snapshot's files.
 ///
 /// # Errors
-/// [`StorageError::NotFound`], [`StorageError::Malformed`] and the like when it is no snapshot; otherwise as the store says.
+/// [`StorageError::NotFound`], [`StorageError::Malformed`] and similar errors when it is not a snapshot; otherwise the errors of the store.
 pub async fn snapshot_files(store: &dyn BlobStore, id: ContentHash) -> Result<Vec<ContentHash>, StorageError> {
     let snapshot = Snapshot::from_bytes(&store.get_bytes(id, MAX_LIST_BYTES).await?)?;
     Ok(snapshot.files.iter().map(|file| file.sha256).collect())
 }
 
-/// The contents of a checkpoint's files.
+/// Returns the content hashes of a checkpoint's files.
 ///
 /// # Errors
-/// [`StorageError::NotFound`], [`StorageError::Malformed`] and the like when it is no manifest; otherwise as the store says.
+/// [`StorageError::NotFound`], [`StorageError::Malformed`] and similar errors when it is not a manifest; otherwise the errors of the store.
 pub async fn checkpoint_files(store: &dyn BlobStore, hash: ContentHash) -> Result<Vec<ContentHash>, StorageError> {
     let manifest = checkpoints::manifest(store, hash).await?;
     Ok(manifest.files.iter().map(|file| file.sha256).collect())
 }
 
-/// Those of a listing that are not `needed` and were stored at least `age` before `now`.
+/// Selects the blobs of a listing that are not `needed` and were stored at least `age` before `now`.
 #[must_use]
 pub fn unneeded(
     listed: Vec<BlobInfo>,
@@ -114,7 +114,7 @@ pub fn unneeded(
         .collect()
 }
 
-/// Whether something was stored at least `age` before `now`.
+/// Whether a blob was stored at least `age` before `now`.
 #[must_use]
 pub fn is_older(stored: jiff::Timestamp, age: Duration, now: jiff::Timestamp) -> bool {
     u128::try_from(now.as_millisecond() - stored.as_millisecond()).is_ok_and(|ms| ms >= age.as_millis())

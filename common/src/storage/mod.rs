@@ -1,11 +1,11 @@
-//! Object storage behind our nouns.
+//! Content-addressed object storage.
 //!
-//! A **blob** is immutable bytes under the hash of their content. Everything else is blobs: a file of a
-//! checkpoint, its manifest, a file of a data set, the list of those files (a snapshot). So a blob that is
-//! there never has to be sent again, and whatever is read can be checked against its name.
+//! A **blob** is immutable bytes, named by the hash of their content. Everything is stored as blobs: files and manifests of
+//! checkpoints, files of data sets, and the lists of those files (snapshots). So an existing blob is never uploaded again, and
+//! every download is verified against its name.
 //!
-//! [`BlobStore`] is the noun. [`ObjectBlobs`] puts it on `object_store` (`file://`, `s3://`, `gs://`, `az://`,
-//! `memory://`); workers without access to a bucket use an implementation that goes through the coordinator.
+//! [`BlobStore`] is the interface. [`ObjectBlobs`] implements it with `object_store` (`file://`, `s3://`, `gs://`, `az://`,
+//! `memory://`); workers without access to a bucket use an implementation that transfers blobs through the coordinator.
 
 pub mod checkpoints;
 pub mod gc;
@@ -24,19 +24,19 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-/// Immutable bytes by the hash of their content.
+/// A store of immutable bytes, named by the hash of their content.
 ///
-/// Every method may be called again after an error, and by several at once for the same blob.
+/// Every method may be retried after an error, and called concurrently for the same blob.
 #[async_trait]
 pub trait BlobStore: Debug + Send + Sync {
-    /// Which of these blobs are there, in the order asked.
+    /// Returns whether each of these blobs exists, in the same order.
     ///
     /// # Errors
     /// [`StorageError::Unavailable`], [`StorageError::Denied`].
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError>;
 
-    /// Stores the file's content, whether or not the blob is there: ask [`Self::has`] first. When this returns, the
-    /// blob is durable; when it fails, nothing new is visible under that name.
+    /// Uploads a file as a blob, even if the blob exists: check [`Self::has`] first. The blob is durable when this returns. On
+    /// failure no partial blob becomes visible.
     ///
     /// # Errors
     /// [`StorageError::Corrupt`] when the file's content does not have that hash.
@@ -48,62 +48,62 @@ pub trait BlobStore: Debug + Send + Sync {
     /// As [`Self::put_file`].
     async fn put_bytes(&self, hash: ContentHash, bytes: Bytes) -> Result<(), StorageError>;
 
-    /// Fetches the blob into a file, verified: the file appears at once and complete, or not at all.
-    /// An existing file is replaced. Returns its size.
+    /// Downloads and verifies a blob to a file, which appears atomically. An existing file is replaced. Returns the size.
     ///
     /// # Errors
     /// [`StorageError::NotFound`], [`StorageError::Corrupt`], [`StorageError::Local`] (disk full).
     async fn get_to_file(&self, hash: ContentHash, path: &Path) -> Result<u64, StorageError>;
 
-    /// Fetches a blob of at most `limit` bytes, verified.
+    /// Downloads and verifies a blob of at most `limit` bytes.
     ///
     /// # Errors
     /// [`StorageError::NotFound`], [`StorageError::Corrupt`], [`StorageError::TooLarge`].
     async fn get_bytes(&self, hash: ContentHash, limit: u64) -> Result<Bytes, StorageError>;
 
-    /// The blob's size; none when it is not there.
+    /// Returns the blob's size; none if it does not exist.
     ///
     /// # Errors
-    /// As [`Self::has`]; [`StorageError::Unsupported`] where that is not known.
+    /// As [`Self::has`]; [`StorageError::Unsupported`] where the store does not know it.
     async fn size(&self, _hash: ContentHash) -> Result<Option<u64>, StorageError> {
         Err(StorageError::Unsupported {
             what: "say how large a blob is",
         })
     }
 
-    /// Fetches a part of a blob, which cannot be verified: whoever puts the parts together has to.
+    /// Downloads a range of a blob. It is not verified; the caller must verify the whole blob.
     ///
     /// # Errors
-    /// [`StorageError::NotFound`]; [`StorageError::Unsupported`] where there are only whole blobs.
+    /// [`StorageError::NotFound`]; [`StorageError::Unsupported`] where only whole blobs can be downloaded.
     async fn get_range(&self, _hash: ContentHash, _range: Range<u64>) -> Result<Bytes, StorageError> {
         Err(StorageError::Unsupported {
             what: "fetch a part of a blob",
         })
     }
 
-    /// Removes the blob. One that is not there is no error.
+    /// Removes the blob. A missing blob is not an error.
     ///
     /// # Errors
     /// As [`Self::has`].
     async fn delete(&self, hash: ContentHash) -> Result<(), StorageError>;
 
-    /// All blobs, in no particular order.
+    /// Lists all blobs, in no particular order.
     ///
     /// # Errors
     /// As [`Self::has`].
     async fn list(&self) -> Result<Vec<BlobInfo>, StorageError>;
 
-    /// When the blob was stored last; none when it is not there.
+    /// Returns when the blob was stored last; none if it does not exist.
     ///
     /// # Errors
-    /// As [`Self::has`]; [`StorageError::Unsupported`] where that is not known.
+    /// As [`Self::has`]; [`StorageError::Unsupported`] where the store does not know it.
     async fn stored(&self, _hash: ContentHash) -> Result<Option<jiff::Timestamp>, StorageError> {
         Err(StorageError::Unsupported {
             what: "say when a blob was stored",
         })
     }
 
-    /// Removes what uploads left that died longer than `age` ago, where that lies beside the blobs. Says how much.
+    /// Removes unfinished uploads older than `age` whose process is dead, if the store keeps them next to the blobs. Returns
+    /// their number.
     ///
     /// # Errors
     /// As [`Self::has`].
@@ -112,65 +112,65 @@ pub trait BlobStore: Debug + Send + Sync {
     }
 }
 
-/// One blob of a listing.
+/// A blob in a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlobInfo {
-    /// Its name.
+    /// Its hash.
     pub hash: ContentHash,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
     /// When it was stored.
     pub stored: jiff::Timestamp,
 }
 
-/// Something that object storage did not do.
+/// A failed storage operation.
 #[derive(Debug, thiserror::Error)]
 pub enum StorageError {
-    /// There is no such blob.
+    /// The blob does not exist.
     #[error("the object storage has no blob {hash}")]
     NotFound {
-        /// Which.
+        /// The blob's hash.
         hash: ContentHash,
     },
-    /// Content that does not have the hash it is filed under, or under which it was to be filed.
+    /// The content does not have the expected hash.
     #[error("damaged data: {what} has the SHA-256 {found} instead of {expected}; nothing of it is used")]
     Corrupt {
-        /// Where it came from, for people.
+        /// A description of the source.
         what: String,
-        /// The name.
+        /// The expected hash.
         expected: ContentHash,
-        /// What the content hashes to.
+        /// The hash of the content.
         found: ContentHash,
     },
-    /// A blob that is larger than its reader accepts.
+    /// The blob is larger than the caller's limit.
     #[error("the blob {hash} has {bytes} bytes; at most {limit} are accepted here")]
     TooLarge {
-        /// Which.
+        /// The blob's hash.
         hash: ContentHash,
-        /// Its size, as far as it was read.
+        /// Its size, or the number of bytes read so far.
         bytes: u64,
         /// The limit.
         limit: u64,
     },
-    /// It answered with errors, hung, or cut off, for the whole budget.
+    /// Every request failed or timed out until the retry budget was used up.
     #[error(
-        "object storage could not {what} for {} s; last: {message}. Check that the server runs and can be reached",
+        "object storage could not {what} for {} s; last error: {message}. Check that the server runs and can be reached",
         after.as_secs()
     )]
     Unavailable {
-        /// What was tried, in words: `store a blob`.
+        /// The operation as a verb phrase: `store a blob`.
         what: &'static str,
-        /// For how long.
+        /// How long it was tried.
         after: Duration,
-        /// What it said last.
+        /// The last error.
         message: String,
     },
-    /// It refused our credentials. Not retried.
+    /// The credentials were refused. Not retried.
     #[error("object storage refused to {what}: {message}. Check the access keys and what they may do")]
     Denied {
-        /// What was tried, in words.
+        /// The operation as a verb phrase.
         what: &'static str,
-        /// What it said.
+        /// The server's error.
         message: String,
     },
     /// The address of the store cannot be used.
@@ -178,68 +178,68 @@ pub enum StorageError {
     Address {
         /// The address, without credentials.
         url: String,
-        /// Why not, and what is expected.
+        /// The reason, and what is expected.
         message: String,
     },
-    /// A file on this machine; a full disk is told apart.
+    /// An error of a local file. A full disk is a variant of [`FsError`].
     #[error(transparent)]
     Local(#[from] FsError),
-    /// A file name that must not become a path.
+    /// A file name that cannot be used as a path.
     #[error(transparent)]
     Name(#[from] BadName),
-    /// A blob that should be a list of files, or a checkpoint, and is not.
-    #[error("{what} cannot be understood: {message}")]
+    /// A blob is not a valid list of files or manifest.
+    #[error("{what} is invalid: {message}")]
     Malformed {
-        /// Which, for people.
+        /// A description of the blob.
         what: String,
-        /// What is wrong.
+        /// The problem.
         message: String,
     },
-    /// This store cannot do that.
+    /// The store does not support the operation.
     #[error("this storage cannot {what}")]
     Unsupported {
-        /// What was asked, in words.
+        /// The operation as a verb phrase.
         what: &'static str,
     },
-    /// There is no room where the blobs lie; that may change at any time.
-    #[error("object storage has no room to {what}: {message}")]
+    /// The storage is full. A later request may succeed.
+    #[error("object storage is full and could not {what}: {message}")]
     Full {
-        /// What was tried, in words.
+        /// The operation as a verb phrase.
         what: &'static str,
-        /// What it said.
+        /// The server's error.
         message: String,
     },
-    /// Anything that another try will not change.
+    /// Any other error, which a retry does not fix.
     #[error("object storage could not {what}: {message}")]
     Failed {
-        /// What was tried, in words.
+        /// The operation as a verb phrase.
         what: &'static str,
-        /// What it said.
+        /// The server's error.
         message: String,
     },
 }
 
 impl StorageError {
-    /// Whether the same call may succeed later: it is the storage's trouble, not ours.
+    /// Whether a later retry may succeed, because the storage was unavailable.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. })
     }
 
-    /// Whether there was no room where the blobs lie.
+    /// Whether the storage was full.
     #[must_use]
     pub fn is_full(&self) -> bool {
         matches!(self, Self::Full { .. })
     }
 
-    /// Whether a disk of this machine was full.
+    /// Whether a local disk was full.
     #[must_use]
     pub fn is_disk_full(&self) -> bool {
         matches!(self, Self::Local(error) if error.is_disk_full())
     }
 }
 
-/// Runs file work off the async threads.
+/// Runs file operations on a blocking thread.
 async fn blocking<T: Send + 'static, E: Into<StorageError> + Send + 'static>(
     what: &'static str,
     work: impl FnOnce() -> Result<T, E> + Send + 'static,

@@ -1,8 +1,8 @@
-//! Which trace something belongs to, as everybody on a job's way says it: the W3C trace context.
+//! The W3C trace context that links the spans of a job.
 //!
-//! Ids that several programs must agree on are derived instead of told. The trace of a job that nobody else traces
-//! comes from the job's id, and the spans of its life and of its attempts come from the trace: so a coordinator that
-//! was started again, the one that took over, and a worker that was told nothing all mean the same spans.
+//! Ids that several programs must agree on are derived, not transmitted. If a job's submission has no trace, its trace id
+//! is derived from the job's id; the span ids of the job and of its attempts are derived from the trace id. So a restarted
+//! coordinator, a new leader and a worker without a trace context all use the same ids.
 
 use crate::id::{AttemptId, JobId};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -11,27 +11,27 @@ use std::fmt;
 use std::num::{NonZeroU64, NonZeroU128};
 use std::str::FromStr;
 
-/// The header of HTTP and gRPC calls, and with capitals the environment variable, that carry a [`TraceContext`].
+/// The HTTP and gRPC header that carries a [`TraceContext`]. In upper case, the name of the environment variable.
 pub const TRACEPARENT: &str = "traceparent";
 
-/// A trace: everything that happens for one purpose, on however many machines.
+/// The id of a trace: all spans of one job, on all machines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TraceId(NonZeroU128);
 
 impl TraceId {
-    /// The trace of a job whose submission belongs to none.
+    /// The trace id of a job whose submission has no trace.
     #[must_use]
     pub fn of_job(job: &JobId) -> Self {
         Self(not_zero_128(digest(&[b"aitk job", job.as_str().as_bytes()])))
     }
 
-    /// A new one.
+    /// A random id.
     #[must_use]
     pub fn random() -> Self {
         Self(NonZeroU128::new(uuid::Uuid::new_v4().as_u128()).unwrap_or(NonZeroU128::MIN))
     }
 
-    /// Its 16 bytes.
+    /// The id's 16 bytes, big-endian.
     #[must_use]
     pub fn to_bytes(self) -> [u8; 16] {
         self.0.get().to_be_bytes()
@@ -44,31 +44,31 @@ impl fmt::Display for TraceId {
     }
 }
 
-/// A span of a trace: one piece of work.
+/// The id of a span within a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SpanId(NonZeroU64);
 
 impl SpanId {
-    /// The span of a job's whole life.
+    /// The id of the span from a job's submission to its end.
     #[must_use]
     pub fn of_job(trace: TraceId, job: &JobId) -> Self {
         Self::derived(trace, b"job", job.as_str())
     }
 
-    /// The span of an attempt as the coordinator sees it.
+    /// The id of the coordinator's span of an attempt.
     #[must_use]
     pub fn of_assignment(trace: TraceId, attempt: &AttemptId) -> Self {
         Self::derived(trace, b"assigned", attempt.as_str())
     }
 
-    /// A new one.
+    /// A random id.
     #[must_use]
     pub fn random() -> Self {
         let (high, low) = uuid::Uuid::new_v4().as_u64_pair();
         Self(NonZeroU64::new(high ^ low).unwrap_or(NonZeroU64::MIN))
     }
 
-    /// Its 8 bytes.
+    /// The id's 8 bytes, big-endian.
     #[must_use]
     pub fn to_bytes(self) -> [u8; 8] {
         self.0.get().to_be_bytes()
@@ -76,7 +76,7 @@ impl SpanId {
 
     fn derived(trace: TraceId, what: &[u8], id: &str) -> Self {
         let all = not_zero_128(digest(&[what, &trace.to_bytes(), id.as_bytes()]));
-        // The upper half; zero there is as likely as guessing it.
+        // The upper half. It is zero with probability 2^-64.
         Self(
             u64::try_from(all.get() >> 64)
                 .ok()
@@ -107,14 +107,14 @@ fn not_zero_128(bytes: [u8; 32]) -> NonZeroU128 {
     NonZeroU128::new(u128::from_be_bytes(half)).unwrap_or(NonZeroU128::MIN)
 }
 
-/// A place in a trace, in the form that travels: `00-TRACE-SPAN-01`.
+/// A span within a trace, sent as `00-TRACE-SPAN-01`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TraceContext {
-    /// Which trace.
+    /// The trace.
     pub trace: TraceId,
-    /// Which of its spans.
+    /// The span.
     pub span: SpanId,
-    /// Whether it is kept; whoever follows keeps theirs only then.
+    /// Whether the trace is recorded. Child spans are recorded only if it is.
     pub sampled: bool,
 }
 
@@ -124,15 +124,15 @@ impl fmt::Display for TraceContext {
     }
 }
 
-/// A text that is no trace context. Whoever gets one goes on without: a trace is never a reason to refuse work.
+/// A text that is not a trace context. Receivers ignore it: a wrong trace context never fails a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no trace context; expected 00-TRACE-SPAN-FLAGS, in 32, 16 and 2 hexadecimal digits")]
+#[error("not a trace context; expected 00-TRACE-SPAN-FLAGS, in 32, 16 and 2 hexadecimal digits")]
 pub struct BadTraceContext;
 
 impl FromStr for TraceContext {
     type Err = BadTraceContext;
 
-    /// By <https://www.w3.org/TR/trace-context/>: of later versions the beginning counts.
+    /// Parses as <https://www.w3.org/TR/trace-context/> says: of later versions, only the known first fields are used.
     fn from_str(text: &str) -> Result<Self, BadTraceContext> {
         let mut parts = text.split('-');
         let mut next = |digits| {
@@ -176,7 +176,7 @@ mod tests {
     const GOOD: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
     #[test]
-    fn the_examples_of_the_recommendation() {
+    fn the_examples_of_the_w3c_recommendation_parse() {
         let context: TraceContext = GOOD.parse().unwrap();
         assert_eq!(context.to_string(), GOOD);
         assert!(context.sampled);
@@ -203,8 +203,8 @@ mod tests {
     }
 
     #[test]
-    fn derived_ids_stay_what_they_are() {
-        // Two versions of the program must agree: attempts of one job may be traced by both.
+    fn derived_ids_are_stable_across_versions() {
+        // Different versions of the program may trace attempts of the same job.
         let (job, attempt) = (JobId::new("j0123abcd"), AttemptId::new("j0123abcd-1"));
         let trace = TraceId::of_job(&job);
         assert_eq!(trace.to_string(), "4508f91c9ecc1b93af6c847033f6904c");
@@ -215,14 +215,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_text_is_an_error_or_comes_back(text in "[0-9a-f-]{0,70}") {
+        fn any_text_is_an_error_or_round_trips(text in "[0-9a-f-]{0,70}") {
             if let Ok(context) = text.parse::<TraceContext>() {
                 prop_assert_eq!(context.to_string().parse::<TraceContext>(), Ok(context));
             }
         }
 
         #[test]
-        fn every_context_survives_its_text(trace in 1_u128.., span in 1_u64.., sampled: bool) {
+        fn every_context_round_trips_through_text_and_json(trace in 1_u128.., span in 1_u64.., sampled: bool) {
             let context = TraceContext {
                 trace: TraceId(NonZeroU128::new(trace).unwrap()),
                 span: SpanId(NonZeroU64::new(span).unwrap()),

@@ -1,8 +1,7 @@
-//! What programs tell about themselves: logging, set up once per process, and the traces of jobs.
+//! Logging, which is set up once per process, and traces of jobs.
 //!
-//! Log lines go to standard error, because standard output belongs to the data that a command prints and to the
-//! events of an attempt. `AITK_LOG_LEVEL` takes a level (`error`, `warn`, `info`, `debug`, `trace`) or a filter
-//! such as `info,aitk_worker=debug`; without it the programs' own default holds.
+//! Log lines go to standard error, because commands print their data, and attempts their events, to standard output. `AITK_LOG_LEVEL` takes a level (`error`, `warn`, `info`, `debug`, `trace`) or a filter
+//! such as `info,aitk_worker=debug`; if it is unset, each program uses its default.
 
 pub mod context;
 #[cfg(feature = "test-collector")]
@@ -16,24 +15,25 @@ use tracing_subscriber::fmt::MakeWriter;
 
 /// The environment variable with the level or filter.
 pub const LEVEL_VARIABLE: &str = "AITK_LOG_LEVEL";
-/// Libraries whose own news interests nobody who runs aitk.
-const QUIET: &str = "hyper=warn,h2=warn,tonic=warn,sqlx=error,object_store=warn,reqwest=warn,rustls=warn,tower=warn";
+/// Log levels of libraries, whose messages are rarely useful to users of aitk.
+const LIBRARY_LEVELS: &str =
+    "hyper=warn,h2=warn,tonic=warn,sqlx=error,object_store=warn,reqwest=warn,rustls=warn,tower=warn";
 
-/// Which program logs; it decides what is said by default and how.
+/// The kind of program, which decides the default level and format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A command a person waits for: warnings and errors, without time stamps.
+    /// An interactive command: warnings and errors, without time stamps.
     Command,
     /// A coordinator or a worker: `info`, with time stamps.
     Daemon,
-    /// The child of an attempt, whose lines the worker puts into the job's log: `info`, without time stamps.
+    /// The child process of an attempt: `info`, without time stamps. The worker adds its lines to the job's log.
     Attempt,
 }
 
-/// How to log.
+/// Logging options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// Which program.
+    /// The kind of program.
     pub kind: Kind,
     /// One JSON object per line instead of text.
     pub json: bool,
@@ -41,48 +41,49 @@ pub struct Options {
 
 /// Starts logging. A second call changes nothing, so that an embedded coordinator or worker may call it too.
 ///
-/// A level that cannot be understood is ignored with a warning: no program should fail to start for its log.
+/// An invalid level is ignored with a warning, so that it does not stop a program from starting.
 pub fn init(options: Options) {
     init_at(options, None);
 }
 
-/// [`init`] at a level or filter that a flag gave, which goes before the environment.
+/// [`init`] with a level or filter from a flag, which takes precedence over the environment.
 pub fn init_at(options: Options, level: Option<&str>) {
-    let asked = level
+    let requested = level
         .map(str::to_owned)
         .or_else(|| std::env::var(LEVEL_VARIABLE).ok())
         .filter(|level| !level.trim().is_empty());
-    let (filter, problem) = filter(asked.as_deref(), options.kind);
+    let (filter, problem) = filter(requested.as_deref(), options.kind);
     let is_first = install(options, filter, io::stderr);
     if let (true, Some(problem)) = (is_first, problem) {
         tracing::warn!("{problem}");
     }
 }
 
-/// The filter, and what was wrong with the one that was asked for.
-fn filter(asked: Option<&str>, kind: Kind) -> (EnvFilter, Option<String>) {
-    let usual = match kind {
+/// The log filter, and an error message if the requested one is invalid.
+fn filter(requested: Option<&str>, kind: Kind) -> (EnvFilter, Option<String>) {
+    let default = match kind {
         Kind::Command => "warn",
         Kind::Daemon | Kind::Attempt => "info",
     };
-    let Some(asked) = asked else {
-        return (EnvFilter::new(format!("{usual},{QUIET}")), None);
+    let Some(requested) = requested else {
+        return (EnvFilter::new(format!("{default},{LIBRARY_LEVELS}")), None);
     };
-    match EnvFilter::try_new(format!("{QUIET},{asked}")) {
-        Ok(filter) if is_known_level(asked) => (filter, None),
+    match EnvFilter::try_new(format!("{LIBRARY_LEVELS},{requested}")) {
+        Ok(filter) if is_known_level(requested) => (filter, None),
         _ => {
             let problem = format!(
-                "{LEVEL_VARIABLE}={asked:?} is not understood; expected error, warn, info, debug, trace or target=level"
+                "{LEVEL_VARIABLE}={requested:?} is not a log level; expected error, warn, info, debug, trace or target=level"
             );
-            (EnvFilter::new(format!("{usual},{QUIET}")), Some(problem))
+            (EnvFilter::new(format!("{default},{LIBRARY_LEVELS}")), Some(problem))
         }
     }
 }
 
-/// A bare word would be taken for a module's name: `AITK_LOG_LEVEL=verbose` must not silence everything.
-fn is_known_level(asked: &str) -> bool {
+/// Whether every bare word is a level. `EnvFilter` takes an unknown word for a module name, so that `AITK_LOG_LEVEL=verbose`
+/// would disable all other messages.
+fn is_known_level(requested: &str) -> bool {
     let levels = ["off", "error", "warn", "info", "debug", "trace"];
-    asked
+    requested
         .split(',')
         .map(str::trim)
         .all(|part| part.contains(['=', '[', ':']) || levels.contains(&part.to_ascii_lowercase().as_str()))
@@ -96,11 +97,11 @@ where
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(writer)
-        // Else a line that stderr does not take, because its disk is full, ends whoever writes it.
+        // Otherwise a failed write to stderr, as on a full disk, panics.
         .log_internal_errors(false)
         .with_ansi(colours);
     match (options.json, options.kind) {
-        // Of spans within spans the innermost says enough.
+        // The innermost of nested spans is enough.
         (true, _) => builder
             .json()
             .flatten_event(true)
@@ -117,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_level_that_is_none_is_reported_and_the_default_holds() {
+    fn an_invalid_level_is_reported_and_the_default_is_used() {
         for good in ["debug", "INFO", "warn,aitk_worker=debug", "aitk_common::storage=trace"] {
             assert!(filter(Some(good), Kind::Daemon).1.is_none(), "{good}");
         }
@@ -130,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn starting_twice_is_harmless() {
+    fn init_may_be_called_twice() {
         init(Options {
             kind: Kind::Attempt,
             json: false,

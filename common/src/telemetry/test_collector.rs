@@ -1,4 +1,4 @@
-//! A collector for tests: takes spans by OTLP over HTTP on a socket of its own, and keeps them.
+//! A trace collector for tests: receives spans by OTLP over HTTP and stores them.
 
 use axum::Router;
 use axum::body::Bytes;
@@ -13,97 +13,97 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A span as it arrived. Ids are hexadecimal.
+/// A received span. Ids are hexadecimal.
 #[derive(Clone, Debug)]
-pub struct Seen {
-    /// `service.name` of whoever sent it.
+pub struct ReceivedSpan {
+    /// `service.name` of the sender.
     pub service: String,
-    /// Its name.
+    /// The span's name.
     pub name: String,
-    /// Its trace.
+    /// The trace id.
     pub trace: String,
-    /// Itself.
+    /// The span id.
     pub span: String,
-    /// What it is part of; empty: nothing.
+    /// The parent's span id; empty for a root span.
     pub parent: String,
-    /// When it began, in nanoseconds since 1970.
+    /// The start time in nanoseconds since 1970.
     pub start: u64,
-    /// When it ended.
+    /// The end time in nanoseconds since 1970.
     pub end: u64,
-    /// What is said of it, as text.
+    /// The attributes as text.
     pub attributes: BTreeMap<String, String>,
-    /// Traces that it has to do with.
+    /// The trace ids of its links.
     pub links: Vec<String>,
-    /// Why it failed, if it did.
+    /// The error message, if its status is an error.
     pub error: Option<String>,
 }
 
-/// The collector. Listens until the runtime ends.
+/// The collector. It listens until the runtime ends.
 #[derive(Clone, Debug)]
 pub struct TestCollector {
     address: SocketAddr,
-    seen: Arc<Mutex<Vec<Seen>>>,
+    received: Arc<Mutex<Vec<ReceivedSpan>>>,
 }
 
 impl TestCollector {
-    /// Starts one on any free port of this machine.
+    /// Starts a collector on a free local port.
     ///
     /// # Errors
-    /// When there is none.
+    /// When no port can be bound.
     pub async fn start() -> io::Result<Self> {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
         let collector = Self {
             address: listener.local_addr()?,
-            seen: Arc::default(),
+            received: Arc::default(),
         };
-        let keeper = collector.clone();
-        let take = move |body: Bytes| async move {
+        let shared = collector.clone();
+        let receive = move |body: Bytes| async move {
             match ExportTraceServiceRequest::decode(body) {
                 Ok(request) => {
-                    keeper.keep(request);
+                    shared.store(request);
                     StatusCode::OK
                 }
                 Err(_) => StatusCode::BAD_REQUEST,
             }
         };
-        let router = Router::new().route("/v1/traces", post(take));
+        let router = Router::new().route("/v1/traces", post(receive));
         tokio::spawn(async move { axum::serve(listener, router).await });
         Ok(collector)
     }
 
-    /// For `OTEL_EXPORTER_OTLP_ENDPOINT`.
+    /// The value for `OTEL_EXPORTER_OTLP_ENDPOINT`.
     #[must_use]
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.address)
     }
 
-    /// For `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`.
+    /// The value for `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`.
     #[must_use]
     pub fn traces_endpoint(&self) -> String {
         format!("http://{}/v1/traces", self.address)
     }
 
-    /// What has arrived so far.
+    /// The spans received so far.
     #[must_use]
-    pub fn seen(&self) -> Vec<Seen> {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn received(&self) -> Vec<ReceivedSpan> {
+        self.received.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn keep(&self, request: ExportTraceServiceRequest) {
-        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+    fn store(&self, request: ExportTraceServiceRequest) {
+        let mut received = self.received.lock().unwrap_or_else(PoisonError::into_inner);
         for of_service in request.resource_spans {
             let resource = of_service.resource.map(|resource| attributes(resource.attributes));
             let service = resource.and_then(|mut resource| resource.remove("service.name"));
             let service = service.unwrap_or_default();
             let spans = of_service.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            seen.extend(spans.map(|span| one(&service, span)));
+            received.extend(spans.map(|span| decode(&service, span)));
         }
     }
 }
 
-fn one(service: &str, span: Span) -> Seen {
+fn decode(service: &str, span: Span) -> ReceivedSpan {
     let status = span.status.filter(|status| status.code() == Status::Error);
-    Seen {
+    ReceivedSpan {
         service: service.to_owned(),
         name: span.name,
         trace: hex::encode(span.trace_id),

@@ -1,12 +1,12 @@
-//! Spans for a collector: OTLP over HTTP, set up by OpenTelemetry's own environment variables.
+//! Exports spans to a collector by OTLP over HTTP, configured by OpenTelemetry's environment variables.
 //!
-//! The spans of a job outlive the programs that see them: a job may be submitted by one command, run for days, and end
-//! under another coordinator than the one that took it. So a span is not held open here. It is written down when it is
-//! over, from what is known then, with ids that were known before ([`super::context`]).
+//! The spans of a job outlive single programs: a job may be submitted by one command, run for days, and end under a
+//! different coordinator than the one that accepted it. So spans are not held open. A span is recorded when it ends, with
+//! ids that are known in advance ([`super::context`]).
 //!
-//! Nothing set, nothing done: then a [`Tracer`] is an empty option, and whoever has one asks it before anything is
-//! put together. A collector that is down, slow or wrong costs spans, never work: the queue to it is bounded, a thread
-//! of its own empties it, and what does not fit is dropped.
+//! Without these variables a [`Tracer`] is disabled and costs nothing; callers check [`Tracer::is_on`] before they build a
+//! span. A collector that is down or slow never delays jobs: a thread exports the spans from a bounded queue, and spans that
+//! do not fit are dropped.
 
 mod exporter;
 
@@ -24,16 +24,16 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-/// Who a span is from, unless `OTEL_SERVICE_NAME` says otherwise.
+/// The service that a span belongs to, unless `OTEL_SERVICE_NAME` is set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Service {
     /// The command line.
     Client,
-    /// The coordinator, also inside another program.
+    /// The coordinator, standalone or embedded.
     Coordinator,
-    /// The worker, also inside another program.
+    /// The worker, standalone or embedded.
     Worker,
-    /// The child process of an attempt, whose spans its worker makes from what it says.
+    /// The child process of an attempt. Its worker creates the spans from the child's events.
     Attempt,
 }
 
@@ -48,10 +48,10 @@ impl Service {
     }
 }
 
-/// A piece of work that is over.
+/// A span of finished work.
 #[derive(Clone, Debug)]
 pub struct Span {
-    /// Its own place.
+    /// The span's own trace context.
     context: TraceContext,
     parent: Option<SpanId>,
     parent_is_remote: bool,
@@ -65,7 +65,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// A span of this name from `start` to `end`.
+    /// Creates a span from `start` to `end`.
     #[must_use]
     pub fn new(
         name: impl Into<Cow<'static, str>>,
@@ -79,7 +79,7 @@ impl Span {
             kind: SpanKind::Internal,
             name: name.into(),
             start,
-            // A clock that was set back.
+            // `end` is earlier if the clock was set back.
             end: end.max(start),
             attributes: Vec::new(),
             links: Vec::new(),
@@ -87,42 +87,42 @@ impl Span {
         }
     }
 
-    /// Part of another span of this program.
+    /// Makes it a child of another span of this program.
     #[must_use]
     pub fn within(mut self, parent: SpanId) -> Self {
         self.parent = Some(parent);
         self
     }
 
-    /// Part of a span of another program, that waited for this one.
+    /// Makes it a server span, with a parent in the program that made the call.
     #[must_use]
     pub fn serves(mut self, parent: Option<SpanId>) -> Self {
         (self.parent, self.parent_is_remote, self.kind) = (parent, parent.is_some(), SpanKind::Server);
         self
     }
 
-    /// It waited for another program.
+    /// Makes it a client span: it waited for another program.
     #[must_use]
     pub fn calls(mut self) -> Self {
         self.kind = SpanKind::Client;
         self
     }
 
-    /// It has to do with another trace.
+    /// Adds a link to a span of another trace.
     #[must_use]
     pub fn linked(mut self, other: TraceContext) -> Self {
         self.links.push(Link::with_context(span_context(other, true)));
         self
     }
 
-    /// A fact about it.
+    /// Adds an attribute.
     #[must_use]
     pub fn with(mut self, key: &'static str, value: impl Into<Value>) -> Self {
         self.attributes.push(KeyValue::new(key, value));
         self
     }
 
-    /// It failed, and why.
+    /// Sets the status to an error with this message.
     #[must_use]
     pub fn failed(mut self, why: impl Into<Cow<'static, str>>) -> Self {
         self.status = Status::error(why);
@@ -140,16 +140,16 @@ fn span_context(context: TraceContext, is_remote: bool) -> SpanContext {
     )
 }
 
-/// Where this program's spans go. Cheap to clone; by default nowhere.
+/// The span exporters of this program. Cheap to clone; disabled by default.
 #[derive(Clone, Default)]
 pub struct Traces(Option<Arc<Shared>>);
 
 struct Shared {
-    /// Given here, and not by the environment.
+    /// The endpoint, unless it comes from the environment.
     endpoint: Option<String>,
     outage: Arc<Outage>,
     sampler: Box<dyn ShouldSample>,
-    /// One per service; none where it could not be set up.
+    /// The batch processor of each service; none if it could not be set up.
     open: Mutex<BTreeMap<&'static str, Option<Arc<BatchSpanProcessor>>>>,
 }
 
@@ -172,25 +172,25 @@ impl PartialEq for Traces {
 impl Eq for Traces {}
 
 impl Traces {
-    /// As the environment says: on when `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT` is set, and
-    /// neither `OTEL_SDK_DISABLED=true` nor `OTEL_TRACES_EXPORTER=none`. What else the variables say is
-    /// OpenTelemetry's SDK's to read. Nothing is opened before the first [`Self::tracer`].
+    /// Configures export from the environment: enabled if `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` or `OTEL_EXPORTER_OTLP_ENDPOINT`
+    /// is set, unless `OTEL_SDK_DISABLED=true` or `OTEL_TRACES_EXPORTER=none`. OpenTelemetry's SDK reads the other variables.
+    /// No connection is made before the first [`Self::tracer`].
     #[must_use]
     pub fn from_environment() -> Self {
         let env = |name: &str| std::env::var(name).ok();
-        let Some(endpoint) = asked_for(&env) else {
+        let Some(endpoint) = endpoint_from(&env) else {
             return Self::default();
         };
         let protocol = env("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL").or_else(|| env("OTEL_EXPORTER_OTLP_PROTOCOL"));
         if let Some(other) = protocol.filter(|name| !matches!(name.as_str(), "" | "http/protobuf")) {
             tracing::warn!(
-                "OTEL_EXPORTER_OTLP_PROTOCOL: {other:?} is not spoken here, http/protobuf is; collectors listen for it on port 4318"
+                "OTEL_EXPORTER_OTLP_PROTOCOL: {other:?} is not supported, so http/protobuf is used; collectors listen for it on port 4318"
             );
         }
         Self::open(None, &endpoint)
     }
 
-    /// To the collector at this URL, `/v1/traces` included, whatever the environment says.
+    /// Exports to the collector at this URL, which includes `/v1/traces`. Ignores the environment.
     #[must_use]
     pub fn to(endpoint: &str) -> Self {
         Self::open(Some(endpoint.to_owned()), endpoint)
@@ -205,13 +205,13 @@ impl Traces {
         })))
     }
 
-    /// Whether spans go anywhere.
+    /// Whether spans are exported.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Writes down the spans of a service. Off when there is nowhere to send them, or when that could not be set up,
+    /// Returns a tracer for a service. It is disabled if no collector is configured, or if the exporter could not be set up,
     /// which is logged once.
     #[must_use]
     pub fn tracer(&self, service: Service) -> Tracer {
@@ -235,24 +235,24 @@ impl Traces {
         }))
     }
 
-    /// What became of the spans of all services in this program.
+    /// The numbers of recorded, sent and lost spans of all services in this program.
     #[must_use]
     pub fn counts(&self) -> SpanCounts {
         self.0.as_ref().map(|shared| shared.outage.counts()).unwrap_or_default()
     }
 
-    /// Sends what waits, for at most this long, and ends. Blocks; for the end of a program.
-    pub fn finish(&self, patience: Duration) {
+    /// Exports the queued spans, for at most `timeout`, and shuts down. Blocks; call it when the program ends.
+    pub fn finish(&self, timeout: Duration) {
         let Some(shared) = &self.0 else { return };
         let open = std::mem::take(&mut *shared.open.lock().unwrap_or_else(PoisonError::into_inner));
-        // At the same time: one collector that does not answer holds up all of them.
+        // In parallel, so that a collector that does not answer costs the timeout only once.
         std::thread::scope(|scope| {
             for processor in open.into_values().flatten() {
                 scope.spawn(move || {
-                    if processor.shutdown_with_timeout(patience).is_err() {
+                    if processor.shutdown_with_timeout(timeout).is_err() {
                         shared
                             .outage
-                            .begins(&format!("no answer within {} s", patience.as_secs_f32()));
+                            .start(&format!("no answer within {} s", timeout.as_secs_f32()));
                     }
                 });
             }
@@ -260,20 +260,20 @@ impl Traces {
     }
 }
 
-/// The endpoint that the environment names, if spans are wanted.
-fn asked_for(env: &dyn Fn(&str) -> Option<String>) -> Option<String> {
-    let given = |name: &str| {
+/// The endpoint in the environment, unless traces are disabled there.
+fn endpoint_from(env: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    let value = |name: &str| {
         env(name)
             .map(|text| text.trim().to_owned())
             .filter(|text| !text.is_empty())
     };
-    let off = given("OTEL_SDK_DISABLED").is_some_and(|text| text.eq_ignore_ascii_case("true"))
-        || given("OTEL_TRACES_EXPORTER").is_some_and(|text| text.eq_ignore_ascii_case("none"));
-    let endpoint = given("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| given("OTEL_EXPORTER_OTLP_ENDPOINT"));
-    endpoint.filter(|_| !off)
+    let disabled = value("OTEL_SDK_DISABLED").is_some_and(|text| text.eq_ignore_ascii_case("true"))
+        || value("OTEL_TRACES_EXPORTER").is_some_and(|text| text.eq_ignore_ascii_case("none"));
+    let endpoint = value("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT").or_else(|| value("OTEL_EXPORTER_OTLP_ENDPOINT"));
+    endpoint.filter(|_| !disabled)
 }
 
-/// Writes down the spans of a service. Cheap to clone; by default off.
+/// Records the spans of a service. Cheap to clone; disabled by default.
 #[derive(Clone, Default)]
 pub struct Tracer(Option<Arc<Inner>>);
 
@@ -290,16 +290,16 @@ impl fmt::Debug for Tracer {
 }
 
 impl Tracer {
-    /// Whether spans go anywhere. Ask before something is put together for one.
+    /// Whether spans are exported. Check it before building a span.
     #[must_use]
     pub fn is_on(&self) -> bool {
         self.0.is_some()
     }
 
-    /// Whether the spans of a trace are kept (`OTEL_TRACES_SAMPLER`): asked where the trace comes into this program,
-    /// with what it came from. The answer is always the same for the same trace.
+    /// Whether a trace is sampled (`OTEL_TRACES_SAMPLER`). `parent` is the context that the program received with it. The
+    /// result is always the same for the same trace.
     #[must_use]
-    pub fn keeps(&self, trace: TraceId, parent: Option<TraceContext>) -> bool {
+    pub fn is_sampled(&self, trace: TraceId, parent: Option<TraceContext>) -> bool {
         let Some(inner) = &self.0 else { return false };
         let context = match parent {
             Some(parent) => Context::new().with_remote_span_context(span_context(parent, true)),
@@ -313,7 +313,7 @@ impl Tracer {
         sampled.decision == SamplingDecision::RecordAndSample
     }
 
-    /// Writes a span down, if its trace is kept. Never waits: when the collector is behind, it is dropped.
+    /// Records a span if its trace is sampled. Never blocks: the span is dropped if the queue is full.
     pub fn record(&self, span: Span) {
         let Some(inner) = self.0.as_ref().filter(|_| span.context.sampled) else {
             return;
@@ -346,9 +346,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_environment_decides() {
-        let asked = |set: &[(&str, &str)]| {
-            asked_for(&|name| {
+    fn the_environment_sets_the_endpoint() {
+        let endpoint = |set: &[(&str, &str)]| {
+            endpoint_from(&|name| {
                 set.iter()
                     .find(|(key, _)| *key == name)
                     .map(|(_, value)| (*value).to_owned())
@@ -358,27 +358,27 @@ mod tests {
             ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://one"),
             ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://other"),
         );
-        assert_eq!(asked(&[]), None);
-        assert_eq!(asked(&[one]).as_deref(), Some("http://one"));
-        assert_eq!(asked(&[one, other]).as_deref(), Some("http://other"));
-        assert_eq!(asked(&[("OTEL_EXPORTER_OTLP_ENDPOINT", " ")]), None);
-        assert_eq!(asked(&[one, ("OTEL_SDK_DISABLED", "true")]), None);
-        assert_eq!(asked(&[other, ("OTEL_TRACES_EXPORTER", "none")]), None);
-        assert!(asked(&[one, ("OTEL_SDK_DISABLED", "false"), ("OTEL_TRACES_EXPORTER", "otlp")]).is_some());
+        assert_eq!(endpoint(&[]), None);
+        assert_eq!(endpoint(&[one]).as_deref(), Some("http://one"));
+        assert_eq!(endpoint(&[one, other]).as_deref(), Some("http://other"));
+        assert_eq!(endpoint(&[("OTEL_EXPORTER_OTLP_ENDPOINT", " ")]), None);
+        assert_eq!(endpoint(&[one, ("OTEL_SDK_DISABLED", "true")]), None);
+        assert_eq!(endpoint(&[other, ("OTEL_TRACES_EXPORTER", "none")]), None);
+        assert!(endpoint(&[one, ("OTEL_SDK_DISABLED", "false"), ("OTEL_TRACES_EXPORTER", "otlp")]).is_some());
     }
 
     #[test]
-    fn without_a_collector_there_is_nothing() {
+    fn without_a_collector_tracers_are_disabled() {
         let traces = Traces::default();
         let tracer = traces.tracer(Service::Worker);
         let trace = TraceId::random();
-        assert!(!traces.is_on() && !tracer.is_on() && !tracer.keeps(trace, None));
+        assert!(!traces.is_on() && !tracer.is_on() && !tracer.is_sampled(trace, None));
         traces.finish(Duration::from_secs(1));
     }
 
     #[test]
-    fn who_sent_the_trace_decides_whether_it_is_kept() {
-        // Nobody answers at port 9; nothing is sent either.
+    fn a_received_trace_context_decides_whether_the_trace_is_sampled() {
+        // Nothing listens on port 9, and nothing is sent.
         let traces = Traces::to("http://127.0.0.1:9/v1/traces");
         let tracer = traces.tracer(Service::Client);
         let context = |sampled| TraceContext {
@@ -386,15 +386,15 @@ mod tests {
             span: SpanId::random(),
             sampled,
         };
-        assert!(tracer.keeps(TraceId::random(), None));
-        assert!(tracer.keeps(TraceId::random(), Some(context(true))));
-        assert!(!tracer.keeps(TraceId::random(), Some(context(false))));
+        assert!(tracer.is_sampled(TraceId::random(), None));
+        assert!(tracer.is_sampled(TraceId::random(), Some(context(true))));
+        assert!(!tracer.is_sampled(TraceId::random(), Some(context(false))));
         let now = SystemTime::now();
-        tracer.record(Span::new("not kept", context(false), (now, now)));
+        tracer.record(Span::new("not sampled", context(false), (now, now)));
     }
 
     #[test]
-    fn an_address_that_is_none_switches_them_off() {
+    fn an_invalid_endpoint_disables_traces() {
         assert!(!Traces::to("no address").tracer(Service::Client).is_on());
     }
 }

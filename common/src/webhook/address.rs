@@ -1,9 +1,9 @@
-//! Which addresses everybody may be sent to: those of the internet, and none of a machine's own network.
+//! Distinguishes public internet addresses from addresses of local networks.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Whether this is an address of the internet. Loopback, private and shared networks (RFC 1918, RFC 6598, unique local),
-/// link-local ones, where clouds answer with a machine's credentials, and what is reserved are none.
+/// Whether this is a public internet address. Not public: loopback, private and shared networks (RFC 1918, RFC 6598, unique
+/// local), link-local addresses (where cloud metadata servers return credentials) and reserved ranges.
 #[must_use]
 pub fn is_public(address: IpAddr) -> bool {
     match address {
@@ -16,7 +16,7 @@ fn is_public_v4(address: Ipv4Addr) -> bool {
     let [a, b, c, _] = address.octets();
     let reserved = matches!(
         (a, b, c),
-        // This network; shared by carriers; protocols of the IETF; relays; benchmarks; multicast and the future.
+        // "This network"; carrier-grade NAT; IETF protocols; 6to4 relays; benchmarks; multicast and reserved.
         (0, ..) | (100, 64..=127, _) | (192, 0, 0) | (192, 88, 99) | (198, 18..=19, _) | (224.., ..)
     );
     !(reserved
@@ -34,13 +34,13 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
         is_public_v4(Ipv4Addr::new(a, b, c, d))
     };
     match parts {
-        // An address of the old kind in the new form: as such, by way of a translator, or by way of a relay.
+        // IPv4 addresses in IPv6 form: mapped or compatible, NAT64, and 6to4.
         [0, 0, 0, 0, 0, 0xffff | 0, high, low] | [0x64, 0xff9b, 0, 0, 0, 0, high, low] | [0x2002, high, low, ..] => {
             v4(high, low)
         }
-        // Protocols, benchmarks and documentation.
+        // IETF protocols, benchmarks and documentation.
         [0x2001, 0..=0x1ff | 0xdb8, ..] => false,
-        // The internet is 2000::/3.
+        // Public addresses are in 2000::/3.
         [first, ..] => first & 0xe000 == 0x2000,
     }
 }
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_internet_is_public() {
+    fn only_internet_addresses_are_public() {
         for public in [
             "1.1.1.1",
             "100.63.0.1",
@@ -62,7 +62,7 @@ mod tests {
         ] {
             assert!(is_public(public.parse().unwrap()), "{public}");
         }
-        for own in [
+        for local in [
             "0.0.0.0",
             "10.1.2.3",
             "100.64.0.1",
@@ -88,7 +88,7 @@ mod tests {
             "fe80::1",
             "ff02::1",
         ] {
-            assert!(!is_public(own.parse().unwrap()), "{own}");
+            assert!(!is_public(local.parse().unwrap()), "{local}");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Posting a few words to an address that a user chose.
+//! Posts short JSON messages to a URL that a user configured.
 //!
-//! Whoever chooses the address may not thereby reach what only this machine reaches: the address is looked up once, every
-//! answer is checked, and the connection goes to what was checked. No redirection is followed and no proxy is used, because
-//! either would go where nobody looked. What comes back is not read beyond its status.
+//! A user must not reach services through it that only this machine can reach (SSRF). The host name is resolved once, every
+//! address is checked, and the connection goes to a checked address. Redirects are not followed and no proxy is used, because
+//! both lead to unchecked addresses. Only the status of the response is read.
 
 mod address;
 #[cfg(test)]
@@ -14,57 +14,57 @@ use reqwest::{Client, StatusCode, Url, redirect};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// The longest address: those of chat services have some 200 characters.
+/// The length limit of a URL. Those of chat services have some 200 characters.
 const MAX_URL_BYTES: usize = 2048;
-/// Looking up the name, and connecting.
+/// The time limit of the DNS lookup, and of connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// One try, with everything.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// What is posted is a few lines.
+/// The time limit of one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// The size limit of a message.
 const MAX_BODY_BYTES: usize = 64 << 10;
-/// Pauses after tries that may work the next time.
-const PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
+/// Pauses before the retries.
+const RETRY_PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
 
-/// Why nothing was posted. No message holds the address beyond its host: the rest is often a secret.
+/// Why a message was not posted. Errors contain only the host of the URL, because the path is often a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WebhookError {
-    /// It is no address that anything is posted to.
+    /// The URL cannot be used, or the message is too large.
     #[error("{0}")]
     BadUrl(String),
-    /// It leads into a network of one's own.
+    /// The host has an address of a private network.
     #[error(
-        "{host} leads to {address}: an address of a private network, to which nothing is posted unless that is allowed"
+        "{host} resolves to {address}, an address of a private network; webhooks to private networks are not allowed here"
     )]
     Private {
-        /// As it was named.
+        /// The host in the URL.
         host: String,
-        /// What it means.
+        /// Its private address.
         address: String,
     },
-    /// It cannot be reached.
+    /// The host cannot be reached.
     #[error("{host} cannot be reached: {problem}")]
     Unreachable {
-        /// As it was named.
+        /// The host in the URL.
         host: String,
-        /// Why.
+        /// The cause.
         problem: String,
     },
-    /// It does not take it.
-    #[error("{host} answered {status}{}", if *.redirect { ", a redirection, which is not followed: give the address that it leads to" } else { "" })]
+    /// The server refused the message.
+    #[error("{host} answered {status}{}", if *.redirect { ", a redirect, and redirects are not followed; configure the URL that it leads to" } else { "" })]
     Refused {
-        /// As it was named.
+        /// The host in the URL.
         host: String,
-        /// The status.
+        /// The HTTP status.
         status: String,
-        /// It names another address.
+        /// Whether the response is a redirect.
         redirect: bool,
-        /// It may take it later.
+        /// Whether a later request may succeed (429 or a server error).
         busy: bool,
     },
 }
 
 impl WebhookError {
-    fn may_pass(&self) -> bool {
+    fn is_retryable(&self) -> bool {
         match self {
             Self::Unreachable { .. } => true,
             Self::Refused { busy, .. } => *busy,
@@ -73,12 +73,12 @@ impl WebhookError {
     }
 }
 
-/// An address that a user chose.
+/// A URL that a user configured.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Webhook {
     url: Url,
-    private: bool,
-    pauses: [Duration; 2],
+    allow_private: bool,
+    retry_pauses: [Duration; 2],
 }
 
 impl std::fmt::Debug for Webhook {
@@ -88,45 +88,45 @@ impl std::fmt::Debug for Webhook {
 }
 
 impl Webhook {
-    /// An `https://` address. With `private` also `http://`, and addresses of networks of one's own: whoever runs this machine
-    /// said so.
+    /// Parses an `https://` URL. `allow_private`, a decision of the administrator, also allows `http://` and private networks.
     ///
     /// # Errors
     /// [`WebhookError::BadUrl`]
-    pub fn new(text: &str, private: bool) -> Result<Self, WebhookError> {
+    pub fn new(text: &str, allow_private: bool) -> Result<Self, WebhookError> {
         let bad = |problem: String| Err(WebhookError::BadUrl(problem));
         if text.len() > MAX_URL_BYTES {
-            return bad(format!("the address has {} bytes; at most {MAX_URL_BYTES}", text.len()));
+            return bad(format!(
+                "the URL has {} bytes; at most {MAX_URL_BYTES} are allowed",
+                text.len()
+            ));
         }
         let url = match Url::parse(text.trim()) {
             Ok(url) => url,
-            Err(error) => return bad(format!("this is no address ({error}); expected https://HOST/PATH")),
+            Err(error) => return bad(format!("this is not a URL ({error}); expected https://HOST/PATH")),
         };
         match url.scheme() {
             "https" => {}
-            "http" if private => {}
-            "http" => return bad("the address has no TLS: expected https://HOST/PATH".into()),
+            "http" if allow_private => {}
+            "http" => return bad("the URL has no TLS; expected https://HOST/PATH".into()),
             other => {
                 let shown: String = other.chars().take(16).collect();
-                return bad(format!(
-                    "nothing is posted to {shown}: addresses; expected https://HOST/PATH"
-                ));
+                return bad(format!("the URL has the scheme {shown}; expected https://HOST/PATH"));
             }
         }
         if url.host_str().is_none_or(str::is_empty) {
-            return bad("the address has no host; expected https://HOST/PATH".into());
+            return bad("the URL has no host; expected https://HOST/PATH".into());
         }
         if !url.username().is_empty() || url.password().is_some() {
-            return bad("the address holds a user name or a password; expected https://HOST/PATH".into());
+            return bad("the URL contains a user name or a password; expected https://HOST/PATH".into());
         }
         Ok(Self {
             url,
-            private,
-            pauses: PAUSES,
+            allow_private,
+            retry_pauses: RETRY_PAUSES,
         })
     }
 
-    /// The host and, if it is named, the port: what may be shown of it.
+    /// The host and, if the URL has one, the port. Safe to display, unlike the path.
     #[must_use]
     pub fn host(&self) -> String {
         let host = self.url.host_str().unwrap_or_default();
@@ -136,7 +136,7 @@ impl Webhook {
         }
     }
 
-    /// Posts JSON. What may work the next time is tried three times; it never takes longer than a minute.
+    /// Posts JSON. Retryable failures are tried three times in total; this takes less than a minute.
     ///
     /// # Errors
     /// [`WebhookError`]
@@ -144,18 +144,18 @@ impl Webhook {
         let body = body.to_string();
         if body.len() > MAX_BODY_BYTES {
             return Err(WebhookError::BadUrl(format!(
-                "{} bytes are too many to post; at most {MAX_BODY_BYTES}",
+                "the message has {} bytes; at most {MAX_BODY_BYTES} are allowed",
                 body.len()
             )));
         }
-        let mut pauses = self.pauses.iter();
+        let mut pauses = self.retry_pauses.iter();
         loop {
             match self.try_post(&body).await {
-                Err(error) if error.may_pass() => match pauses.next() {
+                Err(error) if error.is_retryable() => match pauses.next() {
                     Some(pause) => tokio::time::sleep(*pause).await,
                     None => return Err(error),
                 },
-                done => return done,
+                result => return result,
             }
         }
     }
@@ -165,24 +165,24 @@ impl Webhook {
             host: self.host(),
             problem,
         };
-        let addresses = self.addresses().await?;
-        // A second installation is refused, which is as good.
+        let addresses = self.resolve().await?;
+        // Fails if a provider is installed already, which is fine.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let client = Client::builder()
             .user_agent(concat!("aitk/", env!("CARGO_PKG_VERSION")))
             .connect_timeout(CONNECT_TIMEOUT)
-            .timeout(TIMEOUT)
+            .timeout(REQUEST_TIMEOUT)
             .redirect(redirect::Policy::none())
             .no_proxy()
             .resolve_to_addrs(self.url.host_str().unwrap_or_default(), &addresses)
             .build()
-            .map_err(|error| unreachable(innermost(error)))?;
+            .map_err(|error| unreachable(root_cause(error)))?;
         let request = client
             .post(self.url.clone())
             .header(reqwest::header::CONTENT_TYPE, "application/json")
             .body(body.to_owned());
-        let answer = request.send().await.map_err(|error| unreachable(innermost(error)))?;
-        let status = answer.status();
+        let response = request.send().await.map_err(|error| unreachable(root_cause(error)))?;
+        let status = response.status();
         if status.is_success() {
             return Ok(());
         }
@@ -194,28 +194,28 @@ impl Webhook {
         })
     }
 
-    /// Where the connection may go.
-    async fn addresses(&self) -> Result<Vec<SocketAddr>, WebhookError> {
+    /// Resolves the host and checks all of its addresses.
+    async fn resolve(&self) -> Result<Vec<SocketAddr>, WebhookError> {
         let unreachable = |problem: String| WebhookError::Unreachable {
             host: self.host(),
             problem,
         };
         let port = self.url.port_or_known_default().unwrap_or(443);
-        // An address in brackets is one of IPv6; the parser wrote every other form of one as digits and dots.
+        // Brackets enclose an IPv6 address. The parser normalises all forms of IPv4 addresses.
         let host = self.url.host_str().unwrap_or_default();
         let name = host.trim_start_matches('[').trim_end_matches(']');
-        let looked = tokio::time::timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((name, port))).await;
-        let found: Vec<SocketAddr> = match looked {
-            Err(_) => return Err(unreachable("its address could not be looked up in time".into())),
+        let lookup = tokio::time::timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((name, port))).await;
+        let found: Vec<SocketAddr> = match lookup {
+            Err(_) => return Err(unreachable("the DNS lookup timed out".into())),
             Ok(Err(error)) => return Err(unreachable(error.to_string())),
             Ok(Ok(found)) => found.collect(),
         };
         if found.is_empty() {
-            return Err(unreachable("it has no address".into()));
+            return Err(unreachable("the host has no address".into()));
         }
-        // One of several would be enough to lead there.
-        let own = found.iter().find(|address| !is_public(address.ip()));
-        match own.filter(|_| !self.private) {
+        // One private address is enough to refuse, because the client may connect to any of them.
+        let private = found.iter().find(|address| !is_public(address.ip()));
+        match private.filter(|_| !self.allow_private) {
             Some(address) => Err(WebhookError::Private {
                 host: self.host(),
                 address: address.ip().to_string(),
@@ -225,8 +225,8 @@ impl Webhook {
     }
 }
 
-/// The cause, without the address that the library puts before it.
-fn innermost(error: reqwest::Error) -> String {
+/// The innermost cause, without the URL that reqwest adds to its messages.
+fn root_cause(error: reqwest::Error) -> String {
     let error = error.without_url();
     let mut cause: &dyn std::error::Error = &error;
     while let Some(inner) = cause.source() {

@@ -1,4 +1,4 @@
-//! Against a small server of HTTP.
+//! Tests against a small HTTP server.
 
 use super::*;
 use serde_json::json;
@@ -6,19 +6,19 @@ use std::sync::{Arc, Mutex};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Heads and bodies of the requests that came; and what is answered, one after another, the last for ever.
+/// The received requests (head and body), and the responses in order; the last response is repeated.
 #[derive(Default)]
 struct Site {
-    came: Vec<(String, String)>,
-    answers: Vec<&'static str>,
+    requests: Vec<(String, String)>,
+    responses: Vec<&'static str>,
 }
 
-async fn start(answers: &[&'static str]) -> (Arc<Mutex<Site>>, u16) {
+async fn start(responses: &[&'static str]) -> (Arc<Mutex<Site>>, u16) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
     let site = Arc::new(Mutex::new(Site {
-        came: Vec::new(),
-        answers: answers.to_vec(),
+        requests: Vec::new(),
+        responses: responses.to_vec(),
     }));
     let shared = site.clone();
     tokio::spawn(async move {
@@ -30,7 +30,7 @@ async fn start(answers: &[&'static str]) -> (Arc<Mutex<Site>>, u16) {
 }
 
 async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
-    // TLS begins with 22: this is no server for it.
+    // A TLS handshake begins with byte 22. This server does not support TLS.
     let Ok(first) = stream.read_u8().await else { return };
     if first == 22 {
         return;
@@ -52,42 +52,42 @@ async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
     if stream.read_exact(&mut body).await.is_err() {
         return;
     }
-    let answer = {
+    let response = {
         let mut site = site.lock().unwrap();
-        site.came.push((head, String::from_utf8_lossy(&body).into_owned()));
-        let at = (site.came.len() - 1).min(site.answers.len() - 1);
-        site.answers[at]
+        site.requests.push((head, String::from_utf8_lossy(&body).into_owned()));
+        let at = (site.requests.len() - 1).min(site.responses.len() - 1);
+        site.responses[at]
     };
-    let _ = stream.write_all(answer.as_bytes()).await;
+    let _ = stream.write_all(response.as_bytes()).await;
     let _ = stream.shutdown().await;
 }
 
-/// An address that may be here, without pauses between tries.
-fn here(url: &str) -> Webhook {
+/// A webhook that allows private addresses, without pauses between retries.
+fn private_webhook(url: &str) -> Webhook {
     Webhook {
-        pauses: [Duration::ZERO; 2],
+        retry_pauses: [Duration::ZERO; 2],
         ..Webhook::new(url, true).unwrap()
     }
 }
 
 const OK: &str = "HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n";
 const BUSY: &str = "HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
-const AWAY: &str =
+const REDIRECT: &str =
     "HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/latest\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
-const GONE: &str = "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
+const NOT_FOUND: &str = "HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n";
 
 #[test]
-fn only_https_addresses_without_passwords_are_taken() {
+fn only_https_urls_without_passwords_are_accepted() {
     for good in ["https://example.org/x?y=z", "https://example.org:8443"] {
         Webhook::new(good, false).unwrap();
     }
     Webhook::new("http://192.168.1.2/x", true).unwrap();
-    for (bad, private, said) in [
+    for (bad, allow_private, expected) in [
         ("http://example.org/", false, "no TLS"),
-        ("ftp://example.org/", true, "nothing is posted to ftp:"),
-        ("file:///etc/passwd", true, "nothing is posted to file:"),
-        ("https://", false, "no address"),
-        ("example.org", false, "no address"),
+        ("ftp://example.org/", true, "the scheme ftp;"),
+        ("file:///etc/passwd", true, "the scheme file;"),
+        ("https://", false, "not a URL"),
+        ("example.org", false, "not a URL"),
         ("https://me:secret@example.org/", false, "a password"),
         ("https://me@example.org/", true, "a user name"),
         (
@@ -96,8 +96,8 @@ fn only_https_addresses_without_passwords_are_taken() {
             "at most 2048",
         ),
     ] {
-        let error = Webhook::new(bad, private).unwrap_err().to_string();
-        assert!(error.contains(said), "{bad}: {error}");
+        let error = Webhook::new(bad, allow_private).unwrap_err().to_string();
+        assert!(error.contains(expected), "{bad}: {error}");
         assert!(!error.contains("secret"), "{error}");
     }
     let shown = format!("{:?}", Webhook::new("https://example.org/secret", false).unwrap());
@@ -105,13 +105,13 @@ fn only_https_addresses_without_passwords_are_taken() {
 }
 
 #[tokio::test]
-async fn what_is_posted_comes_whole_and_is_tried_again_while_the_server_is_busy() {
+async fn a_message_is_posted_completely_and_retried_while_the_server_is_busy() {
     let (site, port) = start(&[BUSY, OK]).await;
-    let webhook = here(&format!("http://localhost:{port}/hook/secret"));
+    let webhook = private_webhook(&format!("http://localhost:{port}/hook/secret"));
     webhook.post(&json!({"text": "ended"})).await.unwrap();
     let site = site.lock().unwrap();
-    assert_eq!(site.came.len(), 2);
-    for (head, body) in &site.came {
+    assert_eq!(site.requests.len(), 2);
+    for (head, body) in &site.requests {
         assert!(head.starts_with("POST /hook/secret HTTP/1.1\r\n"), "{head}");
         assert!(head.to_lowercase().contains("content-type: application/json"), "{head}");
         assert_eq!(body, r#"{"text":"ended"}"#);
@@ -121,7 +121,7 @@ async fn what_is_posted_comes_whole_and_is_tried_again_while_the_server_is_busy(
 #[tokio::test]
 async fn private_addresses_are_refused_in_every_form_before_anything_is_sent() {
     let (site, port) = start(&[OK]).await;
-    // Without TLS nothing gets so far; what the address means is looked at first.
+    // The server has no TLS, but the address is checked before a connection is made.
     for host in [
         "127.0.0.1",
         "localhost",
@@ -135,19 +135,19 @@ async fn private_addresses_are_refused_in_every_form_before_anything_is_sent() {
         let error = webhook.post(&json!({})).await.unwrap_err();
         assert!(matches!(error, WebhookError::Private { .. }), "{host}: {error}");
     }
-    assert_eq!(site.lock().unwrap().came.len(), 0);
+    assert_eq!(site.lock().unwrap().requests.len(), 0);
 }
 
 #[tokio::test]
-async fn redirections_are_not_followed_and_refusals_are_said_without_the_path() {
-    for (answer, said) in [(AWAY, "a redirection"), (GONE, "404")] {
-        let (site, port) = start(&[answer]).await;
-        let webhook = here(&format!("http://127.0.0.1:{port}/secret"));
+async fn redirects_are_not_followed_and_errors_do_not_contain_the_path() {
+    for (response, expected) in [(REDIRECT, "a redirect"), (NOT_FOUND, "404")] {
+        let (site, port) = start(&[response]).await;
+        let webhook = private_webhook(&format!("http://127.0.0.1:{port}/secret"));
         let error = webhook.post(&json!({})).await.unwrap_err().to_string();
-        assert!(error.contains(said) && !error.contains("secret"), "{error}");
-        assert_eq!(site.lock().unwrap().came.len(), 1, "{answer}");
+        assert!(error.contains(expected) && !error.contains("secret"), "{error}");
+        assert_eq!(site.lock().unwrap().requests.len(), 1, "{response}");
     }
-    // Nobody listens there; and a server without TLS is no server with it.
+    // A closed port, and an https:// URL of a server without TLS.
     let (_, plain) = start(&[OK]).await;
     let closed = TcpListener::bind("127.0.0.1:0")
         .await
@@ -159,7 +159,7 @@ async fn redirections_are_not_followed_and_refusals_are_said_without_the_path() 
         format!("http://127.0.0.1:{closed}/secret"),
         format!("https://127.0.0.1:{plain}/secret"),
     ] {
-        let error = here(&url).post(&json!({})).await.unwrap_err();
+        let error = private_webhook(&url).post(&json!({})).await.unwrap_err();
         assert!(matches!(error, WebhookError::Unreachable { .. }), "{url}: {error}");
         assert!(!error.to_string().contains("secret"), "{error}");
     }

@@ -1,19 +1,19 @@
-//! 200 truncation points and 200 single-bit flips: all are detected, none is loaded.
+//! 200 truncations and 200 single-bit flips are all detected, and no damaged file is loaded.
 
 use crate::support::{Random, files_below, save};
 use aitk_common::checkpoint::Checkpoint;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// One damaged version of one file: what to write instead, and how it came about.
+/// A damaged version of a file: its content, and a description of the damage.
 struct Damage {
     file: PathBuf,
     content: Vec<u8>,
     how: String,
 }
 
-/// 200 truncations and 200 flips, spread evenly over the files and at random within each.
-fn damages(folder: &Path) -> Vec<Damage> {
+/// Creates 200 truncations and 200 bit flips, spread evenly over the files, at random positions.
+fn make_damages(folder: &Path) -> Vec<Damage> {
     let files = files_below(folder);
     let mut random = Random::new(7);
     let mut all = Vec::new();
@@ -21,7 +21,7 @@ fn damages(folder: &Path) -> Vec<Damage> {
         let file = files[(round / 2) % files.len()].clone();
         let mut content = fs::read(folder.join(&file)).unwrap();
         let how = if round % 2 == 0 {
-            // The ends are the interesting points; the rest is random.
+            // Both ends of each file first, then random positions.
             let length = match round / 2 {
                 at if at < files.len() => content.len() - 1,
                 at if at < 2 * files.len() => 0,
@@ -40,13 +40,13 @@ fn damages(folder: &Path) -> Vec<Damage> {
 }
 
 #[test]
-fn every_truncation_and_every_flip_in_a_folder_is_detected_and_the_older_one_is_taken() {
+fn damage_in_a_folder_is_detected_and_the_older_checkpoint_is_used() {
     let place = tempfile::tempdir().unwrap();
     save(place.path(), 1, 3000);
     let folder = save(place.path(), 2, 3000);
     let files = files_below(&folder);
     assert_eq!(files.len(), 4, "three files and the manifest: {files:?}");
-    let all = damages(&folder);
+    let all = make_damages(&folder);
     assert_eq!(all.len(), 400);
     for damage in &all {
         let path = folder.join(&damage.file);
@@ -70,7 +70,7 @@ fn every_truncation_and_every_flip_in_a_folder_is_detected_and_the_older_one_is_
 }
 
 #[test]
-fn a_missing_file_a_link_and_a_renamed_folder_are_damage() {
+fn a_missing_file_a_link_and_a_renamed_folder_count_as_damage() {
     let place = tempfile::tempdir().unwrap();
     let folder = save(place.path(), 5, 100);
     let moved = place.path().join("step_000000006");
@@ -106,7 +106,7 @@ fn a_missing_file_a_link_and_a_renamed_folder_are_damage() {
 
 #[cfg(feature = "storage")]
 #[tokio::test]
-async fn every_truncation_and_every_flip_in_object_storage_is_detected_and_nothing_appears() {
+async fn damage_in_object_storage_is_detected_and_no_checkpoint_appears() {
     use aitk_common::storage::{ObjectBlobs, StorageError, checkpoints};
     let place = tempfile::tempdir().unwrap();
     let source = save(&place.path().join("run"), 2, 1000);
@@ -114,7 +114,7 @@ async fn every_truncation_and_every_flip_in_object_storage_is_detected_and_nothi
     let store = ObjectBlobs::open(&format!("file://{}", store_folder.display())).unwrap();
     let manifest = checkpoints::upload(&store, &source, &mut |_| {}).await.unwrap();
     let target = place.path().join("target");
-    for damage in damages(&store_folder) {
+    for damage in make_damages(&store_folder) {
         let path = store_folder.join(&damage.file);
         let intact = fs::read(&path).unwrap();
         fs::write(&path, &damage.content).unwrap();

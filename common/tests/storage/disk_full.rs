@@ -1,6 +1,6 @@
-//! A full disk is its own error, and the previous checkpoint is intact.
+//! A full disk gives its own error and leaves the previous checkpoint intact.
 
-use crate::support::{again, playing, save};
+use crate::support::{folder_for_role, reexecute, save};
 use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
 use aitk_common::fsutil;
 use std::fs;
@@ -9,17 +9,17 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 const ROLE: &str = "too-large";
-/// Larger than the limit and the disk of these tests.
-const MANY: usize = 3 << 20;
+/// More bytes than the file size limit and the disk of these tests allow.
+const TOO_MANY_BYTES: usize = 3 << 20;
 
-/// What must hold when there is no room for `MANY` bytes in `folder`.
-fn check_no_room(folder: &Path) {
+/// Checks the behaviour when `TOO_MANY_BYTES` do not fit in `folder`.
+fn check_disk_full(folder: &Path) {
     let mut writer = CheckpointWriter::new(folder, 2).unwrap();
     writer.add_bytes("small", "small", b"fits").unwrap();
     // The error is recognised even when the code that writes wraps it.
     let error = writer
         .add_file("large", "large", |out| {
-            out.write_all(&vec![1; MANY])
+            out.write_all(&vec![1; TOO_MANY_BYTES])
                 .map_err(|error| std::io::Error::other(format!("while serialising: {error}")))
         })
         .unwrap_err();
@@ -29,10 +29,10 @@ fn check_no_room(folder: &Path) {
     );
     assert!(error.to_string().contains("large"), "{error}");
     drop(writer);
-    let error = fsutil::write_atomic(&folder.join("file"), |out| out.write_all(&vec![1; MANY])).unwrap_err();
+    let error = fsutil::write_atomic(&folder.join("file"), |out| out.write_all(&vec![1; TOO_MANY_BYTES])).unwrap_err();
     assert!(error.is_disk_full(), "{error:?}");
     #[cfg(feature = "storage")]
-    check_no_room_for_a_blob(folder);
+    check_blob_does_not_fit(folder);
     assert_eq!(Checkpoint::newest(folder).unwrap().unwrap().step(), 1);
     let left: Vec<_> = fs::read_dir(folder)
         .unwrap()
@@ -43,7 +43,7 @@ fn check_no_room(folder: &Path) {
 }
 
 #[cfg(feature = "storage")]
-fn check_no_room_for_a_blob(folder: &Path) {
+fn check_blob_does_not_fit(folder: &Path) {
     use aitk_common::hash::ContentHash;
     use aitk_common::storage::{BlobStore, ObjectBlobs};
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -52,7 +52,7 @@ fn check_no_room_for_a_blob(folder: &Path) {
         .unwrap();
     runtime.block_on(async {
         let memory = ObjectBlobs::open("memory://").unwrap();
-        let bytes = vec![1_u8; MANY];
+        let bytes = vec![1_u8; TOO_MANY_BYTES];
         let hash = ContentHash::of(&bytes);
         memory.put_bytes(hash, bytes.clone().into()).await.unwrap();
         let error = memory.get_to_file(hash, &folder.join("blob")).await.unwrap_err();
@@ -65,21 +65,21 @@ fn check_no_room_for_a_blob(folder: &Path) {
     fs::remove_dir_all(folder.join("store")).unwrap();
 }
 
-/// The child that runs under a limit.
+/// The child process that runs under a file size limit.
 #[test]
 fn child() {
-    if let Some(folder) = playing(ROLE) {
-        check_no_room(&folder);
+    if let Some(folder) = folder_for_role(ROLE) {
+        check_disk_full(&folder);
     }
 }
 
 #[cfg(unix)]
 #[test]
-fn a_file_size_limit_is_a_full_disk() {
+fn a_file_size_limit_counts_as_a_full_disk() {
     let place = tempfile::tempdir().unwrap();
     save(place.path(), 1, 100);
-    let inner = again("disk_full::child", ROLE, place.path());
-    // The limit's signal is ignored, so that writing gives an error instead.
+    let inner = reexecute("disk_full::child", ROLE, place.path());
+    // The signal SIGXFSZ is ignored, so that writing fails with an error instead.
     let mut command = Command::new("sh");
     command
         .args(["-c", "trap '' XFSZ; ulimit -f 1000; exec \"$0\" \"$@\""])
@@ -93,7 +93,7 @@ fn a_file_size_limit_is_a_full_disk() {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_full_file_system_is_a_full_disk() {
+fn a_full_file_system_gives_the_disk_full_error() {
     struct Mounted<'a>(&'a Path);
     impl Drop for Mounted<'_> {
         fn drop(&mut self) {
@@ -114,5 +114,5 @@ fn a_full_file_system_is_a_full_disk() {
     }
     let _mounted = Mounted(place.path());
     save(place.path(), 1, 100);
-    check_no_room(place.path());
+    check_disk_full(place.path());
 }

@@ -1,6 +1,6 @@
-//! SIGKILL at any moment of a save leaves a complete checkpoint, and no step is ever lost again.
+//! SIGKILL at any time during a save leaves a complete checkpoint, and saved steps are never lost.
 
-use crate::support::{Random, again, playing, save};
+use crate::support::{Random, folder_for_role, reexecute, save};
 use aitk_common::checkpoint::Checkpoint;
 use std::fs;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ const ROLE: &str = "save-in-a-loop";
 const KILLS: usize = 30;
 const BYTES: usize = 40_000;
 
-/// The child: goes on from the newest checkpoint for ever, saving every third step twice.
+/// The child process: continues from the newest checkpoint in an endless loop, and saves every third step twice.
 #[test]
 fn child() {
-    let Some(folder) = playing(ROLE) else { return };
+    let Some(folder) = folder_for_role(ROLE) else { return };
     let newest = Checkpoint::newest(&folder).unwrap();
     let mut step = newest.map_or(0, |found| found.step());
     loop {
@@ -26,17 +26,17 @@ fn child() {
 }
 
 #[test]
-fn a_kill_at_any_moment_leaves_a_complete_checkpoint() {
+fn a_kill_at_any_time_leaves_a_complete_checkpoint() {
     let place = tempfile::tempdir().unwrap();
     let reference = tempfile::tempdir().unwrap();
     let mut random = Random::new(99);
     let mut last = 0;
     for round in 0..KILLS {
-        let mut child = again("kill::child", ROLE, place.path())
+        let mut child = reexecute("kill::child", ROLE, place.path())
             .stderr(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        // The first round waits until there is something to lose.
+        // The first round waits until a checkpoint exists.
         let begin = Instant::now();
         while round == 0 && !place.path().join("step_000000001").exists() && begin.elapsed() < Duration::from_secs(60) {
             std::thread::sleep(Duration::from_millis(5));
@@ -51,7 +51,7 @@ fn a_kill_at_any_moment_leaves_a_complete_checkpoint() {
             .unwrap_or_else(|| panic!("round {round}: nothing left after step {last}"));
         assert!(newest.step() >= last, "round {round}: {} after {last}", newest.step());
         last = newest.step();
-        // It is the content of that step, not of another.
+        // The content is that of this step.
         let expected = save(reference.path(), last, BYTES);
         for file in &newest.manifest().files {
             assert_eq!(
@@ -70,11 +70,11 @@ fn a_kill_at_any_moment_leaves_a_complete_checkpoint() {
         );
     }
     println!("{KILLS} kills, {last} steps");
-    assert!(last > KILLS as u64 / 6, "the child hardly got to work: {last} steps");
+    assert!(last > KILLS as u64 / 6, "the child saved only {last} steps");
 }
 
 #[test]
-fn a_reader_leaves_a_living_writer_alone() {
+fn a_reader_does_not_disturb_a_live_writer() {
     use aitk_common::checkpoint::CheckpointWriter;
     let place = tempfile::tempdir().unwrap();
     save(place.path(), 1, 100);
@@ -87,12 +87,12 @@ fn a_reader_leaves_a_living_writer_alone() {
 }
 
 #[test]
-fn a_checkpoint_set_aside_by_a_dead_writer_comes_back() {
+fn a_checkpoint_that_a_dead_writer_was_replacing_is_restored() {
     let place = tempfile::tempdir().unwrap();
     let folder = save(place.path(), 4, 100);
     fs::rename(&folder, place.path().join(".replaced-step_000000004")).unwrap();
     fs::create_dir(place.path().join(".tmp-step_000000004-dead")).unwrap();
-    // The first scan removes the dead writer's folder, or brings the old one back beside it; the second finds it.
+    // The first scan removes the dead writer's folder or restores the old checkpoint; the second scan finds it.
     Checkpoint::newest(place.path()).unwrap();
     assert_eq!(Checkpoint::newest(place.path()).unwrap().unwrap().step(), 4);
     assert_eq!(fs::read_dir(place.path()).unwrap().count(), 1);

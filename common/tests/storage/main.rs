@@ -3,7 +3,7 @@
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
-    reason = "a test fails by panicking, and says what it skipped"
+    reason = "tests fail by panicking, and print what they skip"
 )]
 
 #[cfg(feature = "storage")]

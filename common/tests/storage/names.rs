@@ -1,11 +1,11 @@
-//! Names that come from outside never lead outside. The list follows the path traversal bugs of MLflow and others.
+//! Untrusted names never escape their folder. The list follows path traversal bugs of MLflow and others.
 
 use aitk_common::fsutil::names;
 use proptest::prelude::*;
 use std::path::{Component, Path};
 
 #[test]
-fn the_known_attacks_are_refused() {
+fn known_path_traversal_attacks_are_refused() {
     let attacks = [
         // CVE-2023-1177, CVE-2023-2356: relative and absolute paths.
         "..",
@@ -48,14 +48,14 @@ fn the_known_attacks_are_refused() {
         "a\u{202e}gnp.exe",
         "a\u{200b}",
         "\u{feff}a",
-        // What normalisation would turn into a separator or dots.
+        // Characters that normalisation turns into a separator or dots.
         "a\u{2215}b",
         "a\u{ff0f}b",
         "a\u{ff3c}b",
         "\u{ff0e}\u{ff0e}/a",
         "\u{2025}/a",
         "a\u{2044}b",
-        // What Windows strips or reserves.
+        // Names that Windows changes or reserves.
         "a.",
         "a ",
         " a",
@@ -85,15 +85,15 @@ fn the_known_attacks_are_refused() {
 }
 
 #[test]
-fn a_long_name_makes_a_short_message() {
+fn the_error_for_a_long_name_is_short() {
     let message = names::check(&"../".repeat(100_000)).unwrap_err().to_string();
     assert!(message.len() < 400, "{message}");
 }
 
 proptest! {
-    /// Whatever passes is made of ordinary parts and stays below its folder.
+    /// Accepted names consist of ordinary components and stay below their folder.
     #[test]
-    fn what_passes_stays_below(name in r"([a-zA-Z.:%/\\ 0-9é\u{2024}\u{0}-\u{1f}]|\.\./|%2e|nul){0,40}") {
+    fn accepted_names_stay_below_the_folder(name in r"([a-zA-Z.:%/\\ 0-9é\u{2024}\u{0}-\u{1f}]|\.\./|%2e|nul){0,40}") {
         if let Ok(path) = names::below(Path::new("/srv/data"), &name) {
             let rest = path.strip_prefix("/srv/data").unwrap();
             prop_assert!(rest.components().all(|part| matches!(part, Component::Normal(_))));
@@ -102,9 +102,9 @@ proptest! {
         }
     }
 
-    /// Any text at all gives an answer.
+    /// Any text is accepted or refused.
     #[test]
-    fn nothing_panics(name in ".{0,200}") {
+    fn check_never_panics(name in ".{0,200}") {
         let _ = names::check(&name);
     }
 }

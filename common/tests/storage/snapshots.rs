@@ -1,6 +1,6 @@
-//! Data sets in, each byte once, and out again.
+//! Upload, download and garbage collection of snapshots.
 
-use crate::support::{Random, again, files_below, playing};
+use crate::support::{Random, files_below, folder_for_role, reexecute};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::snapshot::{self, Progress, Scanned, Snapshot};
 use aitk_common::storage::{BlobInfo, BlobStore, ObjectBlobs, StorageError, gc};
@@ -13,21 +13,21 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
 
-/// A store that counts what is sent.
+/// A store that counts uploads and `has` calls.
 #[derive(Debug)]
-struct Counting {
+struct CountingStore {
     inner: ObjectBlobs,
     puts: Mutex<BTreeMap<ContentHash, (u64, u64)>>,
-    questions: Mutex<u64>,
+    has_calls: Mutex<u64>,
 }
 
-impl Counting {
+impl CountingStore {
     fn new(folder: &Path) -> Self {
         let inner = ObjectBlobs::open(&format!("file://{}", folder.display())).unwrap();
         Self {
             inner,
             puts: Mutex::default(),
-            questions: Mutex::default(),
+            has_calls: Mutex::default(),
         }
     }
 
@@ -37,7 +37,7 @@ impl Counting {
         *entry = (entry.0 + 1, entry.1 + bytes);
     }
 
-    /// Calls, bytes, and the most calls for one blob, since the last time.
+    /// Upload calls, bytes, and the most calls for one blob, since the last call of this method.
     fn take(&self) -> (u64, u64, u64) {
         let puts = std::mem::take(&mut *self.puts.lock().unwrap());
         let calls = puts.values().map(|put| put.0);
@@ -50,9 +50,9 @@ impl Counting {
 }
 
 #[async_trait]
-impl BlobStore for Counting {
+impl BlobStore for CountingStore {
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError> {
-        *self.questions.lock().unwrap() += 1;
+        *self.has_calls.lock().unwrap() += 1;
         self.inner.has(hashes).await
     }
     async fn put_file(&self, hash: ContentHash, path: &Path) -> Result<(), StorageError> {
@@ -81,8 +81,8 @@ fn scan(path: &Path) -> Scanned {
     snapshot::scan(path, &mut |_| {}).unwrap()
 }
 
-/// `count` files in folders of 100; every tenth repeats the one before it.
-fn data_set(folder: &Path, count: usize) -> u64 {
+/// Creates `count` files in folders of 100. Every tenth file has the content of the previous one. Returns the distinct bytes.
+fn create_data_set(folder: &Path, count: usize) -> u64 {
     let mut random = Random::new(3);
     let mut distinct = 0;
     let mut content = Vec::new();
@@ -101,11 +101,11 @@ fn data_set(folder: &Path, count: usize) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_thousand_files_are_sent_once_and_never_again() {
+async fn files_are_uploaded_only_once() {
     let place = tempfile::tempdir().unwrap();
     let data = place.path().join("data");
-    let distinct = data_set(&data, 1000);
-    let store = Counting::new(&place.path().join("store"));
+    let distinct = create_data_set(&data, 1000);
+    let store = CountingStore::new(&place.path().join("store"));
     let scanned = scan(&data);
     assert_eq!(scanned.snapshot.files.len(), 1000);
     let list = scanned.snapshot.to_bytes().len() as u64;
@@ -127,7 +127,7 @@ async fn a_thousand_files_are_sent_once_and_never_again() {
     assert_eq!(seen.last().map(|last| (last.bytes, last.files)), Some((distinct, 900)));
 
     let second = snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap();
-    assert_eq!(store.take(), (0, 0, 0), "nothing the second time");
+    assert_eq!(store.take(), (0, 0, 0), "no uploads the second time");
     assert_eq!(
         (second.id, second.bytes_sent, second.bytes_present),
         (first.id, 0, distinct)
@@ -136,21 +136,21 @@ async fn a_thousand_files_are_sent_once_and_never_again() {
     fs::write(data.join("one_more.txt"), b"new").unwrap();
     snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap();
     assert_eq!(store.take().0, 2, "the new file and the new list");
-    // 900 contents in batches of 500, and the list: few questions, because each may be a round trip over the net.
+    // 900 contents in batches of 500, and the list: few `has` calls, because each may be a network round trip.
     assert!(
-        *store.questions.lock().unwrap() <= 9,
+        *store.has_calls.lock().unwrap() <= 9,
         "{}",
-        store.questions.lock().unwrap()
+        store.has_calls.lock().unwrap()
     );
 }
 
 #[tokio::test]
-async fn a_snapshot_comes_out_as_it_went_in_and_a_damaged_cache_heals() {
+async fn a_snapshot_round_trips_and_a_damaged_cache_is_repaired() {
     let place = tempfile::tempdir().unwrap();
     let (data, cache) = (place.path().join("data"), place.path().join("cache"));
-    data_set(&data, 30);
+    create_data_set(&data, 30);
     fs::write(data.join("empty.txt"), b"").unwrap();
-    let store = Counting::new(&place.path().join("store"));
+    let store = CountingStore::new(&place.path().join("store"));
     let id = snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap().id;
     let one = place.path().join("one");
     let list = snapshot::materialise(&store, id, &cache, &one, &mut |_| {})
@@ -171,9 +171,9 @@ async fn a_snapshot_comes_out_as_it_went_in_and_a_damaged_cache_heals() {
 }
 
 #[tokio::test]
-async fn a_tree_that_is_not_what_was_sent_is_noticed() {
+async fn changes_of_a_materialised_tree_are_detected() {
     let place = tempfile::tempdir().unwrap();
-    let store = Counting::new(&place.path().join("store"));
+    let store = CountingStore::new(&place.path().join("store"));
     let data = place.path().join("data");
     fs::create_dir_all(data.join("deep")).unwrap();
     for (name, text) in [("a.txt", "a"), ("b.txt", "b"), ("deep/c.txt", "c")] {
@@ -186,7 +186,7 @@ async fn a_tree_that_is_not_what_was_sent_is_noticed() {
         fs::set_permissions(path, fs::Permissions::from_mode(0o644)).unwrap();
         fs::write(path, bytes).unwrap();
     };
-    // Each kind of change, and whether it shows without hashing.
+    // Each kind of change, and whether it is detected without hashing.
     type Change<'a> = &'a dyn Fn(&Path);
     let same_size_and_time: Change<'_> = &|tree| {
         let path = tree.join("a.txt");
@@ -212,7 +212,7 @@ async fn a_tree_that_is_not_what_was_sent_is_noticed() {
         }),
         ("another content", false, same_size_and_time),
     ];
-    for (what, shows_at_once, change) in changes {
+    for (what, detected_without_hashing, change) in changes {
         let tree = place.path().join("tree");
         let list = snapshot::materialise(&store, id, &cache, &tree, &mut |_| {})
             .await
@@ -226,15 +226,15 @@ async fn a_tree_that_is_not_what_was_sent_is_noticed() {
         assert!(!record.is_older(Duration::from_secs(3600), SystemTime::now()));
         assert!(record.is_older(Duration::ZERO, SystemTime::now()));
         change(&tree);
-        // A file that was only touched has the right content still; it is hashed again to find that out.
+        // A touched file still has the right content, which is only known after hashing it again.
         let is_damage = what != "another time";
         assert_eq!(snapshot::verify(&list, &tree, None).is_err(), is_damage, "{what}");
         assert_eq!(
             snapshot::verify(&list, &tree, Some(&record)).is_err(),
-            shows_at_once,
+            detected_without_hashing,
             "{what}"
         );
-        // It goes although it is read-only, and comes again as it was.
+        // It can be removed although it is read-only, and is then materialised again.
         aitk_common::fsutil::remove(&tree).unwrap();
         assert!(!tree.exists());
     }
@@ -245,7 +245,7 @@ async fn a_single_file_keeps_its_name() {
     let place = tempfile::tempdir().unwrap();
     let model = place.path().join("model.safetensors");
     fs::write(&model, b"weights").unwrap();
-    let store = Counting::new(&place.path().join("store"));
+    let store = CountingStore::new(&place.path().join("store"));
     let id = snapshot::upload(&store, &scan(&model), &mut |_| {}).await.unwrap().id;
     let target = place.path().join("target");
     let list = snapshot::materialise(&store, id, &place.path().join("cache"), &target, &mut |_| {})
@@ -256,12 +256,12 @@ async fn a_single_file_keeps_its_name() {
 }
 
 #[tokio::test]
-async fn a_damaged_blob_never_becomes_a_folder() {
+async fn a_damaged_blob_is_never_materialised() {
     let place = tempfile::tempdir().unwrap();
     let data = place.path().join("data");
-    data_set(&data, 20);
+    create_data_set(&data, 20);
     let store_folder = place.path().join("store");
-    let store = Counting::new(&store_folder);
+    let store = CountingStore::new(&store_folder);
     let id = snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap().id;
     let target = place.path().join("target");
     for (round, file) in files_below(&store_folder).into_iter().enumerate() {
@@ -281,7 +281,7 @@ async fn a_damaged_blob_never_becomes_a_folder() {
 }
 
 #[test]
-fn a_scan_leaves_out_what_is_derived_and_refuses_what_lies_elsewhere() {
+fn a_scan_skips_derived_files_and_refuses_links_that_leave_the_folder() {
     let place = tempfile::tempdir().unwrap();
     let data = place.path().join("data");
     for path in [
@@ -324,7 +324,7 @@ fn a_scan_leaves_out_what_is_derived_and_refuses_what_lies_elsewhere() {
 }
 
 #[tokio::test]
-async fn a_file_that_changes_while_it_is_sent_is_an_error_and_not_a_blob() {
+async fn a_file_that_changes_before_its_upload_is_an_error() {
     let place = tempfile::tempdir().unwrap();
     let data = place.path().join("data");
     fs::create_dir(&data).unwrap();
@@ -332,7 +332,7 @@ async fn a_file_that_changes_while_it_is_sent_is_an_error_and_not_a_blob() {
     let scanned = scan(&data);
     fs::write(data.join("a"), b"after").unwrap();
     let store_folder = place.path().join("store");
-    let store = Counting::new(&store_folder);
+    let store = CountingStore::new(&store_folder);
     let error = snapshot::upload(&store, &scanned, &mut |_| {}).await.unwrap_err();
     assert!(matches!(error, StorageError::Corrupt { .. }), "{error}");
     assert!(files_below(&store_folder).is_empty());
@@ -340,34 +340,34 @@ async fn a_file_that_changes_while_it_is_sent_is_an_error_and_not_a_blob() {
 
 const ROLE: &str = "materialise";
 
-/// A process that materialises the snapshot named in the folder.
+/// The child process, which materialises the snapshot whose id is in the folder.
 #[tokio::test(flavor = "multi_thread")]
 async fn child() {
-    let Some(place) = playing(ROLE) else { return };
+    let Some(place) = folder_for_role(ROLE) else { return };
     let id = ContentHash::parse(&fs::read_to_string(place.join("id")).unwrap()).unwrap();
     let store = ObjectBlobs::open(place.join("store").to_str().unwrap()).unwrap();
     for round in 0..5 {
         let target = place.join(format!("target-{round}"));
         let cache = place.join("cache");
-        let (mut nothing, mut neither) = (|_| {}, |_| {});
+        let (mut first_progress, mut second_progress) = (|_| {}, |_| {});
         let (first, second) = tokio::join!(
-            snapshot::materialise(&store, id, &cache, &target, &mut nothing),
-            snapshot::materialise(&store, id, &cache, &target, &mut neither)
+            snapshot::materialise(&store, id, &cache, &target, &mut first_progress),
+            snapshot::materialise(&store, id, &cache, &target, &mut second_progress)
         );
         assert_eq!(first.unwrap(), second.unwrap());
     }
 }
 
 #[tokio::test]
-async fn several_processes_at_once_agree() {
+async fn concurrent_processes_materialise_the_same_files() {
     let place = tempfile::tempdir().unwrap();
     let data = place.path().join("data");
-    data_set(&data, 60);
-    let store = Counting::new(&place.path().join("store"));
+    create_data_set(&data, 60);
+    let store = CountingStore::new(&place.path().join("store"));
     let id = snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap().id;
     fs::write(place.path().join("id"), id.to_hex()).unwrap();
     let children: Vec<_> = (0..3)
-        .map(|_| again("snapshots::child", ROLE, place.path()).spawn().unwrap())
+        .map(|_| reexecute("snapshots::child", ROLE, place.path()).spawn().unwrap())
         .collect();
     for mut child in children {
         assert!(child.wait().unwrap().success());
@@ -387,11 +387,11 @@ async fn several_processes_at_once_agree() {
 }
 
 #[tokio::test]
-async fn garbage_is_what_no_root_needs_and_what_is_old() {
+async fn old_unreachable_blobs_are_garbage() {
     let place = tempfile::tempdir().unwrap();
     let data = place.path().join("data");
-    data_set(&data, 10);
-    let store = Counting::new(&place.path().join("store"));
+    create_data_set(&data, 10);
+    let store = CountingStore::new(&place.path().join("store"));
     let id = snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap().id;
     let folder = crate::support::save(&place.path().join("run"), 1, 100);
     let manifest = aitk_common::storage::checkpoints::upload(&store, &folder, &mut |_| {})
@@ -417,7 +417,7 @@ async fn garbage_is_what_no_root_needs_and_what_is_old() {
         gc::unneeded(listed, &HashSet::new(), Duration::ZERO, now).len(),
         needed.len() + 1
     );
-    // A root that is lost, one that is something else: told, with everything that the others lead to.
+    // A missing root and a root of the wrong kind are reported, together with the blobs of valid roots.
     let lost = ContentHash::of(b"lost");
     let roots = gc::Roots {
         snapshots: [lost, orphan, id].into(),
@@ -432,9 +432,9 @@ async fn garbage_is_what_no_root_needs_and_what_is_old() {
 }
 
 #[tokio::test]
-async fn a_list_that_somebody_forged_is_refused_before_a_file_is_written() {
+async fn a_forged_list_is_refused_before_a_file_is_written() {
     let place = tempfile::tempdir().unwrap();
-    let store = Counting::new(&place.path().join("store"));
+    let store = CountingStore::new(&place.path().join("store"));
     let text = format!(
         r#"{{"format":"aitk-snapshot-1","is_file":false,"files":[{{"path":"../evil","bytes":1,"sha256":"{}"}}]}}"#,
         ContentHash::of(b"x")
@@ -451,7 +451,7 @@ async fn a_list_that_somebody_forged_is_refused_before_a_file_is_written() {
 }
 
 #[tokio::test]
-async fn what_a_killed_process_left_half_written_goes_when_the_store_is_opened_again() {
+async fn opening_a_store_removes_unfinished_files_of_killed_processes() {
     let place = tempfile::tempdir().unwrap();
     let address = format!("file://{}", place.path().display());
     let hash = ContentHash::of(b"kept");
@@ -459,14 +459,14 @@ async fn what_a_killed_process_left_half_written_goes_when_the_store_is_opened_a
     store.put_bytes(hash, Bytes::from_static(b"kept")).await.unwrap();
     let folder = place.path().join("blobs").join(&hash.to_hex()[..2]);
     fs::write(folder.join(".tmp-half"), b"ha").unwrap();
-    assert_eq!(store.list().await.unwrap().len(), 1, "a half-written file is no blob");
+    assert_eq!(store.list().await.unwrap().len(), 1, "an unfinished file is not a blob");
     ObjectBlobs::open(&address).unwrap();
     assert_eq!(files_below(&folder), [Path::new(&hash.to_hex())]);
 }
 
 #[cfg(unix)]
 #[test]
-fn pipes_sockets_and_devices_are_refused_with_what_they_are() {
+fn pipes_sockets_and_devices_are_refused_with_their_type() {
     let folder = tempfile::tempdir().unwrap();
     let pipe = folder.path().join("data/words.txt");
     fs::create_dir(folder.path().join("data")).unwrap();

@@ -1,15 +1,15 @@
-//! What the tests share.
+//! Helpers that the tests share.
 
 use aitk_common::checkpoint::CheckpointWriter;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Says which part a re-executed test binary plays.
-pub(crate) const ROLE: &str = "AITK_STORAGE_TEST_ROLE";
-/// Says where.
-pub(crate) const FOLDER: &str = "AITK_STORAGE_TEST_FOLDER";
+/// The environment variable with the role of a re-executed test binary.
+pub(crate) const ROLE_VARIABLE: &str = "AITK_STORAGE_TEST_ROLE";
+/// The environment variable with the folder to work in.
+pub(crate) const FOLDER_VARIABLE: &str = "AITK_STORAGE_TEST_FOLDER";
 
-/// Small reproducible random numbers.
+/// A small reproducible random number generator.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -29,7 +29,7 @@ impl Random {
     }
 }
 
-/// A checkpoint of three files, one of them in a folder, with content that depends on the step.
+/// Saves a checkpoint of three files, one of them in a subfolder, with content that depends on the step.
 pub(crate) fn save(parent: &Path, step: u64, bytes: usize) -> PathBuf {
     let mut random = Random::new(step + 1);
     let mut writer = CheckpointWriter::new(parent, step).unwrap().job("test");
@@ -47,7 +47,7 @@ pub(crate) fn save(parent: &Path, step: u64, bytes: usize) -> PathBuf {
         .unwrap()
 }
 
-/// All regular files below a folder, sorted, relative.
+/// The relative paths of all regular files below a folder, sorted.
 pub(crate) fn files_below(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut left = vec![folder.to_owned()];
@@ -64,20 +64,20 @@ pub(crate) fn files_below(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// This test binary again, running only `test` (`module::name`) in the given role.
-pub(crate) fn again(test: &str, role: &str, folder: &Path) -> Command {
+/// A command that re-executes this test binary to run only `test` (`module::name`) in a role.
+pub(crate) fn reexecute(test: &str, role: &str, folder: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
     command
-        .env(ROLE, role)
-        .env(FOLDER, folder)
+        .env(ROLE_VARIABLE, role)
+        .env(FOLDER_VARIABLE, folder)
         .stdin(Stdio::null())
         .stdout(Stdio::null());
     command
 }
 
-/// The folder to work in, when this process plays that role.
-pub(crate) fn playing(role: &str) -> Option<PathBuf> {
-    let is_it = std::env::var(ROLE).is_ok_and(|played| played == role);
-    is_it.then(|| PathBuf::from(std::env::var_os(FOLDER).unwrap()))
+/// The folder to work in, if this process was re-executed in this role.
+pub(crate) fn folder_for_role(role: &str) -> Option<PathBuf> {
+    let is_it = std::env::var(ROLE_VARIABLE).is_ok_and(|found| found == role);
+    is_it.then(|| PathBuf::from(std::env::var_os(FOLDER_VARIABLE).unwrap()))
 }

@@ -6,7 +6,7 @@ use super::model::{ArrayMembership, Condition, Job, QueueState, Ticket};
 use super::state::State;
 use super::step::Step;
 use crate::state::array::Array;
-use aitk_common::control::{JobState, MEMBERS_MOST, Submitted, UnixMillis};
+use aitk_common::control::{JobState, MAX_ARRAY_MEMBERS, Submitted, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::BTreeSet;
 
@@ -34,9 +34,9 @@ impl State {
             let bytes = members.iter().map(|member| member.config_bytes).sum();
             self.check_user_limits(&first.requirements.owner, members.len() as u64, bytes)?;
         }
-        if !(2..=MEMBERS_MOST).contains(&members.len()) {
+        if !(2..=MAX_ARRAY_MEMBERS).contains(&members.len()) {
             return Err(Refusal::Conflict(format!(
-                "an array has 2 to {MEMBERS_MOST} members, this one {size}"
+                "an array has 2 to {MAX_ARRAY_MEMBERS} members, this one {size}"
             )));
         }
         let is_taken = |id: &JobId| self.jobs.contains_key(id) || self.arrays.contains_key(id);

@@ -347,8 +347,8 @@ impl State {
         let summary = match (devices.iter().find(|device| device.fits), devices.is_empty()) {
             (_, true) => NO_WORKER.to_owned(),
             (None, _) => no_device(fit_errors.iter().collect()),
-            (Some(best), _) if best.ready => format!("would start now on {}", best.words),
-            (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
+            (Some(best), _) if best.ready => format!("would start now on {}", best.description),
+            (Some(best), _) => format!("would wait for a device; the best is {}", best.description),
         };
         Forecast { summary, devices }
     }
@@ -406,17 +406,17 @@ impl State {
             memory: None,
             seconds: None,
             measured,
-            words: String::new(),
+            description: String::new(),
         };
         match &verdict.fit {
-            Err(fit_error) => forecast.words = format!("{label}: {}", not_this_device(fit_error)),
+            Err(fit_error) => forecast.description = format!("{label}: {}", not_this_device(fit_error)),
             Ok(Fit {
                 device_fit,
                 availability,
             }) => {
                 let (profile, bytes) = device_fit.choice;
                 let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
-                forecast.words = fit_line(&FitLine {
+                forecast.description = fit_line(&FitLine {
                     device: &label,
                     profile: profile.name(),
                     bytes,

@@ -81,7 +81,7 @@ impl State {
     /// The name of an array, and how many of its members are in which state.
     pub(super) fn array_summary(&self, id: &JobId) -> Option<(&str, String)> {
         let array = self.arrays.get(id)?;
-        Some((&array.name, self.count(array).words()))
+        Some((&array.name, self.count(array).summary()))
     }
 
     fn count(&self, array: &Array) -> ArrayCounts {
@@ -100,9 +100,9 @@ impl State {
         let detail = match (in_state(JobState::Failed).next(), waits) {
             (Some(failed), _) => format!("{} failed: {}", failed.id, failed.reason),
             (None, Some(job)) => self.explain(now, job),
-            (None, None) => return counts.words(),
+            (None, None) => return counts.summary(),
         };
-        format!("{}; {detail}", counts.words())
+        format!("{}; {detail}", counts.summary())
     }
 
     /// Why an array is in its state, and every connected device as its first waiting member sees it.

@@ -4,7 +4,7 @@ use super::classes::device_fit;
 use super::model::Requirements;
 use super::state::State;
 use super::state::classes::DeviceNeeds;
-use aitk_common::control::MEMBERS_MOST;
+use aitk_common::control::MAX_ARRAY_MEMBERS;
 use aitk_common::job::cluster::Split;
 
 /// Parts per device: enough that a device which is slower than predicted takes fewer parts, and few enough that loading the
@@ -17,7 +17,7 @@ impl State {
     /// The number of parts into which a job of this many images is split now; 1: it is not split.
     #[must_use]
     pub fn part_count(&self, requirements: &Requirements, images: u64, split: Split) -> u64 {
-        let most = images.min(MEMBERS_MOST as u64).max(1);
+        let most = images.min(MAX_ARRAY_MEMBERS as u64).max(1);
         match split {
             Split::Parts(parts) => u64::from(parts).clamp(1, most),
             Split::Auto => self.useful_parts(requirements).clamp(1, most),

@@ -1,4 +1,4 @@
-//! Lines of the audit log on their way into the store.
+//! Writes lines of the audit log to the store in the background.
 
 use crate::error_chain::error_chain;
 use crate::store::{AuditLine, Store, StoreError};
@@ -9,48 +9,55 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// A store that fails is tried again for this long.
-const STORE_PATIENCE: Duration = Duration::from_secs(30);
-/// Name of the file with lines that no store took, in the data folder, and its largest size.
+/// How long a failing store is retried.
+const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
+/// File in the data folder for lines that could not be stored, and its maximum size in bytes.
 pub(super) const UNWRITTEN: &str = "audit-unwritten.jsonl";
-const UNWRITTEN_MOST: u64 = 16 << 20;
-/// How long refusals are counted.
-const MINUTE: Duration = Duration::from_secs(60);
-/// Lines about refusals that one token may cause in that time.
-const REFUSALS: u32 = 60;
-/// The same for all who showed no good token.
+const UNWRITTEN_MAX_BYTES: u64 = 16 << 20;
+/// Interval in which refusals are counted.
+const REFUSAL_WINDOW: Duration = Duration::from_secs(60);
+/// Maximum number of refusal lines per token in that interval.
+const MAX_REFUSALS: u32 = 60;
+/// The same for all unauthenticated callers together.
 const MAX_UNAUTHENTICATED: u32 = 600;
 
-/// Bounds how fast the log grows by what is refused: whoever tries the same thing in a loop fills no disk.
+/// Limits how many refusals are logged, so that a client that retries in a loop does not fill the disk.
 #[derive(Debug, Default)]
-pub(super) struct Budget {
+pub(super) struct RefusalBudget {
     since: Option<Instant>,
-    /// By the id of the token; as many as there are tokens.
+    /// By token id; bounded by the number of tokens.
     used: HashMap<String, u32>,
 }
 
-impl Budget {
-    /// Whether one more line may be written about a refusal of this token.
-    pub(super) fn spend(&mut self, now: Instant, by: &str) -> bool {
-        if self.since.is_none_or(|since| now.duration_since(since) >= MINUTE) {
+impl RefusalBudget {
+    /// Counts a refusal of this token. Returns whether it may be logged.
+    pub(super) fn try_spend(&mut self, now: Instant, by: &str) -> bool {
+        if self
+            .since
+            .is_none_or(|since| now.duration_since(since) >= REFUSAL_WINDOW)
+        {
             self.since = Some(now);
             self.used.clear();
         }
-        let most = if by.is_empty() { MAX_UNAUTHENTICATED } else { REFUSALS };
+        let most = if by.is_empty() {
+            MAX_UNAUTHENTICATED
+        } else {
+            MAX_REFUSALS
+        };
         let used = self.used.entry(by.to_owned()).or_default();
         *used = used.saturating_add(1);
         *used <= most
     }
 }
 
-/// Writes lines that nobody waits for. What the store does not take, because another coordinator leads or the database is
-/// away, is kept in a file until this one leads again.
+/// Writes lines to the store. Lines that cannot be stored, because another coordinator leads or the database is
+/// unreachable, go to a file until this coordinator leads again.
 pub(super) async fn write(store: &dyn Store, lines: &[AuditLine], unwritten: &Path) {
-    let deadline = Instant::now() + STORE_PATIENCE;
+    let deadline = Instant::now() + STORE_RETRY_TIME;
     let mut wait = Duration::from_millis(100);
     while let Err(error) = store.administer(&[], lines).await {
         if !error.is_transient() || Instant::now() + wait > deadline {
-            match keep(unwritten, lines) {
+            match append_unwritten(unwritten, lines) {
                 Ok(()) => tracing::warn!(
                     error = %error_chain(&error),
                     lines = lines.len(),
@@ -68,27 +75,28 @@ pub(super) async fn write(store: &dyn Store, lines: &[AuditLine], unwritten: &Pa
     }
 }
 
-/// Adds lines to the file of those that no store took.
-fn keep(path: &Path, lines: &[AuditLine]) -> io::Result<()> {
+/// Appends lines to the file of unwritten lines.
+fn append_unwritten(path: &Path, lines: &[AuditLine]) -> io::Result<()> {
     let mut text = String::new();
     for line in lines {
         text.push_str(&serde_json::to_string(line)?);
         text.push('\n');
     }
     let mut file = File::options().create(true).append(true).mode(0o600).open(path)?;
-    if file.metadata()?.len() + text.len() as u64 > UNWRITTEN_MOST {
+    if file.metadata()?.len() + text.len() as u64 > UNWRITTEN_MAX_BYTES {
         return Err(io::Error::other(format!("{} is full", path.display())));
     }
     file.write_all(text.as_bytes())?;
     file.sync_data()
 }
 
-/// Stores what an earlier run, or an earlier turn of leading, could not. A line that is stored already is there once.
-pub(super) async fn write_kept(store: &dyn Store, path: &Path) -> Result<(), StoreError> {
+/// Stores the lines that an earlier run, or an earlier term as leader, could not store. A line that is already stored
+/// is not duplicated.
+pub(super) async fn store_unwritten(store: &dyn Store, path: &Path) -> Result<(), StoreError> {
     let Ok(text) = std::fs::read_to_string(path) else {
         return Ok(());
     };
-    // A line that was cut by a crash is none.
+    // An incomplete line, left by a crash, is skipped.
     let lines: Vec<AuditLine> = text
         .lines()
         .filter_map(|line| serde_json::from_str(line).ok())
@@ -108,17 +116,17 @@ mod tests {
     use aitk_common::control::UnixMillis;
 
     #[test]
-    fn a_flood_of_refusals_is_cut_for_the_one_who_makes_it() {
-        let (mut budget, now) = (Budget::default(), Instant::now());
-        for _ in 0..REFUSALS {
-            assert!(budget.spend(now, "t1"));
+    fn refusal_lines_are_limited_per_token() {
+        let (mut budget, now) = (RefusalBudget::default(), Instant::now());
+        for _ in 0..MAX_REFUSALS {
+            assert!(budget.try_spend(now, "t1"));
         }
-        assert!(!budget.spend(now, "t1") && budget.spend(now, "t2") && budget.spend(now, ""));
-        assert!(budget.spend(now + MINUTE, "t1"));
+        assert!(!budget.try_spend(now, "t1") && budget.try_spend(now, "t2") && budget.try_spend(now, ""));
+        assert!(budget.try_spend(now + REFUSAL_WINDOW, "t1"));
     }
 
     #[tokio::test]
-    async fn lines_that_no_store_takes_are_there_when_one_does() {
+    async fn lines_that_could_not_be_stored_are_stored_later() {
         let folder = tempfile::tempdir().unwrap();
         let store = crate::store::SqlStore::sqlite(&folder.path().join("db")).await.unwrap();
         let path = folder.path().join(UNWRITTEN);
@@ -133,16 +141,16 @@ mod tests {
             done: false,
             detail: String::new(),
         };
-        keep(&path, &[line("a")]).unwrap();
-        keep(&path, &[line("b")]).unwrap();
+        append_unwritten(&path, &[line("a")]).unwrap();
+        append_unwritten(&path, &[line("b")]).unwrap();
         // A crash in the middle of a line.
         let mut file = File::options().append(true).open(&path).unwrap();
         file.write_all(b"{\"id\":\"c").unwrap();
-        write_kept(&store, &path).await.unwrap();
+        store_unwritten(&store, &path).await.unwrap();
         let ids = |lines: Vec<(u64, AuditLine)>| lines.into_iter().map(|(_, line)| line.id).collect::<Vec<_>>();
         assert_eq!(ids(store.audit(0, 10).await.unwrap()), ["a", "b"]);
         assert!(!path.exists());
-        // And refusals do not stay for ever, while what was done does.
+        // Old refusals are removed; lines about completed actions stay.
         let mut done = line("d");
         done.done = true;
         store.administer(&[], &[done]).await.unwrap();

@@ -1,14 +1,15 @@
-//! Machines join, renew their certificates and are revoked.
+//! Lets machines join, renews their certificates and revokes them.
 
 use super::Access;
 use super::enrolments::{
-    Certified, ENROLMENT, EnrolError, Enrolment, JOIN, JoinAnswer, JoinToken, NAMELESS, as_name, document, fresh,
+    Certified, ENROLMENT, EnrolError, Enrolment, JOIN, JoinAnswer, JoinToken, UNNAMED, document, new_id,
+    worker_name_from_host,
 };
 use super::error::{AccessError, Denied};
 use super::identity::{Identity, address};
 use super::limit;
 use super::records::MACHINE;
-use crate::pki::{Signer, wall};
+use crate::pki::{Signer, wall_clock};
 use crate::store::AuditLine;
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
@@ -22,8 +23,8 @@ use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 impl Access {
-    /// Whoever shows this certificate, which TLS has found to be one of our authority.
-    pub(crate) fn enter_certified(
+    /// Identifies the owner of a client certificate that TLS has already verified against our CA.
+    pub(crate) fn authenticate_certificate(
         &self,
         shown: &WorkerCertificate,
         from: Option<SocketAddr>,
@@ -35,36 +36,36 @@ impl Access {
             from,
             certificate: Some(shown.not_after),
         };
-        let now = self.inner.clock.date();
+        let now = self.inner.clock.wall_time();
         let known = self.inner.enrolments.get(&shown.enrolment);
         let problem = match known {
-            None => "is of no worker that this coordinator knows",
-            Some(known) if known.name != shown.name => "has a name that is not the worker's",
+            None => "belongs to no worker that this coordinator knows",
+            Some(known) if known.name != shown.name => "does not have the worker's name",
             Some(known) if known.revoked.is_some() => "was revoked",
-            Some(_) if wall() >= shown.not_after => "has expired",
+            Some(_) if wall_clock() >= shown.not_after => "has expired",
             Some(_) => {
-                let ip = limit::place(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
+                let ip = limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
                 let serial = ContentHash::of(shown.serial.as_bytes());
                 let mut limit = self.inner.limit.lock().unwrap_or_else(PoisonError::into_inner);
-                let first = limit.right(Instant::now(), ip, serial);
+                let first = limit.record_success(Instant::now(), ip, serial);
                 drop(limit);
                 if first {
-                    self.note(who.line(now, "certificate.use", &shown.serial));
+                    self.record_audit(who.audit_line(now, "certificate.use", &shown.serial));
                 }
                 return Ok(who);
             }
         };
-        let mut line = who.line(now, "login", &shown.serial);
+        let mut line = who.audit_line(now, "login", &shown.serial);
         (line.done, line.detail) = (false, format!("the certificate {problem}"));
-        self.note(line);
+        self.record_audit(line);
         Err(Denied::Certificate(problem))
     }
 
-    /// TLS refused somebody's certificate.
-    pub(crate) fn note_refused_certificate(&self, from: SocketAddr, problem: &str) {
-        self.note(AuditLine {
-            id: AuditLine::fresh_id(),
-            time: self.inner.clock.date(),
+    /// Records in the audit log that TLS refused a certificate.
+    pub(crate) fn audit_refused_certificate(&self, from: SocketAddr, problem: &str) {
+        self.record_audit(AuditLine {
+            id: AuditLine::new_id(),
+            time: self.inner.clock.wall_time(),
             who: String::new(),
             by: String::new(),
             from: address(Some(from)),
@@ -75,59 +76,64 @@ impl Access {
         });
     }
 
-    /// A worker without the certificate that it must have here.
-    pub(crate) fn note_no_certificate(&self, who: &Identity) {
-        let mut line = who.line(self.inner.clock.date(), "refused", "");
+    /// Records in the audit log that a worker has no certificate although it needs one.
+    pub(crate) fn audit_missing_certificate(&self, who: &Identity) {
+        let mut line = who.audit_line(self.inner.clock.wall_time(), "refused", "");
         line.done = false;
         line.detail = "a worker on another machine needs a certificate here".to_owned();
-        self.note(line);
+        self.record_audit(line);
     }
 
-    /// Whoever shows this join token. None: it is none, which is a question for [`Self::enter`].
-    pub(crate) fn enter_joining(&self, secret: &str, from: Option<SocketAddr>) -> Option<Result<Identity, Denied>> {
+    /// Identifies a machine by its join token. `None`: the secret is not a join token; check it with
+    /// [`Self::authenticate`].
+    pub(crate) fn authenticate_join_token(
+        &self,
+        secret: &str,
+        from: Option<SocketAddr>,
+    ) -> Option<Result<Identity, Denied>> {
         if !join::is_join_secret(secret) {
             return None;
         }
-        let ip = limit::place(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
+        let ip = limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
         let sha256 = ContentHash::of(secret.as_bytes());
         {
             let limit = self.inner.limit.lock().unwrap_or_else(PoisonError::into_inner);
-            if !limit.open(Instant::now(), ip, &sha256) {
+            if !limit.allows(Instant::now(), ip, &sha256) {
                 return None;
             }
         }
-        // Looked up by its hash: how long that takes says nothing about any secret.
+        // Looked up by hash, so that the time of the lookup reveals nothing about a secret.
         let found = self.inner.enrolments.join(|join| join.sha256 == sha256)?;
         let who = Identity {
-            name: found.name.clone().unwrap_or_else(|| UserName::new(NAMELESS)),
+            name: found.name.clone().unwrap_or_else(|| UserName::new(UNNAMED)),
             role: Role::Worker,
             by: found.id.clone(),
             from,
             certificate: None,
         };
-        let now = self.inner.clock.date();
-        Some(match found.may_ask(now) {
+        let now = self.inner.clock.wall_time();
+        Some(match found.check_usable(now) {
             Ok(()) => Ok(who),
             Err(why) => {
-                let mut line = who.line(now, "worker.enrol", &found.id);
+                let mut line = who.audit_line(now, "worker.enrol", &found.id);
                 (line.done, line.detail) = (false, why.to_owned());
-                self.note(line);
+                self.record_audit(line);
                 Err(Denied::Join(why))
             }
         })
     }
 
-    /// Makes a join token. The secret is known to the one who gets this answer only.
-    pub(crate) async fn create_join(
+    /// Creates a join token. Its secret exists only in this return value.
+    pub(crate) async fn create_join_token(
         &self,
         by: &Identity,
         name: Option<UserName>,
         life: Duration,
     ) -> Result<(Token, JoinToken), AccessError> {
-        let now = self.inner.clock.date();
-        let secret = join::join_secret();
+        let now = self.inner.clock.wall_time();
+        let secret = join::new_join_secret();
         let record = JoinToken {
-            id: fresh('j'),
+            id: new_id('j'),
             name,
             sha256: ContentHash::of(secret.secret().as_bytes()),
             created: now,
@@ -137,7 +143,7 @@ impl Access {
             revoked: None,
             answer: None,
         };
-        let mut line = by.line(now, "join_token.create", &record.id);
+        let mut line = by.audit_line(now, "join_token.create", &record.id);
         line.detail = record
             .name
             .as_ref()
@@ -148,7 +154,7 @@ impl Access {
         Ok((secret, record))
     }
 
-    /// Turns the join token that this caller showed into a certificate. A refusal uses nothing up.
+    /// Exchanges the caller's join token for a certificate. A refused request does not use up the token.
     pub(crate) async fn enrol(
         &self,
         who: &Identity,
@@ -159,9 +165,9 @@ impl Access {
     ) -> Result<Certified, EnrolError> {
         let result = self.try_enrol(who, signer, request, host, worker).await;
         if let Err(error) = &result {
-            let mut line = who.line(self.inner.clock.date(), "worker.enrol", &who.by);
+            let mut line = who.audit_line(self.inner.clock.wall_time(), "worker.enrol", &who.by);
             (line.done, line.detail) = (false, AuditLine::quote(&error.to_string()));
-            self.note(line);
+            self.record_audit(line);
         }
         result
     }
@@ -176,24 +182,24 @@ impl Access {
     ) -> Result<Certified, EnrolError> {
         let request = CheckedRequest::check(request)?;
         let known = &self.inner.enrolments;
-        let _changing = known.changing.lock().await;
-        let now = self.inner.clock.date();
+        let _write_guard = known.write_lock.lock().await;
+        let now = self.inner.clock.wall_time();
         let mut join = known
             .join(|join| join.id == who.by)
             .ok_or(EnrolError::Token("the join token is not known"))?;
-        if let Some(why) = join.ended(now) {
+        if let Some(why) = join.unusable_reason(now) {
             return self
-                .answer_again(who, &join, &request, now)
+                .repeat_join_answer(who, &join, &request, now)
                 .ok_or(EnrolError::Token(why));
         }
-        let name = match (&join.name, request.asked()) {
+        let name = match (&join.name, request.requested_name()) {
             (Some(name), _) => name.clone(),
             (None, asked) => {
-                let wanted = asked.map_or_else(|| as_name(host), ToOwned::to_owned);
+                let wanted = asked.map_or_else(|| worker_name_from_host(host), ToOwned::to_owned);
                 UserName::parse(&wanted).map_err(|_| EnrolError::BadName(AuditLine::quote(&wanted)))?
             }
         };
-        let taken = |other: &Enrolment| other.name == name && other.revoked.is_none() && wall() < other.expires;
+        let taken = |other: &Enrolment| other.name == name && other.revoked.is_none() && wall_clock() < other.expires;
         if known.all().iter().any(taken) {
             return Err(EnrolError::NameTaken(name));
         }
@@ -204,13 +210,13 @@ impl Access {
                 documents.push(document(MACHINE, fresh_worker.as_str(), &name)?);
                 fresh_worker
             }
-            // Whose that id is gets decided when it registers; but never somebody else's.
+            // The owner of this id is set when the worker registers; here, an id of another owner is refused.
             Some(worker) => match self.owner_of(&worker).await {
                 Some(owner) if owner != name => return Err(AccessError::NotYours(worker.to_string()).into()),
                 _ => worker,
             },
         };
-        let id = fresh('c');
+        let id = new_id('c');
         let (pem, certificate) = signer.worker(&request, &name, &id)?;
         let enrolment = Enrolment {
             id,
@@ -231,7 +237,7 @@ impl Access {
         });
         documents.push(document(JOIN, &join.id, &join)?);
         documents.push(document(ENROLMENT, &enrolment.id, &enrolment)?);
-        let mut line = who.line(now, "worker.enrol", worker.as_str());
+        let mut line = who.audit_line(now, "worker.enrol", worker.as_str());
         line.who = name.to_string();
         line.detail = format!("{} with {}", enrolment.id, join.id);
         let owns = documents.len() == 3;
@@ -248,29 +254,29 @@ impl Access {
         Ok(Certified { enrolment, pem })
     }
 
-    /// The answer that this join token got before, for the machine that holds the same key: its own was lost.
-    fn answer_again(
+    /// Returns the earlier answer again if the same key asks, because the machine lost it.
+    fn repeat_join_answer(
         &self,
         who: &Identity,
         join: &JoinToken,
         request: &CheckedRequest,
         now: UnixMillis,
     ) -> Option<Certified> {
-        join.may_ask(now).ok()?;
+        join.check_usable(now).ok()?;
         let answer = join.answer.as_ref().filter(|answer| answer.key == request.key_hash())?;
-        let good = |enrolment: &Enrolment| enrolment.revoked.is_none() && wall() < enrolment.expires;
+        let good = |enrolment: &Enrolment| enrolment.revoked.is_none() && wall_clock() < enrolment.expires;
         let enrolment = self.inner.enrolments.get(&answer.enrolment).filter(good)?;
-        let mut line = who.line(now, "worker.enrol", enrolment.worker.as_str());
+        let mut line = who.audit_line(now, "worker.enrol", enrolment.worker.as_str());
         line.who = enrolment.name.to_string();
         line.detail = format!("{} with {}, again: the answer was lost", enrolment.id, join.id);
-        self.note(line);
+        self.record_audit(line);
         Some(Certified {
             enrolment,
             pem: answer.certificate.clone(),
         })
     }
 
-    /// A newer certificate for a worker that has a good one.
+    /// Issues a new certificate for a worker with a valid one.
     pub(crate) async fn renew(
         &self,
         who: &Identity,
@@ -282,18 +288,18 @@ impl Access {
         }
         let request = CheckedRequest::check(request)?;
         let known = &self.inner.enrolments;
-        let _changing = known.changing.lock().await;
+        let _write_guard = known.write_lock.lock().await;
         let found = known.get(&who.by).filter(|found| found.revoked.is_none());
         let mut enrolment = found.ok_or(EnrolError::Token("the certificate was revoked"))?;
-        let now = self.inner.clock.date();
+        let now = self.inner.clock.wall_time();
         let signed = signer.worker(&request, &enrolment.name, &enrolment.id);
         let (pem, certificate) = signed.inspect_err(|error| {
-            let mut line = who.line(now, "worker.renew", enrolment.worker.as_str());
+            let mut line = who.audit_line(now, "worker.renew", enrolment.worker.as_str());
             (line.done, line.detail) = (false, AuditLine::quote(&error.to_string()));
-            self.note(line);
+            self.record_audit(line);
         })?;
         (enrolment.issued, enrolment.serial, enrolment.expires) = (now, certificate.serial, certificate.not_after);
-        let mut line = who.line(now, "worker.renew", enrolment.worker.as_str());
+        let mut line = who.audit_line(now, "worker.renew", enrolment.worker.as_str());
         line.detail.clone_from(&enrolment.serial);
         let document = document(ENROLMENT, &enrolment.id, &enrolment)?;
         self.inner
@@ -305,36 +311,37 @@ impl Access {
         Ok(Certified { enrolment, pem })
     }
 
-    /// Every worker that joined, the newest last.
+    /// Returns all workers that joined, newest last.
     pub(crate) fn enrolments(&self) -> Vec<Enrolment> {
         self.inner.enrolments.all()
     }
 
-    /// What a caller with a certificate registers as.
+    /// Returns the enrolment of a caller with a certificate.
     pub(crate) fn enrolment_of(&self, who: &Identity) -> Option<Enrolment> {
         who.certificate?;
         self.inner.enrolments.get(&who.by)
     }
 
-    /// Another worker's place was asked for with a certificate.
-    pub(crate) fn note_other_place(&self, who: &Identity, wanted: &WorkerId) -> AccessError {
-        let mut line = who.line(self.inner.clock.date(), "worker.join", wanted.as_str());
+    /// Records in the audit log that a certificate was used for another worker's id.
+    pub(crate) fn audit_foreign_worker_id(&self, who: &Identity, wanted: &WorkerId) -> AccessError {
+        let mut line = who.audit_line(self.inner.clock.wall_time(), "worker.join", wanted.as_str());
         (line.done, line.detail) = (false, "its certificate is another worker's".to_owned());
-        self.note(line);
+        self.record_audit(line);
         AccessError::NotYours(wanted.to_string())
     }
 
-    /// Ends every certificate and unused join token of a worker: calls are refused from now on, open sessions are cut.
+    /// Revokes all certificates and unused join tokens of a worker. Calls are refused from now on, and open sessions
+    /// are closed.
     pub(crate) async fn revoke_worker(&self, by: &Identity, name: &str) -> Result<(Vec<Enrolment>, u32), AccessError> {
         let known = &self.inner.enrolments;
-        let _changing = known.changing.lock().await;
-        let now = self.inner.clock.date();
+        let _write_guard = known.write_lock.lock().await;
+        let now = self.inner.clock.wall_time();
         let mut ended: Vec<Enrolment> = known.all();
         ended.retain(|enrolment| enrolment.name.as_str() == name && enrolment.revoked.is_none());
         let mut joins = {
             let joins = known.joins.read().unwrap_or_else(PoisonError::into_inner);
             let of_it = |join: &&JoinToken| {
-                join.name.as_ref().is_some_and(|of| of.as_str() == name) && join.ended(now).is_none()
+                join.name.as_ref().is_some_and(|of| of.as_str() == name) && join.unusable_reason(now).is_none()
             };
             joins.values().filter(of_it).cloned().collect::<Vec<_>>()
         };
@@ -350,7 +357,7 @@ impl Access {
             join.revoked = Some(now);
             documents.push(document(JOIN, &join.id, join)?);
         }
-        let mut line = by.line(now, "worker.revoke", name);
+        let mut line = by.audit_line(now, "worker.revoke", name);
         line.detail = format!("{} certificates, {} join tokens", ended.len(), joins.len());
         self.inner.store.administer(&documents, &[line]).await?;
         let count = u32::try_from(joins.len()).unwrap_or(u32::MAX);
@@ -360,9 +367,9 @@ impl Access {
         Ok((ended, count))
     }
 
-    /// When a certificate is no good any more, as far as that is known: at once, or at its end.
-    pub(super) fn certificate_end(&self, who: &Identity, until: UnixMillis) -> Option<UnixMillis> {
+    /// Returns when a certificate expires; `None` when it is already expired or revoked.
+    pub(super) fn certificate_expiry(&self, who: &Identity, until: UnixMillis) -> Option<UnixMillis> {
         let known = self.inner.enrolments.get(&who.by)?;
-        (known.revoked.is_none() && wall() < until).then_some(until)
+        (known.revoked.is_none() && wall_clock() < until).then_some(until)
     }
 }

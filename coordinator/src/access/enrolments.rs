@@ -1,9 +1,9 @@
-//! Workers with certificates: join tokens, what became of them, and who is let in with what.
+//! Join tokens and enrolments of workers.
 //!
-//! A join token lets one machine in, once. What it turns into is an *enrolment*: a name, a worker's id, and the right to a
-//! certificate and its successors. A certificate carries the id of its enrolment and is good only while that is; so after
-//! `worker revoke` no certificate of it opens anything, however long it would live, and renewals need nothing stored but
-//! the newest date.
+//! A join token lets one machine join once. It is exchanged for an *enrolment*: a name, a worker id, and the right to
+//! a certificate and its renewals. A certificate carries the id of its enrolment and is valid only while the enrolment
+//! is. After `worker revoke` no certificate of the enrolment is accepted, whatever its expiry date, and a renewal only
+//! stores the newest date.
 
 use super::error::AccessError;
 use crate::store::{Document, Store};
@@ -16,27 +16,27 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::{PoisonError, RwLock};
 
-/// Kinds of documents.
+/// Kinds of [`Document`]s.
 pub(super) const ENROLMENT: &str = "enrolment";
 pub(super) const JOIN: &str = "join_token";
-/// What a machine is called in the audit log before it has a name.
-pub(super) const NAMELESS: &str = "joining";
+/// Name of a machine in the audit log before it has a name.
+pub(super) const UNNAMED: &str = "joining";
 
 /// A worker that joined.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Enrolment {
     pub(crate) id: String,
     pub(crate) name: UserName,
-    /// What it registers as.
+    /// The worker id with which it registers.
     pub(crate) worker: WorkerId,
     pub(crate) joined: UnixMillis,
     /// Id of the join token.
     pub(crate) by: String,
-    /// When the newest certificate was made.
+    /// When the newest certificate was issued.
     pub(crate) issued: UnixMillis,
-    /// Its number.
+    /// Serial number of the newest certificate.
     pub(crate) serial: String,
-    /// When it ends.
+    /// When the newest certificate expires.
     pub(crate) expires: UnixMillis,
     pub(crate) revoked: Option<UnixMillis>,
 }
@@ -45,7 +45,7 @@ pub(crate) struct Enrolment {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JoinToken {
     pub(crate) id: String,
-    /// What the worker will be called, if that was said.
+    /// The worker's name, if the token specifies one.
     pub(crate) name: Option<UserName>,
     pub(crate) sha256: ContentHash,
     pub(crate) created: UnixMillis,
@@ -53,15 +53,15 @@ pub(crate) struct JoinToken {
     pub(crate) expires: UnixMillis,
     pub(crate) used: Option<UnixMillis>,
     pub(crate) revoked: Option<UnixMillis>,
-    /// What it was turned into.
+    /// The answer that it was exchanged for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) answer: Option<JoinAnswer>,
 }
 
-/// The answer to a join, kept because it may be lost on its way: the machine then asks again.
+/// The answer to a join request. Kept because it may be lost on its way; the machine then asks again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JoinAnswer {
-    /// SHA-256 of the public key for which it asked.
+    /// SHA-256 of the public key in the request.
     pub(crate) key: ContentHash,
     /// The certificate, PEM. No secret.
     pub(crate) certificate: String,
@@ -70,8 +70,8 @@ pub(crate) struct JoinAnswer {
 }
 
 impl JoinToken {
-    /// Why it is no good any more.
-    pub(super) fn ended(&self, now: UnixMillis) -> Option<&'static str> {
+    /// Returns why the token cannot be used any more, or `None`.
+    pub(super) fn unusable_reason(&self, now: UnixMillis) -> Option<&'static str> {
         if self.used.is_some() {
             Some("the join token was used already: each lets one machine in, once")
         } else if self.revoked.is_some() {
@@ -83,9 +83,10 @@ impl JoinToken {
         }
     }
 
-    /// Whether a machine may ask with it: for the first time, or, while it would still be good, for an answer that was lost.
-    pub(super) fn may_ask(&self, now: UnixMillis) -> Result<(), &'static str> {
-        match self.ended(now) {
+    /// Checks that a machine may use the token: for the first time, or again before it expires because the answer was
+    /// lost.
+    pub(super) fn check_usable(&self, now: UnixMillis) -> Result<(), &'static str> {
+        match self.unusable_reason(now) {
             Some(_) if self.answer.is_some() && self.revoked.is_none() && now < self.expires => Ok(()),
             Some(why) => Err(why),
             None => Ok(()),
@@ -93,7 +94,7 @@ impl JoinToken {
     }
 }
 
-/// A worker that was let in: its enrolment and its certificate, PEM.
+/// An enrolled worker: its enrolment and its certificate as PEM.
 pub(crate) struct Certified {
     pub(crate) enrolment: Enrolment,
     pub(crate) pem: String,
@@ -119,13 +120,13 @@ pub(crate) enum EnrolError {
     Access(#[from] AccessError),
 }
 
-/// What is known of them.
+/// All enrolments and join tokens.
 #[derive(Debug, Default)]
 pub(super) struct Enrolments {
     enrolments: RwLock<HashMap<String, Enrolment>>,
     pub(super) joins: RwLock<HashMap<ContentHash, JoinToken>>,
-    /// One change at a time: of two that show one join token at once only one gets in.
-    pub(super) changing: tokio::sync::Mutex<()>,
+    /// Held during a change: of two concurrent requests with one join token, only one succeeds.
+    pub(super) write_lock: tokio::sync::Mutex<()>,
 }
 
 pub(super) async fn read<T: DeserializeOwned>(store: &dyn Store, kind: &'static str) -> Result<Vec<T>, AccessError> {
@@ -142,12 +143,12 @@ pub(super) fn document(kind: &'static str, id: &str, record: &impl Serialize) ->
     })
 }
 
-pub(super) fn fresh(letter: char) -> String {
+pub(super) fn new_id(letter: char) -> String {
     format!("{letter}{}", &uuid::Uuid::new_v4().simple().to_string()[..10])
 }
 
-/// `gpu.lab` as a name: what cannot stand in one becomes a dash.
-pub(super) fn as_name(host: &str) -> String {
+/// Turns a host name into a worker name: characters that are not allowed become dashes.
+pub(super) fn worker_name_from_host(host: &str) -> String {
     let fits = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
     host.chars().map(|c| if fits(c) { c } else { '-' }).take(64).collect()
 }
@@ -159,7 +160,7 @@ impl Enrolments {
         Ok(Self {
             enrolments: RwLock::new(enrolments.into_iter().map(|e| (e.id.clone(), e)).collect()),
             joins: RwLock::new(joins.into_iter().map(|join| (join.sha256, join)).collect()),
-            changing: tokio::sync::Mutex::default(),
+            write_lock: tokio::sync::Mutex::default(),
         })
     }
 
@@ -196,9 +197,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machines_name_becomes_a_workers() {
-        assert_eq!(as_name("gpu-1.lab.example"), "gpu-1-lab-example");
-        assert_eq!(as_name("Käthe's Box"), "K-the-s-Box");
-        assert!(as_name(&"x".repeat(300)).len() == 64 && as_name("").is_empty());
+    fn a_host_name_becomes_a_valid_worker_name() {
+        assert_eq!(worker_name_from_host("gpu-1.lab.example"), "gpu-1-lab-example");
+        assert_eq!(worker_name_from_host("Käthe's Box"), "K-the-s-Box");
+        assert!(worker_name_from_host(&"x".repeat(300)).len() == 64 && worker_name_from_host("").is_empty());
     }
 }

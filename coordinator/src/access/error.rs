@@ -1,22 +1,22 @@
-//! Why a caller is not let in, or a change of tokens is not made.
+//! Errors of authentication and of changes to tokens.
 
 use crate::store::StoreError;
 use aitk_common::id::UserName;
 
-/// Why a caller is not let in.
+/// Why authentication failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Denied {
-    /// Not one of ours, or not any more.
-    Wrong,
-    /// Too many wrong ones came from there.
-    TooMany,
-    /// A certificate that is no good any more, and why.
+    /// The token is unknown, revoked or expired.
+    InvalidToken,
+    /// Too many invalid tokens came from this address.
+    TooManyFailures,
+    /// The certificate is not valid, with the reason.
     Certificate(&'static str),
-    /// A join token that is no good any more, and why.
+    /// The join token is not valid, with the reason.
     Join(&'static str),
 }
 
-/// Why something about tokens could not be done.
+/// Why an operation on tokens or workers failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AccessError {
     #[error("there is no token {0:?}; `aitk-coordinator token ls` lists them")]
@@ -33,7 +33,7 @@ pub(crate) enum AccessError {
          this machine join under another name"
     )]
     TooManyWorkers { name: UserName, most: usize },
-    #[error("a token cannot be written down: {0}")]
+    #[error("cannot read or write a record of a token or worker as JSON: {0}")]
     Record(serde_json::Error),
     #[error(transparent)]
     Store(#[from] StoreError),

@@ -1,4 +1,4 @@
-//! Who calls.
+//! The identity of a caller.
 
 use crate::store::AuditLine;
 use aitk_common::control::UnixMillis;
@@ -6,56 +6,57 @@ use aitk_common::id::UserName;
 use aitk_common::security::role::Role;
 use std::net::SocketAddr;
 
-/// What stands for the id of the token in the data folder.
-pub(super) const FILE: &str = "file";
+/// Stands for the token id of the token in the data folder.
+pub(super) const DATA_FOLDER_TOKEN_ID: &str = "file";
 
-/// Whoever calls.
+/// An authenticated caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) name: UserName,
     pub(crate) role: Role,
-    /// Id of the token that was shown, or of the enrolment whose certificate was.
+    /// Id of the token, or of the enrolment of the certificate, that authenticated the call.
     pub(crate) by: String,
-    /// Where from.
+    /// Address of the client.
     pub(crate) from: Option<SocketAddr>,
-    /// When the certificate ends that was shown; none: a token was.
+    /// When the client certificate expires; `None` when the caller used a token.
     pub(crate) certificate: Option<UnixMillis>,
 }
 
 impl Identity {
-    /// Whose a job is that this caller submits and says no more of. With the token in the data folder nobody needs a name:
-    /// such jobs belong to the default user, as they do where there is no other token.
+    /// Returns the default owner of jobs that this caller submits. Jobs submitted with the token in the data folder
+    /// belong to the default user, as when there is no other token.
     pub(crate) fn owner(&self) -> UserName {
-        if self.by == FILE {
+        if self.by == DATA_FOLDER_TOKEN_ID {
             UserName::default()
         } else {
             self.name.clone()
         }
     }
 
-    /// The key of a submission. It is its user's: another one who uses the same text is not told of this job.
-    pub(crate) fn key(&self, key: &str) -> String {
-        if self.by == FILE {
+    /// Returns the stored form of an idempotency key. It includes the user, so that another user with the same key
+    /// does not get this user's job.
+    pub(crate) fn idempotency_key(&self, key: &str) -> String {
+        if self.by == DATA_FOLDER_TOKEN_ID {
             key.to_owned()
         } else {
             format!("{}/{key}", self.name)
         }
     }
 
-    /// Whether a job of this owner may be looked at.
-    pub(crate) fn sees(&self, owner: &UserName) -> bool {
+    /// Whether the caller may see jobs of this owner.
+    pub(crate) fn can_see(&self, owner: &UserName) -> bool {
         self.role.sees_all() || self.name == *owner
     }
 
-    /// Whether a job of this owner may be changed, given the right to change jobs at all.
-    pub(crate) fn changes(&self, owner: &UserName) -> bool {
+    /// Whether the caller may change jobs of this owner, given the right to change jobs at all.
+    pub(crate) fn can_change(&self, owner: &UserName) -> bool {
         self.role.changes_all() || self.name == *owner
     }
 
-    /// A line about something that this caller wants done.
-    pub(crate) fn line(&self, now: UnixMillis, action: &str, object: &str) -> AuditLine {
+    /// Creates an audit line about an action of this caller, marked as done.
+    pub(crate) fn audit_line(&self, now: UnixMillis, action: &str, object: &str) -> AuditLine {
         AuditLine {
-            id: AuditLine::fresh_id(),
+            id: AuditLine::new_id(),
             time: now,
             who: self.name.to_string(),
             by: self.by.clone(),

@@ -1,4 +1,4 @@
-//! Which worker is whose: one machine's token does not speak for another machine.
+//! Owners of worker ids: the token of one machine cannot act for another machine's worker.
 
 use super::Access;
 use super::error::AccessError;
@@ -8,51 +8,51 @@ use crate::store::Document;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::role::Role;
 
-/// Workers of one name: a lab whose machines share a token has fewer, and a machine that makes up an id each time it
-/// comes fills no table without end.
-const WORKERS_MOST: usize = 1000;
+/// Maximum number of workers per owner: more than a lab whose machines share a token has, and a bound for a machine
+/// that registers with a new id each time.
+const MAX_WORKERS: usize = 1000;
 
 impl Access {
-    /// Whose a worker is, once one with a worker's token has registered as it.
+    /// Returns the owner of a worker id, once a caller with a worker's token has registered it.
     pub(crate) async fn owner_of(&self, worker: &WorkerId) -> Option<UserName> {
         self.inner.machines.lock().await.get(worker).cloned()
     }
 
-    /// The workers of this name.
+    /// Returns the worker ids of this owner.
     pub(crate) async fn workers_of(&self, name: &UserName) -> Vec<WorkerId> {
         let machines = self.inner.machines.lock().await;
         let theirs = machines.iter().filter(|(_, owner)| *owner == name);
         theirs.map(|(worker, _)| worker.clone()).collect()
     }
 
-    /// Makes sure that this caller may register as this worker. The first one with a worker's token who does has it from
-    /// then on; another token of the same name will do, one of another name will not.
+    /// Ensures that this caller may register as this worker. The first caller with a worker's token becomes the owner;
+    /// other tokens of the same name are accepted, tokens of another name are not.
     ///
     /// # Errors
     /// [`AccessError::NotYours`], [`AccessError::TooManyWorkers`]; when the store fails.
-    pub(crate) async fn claim(&self, who: &Identity, worker: &WorkerId) -> Result<(), AccessError> {
+    pub(crate) async fn claim_worker(&self, who: &Identity, worker: &WorkerId) -> Result<(), AccessError> {
         if who.role != Role::Worker {
             return Ok(());
         }
-        let now = self.inner.clock.date();
-        let mut line = who.line(now, "worker.join", worker.as_str());
-        // Held while the store writes: of two who come first at once only one is.
+        let now = self.inner.clock.wall_time();
+        let mut line = who.audit_line(now, "worker.join", worker.as_str());
+        // Held while the store writes: of two concurrent first registrations only one succeeds.
         let mut machines = self.inner.machines.lock().await;
         match machines.get(worker) {
             Some(owner) if *owner == who.name => return Ok(()),
             Some(owner) => {
                 (line.done, line.detail) = (false, format!("it is {owner}'s"));
-                self.note(line);
+                self.record_audit(line);
                 return Err(AccessError::NotYours(worker.to_string()));
             }
             None => {}
         }
-        if machines.values().filter(|owner| **owner == who.name).count() >= WORKERS_MOST {
-            (line.done, line.detail) = (false, format!("{} has {WORKERS_MOST} workers already", who.name));
-            self.note(line);
+        if machines.values().filter(|owner| **owner == who.name).count() >= MAX_WORKERS {
+            (line.done, line.detail) = (false, format!("{} has {MAX_WORKERS} workers already", who.name));
+            self.record_audit(line);
             return Err(AccessError::TooManyWorkers {
                 name: who.name.clone(),
-                most: WORKERS_MOST,
+                most: MAX_WORKERS,
             });
         }
         let document = Document {
@@ -75,7 +75,7 @@ mod tests {
     use std::sync::Arc;
 
     #[tokio::test]
-    async fn a_machine_that_makes_up_ids_comes_to_an_end() {
+    async fn the_number_of_workers_per_owner_is_limited() {
         let folder = tempfile::tempdir().unwrap();
         let store = SqlStore::sqlite(&folder.path().join("db")).await.unwrap();
         let store: Arc<dyn Store> = Arc::new(store);
@@ -90,17 +90,20 @@ mod tests {
             certificate: None,
         };
         let worker = |number: usize| WorkerId::new(format!("w{number}"));
-        for number in 0..WORKERS_MOST {
-            access.claim(&who("box"), &worker(number)).await.unwrap();
+        for number in 0..MAX_WORKERS {
+            access.claim_worker(&who("box"), &worker(number)).await.unwrap();
         }
-        let refused = access.claim(&who("box"), &worker(WORKERS_MOST)).await.unwrap_err();
+        let refused = access
+            .claim_worker(&who("box"), &worker(MAX_WORKERS))
+            .await
+            .unwrap_err();
         assert!(
             matches!(refused, AccessError::TooManyWorkers { .. }) && refused.to_string().contains("--data-dir"),
             "{refused}"
         );
-        assert_eq!(store.documents(MACHINE).await.unwrap().len(), WORKERS_MOST);
-        // Those that it has it keeps, and others are not in its way.
-        access.claim(&who("box"), &worker(0)).await.unwrap();
-        access.claim(&who("other"), &worker(WORKERS_MOST)).await.unwrap();
+        assert_eq!(store.documents(MACHINE).await.unwrap().len(), MAX_WORKERS);
+        // Its existing workers still work, and other owners are not affected.
+        access.claim_worker(&who("box"), &worker(0)).await.unwrap();
+        access.claim_worker(&who("other"), &worker(MAX_WORKERS)).await.unwrap();
     }
 }

@@ -1,7 +1,8 @@
-//! Who is there, what they may do, and what they did.
+//! Authentication, authorization and the audit log.
 //!
-//! A token is 256 random bits; only its SHA-256 is stored, so a stolen database opens nothing. The token in the data
-//! folder is the first administrator's: it is not in the database, so that it opens a restored or an empty one too.
+//! A token is 256 random bits; only its SHA-256 is stored, so a stolen database reveals no token. The token in the
+//! data folder is the first administrator's. It is not in the database, so that it also works with a restored or an
+//! empty one.
 
 mod audit;
 mod enrol;
@@ -16,10 +17,10 @@ mod tokens;
 pub(crate) use enrolments::{Certified, EnrolError, Enrolment};
 pub(crate) use error::{AccessError, Denied};
 pub(crate) use identity::Identity;
-pub(crate) use limit::place;
+pub(crate) use limit::network_of;
 pub(crate) use records::TokenRecord;
 
-use identity::{FILE, address};
+use identity::{DATA_FOLDER_TOKEN_ID, address};
 use records::{MACHINE, TOKEN, read_machine};
 
 use crate::clock::Clock;
@@ -29,9 +30,9 @@ use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::join;
 use aitk_common::security::role::{Right, Role};
 use aitk_common::security::token::Token;
-use audit::Budget;
+use audit::RefusalBudget;
 use enrolments::Enrolments;
-use limit::{Failure, Limit};
+use limit::{Failure, FailureLimiter};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
@@ -41,20 +42,20 @@ use std::time::Instant;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
-/// Lines that wait for the store. When a flood of them comes, the rest is only counted.
-const WAITING: usize = 256;
-/// What the first administrator is called.
-const FIRST: &str = "admin";
+/// Audit lines that wait for the store. Beyond that, lines are dropped and counted.
+const AUDIT_QUEUE: usize = 256;
+/// Name of the owner of the token in the data folder.
+const ADMIN_NAME: &str = "admin";
 
-/// What a token is.
-enum Found {
-    Good(Identity),
-    /// It was one of ours, until that happened.
+/// Result of looking up a token.
+enum TokenLookup {
+    Valid(Identity),
+    /// It was valid until it was revoked or expired.
     Ended(Identity, &'static str),
     Unknown,
 }
 
-/// The door's book: tokens, failures, and the way into the audit log. Cheap to clone.
+/// Tokens, certificates, failed logins and the audit log. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Access {
     inner: Arc<Inner>,
@@ -62,23 +63,23 @@ pub(crate) struct Access {
 
 #[derive(Debug)]
 struct Inner {
-    first: Token,
+    data_folder_token: Token,
     tokens: RwLock<HashMap<ContentHash, TokenRecord>>,
-    limit: Mutex<Limit>,
+    limit: Mutex<FailureLimiter>,
     store: Arc<dyn Store>,
     clock: Clock,
     lines: mpsc::Sender<AuditLine>,
-    budget: Mutex<Budget>,
-    lost: AtomicU64,
-    /// Grows whenever a token is revoked.
+    budget: Mutex<RefusalBudget>,
+    lost_lines: AtomicU64,
+    /// Incremented whenever a token is revoked.
     revoked: watch::Sender<u64>,
-    /// Whose which worker is.
+    /// Owner of each worker id.
     machines: tokio::sync::Mutex<HashMap<WorkerId, UserName>>,
     enrolments: Enrolments,
 }
 
 impl Access {
-    /// Reads the tokens, and starts the task that writes lines nobody waits for. It ends when every handle is gone.
+    /// Loads the tokens and starts the task that writes audit lines. The task ends when every handle is dropped.
     ///
     /// # Errors
     /// When the store cannot be read.
@@ -89,7 +90,7 @@ impl Access {
         data_dir: &Path,
     ) -> Result<(Self, JoinHandle<()>), AccessError> {
         let unwritten = data_dir.join(audit::UNWRITTEN);
-        audit::write_kept(store.as_ref(), &unwritten).await?;
+        audit::store_unwritten(store.as_ref(), &unwritten).await?;
         let mut tokens = HashMap::new();
         for document in store.documents(TOKEN).await? {
             let record: TokenRecord = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
@@ -98,16 +99,16 @@ impl Access {
         let machines = store.documents(MACHINE).await?;
         let machines = machines.iter().map(read_machine).collect::<Result<_, _>>()?;
         let enrolments = Enrolments::load(store.as_ref()).await?;
-        let (lines, mut waiting) = mpsc::channel(WAITING);
+        let (lines, mut waiting) = mpsc::channel(AUDIT_QUEUE);
         let inner = Arc::new(Inner {
-            first,
+            data_folder_token: first,
             tokens: RwLock::new(tokens),
             limit: Mutex::default(),
             store: store.clone(),
             clock,
             lines,
             budget: Mutex::default(),
-            lost: AtomicU64::new(0),
+            lost_lines: AtomicU64::new(0),
             revoked: watch::Sender::new(0),
             machines: tokio::sync::Mutex::new(machines),
             enrolments,
@@ -115,8 +116,10 @@ impl Access {
         let weak = Arc::downgrade(&inner);
         let writing = tokio::spawn(async move {
             let mut batch = Vec::new();
-            while waiting.recv_many(&mut batch, WAITING).await > 0 {
-                let lost = weak.upgrade().map_or(0, |inner| inner.lost.swap(0, Ordering::Relaxed));
+            while waiting.recv_many(&mut batch, AUDIT_QUEUE).await > 0 {
+                let lost = weak
+                    .upgrade()
+                    .map_or(0, |inner| inner.lost_lines.swap(0, Ordering::Relaxed));
                 if let Some(last) = batch.last_mut().filter(|_| lost > 0) {
                     last.detail = format!("{}; {lost} lines before this one were not written", last.detail);
                 }
@@ -127,60 +130,65 @@ impl Access {
         Ok((Self { inner }, writing))
     }
 
-    /// Whoever shows this token from this address.
-    pub(crate) fn enter(&self, secret: &str, from: Option<SocketAddr>) -> Result<Identity, Denied> {
-        // What a client shows should be the secret alone; one that shows the whole text is understood.
+    /// Authenticates a token that was sent from this address.
+    pub(crate) fn authenticate(&self, secret: &str, from: Option<SocketAddr>) -> Result<Identity, Denied> {
+        // A client should send only the secret; the full text with the CA hash is accepted as well.
         let (secret, _) = join::split(secret);
-        // A listener without an address is one of a test or of this machine.
-        let ip = limit::place(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
+        // Only tests and local listeners have no peer address.
+        let ip = limit::network_of(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
         let (now, sha256) = (Instant::now(), ContentHash::of(secret.as_bytes()));
         let mut limit = self.inner.limit.lock().unwrap_or_else(PoisonError::into_inner);
-        let open = limit.open(now, ip, &sha256);
+        let open = limit.allows(now, ip, &sha256);
         let found = if open {
             self.find(secret, &sha256, from)
         } else {
-            Found::Unknown
+            TokenLookup::Unknown
         };
         match found {
-            Found::Good(who) => {
-                let first = limit.right(now, ip, sha256);
+            TokenLookup::Valid(who) => {
+                let first = limit.record_success(now, ip, sha256);
                 drop(limit);
                 if first {
-                    self.note(who.line(self.inner.clock.date(), "token.use", &who.by));
+                    self.record_audit(who.audit_line(self.inner.clock.wall_time(), "token.use", &who.by));
                 }
                 Ok(who)
             }
-            // No guess: a machine that goes on with an old token shuts nobody out who shares its address.
-            Found::Ended(who, why) => {
+            // Not counted as a guess: a machine that keeps using an old token must not lock out others with the same
+            // address.
+            TokenLookup::Ended(who, why) => {
                 drop(limit);
-                let mut line = who.line(self.inner.clock.date(), "login", &who.by);
+                let mut line = who.audit_line(self.inner.clock.wall_time(), "login", &who.by);
                 (line.done, line.detail) = (false, format!("the token {why}"));
-                self.note(line);
-                Err(Denied::Wrong)
+                self.record_audit(line);
+                Err(Denied::InvalidToken)
             }
-            Found::Unknown => {
-                let failure = limit.wrong(now, ip);
+            TokenLookup::Unknown => {
+                let failure = limit.record_failure(now, ip);
                 drop(limit);
-                self.tell_failure(failure, from);
-                Err(if open { Denied::Wrong } else { Denied::TooMany })
+                self.audit_failure(failure, from);
+                Err(if open {
+                    Denied::InvalidToken
+                } else {
+                    Denied::TooManyFailures
+                })
             }
         }
     }
 
-    fn find(&self, secret: &str, sha256: &ContentHash, from: Option<SocketAddr>) -> Found {
-        if self.inner.first.is(secret) {
-            return Found::Good(Identity {
-                name: UserName::new(FIRST),
+    fn find(&self, secret: &str, sha256: &ContentHash, from: Option<SocketAddr>) -> TokenLookup {
+        if self.inner.data_folder_token.is(secret) {
+            return TokenLookup::Valid(Identity {
+                name: UserName::new(ADMIN_NAME),
                 role: Role::Admin,
-                by: FILE.to_owned(),
+                by: DATA_FOLDER_TOKEN_ID.to_owned(),
                 from,
                 certificate: None,
             });
         }
-        // Looked up by its hash: how long that takes says nothing about any secret.
+        // Looked up by hash, so that the time of the lookup reveals nothing about a secret.
         let tokens = self.inner.tokens.read().unwrap_or_else(PoisonError::into_inner);
         let Some(record) = tokens.get(sha256) else {
-            return Found::Unknown;
+            return TokenLookup::Unknown;
         };
         let who = Identity {
             name: record.name.clone(),
@@ -190,13 +198,13 @@ impl Access {
             certificate: None,
         };
         match record.revoked {
-            Some(_) => Found::Ended(who, "was revoked"),
-            None if record.is_good(self.inner.clock.date()) => Found::Good(who),
-            None => Found::Ended(who, "has expired"),
+            Some(_) => TokenLookup::Ended(who, "was revoked"),
+            None if record.is_valid(self.inner.clock.wall_time()) => TokenLookup::Valid(who),
+            None => TokenLookup::Ended(who, "has expired"),
         }
     }
 
-    fn tell_failure(&self, failure: Failure, from: Option<SocketAddr>) {
+    fn audit_failure(&self, failure: Failure, from: Option<SocketAddr>) {
         let detail = match failure {
             Failure::Ignored => return,
             Failure::Counted => "a token that is not known".to_owned(),
@@ -205,9 +213,9 @@ impl Access {
                 limit::WINDOW.as_secs()
             ),
         };
-        self.note(AuditLine {
-            id: AuditLine::fresh_id(),
-            time: self.inner.clock.date(),
+        self.record_audit(AuditLine {
+            id: AuditLine::new_id(),
+            time: self.inner.clock.wall_time(),
             who: String::new(),
             by: String::new(),
             from: address(from),
@@ -218,26 +226,26 @@ impl Access {
         });
     }
 
-    /// Adds a line soon. For what was refused, and for first uses: nobody waits for that to be durable, and a flood of it
-    /// is cut.
-    pub(crate) fn note(&self, line: AuditLine) {
+    /// Queues an audit line, for refusals and first uses. The caller does not wait until it is durable, and lines
+    /// beyond the limit are dropped.
+    pub(crate) fn record_audit(&self, line: AuditLine) {
         let mut budget = self.inner.budget.lock().unwrap_or_else(PoisonError::into_inner);
-        let within = budget.spend(Instant::now(), &line.by);
+        let within = budget.try_spend(Instant::now(), &line.by);
         drop(budget);
         if !within || self.inner.lines.try_send(line).is_err() {
-            self.inner.lost.fetch_add(1, Ordering::Relaxed);
+            self.inner.lost_lines.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// Whether a caller may do that; a refusal is noted.
-    pub(crate) fn may(&self, who: &Identity, right: Right) -> bool {
-        let may = who.role.may(right);
-        if !may {
-            let mut line = who.line(self.inner.clock.date(), "refused", "");
+    /// Whether the caller has this right; a refusal is recorded in the audit log.
+    pub(crate) fn allows(&self, who: &Identity, right: Right) -> bool {
+        let allowed = who.role.may(right);
+        if !allowed {
+            let mut line = who.audit_line(self.inner.clock.wall_time(), "refused", "");
             line.done = false;
             line.detail = format!("a {} may not {right}", who.role);
-            self.note(line);
+            self.record_audit(line);
         }
-        may
+        allowed
     }
 }

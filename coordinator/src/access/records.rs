@@ -1,4 +1,4 @@
-//! What the store keeps of tokens and machines.
+//! Stored records of tokens and machines.
 
 use super::error::AccessError;
 use crate::store::Document;
@@ -15,20 +15,20 @@ pub(super) const TOKEN: &str = "token";
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct TokenRecord {
     pub(crate) id: String,
-    /// Whose it is.
+    /// Its owner.
     pub(crate) name: UserName,
     pub(crate) role: Role,
-    /// Of the secret.
+    /// SHA-256 of the secret.
     pub(crate) sha256: ContentHash,
     pub(crate) created: UnixMillis,
-    /// Name of whoever made it.
+    /// Name of the caller that created it.
     pub(crate) created_by: String,
     pub(crate) expires: Option<UnixMillis>,
     pub(crate) revoked: Option<UnixMillis>,
 }
 
 impl TokenRecord {
-    pub(super) fn is_good(&self, now: UnixMillis) -> bool {
+    pub(super) fn is_valid(&self, now: UnixMillis) -> bool {
         self.revoked.is_none() && self.expires.is_none_or(|end| now < end)
     }
 
@@ -41,10 +41,11 @@ impl TokenRecord {
     }
 }
 
-/// Kind of the document that says whose a worker is: its id is the worker's, its record a name in quotes.
+/// Kind of the document that names a worker's owner. Its id is the worker id, its record the owner's name as a JSON
+/// string.
 pub(super) const MACHINE: &str = "machine";
 
-/// Whose a worker is, from its document.
+/// Reads a worker's owner from its document.
 pub(super) fn read_machine(document: &Document) -> Result<(WorkerId, UserName), AccessError> {
     let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
     Ok((WorkerId::new(document.id.as_str()), owner))

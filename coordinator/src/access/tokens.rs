@@ -2,7 +2,7 @@
 
 use super::Access;
 use super::error::AccessError;
-use super::identity::{FILE, Identity};
+use super::identity::{DATA_FOLDER_TOKEN_ID, Identity};
 use super::records::TokenRecord;
 use crate::store::AuditLine;
 use aitk_common::hash::ContentHash;
@@ -12,17 +12,17 @@ use aitk_common::security::token::Token;
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// How often an open stream looks whether its caller's token is still good. A timer stands still while the machine is
-/// suspended, so none is set for the whole life of a token.
-const LOOK: Duration = Duration::from_secs(30);
+/// How often an open stream checks whether its caller's token is still valid. A timer does not advance while the
+/// machine is suspended, so it is never set to the whole lifetime of a token.
+const CHECK_INTERVAL: Duration = Duration::from_secs(30);
 
 impl Access {
-    /// Waits until this caller's token or certificate is no good any more.
-    pub(crate) async fn ended(&self, who: &Identity) {
+    /// Waits until this caller's token or certificate is revoked or expires.
+    pub(crate) async fn wait_until_invalid(&self, who: &Identity) {
         let mut revoked = self.inner.revoked.subscribe();
         loop {
             let end = if let Some(until) = who.certificate {
-                match self.certificate_end(who, until) {
+                match self.certificate_expiry(who, until) {
                     None => return,
                     end => end,
                 }
@@ -30,22 +30,22 @@ impl Access {
                 let tokens = self.inner.tokens.read().unwrap_or_else(PoisonError::into_inner);
                 let record = tokens.values().find(|record| record.id == who.by);
                 match record {
-                    // The file's token cannot be revoked while the coordinator runs.
-                    None if who.by == FILE => None,
+                    // The token in the data folder cannot be revoked while the coordinator runs.
+                    None if who.by == DATA_FOLDER_TOKEN_ID => None,
                     None => return,
-                    Some(record) if !record.is_good(self.inner.clock.date()) => return,
+                    Some(record) if !record.is_valid(self.inner.clock.wall_time()) => return,
                     Some(record) => record.expires,
                 }
             };
-            let left = end.map_or(LOOK, |end| end.since(self.inner.clock.date()));
+            let left = end.map_or(CHECK_INTERVAL, |end| end.since(self.inner.clock.wall_time()));
             tokio::select! {
-                _ = tokio::time::sleep(left.clamp(Duration::from_millis(10), LOOK)) => {}
+                _ = tokio::time::sleep(left.clamp(Duration::from_millis(10), CHECK_INTERVAL)) => {}
                 changed = revoked.changed() => if changed.is_err() { return std::future::pending().await },
             }
         }
     }
 
-    /// Makes a token. The secret is known to the one who gets this answer only.
+    /// Creates a token. Its secret exists only in this return value.
     pub(crate) async fn create(
         &self,
         by: &Identity,
@@ -53,7 +53,7 @@ impl Access {
         role: Role,
         life: Option<Duration>,
     ) -> Result<(Token, TokenRecord), AccessError> {
-        let now = self.inner.clock.date();
+        let now = self.inner.clock.wall_time();
         let secret = Token::generate();
         let record = TokenRecord {
             id: format!("t{}", &uuid::Uuid::new_v4().simple().to_string()[..10]),
@@ -65,7 +65,7 @@ impl Access {
             expires: life.map(|life| now.after(life)),
             revoked: None,
         };
-        let mut line = by.line(now, "token.create", &record.id);
+        let mut line = by.audit_line(now, "token.create", &record.id);
         line.detail = format!("{} for {}", record.role, record.name);
         self.inner.store.administer(&[record.document()?], &[line]).await?;
         let mut tokens = self.inner.tokens.write().unwrap_or_else(PoisonError::into_inner);
@@ -73,7 +73,7 @@ impl Access {
         Ok((secret, record))
     }
 
-    /// Every token, the newest last.
+    /// Returns all tokens, newest last.
     pub(crate) fn tokens(&self) -> Vec<TokenRecord> {
         let tokens = self.inner.tokens.read().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = tokens.values().cloned().collect();
@@ -81,13 +81,13 @@ impl Access {
         all
     }
 
-    /// Ends a token: calls with it are refused from now on, and its open streams are cut.
+    /// Revokes a token. Calls with it are refused from now on, and its open streams are closed.
     pub(crate) async fn revoke(&self, by: &Identity, id: &str) -> Result<TokenRecord, AccessError> {
         let found = self.tokens().into_iter().find(|record| record.id == id);
         let mut record = found.ok_or_else(|| AccessError::NoToken(AuditLine::quote(id)))?;
-        let now = self.inner.clock.date();
+        let now = self.inner.clock.wall_time();
         record.revoked = Some(record.revoked.unwrap_or(now));
-        let mut line = by.line(now, "token.revoke", id);
+        let mut line = by.audit_line(now, "token.revoke", id);
         line.detail = format!("{} of {}", record.role, record.name);
         self.inner.store.administer(&[record.document()?], &[line]).await?;
         {
@@ -107,7 +107,7 @@ mod tests {
     use std::sync::Arc;
 
     #[tokio::test]
-    async fn a_token_ends_on_its_date_though_the_machine_slept_meanwhile() {
+    async fn a_token_expires_on_time_although_the_machine_was_suspended() {
         let hour = Duration::from_secs(3600);
         let clock = Clock::after_sleep(hour);
         let folder = tempfile::tempdir().unwrap();
@@ -119,7 +119,7 @@ mod tests {
         let admin = Identity {
             name: UserName::new("ada"),
             role: Role::Admin,
-            by: FILE.to_owned(),
+            by: DATA_FOLDER_TOKEN_ID.to_owned(),
             from: None,
             certificate: None,
         };
@@ -133,11 +133,11 @@ mod tests {
             let mut tokens = access.inner.tokens.write().unwrap();
             tokens.insert(record.sha256, record.clone());
         };
-        let bob = access.enter(secret.secret(), None).unwrap();
-        // Made before the sleep, for half of its time.
+        let bob = access.authenticate(secret.secret(), None).unwrap();
+        // Created before the suspend; half of its lifetime passed since.
         replace(&old);
-        assert!(access.enter(secret.secret(), None).is_err());
-        // An open stream is cut as well, without a timer that would have to run out.
-        access.ended(&bob).await;
+        assert!(access.authenticate(secret.secret(), None).is_err());
+        // An open stream is closed too, without a long timer.
+        access.wait_until_invalid(&bob).await;
     }
 }

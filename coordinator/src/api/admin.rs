@@ -1,10 +1,10 @@
-//! What the one who runs the coordinator may do.
+//! The administration service.
 
 use super::auth::caller;
 use super::enrol;
-use super::jobs::page;
+use super::jobs::paginate;
 use super::shared::Shared;
-use super::status::{access_failed, storage_failed, store_failed};
+use super::status::{access_status, storage_status, store_status};
 use crate::access::TokenRecord;
 use crate::error_chain::error_chain;
 use crate::garbage::CollectError;
@@ -16,8 +16,8 @@ use aitk_proto::v1::admin_server::Admin;
 use std::time::Duration;
 use tonic::{Request, Response, Status};
 
-/// Lines of the audit log in one answer.
-const MOST_LINES: u32 = 1000;
+/// Maximum number of audit lines in one answer.
+const MAX_LINES: u32 = 1000;
 
 #[derive(Debug)]
 pub(super) struct AdminApi(pub(super) Shared);
@@ -60,7 +60,7 @@ impl Admin for AdminApi {
         let wire = request.into_inner();
         let name = UserName::parse(&wire.name).map_err(|_| {
             Status::invalid_argument(
-                "name: expected 1 to 64 letters, digits, '-' or '_': it is written on this user's jobs",
+                "name: expected 1 to 64 letters, digits, '-' or '_'; it becomes the owner of this user's jobs",
             )
         })?;
         let role: Role = wire
@@ -69,12 +69,12 @@ impl Admin for AdminApi {
             .map_err(|error| Status::invalid_argument(format!("role: {error}")))?;
         if wire.expires_in_ms == Some(0) {
             return Err(Status::invalid_argument(
-                "expires_in_ms: 0, which is over at once; leave it out for a token that does not end by itself",
+                "expires_in_ms: 0 expires at once; leave it out for a token that does not expire",
             ));
         }
         let life = wire.expires_in_ms.map(Duration::from_millis);
         let made = self.0.access.create(&by, name, role, life).await;
-        let (secret, record) = made.map_err(|error| access_failed(&error))?;
+        let (secret, record) = made.map_err(|error| access_status(&error))?;
         Ok(Response::new(v1::CreateTokenReply {
             secret: secret.secret().to_owned(),
             token: Some(record.into()),
@@ -99,7 +99,7 @@ impl Admin for AdminApi {
         request: Request<v1::ListCertificatesRequest>,
     ) -> Result<Response<v1::ListCertificatesReply>, Status> {
         let v1::ListCertificatesRequest { page_token, page_size } = request.into_inner();
-        let (certificates, next_page_token) = page(enrol::certificates(&self.0), &page_token, page_size)?;
+        let (certificates, next_page_token) = paginate(enrol::certificates(&self.0), &page_token, page_size)?;
         Ok(Response::new(v1::ListCertificatesReply {
             certificates,
             next_page_token,
@@ -118,7 +118,7 @@ impl Admin for AdminApi {
         request: Request<v1::ListTokensRequest>,
     ) -> Result<Response<v1::ListTokensReply>, Status> {
         let v1::ListTokensRequest { page_token, page_size } = request.into_inner();
-        let (tokens, next_page_token) = page(self.0.access.tokens(), &page_token, page_size)?;
+        let (tokens, next_page_token) = paginate(self.0.access.tokens(), &page_token, page_size)?;
         Ok(Response::new(v1::ListTokensReply {
             tokens,
             next_page_token,
@@ -128,14 +128,14 @@ impl Admin for AdminApi {
     async fn revoke_token(&self, request: Request<v1::RevokeTokenRequest>) -> Result<Response<v1::TokenInfo>, Status> {
         let by = caller(&request)?;
         let revoked = self.0.access.revoke(&by, &request.into_inner().id).await;
-        Ok(Response::new(revoked.map_err(|error| access_failed(&error))?.into()))
+        Ok(Response::new(revoked.map_err(|error| access_status(&error))?.into()))
     }
 
     async fn read_audit(&self, request: Request<v1::ReadAuditRequest>) -> Result<Response<v1::ReadAuditReply>, Status> {
         let v1::ReadAuditRequest { after, limit } = request.into_inner();
-        let limit = if limit == 0 { MOST_LINES } else { limit.min(MOST_LINES) };
+        let limit = if limit == 0 { MAX_LINES } else { limit.min(MAX_LINES) };
         let lines = self.0.store.audit(after, limit).await;
-        let lines = lines.map_err(|error| store_failed(&error))?;
+        let lines = lines.map_err(|error| store_status(&error))?;
         Ok(Response::new(v1::ReadAuditReply {
             lines: lines.into_iter().map(wire_line).collect(),
         }))
@@ -148,11 +148,11 @@ impl Admin for AdminApi {
         let who = caller(&request)?;
         let shared = self.0.clone();
         let dry_run = request.into_inner().dry_run;
-        // On its own task: a caller that goes away does not stop it halfway.
+        // On its own task, so that a client that disconnects does not stop it halfway.
         let collected = tokio::spawn(async move {
             let collected = shared.collector.collect(dry_run).await?;
             if !dry_run {
-                let mut line = who.line(shared.clock.now(), "storage.gc", "");
+                let mut line = who.audit_line(shared.clock.now(), "storage.gc", "");
                 line.detail = format!(
                     "{} blobs removed, {} jobs forgotten",
                     collected.removed, collected.jobs_forgotten
@@ -166,9 +166,9 @@ impl Admin for AdminApi {
         .map_err(|error: CollectError| match error {
             CollectError::Busy => Status::aborted(error.to_string()),
             CollectError::Broken { .. } => Status::failed_precondition(error_chain(&error)),
-            CollectError::Storage(error) => storage_failed(&error),
-            CollectError::Store(error) => store_failed(&error),
-            CollectError::Gone(gone) => gone.into(),
+            CollectError::Storage(error) => storage_status(&error),
+            CollectError::Store(error) => store_status(&error),
+            CollectError::Stopped(stopped) => stopped.into(),
         })?;
         Ok(Response::new(v1::CollectGarbageReply {
             blobs: collected.blobs,

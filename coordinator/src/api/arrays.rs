@@ -1,15 +1,15 @@
-//! Jobs that come in together: arrays, and jobs that are cut into parts.
+//! Submission of several jobs at once: arrays, and jobs that are split into parts.
 
 use super::jobs::JobsApi;
 use super::new_job::new_job;
-use super::status::{refused, store_failed};
+use super::status::{refusal_status, store_status};
 use crate::access::Identity;
 use crate::error_chain::error_chain;
 use crate::size;
 use crate::store::AuditLine;
 use crate::store::Body;
-use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
-use aitk_common::control::{Artifact, MEMBERS_MOST, NewMember, Submission, Submitted};
+use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_submission};
+use aitk_common::control::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, Submitted};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
@@ -21,23 +21,23 @@ use std::future::Future;
 use std::sync::Arc;
 use tonic::{Code, Status};
 
-/// Bytes of the jobs of all members of an array together, without what they share: as much as one request can bring.
+/// Maximum bytes of the parts of a split job, without what they share: as much as one request can carry.
 const MEMBERS_BYTES: usize = aitk_proto::MAX_MESSAGE_BYTES;
 
-/// What the members of an array have in common.
-struct Common {
+/// What the members of an array share.
+struct ArrayTemplate {
     who: Identity,
     id: JobId,
-    /// Its `job_json` is that of one member after the other.
+    /// Its `job_json` is replaced for each member.
     submission: Submission,
-    /// Bytes that they share.
+    /// Bytes of the shared part.
     bytes: usize,
     retries: u32,
     trace: Option<TraceContext>,
 }
 
-impl Common {
-    /// Looks at every member. What they share is there once, however many they are.
+impl ArrayTemplate {
+    /// Validates every member and creates its job. Shared data is stored once for all members.
     fn members(mut self, members: Vec<NewMember>) -> Result<Vec<NewJob>, String> {
         let payload = Arc::new(Payload {
             config_text: self.submission.config_text.as_str().into(),
@@ -48,8 +48,13 @@ impl Common {
         });
         let mut seeds: BTreeMap<u32, u64> = BTreeMap::new();
         let mut jobs = Vec::with_capacity(members.len());
-        for (index, NewMember { job_json, twin }) in members.into_iter().enumerate() {
-            let job = self.member(index, job_json, *seeds.entry(twin).or_insert_with(fresh_seed), &payload);
+        for (index, NewMember { job_json, seed_group }) in members.into_iter().enumerate() {
+            let job = self.member(
+                index,
+                job_json,
+                *seeds.entry(seed_group).or_insert_with(fresh_seed),
+                &payload,
+            );
             jobs.push(job.map_err(|problem| format!("members[{index}]: {problem}"))?);
         }
         Ok(jobs)
@@ -57,10 +62,10 @@ impl Common {
 
     fn member(&mut self, index: usize, job_json: String, seed: u64, shared: &Payload) -> Result<NewJob, String> {
         let own = job_json.len();
-        size::check(self.bytes, own)?;
+        size::check_job_size(self.bytes, own)?;
         self.submission.job_json = job_json;
-        let asked = wants(&self.submission, self.retries)?;
-        if asked.split.is_some() {
+        let parsed = parse_submission(&self.submission, self.retries)?;
+        if parsed.split.is_some() {
             return Err("cluster.split: a member of an array is not cut into parts; take the key out".into());
         }
         let payload = Payload {
@@ -74,7 +79,7 @@ impl Common {
                 &self.who,
                 member_id(&self.id, index),
                 seed,
-                asked,
+                parsed,
                 &self.submission,
                 payload,
             )
@@ -83,8 +88,8 @@ impl Common {
 }
 
 impl JobsApi {
-    /// Takes in an array whose members are jobs of their own.
-    pub(super) async fn take_array(
+    /// Accepts an array whose members are separate jobs.
+    pub(super) async fn accept_array(
         &self,
         who: &Identity,
         request: v1::SubmitArrayRequest,
@@ -96,9 +101,9 @@ impl JobsApi {
             .ok_or_else(|| Status::invalid_argument("shared: missing"))?;
         let mut shared = Submission::try_from(shared)?;
         let count = request.members.len();
-        if !(2..=MEMBERS_MOST).contains(&count) {
+        if !(2..=MAX_ARRAY_MEMBERS).contains(&count) {
             return Err(Status::invalid_argument(format!(
-                "members: an array has 2 to {MEMBERS_MOST}, this one {count}"
+                "members: an array has 2 to {MAX_ARRAY_MEMBERS}, this one {count}"
             )));
         }
         let name = request.name;
@@ -112,17 +117,17 @@ impl JobsApi {
         }
         let bytes = size::of_shared(&shared);
         let longest = request.members.iter().map(|member| member.job_json.len()).max();
-        size::check(bytes, longest.unwrap_or(0)).map_err(Status::invalid_argument)?;
-        let owner = self.owner(who, &shared, same_machine)?;
+        size::check_job_size(bytes, longest.unwrap_or(0)).map_err(Status::invalid_argument)?;
+        let owner = self.check_owner(who, &shared, same_machine)?;
         let own: usize = request.members.iter().map(|member| member.job_json.len()).sum();
-        self.has_room(who, &owner, shared.idempotency_key.as_ref(), (count, bytes + own))
+        self.check_limits(who, &owner, shared.idempotency_key.as_ref(), (count, bytes + own))
             .await?;
         shared.owner = Some(owner);
-        let _held = self.inputs_present(who, &shared).await?;
+        let _pin_guard = self.pin_inputs(who, &shared).await?;
 
         let id = fresh_job_id();
-        let idempotency_key = shared.idempotency_key.take().map(|key| who.key(&key));
-        let common = Common {
+        let idempotency_key = shared.idempotency_key.take().map(|key| who.idempotency_key(&key));
+        let template = ArrayTemplate {
             who: who.clone(),
             id: id.clone(),
             submission: shared,
@@ -131,8 +136,8 @@ impl JobsApi {
             trace,
         };
         let members = request.members.into_iter().map(Into::into).collect();
-        let members = self.parse(bytes + own, move || common.members(members)).await;
-        let members = members.map_err(|status| self.refuse_job(who, status))?;
+        let members = self.run_parser(bytes + own, move || template.members(members)).await;
+        let members = members.map_err(|status| self.audit_refused_job(who, status))?;
         let array = NewArray {
             id,
             name,
@@ -141,12 +146,11 @@ impl JobsApi {
             idempotency_key,
             members,
         };
-        self.submit_together(who, array).await
+        self.submit_new_array(who, array).await
     }
 
-    /// Runs work over a submission of so many bytes. What is not small is done beside the threads that serve sockets, a little
-    /// of it at a time.
-    pub(super) async fn parse<T: Send + 'static>(
+    /// Runs `work` on a submission of this size. Large submissions run on a blocking thread, a limited number at once.
+    pub(super) async fn run_parser<T: Send + 'static>(
         &self,
         bytes: usize,
         work: impl FnOnce() -> Result<T, String> + Send + 'static,
@@ -164,8 +168,9 @@ impl JobsApi {
         worked.map_err(Status::invalid_argument)
     }
 
-    /// Whether this user may have so many jobs more; asked before anything of them is stored. A refusal is noted.
-    pub(super) async fn has_room(
+    /// Checks that this user may submit so many more jobs and bytes, before anything is stored. A refusal is recorded
+    /// in the audit log.
+    pub(super) async fn check_limits(
         &self,
         who: &Identity,
         owner: &UserName,
@@ -175,36 +180,36 @@ impl JobsApi {
         if who.role.changes_all() {
             return Ok(());
         }
-        let (of, key) = (owner.clone(), key.map(|key| who.key(key)));
-        // What was submitted before is answered again, however much there is by now.
-        let look = move |state: &State, _| match state.submitted_before(key.as_ref()) {
+        let (of, key) = (owner.clone(), key.map(|key| who.idempotency_key(key)));
+        // A repeated submission is answered again, whatever the limits are by now.
+        let query = move |state: &State, _| match state.submitted_before(key.as_ref()) {
             Some(_) => Ok(()),
             None => state.check_user_limits(&of, jobs as u64, bytes as u64),
         };
-        let Err(refusal) = self.0.core.query(look).await? else {
+        let Err(refusal) = self.0.scheduler.query(query).await? else {
             return Ok(());
         };
-        let mut line = who.line(self.0.clock.now(), "job.submit", "");
+        let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
         (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string()));
-        self.0.access.note(line);
-        Err(refused(&refusal))
+        self.0.access.record_audit(line);
+        Err(refusal_status(&refusal))
     }
 
-    /// Cuts a job into parts if that pays: none when it stays whole.
-    pub(super) async fn cut(
+    /// Splits a job into parts if that is worthwhile; `None` when it stays whole.
+    pub(super) async fn split_job(
         &self,
         who: &Identity,
-        asked: &Asked,
+        parsed: &ParsedSubmission,
         (split, images): (Split, u64),
         submission: &Submission,
     ) -> Result<Option<NewArray>, Status> {
-        let wishes = asked.wants.clone();
+        let wants = parsed.wants.clone();
         let parts = self
             .0
-            .core
-            .query(move |state, _| state.part_count(&wishes, images, split))
+            .scheduler
+            .query(move |state, _| state.part_count(&wants, images, split))
             .await?;
-        // At most so many were asked for: fewer if the configs would not fit.
+        // The requested number is an upper limit: fewer if the configs would not fit.
         let own = submission.job_json.len();
         let parts = parts.min((MEMBERS_BYTES / own.max(1)) as u64);
         if parts < 2 {
@@ -225,9 +230,12 @@ impl JobsApi {
             let bound = |part: u64| u128::from(images) * u128::from(part) / u128::from(parts);
             let (from, to) = (bound(part) as u64, bound(part + 1) as u64);
             whole["part"] = serde_json::json!({ "from": from, "to": to });
-            let mut asked = asked.clone();
-            asked.named.name = format!("{}[{part}]", asked.named.name);
-            asked.wants.demand = asked.wants.demand.map(|demand| share(demand, to - from, images));
+            let mut parsed = parsed.clone();
+            parsed.title.name = format!("{}[{part}]", parsed.title.name);
+            parsed.wants.demand = parsed
+                .wants
+                .demand
+                .map(|demand| demand_of_part(demand, to - from, images));
             let payload = Payload {
                 job_json: whole.to_string().into(),
                 ..shared.clone()
@@ -236,38 +244,38 @@ impl JobsApi {
             let bytes = payload.job_json.len() + if index == 0 { size::of_shared(submission) } else { 0 };
             members.push(NewJob {
                 config_bytes: bytes as u64,
-                ..new_job(who, member_id(&id, index), seed, asked, submission, payload)
+                ..new_job(who, member_id(&id, index), seed, parsed, submission, payload)
             });
         }
         Ok(Some(NewArray {
             id,
-            name: asked.named.name.clone(),
+            name: parsed.title.name.clone(),
             at_most: None,
             split: true,
-            idempotency_key: submission.idempotency_key.as_ref().map(|key| who.key(key)),
+            idempotency_key: submission.idempotency_key.as_ref().map(|key| who.idempotency_key(key)),
             members,
         }))
     }
 
-    pub(super) async fn submit_together(&self, who: &Identity, array: NewArray) -> Result<Submitted, Status> {
+    pub(super) async fn submit_new_array(&self, who: &Identity, array: NewArray) -> Result<Submitted, Status> {
         let key = array.idempotency_key.clone();
         if let Some(earlier) = self
             .0
-            .core
+            .scheduler
             .query(move |state, _| state.submitted_before(key.as_ref()))
             .await?
         {
             return Ok(earlier);
         }
-        let mut line = who.line(self.0.clock.now(), "job.submit", array.id.as_str());
+        let mut line = who.audit_line(self.0.clock.now(), "job.submit", array.id.as_str());
         line.detail = AuditLine::quote(&format!("{} ({} members)", array.name, array.members.len()));
         let payloads: Vec<_> = array
             .members
             .iter()
             .map(|job| (job.id.clone(), job.payload.clone()))
             .collect();
-        let submitted = self.stored_first(payloads, || {
-            self.call(Box::new(line), |ticket| Event::ArraySubmitted {
+        let submitted = self.store_then_submit(payloads, || {
+            self.submit_event(Box::new(line), |ticket| Event::ArraySubmitted {
                 ticket,
                 array: Box::new(array),
             })
@@ -275,9 +283,9 @@ impl JobsApi {
         submitted.await
     }
 
-    /// Stores the configs of jobs, a slice at a time, then submits the jobs: the core's own transaction stays small. What does
-    /// not come in after all is removed again.
-    pub(super) async fn stored_first<F>(
+    /// Stores the configs of jobs in small transactions, then submits the jobs, so that the scheduler's own
+    /// transaction stays small. If the submission is refused, the configs are removed again.
+    pub(super) async fn store_then_submit<F>(
         &self,
         payloads: Vec<(JobId, Arc<Payload>)>,
         submit: impl FnOnce() -> F,
@@ -296,33 +304,35 @@ impl JobsApi {
                 text: payload.job_json.clone(),
             }));
             let written = self.0.store.write_payloads(&bodies).await;
-            written.map_err(|error| store_failed(&error))?;
+            written.map_err(|error| store_status(&error))?;
         }
         let submitted = submit().await;
         let taken = matches!(&submitted, Ok(Reply::Submitted(submitted)) if !submitted.existed);
-        // An answer that did not come says nothing: the next start looks what is needed.
+        // Without an answer the outcome is unknown; the next start removes unused configs.
         let answered = !matches!(&submitted, Err(status) if status.code() == Code::Unavailable);
         if !taken && answered && !bodies.is_empty() {
             let ids: Vec<String> = bodies.into_iter().map(|body| body.id).collect();
             if let Err(error) = self.0.store.forget_payloads(&ids).await {
-                tracing::warn!(error = %error_chain(&error), "configs of jobs that were not taken in stay until the next start");
+                tracing::warn!(error = %error_chain(&error), "cannot remove the configs of refused jobs; they stay until the next start");
             }
         }
         match submitted? {
             Reply::Submitted(submitted) => Ok(submitted),
-            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 
-    /// The files of a job, or of all members of an array, each in its place.
+    /// Returns the files of a job, or of all members of an array, each below its member's folder.
     pub(super) async fn artifacts_of(&self, id: &JobId) -> Result<Vec<Artifact>, Status> {
         let wanted = id.clone();
-        let members = self.0.core.query(move |state, _| {
+        let members = self.0.scheduler.query(move |state, _| {
             let members = state.members(&wanted);
             let name = |member: &JobId| {
                 let job = state.job(member)?;
                 let place = job.array.as_ref().filter(|_| state.is_array(&wanted))?;
-                // Parts of one job share its folder, as if it were whole.
+                // Parts of one job share its folder, as if it were not split.
                 (!place.split).then(|| folder(&job.name, place.index))
             };
             members
@@ -333,7 +343,7 @@ impl JobsApi {
         let mut all = Vec::new();
         for (folder, member) in members.await? {
             let artifacts = self.0.store.artifacts(&member).await;
-            let artifacts = artifacts.map_err(|error| store_failed(&error))?;
+            let artifacts = artifacts.map_err(|error| store_status(&error))?;
             all.extend(artifacts.into_iter().map(|mut artifact| {
                 if let Some(folder) = &folder
                     && artifact.name.split('/').next() != Some(folder)
@@ -347,13 +357,13 @@ impl JobsApi {
     }
 }
 
-/// The folder of a member's files: its name where that names a folder, else its index.
+/// Returns the folder for a member's files: its name if that is a valid folder name, else its index.
 fn folder(name: &str, index: u32) -> String {
     let plain = !name.contains(['/', '\\', ':']) && !name.chars().any(char::is_control) && name != "." && name != "..";
     if plain { name.to_owned() } else { index.to_string() }
 }
 
-fn share(mut demand: Demand, images: u64, of: u64) -> Demand {
+fn demand_of_part(mut demand: Demand, images: u64, of: u64) -> Demand {
     let units = u128::from(demand.millipasses) * u128::from(images) / u128::from(of.max(1));
     demand.millipasses = u64::try_from(units).unwrap_or(u64::MAX).max(1);
     demand

@@ -1,8 +1,9 @@
-//! The limiter: who calls, whether they may do that, and whether they speak our version of the protocol.
+//! Authentication and authorization of every call, and the check of the protocol version.
 //!
-//! One table says which right a call needs. A call that is not in it is refused: a new one cannot be forgotten open.
+//! One table lists the right that each call needs. A call that is not in it is refused, so that a new call cannot be
+//! left open by mistake.
 
-use super::calls::{Answer, Calls};
+use super::calls::{CallLimiter, LimitedResponse};
 use crate::access::{Access, Denied, Identity};
 use crate::connection_limiter::ConnectionLimiter;
 use aitk_common::control::PROTOCOL_VERSION;
@@ -19,15 +20,15 @@ use tonic::server::NamedService;
 use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
 use tonic::{Request, Status};
 
-/// The call that a join token opens, and nothing else.
+/// The only call that a join token may make.
 const JOIN: &str = "Workers/Join";
 
-/// The right that a call needs.
+/// Returns the right that a call needs; `None` for unknown calls.
 fn right_of(path: &str) -> Option<Right> {
     Some(match path.strip_prefix("/aitk.v1.")? {
         "Workers/Session" | "Workers/Renew" => Right::Work,
         JOIN => Right::Join,
-        "Jobs/Info" => Right::Greet,
+        "Jobs/Info" => Right::ReadInfo,
         "Jobs/Submit" | "Jobs/SubmitArray" => Right::Submit,
         "Jobs/Get" | "Jobs/List" | "Jobs/Explain" | "Jobs/Events" | "Jobs/Artifacts" => Right::SeeJobs,
         "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" | "Jobs/Remove" | "Jobs/Submission" => {
@@ -45,15 +46,15 @@ fn right_of(path: &str) -> Option<Right> {
     })
 }
 
-/// Stands before every service.
+/// Authenticates calls before they reach a service.
 #[derive(Clone)]
 pub(crate) struct Authenticator {
     access: Access,
     proof: Option<Token>,
-    /// A worker on another machine needs a certificate.
+    /// Workers on other machines must show a certificate.
     certificates_only: bool,
     limiter: ConnectionLimiter,
-    calls: Calls,
+    calls: CallLimiter,
 }
 
 impl std::fmt::Debug for Authenticator {
@@ -63,7 +64,7 @@ impl std::fmt::Debug for Authenticator {
 }
 
 impl Authenticator {
-    /// `proof` is what another coordinator shows with a call that it passes on.
+    /// `proof` is the secret that another coordinator sends with a forwarded call.
     pub(crate) fn new(
         access: Access,
         proof: Option<Token>,
@@ -75,12 +76,12 @@ impl Authenticator {
             proof,
             certificates_only,
             limiter,
-            calls: Calls::new(),
+            calls: CallLimiter::new(),
         }
     }
 
-    /// Where a call comes from. What another coordinator says counts only with the proof that it is one: otherwise
-    /// everybody could choose the address that their wrong guesses are counted for.
+    /// Returns the origin of a call. The address that another coordinator forwards is used only with its proof;
+    /// otherwise clients could choose the address for which their failed guesses are counted.
     fn origin<B>(&self, request: &http::Request<B>) -> Origin {
         let passed_on = self.proof.as_ref().is_some_and(|proof| {
             let shown = request
@@ -99,44 +100,44 @@ impl Authenticator {
                 same_machine: false,
             };
         }
-        let from = peer(request);
+        let from = peer_address(request);
         Origin {
             from,
             same_machine: from.is_some_and(|from| from.ip().to_canonical().is_loopback()),
         }
     }
 
-    /// Puts a service behind the limiter.
-    pub(super) fn guard<S>(&self, service: S) -> Guarded<S> {
-        Guarded {
+    /// Wraps a service so that its calls are authenticated.
+    pub(super) fn wrap<S>(&self, service: S) -> Authenticated<S> {
+        Authenticated {
             authenticator: self.clone(),
             service,
         }
     }
 
-    fn check<B>(&self, request: &http::Request<B>, origin: &Origin) -> Result<Identity, Status> {
+    fn authorize<B>(&self, request: &http::Request<B>, origin: &Origin) -> Result<Identity, Status> {
         let header = |name: &str| request.headers().get(name).and_then(|value| value.to_str().ok());
-        let (given, from) = (header("authorization"), origin.from);
-        let given = given.and_then(|text| text.strip_prefix("Bearer "));
+        let (token, from) = (header("authorization"), origin.from);
+        let token = token.and_then(|text| text.strip_prefix("Bearer "));
         let joins = request.uri().path().strip_prefix("/aitk.v1.") == Some(JOIN);
-        let joining = given
+        let joining = token
             .filter(|_| joins)
-            .and_then(|given| self.access.enter_joining(given, from));
+            .and_then(|token| self.access.authenticate_join_token(token, from));
         let is_joining = joining.is_some();
-        let who = match (joining, given, certificate(request)) {
+        let who = match (joining, token, client_certificate(request)) {
             (Some(joining), _, _) => joining,
-            (None, Some(given), _) => self.access.enter(given, from),
-            (None, None, Some(shown)) => self.access.enter_certified(&shown, from),
+            (None, Some(token), _) => self.access.authenticate(token, from),
+            (None, None, Some(shown)) => self.access.authenticate_certificate(&shown, from),
             (None, None, None) => {
                 return Err(Status::unauthenticated(
                     "no token was given; set AITK_TOKEN, or AITK_TOKEN_FILE to a copy of the coordinator's token file",
                 ));
             }
         };
-        let who = who.map_err(denied)?;
-        // Whose connection it is, that is: another coordinator's, if it passes the call on.
-        if let Some(peer) = peer(request) {
-            self.limiter.known(peer);
+        let who = who.map_err(denied_status)?;
+        // The peer of this connection; for a forwarded call, the other coordinator.
+        if let Some(peer) = peer_address(request) {
+            self.limiter.mark_authenticated(peer);
         }
         let protocol = header(PROTOCOL_HEADER);
         if protocol.and_then(|text| text.parse().ok()) != Some(PROTOCOL_VERSION) {
@@ -149,14 +150,14 @@ impl Authenticator {
             return Ok(who);
         }
         if self.certificates_only && !origin.same_machine && needs_certificate(&who, right) {
-            self.access.note_no_certificate(&who);
+            self.access.audit_missing_certificate(&who);
             return Err(Status::permission_denied(
                 "this coordinator lets workers on other machines in with a certificate only, not with a token: make a join token \
                  with `aitk-coordinator worker join-token`, then run `aitk-worker join` here (or start the coordinator with \
                  --allow-worker-tokens)",
             ));
         }
-        if !self.access.may(&who, right) {
+        if !self.access.allows(&who, right) {
             return Err(Status::permission_denied(format!(
                 "your token's role is {}, which may not {right}; ask an administrator for another one",
                 who.role
@@ -166,11 +167,11 @@ impl Authenticator {
     }
 }
 
-/// Where a call comes from.
+/// Origin of a call.
 #[derive(Clone, Copy, Debug)]
 struct Origin {
     from: Option<SocketAddr>,
-    /// It came over loopback, and straight.
+    /// It came directly over loopback.
     same_machine: bool,
 }
 
@@ -180,19 +181,19 @@ pub(super) fn same_machine<T>(request: &Request<T>) -> bool {
     origin.is_some_and(|origin| origin.same_machine)
 }
 
-/// Whether this is a worker that shows a token instead of a certificate.
+/// Whether the caller is a worker that shows a token instead of a certificate.
 fn needs_certificate(who: &Identity, right: Right) -> bool {
     let is_worker = who.role == Role::Worker || (right == Right::Work && who.role.may(right));
     is_worker && who.certificate.is_none()
 }
 
-fn denied(denied: Denied) -> Status {
+fn denied_status(denied: Denied) -> Status {
     match denied {
-        Denied::Wrong => Status::unauthenticated(
+        Denied::InvalidToken => Status::unauthenticated(
             "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
              with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
         ),
-        Denied::TooMany => Status::resource_exhausted(
+        Denied::TooManyFailures => Status::resource_exhausted(
             "too many wrong tokens came from your address; wait a minute, then try again with the right one",
         ),
         Denied::Certificate(problem) => Status::unauthenticated(format!(
@@ -205,8 +206,8 @@ fn denied(denied: Denied) -> Status {
     }
 }
 
-/// The worker's certificate that TLS has found to be good, if one was shown.
-fn certificate<B>(request: &http::Request<B>) -> Option<WorkerCertificate> {
+/// Returns the worker's certificate that TLS verified, if the client sent one.
+fn client_certificate<B>(request: &http::Request<B>) -> Option<WorkerCertificate> {
     let shown = request
         .extensions()
         .get::<TlsConnectInfo<TcpConnectInfo>>()?
@@ -214,8 +215,8 @@ fn certificate<B>(request: &http::Request<B>) -> Option<WorkerCertificate> {
     WorkerCertificate::read(shown.first()?).ok()
 }
 
-/// The address of the other side.
-pub(crate) fn peer<B>(request: &http::Request<B>) -> Option<SocketAddr> {
+/// Returns the address of the client.
+pub(crate) fn peer_address<B>(request: &http::Request<B>) -> Option<SocketAddr> {
     let extensions = request.extensions();
     let plain = extensions.get::<TcpConnectInfo>();
     let info = plain.or_else(|| {
@@ -226,24 +227,24 @@ pub(crate) fn peer<B>(request: &http::Request<B>) -> Option<SocketAddr> {
     info.and_then(TcpConnectInfo::remote_addr)
 }
 
-/// Who makes this call. The limiter has let them in.
+/// Returns the caller, as set by [`Authenticated`].
 pub(super) fn caller<T>(request: &Request<T>) -> Result<Identity, Status> {
     let found = request.extensions().get::<Identity>().cloned();
-    found.ok_or_else(|| Status::internal("a call came past the door"))
+    found.ok_or_else(|| Status::internal("the call was not authenticated; this is a bug of the coordinator"))
 }
 
-/// A service behind the limiter.
+/// A service whose calls are authenticated.
 #[derive(Clone, Debug)]
-pub(super) struct Guarded<S> {
+pub(super) struct Authenticated<S> {
     authenticator: Authenticator,
     service: S,
 }
 
-impl<S: NamedService> NamedService for Guarded<S> {
+impl<S: NamedService> NamedService for Authenticated<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S> Service<http::Request<Body>> for Guarded<S>
+impl<S> Service<http::Request<Body>> for Authenticated<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible> + Clone + Send + 'static,
     S::Future: Send + 'static,
@@ -258,21 +259,21 @@ where
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
         let origin = self.authenticator.origin(&request);
-        match self.authenticator.check(&request, &origin) {
+        match self.authenticator.authorize(&request, &origin) {
             Ok(who) => {
                 request.extensions_mut().insert(origin);
                 request.extensions_mut().insert(who.clone());
                 let (calls, mut service) = (self.authenticator.calls.clone(), self.service.clone());
                 Box::pin(async move {
                     let path = request.uri().path().to_owned();
-                    let held = match calls.enter(&who, &path).await {
-                        Ok(held) => held,
+                    let permit = match calls.admit(&who, &path).await {
+                        Ok(permit) => permit,
                         Err(status) => return Ok(status.into_http()),
                     };
                     let (parts, body) = request.into_parts();
-                    let (body, _turn) = calls.request(&who, &path, body);
+                    let (body, _permit) = calls.limit_body(&who, &path, body);
                     let answer = service.call(http::Request::from_parts(parts, body)).await?;
-                    Ok(answer.map(|body| Body::new(Answer::new(body, held))))
+                    Ok(answer.map(|body| Body::new(LimitedResponse::new(body, permit))))
                 })
             }
             Err(status) => Box::pin(async move { Ok(status.into_http()) }),
@@ -280,7 +281,7 @@ where
     }
 }
 
-/// The other side speaks another version.
+/// Status for a client with another protocol version.
 pub(super) fn protocol_mismatch(theirs: &str) -> Status {
     let theirs: String = theirs.chars().take(20).collect();
     Status::failed_precondition(format!(
@@ -311,7 +312,7 @@ mod tests {
         }
         assert!(needs_certificate(&who(Role::Admin, None), Right::Work));
         assert!(!needs_certificate(&who(Role::Admin, None), Right::Download));
-        // What nobody may do anyway is refused for that reason.
+        // A missing right is reported as such.
         assert!(!needs_certificate(&who(Role::Viewer, None), Right::Work));
     }
 

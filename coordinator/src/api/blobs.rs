@@ -1,9 +1,9 @@
-//! The object storage, for whoever cannot reach it: blobs pass through a file of ours, so that they are checked before
-//! they are stored, and stored before they are acknowledged.
+//! Upload and download of blobs for clients without access to the object storage. An upload goes through a temporary
+//! file, so that it is verified before it is stored and stored before it is acknowledged.
 
 use super::auth::caller;
 use super::shared::Shared;
-use super::status::{storage_failed, storage_full, store_failed, token_ended};
+use super::status::{storage_full_status, storage_status, store_status, token_ended_status};
 use crate::access::Identity;
 use crate::scope::VisibleBlobs;
 use crate::transfers::TransferPermit;
@@ -24,30 +24,30 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-/// Hashes in one question.
-const MOST_HASHES: usize = 1000;
-/// A peer that sends or takes nothing for so long has gone.
-const SILENCE: Duration = Duration::from_secs(60);
-/// Bytes a second that an upload has to have on average after its first minute: a tenth of a slow line.
-const SLOWEST: u64 = 8 << 10;
-/// Bytes that are read from the storage at once.
+/// Maximum number of hashes in one request.
+const MAX_HASHES: usize = 1000;
+/// A transfer without progress for this time is cancelled.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Minimum average rate of an upload after its first minute, in bytes per second: a tenth of a slow line.
+const MIN_UPLOAD_RATE: u64 = 8 << 10;
+/// Bytes read from the storage at once.
 const READ_BYTES: u64 = 4 << 20;
-/// Pieces between us and the socket: 4 MiB at most per transfer.
+/// Chunks buffered for the socket: at most 4 MiB per transfer.
 const WIRE_BUFFER: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct BlobsApi(pub(super) Shared);
 
-/// A file of a transfer; gone when the transfer is.
-struct Transit {
+/// A temporary file of an upload; removed when dropped.
+struct TransitFile {
     path: PathBuf,
-    // Waiting transfers wait for this, so that the disk holds a bounded number of them.
+    // Acquired before the file is created, so that the disk holds a bounded number of files.
     _permit: TransferPermit,
 }
 
-impl Drop for Transit {
+impl Drop for TransitFile {
     fn drop(&mut self) {
-        // It may never have been made. What is left by a crash is swept at the next start.
+        // The file may not exist. Files left by a crash are removed at the next start.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -56,96 +56,102 @@ fn parse(text: &str) -> Result<ContentHash, Status> {
     ContentHash::parse(text).map_err(|error| Status::invalid_argument(format!("sha256: {error}")))
 }
 
-fn local(error: &std::io::Error) -> Status {
+fn local_disk_status(error: &std::io::Error) -> Status {
     if error.kind() == std::io::ErrorKind::StorageFull {
-        return storage_full("the coordinator's disk is full".into());
+        return storage_full_status("the coordinator's disk is full".into());
     }
     Status::internal(format!("the coordinator's disk failed: {error}"))
 }
 
 impl BlobsApi {
-    async fn transit(&self, who: &Identity) -> Result<Transit, Status> {
+    async fn transit(&self, who: &Identity) -> Result<TransitFile, Status> {
         let permit = self.0.uploads.permit(&who.name).await;
         let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
         let path = self.0.transit.join(format!("{}.part", uuid::Uuid::new_v4().simple()));
-        Ok(Transit { path, _permit: permit })
+        Ok(TransitFile { path, _permit: permit })
     }
 
-    /// Operators and administrators fetch anything, workers what they need for what they run, others only files of jobs
-    /// that they see. What they may not see looks as if it were not there.
-    async fn may_fetch(&self, who: &Identity, hash: ContentHash) -> Result<(), Status> {
+    /// Checks that the caller may download a blob: operators and administrators any, workers those that their running
+    /// jobs need, users the files of jobs that they can see. An invisible blob is reported as not found.
+    async fn check_download(&self, who: &Identity, hash: ContentHash) -> Result<(), Status> {
         if who.role.changes_all() {
             return Ok(());
         }
         let (may, why) = if who.role == Role::Worker {
-            let reach = self.0.scope.reach(who).await?;
+            let visible = self.0.scope.visible_blobs(who).await?;
             (
-                reach.is_at_work(who) && reach.holds(&hash),
+                visible.can_upload(who) && visible.contains(&hash),
                 "nothing that this worker runs needs it",
             )
         } else {
-            let sees = self.sees_file(who, hash).await?;
+            let sees = self.can_see_file(who, hash).await?;
             (sees, "not a file of a job that this user sees")
         };
         if may {
             return Ok(());
         }
-        self.refused(who, "blob.get", hash, why);
+        self.audit_refused(who, "blob.get", hash, why);
         Err(Status::not_found(format!("the object storage has no blob {hash}")))
     }
 
-    fn refused(&self, who: &Identity, action: &str, hash: ContentHash, why: &str) {
-        let mut line = who.line(self.0.clock.now(), action, &hash.to_hex());
+    fn audit_refused(&self, who: &Identity, action: &str, hash: ContentHash, why: &str) {
+        let mut line = who.audit_line(self.0.clock.now(), action, &hash.to_hex());
         (line.done, line.detail) = (false, why.to_owned());
-        self.0.access.note(line);
+        self.0.access.record_audit(line);
     }
 
-    async fn sees_file(&self, who: &Identity, hash: ContentHash) -> Result<bool, Status> {
+    async fn can_see_file(&self, who: &Identity, hash: ContentHash) -> Result<bool, Status> {
         let jobs = self
             .0
             .store
             .jobs_with_file(&hash)
             .await
-            .map_err(|error| store_failed(&error))?;
+            .map_err(|error| store_status(&error))?;
         let name = who.clone();
         let sees = move |state: &State, _| {
             jobs.iter()
                 .filter_map(|id| state.job(id))
-                .any(|job| name.sees(&job.requirements.owner))
+                .any(|job| name.can_see(&job.requirements.owner))
         };
-        Ok(self.0.core.query(sees).await?)
+        Ok(self.0.scheduler.query(sees).await?)
     }
 
-    /// Which blobs are there, of those in reach: of others nobody is told. Those that are stay for a while, as whoever
-    /// asked relies on it.
-    async fn look(&self, reach: &VisibleBlobs, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
-        let near: Vec<_> = hashes.iter().copied().filter(|hash| reach.holds(hash)).collect();
-        let _held = self.0.pins.hold(near.clone()).await;
-        let present = self.0.blobs.has(&near).await.map_err(|error| storage_failed(&error))?;
-        let there: HashSet<_> = near
+    /// Returns which of these blobs exist; blobs that the caller cannot see count as missing. Existing blobs are
+    /// protected from deletion for a while, because the caller relies on them.
+    async fn find_present(&self, visible: &VisibleBlobs, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
+        let candidates: Vec<_> = hashes.iter().copied().filter(|hash| visible.contains(hash)).collect();
+        let _pin_guard = self.0.pins.pin(candidates.clone()).await;
+        let present = self
+            .0
+            .blobs
+            .has(&candidates)
+            .await
+            .map_err(|error| storage_status(&error))?;
+        let there: HashSet<_> = candidates
             .into_iter()
             .zip(present)
             .filter_map(|(hash, there)| there.then_some(hash))
             .collect();
-        // Whoever asks may name it much later, when the rest of a large data set is sent.
+        // The caller may refer to it much later, after uploading the rest of a large data set.
         let long = self.0.collector.retention.grace;
-        self.0.pins.tell(there.iter().copied(), long);
+        self.0.pins.announce(there.iter().copied(), long);
         Ok(hashes.iter().map(|hash| there.contains(hash)).collect())
     }
 
-    /// What a caller may see who is about to send this blob; a worker that runs nothing has nothing to send.
-    async fn may_send(&self, who: &Identity, hash: ContentHash) -> Result<VisibleBlobs, Status> {
-        let reach = self.0.scope.reach(who).await?;
-        if reach.is_at_work(who) {
-            return Ok(reach);
+    /// Checks that the caller may upload this blob and returns what it can see. A worker without a running attempt may
+    /// not upload.
+    async fn check_upload(&self, who: &Identity, hash: ContentHash) -> Result<VisibleBlobs, Status> {
+        let visible = self.0.scope.visible_blobs(who).await?;
+        if visible.can_upload(who) {
+            return Ok(visible);
         }
-        self.refused(who, "blob.put", hash, "this worker runs nothing");
+        self.audit_refused(who, "blob.put", hash, "this worker runs nothing");
         Err(Status::permission_denied(
-            "this worker has no attempt that runs, so there is nothing for it to store",
+            "this worker has no attempt that runs, so it may not upload",
         ))
     }
 
-    /// An upload, from its header to the storage.
+    /// Receives an upload and stores it.
     async fn receive(
         &self,
         who: &Identity,
@@ -156,29 +162,33 @@ impl BlobsApi {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
-        let _calling = self.0.scope.calling(who);
-        let reach = self.may_send(who, hash).await?;
-        if self.look(&reach, &[hash]).await?.first() == Some(&true) {
+        let _active_call = self.0.scope.begin_call(who);
+        let visible = self.check_upload(who, hash).await?;
+        if self.find_present(&visible, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
-        let spending = self.0.scope.spend(who, &reach, header.bytes).map_err(|too_much| {
-            self.refused(who, "blob.put", hash, &too_much.to_string());
-            Status::resource_exhausted(too_much.to_string())
-        })?;
+        let reservation = self
+            .0
+            .scope
+            .reserve_upload(who, &visible, header.bytes)
+            .map_err(|too_much| {
+                self.audit_refused(who, "blob.put", hash, &too_much.to_string());
+                Status::resource_exhausted(too_much.to_string())
+            })?;
         let transit = self.transit(who).await?;
-        let room = self.0.space.promise(header.bytes);
+        let room = self.0.space.reserve_upload(header.bytes);
         let _room = room.map_err(|room| {
-            storage_full(format!(
+            storage_full_status(format!(
                 "the coordinator's disk is full: {} bytes are free, {} of them are kept for the database, and this blob has {}",
                 room.free, room.reserve, header.bytes
             ))
         })?;
         let (began, mut held_back) = (Instant::now(), Duration::ZERO);
-        // Others wait for a worker's checkpoints.
+        // No limit for workers: other jobs wait for their checkpoints.
         let is_limited = !who.role.changes_all() && who.role != Role::Worker;
         let mut file = tokio::fs::File::create(&transit.path)
             .await
-            .map_err(|error| local(&error))?;
+            .map_err(|error| local_disk_status(&error))?;
         let mut received = 0_u64;
         while let Some(part) = next(&mut parts).await? {
             let Part::Data(data) = part else {
@@ -192,44 +202,47 @@ impl BlobsApi {
                 )));
             }
             if is_limited {
-                let wait = self.0.upload_rate.take(&who.name, data.len() as u64, Instant::now());
+                let wait = self
+                    .0
+                    .upload_rate
+                    .delay_after(&who.name, data.len() as u64, Instant::now());
                 tokio::time::sleep(wait).await;
                 held_back += wait;
             }
-            // What we hold back ourselves is not the sender's doing.
+            // Time in which we throttled the sender does not count.
             if is_too_slow(received, began.elapsed().saturating_sub(held_back)) {
                 return Err(Status::deadline_exceeded(format!(
-                    "an upload of less than {SLOWEST} bytes a second keeps others waiting; send the blob again over a better line"
+                    "an upload of less than {MIN_UPLOAD_RATE} bytes a second is too slow and blocks other uploads; send the blob again over a faster connection"
                 )));
             }
-            file.write_all(&data).await.map_err(|error| local(&error))?;
+            file.write_all(&data).await.map_err(|error| local_disk_status(&error))?;
         }
-        file.flush().await.map_err(|error| local(&error))?;
+        file.flush().await.map_err(|error| local_disk_status(&error))?;
         drop(file);
         if received != header.bytes {
             return Err(Status::invalid_argument(format!(
-                "data: {received} bytes came, {} were announced; send the blob again",
+                "data: {received} bytes received, {} were announced; send the blob again",
                 header.bytes
             )));
         }
-        // An upload takes time: the attempt that it was for may have ended.
-        self.may_send(who, hash).await?;
-        let _held = self.0.pins.hold(vec![hash]).await;
-        // The store hashes what it reads, and refuses what is not what it should be.
+        // The attempt may have ended during the upload.
+        self.check_upload(who, hash).await?;
+        let _pin_guard = self.0.pins.pin(vec![hash]).await;
+        // The storage verifies the hash.
         self.0
             .blobs
             .put_file(hash, &transit.path)
             .await
-            .map_err(|error| storage_failed(&error))?;
-        self.0.scope.sent(who, hash, received).await?;
-        spending.arrived();
-        self.0.pins.tell([hash], self.0.collector.retention.short());
+            .map_err(|error| storage_status(&error))?;
+        self.0.scope.record_upload(who, hash, received).await?;
+        reservation.commit();
+        self.0.pins.announce([hash], self.0.collector.retention.short());
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
 }
 
 async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
-    let message = tokio::time::timeout(SILENCE, parts.message())
+    let message = tokio::time::timeout(IDLE_TIMEOUT, parts.message())
         .await
         .map_err(|_| Status::deadline_exceeded("nothing was sent for a minute; send the blob again"))??;
     match message {
@@ -246,16 +259,16 @@ impl Blobs for BlobsApi {
     async fn has(&self, request: Request<v1::HasRequest>) -> Result<Response<v1::HasReply>, Status> {
         let who = caller(&request)?;
         let texts = request.into_inner().sha256;
-        if texts.len() > MOST_HASHES {
+        if texts.len() > MAX_HASHES {
             return Err(Status::invalid_argument(format!(
-                "sha256: {} hashes; at most {MOST_HASHES}",
+                "sha256: {} hashes; at most {MAX_HASHES}",
                 texts.len()
             )));
         }
         let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-        let _calling = self.0.scope.calling(&who);
-        let reach = self.0.scope.reach(&who).await?;
-        let present = self.look(&reach, &hashes).await?;
+        let _active_call = self.0.scope.begin_call(&who);
+        let visible = self.0.scope.visible_blobs(&who).await?;
+        let present = self.find_present(&visible, &hashes).await?;
         Ok(Response::new(v1::HasReply { present }))
     }
 
@@ -263,7 +276,7 @@ impl Blobs for BlobsApi {
         let who = caller(&request)?;
         tokio::select! {
             put = self.receive(&who, request.into_inner()) => put,
-            () = self.0.access.ended(&who) => Err(token_ended()),
+            () = self.0.access.wait_until_invalid(&who) => Err(token_ended_status()),
         }
     }
 
@@ -273,11 +286,11 @@ impl Blobs for BlobsApi {
         let who = caller(&request)?;
         let v1::GetBlobRequest { sha256, offset } = request.into_inner();
         let hash = parse(&sha256)?;
-        self.may_fetch(&who, hash).await?;
+        self.check_download(&who, hash).await?;
         let permit = self.0.downloads.permit(&who.name).await;
         let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
-        let size = self.0.blobs.size(hash).await.map_err(|error| storage_failed(&error))?;
-        let bytes = size.ok_or_else(|| storage_failed(&StorageError::NotFound { hash }))?;
+        let size = self.0.blobs.size(hash).await.map_err(|error| storage_status(&error))?;
+        let bytes = size.ok_or_else(|| storage_status(&StorageError::NotFound { hash }))?;
         if offset > bytes {
             return Err(Status::out_of_range(format!(
                 "offset: {offset}, but the blob has {bytes} bytes"
@@ -293,11 +306,11 @@ impl Blobs for BlobsApi {
         let access = self.0.access.clone();
         tokio::spawn(async move {
             let _permit = permit;
-            // A receiver that went away, or an error it cannot be told, ends the transfer; both show on its side.
+            // A send error ends the transfer; the client notices that itself.
             tokio::select! {
                 _ = send_blob(blobs, hash, header, &sender) => {}
-                () = access.ended(&who) => {
-                    let _ = tokio::time::timeout(SILENCE, sender.send(Err(token_ended()))).await;
+                () = access.wait_until_invalid(&who) => {
+                    let _ = tokio::time::timeout(IDLE_TIMEOUT, sender.send(Err(token_ended_status()))).await;
                 }
             }
         });
@@ -305,14 +318,13 @@ impl Blobs for BlobsApi {
     }
 }
 
-/// Whether an upload takes longer than it may. In the first minute nobody is.
+/// Whether an upload is slower than allowed. The first minute does not count.
 fn is_too_slow(received: u64, since: Duration) -> bool {
-    let counted = since.saturating_sub(SILENCE).as_secs();
-    received < counted.saturating_mul(SLOWEST)
+    let counted = since.saturating_sub(IDLE_TIMEOUT).as_secs();
+    received < counted.saturating_mul(MIN_UPLOAD_RATE)
 }
 
-/// Sends a blob as it is read from the storage: no room on a disk is needed for it. The whole is checked at its end, by us and by
-/// whoever gets it.
+/// Streams a blob from the storage without a temporary file. The hash is checked at the end, here and by the client.
 async fn send_blob(
     blobs: Arc<dyn BlobStore>,
     hash: ContentHash,
@@ -322,7 +334,7 @@ async fn send_blob(
     use v1::get_blob_reply::Part;
     let (bytes, first) = (header.bytes, header.offset);
     let send = async |message| -> Result<bool, tokio::time::error::Elapsed> {
-        Ok(tokio::time::timeout(SILENCE, sender.send(message)).await?.is_ok())
+        Ok(tokio::time::timeout(IDLE_TIMEOUT, sender.send(message)).await?.is_ok())
     };
     let header = v1::GetBlobReply {
         part: Some(Part::Header(header)),
@@ -336,16 +348,16 @@ async fn send_blob(
         let mut part = match blobs.get_range(hash, at..end).await {
             Ok(part) => part,
             Err(error) => {
-                send(Err(storage_failed(&error))).await?;
+                send(Err(storage_status(&error))).await?;
                 return Ok(());
             }
         };
         at = end;
         hasher.update(&part);
-        // Whoever fetches the rest of a blob has its beginning and checks the whole.
+        // A client that resumes a download has its beginning and checks the whole blob.
         let is_checked = first == 0 && at == bytes;
         if is_checked && ContentHash::from_digest(hasher.clone().finalize().into()) != hash {
-            let damaged = format!("the blob {hash} in the object storage is damaged; nothing of it can be used");
+            let damaged = format!("the blob {hash} in the object storage is damaged and cannot be used");
             send(Err(Status::data_loss(damaged))).await?;
             return Ok(());
         }

@@ -1,9 +1,10 @@
-//! How many calls of one user are answered at once, and how much memory they may take.
+//! Limits the concurrent calls of each user and the memory that they take.
 //!
-//! A connection carries a hundred calls, and a user may have many connections. Whoever sends large requests and never ends
-//! them, or asks for large answers and never reads them, is held back by what they hold already; others are not.
+//! A connection carries up to a hundred calls, and a user may have many connections. A client that sends large
+//! requests without ending them, or asks for large answers without reading them, must wait for its own earlier calls;
+//! other users are not affected.
 
-use super::changes::Changes;
+use super::changes::ChangeLimiter;
 use crate::access::Identity;
 use crate::transfers::{TransferPermit, Transfers};
 use aitk_common::id::UserName;
@@ -18,33 +19,34 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Bytes};
 
-/// Calls of one user at once, streams included; sessions of workers are not counted: many may share a token.
-const CALLS: usize = 512;
-/// Answers of one user, and of all, that wait to be read; each has a few MiB at the most.
-const ANSWERS: (usize, usize) = (32, 128);
-/// Logs that one user, and all, follow; each holds half a MiB of events at the most.
-const FOLLOWERS: (usize, usize) = (256, 768);
-/// Requests of one user, and of all, that are larger than [`SMALL`]; each has up to `MAX_MESSAGE_BYTES`.
-const LARGE_REQUESTS: (usize, usize) = (8, 24);
-/// Bytes of a request that cost nothing to have.
+/// Maximum concurrent calls of one user, streams included. Sessions of workers are not counted, because many may share
+/// a token.
+const MAX_CALLS: usize = 512;
+/// Maximum unread answers per user and in total; each is a few MiB at most.
+const MAX_ANSWERS: (usize, usize) = (32, 128);
+/// Maximum followed logs per user and in total; each holds at most half a MiB of events.
+const MAX_FOLLOWERS: (usize, usize) = (256, 768);
+/// Maximum requests larger than [`SMALL`] per user and in total; each has up to `MAX_MESSAGE_BYTES`.
+const MAX_LARGE_REQUESTS: (usize, usize) = (8, 24);
+/// Requests up to this many bytes are not limited.
 const SMALL: usize = 32 << 10;
-/// Whoever holds as much as they may waits so long for a turn, then is told.
-const TURN: Duration = Duration::from_secs(60);
-/// A large request that is not there after so long is given up.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// How long a call waits for a permit before it fails.
+const PERMIT_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a large request may take to arrive.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// What a call may hold up.
+/// What a call holds while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     /// A worker's session.
     Session,
-    /// A stream that has limits of its own.
+    /// A stream with limits of its own.
     Stream,
-    /// The events of a job.
+    /// The event stream of a job.
     Follower,
-    /// One request, and an answer of a few bytes.
+    /// One request with a small answer.
     Write,
-    /// One request, and an answer that may be large.
+    /// One request with a possibly large answer.
     Read,
 }
 
@@ -58,7 +60,7 @@ fn kind_of(path: &str) -> Kind {
     }
 }
 
-/// Whether a call writes a line of the audit log each time that it is carried out.
+/// Whether each execution of a call writes a line of the audit log.
 fn is_change(path: &str) -> bool {
     let name = path.strip_prefix("/aitk.v1.Jobs/");
     name.is_some_and(|name| {
@@ -69,27 +71,27 @@ fn is_change(path: &str) -> bool {
     })
 }
 
-/// See the module. Cheap to clone.
+/// Limits calls per user; see the module. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Calls {
+pub(crate) struct CallLimiter {
     /// By user.
     open: Arc<Mutex<HashMap<UserName, usize>>>,
     answers: Transfers,
     followers: Transfers,
     requests: Transfers,
-    changes: Arc<Changes>,
-    /// [`TURN`].
+    changes: Arc<ChangeLimiter>,
+    /// How long to wait for a permit: [`PERMIT_TIMEOUT`], less in tests.
     patience: Duration,
 }
 
-/// One call among its user's.
+/// An open call of a user; uncounted when dropped.
 #[derive(Debug)]
-struct Open {
-    calls: Calls,
+struct OpenCall {
+    calls: CallLimiter,
     who: UserName,
 }
 
-impl Drop for Open {
+impl Drop for OpenCall {
     fn drop(&mut self) {
         let mut open = self.calls.open.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = open.get_mut(&self.who) {
@@ -101,91 +103,94 @@ impl Drop for Open {
     }
 }
 
-/// What is held until the answer was read.
+/// Permits of a call, held until its answer was read.
 #[derive(Debug)]
-pub(super) struct Held {
-    _open: Option<Open>,
+pub(super) struct CallPermit {
+    _open: Option<OpenCall>,
     _answer: Option<TransferPermit>,
 }
 
-impl Calls {
+impl CallLimiter {
     pub(crate) fn new() -> Self {
-        let of = |(each, all)| Transfers::with(all, each);
+        let of = |(each, all)| Transfers::with_limits(all, each);
         Self {
             open: Arc::default(),
-            answers: of(ANSWERS),
-            followers: of(FOLLOWERS),
-            requests: of(LARGE_REQUESTS),
+            answers: of(MAX_ANSWERS),
+            followers: of(MAX_FOLLOWERS),
+            requests: of(MAX_LARGE_REQUESTS),
             changes: Arc::default(),
-            patience: TURN,
+            patience: PERMIT_TIMEOUT,
         }
     }
 
-    /// Takes a call in; waits for a turn while its user holds as many answers as they may.
+    /// Admits a call; waits for a permit if its user has the maximum number of unread answers.
     ///
     /// # Errors
-    /// When its user has too many calls already, or has made too many changes, or no turn came.
-    pub(super) async fn enter(&self, who: &Identity, path: &str) -> Result<Held, Status> {
+    /// When its user has too many open calls or made too many changes, or no permit came in time.
+    pub(super) async fn admit(&self, who: &Identity, path: &str) -> Result<CallPermit, Status> {
         if is_change(path) {
-            self.changes.count(who, Instant::now())?;
+            self.changes.try_take(who, Instant::now())?;
         }
         let kind = kind_of(path);
-        let open = (kind != Kind::Session).then(|| self.open(&who.name)).transpose()?;
+        let open = (kind != Kind::Session).then(|| self.open_call(&who.name)).transpose()?;
         let answer = match kind {
             Kind::Session | Kind::Stream | Kind::Write => None,
-            Kind::Follower => Some((&self.followers, FOLLOWERS.0, "logs that are followed")),
-            Kind::Read => Some((&self.answers, ANSWERS.0, "answers that are not read yet")),
+            Kind::Follower => Some((&self.followers, MAX_FOLLOWERS.0, "logs that are followed")),
+            Kind::Read => Some((&self.answers, MAX_ANSWERS.0, "answers that are not read yet")),
         };
         let answer = match answer {
-            Some((answers, most, what)) => Some(turn(answers, &who.name, self.patience, (most, what)).await?),
+            Some((answers, most, what)) => {
+                Some(wait_for_permit(answers, &who.name, self.patience, (most, what)).await?)
+            }
             None => None,
         };
-        Ok(Held {
+        Ok(CallPermit {
             _open: open,
             _answer: answer,
         })
     }
 
-    fn open(&self, who: &UserName) -> Result<Open, Status> {
+    fn open_call(&self, who: &UserName) -> Result<OpenCall, Status> {
         let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
         let count = open.entry(who.clone()).or_default();
-        if *count >= CALLS {
+        if *count >= MAX_CALLS {
             return Err(Status::resource_exhausted(format!(
                 "user {who} has {count} calls open at once, which is the limit; wait for some of them to end"
             )));
         }
         *count += 1;
-        Ok(Open {
+        Ok(OpenCall {
             calls: self.clone(),
             who: who.clone(),
         })
     }
 
-    /// The body of a request, which waits for a turn once it is large; and what to hold until the call has been carried out.
-    pub(super) fn request(&self, who: &Identity, path: &str, body: Body) -> (Body, Turn) {
-        let turn = Turn::default();
+    /// Wraps the body of a request so that it waits for a permit once it is large. The returned permit must be held
+    /// until the call has been executed.
+    pub(super) fn limit_body(&self, who: &Identity, path: &str, body: Body) -> (Body, RequestPermit) {
+        let permit = RequestPermit::default();
         if matches!(kind_of(path), Kind::Session | Kind::Stream) {
-            return (body, turn);
+            return (body, permit);
         }
-        let request = Request {
+        let request = LimitedBody {
             body,
             bytes: 0,
             requests: self.requests.clone(),
             patience: self.patience,
             who: who.name.clone(),
-            turn: turn.clone(),
-            waits: None,
-            late: None,
+            permit: permit.clone(),
+            pending: None,
+            deadline: None,
         };
-        (Body::new(request), turn)
+        (Body::new(request), permit)
     }
 }
 
-/// Waits for one of `most`.
+/// Waits for one of `most` permits.
 ///
 /// # Errors
-/// When none came free in time.
-async fn turn(
+/// When no permit became free in time.
+async fn wait_for_permit(
     all: &Transfers,
     who: &UserName,
     patience: Duration,
@@ -194,36 +199,36 @@ async fn turn(
     match tokio::time::timeout(patience, all.permit(who)).await {
         Ok(permit) => permit.map_err(|_| Status::unavailable("the coordinator is shutting down")),
         Err(_) => Err(Status::resource_exhausted(format!(
-            "no turn came within {} s: user {who} may have {most} {what}, and all users together some times as many; end some, \
+            "no slot became free within {} s: user {who} may have {most} {what} at once, and all users together a few times as many; end some, \
              and try again",
             patience.as_secs()
         ))),
     }
 }
 
-/// The turn of a large request.
+/// Permit of a large request; empty while the request is small.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Turn(Arc<Mutex<Option<TransferPermit>>>);
+pub(super) struct RequestPermit(Arc<Mutex<Option<TransferPermit>>>);
 
-/// A frame, and the turn that it waits for.
-struct Waits {
+/// A frame that waits for the permit.
+struct PendingFrame {
     frame: Option<Frame<Bytes>>,
-    turn: BoxFuture<TransferPermit, Status>,
+    permit: BoxFuture<TransferPermit, Status>,
 }
 
-struct Request {
+struct LimitedBody {
     body: Body,
     bytes: usize,
     requests: Transfers,
     patience: Duration,
     who: UserName,
-    turn: Turn,
-    waits: Option<Waits>,
-    /// Set once it is large.
-    late: Option<Pin<Box<Sleep>>>,
+    permit: RequestPermit,
+    pending: Option<PendingFrame>,
+    /// Set once the request is large.
+    deadline: Option<Pin<Box<Sleep>>>,
 }
 
-impl http_body::Body for Request {
+impl http_body::Body for LimitedBody {
     type Data = Bytes;
     type Error = Status;
 
@@ -232,17 +237,20 @@ impl http_body::Body for Request {
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let this = &mut *self;
-        if let Some(late) = &mut this.late
-            && late.as_mut().poll(context).is_ready()
+        if let Some(deadline) = &mut this.deadline
+            && deadline.as_mut().poll(context).is_ready()
         {
-            let late = Status::deadline_exceeded(format!("a request has to be sent within {} s", PATIENCE.as_secs()));
-            return Poll::Ready(Some(Err(late)));
+            let deadline = Status::deadline_exceeded(format!(
+                "a request has to be sent within {} s",
+                REQUEST_TIMEOUT.as_secs()
+            ));
+            return Poll::Ready(Some(Err(deadline)));
         }
-        if let Some(waits) = &mut this.waits {
-            let permit = ready!(waits.turn.as_mut().poll(context))?;
-            *this.turn.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(permit);
-            let frame = waits.frame.take();
-            this.waits = None;
+        if let Some(pending) = &mut this.pending {
+            let permit = ready!(pending.permit.as_mut().poll(context))?;
+            *this.permit.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(permit);
+            let frame = pending.frame.take();
+            this.pending = None;
             return Poll::Ready(frame.map(Ok));
         }
         let frame = match ready!(Pin::new(&mut this.body).poll_frame(context)) {
@@ -250,19 +258,19 @@ impl http_body::Body for Request {
             other => return Poll::Ready(other),
         };
         this.bytes += frame.data_ref().map_or(0, Bytes::len);
-        if this.bytes <= SMALL || this.late.is_some() {
+        if this.bytes <= SMALL || this.deadline.is_some() {
             return Poll::Ready(Some(Ok(frame)));
         }
         let (requests, who, patience) = (this.requests.clone(), this.who.clone(), this.patience);
-        this.late = Some(Box::pin(tokio::time::sleep(PATIENCE)));
-        this.waits = Some(Waits {
+        this.deadline = Some(Box::pin(tokio::time::sleep(REQUEST_TIMEOUT)));
+        this.pending = Some(PendingFrame {
             frame: Some(frame),
-            turn: Box::pin(async move {
-                turn(
+            permit: Box::pin(async move {
+                wait_for_permit(
                     &requests,
                     &who,
                     patience,
-                    (LARGE_REQUESTS.0, "large requests under way"),
+                    (MAX_LARGE_REQUESTS.0, "large requests under way"),
                 )
                 .await
             }),
@@ -271,7 +279,7 @@ impl http_body::Body for Request {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.waits.is_none() && self.body.is_end_stream()
+        self.pending.is_none() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -279,19 +287,19 @@ impl http_body::Body for Request {
     }
 }
 
-/// An answer that holds what it took until it was read.
-pub(super) struct Answer {
+/// An answer that holds its permits until it was read.
+pub(super) struct LimitedResponse {
     body: Body,
-    _held: Held,
+    _permit: CallPermit,
 }
 
-impl Answer {
-    pub(super) fn new(body: Body, held: Held) -> Self {
-        Self { body, _held: held }
+impl LimitedResponse {
+    pub(super) fn new(body: Body, permit: CallPermit) -> Self {
+        Self { body, _permit: permit }
     }
 }
 
-impl http_body::Body for Answer {
+impl http_body::Body for LimitedResponse {
     type Data = Bytes;
     type Error = Status;
 
@@ -329,34 +337,34 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn who_reads_no_answers_waits_and_others_do_not() {
-        let calls = Calls::new();
+    async fn a_user_with_unread_answers_waits_and_others_do_not() {
+        let calls = CallLimiter::new();
         let (eve, ada) = (who("eve"), who("ada"));
         let get = "/aitk.v1.Jobs/Get";
         let mut held = Vec::new();
-        for _ in 0..ANSWERS.0 {
-            held.push(calls.enter(&eve, get).await.unwrap());
+        for _ in 0..MAX_ANSWERS.0 {
+            held.push(calls.admit(&eve, get).await.unwrap());
         }
-        assert!(waits(calls.enter(&eve, get)).await);
-        drop(calls.enter(&eve, "/aitk.v1.Jobs/Submit").await.unwrap());
-        drop(calls.enter(&ada, get).await.unwrap());
+        assert!(waits(calls.admit(&eve, get)).await);
+        drop(calls.admit(&eve, "/aitk.v1.Jobs/Submit").await.unwrap());
+        drop(calls.admit(&ada, get).await.unwrap());
         held.pop();
-        drop(calls.enter(&eve, get).await.unwrap());
-        // Its sessions are not among its calls.
-        let session = calls.enter(&eve, "/aitk.v1.Workers/Session").await.unwrap();
-        while held.len() < CALLS {
-            held.push(calls.enter(&eve, "/aitk.v1.Blobs/Get").await.unwrap());
+        drop(calls.admit(&eve, get).await.unwrap());
+        // Sessions are not counted as calls.
+        let session = calls.admit(&eve, "/aitk.v1.Workers/Session").await.unwrap();
+        while held.len() < MAX_CALLS {
+            held.push(calls.admit(&eve, "/aitk.v1.Blobs/Get").await.unwrap());
         }
-        let refused = calls.enter(&eve, "/aitk.v1.Jobs/Submit").await.unwrap_err();
+        let refused = calls.admit(&eve, "/aitk.v1.Jobs/Submit").await.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
-        drop(calls.enter(&eve, "/aitk.v1.Workers/Session").await.unwrap());
+        drop(calls.admit(&eve, "/aitk.v1.Workers/Session").await.unwrap());
         drop(session);
-        drop(calls.enter(&ada, get).await.unwrap());
+        drop(calls.admit(&ada, get).await.unwrap());
         held.clear();
         assert!(calls.open.lock().unwrap().is_empty());
     }
 
-    /// A body of so many frames of 16 KiB.
+    /// A body of this many frames of 16 KiB.
     struct Frames(usize);
 
     impl http_body::Body for Frames {
@@ -381,39 +389,39 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn whoever_gets_no_turn_is_told() {
-        let calls = Calls {
+    async fn a_call_without_a_permit_fails_with_a_message() {
+        let calls = CallLimiter {
             patience: Duration::from_millis(20),
-            ..Calls::new()
+            ..CallLimiter::new()
         };
         let eve = who("eve");
         let mut held = Vec::new();
-        for _ in 0..FOLLOWERS.0 {
-            held.push(calls.enter(&eve, "/aitk.v1.Jobs/Events").await.unwrap());
+        for _ in 0..MAX_FOLLOWERS.0 {
+            held.push(calls.admit(&eve, "/aitk.v1.Jobs/Events").await.unwrap());
         }
-        let told = calls.enter(&eve, "/aitk.v1.Jobs/Events").await.unwrap_err();
-        assert_eq!(told.code(), tonic::Code::ResourceExhausted);
-        assert!(told.message().contains("256 logs that are followed"), "{told}");
+        let refused = calls.admit(&eve, "/aitk.v1.Jobs/Events").await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        assert!(refused.message().contains("256 logs that are followed"), "{refused}");
     }
 
     #[tokio::test]
-    async fn large_requests_take_turns_and_lose_nothing() {
-        let calls = Calls::new();
+    async fn large_requests_wait_for_a_permit_without_losing_data() {
+        let calls = CallLimiter::new();
         let (eve, ada) = (who("eve"), who("ada"));
-        let request = |who: &Identity, frames| calls.request(who, "/aitk.v1.Jobs/Submit", Body::new(Frames(frames)));
+        let request = |who: &Identity, frames| calls.limit_body(who, "/aitk.v1.Jobs/Submit", Body::new(Frames(frames)));
         let mut held = Vec::new();
-        for _ in 0..LARGE_REQUESTS.0 {
-            let (mut body, turn) = request(&eve, 5);
+        for _ in 0..MAX_LARGE_REQUESTS.0 {
+            let (mut body, permit) = request(&eve, 5);
             assert_eq!(read(&mut body).await, 5 << 14);
-            held.push(turn);
+            held.push(permit);
         }
-        let (mut body, _turn) = request(&eve, 3);
+        let (mut body, _permit) = request(&eve, 3);
         assert!(waits(read(&mut body)).await);
-        let (mut small, _turn) = request(&eve, 2);
+        let (mut small, _permit) = request(&eve, 2);
         assert_eq!(read(&mut small).await, 2 << 14);
-        let (mut other, _turn) = request(&ada, 3);
+        let (mut other, _permit) = request(&ada, 3);
         assert_eq!(read(&mut other).await, 3 << 14);
-        // Its turn comes when a request of hers has been carried out; what was read before is not lost.
+        // The next request continues when an earlier one was executed; data read before is not lost.
         held.pop();
         assert_eq!(read(&mut body).await, 1 << 14);
     }

@@ -1,20 +1,20 @@
-//! How a machine becomes a worker with a certificate, keeps it, and loses it.
+//! Calls that issue, renew, list and revoke certificates of workers.
 
 use super::auth::caller;
 use super::shared::Shared;
-use super::status::access_failed;
+use super::status::access_status;
 use crate::access::{Certified, EnrolError, Enrolment, Identity};
-use crate::pki::{Signer, wall};
+use crate::pki::{Signer, wall_clock};
 use aitk_common::control::Registration;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::ca::CaError;
-use aitk_common::security::join::Invitation;
+use aitk_common::security::join::JoinToken;
 use aitk_proto::v1;
 use std::time::Duration;
 use tonic::{Request, Response, Status};
 
-/// The longest life of a join token: it lies around in clear until it is used.
-const LONGEST_JOIN: Duration = Duration::from_secs(30 * 24 * 3600);
+/// Maximum lifetime of a join token: it is stored in clear text until it is used.
+const MAX_JOIN_LIFETIME: Duration = Duration::from_secs(30 * 24 * 3600);
 
 fn signer(shared: &Shared) -> Result<&Signer, Status> {
     shared.signer.as_deref().ok_or_else(|| {
@@ -24,7 +24,7 @@ fn signer(shared: &Shared) -> Result<&Signer, Status> {
     })
 }
 
-fn enrol_failed(error: &EnrolError) -> Status {
+fn enrol_status(error: &EnrolError) -> Status {
     match error {
         EnrolError::Token(_) => Status::unauthenticated(error.to_string()),
         EnrolError::NameTaken(_) => Status::already_exists(error.to_string()),
@@ -32,9 +32,9 @@ fn enrol_failed(error: &EnrolError) -> Status {
         EnrolError::BadName(_) | EnrolError::Certificate(CaError::Request(_)) => {
             Status::invalid_argument(error.to_string())
         }
-        EnrolError::Certificate(CaError::OtherName { .. }) => Status::permission_denied(error.to_string()),
+        EnrolError::Certificate(CaError::NameMismatch { .. }) => Status::permission_denied(error.to_string()),
         EnrolError::Certificate(_) => Status::internal(error.to_string()),
-        EnrolError::Access(error) => access_failed(error),
+        EnrolError::Access(error) => access_status(error),
     }
 }
 
@@ -46,7 +46,7 @@ fn wire_certificate(signer: &Signer, certified: &Certified) -> v1::WorkerCertifi
     v1::WorkerCertificate {
         certificate: certified.pem.clone(),
         renew_in_ms: millis(signer.renew_after()),
-        ends_in_ms: millis(certified.enrolment.expires.since(wall())),
+        ends_in_ms: millis(certified.enrolment.expires.since(wall_clock())),
     }
 }
 
@@ -76,7 +76,7 @@ pub(super) async fn join(
     };
     let request = wire.request.unwrap_or_default().into();
     let joined = shared.access.enrol(&who, signer, request, &wire.host, worker).await;
-    let joined = joined.map_err(|error| enrol_failed(&error))?;
+    let joined = joined.map_err(|error| enrol_status(&error))?;
     tracing::info!(name = %joined.enrolment.name, worker = %joined.enrolment.worker, "a worker joined");
     Ok(Response::new(v1::JoinReply {
         name: joined.enrolment.name.to_string(),
@@ -94,20 +94,24 @@ pub(super) async fn renew(
     let signer = signer(shared)?;
     let request = request.into_inner().request.unwrap_or_default().into();
     let renewed = shared.access.renew(&who, signer, request).await;
-    let renewed = renewed.map_err(|error| enrol_failed(&error))?;
+    let renewed = renewed.map_err(|error| enrol_status(&error))?;
     tracing::info!(name = %renewed.enrolment.name, "a worker's certificate was renewed");
     Ok(Response::new(v1::RenewReply {
         certificate: Some(wire_certificate(signer, &renewed)),
     }))
 }
 
-/// A worker with a certificate is who that says, by name and by id.
-pub(super) fn takes_its_place(shared: &Shared, who: &Identity, registration: &mut Registration) -> Result<(), Status> {
+/// Sets name and worker id of a registration from the caller's certificate.
+pub(super) fn apply_certificate_identity(
+    shared: &Shared,
+    who: &Identity,
+    registration: &mut Registration,
+) -> Result<(), Status> {
     let Some(enrolment) = shared.access.enrolment_of(who) else {
         return Ok(());
     };
     if let Some(other) = registration.worker.as_ref().filter(|other| **other != enrolment.worker) {
-        return Err(access_failed(&shared.access.note_other_place(who, other)));
+        return Err(access_status(&shared.access.audit_foreign_worker_id(who, other)));
     }
     registration.worker = Some(enrolment.worker);
     registration.name = enrolment.name.to_string();
@@ -129,14 +133,14 @@ pub(super) async fn create_join_token(
             })?),
         };
     let life = Duration::from_millis(wire.expires_in_ms);
-    if life.is_zero() || life > LONGEST_JOIN {
+    if life.is_zero() || life > MAX_JOIN_LIFETIME {
         return Err(Status::invalid_argument(
-            "expires_in_ms: a join token lives for a moment to 30 days, no longer",
+            "expires_in_ms: expected more than 0 and at most 30 days for a join token",
         ));
     }
-    let made = shared.access.create_join(&by, name, life).await;
-    let (secret, record) = made.map_err(|error| access_failed(&error))?;
-    let invitation = Invitation {
+    let made = shared.access.create_join_token(&by, name, life).await;
+    let (secret, record) = made.map_err(|error| access_status(&error))?;
+    let invitation = JoinToken {
         secret,
         ca: signer.hash(),
     };
@@ -157,7 +161,7 @@ pub(super) async fn revoke_worker(
 ) -> Result<Response<v1::RevokeWorkerReply>, Status> {
     let by = caller(&request)?;
     let revoked = shared.access.revoke_worker(&by, &request.into_inner().name).await;
-    let (ended, join_tokens) = revoked.map_err(|error| access_failed(&error))?;
+    let (ended, join_tokens) = revoked.map_err(|error| access_status(&error))?;
     Ok(Response::new(v1::RevokeWorkerReply {
         certificates: ended.into_iter().map(wire_info).collect(),
         join_tokens,

@@ -1,7 +1,7 @@
-//! The events of a job, as they are stored and as they happen.
+//! Streams the events of a job: first the stored ones, then live ones.
 
-use super::shared::{Shared, stopped};
-use super::status::store_failed;
+use super::shared::{Shared, wait_for_shutdown};
+use super::status::store_status;
 use aitk_common::control::{EventBody, JobEvent};
 use aitk_common::id::JobId;
 use aitk_proto::v1;
@@ -10,24 +10,24 @@ use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::mpsc;
 use tonic::Status;
 
-/// Events read from the store at a time.
-const PAGE: u32 = 50;
-/// Events between us and a follower's socket. A follower that reads slowly waits in its own task, nobody else does.
+/// Events read from the store at once.
+const PAGE_SIZE: u32 = 50;
+/// Events buffered per follower. A slow follower blocks only its own task.
 pub(super) const WIRE_BUFFER: usize = 16;
-/// A follower that takes nothing for so long is gone.
+/// A follower that reads nothing for this time is disconnected.
 pub(super) const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Follower = mpsc::Sender<Result<v1::JobEvent, Status>>;
 
-/// Whether the follower is still there.
-async fn tell(follower: &Follower, event: JobEvent) -> bool {
+/// Sends an event. Returns whether the follower is still connected.
+async fn send(follower: &Follower, event: JobEvent) -> bool {
     matches!(
         tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Ok(event.into()))).await,
         Ok(Ok(()))
     )
 }
 
-/// What is stored, then what happens, without a gap and without a repetition. Ends when the job has ended.
+/// Sends stored events, then live events, without gaps or repetitions. Ends when the job has ended.
 pub(super) async fn stream_events(
     shared: &Shared,
     job: &JobId,
@@ -36,20 +36,20 @@ pub(super) async fn stream_events(
     follower: &Follower,
 ) -> Result<(), Status> {
     let mut stopping = shared.stopping.clone();
-    // Listening before reading: what happens in between is then seen twice, and dropped by its cursor.
-    let mut live = shared.core.follow(job);
-    let mut told_progress = false;
+    // Subscribe before reading: an event in between is then received twice and dropped by its cursor.
+    let mut live = shared.scheduler.follow(job);
+    let mut progress_sent = false;
     loop {
         loop {
             let page = shared
                 .store
-                .events(job, cursor, PAGE)
+                .events(job, cursor, PAGE_SIZE)
                 .await
-                .map_err(|error| store_failed(&error))?;
-            let full_page = page.len() == PAGE as usize;
+                .map_err(|error| store_status(&error))?;
+            let full_page = page.len() == PAGE_SIZE as usize;
             for event in page {
                 cursor = event.cursor;
-                if !tell(follower, event).await {
+                if !send(follower, event).await {
                     return Ok(());
                 }
             }
@@ -57,25 +57,25 @@ pub(super) async fn stream_events(
                 break;
             }
         }
-        // Progress is not stored: the last one is told from the state.
+        // Progress is not stored: send the latest from the scheduler's state.
         let id = job.clone();
-        let look = move |state: &aitk_scheduler::State, _| {
+        let query = move |state: &aitk_scheduler::State, _| {
             state
                 .job(&id)
                 .map(|job| (job.state.is_ended(), job.cursor, job.progress))
         };
-        let Some((ended, newest, progress)) = shared.core.query(look).await? else {
+        let Some((ended, newest, progress)) = shared.scheduler.query(query).await? else {
             return Ok(());
         };
-        if let Some(progress) = progress.filter(|_| !told_progress && newest == cursor) {
-            told_progress = true;
+        if let Some(progress) = progress.filter(|_| !progress_sent && newest == cursor) {
+            progress_sent = true;
             let event = JobEvent {
                 cursor,
                 time: shared.clock.now(),
                 attempt: None,
                 body: EventBody::Progress(progress),
             };
-            if !tell(follower, event).await {
+            if !send(follower, event).await {
                 return Ok(());
             }
         }
@@ -89,16 +89,16 @@ pub(super) async fn stream_events(
             let event = tokio::select! {
                 event = live.recv() => event,
                 () = follower.closed() => return Ok(()),
-                () = stopped(&mut stopping) => {
+                () = wait_for_shutdown(&mut stopping) => {
                     return Err(Status::unavailable("the coordinator shuts down; follow again from the last cursor"));
                 }
             };
             let event = match event {
                 Ok(event) => event,
-                // Too slow for the channel: read on from the store.
+                // The follower lagged behind the channel: continue from the store.
                 Err(RecvError::Lagged(_)) => break,
                 Err(RecvError::Closed) => {
-                    live = shared.core.follow(job);
+                    live = shared.scheduler.follow(job);
                     break;
                 }
             };
@@ -107,13 +107,13 @@ pub(super) async fn stream_events(
                 continue;
             }
             if event.cursor > cursor + 1 {
-                // A gap cannot be told; the store has what lies in it.
+                // A gap: the store has the missing events.
                 break;
             }
             cursor = event.cursor;
-            told_progress |= ephemeral;
+            progress_sent |= ephemeral;
             let ended = matches!(&event.body, EventBody::State { state, .. } if state.is_ended());
-            if !tell(follower, (*event).clone()).await || ended {
+            if !send(follower, (*event).clone()).await || ended {
                 return Ok(());
             }
         }

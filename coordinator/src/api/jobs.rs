@@ -1,15 +1,15 @@
-//! Jobs, their files, and workers.
+//! The jobs service: jobs, their files, and workers.
 
 use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::new_job::new_job;
 use super::shared::Shared;
-use super::status::{refused, store_failed, token_ended};
+use super::status::{refusal_status, store_status, token_ended_status};
 use crate::access::Identity;
 use crate::size;
 use crate::store::AuditLine;
 use crate::store::StoreError;
-use crate::submit::{Asked, fresh_job_id, fresh_seed, wants, wants_to_fit};
+use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_for_fit, parse_submission};
 use aitk_common::control::{
     Forecast, JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis,
 };
@@ -26,18 +26,23 @@ use tonic::{Request, Response, Status};
 pub(super) struct JobsApi(pub(super) Shared);
 
 impl JobsApi {
-    /// The job that this caller means, if they may see it. Others might as well not be there.
+    /// Finds a job that the caller can see. Other jobs are reported as not found.
     async fn find(&self, who: &Identity, text: String) -> Result<JobId, Status> {
-        let found = self.find_if(who, text.clone(), Identity::sees).await;
-        // Whoever asks for a job that is there and not theirs to see did not come by its id by chance.
+        let found = self.find_if(who, text.clone(), Identity::can_see).await;
+        // A caller with the id of an existing, invisible job did not guess it by chance.
         if found.is_err()
             && let Ok(id) = JobId::parse(&text)
         {
-            let asked = id.clone();
-            if self.0.core.query(move |state, _| state.job(&asked).is_some()).await? {
-                let mut line = who.line(self.0.clock.now(), "job.read", id.as_str());
-                (line.done, line.detail) = (false, "it is not theirs to see".into());
-                self.0.access.note(line);
+            let id_to_find = id.clone();
+            if self
+                .0
+                .scheduler
+                .query(move |state, _| state.job(&id_to_find).is_some())
+                .await?
+            {
+                let mut line = who.audit_line(self.0.clock.now(), "job.read", id.as_str());
+                (line.done, line.detail) = (false, "this user may not see it".into());
+                self.0.access.record_audit(line);
             }
         }
         found
@@ -50,54 +55,54 @@ impl JobsApi {
         may: fn(&Identity, &UserName) -> bool,
     ) -> Result<JobId, Status> {
         let who = who.clone();
-        let look =
+        let query =
             move |state: &aitk_scheduler::State, _| state.find_among(&text, |job| may(&who, &job.requirements.owner));
-        let found = self.0.core.query(look).await?;
-        found.map_err(|refusal| refused(&refusal))
+        let found = self.0.scheduler.query(query).await?;
+        found.map_err(|refusal| refusal_status(&refusal))
     }
 
-    /// The job that this caller means, if they may change it; a refusal is noted.
+    /// Finds a job that the caller may change; a refusal is recorded in the audit log.
     async fn find_to_change(
         &self,
         who: &Identity,
         action: &str,
         text: String,
     ) -> Result<(JobId, Box<AuditLine>), Status> {
-        let found = self.find_if(who, text.clone(), Identity::changes).await;
+        let found = self.find_if(who, text.clone(), Identity::can_change).await;
         let object = found.as_ref().map_or(text.as_str(), JobId::as_str);
-        let mut line = who.line(self.0.clock.now(), action, object);
+        let mut line = who.audit_line(self.0.clock.now(), action, object);
         match found {
             Ok(id) => Ok((id, Box::new(line))),
             Err(status) => {
                 (line.done, line.detail) = (false, AuditLine::quote(status.message()));
-                self.0.access.note(line);
+                self.0.access.record_audit(line);
                 Err(status)
             }
         }
     }
 
-    pub(super) async fn call(
+    pub(super) async fn submit_event(
         &self,
         line: Box<AuditLine>,
         event: impl FnOnce(Ticket) -> Event,
     ) -> Result<Reply, Status> {
-        let answer = self.0.core.call(event, line).await?;
-        answer.map_err(|refusal| refused(&refusal))
+        let answer = self.0.scheduler.call(event, line).await?;
+        answer.map_err(|refusal| refusal_status(&refusal))
     }
 
-    /// What the queue needs to know of a submission of so many bytes.
-    async fn asked(
+    /// Parses and validates a submission of this size.
+    async fn parse_submission(
         &self,
         submission: Submission,
         bytes: usize,
-        read: fn(&Submission, u32) -> Result<Asked, String>,
-    ) -> Result<(Asked, Submission), Status> {
+        read: fn(&Submission, u32) -> Result<ParsedSubmission, String>,
+    ) -> Result<(ParsedSubmission, Submission), Status> {
         let retries = self.0.retries;
-        let read = move || read(&submission, retries).map(|asked| (asked, submission));
-        self.parse(bytes, read).await
+        let read = move || read(&submission, retries).map(|parsed| (parsed, submission));
+        self.run_parser(bytes, read).await
     }
 
-    /// Changes a job that this caller may change.
+    /// Sends an event that changes a job, if the caller may change it.
     async fn change(
         &self,
         who: &Identity,
@@ -106,9 +111,11 @@ impl JobsApi {
         event: impl FnOnce(Ticket, String) -> Event,
     ) -> Result<Response<v1::Job>, Status> {
         let (id, line) = self.find_to_change(who, action, text).await?;
-        match self.call(line, |ticket| event(ticket, id.to_string())).await? {
+        match self.submit_event(line, |ticket| event(ticket, id.to_string())).await? {
             Reply::Job(view) => Ok(Response::new((*view).into())),
-            Reply::Submitted(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Submitted(_) | Reply::Worker(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 }
@@ -116,7 +123,7 @@ impl JobsApi {
 #[tonic::async_trait]
 impl Jobs for JobsApi {
     async fn info(&self, _: Request<v1::InfoRequest>) -> Result<Response<v1::InfoReply>, Status> {
-        let (workers_connected, jobs_active) = self.0.core.query(|state, _| state.counts()).await?;
+        let (workers_connected, jobs_active) = self.0.scheduler.query(|state, _| state.counts()).await?;
         let info = ServerInfo {
             version: env!("CARGO_PKG_VERSION").into(),
             protocol: PROTOCOL_VERSION,
@@ -131,22 +138,22 @@ impl Jobs for JobsApi {
     async fn submit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
         let same_machine = same_machine(&request);
-        let trace = trace::get(request.metadata());
+        let trace = trace::extract(request.metadata());
         let mut submission = Submission::try_from(request.into_inner())?;
-        let owner = self.owner(&who, &submission, same_machine)?;
+        let owner = self.check_owner(&who, &submission, same_machine)?;
         let (shared, own) = (size::of_shared(&submission), submission.job_json.len());
-        size::check(shared, own).map_err(Status::invalid_argument)?;
-        self.has_room(&who, &owner, submission.idempotency_key.as_ref(), (1, shared + own))
+        size::check_job_size(shared, own).map_err(Status::invalid_argument)?;
+        self.check_limits(&who, &owner, submission.idempotency_key.as_ref(), (1, shared + own))
             .await?;
         submission.owner = Some(owner);
-        let read = self.asked(submission, shared + own, wants).await;
-        let (asked, submission) = read.map_err(|status| self.refuse_job(&who, status))?;
-        let asked = Asked { trace, ..asked };
-        let _held = self.inputs_present(&who, &submission).await?;
-        if let Some(split) = asked.split
-            && let Some(array) = self.cut(&who, &asked, split, &submission).await?
+        let read = self.parse_submission(submission, shared + own, parse_submission).await;
+        let (parsed, submission) = read.map_err(|status| self.audit_refused_job(&who, status))?;
+        let parsed = ParsedSubmission { trace, ..parsed };
+        let _pin_guard = self.pin_inputs(&who, &submission).await?;
+        if let Some(split) = parsed.split
+            && let Some(array) = self.split_job(&who, &parsed, split, &submission).await?
         {
-            return Ok(Response::new(self.submit_together(&who, array).await?.into()));
+            return Ok(Response::new(self.submit_new_array(&who, array).await?.into()));
         }
         let id = fresh_job_id();
         let large = shared + own > size::SMALL;
@@ -159,13 +166,13 @@ impl Jobs for JobsApi {
         };
         let job = NewJob {
             config_bytes: (shared + own) as u64,
-            ..new_job(&who, id.clone(), fresh_seed(), asked, &submission, payload)
+            ..new_job(&who, id.clone(), fresh_seed(), parsed, &submission, payload)
         };
-        let mut line = who.line(self.0.clock.now(), "job.submit", id.as_str());
+        let mut line = who.audit_line(self.0.clock.now(), "job.submit", id.as_str());
         line.detail = AuditLine::quote(&job.name);
         let payloads = vec![(id, job.payload.clone())];
-        let submitted = self.stored_first(payloads, || {
-            self.call(Box::new(line), |ticket| Event::JobSubmitted {
+        let submitted = self.store_then_submit(payloads, || {
+            self.submit_event(Box::new(line), |ticket| Event::JobSubmitted {
                 ticket,
                 job: Box::new(job),
             })
@@ -179,8 +186,10 @@ impl Jobs for JobsApi {
     ) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
         let same_machine = same_machine(&request);
-        let trace = trace::get(request.metadata());
-        let submitted = self.take_array(&who, request.into_inner(), same_machine, trace).await?;
+        let trace = trace::extract(request.metadata());
+        let submitted = self
+            .accept_array(&who, request.into_inner(), same_machine, trace)
+            .await?;
         Ok(Response::new(submitted.into()))
     }
 
@@ -188,20 +197,20 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let id = self.find(&who, request.into_inner().job_id).await?;
         let wanted = id.clone();
-        let look = move |state: &aitk_scheduler::State, now| {
-            // An array has no config of its own: its first member's is as good as any.
+        let query = move |state: &aitk_scheduler::State, now| {
+            // An array has no config of its own; use that of its first member.
             let first = state.members(&wanted).into_iter().next();
             state.job_view(now, &wanted).zip(first)
         };
-        let found = self.0.core.query(look).await?;
+        let found = self.0.scheduler.query(query).await?;
         let (mut view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
         let payload = match self.0.store.payload(&first).await {
-            // Everything else of the job can be shown; the job itself says what is wrong when it should run.
+            // The rest of the job can be shown; the job fails with a message when it should run.
             Err(StoreError::Unreadable { .. }) => None,
-            read => read.map_err(|error| store_failed(&error))?,
+            read => read.map_err(|error| store_status(&error))?,
         };
         if let Some(payload) = payload {
-            // One that an older version took in may be larger than an answer.
+            // A config accepted by an older version may be larger than an answer.
             let fits = payload.config_text.len() <= MAX_CONFIG_BYTES;
             view.config_text = fits.then(|| payload.config_text.to_string());
             view.config_format = fits.then(|| payload.config_format.to_string());
@@ -211,26 +220,26 @@ impl Jobs for JobsApi {
 
     async fn submission(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::SubmitRequest>, Status> {
         let who = caller(&request)?;
-        // It holds what stood in the environment of whoever submitted it: more than everybody who sees the job may know.
+        // It contains environment variables of the submitter, which not everyone who can see the job may read.
         let (id, line) = self
             .find_to_change(&who, "job.read", request.into_inner().job_id)
             .await?;
         let wanted = id.clone();
-        let look = move |state: &aitk_scheduler::State, now| {
+        let query = move |state: &aitk_scheduler::State, now| {
             let first = state.members(&wanted).into_iter().next();
             state.job_view(now, &wanted).zip(first)
         };
-        let found = self.0.core.query(look).await?;
+        let found = self.0.scheduler.query(query).await?;
         let (view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
         let payload = match self.0.store.payload(&first).await {
             Err(error @ StoreError::Unreadable { .. }) => {
                 return Err(Status::failed_precondition(format!("job {id} cannot be read: {error}")));
             }
-            read => read.map_err(|error| store_failed(&error))?,
+            read => read.map_err(|error| store_status(&error))?,
         };
         let payload = payload.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
         if view.owner != who.owner() {
-            self.0.access.note(*line);
+            self.0.access.record_audit(*line);
         }
         let submission = v1::SubmitRequest::from(Submission {
             config_text: payload.config_text.to_string(),
@@ -245,7 +254,7 @@ impl Jobs for JobsApi {
         });
         if encoded_len(&submission) > MAX_MESSAGE_BYTES {
             return Err(Status::failed_precondition(format!(
-                "job {id} is larger than an answer may be ({MAX_MESSAGE_BYTES} bytes)"
+                "job {id} is larger than the maximum answer ({MAX_MESSAGE_BYTES} bytes)"
             )));
         }
         Ok(Response::new(submission))
@@ -258,19 +267,19 @@ impl Jobs for JobsApi {
             "" => None,
             text => Some(self.find(&who, text.to_owned()).await?),
         };
-        let look = move |state: &aitk_scheduler::State, now| {
+        let query = move |state: &aitk_scheduler::State, now| {
             let mut bytes = 0;
             state.list(
                 now,
                 &listing,
-                |job| who.sees(&job.requirements.owner),
+                |job| who.can_see(&job.requirements.owner),
                 |view| {
-                    bytes += about(view);
+                    bytes += approximate_bytes(view);
                     bytes >= REPLY_BYTES
                 },
             )
         };
-        let page = self.0.core.query(look).await?;
+        let page = self.0.scheduler.query(query).await?;
         Ok(Response::new(v1::ListJobsReply {
             jobs: page.jobs.into_iter().map(Into::into).collect(),
             next_page_token: page.next.map(|place| place.to_string()).unwrap_or_default(),
@@ -311,7 +320,7 @@ impl Jobs for JobsApi {
         let wanted = id.clone();
         let forecast = self
             .0
-            .core
+            .scheduler
             .query(move |state, now| state.explain_job(now, &wanted))
             .await?;
         let mut forecast = forecast.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
@@ -322,17 +331,17 @@ impl Jobs for JobsApi {
     async fn fit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::ForecastReply>, Status> {
         let who = caller(&request)?;
         let mut submission = Submission::try_from(request.into_inner())?;
-        // Nothing is submitted: whose it would be only decides whose jobs are named in the answer.
+        // Nothing is submitted: the owner only decides whose jobs the answer may name.
         submission.owner = Some(who.owner());
         let bytes = size::of_shared(&submission) + submission.job_json.len();
-        let (asked, _) = self.asked(submission, bytes, wants_to_fit).await?;
+        let (parsed, _) = self.parse_submission(submission, bytes, parse_for_fit).await?;
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {
-            state.check_prerequisites(&asked.after, &asked.wants.owner, sees_all)?;
-            Ok(state.forecast_new_job(&asked.wants))
+            state.check_prerequisites(&parsed.after, &parsed.wants.owner, sees_all)?;
+            Ok(state.forecast_new_job(&parsed.wants))
         };
-        let forecast: Result<Forecast, Refusal> = self.0.core.query(forecast).await?;
-        let mut forecast = forecast.map_err(|refusal| refused(&refusal))?;
+        let forecast: Result<Forecast, Refusal> = self.0.scheduler.query(forecast).await?;
+        let mut forecast = forecast.map_err(|refusal| refusal_status(&refusal))?;
         forecast.devices.truncate(DEVICES_SHOWN);
         Ok(Response::new(forecast.into()))
     }
@@ -341,8 +350,8 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let v1::DrainWorkerRequest { worker, drain, now } = request.into_inner();
         let action = if drain { "worker.drain" } else { "worker.undrain" };
-        let line = who.line(self.0.clock.now(), action, &worker);
-        let drained = self.call(Box::new(line), |ticket| Event::DrainRequested {
+        let line = who.audit_line(self.0.clock.now(), action, &worker);
+        let drained = self.submit_event(Box::new(line), |ticket| Event::DrainRequested {
             ticket,
             worker,
             drain,
@@ -350,7 +359,9 @@ impl Jobs for JobsApi {
         });
         match drained.await? {
             Reply::Worker(view) => Ok(Response::new((*view).into())),
-            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 
@@ -364,11 +375,13 @@ impl Jobs for JobsApi {
     async fn forget_worker(&self, request: Request<v1::ForgetWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
         let who = caller(&request)?;
         let worker = request.into_inner().worker;
-        let line = who.line(self.0.clock.now(), "worker.forget", &worker);
+        let line = who.audit_line(self.0.clock.now(), "worker.forget", &worker);
         let forget = |ticket| Event::ForgetWorkerRequested { ticket, worker };
-        match self.call(Box::new(line), forget).await? {
+        match self.submit_event(Box::new(line), forget).await? {
             Reply::Worker(view) => Ok(Response::new((*view).into())),
-            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 
@@ -379,9 +392,9 @@ impl Jobs for JobsApi {
         let v1::EventsRequest { job_id, cursor, follow } = request.into_inner();
         let job = self.find(&who, job_id).await?;
         let sought = job.clone();
-        if self.0.core.query(move |state, _| state.is_array(&sought)).await? {
+        if self.0.scheduler.query(move |state, _| state.is_array(&sought)).await? {
             return Err(Status::invalid_argument(format!(
-                "{job} is an array, whose members have their events; ask for those of a member, such as {job}-0"
+                "{job} is an array, and only its members have events; ask for the events of a member, such as {job}-0"
             )));
         }
         let (follower, receiver) = mpsc::channel(WIRE_BUFFER);
@@ -389,7 +402,7 @@ impl Jobs for JobsApi {
         tokio::spawn(async move {
             let streamed = tokio::select! {
                 streamed = stream_events(&shared, &job, cursor, follow, &follower) => streamed,
-                () = shared.access.ended(&who) => Err(token_ended()),
+                () = shared.access.wait_until_invalid(&who) => Err(token_ended_status()),
             };
             if let Err(status) = streamed {
                 let _ = tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Err(status))).await;
@@ -403,7 +416,7 @@ impl Jobs for JobsApi {
         let v1::ArtifactsRequest { job_id, page_token } = request.into_inner();
         let job = self.find(&who, job_id).await?;
         let artifacts = self.artifacts_of(&job).await?;
-        let (artifacts, next_page_token) = page(artifacts, &page_token, 0)?;
+        let (artifacts, next_page_token) = paginate(artifacts, &page_token, 0)?;
         Ok(Response::new(v1::ArtifactsReply {
             job_id: job.to_string(),
             artifacts,
@@ -419,10 +432,10 @@ impl Jobs for JobsApi {
         let page_token = request.into_inner().page_token;
         let views = self
             .0
-            .core
-            .query(move |state, _| state.worker_views(|job| who.sees(&job.requirements.owner)))
+            .scheduler
+            .query(move |state, _| state.worker_views(|job| who.can_see(&job.requirements.owner)))
             .await?;
-        let (workers, next_page_token) = page(views, &page_token, 0)?;
+        let (workers, next_page_token) = paginate(views, &page_token, 0)?;
         Ok(Response::new(v1::ListWorkersReply {
             workers,
             next_page_token,
@@ -430,13 +443,13 @@ impl Jobs for JobsApi {
     }
 }
 
-/// Bytes of an answer after which it is full: what comes on top is far below the rest of a message.
+/// A page is full after this many bytes; the remaining row is far smaller than the rest of a message.
 const REPLY_BYTES: usize = 4 << 20;
 
-/// Devices of a forecast, the best first.
+/// Maximum devices in a forecast, best first.
 const DEVICES_SHOWN: usize = 1_000;
 
-/// What is to be listed, and the array as it was written.
+/// Converts a list request; also returns the array id as it was given.
 fn listing(request: v1::ListJobsRequest) -> Result<(String, ListQuery), Status> {
     let text = |text: String| Some(text).filter(|text| !text.is_empty());
     let owner = text(request.owner).map(|name| UserName::parse(&name)).transpose();
@@ -469,8 +482,8 @@ fn listing(request: v1::ListJobsRequest) -> Result<(String, ListQuery), Status> 
     Ok((request.array_id, listing))
 }
 
-/// Bytes of a job in an answer, about.
-fn about(view: &JobView) -> usize {
+/// Estimates the bytes of a job in an answer.
+fn approximate_bytes(view: &JobView) -> usize {
     let attempts = view
         .attempts
         .iter()
@@ -478,9 +491,13 @@ fn about(view: &JobView) -> usize {
     view.name.len() + view.reason.len() + 300 + attempts.sum::<usize>()
 }
 
-/// The rows after as many as the token says, until the answer is full or has `most` (0: any number); and the token of the next
-/// page.
-pub(super) fn page<T, W: From<T> + Message>(rows: Vec<T>, token: &str, most: u32) -> Result<(Vec<W>, String), Status> {
+/// Returns one page: the rows after the position in `token`, until the answer is full or has `most` rows (0: no
+/// limit), and the token of the next page.
+pub(super) fn paginate<T, W: From<T> + Message>(
+    rows: Vec<T>,
+    token: &str,
+    most: u32,
+) -> Result<(Vec<W>, String), Status> {
     let skip: usize = match token {
         "" => 0,
         token => token

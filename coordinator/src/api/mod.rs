@@ -1,4 +1,4 @@
-//! The gRPC services: convert, call, convert.
+//! The gRPC services: they convert between protobuf and domain types and call the rest of the crate.
 
 mod admin;
 mod arrays;
@@ -15,7 +15,7 @@ mod status;
 mod submission;
 mod workers;
 
-pub(crate) use auth::{Authenticator, peer};
+pub(crate) use auth::{Authenticator, peer_address};
 
 pub(crate) use shared::Shared;
 
@@ -26,7 +26,7 @@ use aitk_proto::v1::jobs_server::JobsServer;
 use aitk_proto::v1::workers_server::WorkersServer;
 use tonic::service::Routes;
 
-/// Every service behind the authenticator.
+/// Returns all services, each behind the authenticator.
 pub(crate) fn routes(shared: &Shared, authenticator: &Authenticator) -> Routes {
     let workers = WorkersServer::new(workers::WorkersApi(shared.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
@@ -40,8 +40,8 @@ pub(crate) fn routes(shared: &Shared, authenticator: &Authenticator) -> Routes {
     let admin = AdminServer::new(admin::AdminApi(shared.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
-    Routes::new(authenticator.guard(workers))
-        .add_service(authenticator.guard(admin))
-        .add_service(authenticator.guard(jobs))
-        .add_service(authenticator.guard(blobs))
+    Routes::new(authenticator.wrap(workers))
+        .add_service(authenticator.wrap(admin))
+        .add_service(authenticator.wrap(jobs))
+        .add_service(authenticator.wrap(blobs))
 }

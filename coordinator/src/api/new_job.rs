@@ -1,33 +1,33 @@
-//! From a submission to what the scheduler is told of it.
+//! Creates scheduler jobs from submissions.
 
 use crate::access::Identity;
-use crate::submit::Asked;
+use crate::submit::ParsedSubmission;
 use aitk_common::control::Submission;
 use aitk_common::id::JobId;
 use aitk_scheduler::{NewJob, Payload};
 use std::sync::Arc;
 
-/// What the core is told of a submission.
+/// Creates the scheduler's job from a parsed submission.
 pub(super) fn new_job(
     who: &Identity,
     id: JobId,
     seed: u64,
-    asked: Asked,
+    parsed: ParsedSubmission,
     submission: &Submission,
     payload: Payload,
 ) -> NewJob {
     NewJob {
         id,
         seed,
-        name: asked.named.name,
-        kind: asked.named.kind,
-        requirements: asked.wants,
-        after: asked.after,
+        name: parsed.title.name,
+        kind: parsed.title.kind,
+        requirements: parsed.wants,
+        after: parsed.after,
         sees_all: who.role.sees_all(),
-        not_before: asked.not_before,
-        trace: asked.trace,
+        not_before: parsed.not_before,
+        trace: parsed.trace,
         local: submission.local,
-        idempotency_key: submission.idempotency_key.as_ref().map(|key| who.key(key)),
+        idempotency_key: submission.idempotency_key.as_ref().map(|key| who.idempotency_key(key)),
         capped: !who.role.changes_all(),
         config_bytes: 0,
         payload: Arc::new(payload),

@@ -1,13 +1,13 @@
-//! What the services share.
+//! State that the services share.
 
 use crate::access::Access;
 use crate::assign::Assigner;
 use crate::clock::Clock;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
-use crate::runner::Core;
+use crate::runner::SchedulerHandle;
 use crate::scope::Scope;
-use crate::space::Space;
+use crate::space::DiskSpace;
 use crate::store::Store;
 use crate::transfers::{Transfers, UploadRate};
 use aitk_common::control::UnixMillis;
@@ -17,48 +17,48 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 
-/// What the services share.
+/// State that the services share.
 #[derive(Clone, Debug)]
 pub(crate) struct Shared {
-    pub(crate) core: Core,
+    pub(crate) scheduler: SchedulerHandle,
     pub(crate) clock: Clock,
     pub(crate) store: Arc<dyn Store>,
-    /// Tokens, and what their owners may do.
+    /// Authentication and audit log.
     pub(crate) access: Access,
     pub(crate) blobs: Arc<dyn BlobStore>,
-    /// Who may see which of them.
+    /// Which caller may see which blobs.
     pub(crate) scope: Scope,
-    /// What the collection of garbage must leave alone.
+    /// Blobs that garbage collection must keep.
     pub(crate) pins: Arc<Pins>,
     pub(crate) collector: Collector,
-    /// Scheme of the storage address.
+    /// Scheme of the storage URL.
     pub(crate) storage: String,
     pub(crate) started: UnixMillis,
     pub(crate) lease: Duration,
-    /// Failed tries that a job is granted which says nothing about them.
+    /// Default number of retries of a job.
     pub(crate) retries: u32,
-    /// Who signs certificates, if there is an authority.
+    /// Signs certificates, if there is a certificate authority.
     pub(crate) signer: Option<Arc<Signer>>,
-    /// Where blobs on their way through lie.
+    /// Folder for blobs that are being uploaded.
     pub(crate) transit: PathBuf,
-    /// Large submissions that are looked at, all users together.
+    /// Limits the large submissions that are parsed at once.
     pub(crate) parsing: Arc<Semaphore>,
-    /// Makes messages of what the core places.
+    /// Creates the assignment messages for workers.
     pub(crate) assigner: Assigner,
-    /// Blobs on their way in.
+    /// Limits concurrent uploads.
     pub(crate) uploads: Transfers,
-    /// How fast a user may send them.
+    /// Limits the upload rate of each user.
     pub(crate) upload_rate: UploadRate,
-    /// Blobs on their way out.
+    /// Limits concurrent downloads.
     pub(crate) downloads: Transfers,
-    /// Room for blobs.
-    pub(crate) space: Space,
-    /// Turns true when the coordinator shuts down: streams end.
+    /// Free disk space.
+    pub(crate) space: DiskSpace,
+    /// True when the coordinator shuts down: streams then end.
     pub(crate) stopping: watch::Receiver<bool>,
 }
 
 /// Waits until the coordinator shuts down.
-pub(super) async fn stopped(stopping: &mut watch::Receiver<bool>) {
-    // The sender lives as long as the server; should it be gone, that is a shutdown too.
+pub(super) async fn wait_for_shutdown(stopping: &mut watch::Receiver<bool>) {
+    // The sender lives as long as the server; a dropped sender is a shutdown too.
     let _ = stopping.wait_for(|stop| *stop).await;
 }

@@ -1,10 +1,10 @@
-//! What must hold before a submission is taken: that its caller may submit it, and that its inputs are there.
+//! Checks before a submission is accepted: that the caller may submit it and that its inputs exist.
 
 use super::jobs::JobsApi;
-use super::status::storage_failed;
+use super::status::storage_status;
 use crate::access::Identity;
 use crate::error_chain::error_chain;
-use crate::garbage::{Held, Unfit, present};
+use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
 use crate::scope::BlobReference;
 use crate::store::AuditLine;
 use aitk_common::control::Submission;
@@ -16,8 +16,8 @@ use std::collections::BTreeSet;
 use tonic::{Code, Status};
 
 impl JobsApi {
-    /// In whose name a job is submitted, and that it may be submitted so.
-    pub(super) fn owner(
+    /// Returns the owner of a submitted job, and checks that the caller may submit it so.
+    pub(super) fn check_owner(
         &self,
         who: &Identity,
         submission: &Submission,
@@ -40,46 +40,46 @@ impl JobsApi {
         } else {
             return Ok(owner);
         };
-        let mut line = who.line(self.0.clock.now(), "job.submit", "");
+        let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
         (line.done, line.detail) = (false, refusal.message().to_owned());
-        self.0.access.note(line);
+        self.0.access.record_audit(line);
         Err(refusal)
     }
 
-    /// Notes that a job was refused which no client sends: somebody made it by hand.
-    pub(super) fn refuse_job(&self, who: &Identity, refusal: Status) -> Status {
+    /// Records an invalid job in the audit log: no regular client sends one.
+    pub(super) fn audit_refused_job(&self, who: &Identity, refusal: Status) -> Status {
         if refusal.code() == Code::InvalidArgument {
-            let mut line = who.line(self.0.clock.now(), "job.submit", "");
+            let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
             (line.done, line.detail) = (false, AuditLine::quote(refusal.message()));
-            self.0.access.note(line);
+            self.0.access.record_audit(line);
         }
         refusal
     }
 
-    /// Every input is in storage, and stays until the job is stored.
-    pub(super) async fn inputs_present(&self, who: &Identity, submission: &Submission) -> Result<Vec<Held>, Status> {
-        let reach = self.0.scope.may_name(who).await?;
+    /// Checks that every input is in storage. The returned guards keep the inputs until the job is stored.
+    pub(super) async fn pin_inputs(&self, who: &Identity, submission: &Submission) -> Result<Vec<PinGuard>, Status> {
+        let visible = self.0.scope.referable_blobs(who).await?;
         let mut all = Vec::new();
-        let mut looked: BTreeSet<ContentHash> = BTreeSet::new();
+        let mut checked: BTreeSet<ContentHash> = BTreeSet::new();
         for (path, snapshot) in &submission.inputs {
-            // One that is there under several paths is looked for once.
-            if !looked.insert(*snapshot) {
+            // A snapshot used under several paths is checked once.
+            if !checked.insert(*snapshot) {
                 continue;
             }
-            let named = BlobReference::Snapshot(*snapshot);
-            let missing = match present(&self.0.pins, self.0.blobs.as_ref(), named, &reach).await {
+            let reference = BlobReference::Snapshot(*snapshot);
+            let missing = match pin_and_check(&self.0.pins, self.0.blobs.as_ref(), reference, &visible).await {
                 Ok(held) => {
                     all.extend(held);
                     continue;
                 }
-                // What others sent is as if it were not there.
-                Err(Unfit::Foreign(hash)) => {
-                    let mut line = who.line(self.0.clock.now(), "job.submit", &hash.to_hex());
+                // Blobs that others uploaded are reported as missing.
+                Err(UnusableReference::NotVisible(hash)) => {
+                    let mut line = who.audit_line(self.0.clock.now(), "job.submit", &hash.to_hex());
                     (line.done, line.detail) = (false, "an input that this user has not sent".into());
-                    self.0.access.note(line);
+                    self.0.access.record_audit(line);
                     StorageError::NotFound { hash }
                 }
-                Err(Unfit::Storage(error)) => error,
+                Err(UnusableReference::Storage(error)) => error,
             };
             match missing {
                 StorageError::NotFound { hash } if hash == *snapshot => {
@@ -98,7 +98,7 @@ impl JobsApi {
                         error_chain(&error)
                     )));
                 }
-                error => return Err(storage_failed(&error)),
+                error => return Err(storage_status(&error)),
             }
         }
         Ok(all)

@@ -1,13 +1,13 @@
-//! Sessions of workers.
+//! The workers service: sessions, joining and renewal.
 
 use super::auth::{caller, protocol_mismatch, same_machine};
 use super::enrol;
-use super::shared::{Shared, stopped};
-use super::status::{access_failed, token_ended};
+use super::shared::{Shared, wait_for_shutdown};
+use super::status::{access_status, token_ended_status};
 use crate::access::Identity;
 use crate::assign::{Outgoing, Unsendable, Work};
 use crate::error_chain::error_chain;
-use crate::garbage::{Held, Unfit, present};
+use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
 use crate::scope::BlobReference;
 use crate::scope::ScopeError;
 use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
@@ -22,18 +22,18 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-/// How long a fresh connection may take to register.
+/// How long a new session may take to register.
 const REGISTER_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a worker may take to make room for one message.
+/// How long sending one message to a worker may take.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// Messages between us and the socket: a few, what waits longer waits in the core's outbox.
+/// Messages buffered for the socket: a few; the rest waits in the scheduler's outbox.
 const WIRE_BUFFER: usize = 16;
-/// How long storage may take to say whether a blob is there. Longer than its own trouble usually lasts: a checkpoint is
-/// rather committed late than not at all.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(300);
-/// Requests that wait for storage: a few per device of a big machine. Beats do not wait behind them; a worker that sends
-/// more at once is read more slowly.
-const REQUESTS: usize = 256;
+/// How long the storage may take to report whether a blob exists. Longer than a usual outage: a late commit of a
+/// checkpoint is better than none.
+const STORAGE_CHECK_TIMEOUT: Duration = Duration::from_secs(300);
+/// Requests that wait for storage: a few per device of a big machine. Heartbeats do not wait behind them; a worker
+/// that sends more at once is read more slowly.
+const REQUEST_QUEUE: usize = 256;
 
 type Wire = mpsc::Sender<Result<v1::CoordinatorMessage, Status>>;
 
@@ -71,36 +71,37 @@ impl Workers for WorkersApi {
     }
 }
 
-/// A worker that is here with an administrator's token is nobody's yet. While it is, or has work that has not ended, no worker's
-/// token takes its place: with it would come the inputs and the checkpoints of that work.
-async fn not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) -> Result<(), Status> {
+/// Checks that a worker id without an owner is not in use. A worker connected with an administrator's token has no
+/// owner; while it is connected or has unfinished work, another worker's token must not take over its id, because that
+/// would give access to the inputs and checkpoints of that work.
+async fn check_not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) -> Result<(), Status> {
     if who.role != Role::Worker || shared.access.owner_of(worker).await.is_some() {
         return Ok(());
     }
     let wanted = worker.clone();
-    if !shared.core.query(move |state, _| state.is_in_use(&wanted)).await? {
+    if !shared.scheduler.query(move |state, _| state.is_in_use(&wanted)).await? {
         return Ok(());
     }
-    let mut line = who.line(shared.clock.now(), "worker.join", worker.as_str());
-    (line.done, line.detail) = (false, "it is at work with an administrator's token".into());
-    shared.access.note(line);
+    let mut line = who.audit_line(shared.clock.now(), "worker.join", worker.as_str());
+    (line.done, line.detail) = (false, "it is in use with an administrator's token".into());
+    shared.access.record_audit(line);
     Err(Status::unavailable(format!(
-        "worker {worker} is connected with an administrator's token, or was and has work that has not ended; end that first, then \
-         this one gets its place, or give it a data folder of its own"
+        "worker {worker} is connected with an administrator's token, or was and has unfinished work; end that work first, or start \
+         this worker with a data folder of its own"
     )))
 }
 
-/// A request on its way to the core.
+/// A request that waits to be handed to the scheduler.
 struct Pending {
     event: Event,
-    /// What must be in storage first.
-    needs: Option<Need>,
+    /// A blob that must be in storage first.
+    required: Option<RequiredBlob>,
 }
 
-/// What must be in storage before a request is looked at.
-struct Need {
-    named: BlobReference,
-    /// Refused when it is not.
+/// A blob that must be in storage before a request is handled.
+struct RequiredBlob {
+    reference: BlobReference,
+    /// Request to refuse when it is missing.
     request: u64,
     held: HeldAttempt,
 }
@@ -113,7 +114,7 @@ struct Session<'a> {
 }
 
 impl Session<'_> {
-    /// From the first message to the end of the stream.
+    /// Runs the session from the first message to the end of the stream.
     async fn run(
         shared: Shared,
         mut messages: Streaming<v1::WorkerMessage>,
@@ -134,37 +135,41 @@ impl Session<'_> {
             return Err(protocol_mismatch(&registration.protocol.to_string()));
         }
         if registration.name.trim().is_empty() {
-            return Err(Status::invalid_argument("name: a worker needs one"));
+            return Err(Status::invalid_argument("name: empty; a worker must have a name"));
         }
         let fresh_id = WorkerId::new(format!("w{}", uuid::Uuid::new_v4().simple()));
-        enrol::takes_its_place(&shared, &who, &mut registration)?;
+        enrol::apply_certificate_identity(&shared, &who, &mut registration)?;
         let worker = registration.worker.as_ref().unwrap_or(&fresh_id);
-        not_in_use(&shared, &who, worker).await?;
+        check_not_in_use(&shared, &who, worker).await?;
         shared
             .access
-            .claim(&who, worker)
+            .claim_worker(&who, worker)
             .await
-            .map_err(|error| access_failed(&error))?;
-        let (id, mut outbox) = shared.core.open_session().await?;
+            .map_err(|error| access_status(&error))?;
+        let (id, mut outbox) = shared.scheduler.open_session().await?;
         tracing::info!(name = %registration.name, host = %registration.host, session = id.0, "a worker registers");
         let session = Session { shared, who, id, wire };
         let registered = Event::WorkerRegistered {
             session: id,
             fresh_id,
-            // Jobs that run in place are for whoever has the server's own token.
+            // Jobs that run in place require an administrator's token.
             same_machine: same_machine && session.who.role == Role::Admin,
             registration,
         };
-        session.shared.core.event(registered).await?;
-        let (requests, mut waiting) = mpsc::channel(REQUESTS);
-        // Side by side: storage that hangs must not cost the worker its leases.
+        session.shared.scheduler.event(registered).await?;
+        let (requests, mut waiting) = mpsc::channel(REQUEST_QUEUE);
+        // Concurrently: slow storage must not cost the worker its leases.
         let result = tokio::select! {
             result = session.serve(&mut messages, &mut outbox, &requests) => result,
-            result = session.judge(&mut waiting) => result,
-            () = session.shared.access.ended(&session.who) => Err(token_ended()),
+            result = session.handle_requests(&mut waiting) => result,
+            () = session.shared.access.wait_until_invalid(&session.who) => Err(token_ended_status()),
         };
-        // Whatever ended it, the core hears of it, once.
-        session.shared.core.event(Event::SessionClosed { session: id }).await?;
+        // The scheduler is told once, whatever ended the session.
+        session
+            .shared
+            .scheduler
+            .event(Event::SessionClosed { session: id })
+            .await?;
         result
     }
 
@@ -181,24 +186,24 @@ impl Session<'_> {
                     Err(_) => return Err(Status::deadline_exceeded("the worker was silent for a whole lease")),
                     Ok(Err(status)) => return Err(status),
                     Ok(Ok(None)) => return Ok(()),
-                    Ok(Ok(Some(message))) => self.take(message, requests).await?,
+                    Ok(Ok(Some(message))) => self.handle_message(message, requests).await?,
                 },
                 message = outbox.recv() => match message {
                     None => return Ok(()),
-                    Some(Outgoing::Message(message)) => self.give(message).await?,
+                    Some(Outgoing::Message(message)) => self.send_to_worker(message).await?,
                     Some(Outgoing::Work(work)) => self.assign(*work).await?,
                     Some(Outgoing::ForeignReport(attempt)) => self.audit_foreign_report(attempt),
                 },
-                () = stopped(&mut stopping) => {
-                    return self.give(ToWorker::GoingAway { reason: "the coordinator shuts down".into(), retry: true }).await;
+                () = wait_for_shutdown(&mut stopping) => {
+                    return self.send_to_worker(ToWorker::GoingAway { reason: "the coordinator shuts down".into(), retry: true }).await;
                 }
             }
         }
     }
 
-    async fn give(&self, mut message: ToWorker) -> Result<(), Status> {
+    async fn send_to_worker(&self, mut message: ToWorker) -> Result<(), Status> {
         if let ToWorker::Welcome { storage_url, .. } = &mut message
-            && self.shared.scope.keeps_bucket_from(&self.who)
+            && self.shared.scope.hides_storage_url_from(&self.who)
         {
             *storage_url = None;
         }
@@ -207,15 +212,16 @@ impl Session<'_> {
 
     /// Writes to the audit log that the worker reported on an attempt of another worker.
     fn audit_foreign_report(&self, attempt: Option<AttemptId>) {
-        let mut line = self.who.line(self.shared.clock.now(), "worker.report", "");
+        let mut line = self.who.audit_line(self.shared.clock.now(), "worker.report", "");
         (line.done, line.detail) = (false, "on the attempt of another worker".into());
         if let Some(attempt) = attempt {
             line.object = attempt.to_string();
         }
-        self.shared.access.note(line);
+        self.shared.access.record_audit(line);
     }
 
-    /// Gives work to the worker; or tells the core why that cannot be done. The session goes on either way.
+    /// Sends an assignment to the worker, or reports to the scheduler why that is impossible. The session continues
+    /// either way.
     async fn assign(&self, work: Work) -> Result<(), Status> {
         let (job, held) = (work.placed.job.clone(), work.placed.held.clone());
         match self.shared.assigner.message(work).await {
@@ -228,7 +234,7 @@ impl Session<'_> {
                     reason,
                     transient,
                 };
-                Ok(self.shared.core.event(failed).await?)
+                Ok(self.shared.scheduler.event(failed).await?)
             }
         }
     }
@@ -241,16 +247,20 @@ impl Session<'_> {
         }
     }
 
-    async fn take(&self, message: v1::WorkerMessage, requests: &mpsc::Sender<Pending>) -> Result<(), Status> {
+    async fn handle_message(&self, message: v1::WorkerMessage, requests: &mpsc::Sender<Pending>) -> Result<(), Status> {
         let session = self.id;
-        let (event, needs) = match ToCoordinator::try_from(message)? {
+        let (event, required) = match ToCoordinator::try_from(message)? {
             ToCoordinator::Register(_) => {
                 return Err(Status::invalid_argument(
                     "a session registers once, in its first message",
                 ));
             }
             ToCoordinator::Beat { running } => {
-                return Ok(self.shared.core.event(Event::Heartbeat { session, running }).await?);
+                return Ok(self
+                    .shared
+                    .scheduler
+                    .event(Event::Heartbeat { session, running })
+                    .await?);
             }
             ToCoordinator::Event {
                 held,
@@ -265,18 +275,22 @@ impl Session<'_> {
                     time,
                     report,
                 };
-                return Ok(self.shared.core.event(event).await?);
+                return Ok(self.shared.scheduler.event(event).await?);
             }
             ToCoordinator::GoingAway { reason } => {
-                return Ok(self.shared.core.event(Event::WorkerLeaving { session, reason }).await?);
+                return Ok(self
+                    .shared
+                    .scheduler
+                    .event(Event::WorkerLeaving { session, reason })
+                    .await?);
             }
             ToCoordinator::ArtifactReady {
                 request,
                 held,
                 artifact,
             } => {
-                let needs = artifact.hash.map(|hash| Need {
-                    named: BlobReference::Blob(hash),
+                let required = artifact.hash.map(|hash| RequiredBlob {
+                    reference: BlobReference::Blob(hash),
                     request,
                     held: held.clone(),
                 });
@@ -287,7 +301,7 @@ impl Session<'_> {
                         held,
                         artifact,
                     },
-                    needs,
+                    required,
                 )
             }
             ToCoordinator::ArtifactRemoved { request, held, name } => (
@@ -305,8 +319,8 @@ impl Session<'_> {
                 manifest,
                 step,
             } => {
-                let needs = Need {
-                    named: BlobReference::Checkpoint(manifest),
+                let required = RequiredBlob {
+                    reference: BlobReference::Checkpoint(manifest),
                     request,
                     held: held.clone(),
                 };
@@ -318,7 +332,7 @@ impl Session<'_> {
                         manifest,
                         step,
                     },
-                    Some(needs),
+                    Some(required),
                 )
             }
             ToCoordinator::Finished { request, held, outcome } => (
@@ -332,35 +346,40 @@ impl Session<'_> {
             ),
         };
         requests
-            .send(Pending { event, needs })
+            .send(Pending { event, required })
             .await
             .map_err(|_| Status::internal("the session does not take requests any more"))
     }
 
-    /// Requests one after another, in the order they came: a file announced before the end counts.
-    async fn judge(&self, waiting: &mut mpsc::Receiver<Pending>) -> Result<(), Status> {
-        while let Some(Pending { event, needs }) = waiting.recv().await {
-            let Some(Need { named, request, held }) = needs else {
-                self.shared.core.event(event).await?;
+    /// Handles requests in order: a file announced before the end of the attempt counts.
+    async fn handle_requests(&self, waiting: &mut mpsc::Receiver<Pending>) -> Result<(), Status> {
+        while let Some(Pending { event, required }) = waiting.recv().await {
+            let Some(RequiredBlob {
+                reference,
+                request,
+                held,
+            }) = required
+            else {
+                self.shared.scheduler.event(event).await?;
                 continue;
             };
-            match self.present(named).await {
-                // Of an attempt that ended the core says so. Once it has, it never runs again.
-                Err(_) if !self.is_current(held).await? => self.shared.core.event(event).await?,
+            match self.pin_reference(reference).await {
+                // For an attempt that is not current, the scheduler answers. It never becomes current again.
+                Err(_) if !self.is_current(held).await? => self.shared.scheduler.event(event).await?,
                 Err(message) => {
                     let verdict = Verdict::Refused;
-                    self.give(ToWorker::Answer {
+                    self.send_to_worker(ToWorker::Answer {
                         request,
                         verdict,
                         message,
                     })
                     .await?;
                 }
-                Ok(_held) => {
-                    self.shared.core.event(event).await?;
-                    // Held until the pointer is stored: from then on it is what keeps the blobs.
-                    self.shared.core.stored().await?;
-                    self.shared.scope.named(&self.who);
+                Ok(_pin_guard) => {
+                    self.shared.scheduler.event(event).await?;
+                    // Pinned until the pointer is stored; from then on, the pointer keeps the blobs.
+                    self.shared.scheduler.wait_until_stored().await?;
+                    self.shared.scope.reset_allowance(&self.who);
                 }
             }
         }
@@ -369,33 +388,41 @@ impl Session<'_> {
 
     async fn is_current(&self, held: HeldAttempt) -> Result<bool, Status> {
         let session = self.id;
-        let look = move |state: &State, _| state.is_current(session, &held);
-        Ok(self.shared.core.query(look).await?)
+        let query = move |state: &State, _| state.is_current(session, &held);
+        Ok(self.shared.scheduler.query(query).await?)
     }
 
-    /// Makes sure that something is in storage, so that no pointer ever leads to nothing; or says why it is refused.
-    async fn present(&self, named: BlobReference) -> Result<Vec<Held>, String> {
-        let look = async {
-            let reach = self.shared.scope.may_name(&self.who).await?;
+    /// Pins a reference and checks that all its blobs are in storage; otherwise returns the reason for the refusal.
+    async fn pin_reference(&self, reference: BlobReference) -> Result<Vec<PinGuard>, String> {
+        let checking = async {
+            let visible = self.shared.scope.referable_blobs(&self.who).await?;
             let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
-            Ok::<_, ScopeError>(present(pins, blobs, named, &reach).await)
+            Ok::<_, ScopeError>(pin_and_check(pins, blobs, reference, &visible).await)
         };
-        let looked = tokio::time::timeout(LOOK_TIMEOUT, look).await;
+        let checked = tokio::time::timeout(STORAGE_CHECK_TIMEOUT, checking).await;
         let absent = |hash| format!("blob {hash} is not in storage; upload it first");
-        let message = match looked {
+        let message = match checked {
             Ok(Ok(Ok(held))) => return Ok(held),
-            Ok(Ok(Err(Unfit::Storage(StorageError::NotFound { hash })))) => absent(hash),
-            Ok(Ok(Err(Unfit::Foreign(hash)))) => {
-                let mut line = self.who.line(self.shared.clock.now(), "blob.name", &hash.to_hex());
+            Ok(Ok(Err(UnusableReference::Storage(StorageError::NotFound { hash })))) => absent(hash),
+            Ok(Ok(Err(UnusableReference::NotVisible(hash)))) => {
+                let mut line = self
+                    .who
+                    .audit_line(self.shared.clock.now(), "blob.name", &hash.to_hex());
                 (line.done, line.detail) = (false, "this worker neither sent it nor needs it".into());
-                self.shared.access.note(line);
+                self.shared.access.record_audit(line);
                 absent(hash)
             }
-            Ok(Ok(Err(Unfit::Storage(error)))) => {
-                format!("storage does not say whether {named} is there: {}", error_chain(&error))
+            Ok(Ok(Err(UnusableReference::Storage(error)))) => {
+                format!(
+                    "cannot check whether {reference} is in storage: {}",
+                    error_chain(&error)
+                )
             }
-            Ok(Err(error)) => format!("it is not known whether {named} is there: {}", error_chain(&error)),
-            Err(_) => format!("storage took too long to say whether {named} is there"),
+            Ok(Err(error)) => format!(
+                "cannot find out whether this worker may use {reference}: {}",
+                error_chain(&error)
+            ),
+            Err(_) => format!("storage took too long to check {reference}"),
         };
         tracing::warn!(session = self.id.0, message, "refused a request");
         Err(message)

@@ -1,6 +1,6 @@
-//! Passes calls on to the coordinator that leads, as they are, with the address they came from.
+//! Forwards calls to the leading coordinator unchanged, with the client's address.
 
-use crate::api::peer;
+use crate::api::peer_address;
 use crate::connection_limiter::ConnectionLimiter;
 use aitk_proto::{FORWARDED_HEADER, LEADER_HEADER, PROOF_HEADER};
 use std::convert::Infallible;
@@ -12,16 +12,16 @@ use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Service, http};
 use tonic::transport::Channel;
 
-/// The leader, as whoever stands by sees it.
+/// The leader as a standby coordinator knows it.
 pub(super) struct Upstream {
     pub(super) epoch: u64,
     pub(super) address: String,
-    /// Makes it believe what we say of where a call came from.
+    /// Proves to the leader that the forwarded client address is genuine.
     pub(super) proof: String,
     pub(super) channel: Channel,
 }
 
-/// The service of a coordinator that stands by.
+/// The service of a standby coordinator.
 #[derive(Clone)]
 pub(super) struct Forward {
     leader: watch::Receiver<Option<Arc<Upstream>>>,
@@ -33,30 +33,35 @@ impl Forward {
         Self { leader, limiter }
     }
 
-    /// What is answered here; or the leader, and the call as it will see it.
+    /// Returns the leader and the call to forward, or the status to answer directly.
     fn prepare(&self, mut request: http::Request<Body>) -> Result<(Arc<Upstream>, http::Request<Body>), Status> {
         let leader = self.leader.borrow().clone();
         let Some(leader) = leader else {
-            return Err(away(
+            return Err(unavailable_with_leader(
                 "no coordinator leads at the moment; another one takes over within seconds, try again",
                 "none",
             ));
         };
-        // A worker's session is long and busy, and its certificate ends here: the worker knows all addresses and goes there.
+        // Worker calls are not forwarded: their certificates end at this connection. The worker knows all addresses
+        // and connects to the leader.
         let is_worker =
             request.uri().path().starts_with("/aitk.v1.Workers/") || !request.headers().contains_key("authorization");
         if is_worker {
             let text = format!("this coordinator stands by; {} leads", leader.address);
-            return Err(away(&text, &leader.address));
+            return Err(unavailable_with_leader(&text, &leader.address));
         }
-        // Whoever passed it on to us sees another leader than we do. One of us will know better in a second.
+        // The other coordinator considers us the leader, which we are not. One of us learns the leader within a
+        // second.
         if request.headers().contains_key(FORWARDED_HEADER) {
-            return Err(away("this coordinator leads no more; try again", &leader.address));
+            return Err(unavailable_with_leader(
+                "this coordinator does not lead any more; try again",
+                &leader.address,
+            ));
         }
-        let from = peer(&request).map(|from| from.to_string()).unwrap_or_default();
+        let from = peer_address(&request).map(|from| from.to_string()).unwrap_or_default();
         let headers = request.headers_mut();
         let (Ok(from), Ok(proof)) = (from.parse(), leader.proof.parse::<http::HeaderValue>()) else {
-            return Err(Status::internal("a call cannot be passed on"));
+            return Err(Status::internal("cannot forward the call to the leader"));
         };
         headers.insert(FORWARDED_HEADER, from);
         let mut proof = proof;
@@ -66,8 +71,8 @@ impl Forward {
     }
 }
 
-/// "Try another one."
-fn away(text: &str, leader: &str) -> Status {
+/// Status that tells the client to try another coordinator.
+fn unavailable_with_leader(text: &str, leader: &str) -> Status {
     let mut status = Status::unavailable(text);
     if let Ok(leader) = leader.parse() {
         status.metadata_mut().insert(LEADER_HEADER, leader);
@@ -85,7 +90,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
     }
 
     fn call(&mut self, request: http::Request<axum::body::Body>) -> Self::Future {
-        let (from, limiter) = (peer(&request), self.limiter.clone());
+        let (from, limiter) = (peer_address(&request), self.limiter.clone());
         let prepared = self.prepare(request.map(Body::new));
         Box::pin(async move {
             let (leader, request) = match prepared {
@@ -98,19 +103,19 @@ impl Service<http::Request<axum::body::Body>> for Forward {
                 channel.call(request).await
             }
             .await;
-            // Whether the token was a good one only the leader knows; what it refuses outright has its status in the head.
+            // Only the leader knows whether the token is valid; a refusal has `grpc-status` in its headers.
             if let (Ok(answer), Some(from)) = (&answer, from)
                 && !answer.headers().contains_key("grpc-status")
             {
-                limiter.known(from);
+                limiter.mark_authenticated(from);
             }
             Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
-                tracing::debug!(error = %crate::error_chain::error_chain(&error), leader = leader.address, "a call could not be passed on");
+                tracing::debug!(error = %crate::error_chain::error_chain(&error), leader = leader.address, "cannot forward a call to the leader");
                 let text = format!(
                     "the leading coordinator {} does not answer; another one takes over within seconds, try again",
                     leader.address
                 );
-                away(&text, "none").into_http()
+                unavailable_with_leader(&text, "none").into_http()
             }))
         })
     }

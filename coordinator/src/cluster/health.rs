@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics` of a coordinator that stands by.
+//! `/healthz`, `/readyz` and `/metrics` of a standby coordinator.
 
 use super::forward::Upstream;
 use crate::metrics::OPENMETRICS;
@@ -11,25 +11,25 @@ use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-type Seen = watch::Receiver<Option<Arc<Upstream>>>;
+type LeaderReceiver = watch::Receiver<Option<Arc<Upstream>>>;
 
-/// Answers until `ended` turns true.
-pub(super) async fn serve(listener: TcpListener, leader: Seen, mut ended: watch::Receiver<bool>) {
+/// Serves until `ended` turns true.
+pub(super) async fn serve(listener: TcpListener, leader: LeaderReceiver, mut ended: watch::Receiver<bool>) {
     let router = Router::new()
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
         .with_state(leader);
-    let over = async move {
+    let shutdown = async move {
         let _ = ended.wait_for(|ended| *ended).await;
     };
-    if let Err(error) = axum::serve(listener, router).with_graceful_shutdown(over).await {
+    if let Err(error) = axum::serve(listener, router).with_graceful_shutdown(shutdown).await {
         tracing::error!(%error, "metrics are not served any more");
     }
 }
 
-/// Ready when calls can be passed on.
-async fn ready(State(leader): State<Seen>) -> Response {
+/// Ready when calls can be forwarded.
+async fn ready(State(leader): State<LeaderReceiver>) -> Response {
     match &*leader.borrow() {
         Some(upstream) => format!("standing by; {} leads\n", upstream.address).into_response(),
         None => (StatusCode::SERVICE_UNAVAILABLE, "standing by; no coordinator leads\n").into_response(),

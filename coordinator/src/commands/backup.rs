@@ -1,14 +1,14 @@
 //! `backup` and `restore`.
 
-use super::console::{default_data_dir, say};
+use super::console::{default_data_dir, print_line};
 use aitk_coordinator::DatabaseUrl;
 use clap::Args;
 use std::path::PathBuf;
 
-/// Which store, and which file.
+/// Store and file of a backup.
 #[derive(Debug, Args)]
 pub(crate) struct CopyArgs {
-    /// The backup.
+    /// The backup file.
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Data folder of the coordinator.
@@ -24,7 +24,7 @@ impl CopyArgs {
         self.data_dir.clone().map_or_else(default_data_dir, Ok)
     }
 
-    /// Parsed here: a message about an argument would repeat it, with its password.
+    /// Parsed here instead of by clap, whose error message would repeat the password.
     fn database(&self) -> anyhow::Result<Option<DatabaseUrl>> {
         Ok(self.database.as_deref().map(str::parse).transpose()?)
     }
@@ -32,7 +32,7 @@ impl CopyArgs {
 
 pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
     let tally = aitk_coordinator::backup(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
-    say(&format!(
+    print_line(&format!(
         "{}: {} jobs, {} rows; blobs are not part of it",
         args.file.display(),
         tally.jobs,
@@ -42,6 +42,6 @@ pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
 
 pub(super) async fn restore(args: CopyArgs) -> anyhow::Result<()> {
     let tally = aitk_coordinator::restore(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
-    say(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
-    say("jobs that were running wait for a worker again, from their last checkpoint of then")
+    print_line(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
+    print_line("jobs that were running wait for a worker again and resume from their last checkpoint in the backup")
 }

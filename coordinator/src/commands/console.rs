@@ -1,9 +1,9 @@
-//! What the commands have in common: where a coordinator's data lies, and how they answer.
+//! Helpers of all commands: the default data folder and output.
 
 use anyhow::Context;
 use std::path::PathBuf;
 
-/// Where a coordinator keeps its things when it is not told.
+/// Returns the default data folder.
 pub(crate) fn default_data_dir() -> anyhow::Result<PathBuf> {
     let absolute = |name: &str| {
         std::env::var_os(name)
@@ -15,13 +15,13 @@ pub(crate) fn default_data_dir() -> anyhow::Result<PathBuf> {
     Ok(base.join("aitk/coordinator"))
 }
 
-/// One line of the answer to a command.
-pub(super) fn say(line: &str) -> anyhow::Result<()> {
+/// Prints one line to standard output.
+pub(super) fn print_line(line: &str) -> anyhow::Result<()> {
     use std::io::Write;
     writeln!(std::io::stdout(), "{line}").context("cannot write the answer")
 }
 
-/// A time as RFC 3339 has it, in seconds.
+/// Formats a time as RFC 3339, in seconds.
 pub(super) fn date(millis: u64) -> String {
     let time = i64::try_from(millis)
         .ok()

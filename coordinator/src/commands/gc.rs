@@ -1,11 +1,11 @@
-//! `gc`: have the object storage looked through now.
+//! `gc`: collects garbage in the object storage now.
 
-use super::console::say;
-use super::remote::{RemoteArgs, refused};
+use super::console::print_line;
+use super::remote::{RemoteArgs, call_error};
 use aitk_proto::v1::CollectGarbageRequest;
 use clap::Args;
 
-/// What to remove.
+/// Arguments of `gc`.
 #[derive(Debug, Args)]
 pub(crate) struct GcArgs {
     /// Only count what would be removed.
@@ -22,19 +22,22 @@ pub(super) async fn gc(args: GcArgs) -> anyhow::Result<()> {
         .admin
         .collect_garbage(request)
         .await
-        .map_err(|status| refused(&status))?
+        .map_err(|status| call_error(&status))?
         .into_inner();
     let gib = done.removed_bytes as f64 / f64::from(1 << 30);
     let verb = if args.dry_run { "would be removed" } else { "removed" };
-    say(&format!(
-        "{} of {} blobs {verb} ({gib:.2} GiB); {} are needed, {} are too young to say",
+    print_line(&format!(
+        "{} of {} blobs {verb} ({gib:.2} GiB); {} are needed, {} are too new to be removed",
         done.removed,
         done.blobs,
         done.needed,
         done.blobs.saturating_sub(done.needed).saturating_sub(done.removed),
     ))?;
     if done.jobs_forgotten > 0 {
-        say(&format!("{} ended jobs were forgotten", done.jobs_forgotten))?;
+        print_line(&format!(
+            "{} ended jobs were removed from the database",
+            done.jobs_forgotten
+        ))?;
     }
     Ok(())
 }

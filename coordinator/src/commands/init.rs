@@ -1,19 +1,19 @@
-//! `init`: a certificate authority for a network of one's own.
+//! `init`: creates a certificate authority for a private network.
 
-use super::console::{default_data_dir, say};
+use super::console::{default_data_dir, print_line};
 use aitk_coordinator::{ca_folder, init};
 use anyhow::Context;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What the authority is for.
+/// Arguments of `init`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   aitk-coordinator init --hostname gpu.lab
   aitk-coordinator init --data-dir /var/lib/aitk --hostname gpu.lab --hostname 203.0.113.7")]
 pub(crate) struct InitArgs {
-    /// A name or address under which workers and users reach the coordinator. May be repeated. The machine's own name and
-    /// addresses need not be said.
+    /// A name or address under which workers and users reach the coordinator. May be repeated. The machine's own names
+    /// and addresses are always included.
     #[arg(long = "hostname", value_name = "NAME")]
     hostnames: Vec<String>,
     /// Data folder of the coordinator. Default: as for the coordinator itself.
@@ -23,16 +23,18 @@ pub(crate) struct InitArgs {
 
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let data_dir = args.data_dir.clone().map_or_else(default_data_dir, Ok)?;
-    let made = init(&data_dir, &args.hostnames).context("no certificate authority was made")?;
+    let outcome = init(&data_dir, &args.hostnames).context("cannot create the certificate authority")?;
     let folder = ca_folder(&data_dir);
-    if !made.new {
-        say(&format!(
-            "{} is there already (SHA-256 {}); nothing was changed",
+    if !outcome.created {
+        print_line(&format!(
+            "{} exists already (SHA-256 {}); nothing was changed",
             folder.display(),
-            made.hash
+            outcome.hash
         ))?;
         if !args.hostnames.is_empty() {
-            eprintln!("names are added at the start now: aitk-coordinator --hostname NAME");
+            eprintln!(
+                "the authority exists; give additional names when you start the coordinator: aitk-coordinator --hostname NAME"
+            );
         }
         return Ok(());
     }
@@ -41,9 +43,9 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
         None => String::new(),
     };
     let host = args.hostnames.first().map_or("THIS-HOST", String::as_str);
-    say(&format!("{} (SHA-256 {})", folder.display(), made.hash))?;
+    print_line(&format!("{} (SHA-256 {})", folder.display(), outcome.hash))?;
     eprintln!(
-        "A certificate authority was made; {} is its key: keep a copy in a safe place.
+        "A certificate authority was created; {} is its key: keep a copy in a safe place.
 Next:
   aitk-coordinator --bind 0.0.0.0:7420{option}
       starts the coordinator with a certificate of its own

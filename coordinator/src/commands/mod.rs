@@ -1,4 +1,4 @@
-//! The commands of the program.
+//! The subcommands of the program.
 
 mod backup;
 mod console;
@@ -11,29 +11,29 @@ mod worker;
 
 use clap::Subcommand;
 
-/// What else than serving can be done.
+/// All subcommands; without one, the program serves.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Make a certificate authority, for a coordinator that other machines reach
+    /// Create a certificate authority, for a coordinator that other machines use
     Init(init::InitArgs),
-    /// Let machines join as workers, list their certificates, end them
+    /// Let machines join as workers, list and revoke their certificates
     #[command(subcommand)]
     Worker(worker::WorkerCommand),
-    /// Make, list and revoke the tokens of users and workers
+    /// Create, list and revoke tokens of users and workers
     #[command(subcommand)]
     Token(token::TokenCommand),
     /// Show who did what
     Audit(token::AuditArgs),
-    /// Let a running coordinator remove what no job needs from its object storage
+    /// Let a running coordinator delete blobs that no job needs from its object storage
     Gc(gc::GcArgs),
-    /// Write jobs, logs and workers to a file, while the coordinator runs or not
+    /// Write jobs, logs and workers to a file; the coordinator may run meanwhile
     Backup(backup::CopyArgs),
-    /// Fill an empty database from such a file, also one of the other kind
+    /// Restore such a file into an empty database; SQLite and PostgreSQL can be exchanged
     Restore(backup::CopyArgs),
 }
 
 impl Command {
-    /// Does it.
+    /// Runs the subcommand.
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         match self {
             Self::Init(args) => init::run(&args),

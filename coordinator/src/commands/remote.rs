@@ -1,4 +1,4 @@
-//! How a command reaches the coordinator that runs.
+//! Connects a command to the running coordinator.
 
 use super::console::default_data_dir;
 use aitk_common::security::ca::CERT_FILE;
@@ -11,7 +11,7 @@ use clap::Args;
 use std::path::PathBuf;
 use tonic::Status;
 
-/// Which coordinator, and with what right.
+/// Address and credentials of the coordinator.
 #[derive(Debug, Args)]
 pub(crate) struct RemoteArgs {
     /// Address of the coordinator. Default: where the one with this data folder listens.
@@ -29,10 +29,10 @@ pub(crate) struct RemoteArgs {
 }
 
 impl RemoteArgs {
-    /// What to write as the coordinator's address on another machine.
+    /// Returns the coordinator's address for other machines.
     pub(crate) fn for_others(&self) -> String {
         if let Some(server) = &self.server {
-            // An address of this machine means another one there.
+            // A loopback address means another machine there.
             let here = ["localhost", "127.", "[::1]"];
             let host = server.split_once("://").map_or(server.as_str(), |(_, host)| host);
             if !here.iter().any(|prefix| host.starts_with(prefix)) {
@@ -46,8 +46,8 @@ impl RemoteArgs {
         address.map_or_else(|| "https://HOST:7420".to_owned(), |address| address.for_others())
     }
 
-    /// What whoever has a new token writes behind `aitk login`. A coordinator without TLS is reached from its own machine only.
-    pub(crate) fn for_its_user(&self) -> String {
+    /// Returns the address for `aitk login`. A coordinator without TLS is only reachable from its own machine.
+    pub(crate) fn login_address(&self) -> String {
         let plain = match &self.server {
             Some(server) => Some(server.clone()),
             None => {
@@ -64,7 +64,7 @@ impl RemoteArgs {
         }
     }
 
-    /// A connection.
+    /// Connects to the coordinator.
     pub(crate) async fn connect(&self) -> anyhow::Result<Clients> {
         let dir = || self.data_dir.clone().map_or_else(default_data_dir, Ok);
         let token = match &self.token_file {
@@ -75,7 +75,7 @@ impl RemoteArgs {
                     .context("no token was given, and there is none in the data folder")?,
             },
         };
-        // Whoever can read the data folder knows the authority that made the coordinator's certificate.
+        // The data folder contains the authority of the coordinator's certificate.
         let authority = dir()
             .ok()
             .map(|dir| ca_folder(&dir).join(CERT_FILE))
@@ -93,7 +93,7 @@ impl RemoteArgs {
     }
 }
 
-/// What the coordinator said, without the wrapping.
-pub(crate) fn refused(status: &Status) -> anyhow::Error {
+/// Converts a status to an error with only its message.
+pub(crate) fn call_error(status: &Status) -> anyhow::Error {
     anyhow::anyhow!("{}", status.message())
 }

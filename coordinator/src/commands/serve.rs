@@ -1,4 +1,4 @@
-//! Without a command: serve.
+//! The program without a subcommand: serves.
 
 use super::console::default_data_dir;
 use aitk_common::id::UserName;
@@ -17,10 +17,10 @@ use std::time::Duration;
 
 const HOUR: u64 = 3600;
 const DAY: u64 = 24 * HOUR;
-/// How long a collector may take for the spans of the last seconds.
+/// How long sending the last spans may take at shutdown.
 const LAST_SPANS: Duration = Duration::from_secs(2);
 
-/// How to serve.
+/// Arguments of the server.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// Address to listen on. Anything but loopback needs a certificate: `aitk-coordinator init`, or --tls-cert and --tls-key.
@@ -29,19 +29,19 @@ pub(crate) struct ServeArgs {
     /// Folder for the database, the token, and blobs. Default: aitk/coordinator below $XDG_DATA_HOME or ~/.local/share.
     #[arg(long, env = "AITK_COORDINATOR_DATA_DIR", value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// PostgreSQL database: postgres://USER@HOST/NAME[?sslmode=verify-full]. A password is better kept out of it: PGPASSWORD, or
+    /// PostgreSQL database: postgres://USER@HOST/NAME[?sslmode=verify-full]. Give a password in PGPASSWORD, or in
     /// a line in ~/.pgpass. Default: SQLite, in the data folder.
     #[arg(long, env = "AITK_DATABASE", value_name = "URL", hide_env_values = true)]
     database: Option<String>,
     /// Object storage: file:///path, s3://bucket/prefix, gs://…, az://…. Default: a folder in the data folder.
     #[arg(long, env = "AITK_STORAGE", value_name = "URL")]
     storage: Option<String>,
-    /// Let workers with tokens of their own use the bucket directly where they have its keys. What such a worker sends is not
-    /// seen here, so it may name any blob as a result of its jobs. Workers with the token in the data folder always may.
+    /// Let workers with tokens of their own use the bucket directly if they have its keys. The coordinator does not see their
+    /// uploads, so they may refer to any blob as a result. Workers with the token in the data folder always may.
     #[arg(long, env = "AITK_DIRECT_STORAGE")]
     direct_storage: bool,
     /// A name or address under which this coordinator is reached, for the certificate that it makes itself. May be repeated.
-    /// Default: those that `init` was given, and what the machine knows of itself.
+    /// Default: those given to `init`, and the machine's own names and addresses.
     #[arg(
         long = "hostname",
         env = "AITK_HOSTNAMES",
@@ -49,72 +49,72 @@ pub(crate) struct ServeArgs {
         value_name = "NAME"
     )]
     hostnames: Vec<String>,
-    /// Days that a worker's certificate lives; the worker renews it after half of them.
+    /// Lifetime of a worker's certificate in days; the worker renews it after half of it.
     #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 30, value_name = "DAYS",
           value_parser = clap::value_parser!(u32).range(1..=365))]
     worker_cert_days: u32,
-    /// Let workers on other machines in that have a token and no certificate. For the time of a change: a token that is copied
-    /// opens for ever, a certificate for days, and its key never travels.
+    /// Accept workers on other machines that have a token but no certificate. Meant for a migration: a copied token works
+    /// until it expires or is revoked, a certificate for days, and its key never leaves the worker.
     #[arg(long, env = "AITK_ALLOW_WORKER_TOKENS")]
     allow_worker_tokens: bool,
-    /// PEM file with a certificate from elsewhere. Default: with an authority (`init`), one that the coordinator makes and
-    /// renews itself.
+    /// PEM file with a certificate of another authority. Default: with an authority (`init`), one that the coordinator signs
+    /// and renews itself.
     #[arg(long, env = "AITK_TLS_CERT", value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
     /// PEM file with the certificate's private key.
     #[arg(long, env = "AITK_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// File with the token that workers and clients must show. Made at the first start. Default: `token` in the data folder.
+    /// File with the token that workers and clients must show. InitOutcome at the first start. Default: `token` in the data folder.
     #[arg(long, env = "AITK_COORDINATOR_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Seconds that a job may go on without hearing from its worker before it is placed elsewhere.
+    /// Seconds without a heartbeat of its worker after which a job is placed elsewhere.
     #[arg(long, env = "AITK_LEASE_SECONDS", default_value_t = Config::DEFAULT_LEASE.as_secs_f64(), value_name = "SECONDS")]
     lease_seconds: f64,
-    /// Failed tries in a row that are followed by another one, for jobs that do not say.
+    /// Retries after failures in a row, for jobs that do not specify `retries`.
     #[arg(long, env = "AITK_RETRIES", default_value_t = Config::DEFAULT_RETRIES, value_name = "N")]
     retries: u32,
     /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times. Default: no limit.
     #[arg(long = "quota", value_name = "[USER=]N")]
     quotas: Vec<String>,
-    /// Jobs of one user that may wait at once; 0: as many as they like. Operators and administrators are not held to it.
+    /// Maximum waiting jobs of one user; 0: no limit. Operators and administrators are not limited.
     #[arg(long, env = "AITK_USER_WAITING_JOBS", default_value_t = Limits::default().waiting_jobs.unwrap_or(0), value_name = "N")]
     user_waiting_jobs: u64,
-    /// MiB that the configs of all kept jobs of one user may take; 0: as many as they like. Operators and administrators are
-    /// not held to it.
+    /// Maximum MiB of the configs of all stored jobs of one user; 0: no limit. Operators and administrators are
+    /// not limited.
     #[arg(long, env = "AITK_USER_CONFIG_MIB", default_value_t = Limits::default().config_bytes.unwrap_or(0) >> 20, value_name = "MIB")]
     user_config_mib: u64,
-    /// GiB in the object storage that one user may have sent, whether a job names them or not; 0: as much as they like.
-    /// Operators and administrators are not held to it.
+    /// Maximum GiB in the object storage that one user uploaded, whether a job refers to them or not; 0: no limit.
+    /// Operators and administrators are not limited.
     #[arg(long, env = "AITK_USER_STORED_GIB", default_value_t = Limits::default().stored_bytes.unwrap_or(0) >> 30, value_name = "GIB")]
     user_stored_gib: u64,
-    /// MiB a second that one user may send, all uploads together; 0: as fast as they can. Operators and administrators are not
-    /// held to it.
+    /// Maximum MiB per second of all uploads of one user together; 0: no limit. Operators and administrators are not
+    /// limited.
     #[arg(long, env = "AITK_USER_UPLOAD_MIB", default_value_t = Limits::default().upload_rate.unwrap_or(0) >> 20, value_name = "MIB")]
     user_upload_mib: u64,
-    /// MiB of the disk that are kept for the database: below that, blobs are refused and no job starts. Default: 5 % of the
+    /// MiB of the disk that are reserved for the database: below that, blobs are refused and no job starts. Default: 5 % of the
     /// disk, and at least 1024.
     #[arg(long, env = "AITK_DISK_RESERVE_MIB", value_name = "MIB")]
     disk_reserve_mib: Option<u64>,
-    /// Forget ended jobs that no other job waits for, with their logs and files, after so many days. Default: never.
+    /// Delete ended jobs that no other job waits for, with their logs and files, after this many days. Default: never.
     #[arg(long, env = "AITK_KEEP_JOBS_DAYS", value_name = "DAYS")]
     keep_jobs_days: Option<u32>,
-    /// Keep the last checkpoint of a job that completed or failed for so many days; one that is resumed later begins again.
+    /// Keep the last checkpoint of a completed or failed job for this many days; a job resumed later starts from the beginning.
     #[arg(long, env = "AITK_KEEP_CHECKPOINTS_DAYS", default_value_t = 30, value_name = "DAYS")]
     keep_checkpoints_days: u32,
-    /// Keep what the audit log says of refused calls for so many days; what was done stays in it for ever.
+    /// Keep audit lines about refused calls for this many days; lines about completed actions are kept forever.
     #[arg(long, env = "AITK_KEEP_REFUSALS_DAYS", default_value_t = 90, value_name = "DAYS")]
     keep_refusals_days: u32,
-    /// Keep about so many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
+    /// Keep about this many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
     #[arg(long, env = "AITK_KEEP_LOG_LINES", default_value_t = Retention::default().events, value_name = "N")]
     keep_log_lines: u64,
-    /// Look for blobs that no job needs, and remove them, every so many minutes; 0: only with `aitk-coordinator gc`.
+    /// Minutes between garbage collections, which delete blobs that no job needs; 0: only with `aitk-coordinator gc`.
     #[arg(long, env = "AITK_GC_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_minutes: u32,
-    /// Remove a blob that no job names so many minutes after its sender stopped sending; at most --gc-grace-hours.
+    /// Remove a blob that no job refers to this many minutes after its sender stopped uploading; at most --gc-grace-hours.
     #[arg(long, env = "AITK_GC_UNNAMED_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_unnamed_minutes: u32,
-    /// Keep a blob that no job names for so many hours while its sender goes on sending, or when it is not known who sent it:
-    /// more than the longest upload takes.
+    /// Keep a blob that no job refers to for this many hours while its sender is still uploading, or when its sender is unknown.
+    /// Must be longer than the longest upload.
     #[arg(long, env = "AITK_GC_GRACE_HOURS", default_value_t = 24, value_name = "HOURS")]
     gc_grace_hours: u32,
     /// Address for metrics and health over plain HTTP, on loopback. Default: none.
@@ -152,7 +152,7 @@ impl ServeArgs {
         if lease < Duration::from_secs(1) {
             bail!("--lease-seconds {}: at least 1 second", self.lease_seconds);
         }
-        // Parsed here: a message about an argument would repeat it, with its password.
+        // Parsed here instead of by clap, whose error message would repeat the password.
         let database = self.database.as_deref().map(str::parse::<DatabaseUrl>).transpose()?;
         let authority = ca_folder(&data_dir);
         let days = |days: u32| Duration::from_secs(u64::from(days) * DAY);
@@ -167,7 +167,7 @@ impl ServeArgs {
                 .tls_cert
                 .zip(self.tls_key)
                 .map(|(cert, key)| TlsFiles { cert, key }),
-            // A folder without a certificate is a damaged one, which is said at the start.
+            // An existing folder without a certificate is damaged; the start reports it.
             pki: authority.exists().then(|| PkiConfig {
                 hostnames: self.hostnames,
                 worker_life: days(self.worker_cert_days),
@@ -204,12 +204,12 @@ impl ServeArgs {
     }
 }
 
-/// 0 stands for no limit.
+/// Converts 0 to no limit.
 fn limit(number: u64) -> Option<u64> {
     Some(number).filter(|number| *number > 0)
 }
 
-/// Reads `4` and `ada=2`.
+/// Parses `4` and `ada=2`.
 fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
     let mut quotas = Quotas::default();
     for text in given {
@@ -225,7 +225,7 @@ fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
     Ok(quotas)
 }
 
-/// A level on the command line is checked; one from the environment only gets a warning.
+/// Starts logging. A bad level on the command line is an error; one from the environment only causes a warning.
 pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
     let Some(level) = &args.log_level else {
         telemetry::init(telemetry::Options {
@@ -241,28 +241,28 @@ pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // Else a line that stderr does not take, because its disk is full, ends whoever writes it.
+        // Otherwise a line that cannot be written to stderr, because its disk is full, panics.
         .log_internal_errors(false)
         .init();
     Ok(())
 }
 
-/// Serves until asked to stop.
+/// Serves until the shutdown signal.
 pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let config = args.config()?;
     let traces = config.traces.clone();
     let served = serve_with(config).await;
-    // The last thing of all; nobody waits for this runtime any more.
+    // Last: nothing else uses this runtime any more.
     traces.finish(LAST_SPANS);
     served
 }
 
 async fn serve_with(config: Config) -> anyhow::Result<()> {
     if config.cluster.is_some() {
-        return share(Member::prepare(config)?).await;
+        return run_member(Member::prepare(config)?).await;
     }
     let mut running = start(config).await?;
-    // The token itself is in the file only.
+    // The log names only the token's file.
     let token_file = running
         .token_file
         .as_deref()
@@ -271,7 +271,7 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
     tracing::info!(url = %running.url(), token_file, "the coordinator answers");
     let failure = tokio::select! {
         failure = running.failed() => Some(failure),
-        () = asked_to_stop() => None,
+        () = shutdown_signal() => None,
     };
     match failure {
         Some(failure) => Err(failure.into()),
@@ -283,11 +283,11 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
     }
 }
 
-/// Leads or stands by until asked to stop.
-async fn share(member: Member) -> anyhow::Result<()> {
+/// Leads or stands by until the shutdown signal.
+async fn run_member(member: Member) -> anyhow::Result<()> {
     let (stop, stopping) = tokio::sync::watch::channel(false);
     let asked = async {
-        asked_to_stop().await;
+        shutdown_signal().await;
         tracing::info!("shutting down");
         let _ = stop.send(true);
         std::future::pending::<()>().await;
@@ -298,8 +298,8 @@ async fn share(member: Member) -> anyhow::Result<()> {
     }
 }
 
-/// Ctrl-C or SIGTERM.
-async fn asked_to_stop() {
+/// Waits for Ctrl-C or SIGTERM.
+async fn shutdown_signal() {
     #[cfg(unix)]
     {
         use tokio::signal::unix::{SignalKind, signal};

@@ -1,7 +1,7 @@
-//! `token` and `audit`: who may talk to the coordinator, and who did what.
+//! `token` and `audit`: manages tokens and shows the audit log.
 
-use super::console::{date, say};
-use super::remote::{RemoteArgs, refused};
+use super::console::{date, print_line};
+use super::remote::{RemoteArgs, call_error};
 use aitk_common::fsutil;
 use aitk_proto::v1;
 use anyhow::Context;
@@ -11,27 +11,27 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// What to do with tokens.
+/// Subcommands of `token`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum TokenCommand {
-    /// Make a token for a user or a worker. It is shown once, here; the coordinator keeps only its hash
+    /// Create a token for a user or a worker. It is shown only once; the coordinator stores only its hash
     Create(CreateArgs),
     /// List tokens, without their secrets
     Ls(ListArgs),
-    /// End a token at once
+    /// Revoke a token immediately
     Revoke(RevokeArgs),
 }
 
-/// A new token.
+/// Arguments of `token create`.
 #[derive(Debug, Args)]
 pub(crate) struct CreateArgs {
-    /// Whose it is: 1 to 64 letters, digits, '-' or '_'. Jobs submitted with it belong to this name.
+    /// Name of the owner: 1 to 64 letters, digits, '-' or '_'. Jobs submitted with the token belong to this name.
     name: String,
-    /// viewer: sees all jobs. submitter: submits, and sees their own. operator: changes everybody's. admin: everything.
+    /// viewer: sees all jobs. submitter: submits, and sees their own jobs. operator: changes all jobs. admin: everything.
     /// worker: for aitk-worker.
     #[arg(long)]
     role: String,
-    /// Days until it ends by itself; 0: never.
+    /// Days until the token expires; 0: never.
     #[arg(long, default_value_t = 365, value_name = "DAYS")]
     expires_days: u32,
     /// Write it to this new file (mode 0600) instead of showing it.
@@ -41,7 +41,7 @@ pub(crate) struct CreateArgs {
     remote: RemoteArgs,
 }
 
-/// How to list.
+/// Arguments of `token ls`.
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
     /// One JSON object per line.
@@ -51,7 +51,7 @@ pub(crate) struct ListArgs {
     remote: RemoteArgs,
 }
 
-/// Which token.
+/// Arguments of `token revoke`.
 #[derive(Debug, Args)]
 pub(crate) struct RevokeArgs {
     /// Its id, from `token ls`.
@@ -60,7 +60,7 @@ pub(crate) struct RevokeArgs {
     remote: RemoteArgs,
 }
 
-/// Which part of the audit log.
+/// Arguments of `audit`.
 #[derive(Debug, Args)]
 pub(crate) struct AuditArgs {
     /// Lines after this one.
@@ -84,16 +84,16 @@ pub(super) async fn token(command: TokenCommand) -> anyhow::Result<()> {
                 .admin
                 .revoke_token(request)
                 .await
-                .map_err(|status| refused(&status))?;
+                .map_err(|status| call_error(&status))?;
             let token = token.into_inner();
-            say(&format!("{} of {} ({}) is revoked", token.id, token.name, token.role))
+            print_line(&format!("{} of {} ({}) is revoked", token.id, token.name, token.role))
         }
     }
 }
 
 async fn create(args: CreateArgs) -> anyhow::Result<()> {
     if let Some(path) = args.output.as_ref().filter(|path| path.exists()) {
-        anyhow::bail!("{} is there already; a token is not written over it", path.display());
+        anyhow::bail!("{} exists already; choose a new file for the token", path.display());
     }
     let mut clients = args.remote.connect().await?;
     let days = DAY.saturating_mul(args.expires_days);
@@ -106,10 +106,10 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         .admin
         .create_token(request)
         .await
-        .map_err(|status| refused(&status))?;
+        .map_err(|status| call_error(&status))?;
     let made = made.into_inner();
     let token = made.token.context("the coordinator made no token")?;
-    // With the hash of the authority: whoever has this text needs no certificate file.
+    // With the hash of the authority, the client needs no certificate file.
     let text = match made.ca_sha256.as_str() {
         "" => made.secret,
         ca => format!("{}.{ca}", made.secret),
@@ -119,21 +119,21 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         token.id,
         token.name,
         token.role,
-        ending(&token)
+        describe_expiry(&token)
     );
     if token.role != "worker" {
-        eprintln!("its user keeps it with: aitk login {}", args.remote.for_its_user());
+        eprintln!("the user stores it with: aitk login {}", args.remote.login_address());
     }
     match args.output {
-        None => say(&text),
+        None => print_line(&text),
         Some(path) => {
             fsutil::write_private(&path, format!("{text}\n").as_bytes())?;
-            say(&path.display().to_string())
+            print_line(&path.display().to_string())
         }
     }
 }
 
-fn ending(token: &v1::TokenInfo) -> String {
+fn describe_expiry(token: &v1::TokenInfo) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
@@ -155,7 +155,7 @@ async fn list(args: ListArgs) -> anyhow::Result<()> {
             .admin
             .list_tokens(v1::ListTokensRequest { page_token, page_size })
             .await;
-        let reply = reply.map_err(|status| refused(&status))?.into_inner();
+        let reply = reply.map_err(|status| call_error(&status))?.into_inner();
         let is_last = reply.next_page_token.is_empty() || reply.tokens.is_empty();
         tokens.extend(reply.tokens);
         page_token = reply.next_page_token;
@@ -169,14 +169,14 @@ async fn list(args: ListArgs) -> anyhow::Result<()> {
                 "id": token.id, "name": token.name, "role": token.role, "created": date(token.created_ms),
                 "created_by": token.created_by, "expires": token.expires_ms.map(date), "revoked": token.revoked_ms.map(date),
             });
-            say(&value.to_string())?;
+            print_line(&value.to_string())?;
         } else {
-            say(&format!(
+            print_line(&format!(
                 "{:<12} {:<20} {:<10}{}",
                 token.id,
                 token.name,
                 token.role,
-                ending(&token)
+                describe_expiry(&token)
             ))?;
         }
     }
@@ -192,7 +192,7 @@ pub(super) async fn audit(args: AuditArgs) -> anyhow::Result<()> {
             .admin
             .read_audit(request)
             .await
-            .map_err(|status| refused(&status))?;
+            .map_err(|status| call_error(&status))?;
         let lines = reply.into_inner().lines;
         let Some(last) = lines.last() else { return Ok(()) };
         after = last.seq;
@@ -202,12 +202,12 @@ pub(super) async fn audit(args: AuditArgs) -> anyhow::Result<()> {
                     "seq": line.seq, "time": date(line.time_ms), "who": line.who, "by": line.by, "from": line.from,
                     "action": line.action, "object": line.object, "done": line.done, "detail": line.detail,
                 });
-                say(&value.to_string())?;
+                print_line(&value.to_string())?;
             } else {
                 let verdict = if line.done { "done" } else { "REFUSED" };
                 let (who, from) = (or_dash(&line.who), or_dash(&line.from));
                 let (time, action) = (date(line.time_ms), &line.action);
-                say(&format!(
+                print_line(&format!(
                     "{} {time} {who} {from} {action} {} {verdict} {}",
                     line.seq, line.object, line.detail
                 ))?;

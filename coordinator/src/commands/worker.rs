@@ -1,7 +1,7 @@
-//! `worker`: join tokens and certificates of workers.
+//! `worker`: manages join tokens and certificates of workers.
 
-use super::console::{date, say};
-use super::remote::{RemoteArgs, refused};
+use super::console::{date, print_line};
+use super::remote::{RemoteArgs, call_error};
 use aitk_common::fsutil;
 use aitk_proto::v1;
 use anyhow::bail;
@@ -9,35 +9,35 @@ use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What to do with workers.
+/// Subcommands of `worker`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum WorkerCommand {
-    /// Make a token that lets one machine join as a worker, once. It is shown once, here
+    /// Create a token with which one machine can join as a worker, once. It is shown only once
     JoinToken(JoinTokenArgs),
     /// Certificates of workers
     #[command(subcommand)]
     Certs(CertsCommand),
-    /// End a worker's certificates and unused join tokens at once; its open session is cut
+    /// Revoke a worker's certificates and unused join tokens immediately; its open session is closed
     Revoke(RevokeArgs),
 }
 
-/// What to do with certificates.
+/// Subcommands of `worker certs`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum CertsCommand {
     /// List the workers that joined, each with its newest certificate
     Ls(LsArgs),
 }
 
-/// A new join token.
+/// Arguments of `worker join-token`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   aitk-coordinator worker join-token
   aitk-coordinator worker join-token box-3 --expires-minutes 1440 -o box-3.join
 On the machine: aitk-worker join https://HOST:7420 TOKEN")]
 pub(crate) struct JoinTokenArgs {
-    /// What the worker will be called. Default: what it says itself, as a rule the name of its machine.
+    /// Name of the worker. Default: the name that the worker reports, usually that of its machine.
     name: Option<String>,
-    /// Minutes until it ends unused.
+    /// Minutes until the unused token expires.
     #[arg(long, default_value_t = 60, value_name = "MINUTES")]
     expires_minutes: u32,
     /// Write it to this new file (mode 0600) instead of showing it.
@@ -47,7 +47,7 @@ pub(crate) struct JoinTokenArgs {
     remote: RemoteArgs,
 }
 
-/// How to list.
+/// Arguments of `worker certs ls`.
 #[derive(Debug, Args)]
 pub(crate) struct LsArgs {
     /// One JSON object per line.
@@ -57,7 +57,7 @@ pub(crate) struct LsArgs {
     remote: RemoteArgs,
 }
 
-/// Which worker.
+/// Arguments of `worker revoke`.
 #[derive(Debug, Args)]
 pub(crate) struct RevokeArgs {
     /// Its name, from `worker certs ls`.
@@ -76,7 +76,7 @@ pub(super) async fn worker(command: WorkerCommand) -> anyhow::Result<()> {
 
 async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
     if let Some(path) = args.output.as_ref().filter(|path| path.exists()) {
-        bail!("{} is there already; a token is not written over it", path.display());
+        bail!("{} exists already; choose a new file for the token", path.display());
     }
     let mut clients = args.remote.connect().await?;
     let request = v1::CreateJoinTokenRequest {
@@ -84,19 +84,19 @@ async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
         expires_in_ms: u64::from(args.expires_minutes) * 60_000,
     };
     let made = clients.admin.create_join_token(request).await;
-    let made = made.map_err(|status| refused(&status))?.into_inner();
+    let made = made.map_err(|status| call_error(&status))?.into_inner();
     eprintln!(
-        "join token {} for {}, good once, until {}; on that machine: aitk-worker join {} TOKEN",
+        "join token {} for {}, usable once, until {}; on that machine: aitk-worker join {} TOKEN",
         made.id,
         args.name.as_deref().unwrap_or("any worker"),
         date(made.expires_ms),
         args.remote.for_others()
     );
     match args.output {
-        None => say(&made.text),
+        None => print_line(&made.text),
         Some(path) => {
             fsutil::write_private(&path, format!("{}\n", made.text).as_bytes())?;
-            say(&path.display().to_string())
+            print_line(&path.display().to_string())
         }
     }
 }
@@ -118,7 +118,7 @@ async fn list(args: LsArgs) -> anyhow::Result<()> {
         let page_size = 0;
         let request = v1::ListCertificatesRequest { page_token, page_size };
         let reply = clients.admin.list_certificates(request).await;
-        let reply = reply.map_err(|status| refused(&status))?.into_inner();
+        let reply = reply.map_err(|status| call_error(&status))?.into_inner();
         let is_last = reply.next_page_token.is_empty() || reply.certificates.is_empty();
         certificates.extend(reply.certificates);
         page_token = reply.next_page_token;
@@ -133,9 +133,9 @@ async fn list(args: LsArgs) -> anyhow::Result<()> {
                 "issued": date(one.issued_ms), "serial": one.serial, "expires": date(one.expires_ms),
                 "revoked": one.revoked_ms.map(date),
             });
-            say(&value.to_string())?;
+            print_line(&value.to_string())?;
         } else {
-            say(&format!("{:<12} {:<20} {}", one.id, one.name, state(&one)))?;
+            print_line(&format!("{:<12} {:<20} {}", one.id, one.name, state(&one)))?;
         }
     }
     Ok(())
@@ -145,12 +145,12 @@ async fn revoke(args: RevokeArgs) -> anyhow::Result<()> {
     let mut clients = args.remote.connect().await?;
     let request = v1::RevokeWorkerRequest { name: args.name };
     let reply = clients.admin.revoke_worker(request).await;
-    let reply = reply.map_err(|status| refused(&status))?.into_inner();
+    let reply = reply.map_err(|status| call_error(&status))?.into_inner();
     for one in &reply.certificates {
-        say(&format!("the certificates of {} ({}) are revoked", one.name, one.id))?;
+        print_line(&format!("the certificates of {} ({}) are revoked", one.name, one.id))?;
     }
     if reply.join_tokens > 0 {
-        say(&format!("{} unused join tokens are revoked", reply.join_tokens))?;
+        print_line(&format!("{} unused join tokens are revoked", reply.join_tokens))?;
     }
     Ok(())
 }

@@ -1,45 +1,46 @@
-//! That a blob is there, with everything that it names, before anything in the database points to it.
+//! Checks that a blob and everything it refers to exists before the database points to it.
 
-use super::pins::{Held, Pins};
+use super::pins::{PinGuard, Pins};
 use crate::scope::{BlobReference, VisibleBlobs};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
 use std::sync::Arc;
 
-/// Why nothing may point there.
+/// Why a reference cannot be used.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unfit {
-    /// Whoever names it may not; they are told that it is not there.
+pub(crate) enum UnusableReference {
+    /// The caller cannot see the blob; it is told that the blob does not exist.
     #[error("the object storage has no blob {0}")]
-    Foreign(ContentHash),
+    NotVisible(ContentHash),
     #[error(transparent)]
     Storage(#[from] StorageError),
 }
 
-/// Holds what is named and everything below it, and makes sure that all of it is there and in reach of whoever names it.
-/// The pointer must be stored before the holds are dropped.
+/// Pins the referenced blob and everything below it, and checks that all of it exists and is visible to the caller.
+/// The pointer must be stored before the guards are dropped.
 ///
 /// # Errors
-/// [`StorageError::NotFound`] with the first blob that is not there; otherwise as the storage says.
-pub(crate) async fn present(
+/// [`StorageError::NotFound`] with the first missing blob, or the error of the storage.
+pub(crate) async fn pin_and_check(
     pins: &Arc<Pins>,
     blobs: &dyn BlobStore,
-    named: BlobReference,
-    reach: &VisibleBlobs,
-) -> Result<Vec<Held>, Unfit> {
-    let hash = named.hash();
-    // Before anything is read of it.
-    if !reach.holds(&hash) {
-        return Err(Unfit::Foreign(hash));
+    reference: BlobReference,
+    visible: &VisibleBlobs,
+) -> Result<Vec<PinGuard>, UnusableReference> {
+    let hash = reference.hash();
+    // Before the blob is read.
+    if !visible.contains(&hash) {
+        return Err(UnusableReference::NotVisible(hash));
     }
-    let mut all = vec![pins.hold(vec![hash]).await];
-    let files = named.files(blobs).await?;
-    if let Some(foreign) = files.iter().find(|hash| !reach.holds(hash)) {
-        return Err(Unfit::Foreign(*foreign));
+    let mut all = vec![pins.pin(vec![hash]).await];
+    let files = reference.files(blobs).await?;
+    if let Some(foreign) = files.iter().find(|hash| !visible.contains(hash)) {
+        return Err(UnusableReference::NotVisible(*foreign));
     }
-    all.push(pins.hold(files.clone()).await);
-    // What was there a moment ago was held since: asking again would cost a request per file of a data set.
-    let unknown: Vec<_> = files.into_iter().filter(|hash| !pins.was_told(hash)).collect();
+    all.push(pins.pin(files.clone()).await);
+    // A recently announced blob cannot have been deleted: checking it again would cost a request per file of a data
+    // set.
+    let unknown: Vec<_> = files.into_iter().filter(|hash| !pins.was_announced(hash)).collect();
     let present = blobs.has(&unknown).await?;
     match unknown.iter().zip(present).find(|(_, present)| !present) {
         Some((hash, _)) => Err(StorageError::NotFound { hash: *hash }.into()),

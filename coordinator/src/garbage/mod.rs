@@ -1,19 +1,19 @@
-//! Retention: ended jobs and their checkpoints are forgotten when they are old enough, then blobs that nothing needs are
-//! removed from object storage.
+//! Retention and garbage collection: forgets old ended jobs and their checkpoints, then deletes blobs from object
+//! storage that nothing refers to.
 //!
-//! A collection lists the blobs first and asks what is needed afterwards, never touches a blob whose sender goes on sending
-//! (an upload sends contents before anything names them), and respects [`pins`]. What it cannot be sure about it
-//! leaves: a live job whose inputs cannot be read stops the collection, with the reason in the log.
+//! A collection lists the blobs first and determines the needed ones afterwards. It never deletes a blob whose sender
+//! is still uploading (an upload sends file contents before anything refers to them), and respects [`pins`]. When in
+//! doubt it keeps a blob: a live job whose inputs cannot be read stops the collection, with the reason in the log.
 
 mod check;
 mod pins;
 
-pub(crate) use check::{Unfit, present};
-pub(crate) use pins::{Held, Pins};
+pub(crate) use check::{UnusableReference, pin_and_check};
+pub(crate) use pins::{PinGuard, Pins};
 
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
-use crate::runner::Core;
+use crate::runner::SchedulerHandle;
 use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control::UnixMillis;
@@ -25,32 +25,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Blobs removed at once.
-const AT_ONCE: usize = 8;
-/// Parts of uploads that died: anything this old has no living maker.
-const UNFINISHED: Duration = Duration::from_secs(24 * 3600);
+/// Concurrent deletions.
+const CONCURRENT_DELETES: usize = 8;
+/// Age after which parts of an unfinished upload are removed.
+const ABANDONED_UPLOAD_AGE: Duration = Duration::from_secs(24 * 3600);
 
-/// How long a collection waits for the database before it goes on with what that says.
-const EXPIRE_PATIENCE: Duration = Duration::from_secs(60);
+/// How long a collection waits for the database before it continues with the stored state.
+const EXPIRE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long things are kept.
+/// Retention times.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Retention {
-    /// How often the storage is looked through; none: only when somebody asks for it.
+    /// Interval of garbage collection; `None`: only on request.
     pub every: Option<Duration>,
-    /// Blobs younger than this are not removed while whoever sent them goes on sending, nor when nobody knows who did: longer
-    /// than any upload takes.
+    /// Younger blobs are not removed while their sender is still uploading, or when the sender is unknown. Must be
+    /// longer than any upload takes.
     pub grace: Duration,
-    /// Other blobs that nothing names are removed after this time, at most [`Self::grace`].
+    /// Other unreferenced blobs are removed after this time, at most [`Self::grace`].
     pub unnamed: Duration,
-    /// Ended jobs that no other job waits for are forgotten after this time, with their logs and files; none: never.
+    /// Ended jobs that no other job depends on are forgotten after this time, with their logs and files; `None`:
+    /// never.
     pub jobs: Option<Duration>,
-    /// The last checkpoint of a job that completed or failed is kept for this time; none: as long as the job. One that
-    /// was stopped keeps it in any case.
+    /// The last checkpoint of a completed or failed job is kept for this time; `None`: as long as the job. A stopped
+    /// job always keeps it.
     pub checkpoints: Option<Duration>,
-    /// Lines of the audit log about what was refused are kept for this time; those about what was done are kept for ever.
+    /// Audit lines about refused actions are kept for this time; lines about completed actions are kept forever.
     pub refusals: Duration,
-    /// About so many of a job's newest log lines and metrics are kept; everything else in its log stays.
+    /// Approximate number of log lines and metrics kept per job, the newest; all other events of its log stay.
     pub events: u64,
 }
 
@@ -69,16 +70,16 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// How long a blob stays that nothing names when its sender has gone.
+    /// How long an unreferenced blob stays after its sender stopped uploading.
     pub(crate) fn short(&self) -> Duration {
         self.unnamed.min(self.grace)
     }
 }
 
-/// What a collection did, or would have done.
+/// Result of a collection or a dry run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Collected {
-    /// Blobs in the storage when it began.
+    /// Blobs in the storage at the beginning.
     pub(crate) blobs: u64,
     /// Blobs that jobs need.
     pub(crate) needed: u64,
@@ -90,7 +91,7 @@ pub(crate) struct Collected {
     pub(crate) jobs_forgotten: u64,
 }
 
-/// Why a collection did not run to its end. What it removed until then was not needed.
+/// Why a collection stopped early. Blobs removed until then were not needed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CollectError {
     #[error("a collection is running already; try again when it has ended")]
@@ -109,57 +110,57 @@ pub(crate) enum CollectError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
-    Gone(#[from] crate::runner::Gone),
+    Stopped(#[from] crate::runner::SchedulerStopped),
 }
 
-/// Whoever collects.
+/// The garbage collector.
 #[derive(Clone, Debug)]
 pub(crate) struct Collector {
-    pub(crate) core: Core,
+    pub(crate) scheduler: SchedulerHandle,
     pub(crate) clock: Clock,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) blobs: Arc<dyn BlobStore>,
     pub(crate) pins: Arc<Pins>,
     pub(crate) uploads: Arc<Uploads>,
     pub(crate) retention: Retention,
-    /// The line of the audit log up to which old refusals are gone.
+    /// Number of the audit line up to which old refusals are removed.
     pub(crate) refusals_seen: Arc<AtomicU64>,
 }
 
 impl Collector {
-    /// Collects again and again until the coordinator stops.
+    /// Collects periodically until the coordinator stops.
     pub(crate) async fn run(self) {
         let Some(every) = self.retention.every else { return };
         loop {
             tokio::time::sleep(every).await;
             match self.collect(false).await {
                 Ok(_) | Err(CollectError::Busy) => {}
-                Err(CollectError::Gone(_)) => return,
-                Err(error) => tracing::warn!(error = %error_chain(&error), "old blobs were not removed"),
+                Err(CollectError::Stopped(_)) => return,
+                Err(error) => tracing::warn!(error = %error_chain(&error), "garbage collection failed; old blobs stay"),
             }
         }
     }
 
-    /// One collection. `dry` only counts.
+    /// Runs one collection. With `dry`, only counts.
     pub(crate) async fn collect(&self, dry: bool) -> Result<Collected, CollectError> {
-        let Some(_collection) = self.pins.begin() else {
+        let Some(_collection) = self.pins.begin_collection() else {
             return Err(CollectError::Busy);
         };
         let mut done = Collected::default();
         if !dry {
             done.jobs_forgotten = self.expire().await?;
-            // An audit log that cannot be tidied is no reason to keep blobs.
+            // A failure to clean the audit log does not stop the collection.
             if let Err(error) = self.forget_refusals().await {
                 tracing::warn!(error = %error_chain(&error), "old refusals stay in the audit log");
             }
-            let unfinished = self.blobs.sweep(UNFINISHED).await?;
+            let unfinished = self.blobs.sweep(ABANDONED_UPLOAD_AGE).await?;
             if unfinished > 0 {
-                tracing::info!(unfinished, "removed what dead uploads left");
+                tracing::info!(unfinished, "removed parts of unfinished uploads");
             }
         }
         let listed = self.blobs.list().await?;
         done.blobs = listed.len() as u64;
-        let needed = self.needed().await?;
+        let needed = self.needed_blobs().await?;
         done.needed = needed.len() as u64;
         if !dry {
             self.uploads.measure(&listed).await?;
@@ -169,13 +170,13 @@ impl Collector {
         let removed = stream::iter(garbage)
             .map(|blob| async move {
                 let gone = if dry {
-                    self.is_old(blob.hash, blob.stored).await?
+                    self.is_expired(blob.hash, blob.stored).await?
                 } else {
                     self.remove(&blob).await?
                 };
                 Ok::<_, CollectError>(if gone { (1, blob.bytes) } else { (0, 0) })
             })
-            .buffer_unordered(AT_ONCE)
+            .buffer_unordered(CONCURRENT_DELETES)
             .try_fold((0, 0), |sum, one| async move { Ok((sum.0 + one.0, sum.1 + one.1)) })
             .await?;
         (done.removed, done.removed_bytes) = removed;
@@ -186,29 +187,30 @@ impl Collector {
             removed = done.removed,
             removed_bytes = done.removed_bytes,
             jobs_forgotten = done.jobs_forgotten,
-            "looked through the object storage"
+            "garbage collection finished"
         );
         Ok(done)
     }
 
-    /// Lets the core forget what is too old. Says how many jobs that were.
+    /// Makes the scheduler forget old jobs. Returns how many.
     async fn expire(&self) -> Result<u64, CollectError> {
         let now = self.clock.now();
         let before =
             |kept: Option<Duration>| kept.map(|kept| UnixMillis(now.0.saturating_sub(kept.as_millis() as u64)));
         let (jobs_before, checkpoints_before) = (before(self.retention.jobs), before(self.retention.checkpoints));
         let count = move |state: &State, _| state.count_expirable(jobs_before, checkpoints_before);
-        let (jobs, checkpoints) = self.core.query(count).await?;
-        // In slices, between which others have their turn. One that comes of age meanwhile waits for the next collection.
+        let (jobs, checkpoints) = self.scheduler.query(count).await?;
+        // In small steps, between which other requests are handled. Jobs that become old meanwhile wait for the next
+        // collection.
         for _ in 0..jobs.max(checkpoints).div_ceil(MAX_EXPIRED_PER_STEP) {
             let expire = Event::Expire {
                 jobs_before,
                 checkpoints_before,
             };
-            self.core.event(expire).await?;
-            // A database that is full stores it when there is room, which the collection may make.
-            let Ok(stored) = tokio::time::timeout(EXPIRE_PATIENCE, self.core.stored()).await else {
-                tracing::warn!("that old jobs are forgotten is not stored yet; what they need stays until it is");
+            self.scheduler.event(expire).await?;
+            // A full database stores it when there is room, which the collection may create.
+            let Ok(stored) = tokio::time::timeout(EXPIRE_TIMEOUT, self.scheduler.wait_until_stored()).await else {
+                tracing::warn!("the removal of old jobs is not stored yet; their blobs stay until it is");
                 break;
             };
             stored?;
@@ -216,10 +218,10 @@ impl Collector {
         Ok(jobs as u64)
     }
 
-    /// Refusals are written down as fast as strangers knock, so they do not stay for ever.
+    /// Removes old refusals from the audit log: unauthenticated clients can cause many.
     async fn forget_refusals(&self) -> Result<(), CollectError> {
         let kept = u64::try_from(self.retention.refusals.as_millis()).unwrap_or(u64::MAX);
-        let before = UnixMillis(self.clock.date().0.saturating_sub(kept));
+        let before = UnixMillis(self.clock.wall_time().0.saturating_sub(kept));
         let (mut after, mut lines) = (self.refusals_seen.load(Ordering::Relaxed), 0);
         loop {
             let forgotten = self.store.forget_refusals(after, before).await?;
@@ -236,7 +238,7 @@ impl Collector {
         Ok(())
     }
 
-    async fn needed(&self) -> Result<std::collections::HashSet<ContentHash>, CollectError> {
+    async fn needed_blobs(&self) -> Result<std::collections::HashSet<ContentHash>, CollectError> {
         let (mut live, mut ended) = (gc::Roots::default(), gc::Roots::default());
         for job in self.store.roots().await? {
             let JobRoots {
@@ -264,32 +266,32 @@ impl Collector {
         Ok(needed)
     }
 
-    /// Whether a blob that nothing names was stored so long ago that nobody will name it.
-    async fn is_old(&self, hash: ContentHash, stored: jiff::Timestamp) -> Result<bool, StoreError> {
+    /// Whether an unreferenced blob is so old that no caller will refer to it.
+    async fn is_expired(&self, hash: ContentHash, stored: jiff::Timestamp) -> Result<bool, StoreError> {
         let (now, long) = (jiff::Timestamp::now(), self.retention.grace);
         if gc::is_older(stored, long, now) {
             return Ok(true);
         }
-        let kept = self.uploads.keeps(hash, self.retention.short(), long).await?;
+        let kept = self.uploads.retention_of(hash, self.retention.short(), long).await?;
         Ok(gc::is_older(stored, kept, now))
     }
 
-    /// Removes one blob, unless somebody came to need it. Says whether it is gone.
+    /// Deletes one blob, unless it is needed again. Returns whether it was deleted.
     async fn remove(&self, blob: &BlobInfo) -> Result<bool, CollectError> {
-        let Some(_doom) = self.pins.begin_delete(blob.hash) else {
+        let Some(_delete_guard) = self.pins.begin_delete(blob.hash) else {
             return Ok(false);
         };
-        // A worker with its own access to the storage may have sent it again since the listing.
+        // A worker with direct storage access may have uploaded it again since the listing.
         let Some(stored) = self.blobs.stored(blob.hash).await? else {
             return Ok(false);
         };
-        if !self.is_old(blob.hash, stored).await? {
+        if !self.is_expired(blob.hash, stored).await? {
             return Ok(false);
         }
         self.blobs.delete(blob.hash).await?;
-        // What stays is no harm: a blob is there for its sender when it is there at all.
+        // A remaining entry does no harm: visibility also requires that the blob exists.
         if let Err(error) = self.uploads.forget(blob.hash).await {
-            tracing::warn!(error = %error_chain(&error), "who sent a blob that is gone was not forgotten");
+            tracing::warn!(error = %error_chain(&error), "cannot remove the upload entry of a deleted blob");
         }
         Ok(true)
     }

@@ -1,9 +1,9 @@
-//! What must not be removed right now, whatever the roots say.
+//! Pins: blobs that must not be deleted now, even if no job refers to them.
 //!
-//! Between the moment when somebody is told "that blob is there" and the moment when a job names it, nothing in the
-//! database says that it is needed. So whoever checks a blob holds it first: a removal that has begun is waited for, and
-//! none begins while it is held. Holds that end during a collection count until its end, because its roots may have
-//! been read before what was held for was stored.
+//! Between the answer "this blob exists" and the moment when a stored job refers to the blob, the database does not
+//! show that it is needed. So a blob is pinned before it is checked: pinning waits for a deletion that has begun, and
+//! no deletion begins while the blob is pinned. Pins released during a collection still count until its end, because
+//! the collection may have read its roots before the new reference was stored.
 
 use aitk_common::hash::ContentHash;
 use std::collections::{HashMap, HashSet};
@@ -11,82 +11,82 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Blobs that were said to be there, and that are remembered: 100 MB of memory at most. When there are more, nothing is
-/// removed until they have aged.
-const REMEMBERED: usize = 1_000_000;
+/// Maximum number of announced blobs: 100 MB of memory at most. Beyond that, nothing is deleted until announcements
+/// have expired.
+const MAX_ANNOUNCED: usize = 1_000_000;
 
-/// That somebody was told of a blob.
+/// A caller was told that a blob exists.
 #[derive(Clone, Copy, Debug)]
-struct Told {
+struct Announcement {
     at: Instant,
-    /// For how long the blob stays after that.
-    life: Duration,
+    /// How long the blob is kept after that.
+    lifetime: Duration,
 }
 
-impl Told {
-    fn counts(&self) -> bool {
-        self.at.elapsed() < self.life
+impl Announcement {
+    fn is_active(&self) -> bool {
+        self.at.elapsed() < self.lifetime
     }
 
-    fn left(&self) -> Duration {
-        self.life.saturating_sub(self.at.elapsed())
+    fn remaining(&self) -> Duration {
+        self.lifetime.saturating_sub(self.at.elapsed())
     }
 }
 
 #[derive(Debug, Default)]
 struct Inner {
-    held: HashMap<ContentHash, usize>,
-    /// Somebody was told that they are there.
-    told: HashMap<ContentHash, Told>,
-    /// More were told than are remembered; the last of them.
-    overflow: Option<Told>,
-    /// A collection runs: holds that ended since.
-    since: Option<HashSet<ContentHash>>,
-    being_deleted: HashSet<ContentHash>,
+    pinned: HashMap<ContentHash, usize>,
+    /// Blobs that were announced to a caller.
+    announced: HashMap<ContentHash, Announcement>,
+    /// The longest announcement that did not fit into `announced`.
+    overflow: Option<Announcement>,
+    /// Blobs whose pins were released since the collection began; `None`: no collection runs.
+    released: Option<HashSet<ContentHash>>,
+    deleting: HashSet<ContentHash>,
 }
 
-/// See the module.
+/// Pinned and announced blobs; see the module.
 #[derive(Debug)]
 pub(crate) struct Pins {
     inner: Mutex<Inner>,
-    deletion_cancelled: Notify,
+    deletion_ended: Notify,
 }
 
-/// Blobs that stay as long as this does.
+/// Keeps its blobs pinned until dropped.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct PinGuard {
     pins: Arc<Pins>,
     hashes: Vec<ContentHash>,
 }
 
-impl Drop for Held {
+impl Drop for PinGuard {
     fn drop(&mut self) {
         let mut inner = self.pins.inner();
         for hash in &self.hashes {
-            if let Some(count) = inner.held.get_mut(hash) {
+            if let Some(count) = inner.pinned.get_mut(hash) {
                 *count -= 1;
                 if *count == 0 {
-                    inner.held.remove(hash);
+                    inner.pinned.remove(hash);
                 }
             }
         }
-        if let Some(since) = &mut inner.since {
-            since.extend(&self.hashes);
+        if let Some(released) = &mut inner.released {
+            released.extend(&self.hashes);
         }
     }
 }
 
-/// A collection that runs; one at a time.
+/// A running collection; only one at a time.
 #[derive(Debug)]
-pub(super) struct Collection(Arc<Pins>);
+pub(super) struct CollectionGuard(Arc<Pins>);
 
-impl Drop for Collection {
+impl Drop for CollectionGuard {
     fn drop(&mut self) {
-        self.0.inner().since = None;
+        self.0.inner().released = None;
     }
 }
 
-/// The right to remove one blob.
+/// Permission to delete one blob; pinning it waits until this is dropped.
 #[derive(Debug)]
 pub(super) struct DeleteGuard {
     pins: Arc<Pins>,
@@ -95,8 +95,8 @@ pub(super) struct DeleteGuard {
 
 impl Drop for DeleteGuard {
     fn drop(&mut self) {
-        self.pins.inner().being_deleted.remove(&self.hash);
-        self.pins.deletion_cancelled.notify_waiters();
+        self.pins.inner().deleting.remove(&self.hash);
+        self.pins.deletion_ended.notify_waiters();
     }
 }
 
@@ -104,7 +104,7 @@ impl Pins {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
             inner: Mutex::default(),
-            deletion_cancelled: Notify::new(),
+            deletion_ended: Notify::new(),
         })
     }
 
@@ -112,78 +112,78 @@ impl Pins {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds these blobs, there or not. Waits for removals of them that have begun.
-    pub(crate) async fn hold(self: &Arc<Self>, hashes: Vec<ContentHash>) -> Held {
+    /// Pins these blobs, whether they exist or not. Waits for deletions of them that have begun.
+    pub(crate) async fn pin(self: &Arc<Self>, hashes: Vec<ContentHash>) -> PinGuard {
         {
             let mut inner = self.inner();
             for hash in &hashes {
-                *inner.held.entry(*hash).or_default() += 1;
+                *inner.pinned.entry(*hash).or_default() += 1;
             }
         }
-        let held = Held {
+        let guard = PinGuard {
             pins: self.clone(),
             hashes,
         };
         loop {
-            let deletion_cancelled = self.deletion_cancelled.notified();
-            tokio::pin!(deletion_cancelled);
-            // Listening before looking: a removal that ends in between is not missed.
-            deletion_cancelled.as_mut().enable();
-            if !held.hashes.iter().any(|hash| self.inner().being_deleted.contains(hash)) {
-                return held;
+            let deletion_ended = self.deletion_ended.notified();
+            tokio::pin!(deletion_ended);
+            // Subscribe before checking, so that the end of a deletion in between is not missed.
+            deletion_ended.as_mut().enable();
+            if !guard.hashes.iter().any(|hash| self.inner().deleting.contains(hash)) {
+                return guard;
             }
-            deletion_cancelled.await;
+            deletion_ended.await;
         }
     }
 
-    /// Remembers that somebody was told that these are there: they stay for `life` after that. They must be held.
-    pub(crate) fn tell(&self, hashes: impl IntoIterator<Item = ContentHash>, life: Duration) {
-        let told = Told {
+    /// Records that a caller was told that these blobs exist: they are kept for `lifetime`. They must be pinned.
+    pub(crate) fn announce(&self, hashes: impl IntoIterator<Item = ContentHash>, lifetime: Duration) {
+        let announced = Announcement {
             at: Instant::now(),
-            life,
+            lifetime,
         };
-        let longer = |before: Option<&Told>| before.is_none_or(|before| before.left() < life);
+        let longer = |before: Option<&Announcement>| before.is_none_or(|before| before.remaining() < lifetime);
         let mut inner = self.inner();
         for hash in hashes {
-            if inner.told.len() >= REMEMBERED && !inner.told.contains_key(&hash) {
-                inner.told.retain(|_, told| told.counts());
-                if inner.told.len() >= REMEMBERED {
+            if inner.announced.len() >= MAX_ANNOUNCED && !inner.announced.contains_key(&hash) {
+                inner.announced.retain(|_, announced| announced.is_active());
+                if inner.announced.len() >= MAX_ANNOUNCED {
                     if longer(inner.overflow.as_ref()) {
-                        inner.overflow = Some(told);
+                        inner.overflow = Some(announced);
                     }
                     continue;
                 }
             }
-            if longer(inner.told.get(&hash)) {
-                inner.told.insert(hash, told);
+            if longer(inner.announced.get(&hash)) {
+                inner.announced.insert(hash, announced);
             }
         }
     }
 
-    /// Whether this blob was there not long ago, and cannot have been removed since. It must be held.
-    pub(crate) fn was_told(&self, hash: &ContentHash) -> bool {
-        self.inner().told.get(hash).is_some_and(Told::counts)
+    /// Whether this blob was announced recently, and so cannot have been deleted since. It must be pinned.
+    pub(crate) fn was_announced(&self, hash: &ContentHash) -> bool {
+        self.inner().announced.get(hash).is_some_and(Announcement::is_active)
     }
 
-    /// Begins a collection; none when one runs.
-    pub(super) fn begin(self: &Arc<Self>) -> Option<Collection> {
+    /// Begins a collection; `None` when one is running.
+    pub(super) fn begin_collection(self: &Arc<Self>) -> Option<CollectionGuard> {
         let mut inner = self.inner();
-        if inner.since.is_some() {
+        if inner.released.is_some() {
             return None;
         }
-        inner.since = Some(HashSet::new());
-        inner.told.retain(|_, told| told.counts());
-        Some(Collection(self.clone()))
+        inner.released = Some(HashSet::new());
+        inner.announced.retain(|_, announced| announced.is_active());
+        Some(CollectionGuard(self.clone()))
     }
 
-    /// The right to remove this blob; none when it must stay.
+    /// Begins the deletion of this blob; `None` when it must be kept.
     pub(super) fn begin_delete(self: &Arc<Self>, hash: ContentHash) -> Option<DeleteGuard> {
         let mut inner = self.inner();
-        let stays = inner.held.contains_key(&hash)
-            || inner.since.as_ref().is_none_or(|since| since.contains(&hash))
-            || inner.told.get(&hash).is_some_and(Told::counts)
-            || inner.overflow.as_ref().is_some_and(Told::counts);
-        if stays || !inner.being_deleted.insert(hash) {
+        let stays = inner.pinned.contains_key(&hash)
+            || inner.released.as_ref().is_none_or(|released| released.contains(&hash))
+            || inner.announced.get(&hash).is_some_and(Announcement::is_active)
+            || inner.overflow.as_ref().is_some_and(Announcement::is_active);
+        if stays || !inner.deleting.insert(hash) {
             return None;
         }
         Some(DeleteGuard {
@@ -202,53 +202,53 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_held_or_was_held_during_the_collection_stays() {
+    async fn blobs_pinned_during_a_collection_are_not_deleted() {
         let pins = Pins::new();
         let (held, passed, free) = (blob("held"), blob("passed"), blob("free"));
-        drop(pins.hold(vec![free]).await);
+        drop(pins.pin(vec![free]).await);
         assert!(
             pins.begin_delete(free).is_none(),
             "nothing is removed outside a collection"
         );
-        let _held = pins.hold(vec![held, held]).await;
-        let collection = pins.begin().unwrap();
-        assert!(pins.begin().is_none(), "one at a time");
-        drop(pins.hold(vec![passed]).await);
+        let _pin_guard = pins.pin(vec![held, held]).await;
+        let collection = pins.begin_collection().unwrap();
+        assert!(pins.begin_collection().is_none(), "one at a time");
+        drop(pins.pin(vec![passed]).await);
         assert!(pins.begin_delete(held).is_none() && pins.begin_delete(passed).is_none());
         assert!(pins.begin_delete(free).is_some());
         drop(collection);
-        let _collection = pins.begin().unwrap();
+        let _collection = pins.begin_collection().unwrap();
         assert!(pins.begin_delete(passed).is_some() && pins.begin_delete(held).is_none());
     }
 
     #[tokio::test]
-    async fn a_removal_that_began_is_waited_for() {
+    async fn pinning_waits_for_a_deletion_that_began() {
         let pins = Pins::new();
-        let _collection = pins.begin().unwrap();
-        let doom = pins.begin_delete(blob("a")).unwrap();
+        let _collection = pins.begin_collection().unwrap();
+        let guard = pins.begin_delete(blob("a")).unwrap();
         let waiting = tokio::spawn({
             let pins = pins.clone();
-            async move { drop(pins.hold(vec![blob("a")]).await) }
+            async move { drop(pins.pin(vec![blob("a")]).await) }
         });
         tokio::task::yield_now().await;
         assert!(!waiting.is_finished());
-        drop(doom);
+        drop(guard);
         waiting.await.unwrap();
         assert!(
             pins.begin_delete(blob("a")).is_none(),
-            "it was held during this collection"
+            "it was pinned during this collection"
         );
     }
 
     #[tokio::test]
-    async fn what_somebody_was_told_of_stays_for_a_while() {
+    async fn announced_blobs_are_kept_for_their_lifetime() {
         let pins = Pins::new();
-        let _collection = pins.begin().unwrap();
+        let _collection = pins.begin_collection().unwrap();
         let hour = Duration::from_secs(3600);
-        pins.tell([blob("a")], hour);
-        // Said again for a shorter time, it stays as long.
-        pins.tell([blob("a"), blob("c")], Duration::ZERO);
-        assert!(pins.was_told(&blob("a")) && !pins.was_told(&blob("b")) && !pins.was_told(&blob("c")));
+        pins.announce([blob("a")], hour);
+        // A shorter announcement does not shorten an earlier one.
+        pins.announce([blob("a"), blob("c")], Duration::ZERO);
+        assert!(pins.was_announced(&blob("a")) && !pins.was_announced(&blob("b")) && !pins.was_announced(&blob("c")));
         assert!(pins.begin_delete(blob("a")).is_none() && pins.begin_delete(blob("b")).is_some());
     }
 }

@@ -1,8 +1,8 @@
 //! `/metrics`, `/healthz` and `/readyz`, on a port of their own.
 
-use super::{Metrics, look};
+use super::{Metrics, gauge_values};
 use crate::connection_limiter::{Connection, ConnectionLimiter};
-use crate::runner::Core;
+use crate::runner::SchedulerHandle;
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -14,22 +14,22 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-/// A core that takes longer to answer is not ready.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How long a connection lasts: as long as the slowest answer, and some more.
-const CONNECTION: Duration = Duration::from_secs(20);
-/// Connections at once.
-const CONNECTIONS: usize = 64;
-/// The content type of the format.
+/// The coordinator is not ready when the scheduler takes longer to answer.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
+/// Maximum lifetime of a connection: more than the slowest answer.
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
+/// Maximum concurrent connections.
+const MAX_CONNECTIONS: usize = 64;
+/// Content type of the OpenMetrics text format.
 pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Nobody shows a token here, so no connection lasts: whoever looks again opens another one.
-struct Doored {
+/// A listener without authentication: every connection is closed after [`CONNECTION_TIMEOUT`].
+struct LimitedListener {
     listener: TcpListener,
     limiter: ConnectionLimiter,
 }
 
-impl Listener for Doored {
+impl Listener for LimitedListener {
     type Io = Connection;
     type Addr = SocketAddr;
 
@@ -43,45 +43,50 @@ impl Listener for Doored {
 }
 
 #[derive(Clone)]
-struct Served {
+struct MetricsState {
     metrics: Metrics,
-    core: Core,
+    scheduler: SchedulerHandle,
 }
 
-/// Answers until the coordinator shuts down.
-pub(crate) async fn serve(listener: TcpListener, metrics: Metrics, core: Core, mut stopping: watch::Receiver<bool>) {
+/// Serves until the coordinator shuts down.
+pub(crate) async fn serve(
+    listener: TcpListener,
+    metrics: Metrics,
+    scheduler: SchedulerHandle,
+    mut stopping: watch::Receiver<bool>,
+) {
     let router = Router::new()
-        .route("/metrics", get(show))
+        .route("/metrics", get(metrics_text))
         .route("/healthz", get(alive))
         .route("/readyz", get(ready))
-        .with_state(Served { metrics, core });
+        .with_state(MetricsState { metrics, scheduler });
     let stopped = async move {
         let _ = stopping.wait_for(|stop| *stop).await;
     };
-    let listener = Doored {
+    let listener = LimitedListener {
         listener,
-        limiter: ConnectionLimiter::new(CONNECTION, CONNECTIONS),
+        limiter: ConnectionLimiter::new(CONNECTION_TIMEOUT, MAX_CONNECTIONS),
     };
     if let Err(error) = axum::serve(listener, router).with_graceful_shutdown(stopped).await {
         tracing::error!(%error, "metrics are not served any more");
     }
 }
 
-async fn show(State(served): State<Served>) -> Response {
-    match tokio::time::timeout(PATIENCE, served.core.query(|state, _| look(state))).await {
+async fn metrics_text(State(served): State<MetricsState>) -> Response {
+    match tokio::time::timeout(QUERY_TIMEOUT, served.scheduler.query(|state, _| gauge_values(state))).await {
         Ok(Ok(now)) => ([(header::CONTENT_TYPE, OPENMETRICS)], served.metrics.text(now)).into_response(),
         _ => not_ready(),
     }
 }
 
-/// The process answers.
+/// Liveness: the process answers.
 async fn alive() -> &'static str {
     "ok\n"
 }
 
-/// The queue answers, which it does between two transactions of the store.
-async fn ready(State(served): State<Served>) -> Response {
-    match tokio::time::timeout(PATIENCE, served.core.query(|_, _| ())).await {
+/// Readiness: the scheduler answers, which it does between two transactions of the store.
+async fn ready(State(served): State<MetricsState>) -> Response {
+    match tokio::time::timeout(QUERY_TIMEOUT, served.scheduler.query(|_, _| ())).await {
         Ok(Ok(())) => "ready\n".into_response(),
         _ => not_ready(),
     }

@@ -1,4 +1,4 @@
-//! Prometheus metrics, and whether the coordinator is alive and ready. Names and meanings stand in docs/metrics.md.
+//! Prometheus metrics, liveness and readiness. docs/metrics.md describes them.
 
 mod http;
 
@@ -36,7 +36,7 @@ fn in_state(state: &str) -> InState {
     }
 }
 
-/// Everything that is counted. Cheap to clone.
+/// All metrics. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
@@ -54,16 +54,16 @@ pub(crate) struct Metrics {
     traces: Traces,
 }
 
-/// What is counted when somebody looks, rather than as it happens.
+/// Gauges that are computed when metrics are requested.
 #[derive(Debug, Default)]
-struct Now {
+struct GaugeValues {
     jobs: Vec<(&'static str, i64)>,
     workers: Vec<(&'static str, i64)>,
     devices: Vec<(DeviceLabels, i64)>,
 }
 
 impl Metrics {
-    /// `traces`: where spans go, which are counted as well.
+    /// `traces`: the exporter whose spans are counted as well.
     pub(crate) fn new(traces: &Traces) -> Self {
         let mut registry = Registry::with_prefix("aitk");
         let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
@@ -118,8 +118,8 @@ impl Metrics {
         metrics
     }
 
-    /// What became durable in one transaction, and how many lines of the audit log did with it.
-    pub(crate) fn stored(&self, records: &[Record], audit_lines: usize, took: Duration) {
+    /// Counts the records and audit lines of one transaction.
+    pub(crate) fn record_commit(&self, records: &[Record], audit_lines: usize, took: Duration) {
         let written = records.len() + audit_lines;
         if written == 0 {
             return;
@@ -131,13 +131,13 @@ impl Metrics {
                 Record::NewJob(..) => {
                     self.submitted.inc();
                 }
-                Record::Event { event, .. } => self.happened(&event.body),
+                Record::Event { event, .. } => self.count_event(&event.body),
                 _ => {}
             }
         }
     }
 
-    fn happened(&self, body: &EventBody) {
+    fn count_event(&self, body: &EventBody) {
         match body {
             EventBody::State { state, .. } if state.is_ended() => {
                 self.job_ends.get_or_create(&in_state(state.name())).inc();
@@ -152,14 +152,14 @@ impl Metrics {
         }
     }
 
-    /// A job was assigned for the first time, after waiting since `created`.
-    pub(crate) fn assigned(&self, created: UnixMillis, now: UnixMillis) {
+    /// Records the first assignment of a job that waited since `created`.
+    pub(crate) fn record_first_assignment(&self, created: UnixMillis, now: UnixMillis) {
         self.wait.observe(now.since(created).as_secs_f64());
     }
 
-    /// All metrics in the text format that Prometheus reads.
-    fn text(&self, now: Now) -> String {
-        // Those that are not there any more do not stay as they were.
+    /// Returns all metrics in the Prometheus text format.
+    fn text(&self, now: GaugeValues) -> String {
+        // Remove labels of devices that are gone.
         self.devices.clear();
         for (state, count) in now.jobs {
             self.jobs.get_or_create(&in_state(state)).set(count);
@@ -182,15 +182,15 @@ impl Metrics {
             }
         }
         let mut text = String::new();
-        // Writing into a string does not fail.
+        // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
         text
     }
 }
 
-/// Counts what there is. Every state is there even when nothing is in it, so that alerts have something to look at.
-fn look(state: &State) -> Now {
-    let mut now = Now::default();
+/// Computes the gauges. Every state is present even when its count is 0, so that alerts always have a value.
+fn gauge_values(state: &State) -> GaugeValues {
+    let mut now = GaugeValues::default();
     let jobs = state.active_jobs();
     now.jobs = vec![
         (JobState::Queued.name(), jobs.queued as i64),

@@ -1,4 +1,4 @@
-//! Under which names and addresses this machine is reached.
+//! Names and addresses of this machine for its certificate.
 
 use crate::config::PkiConfig;
 use aitk_common::fsutil;
@@ -7,11 +7,11 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
-/// The file beside the authority with names that its coordinators are reached under, one a line.
+/// File beside the authority with additional host names, one per line.
 const FILE: &str = "hostnames";
 
-/// Keeps names for every start.
-pub(super) fn keep(folder: &Path, names: &[String]) -> Result<(), CaError> {
+/// Stores additional names for every start.
+pub(super) fn write_names(folder: &Path, names: &[String]) -> Result<(), CaError> {
     if names.is_empty() {
         return Ok(());
     }
@@ -21,21 +21,21 @@ pub(super) fn keep(folder: &Path, names: &[String]) -> Result<(), CaError> {
     Ok(())
 }
 
-/// The names that were kept. A file that cannot be read only means that they are not there.
-pub(super) fn kept(folder: &Path) -> Vec<String> {
+/// Reads the stored names; none when the file cannot be read.
+pub(super) fn read_names(folder: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(folder.join(FILE)).unwrap_or_default();
     text.split_whitespace().map(ToOwned::to_owned).collect()
 }
 
-/// Every name and address for a certificate of a coordinator that listens at `bind`, each once.
-pub(super) fn names(bind: SocketAddr, told: &[String]) -> Vec<String> {
-    let mut names: BTreeSet<String> = told.iter().cloned().collect();
+/// Returns all names and addresses for the certificate of a coordinator that listens at `bind`, without duplicates.
+pub(super) fn names(bind: SocketAddr, hostnames: &[String]) -> Vec<String> {
+    let mut names: BTreeSet<String> = hostnames.iter().cloned().collect();
     names.insert("localhost".to_owned());
     for loopback in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
         names.insert(loopback.to_string());
     }
     if let Some(host) = host_name() {
-        // What people type is often the first part.
+        // Users often type only the first label.
         names.extend(host.split_once('.').map(|(first, _)| first.to_owned()));
         names.insert(host);
     }
@@ -45,7 +45,7 @@ pub(super) fn names(bind: SocketAddr, told: &[String]) -> Vec<String> {
     } else {
         names.insert(ip.to_string());
     }
-    // A machine may have a name that no certificate can.
+    // Host names that are not valid in a certificate are left out.
     names.into_iter().filter(|name| is_server_name(name)).collect()
 }
 
@@ -59,7 +59,7 @@ fn host_name() -> Option<String> {
     std::env::var("COMPUTERNAME").ok()
 }
 
-/// Addresses of this machine that others can name.
+/// Addresses of this machine that other machines can use.
 #[cfg(unix)]
 fn interfaces() -> Vec<IpAddr> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else {
@@ -70,7 +70,7 @@ fn interfaces() -> Vec<IpAddr> {
         let four = address.as_sockaddr_in().map(|four| IpAddr::V4(four.ip()));
         four.or_else(|| address.as_sockaddr_in6().map(|six| IpAddr::V6(six.ip())))
     });
-    // A link-local address means nothing without the name of an interface, which no certificate has.
+    // A link-local address needs the name of an interface, which a certificate cannot contain.
     let named = |ip: &IpAddr| !matches!(ip, IpAddr::V6(six) if six.is_unicast_link_local());
     addresses.filter(named).collect()
 }
@@ -80,9 +80,9 @@ fn interfaces() -> Vec<IpAddr> {
     Vec::new()
 }
 
-/// The names under which `init` was told that coordinators are reached.
+/// Returns the stored and the configured host names.
 pub(super) fn server_names(pki: &PkiConfig) -> Vec<String> {
-    let mut names = kept(&pki.folder);
+    let mut names = read_names(&pki.folder);
     names.extend(pki.hostnames.iter().cloned());
     names
 }
@@ -92,9 +92,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_has_the_names_it_was_told_and_those_it_knows() {
-        let told = ["gpu.lab".to_owned(), "not a name".to_owned()];
-        let some = names("10.1.2.3:7420".parse().unwrap(), &told);
+    fn a_certificate_has_the_configured_names_and_those_of_the_machine() {
+        let hostnames = ["gpu.lab".to_owned(), "not a name".to_owned()];
+        let some = names("10.1.2.3:7420".parse().unwrap(), &hostnames);
         for name in ["gpu.lab", "localhost", "127.0.0.1", "::1", "10.1.2.3"] {
             assert!(some.iter().any(|other| other == name), "{name}: {some:?}");
         }
@@ -106,8 +106,8 @@ mod tests {
         );
 
         let folder = tempfile::tempdir().unwrap();
-        assert!(kept(folder.path()).is_empty());
-        keep(folder.path(), &told[..1]).unwrap();
-        assert_eq!(kept(folder.path()), ["gpu.lab"]);
+        assert!(read_names(folder.path()).is_empty());
+        write_names(folder.path(), &hostnames[..1]).unwrap();
+        assert_eq!(read_names(folder.path()), ["gpu.lab"]);
     }
 }

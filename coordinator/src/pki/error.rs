@@ -1,15 +1,15 @@
-//! Why there is no TLS.
+//! Why TLS cannot be set up.
 
 use aitk_common::security::ca::CaError;
 use std::path::PathBuf;
 
-/// Why there is no TLS.
+/// Why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum PkiError {
-    /// The authority.
+    /// The certificate authority.
     #[error(transparent)]
     Ca(#[from] CaError),
-    /// A certificate or key that the administrator gave.
+    /// A certificate or key file of the administrator.
     #[error("cannot use the TLS file {}: {problem}", path.display())]
     File {
         /// The file.
@@ -17,7 +17,7 @@ pub enum PkiError {
         /// Why.
         problem: String,
     },
-    /// The library.
+    /// The TLS library.
     #[error("TLS cannot be set up: {0}")]
     Library(String),
 }

@@ -1,4 +1,4 @@
-//! Connections with TLS. Many shake hands at once, none for long, and a certificate that is refused is told.
+//! TLS handshakes: many run concurrently, each with a timeout, and a refused certificate is reported.
 
 use crate::connection_limiter::{Connection, ConnectionLimiter};
 use rustls::{CertificateError, ServerConfig};
@@ -12,49 +12,50 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// Handshakes at once: what a pool of workers that comes back in one moment needs. More wait in the system's queue.
-const HANDSHAKES: usize = 1024;
-/// A peer that takes longer than this is gone, or only holds a place.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Connections that wait for the server's task.
-const READY: usize = 16;
+/// Concurrent handshakes: enough for a pool of workers that reconnects at once. More connections wait in the listen
+/// backlog.
+const MAX_HANDSHAKES: usize = 1024;
+/// A handshake that takes longer is cancelled.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Connections buffered for the server's task.
+const READY_QUEUE: usize = 16;
 
-/// Connections that shook hands.
+/// Connections after their handshake.
 pub(super) type Incoming = ReceiverStream<io::Result<TlsStream<Connection>>>;
 
-/// Accepts until nobody takes the connections any more.
+/// Accepts connections until the receiver is dropped.
 pub(super) fn accept(
     limiter: ConnectionLimiter,
     listener: TcpListener,
     config: Arc<ServerConfig>,
     refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
 ) -> Incoming {
-    let (sender, receiver) = mpsc::channel(READY);
+    let (sender, receiver) = mpsc::channel(READY_QUEUE);
     let (acceptor, refused) = (TlsAcceptor::from(config), Arc::new(refused));
-    let places = Arc::new(Semaphore::new(HANDSHAKES));
+    let permits = Arc::new(Semaphore::new(MAX_HANDSHAKES));
     tokio::spawn(async move {
         loop {
             let next = async {
-                let place = places.clone().acquire_owned().await;
-                (place, limiter.accept(&listener).await)
+                let permit = permits.clone().acquire_owned().await;
+                (permit, limiter.accept(&listener).await)
             };
-            let (place, (tcp, from)) = tokio::select! {
+            let (permit, (tcp, from)) = tokio::select! {
                 next = next => next,
                 () = sender.closed() => return,
             };
             let (acceptor, refused, sender) = (acceptor.clone(), refused.clone(), sender.clone());
             tokio::spawn(async move {
-                let _place = place;
-                match tokio::time::timeout(PATIENCE, acceptor.accept(tcp)).await {
-                    // A receiver that is gone means that we shut down.
+                let _permit = permit;
+                match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(tcp)).await {
+                    // A dropped receiver means shutdown.
                     Ok(Ok(stream)) => drop(sender.send(Ok(stream)).await),
                     Ok(Err(error)) => {
-                        tracing::debug!(%error, %from, "no TLS came about");
+                        tracing::debug!(%error, %from, "the TLS handshake failed");
                         if let Some(problem) = certificate_problem(&error) {
                             refused(from, &problem);
                         }
                     }
-                    Err(_) => tracing::debug!(%from, "no TLS came about in time"),
+                    Err(_) => tracing::debug!(%from, "the TLS handshake timed out"),
                 }
             });
         }
@@ -62,7 +63,7 @@ pub(super) fn accept(
     ReceiverStream::new(receiver)
 }
 
-/// What was wrong with the client's certificate, if it was that.
+/// Returns the problem with the client's certificate, if that was the cause.
 fn certificate_problem(error: &io::Error) -> Option<String> {
     let rustls::Error::InvalidCertificate(problem) = error.get_ref()?.downcast_ref::<rustls::Error>()? else {
         return None;
@@ -73,7 +74,7 @@ fn certificate_problem(error: &io::Error) -> Option<String> {
             "a certificate that another authority has signed".into()
         }
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
-            "a certificate that is none of a worker".into()
+            "a certificate that is not a worker's".into()
         }
         other => format!("a certificate that is not accepted: {other}"),
     })

@@ -1,8 +1,8 @@
-//! Certificates: who signs them, which one the listener shows, and who is asked for one.
+//! TLS and certificates.
 //!
-//! With an authority the listener always speaks TLS. It shows a certificate of its own ([`server`]), or one that the
-//! administrator has from elsewhere, and asks every client for one: a worker must have one of our authority, a user comes
-//! with a token and has none. Who a certificate is and whether it was revoked is asked at the limiter, at every call.
+//! With an authority, the listener always speaks TLS. It uses a certificate of its own ([`server`]), or the
+//! administrator's, and requests a certificate from every client: a worker must have one of our authority; a user
+//! authenticates with a token and has none. The authenticator checks identity and revocation at every call.
 
 mod addresses;
 mod error;
@@ -11,7 +11,7 @@ mod server;
 mod signer;
 
 pub use error::PkiError;
-pub(crate) use signer::{Signer, wall};
+pub(crate) use signer::{Signer, wall_clock};
 
 use crate::config::{Config, TlsFiles};
 use crate::connection_limiter::ConnectionLimiter;
@@ -24,24 +24,24 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::{RootCertStore, ServerConfig};
-use server::Current;
+use server::CurrentCertificate;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
-/// TLS for the listener.
+/// TLS configuration of the listener.
 pub(crate) struct Tls {
     config: Arc<ServerConfig>,
     signer: Option<Arc<Signer>>,
-    renewing: Option<server::Renewing>,
-    /// Workers on other machines must have a certificate.
+    renewing: Option<server::CertificateRenewal>,
+    /// Workers on other machines must show a certificate.
     pub(crate) certificates_only: bool,
 }
 
 impl Tls {
-    /// What the config wants. None: no TLS.
+    /// Opens what the config specifies. `None`: no TLS.
     pub(crate) fn open(config: &Config, addr: SocketAddr) -> Result<Option<Self>, PkiError> {
         let signer = match &config.pki {
             None => None,
@@ -51,9 +51,9 @@ impl Tls {
             })),
         };
         let (resolver, renewing): (Arc<dyn ResolvesServerCert>, _) = match (&config.tls, &config.pki, &signer) {
-            (Some(files), _, _) => (Arc::new(Current::new(own(files)?)), None),
+            (Some(files), _, _) => (Arc::new(CurrentCertificate::new(read_certificate(files)?)), None),
             (None, Some(pki), Some(signer)) => {
-                let renewing = server::Renewing::begin(signer.clone(), pki, addr)?;
+                let renewing = server::CertificateRenewal::start(signer.clone(), pki, addr)?;
                 (renewing.current(), Some(renewing))
             }
             _ => return Ok(None),
@@ -88,12 +88,12 @@ impl Tls {
         }))
     }
 
-    /// Who signs.
+    /// Returns the signer, if there is an authority.
     pub(crate) fn signer(&self) -> Option<Arc<Signer>> {
         self.signer.clone()
     }
 
-    /// Takes connections; the certificate is renewed as long as they are.
+    /// Accepts connections, and renews the certificate meanwhile.
     pub(crate) fn accept(
         self,
         limiter: ConnectionLimiter,
@@ -105,8 +105,8 @@ impl Tls {
     }
 }
 
-/// A certificate that the administrator gave.
-fn own(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
+/// Reads the administrator's certificate.
+fn read_certificate(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
     let bad = |path: &std::path::Path, problem: String| PkiError::File {
         path: path.to_owned(),
         problem,
@@ -122,30 +122,30 @@ fn own(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
         .map_err(|error| bad(&files.cert, format!("with the key {}: {error}", files.key.display())))
 }
 
-/// What `init` made.
+/// Result of [`init`].
 #[derive(Debug)]
-pub struct Made {
-    /// False: it was there already, and nothing was changed.
-    pub new: bool,
+pub struct InitOutcome {
+    /// False: the authority existed already, and nothing was changed.
+    pub created: bool,
     /// SHA-256 of the authority's certificate.
     pub hash: ContentHash,
 }
 
-/// The authority's folder in a data folder.
+/// Returns the folder of the authority in a data folder.
 #[must_use]
 pub fn ca_folder(data_dir: &std::path::Path) -> PathBuf {
     data_dir.join("ca")
 }
 
-/// Makes a certificate authority in a data folder, unless there is one.
+/// Creates a certificate authority in a data folder, unless there is one.
 ///
 /// # Errors
 /// [`PkiError`]
-pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, PkiError> {
+pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<InitOutcome, PkiError> {
     let folder = ca_folder(data_dir);
     if Ca::is_in(&folder) {
         let hash = Ca::open(&folder)?.hash();
-        return Ok(Made { new: false, hash });
+        return Ok(InitOutcome { created: false, hash });
     }
     if let Some(bad) = hostnames
         .iter()
@@ -153,12 +153,12 @@ pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, Pk
     {
         return Err(CaError::BadName(bad.clone()).into());
     }
-    // Closed to others, as at the first start.
+    // Accessible only by its owner, as at the first start.
     crate::data_folder::create(data_dir).map_err(|error| PkiError::Library(error_chain(&error)))?;
-    addresses::keep(&folder, hostnames)?;
-    let ca = Ca::create(&folder, wall())?;
-    Ok(Made {
-        new: true,
+    addresses::write_names(&folder, hostnames)?;
+    let ca = Ca::create(&folder, wall_clock())?;
+    Ok(InitOutcome {
+        created: true,
         hash: ca.hash(),
     })
 }

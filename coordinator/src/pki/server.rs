@@ -1,8 +1,8 @@
-//! The coordinator's own certificate: signed at the start, and again in time, while it runs.
+//! The coordinator's own certificate: signed at the start and renewed while it runs.
 
 use super::addresses;
 use super::error::PkiError;
-use super::signer::{Signer, wall};
+use super::signer::{Signer, wall_clock};
 use crate::config::PkiConfig;
 use crate::error_chain::error_chain;
 use aitk_common::control::UnixMillis;
@@ -14,42 +14,42 @@ use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-/// How often it is looked whether the machine has other addresses now.
-const LOOK: Duration = Duration::from_secs(600);
-/// The wait before another try when a certificate could not be made.
+/// How often the machine's addresses are checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(600);
+/// Pause before a retry when signing failed.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// The certificate that is shown now.
+/// The certificate in use.
 #[derive(Debug)]
-pub(super) struct Current(RwLock<Arc<CertifiedKey>>);
+pub(super) struct CurrentCertificate(RwLock<Arc<CertifiedKey>>);
 
-impl Current {
+impl CurrentCertificate {
     pub(super) fn new(key: CertifiedKey) -> Self {
         Self(RwLock::new(Arc::new(key)))
     }
 }
 
-impl ResolvesServerCert for Current {
+impl ResolvesServerCert for CurrentCertificate {
     fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
         Some(self.0.read().unwrap_or_else(PoisonError::into_inner).clone())
     }
 }
 
-/// Keeps a certificate that is good.
-pub(super) struct Renewing {
+/// Renews the coordinator's certificate.
+pub(super) struct CertificateRenewal {
     signer: Arc<Signer>,
-    current: Arc<Current>,
+    current: Arc<CurrentCertificate>,
     life: Duration,
     addr: SocketAddr,
-    told: Vec<String>,
-    /// What the current one says, and when it was made.
+    hostnames: Vec<String>,
+    /// Names and time of the current certificate.
     names: Vec<String>,
     issued: UnixMillis,
 }
 
-impl Renewing {
-    /// Signs the first one.
-    pub(super) fn begin(signer: Arc<Signer>, pki: &PkiConfig, addr: SocketAddr) -> Result<Self, PkiError> {
+impl CertificateRenewal {
+    /// Signs the first certificate.
+    pub(super) fn start(signer: Arc<Signer>, pki: &PkiConfig, addr: SocketAddr) -> Result<Self, PkiError> {
         if let Some(bad) = pki
             .hostnames
             .iter()
@@ -57,37 +57,37 @@ impl Renewing {
         {
             return Err(aitk_common::security::ca::CaError::BadName(bad.clone()).into());
         }
-        let told = addresses::server_names(pki);
-        let names = addresses::names(addr, &told);
-        let issued = wall();
-        let current = Arc::new(Current::new(sign(&signer, &names, issued, pki.server_life)?));
+        let hostnames = addresses::server_names(pki);
+        let names = addresses::names(addr, &hostnames);
+        let issued = wall_clock();
+        let current = Arc::new(CurrentCertificate::new(sign(&signer, &names, issued, pki.server_life)?));
         tracing::info!(names = names.join(", "), "certificate of this coordinator");
         Ok(Self {
             signer,
             current,
             life: pki.server_life,
             addr,
-            told,
+            hostnames,
             names,
             issued,
         })
     }
 
-    pub(super) fn current(&self) -> Arc<Current> {
+    pub(super) fn current(&self) -> Arc<CurrentCertificate> {
         self.current.clone()
     }
 
-    /// Signs another one after two thirds of its life, or when the machine has other addresses. Looks at the clock often: a
-    /// machine that was asleep must not find out weeks later.
+    /// Renews the certificate after two thirds of its lifetime, or when the machine's addresses change. Checks the
+    /// clock often, because sleeping timers do not advance while the machine is suspended.
     pub(super) async fn run(mut self) {
         let mut wait = Duration::ZERO;
         loop {
             let due = self.issued.after(self.life * 2 / 3);
-            let left = due.since(wall());
-            tokio::time::sleep(left.min(LOOK).max(wait)).await;
+            let left = due.since(wall_clock());
+            tokio::time::sleep(left.min(CHECK_INTERVAL).max(wait)).await;
             wait = Duration::ZERO;
-            let now = wall();
-            let names = addresses::names(self.addr, &self.told);
+            let now = wall_clock();
+            let names = addresses::names(self.addr, &self.hostnames);
             if now < due && names == self.names {
                 continue;
             }

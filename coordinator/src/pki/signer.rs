@@ -1,4 +1,4 @@
-//! The certificate authority at work.
+//! Signs certificates of workers.
 
 use crate::clock::Clock;
 use aitk_common::control::UnixMillis;
@@ -7,7 +7,7 @@ use aitk_common::id::UserName;
 use aitk_common::security::ca::{Ca, CaError, CheckedRequest, WorkerCertificate};
 use std::time::Duration;
 
-/// The authority at work.
+/// The certificate authority, as a signer of workers' certificates.
 #[derive(Debug)]
 pub(crate) struct Signer {
     pub(super) ca: Ca,
@@ -15,29 +15,31 @@ pub(crate) struct Signer {
 }
 
 impl Signer {
-    /// What tokens name the authority by.
+    /// Returns the SHA-256 of the authority's certificate, which tokens contain.
     pub(crate) fn hash(&self) -> ContentHash {
         self.ca.hash()
     }
 
-    /// A worker's certificate, from now on.
+    /// Signs a worker's certificate that is valid from now on; returns its PEM.
     pub(crate) fn worker(
         &self,
         request: &CheckedRequest,
         name: &UserName,
         enrolment: &str,
     ) -> Result<(String, WorkerCertificate), CaError> {
-        self.ca.issue_worker(request, name, enrolment, wall(), self.worker_life)
+        self.ca
+            .issue_worker(request, name, enrolment, wall_clock(), self.worker_life)
     }
 
-    /// When a worker should ask for the next one: after half of its life, so that an outage of the other half does no harm.
+    /// Returns the time after which a worker renews: half of the lifetime, so that an outage of the other half does no
+    /// harm.
     pub(crate) fn renew_after(&self) -> Duration {
         self.worker_life / 2
     }
 }
 
-/// What the clock on the wall says. Not the coordinator's own one: that stands still while the machine sleeps, and TLS asks
-/// the wall.
-pub(crate) fn wall() -> UnixMillis {
+/// Returns the system's wall-clock time, which TLS uses as well. [`Clock::now`] of a running coordinator does not
+/// advance while the machine is suspended.
+pub(crate) fn wall_clock() -> UnixMillis {
     Clock::new().now()
 }

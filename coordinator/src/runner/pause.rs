@@ -1,10 +1,13 @@
-//! The database has no room. What is there can be read, whoever wants a change is told why it is not made, workers keep what
-//! they have and come back, and with room again everything goes on.
+//! Pauses the coordinator while the database's disk is full. Reads are answered, changes are refused with a message,
+//! workers keep their attempts and reconnect, and everything continues when there is room again.
 //!
-//! The core is one batch ahead of the store then: that batch is tried until it is stored, and no other is begun. What a
-//! session said meanwhile is not heard; its worker says it again when it registers, as after a restart of the coordinator.
+//! During the pause the scheduler is one batch ahead of the store: that batch is retried until it is stored, and no
+//! other is begun. Messages of workers are dropped meanwhile; workers repeat them when they register, as after a
+//! restart of the coordinator.
 
-use super::{Caller, Input, Outgoing, Runner, STORE_PATIENCE};
+use super::handle::{Input, ReplySender};
+use super::{Runner, STORE_RETRY_TIME};
+use crate::assign::Outgoing;
 use crate::error_chain::error_chain;
 use crate::store::{AuditLine, StoreError};
 use aitk_common::control::ToWorker;
@@ -14,55 +17,55 @@ use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 
-/// How often the batch is tried again.
-const TRY_AGAIN: Duration = Duration::from_secs(1);
-const WHY: &str = "the disk of the coordinator's database is full";
+/// Interval at which the batch is retried.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+const DISK_FULL: &str = "the disk of the coordinator's database is full";
 
-/// What came while the database was full.
+/// What arrived while the database was full.
 #[derive(Default)]
-struct Meanwhile {
-    /// Sessions that were open when it began.
+struct PauseState {
+    /// Sessions that were open when the pause began.
     open: HashSet<SessionId>,
-    /// Those of them that have ended since.
+    /// Sessions of these that have ended since.
     lost: Vec<SessionId>,
-    /// What was said last of the room for blobs.
+    /// Last reported state of the disk space for blobs.
     space: Option<(u64, u64)>,
-    /// Waiting until everything is stored.
+    /// Callers that wait until everything is stored.
     stored: Vec<oneshot::Sender<()>>,
 }
 
 impl Runner {
-    /// Tries the records of a batch until they are stored. Its callers are told that this takes a while.
+    /// Retries the records of a batch until they are stored. Their callers are told that this takes a while.
     ///
     /// # Errors
-    /// When the store fails in another way for too long, or everybody else has gone.
+    /// When the store fails in another way for too long, or all handles are dropped.
     pub(super) async fn wait_for_room(
         &mut self,
         records: &[Record],
         audit: &[AuditLine],
         effects: &mut Vec<Effect>,
-        callers: &mut HashMap<Ticket, Caller>,
+        callers: &mut HashMap<Ticket, ReplySender>,
         error: &StoreError,
     ) -> Result<(), StoreError> {
-        tracing::error!(error = %error_chain(error), "{WHY}: nothing is changed until there is room");
+        tracing::error!(error = %error_chain(error), "{DISK_FULL}: nothing is changed until there is room");
         let (began, mut last_full) = (Instant::now(), Instant::now());
-        let mut meanwhile = Meanwhile {
+        let mut pause = PauseState {
             open: self.sessions.keys().copied().collect(),
             space: self.state.storage_full(),
-            ..Meanwhile::default()
+            ..PauseState::default()
         };
         self.state.set_storage_full(self.state.storage_full().or(Some((0, 0))));
         answer_callers(effects, callers);
         for (_, sender) in self.sessions.drain() {
-            come_back(&sender);
+            ask_to_reconnect(&sender);
         }
-        let mut tries = tokio::time::interval(TRY_AGAIN);
+        let mut tries = tokio::time::interval(RETRY_INTERVAL);
         tries.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let stored = loop {
-            let everybody_went = tokio::select! {
+            let all_senders_dropped = tokio::select! {
                 input = self.inputs.recv() => match input {
                     Some(input) => {
-                        self.take_meanwhile(input, &mut meanwhile);
+                        self.handle_while_full(input, &mut pause);
                         continue;
                     }
                     None => true,
@@ -71,75 +74,77 @@ impl Runner {
             };
             match self.store.commit(records, audit).await {
                 Ok(()) => break Ok(()),
-                Err(error) if everybody_went => break Err(error),
+                Err(error) if all_senders_dropped => break Err(error),
                 Err(error) if error.is_full() => last_full = Instant::now(),
-                Err(error) if error.is_transient() && last_full.elapsed() < STORE_PATIENCE => {
+                Err(error) if error.is_transient() && last_full.elapsed() < STORE_RETRY_TIME => {
                     tracing::error!(error = %error_chain(&error), "the store failed; trying again");
                 }
                 Err(error) => break Err(error),
             }
         };
-        self.state.set_storage_full(meanwhile.space);
+        self.state.set_storage_full(pause.space);
         if stored.is_ok() {
             let by = began.elapsed();
             tracing::warn!(?by, "the database has room again");
-            let lost = meanwhile.lost.into_iter();
-            self.later.extend(lost.map(|session| Event::SessionClosed { session }));
-            // Nobody could be heard, and whoever comes back needs a while.
+            let lost = pause.lost.into_iter();
+            self.deferred
+                .extend(lost.map(|session| Event::SessionClosed { session }));
+            // No heartbeat was received, and workers need a while to reconnect.
             let by = by.max(self.state.settings().lease);
-            self.later.push(Event::Stalled { by });
+            self.deferred.push(Event::Stalled { by });
         }
-        // Whoever waits for that hears that it is so, or by the end of the channel that it never will be.
+        // Waiting callers are notified; after a failure, they see the closed channel.
         if stored.is_ok() {
-            for waiting in meanwhile.stored {
+            for waiting in pause.stored {
                 let _ = waiting.send(());
             }
         }
         stored
     }
 
-    fn take_meanwhile(&mut self, input: Input, meanwhile: &mut Meanwhile) {
+    fn handle_while_full(&mut self, input: Input, pause: &mut PauseState) {
         match input {
             Input::Query(query) => query(&self.state, self.clock.now()),
-            Input::Stored(waiting) => meanwhile.stored.push(waiting),
+            Input::Stored(waiting) => pause.stored.push(waiting),
             Input::Call(_, _, caller, _) => {
-                let text =
-                    format!("{WHY}, so nothing can be changed now; nothing was done. Try again when there is room");
+                let text = format!(
+                    "{DISK_FULL}, so nothing can be changed now; nothing was done. Try again when there is room"
+                );
                 let _ = caller.send(Err(Refusal::NoRoom(text)));
             }
-            Input::OpenSession(_, sender) => come_back(&sender),
+            Input::OpenSession(_, sender) => ask_to_reconnect(&sender),
             Input::Event(Event::StorageSpace { full }) => {
-                meanwhile.space = full;
+                pause.space = full;
                 self.state.set_storage_full(Some(full.unwrap_or((0, 0))));
             }
-            Input::Event(Event::SessionClosed { session }) if meanwhile.open.remove(&session) => {
-                meanwhile.lost.push(session);
+            Input::Event(Event::SessionClosed { session }) if pause.open.remove(&session) => {
+                pause.lost.push(session);
             }
-            // Time goes on when there is room; whoever has a session says the rest again.
+            // Ticks continue after the pause; workers repeat the other events when they register.
             Input::Event(_) => {}
         }
     }
 }
 
-/// Ends a session whose worker is to come back.
-fn come_back(sender: &mpsc::Sender<Outgoing>) {
+/// Ends a session and asks its worker to reconnect.
+fn ask_to_reconnect(sender: &mpsc::Sender<Outgoing>) {
     let message = ToWorker::GoingAway {
-        reason: WHY.to_owned(),
+        reason: DISK_FULL.to_owned(),
         retry: true,
     };
-    // One that does not read has no need to know; its session ends with the channel.
+    // A worker that does not read notices the closed channel.
     let _ = sender.try_send(message.into());
 }
 
-/// The callers of the batch do not wait for room: they hear what is so.
-fn answer_callers(effects: &mut Vec<Effect>, callers: &mut HashMap<Ticket, Caller>) {
+/// Answers the callers of the batch now instead of after the pause.
+fn answer_callers(effects: &mut Vec<Effect>, callers: &mut HashMap<Ticket, ReplySender>) {
     effects.retain(|effect| {
         let Effect::Reply(ticket, reply) = effect else {
             return true;
         };
         if let Some(caller) = callers.remove(ticket) {
             let text = format!(
-                "{WHY}, so what you asked for is not stored yet. It is done when there is room, as long as the coordinator is not \
+                "{DISK_FULL}, so what you asked for is not stored yet. It is done when there is room, as long as the coordinator is not \
                  stopped before: look at `aitk ps` before you ask again"
             );
             let reply = reply.clone().and(Err(Refusal::NoRoom(text)));

@@ -1,8 +1,8 @@
-//! Which blobs a caller may see and name.
+//! Decides which blobs a caller can see and refer to.
 //!
-//! A worker's token opens what the live attempts of its workers need, and what it sent itself; a submitter's what they
-//! sent themselves. Everything else looks as if it were not there, whether it is or not, so that nobody finds out what
-//! others have by asking. Operators and administrators see everything.
+//! A worker sees the blobs that the live attempts of its owner's workers need, and its own uploads; a submitter sees
+//! their own uploads. All other blobs are reported as missing, whether they exist or not, so that callers cannot find
+//! out what others have. Operators and administrators see everything.
 
 mod allowance;
 mod lists;
@@ -10,10 +10,10 @@ mod reference;
 mod uploads;
 
 pub(crate) use reference::BlobReference;
-pub(crate) use uploads::{Calling, Uploads};
+pub(crate) use uploads::{ActiveCall, Uploads};
 
 use crate::access::{Access, Identity};
-use crate::runner::{Core, Gone};
+use crate::runner::{SchedulerHandle, SchedulerStopped};
 use crate::store::{Store, StoreError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, UserName};
@@ -21,29 +21,29 @@ use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
 use aitk_scheduler::{State, gib};
 use allowance::Allowance;
-use lists::{Files, Lists};
+use lists::{Files, ListCache};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
-use uploads::{Coming, Sent};
+use uploads::{PendingUpload, SentBlobs};
 
-/// Inputs of jobs that are remembered, all together: 32 MB of hashes.
-const INPUTS: usize = 1_000_000;
+/// Maximum number of cached input hashes: 32 MB.
+const MAX_CACHED_INPUTS: usize = 1_000_000;
 
-/// Why it is not known what somebody may see.
+/// Why the visible blobs could not be determined.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ScopeError {
     #[error(transparent)]
-    Gone(#[from] Gone),
+    Stopped(#[from] SchedulerStopped),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
     Storage(#[from] StorageError),
 }
 
-/// Why an upload is more than its sender may store.
+/// Why an upload exceeds its sender's limit.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum TooMuch {
-    #[error("{bytes} bytes are more than this worker may still store before something of it is accepted")]
+pub(crate) enum UploadLimitExceeded {
+    #[error("{bytes} bytes exceed what this worker may upload before a job refers to one of its uploads")]
     Worker { bytes: u64 },
     #[error(
         "what user {who} has sent and is sending has {} in the object storage, this blob has {}, and a user may have {} there \
@@ -59,122 +59,122 @@ pub(crate) enum TooMuch {
     },
 }
 
-/// Room that is set aside for an upload.
+/// Bytes reserved for an upload.
 #[derive(Debug)]
-pub(crate) enum Spending {
-    /// The sender has no bound.
-    Free,
-    /// Of a worker.
-    Worker(allowance::Spending),
-    /// Of a user.
-    User(#[allow(dead_code, reason = "held until the upload ends")] Coming),
+pub(crate) enum UploadReservation {
+    /// The sender has no limit.
+    Unlimited,
+    /// Reserved from a worker's allowance.
+    Worker(allowance::Reservation),
+    /// Reserved from a user's limit.
+    User(#[allow(dead_code, reason = "held until the upload ends")] PendingUpload),
 }
 
-impl Spending {
-    /// The bytes arrived, and are noted.
-    pub(crate) fn arrived(self) {
-        if let Self::Worker(spending) = self {
-            spending.arrived();
+impl UploadReservation {
+    /// The upload is complete and recorded.
+    pub(crate) fn commit(self) {
+        if let Self::Worker(reservation) = self {
+            reservation.commit();
         }
     }
 }
 
-/// What a caller may see at this moment.
+/// The blobs that a caller can see at this moment.
 #[derive(Debug)]
 pub(crate) enum VisibleBlobs {
-    /// Everything.
+    /// All blobs.
     All,
-    /// These.
-    Some(Box<Part>),
+    /// Only these blobs.
+    Listed(Box<CallerBlobs>),
 }
 
-/// A part of the storage.
+/// The blobs that one caller can see.
 #[derive(Debug)]
-pub(crate) struct Part {
-    sent: Sent,
+pub(crate) struct CallerBlobs {
+    sent: SentBlobs,
     lists: Vec<(ContentHash, Files)>,
-    /// A worker's live attempts.
+    /// Live attempts of a worker's owner.
     attempts: BTreeSet<AttemptId>,
 }
 
 impl VisibleBlobs {
-    /// Whether this blob is in reach.
-    pub(crate) fn holds(&self, hash: &ContentHash) -> bool {
+    /// Whether this blob is visible.
+    pub(crate) fn contains(&self, hash: &ContentHash) -> bool {
         match self {
             Self::All => true,
-            Self::Some(part) => {
+            Self::Listed(blobs) => {
                 let listed = |(list, files): &(ContentHash, Files)| list == hash || files.binary_search(hash).is_ok();
-                part.sent.holds(hash) || part.lists.iter().any(listed)
+                blobs.sent.contains(hash) || blobs.lists.iter().any(listed)
             }
         }
     }
 
-    /// Whether a worker has anything to send for; true for everybody else.
-    pub(crate) fn is_at_work(&self, who: &Identity) -> bool {
+    /// Whether the caller may upload: a worker only while it has a live attempt.
+    pub(crate) fn can_upload(&self, who: &Identity) -> bool {
         match self {
-            Self::Some(part) if who.role == Role::Worker => !part.attempts.is_empty(),
+            Self::Listed(blobs) if who.role == Role::Worker => !blobs.attempts.is_empty(),
             _ => true,
         }
     }
 }
 
-/// The inputs of jobs that ran lately.
+/// Cached inputs of recently run jobs.
 #[derive(Debug, Default)]
-struct Inputs {
-    of: HashMap<JobId, Arc<[ContentHash]>>,
+struct InputCache {
+    by_job: HashMap<JobId, Arc<[ContentHash]>>,
     count: usize,
 }
 
-/// See the module. Cheap to clone.
+/// Decides which blobs a caller can see; see the module. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Scope {
-    core: Core,
+    scheduler: SchedulerHandle,
     access: Access,
     store: Arc<dyn Store>,
     blobs: Arc<dyn BlobStore>,
     uploads: Arc<Uploads>,
-    /// Workers may talk to the bucket themselves, so that nobody knows what they sent.
-    direct: bool,
-    lists: Arc<Lists>,
-    inputs: Arc<Mutex<Inputs>>,
+    /// Workers may use the bucket directly, so that their uploads are not known here.
+    direct_storage: bool,
+    lists: Arc<ListCache>,
+    inputs: Arc<Mutex<InputCache>>,
     allowance: Allowance,
-    /// Bytes that a user may have in the storage.
-    most_stored: Option<u64>,
+    /// Maximum bytes per user in the storage.
+    max_stored: Option<u64>,
 }
 
 impl Scope {
     pub(crate) fn new(
-        core: Core,
+        scheduler: SchedulerHandle,
         access: Access,
         store: Arc<dyn Store>,
         blobs: Arc<dyn BlobStore>,
         uploads: Arc<Uploads>,
-        direct: bool,
-        most_stored: Option<u64>,
+        direct_storage: bool,
+        max_stored: Option<u64>,
     ) -> Self {
         Self {
-            core,
+            scheduler,
             access,
             store,
             blobs,
             uploads,
-            direct,
+            direct_storage,
             lists: Arc::default(),
             inputs: Arc::default(),
             allowance: Allowance::default(),
-            most_stored,
+            max_stored,
         }
     }
 
-    /// What this caller may see.
-    pub(crate) async fn reach(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
+    /// Returns the blobs that this caller can see.
+    pub(crate) async fn visible_blobs(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
         if who.role.changes_all() {
             return Ok(VisibleBlobs::All);
         }
         let running = if who.role == Role::Worker {
             let workers = self.access.workers_of(&who.name).await;
-            let look = move |state: &State, _| state.running_on(&workers);
-            self.core.query(look).await?
+            let query = move |state: &State, _| state.running_on(&workers);
+            self.scheduler.query(query).await?
         } else {
             Vec::new()
         };
@@ -187,103 +187,115 @@ impl Scope {
                 self.add(&mut lists, BlobReference::Checkpoint(manifest)).await?;
             }
         }
-        Ok(VisibleBlobs::Some(Box::new(Part {
-            sent: self.uploads.of(&key(who)).await?,
+        Ok(VisibleBlobs::Listed(Box::new(CallerBlobs {
+            sent: self.uploads.sent_by(&owner_key(who)).await?,
             lists,
             attempts: running.into_iter().map(|work| work.attempt).collect(),
         })))
     }
 
-    /// What this caller may make a job point to.
-    pub(crate) async fn may_name(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
-        if who.role == Role::Worker && self.direct {
+    /// Returns the blobs to which this caller may make a job refer.
+    pub(crate) async fn referable_blobs(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
+        if who.role == Role::Worker && self.direct_storage {
             return Ok(VisibleBlobs::All);
         }
-        self.reach(who).await
+        self.visible_blobs(who).await
     }
 
-    /// Whether a worker with this token is kept away from the bucket itself.
-    pub(crate) fn keeps_bucket_from(&self, who: &Identity) -> bool {
-        who.role == Role::Worker && !self.direct
+    /// Whether this caller is not told the storage URL.
+    pub(crate) fn hides_storage_url_from(&self, who: &Identity) -> bool {
+        who.role == Role::Worker && !self.direct_storage
     }
 
-    /// Sets aside what somebody is about to send.
+    /// Reserves bytes for an upload.
     ///
     /// # Errors
-    /// [`TooMuch`], when a worker sends more than is sensible, or a user has too much already.
-    pub(crate) fn spend(&self, who: &Identity, reach: &VisibleBlobs, bytes: u64) -> Result<Spending, TooMuch> {
-        let VisibleBlobs::Some(part) = reach else {
-            return Ok(Spending::Free);
+    /// [`UploadLimitExceeded`], when a worker uploads too much before a job refers to it, or a user's limit is
+    /// reached.
+    pub(crate) fn reserve_upload(
+        &self,
+        who: &Identity,
+        visible: &VisibleBlobs,
+        bytes: u64,
+    ) -> Result<UploadReservation, UploadLimitExceeded> {
+        let VisibleBlobs::Listed(blobs) = visible else {
+            return Ok(UploadReservation::Unlimited);
         };
         if who.role == Role::Worker {
-            let spending = self.allowance.spend(who.name.as_str(), part.attempts.clone(), bytes);
-            return spending.map(Spending::Worker).ok_or(TooMuch::Worker { bytes });
+            let reservation = self.allowance.reserve(who.name.as_str(), blobs.attempts.clone(), bytes);
+            return reservation
+                .map(UploadReservation::Worker)
+                .ok_or(UploadLimitExceeded::Worker { bytes });
         }
-        let Some(most) = self.most_stored else {
-            return Ok(Spending::Free);
+        let Some(most) = self.max_stored else {
+            return Ok(UploadReservation::Unlimited);
         };
-        let coming = self.uploads.set_aside(&key(who), &part.sent, bytes, most);
-        coming.map(Spending::User).map_err(|in_use| TooMuch::User {
-            who: who.name.clone(),
-            in_use,
-            bytes,
-            most,
-        })
+        let pending = self.uploads.reserve(&owner_key(who), &blobs.sent, bytes, most);
+        pending
+            .map(UploadReservation::User)
+            .map_err(|in_use| UploadLimitExceeded::User {
+                who: who.name.clone(),
+                in_use,
+                bytes,
+                most,
+            })
     }
 
-    /// Somebody asks for blobs or sends one: what they sent stays while they do, and a while longer.
-    pub(crate) fn calling(&self, who: &Identity) -> Calling {
-        self.uploads.calling(&key(who))
+    /// Records that the caller checks or uploads blobs: its earlier uploads are kept during the returned call, and a
+    /// while longer.
+    pub(crate) fn begin_call(&self, who: &Identity) -> ActiveCall {
+        self.uploads.begin_call(&owner_key(who))
     }
 
-    /// Somebody sent this blob, all of it. Durable when this returns.
-    pub(crate) async fn sent(&self, who: &Identity, hash: ContentHash, bytes: u64) -> Result<(), ScopeError> {
+    /// Records that the caller uploaded this blob. Durable when this returns.
+    pub(crate) async fn record_upload(&self, who: &Identity, hash: ContentHash, bytes: u64) -> Result<(), ScopeError> {
         if who.role.changes_all() {
             return Ok(());
         }
-        Ok(self.uploads.note(&key(who), hash, bytes).await?)
+        Ok(self.uploads.record(&owner_key(who), hash, bytes).await?)
     }
 
-    /// Something that a worker sent is part of its job now.
-    pub(crate) fn named(&self, who: &Identity) {
-        self.allowance.named(who.name.as_str());
+    /// Restarts the allowance of a worker, because a job refers to its upload now.
+    pub(crate) fn reset_allowance(&self, who: &Identity) {
+        self.allowance.reset(who.name.as_str());
     }
 
-    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, named: BlobReference) -> Result<(), ScopeError> {
-        if lists.iter().any(|(hash, _)| *hash == named.hash()) {
+    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, reference: BlobReference) -> Result<(), ScopeError> {
+        if lists.iter().any(|(hash, _)| *hash == reference.hash()) {
             return Ok(());
         }
-        let files = match self.lists.files(self.blobs.as_ref(), named).await {
+        let files = match self.lists.files(self.blobs.as_ref(), reference).await {
             Ok(files) => files,
             Err(error @ (StorageError::Unavailable { .. } | StorageError::Denied { .. })) => return Err(error.into()),
-            // It leads nowhere; whoever asks for the list itself is told why.
+            // An unreadable list makes nothing visible; a request for the list itself reports the error.
             Err(_) => Files::from([]),
         };
-        lists.push((named.hash(), files));
+        lists.push((reference.hash(), files));
         Ok(())
     }
 
     async fn inputs_of(&self, job: &JobId) -> Result<Arc<[ContentHash]>, StoreError> {
         let known = || self.inputs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(inputs) = known().of.get(job) {
+        if let Some(inputs) = known().by_job.get(job) {
             return Ok(inputs.clone());
         }
         let payload = self.store.payload(job).await?.unwrap_or_default();
         let distinct: BTreeSet<ContentHash> = payload.inputs.values().copied().collect();
         let inputs: Arc<[ContentHash]> = distinct.into_iter().collect();
         let mut known = known();
-        if known.count + inputs.len() >= INPUTS {
-            *known = Inputs::default();
+        if known.count + inputs.len() >= MAX_CACHED_INPUTS {
+            *known = InputCache::default();
         }
-        // A job without inputs takes room, too.
+        // A job without inputs takes space too.
         known.count += inputs.len() + 1;
-        known.of.insert(job.clone(), inputs.clone());
+        known.by_job.insert(job.clone(), inputs.clone());
         Ok(inputs)
     }
 }
 
-/// Under which name somebody's uploads are kept: a machine that is called as a user is, is not that user.
-fn key(who: &Identity) -> String {
+/// Returns the key of a caller's uploads. It includes the kind, so that a worker and a user with the same name are
+/// distinct.
+fn owner_key(who: &Identity) -> String {
     let kind = if who.role == Role::Worker { "worker" } else { "user" };
     format!("{kind}/{}", who.name)
 }

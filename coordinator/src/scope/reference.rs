@@ -1,16 +1,16 @@
-//! What a job or a checkpoint refers to in object storage.
+//! References of jobs and checkpoints to blobs.
 
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError, gc};
 
-/// A blob, or a list of blobs, that is referred to.
+/// A reference to a blob or to a list of blobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlobReference {
-    /// Bytes.
+    /// A single blob.
     Blob(ContentHash),
-    /// A list of files, and those.
+    /// A snapshot: the list of its files, and the files.
     Snapshot(ContentHash),
-    /// A checkpoint's manifest, and its files.
+    /// A checkpoint: its manifest, and its files.
     Checkpoint(ContentHash),
 }
 
@@ -31,7 +31,7 @@ impl BlobReference {
         }
     }
 
-    /// The blobs below it; of mere bytes, itself.
+    /// Returns the blobs that it refers to; for a single blob, itself.
     pub(crate) async fn files(self, blobs: &dyn BlobStore) -> Result<Vec<ContentHash>, StorageError> {
         match self {
             Self::Blob(hash) => Ok(vec![hash]),

@@ -1,5 +1,5 @@
-//! Who sent which blob, durable: whoever sent the bytes knows them, so that telling them that a blob is there, or letting
-//! them name it, gives nothing away. What they sent counts against them as long as it is there.
+//! Records durably who uploaded which blob. The sender of a blob knows its bytes, so it may see the blob and refer to
+//! it. An upload counts against its sender's limit as long as the blob exists.
 
 use crate::store::{Store, StoreError, Upload};
 use aitk_common::hash::ContentHash;
@@ -8,52 +8,52 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Uploads that are kept in memory, about 60 MB; what does not fit is read again when its owner comes back.
-const MOST: usize = 1_000_000;
-/// What a blob counts at least, however small it is: about what a file of one byte takes.
-const LEAST: u64 = 4 << 10;
-/// Sizes that are written in one transaction.
-const SIZES_AT_ONCE: usize = 500;
+/// Maximum uploads in memory, about 60 MB; others are read again when their sender returns.
+const MAX_CACHED: usize = 1_000_000;
+/// Minimum size with which a blob counts: about the disk space of a file of one byte.
+const MIN_COUNTED_BYTES: u64 = 4 << 10;
+/// Sizes written in one transaction.
+const SIZES_PER_TRANSACTION: usize = 500;
 
-fn counted(bytes: u64) -> u64 {
-    bytes.max(LEAST)
+fn counted_bytes(bytes: u64) -> u64 {
+    bytes.max(MIN_COUNTED_BYTES)
 }
 
-/// What one of them sent.
+/// The uploads of one sender. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Sent(Arc<RwLock<SentBlobs>>);
+pub(super) struct SentBlobs(Arc<RwLock<SentBlobsInner>>);
 
 #[derive(Debug, Default)]
-struct SentBlobs {
-    /// With their sizes.
+struct SentBlobsInner {
+    /// Sizes by blob.
     blobs: HashMap<ContentHash, u64>,
-    /// What they count together.
+    /// Sum of the counted sizes.
     bytes: u64,
 }
 
-impl SentBlobs {
+impl SentBlobsInner {
     fn add(&mut self, hash: ContentHash, bytes: u64) {
         if let Some(before) = self.blobs.insert(hash, bytes) {
-            self.bytes = self.bytes.saturating_sub(counted(before));
+            self.bytes = self.bytes.saturating_sub(counted_bytes(before));
         }
-        self.bytes = self.bytes.saturating_add(counted(bytes));
+        self.bytes = self.bytes.saturating_add(counted_bytes(bytes));
     }
 }
 
-impl Sent {
+impl SentBlobs {
     fn of(stored: Vec<(ContentHash, u64)>) -> Self {
-        let mut sent = SentBlobs::default();
+        let mut sent = SentBlobsInner::default();
         for (hash, bytes) in stored {
             sent.add(hash, bytes);
         }
         Self(Arc::new(RwLock::new(sent)))
     }
 
-    pub(super) fn holds(&self, hash: &ContentHash) -> bool {
+    pub(super) fn contains(&self, hash: &ContentHash) -> bool {
         self.read().blobs.contains_key(hash)
     }
 
-    /// What all of it counts together.
+    /// Sum of the counted sizes.
     fn bytes(&self) -> u64 {
         self.read().bytes
     }
@@ -62,11 +62,11 @@ impl Sent {
         self.read().blobs.len()
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, SentBlobs> {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, SentBlobsInner> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, SentBlobs> {
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, SentBlobsInner> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -77,19 +77,19 @@ impl Sent {
     fn remove(&self, hash: &ContentHash) {
         let mut sent = self.write();
         if let Some(bytes) = sent.blobs.remove(hash) {
-            sent.bytes = sent.bytes.saturating_sub(counted(bytes));
+            sent.bytes = sent.bytes.saturating_sub(counted_bytes(bytes));
         }
     }
 }
 
-/// What somebody does with the storage at the moment.
+/// Current activity of one sender.
 #[derive(Debug, Default)]
 struct Activity {
-    /// Bytes of uploads that are under way, as they count.
-    coming: u64,
-    /// Calls that go on.
+    /// Counted bytes of running uploads.
+    pending: u64,
+    /// Number of running calls.
     calls: usize,
-    /// When the last one ended.
+    /// When the last call ended.
     last: Option<Instant>,
 }
 
@@ -99,14 +99,14 @@ fn lock(activities: &Activities) -> MutexGuard<'_, HashMap<String, Activity>> {
     activities.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A call that goes on: as long as there is one, and a while after it, what its caller sent stays.
+/// A running call: during it, and a while longer, its caller's uploads are kept.
 #[derive(Debug)]
-pub(crate) struct Calling {
+pub(crate) struct ActiveCall {
     activities: Activities,
     who: String,
 }
 
-impl Drop for Calling {
+impl Drop for ActiveCall {
     fn drop(&mut self) {
         if let Some(activity) = lock(&self.activities).get_mut(&self.who) {
             activity.calls = activity.calls.saturating_sub(1);
@@ -115,31 +115,31 @@ impl Drop for Calling {
     }
 }
 
-/// Bytes of an upload that is under way; counted until this goes.
+/// Counted bytes of a running upload; released when dropped.
 #[derive(Debug)]
-pub(crate) struct Coming {
+pub(crate) struct PendingUpload {
     activities: Activities,
     who: String,
     bytes: u64,
 }
 
-impl Drop for Coming {
+impl Drop for PendingUpload {
     fn drop(&mut self) {
         if let Some(activity) = lock(&self.activities).get_mut(&self.who) {
-            activity.coming = activity.coming.saturating_sub(self.bytes);
+            activity.pending = activity.pending.saturating_sub(self.bytes);
         }
     }
 }
 
-/// See the module.
+/// All recorded uploads; see the module.
 #[derive(Debug)]
 pub(crate) struct Uploads {
     store: Arc<dyn Store>,
-    /// Those who were here lately. Held while the store is read or written, so that both always say the same.
-    kept: tokio::sync::Mutex<HashMap<String, Sent>>,
-    /// Not yet durable; whoever gets at `kept` next writes them all in one go.
-    waiting: Mutex<Vec<Upload>>,
-    /// As many as have tokens.
+    /// Senders with recent calls. Locked while the store is read or written, so that cache and store agree.
+    cache: tokio::sync::Mutex<HashMap<String, SentBlobs>>,
+    /// Uploads to be stored; the next holder of the `cache` lock writes them all.
+    unstored: Mutex<Vec<Upload>>,
+    /// Bounded by the number of tokens.
     activities: Activities,
 }
 
@@ -147,59 +147,59 @@ impl Uploads {
     pub(crate) fn new(store: Arc<dyn Store>) -> Self {
         Self {
             store,
-            kept: tokio::sync::Mutex::default(),
-            waiting: Mutex::default(),
+            cache: tokio::sync::Mutex::default(),
+            unstored: Mutex::default(),
             activities: Arc::default(),
         }
     }
 
-    /// What somebody sent.
-    pub(super) async fn of(&self, who: &str) -> Result<Sent, StoreError> {
-        let mut kept = self.kept.lock().await;
-        if let Some(sent) = kept.get(who) {
+    /// Returns the uploads of a sender.
+    pub(super) async fn sent_by(&self, who: &str) -> Result<SentBlobs, StoreError> {
+        let mut cache = self.cache.lock().await;
+        if let Some(sent) = cache.get(who) {
             return Ok(sent.clone());
         }
-        let sent = Sent::of(self.store.uploads_of(who).await?);
-        let others: usize = kept.values().map(Sent::len).sum();
-        if others + sent.len() > MOST {
-            kept.clear();
+        let sent = SentBlobs::of(self.store.uploads_of(who).await?);
+        let others: usize = cache.values().map(SentBlobs::len).sum();
+        if others + sent.len() > MAX_CACHED {
+            cache.clear();
         }
-        kept.insert(who.to_owned(), sent.clone());
+        cache.insert(who.to_owned(), sent.clone());
         Ok(sent)
     }
 
-    /// Sets room aside for an upload of somebody who may have `most` bytes in the storage.
+    /// Reserves bytes for an upload of a sender with the limit `most`.
     ///
     /// # Errors
-    /// How many bytes they have, if that is too much.
-    pub(super) fn set_aside(&self, who: &str, sent: &Sent, bytes: u64, most: u64) -> Result<Coming, u64> {
+    /// The bytes in use, when the limit would be exceeded.
+    pub(super) fn reserve(&self, who: &str, sent: &SentBlobs, bytes: u64, most: u64) -> Result<PendingUpload, u64> {
         let mut activities = lock(&self.activities);
         let activity = activities.entry(who.to_owned()).or_default();
-        let in_use = sent.bytes().saturating_add(activity.coming);
-        let bytes = counted(bytes);
+        let in_use = sent.bytes().saturating_add(activity.pending);
+        let bytes = counted_bytes(bytes);
         if in_use.saturating_add(bytes) > most {
             return Err(in_use);
         }
-        activity.coming += bytes;
-        Ok(Coming {
+        activity.pending += bytes;
+        Ok(PendingUpload {
             activities: self.activities.clone(),
             who: who.to_owned(),
             bytes,
         })
     }
 
-    /// Somebody asks for blobs, or sends one.
-    pub(super) fn calling(&self, who: &str) -> Calling {
+    /// Records that the sender checks or uploads blobs.
+    pub(super) fn begin_call(&self, who: &str) -> ActiveCall {
         lock(&self.activities).entry(who.to_owned()).or_default().calls += 1;
-        Calling {
+        ActiveCall {
             activities: self.activities.clone(),
             who: who.to_owned(),
         }
     }
 
-    /// How long a blob that nothing names stays after it was stored: `long` while one of its senders is still at it, or when
-    /// nobody knows who sent it; otherwise `short`.
-    pub(crate) async fn keeps(
+    /// Returns how long an unreferenced blob is kept after it was stored: `long` while one of its senders is active or
+    /// when the sender is unknown; otherwise `short`.
+    pub(crate) async fn retention_of(
         &self,
         hash: ContentHash,
         short: Duration,
@@ -213,46 +213,46 @@ impl Uploads {
         Ok(if stays { long } else { short })
     }
 
-    /// Remembers that somebody sent this blob. Durable when this returns.
-    pub(super) async fn note(&self, who: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
+    /// Records an upload. Durable when this returns.
+    pub(super) async fn record(&self, who: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
         let upload = Upload {
             who: who.to_owned(),
             hash,
             bytes,
         };
-        self.waiting().push(upload.clone());
-        let kept = self.kept.lock().await;
-        if kept.get(who).is_some_and(|sent| sent.holds(&hash)) {
-            self.waiting().retain(|other| *other != upload);
+        self.unstored().push(upload.clone());
+        let cache = self.cache.lock().await;
+        if cache.get(who).is_some_and(|sent| sent.contains(&hash)) {
+            self.unstored().retain(|other| *other != upload);
             return Ok(());
         }
-        let mut batch = std::mem::take(&mut *self.waiting());
-        // Whoever took ours away may have failed, or been dropped on the way.
+        let mut batch = std::mem::take(&mut *self.unstored());
+        // The task that took our entry may have failed or been dropped, so it is written again.
         batch.push(upload);
         self.store.note_uploads(&batch).await?;
         for Upload { who, hash, bytes } in batch {
-            if let Some(sent) = kept.get(&who) {
+            if let Some(sent) = cache.get(&who) {
                 sent.add(hash, bytes);
             }
         }
         Ok(())
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Vec<Upload>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unstored(&self) -> MutexGuard<'_, Vec<Upload>> {
+        self.unstored.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The blob is gone: whoever needs it sends it again. Nobody may be sending it meanwhile.
+    /// Removes the entries of a deleted blob. No upload of it may run at the same time.
     pub(crate) async fn forget(&self, hash: ContentHash) -> Result<(), StoreError> {
-        let kept = self.kept.lock().await;
+        let cache = self.cache.lock().await;
         self.store.forget_uploads(hash).await?;
-        for sent in kept.values() {
+        for sent in cache.values() {
             sent.remove(&hash);
         }
         Ok(())
     }
 
-    /// Notes the sizes of what was sent to an older version, from a listing of the storage.
+    /// Records the sizes of uploads to older versions, from a listing of the storage.
     pub(crate) async fn measure(&self, listed: &[BlobInfo]) -> Result<(), StoreError> {
         let unmeasured: HashSet<_> = self.store.unmeasured_uploads().await?.into_iter().collect();
         if unmeasured.is_empty() {
@@ -260,11 +260,11 @@ impl Uploads {
         }
         let found = listed.iter().filter(|blob| unmeasured.contains(&blob.hash));
         let sizes: Vec<_> = found.map(|blob| (blob.hash, blob.bytes)).collect();
-        for sizes in sizes.chunks(SIZES_AT_ONCE) {
-            let kept = self.kept.lock().await;
+        for sizes in sizes.chunks(SIZES_PER_TRANSACTION) {
+            let cache = self.cache.lock().await;
             self.store.measure_uploads(sizes).await?;
-            for sent in kept.values() {
-                for (hash, bytes) in sizes.iter().filter(|(hash, _)| sent.holds(hash)) {
+            for sent in cache.values() {
+                for (hash, bytes) in sizes.iter().filter(|(hash, _)| sent.contains(hash)) {
                     sent.add(*hash, *bytes);
                 }
             }
@@ -287,67 +287,67 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_sent_is_known_to_its_sender_also_later_and_until_it_is_gone() {
+    async fn uploads_are_known_to_their_sender_until_they_are_deleted() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Arc::new(Uploads::new(store.clone()));
-        assert!(!uploads.of("a").await.unwrap().holds(&blob(0)));
+        assert!(!uploads.sent_by("a").await.unwrap().contains(&blob(0)));
         let many: Vec<_> = (0..50)
             .map(|n| {
                 let uploads = uploads.clone();
-                tokio::spawn(async move { uploads.note("a", blob(n), 10_000).await.unwrap() })
+                tokio::spawn(async move { uploads.record("a", blob(n), 10_000).await.unwrap() })
             })
             .collect();
         for one in many {
             one.await.unwrap();
         }
         for uploads in [uploads.as_ref(), &Uploads::new(store.clone())] {
-            let (a, b) = (uploads.of("a").await.unwrap(), uploads.of("b").await.unwrap());
-            assert!((0..50).all(|n| a.holds(&blob(n)) && !b.holds(&blob(n))));
+            let (a, b) = (uploads.sent_by("a").await.unwrap(), uploads.sent_by("b").await.unwrap());
+            assert!((0..50).all(|n| a.contains(&blob(n)) && !b.contains(&blob(n))));
             assert_eq!((a.bytes(), b.bytes()), (500_000, 0));
         }
         uploads.forget(blob(7)).await.unwrap();
         for uploads in [uploads.as_ref(), &Uploads::new(store.clone())] {
-            let a = uploads.of("a").await.unwrap();
-            assert!(!a.holds(&blob(7)) && a.holds(&blob(8)));
+            let a = uploads.sent_by("a").await.unwrap();
+            assert!(!a.contains(&blob(7)) && a.contains(&blob(8)));
             assert_eq!(a.bytes(), 490_000);
         }
         store.close().await;
     }
 
     #[tokio::test]
-    async fn what_comes_counts_with_what_is_there_and_small_blobs_are_not_for_nothing() {
+    async fn running_uploads_count_and_small_blobs_count_with_a_minimum() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Uploads::new(store.clone());
-        let sent = uploads.of("a").await.unwrap();
-        let first = uploads.set_aside("a", &sent, 6_000, 20_000).unwrap();
-        assert_eq!(uploads.set_aside("a", &sent, 15_000, 20_000).unwrap_err(), 6_000);
-        uploads.note("a", blob(0), 6_000).await.unwrap();
+        let sent = uploads.sent_by("a").await.unwrap();
+        let first = uploads.reserve("a", &sent, 6_000, 20_000).unwrap();
+        assert_eq!(uploads.reserve("a", &sent, 15_000, 20_000).unwrap_err(), 6_000);
+        uploads.record("a", blob(0), 6_000).await.unwrap();
         drop(first);
-        uploads.note("a", blob(1), 1).await.unwrap();
-        let full = uploads.set_aside("a", &sent, 10_000, 20_000).unwrap_err();
-        assert_eq!(full, 6_000 + LEAST);
+        uploads.record("a", blob(1), 1).await.unwrap();
+        let full = uploads.reserve("a", &sent, 10_000, 20_000).unwrap_err();
+        assert_eq!(full, 6_000 + MIN_COUNTED_BYTES);
         uploads.forget(blob(0)).await.unwrap();
-        uploads.set_aside("a", &sent, 10_000, 20_000).unwrap();
+        uploads.reserve("a", &sent, 10_000, 20_000).unwrap();
         store.close().await;
     }
 
     #[tokio::test]
-    async fn what_is_still_being_sent_stays_longer() {
+    async fn uploads_of_an_active_sender_are_kept_longer() {
         let (short, long) = (Duration::from_secs(3600), Duration::from_secs(9 * 3600));
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Uploads::new(store.clone());
-        let keeps = async |n: u32| uploads.keeps(blob(n), short, long).await.unwrap();
-        assert_eq!(keeps(0).await, long, "nobody knows whose it is");
-        uploads.note("a", blob(0), 1).await.unwrap();
-        assert_eq!(keeps(0).await, short);
-        let calling = uploads.calling("a");
-        assert_eq!(keeps(0).await, long);
+        let retention_of = async |n: u32| uploads.retention_of(blob(n), short, long).await.unwrap();
+        assert_eq!(retention_of(0).await, long, "nobody knows whose it is");
+        uploads.record("a", blob(0), 1).await.unwrap();
+        assert_eq!(retention_of(0).await, short);
+        let calling = uploads.begin_call("a");
+        assert_eq!(retention_of(0).await, long);
         drop(calling);
-        assert_eq!(keeps(0).await, long, "an hour has not passed");
-        let zero = uploads.keeps(blob(0), Duration::ZERO, long).await.unwrap();
+        assert_eq!(retention_of(0).await, long, "an hour has not passed");
+        let zero = uploads.retention_of(blob(0), Duration::ZERO, long).await.unwrap();
         assert_eq!(zero, Duration::ZERO);
         store.close().await;
     }

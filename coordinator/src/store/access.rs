@@ -1,26 +1,26 @@
-//! Tokens and the audit log.
+//! Stored documents and the audit log.
 
 use super::audit_line::AuditLine;
 use super::error::StoreError;
 use super::records::write_audit;
 use super::sql::SqlStore;
-use super::types::{Document, Forgotten};
+use super::types::{Document, RemovedRefusals};
 use aitk_common::control::UnixMillis;
 
-/// Lines of the audit log that are looked at in one transaction.
+/// Audit lines examined in one transaction.
 const REFUSALS_AT_ONCE: u32 = 500;
 
 impl SqlStore {
     pub(super) async fn read_documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
-        let mut work = self.reading().await?;
-        let rows = work
+        let mut transaction = self.begin_read().await?;
+        let rows = transaction
             .rows(
                 "SELECT id, record FROM documents WHERE kind = $1 ORDER BY id",
                 &[kind.into()],
             )
             .await
             .map_err(|e| self.failed(e))?;
-        let document = |row: &super::link::Row| Document {
+        let document = |row: &super::connection::Row| Document {
             kind,
             id: row.text(0).to_owned(),
             record: row.text(1).to_owned(),
@@ -29,21 +29,22 @@ impl SqlStore {
     }
 
     pub(super) async fn write_documents(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError> {
-        let mut work = self.begin().await?;
+        let mut transaction = self.begin_write().await?;
         for Document { kind, id, record } in documents {
-            work.run(
-                "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3) \
+            transaction
+                .run(
+                    "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3) \
                  ON CONFLICT (kind, id) DO UPDATE SET record = excluded.record",
-                &[(*kind).into(), id.as_str().into(), record.as_str().into()],
-            )
-            .await
-            .map_err(|e| self.failed(e))?;
+                    &[(*kind).into(), id.as_str().into(), record.as_str().into()],
+                )
+                .await
+                .map_err(|e| self.failed(e))?;
         }
-        write_audit(&mut work, lines).await.map_err(|e| self.failed(e))?;
-        work.commit().await.map_err(|e| self.failed(e))
+        write_audit(&mut transaction, lines).await.map_err(|e| self.failed(e))?;
+        transaction.commit().await.map_err(|e| self.failed(e))
     }
 
-    pub(super) async fn remove_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError> {
+    pub(super) async fn remove_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError> {
         let page = self.read_audit(after, REFUSALS_AT_ONCE).await?;
         let whole = page.len() == REFUSALS_AT_ONCE as usize;
         let old: Vec<_> = page.into_iter().take_while(|(_, line)| line.time < before).collect();
@@ -55,15 +56,16 @@ impl SqlStore {
             .map(|(number, _)| *number)
             .collect();
         if !refused.is_empty() {
-            let mut work = self.begin().await?;
+            let mut transaction = self.begin_write().await?;
             for number in &refused {
-                work.run("DELETE FROM audit WHERE seq = $1", &[(*number).into()])
+                transaction
+                    .run("DELETE FROM audit WHERE seq = $1", &[(*number).into()])
                     .await
                     .map_err(|e| self.failed(e))?;
             }
-            work.commit().await.map_err(|e| self.failed(e))?;
+            transaction.commit().await.map_err(|e| self.failed(e))?;
         }
-        Ok(Forgotten {
+        Ok(RemovedRefusals {
             after: last,
             lines: refused.len() as u64,
             more,
@@ -71,8 +73,8 @@ impl SqlStore {
     }
 
     pub(super) async fn read_audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {
-        let mut work = self.reading().await?;
-        let rows = work
+        let mut transaction = self.begin_read().await?;
+        let rows = transaction
             .rows(
                 "SELECT seq, record FROM audit WHERE seq > $1 ORDER BY seq LIMIT $2",
                 &[after.into(), u64::from(limit).into()],

@@ -3,42 +3,42 @@
 use aitk_common::control::UnixMillis;
 use serde::{Deserialize, Serialize};
 
-/// Who did what to which thing, from where, and whether it was allowed. Never holds a secret.
+/// Who did what to which object, from where, and whether it was allowed. Never contains a secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AuditLine {
-    /// Its own: a line that is stored twice is there once.
+    /// Unique id: a line that is written twice is stored once.
     pub id: String,
-    /// When.
+    /// Time of the action.
     pub time: UnixMillis,
-    /// Name of whoever it was; empty when that is not known.
+    /// Name of the caller; empty if unknown.
     pub who: String,
-    /// Id of the token or certificate that was shown.
+    /// Id of the token or enrolment that authenticated the caller.
     pub by: String,
-    /// Address it came from.
+    /// IP address of the caller.
     pub from: String,
-    /// What: `job.submit`, `token.create`, `login`, ….
+    /// The action: `job.submit`, `token.create`, `login`, ….
     pub action: String,
-    /// On what: an id.
+    /// Id of the object of the action.
     pub object: String,
-    /// Whether it was done.
+    /// Whether the action was allowed and done.
     pub done: bool,
-    /// What else there is to say: a reason, a role.
+    /// Further detail: a reason, a role.
     pub detail: String,
 }
 
 impl AuditLine {
-    /// A fresh id.
-    pub(crate) fn fresh_id() -> String {
+    /// Returns a new id.
+    pub(crate) fn new_id() -> String {
         uuid::Uuid::new_v4().simple().to_string()
     }
 
-    /// Longest text that a stranger may put into a line.
-    const MOST: usize = 200;
+    /// Maximum characters of a quoted text.
+    const MAX_CHARS: usize = 200;
 
-    /// A text from outside, safe to show: bounded, without control characters.
+    /// Makes a text from a client safe to show: bounded, without control characters.
     pub(crate) fn quote(text: &str) -> String {
         let safe = text.chars().map(|c| if c.is_control() { '\u{FFFD}' } else { c });
-        safe.take(Self::MOST).collect()
+        safe.take(Self::MAX_CHARS).collect()
     }
 }
 
@@ -47,10 +47,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_stranger_says_is_bounded_and_shows_as_one_line() {
+    fn a_quoted_text_is_bounded_and_has_no_control_characters() {
         let quoted = AuditLine::quote(&format!("a\nb\u{1b}[31m{}", "x".repeat(1000)));
         assert!(
-            quoted.chars().count() == AuditLine::MOST && !quoted.contains(char::is_control),
+            quoted.chars().count() == AuditLine::MAX_CHARS && !quoted.contains(char::is_control),
             "{quoted:?}"
         );
     }

@@ -1,11 +1,11 @@
-//! The whole store as a text: one JSON value per line, the same for both databases, so that a backup of one can be
-//! restored into the other.
+//! Backup of the whole store as text: one JSON value per line, the same for both databases, so that a backup of one
+//! can be restored into the other.
 //!
-//! The first line says what it is, then one line per row, and the last line says how many rows there were and what the
-//! SHA-256 of all bytes before it is: a backup that was cut short or changed is refused.
+//! The first line names the format, then follows one line per row, and the last line has the number of rows and the
+//! SHA-256 of all bytes before it: a truncated or changed backup is refused.
 
+use super::connection::SqlTransaction;
 use super::error::StoreError;
-use super::link::Work;
 use super::sql::SqlStore;
 use super::tables::{Cell, TABLES};
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
@@ -16,48 +16,48 @@ use sha2::{Digest, Sha256};
 use std::io::{BufRead, BufReader, Read, Seek, Write};
 use std::sync::Arc;
 
-/// What the first line says.
+/// Format name in the first line.
 const FORMAT: &str = "aitk-backup-1";
-/// The longest line: a job with the largest config, escaped.
+/// Maximum length of a line: a job with the largest config, escaped.
 const MAX_LINE: u64 = 256 << 20;
-/// How far the cursors of restored event logs jump: what was seen after the backup was made is then never seen again
-/// under a number that a follower knows.
+/// How far the event cursors jump at a restore: events after the backup must not be followed by new events with the
+/// same cursors.
 const CURSOR_JUMP: u64 = 1_000_000;
 
-/// Why a backup was not made or not restored.
+/// Why a backup or a restore failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BackupError {
-    /// The database.
+    /// The database failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The file.
+    /// The file cannot be read or written.
     #[error("the backup file cannot be read or written: {0}")]
     File(#[from] std::io::Error),
-    /// The file is no backup, or was cut short or changed.
+    /// The file is not a backup, or was truncated or changed.
     #[error("line {line} of the backup: {problem}; nothing was restored")]
     Damaged {
-        /// Counted from 1.
+        /// Line number, from 1.
         line: u64,
-        /// What is wrong.
+        /// What is wrong with it.
         problem: String,
     },
-    /// There is something already.
+    /// The database is not empty.
     #[error(
         "the database {database} holds {jobs} jobs, {workers} workers and {tokens} tokens already; restore into an empty one"
     )]
     NotEmpty {
-        /// Which.
+        /// The database.
         database: String,
-        /// How many.
+        /// Number of jobs.
         jobs: u64,
-        /// How many.
+        /// Number of workers.
         workers: u64,
-        /// How many.
+        /// Number of tokens and other documents.
         tokens: u64,
     },
 }
 
-/// What a backup or a restore went over.
+/// Counts of a backup or a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Jobs.
@@ -77,14 +77,14 @@ enum Line {
     End { rows: u64, sha256: ContentHash },
 }
 
-/// Writes, counts and hashes.
-struct Out<'a> {
+/// Writes and hashes lines.
+struct BackupWriter<'a> {
     to: &'a mut (dyn Write + Send),
     hash: Sha256,
 }
 
-impl Out<'_> {
-    fn line(&mut self, line: &Line) -> Result<(), BackupError> {
+impl BackupWriter<'_> {
+    fn write_line(&mut self, line: &Line) -> Result<(), BackupError> {
         let mut text = serde_json::to_vec(line).map_err(std::io::Error::from)?;
         text.push(b'\n');
         self.hash.update(&text);
@@ -93,26 +93,29 @@ impl Out<'_> {
 }
 
 impl SqlStore {
-    /// Writes everything that one moment's store holds. Others go on writing meanwhile.
+    /// Writes a consistent snapshot of the store. Others may write at the same time.
     ///
     /// # Errors
     /// [`BackupError::Store`], [`BackupError::File`]
     pub async fn backup(&self, to: &mut (dyn Write + Send)) -> Result<Tally, BackupError> {
         let mut tally = Tally::default();
-        let mut out = Out {
+        let mut out = BackupWriter {
             to,
             hash: Sha256::new(),
         };
-        out.line(&Line::Format(FORMAT.into()))?;
-        let mut work = self.reading().await?;
+        out.write_line(&Line::Format(FORMAT.into()))?;
+        let mut transaction = self.begin_read().await?;
         for table in TABLES {
             let mut after = table.before.to_vec();
             loop {
                 let mut values = after.clone();
                 values.push(table.page.into());
-                let page = work.rows(table.read, &values).await.map_err(|e| self.failed(e))?;
+                let page = transaction
+                    .rows(table.read, &values)
+                    .await
+                    .map_err(|e| self.failed(e))?;
                 for row in &page {
-                    out.line(&Line::Row(table.name.into(), table.cells(row)))?;
+                    out.write_line(&Line::Row(table.name.into(), table.cells(row)))?;
                 }
                 tally.rows += page.len() as u64;
                 if table.name == "jobs" {
@@ -126,23 +129,23 @@ impl SqlStore {
         }
         let sha256 = ContentHash::from_digest(out.hash.clone().finalize().into());
         let rows = tally.rows;
-        out.line(&Line::End { rows, sha256 })?;
+        out.write_line(&Line::End { rows, sha256 })?;
         out.to.flush()?;
         Ok(tally)
     }
 
-    /// Fills an empty store from a backup, all or nothing.
+    /// Restores a backup into an empty store, completely or not at all.
     ///
-    /// Workers may still hold attempts that were begun after the backup was made, with epochs that this store has not
-    /// heard of. So every job that can still run gets a gap in its epochs and in its log: what they report is refused.
+    /// Workers may still hold attempts that began after the backup, with epochs unknown to this store. So every job
+    /// that can still run skips epochs and cursors: reports of these attempts are refused.
     ///
     /// # Errors
     /// [`BackupError`]
     pub async fn restore(&self, from: &mut (impl Read + Seek), now: UnixMillis) -> Result<Tally, BackupError> {
         verify(from)?;
         from.rewind()?;
-        let mut work = self.begin().await?;
-        let counts = work
+        let mut transaction = self.begin_write().await?;
+        let counts = transaction
             .rows(
                 "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers), (SELECT COUNT(*) FROM documents)",
                 &[],
@@ -168,24 +171,27 @@ impl SqlStore {
             let damaged = |problem: String| BackupError::Damaged { line: number, problem };
             let Some(table) = TABLES.iter().find(|table| table.name == name) else {
                 return Err(damaged(format!(
-                    "there is no table {name:?}; was it made by a newer version?"
+                    "there is no table {name:?}; the backup may have been made by a newer version"
                 )));
             };
             let values = table
                 .values(cells)
                 .ok_or_else(|| damaged("a value of the wrong kind".into()))?;
-            work.run(table.write, &values).await.map_err(|e| self.failed(e))?;
+            transaction
+                .run(table.write, &values)
+                .await
+                .map_err(|e| self.failed(e))?;
             tally.rows += 1;
             tally.jobs += u64::from(name == "jobs");
         }
-        self.fence(&mut work, now).await?;
-        work.commit().await.map_err(|e| self.failed(e))?;
+        self.fence_jobs(&mut transaction, now).await?;
+        transaction.commit().await.map_err(|e| self.failed(e))?;
         Ok(tally)
     }
 
-    /// Makes the gaps.
-    async fn fence(&self, work: &mut Work, now: UnixMillis) -> Result<(), StoreError> {
-        let rows = work
+    /// Skips epochs and cursors of all jobs that can still run.
+    async fn fence_jobs(&self, transaction: &mut SqlTransaction, now: UnixMillis) -> Result<(), StoreError> {
+        let rows = transaction
             .rows(
                 "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
                 &[],
@@ -216,7 +222,7 @@ impl SqlStore {
                 },
                 aitk_scheduler::Record::Job(Arc::new(job)),
             ];
-            super::records::write_all(work, &records, &[], super::EVENTS_KEPT)
+            super::records::write_all(transaction, &records, &[], super::EVENTS_KEPT)
                 .await
                 .map_err(|e| self.failed(e))?;
         }
@@ -224,7 +230,7 @@ impl SqlStore {
     }
 }
 
-/// The lines of a backup with the bytes of each.
+/// Reads a backup line by line, with the bytes of each line.
 struct Lines<R: Read> {
     from: BufReader<R>,
     number: u64,
@@ -247,13 +253,13 @@ impl<R: Read> Lines<R> {
         self.number += 1;
         let parsed = serde_json::from_slice(&bytes).map_err(|error| BackupError::Damaged {
             line: self.number,
-            problem: format!("it is no line of a backup ({error})"),
+            problem: format!("it is not a line of a backup ({error})"),
         })?;
         Ok(Some((bytes, parsed)))
     }
 }
 
-/// Reads the whole file once, so that nothing is written of one that is damaged.
+/// Verifies the whole file, so that nothing of a damaged backup is written.
 fn verify(from: &mut impl Read) -> Result<(), BackupError> {
     let mut lines = Lines::new(from);
     let mut hash = Sha256::new();
@@ -267,17 +273,17 @@ fn verify(from: &mut impl Read) -> Result<(), BackupError> {
             })
         };
         if ended {
-            return damaged("something stands after the end");
+            return damaged("there is data after the end");
         }
         match line {
             Line::Format(format) if number == 1 && format == FORMAT => {}
-            Line::Format(_) => return damaged("it is of another format; was it made by a newer version?"),
-            _ if number == 1 => return damaged("it does not begin as a backup does"),
+            Line::Format(_) => return damaged("its format is not known; it may have been made by a newer version"),
+            _ if number == 1 => return damaged("it does not begin with the format line of a backup"),
             Line::Row(..) => rows += 1,
-            Line::End { rows: told, sha256 } => {
-                if told != rows || sha256 != ContentHash::from_digest(hash.clone().finalize().into()) {
+            Line::End { rows: expected, sha256 } => {
+                if expected != rows || sha256 != ContentHash::from_digest(hash.clone().finalize().into()) {
                     return damaged(
-                        "what stands before does not have the size and the SHA-256 that it should; it was changed",
+                        "the data before the end does not match its row count and SHA-256; the file was changed",
                     );
                 }
                 ended = true;
@@ -290,6 +296,6 @@ fn verify(from: &mut impl Read) -> Result<(), BackupError> {
     }
     Err(BackupError::Damaged {
         line: lines.number,
-        problem: "its end is missing; it was cut short".into(),
+        problem: "the end line is missing; the file was truncated".into(),
     })
 }

@@ -1,33 +1,33 @@
-//! Rows that go in together: one statement for many of them.
+//! Bulk statements: one statement for many rows.
 //!
-//! A statement costs a hand-over to the database's thread or server, which is more than the writing of a row. So the rows
-//! of a transaction are sorted by what is done with them and written 32, 16, 8 … at a time; few different statements, so
-//! each stays prepared. The order of tables does not matter: nothing refers from one to the other inside the database.
+//! A statement costs a round trip to the database's thread or server, which is more than writing a row. So the rows of
+//! a transaction are grouped by statement and written 32, 16, 8 … at a time; few distinct statements, so each stays
+//! prepared. The order of tables does not matter, because there are no foreign keys.
 
-use super::link::{Statement, Value, Work};
+use super::connection::{SqlTransaction, Statement, Value};
 use std::sync::LazyLock;
 
-/// Rows of one statement: powers of two, so that any number is a few of them. The widest row times the most rows stays
-/// far below the 32,766 values that SQLite takes.
+/// Rows per statement: powers of two, so that any number needs few statements. The widest row times the largest size
+/// stays far below SQLite's limit of 32,766 values.
 const SIZES: [usize; 6] = [32, 16, 8, 4, 2, 1];
 
-/// For each of [`SIZES`].
+/// One statement for each of [`SIZES`].
 type Statements = [Statement; SIZES.len()];
 
-/// What is done with rows of one kind.
-pub(super) struct Bulk {
+/// A statement for rows of one kind, in all sizes.
+pub(super) struct BulkStatement {
     statements: LazyLock<Statements>,
 }
 
-impl Bulk {
+impl BulkStatement {
     pub(super) const fn new(statements: fn() -> Statements) -> Self {
         Self {
             statements: LazyLock::new(statements),
         }
     }
 
-    /// Runs it for all rows, in order. No key may be there twice.
-    pub(super) async fn run(&self, to: &mut Work, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
+    /// Runs the statement for all rows, in order. No key may occur twice.
+    pub(super) async fn run(&self, to: &mut SqlTransaction, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
         let mut left = rows.len();
         let mut rows = rows.into_iter();
         for (size, statement) in SIZES.into_iter().zip(self.statements.iter()) {
@@ -41,7 +41,8 @@ impl Bulk {
     }
 }
 
-/// The statement `head (…), (…) tail` for each size. Kept for as long as the program runs: there are a few dozen.
+/// Builds the statement `head (…), (…) tail` for each size. Leaked, because the few dozen statements live as long as
+/// the program.
 pub(super) fn statements(head: &str, columns: usize, tail: &str) -> Statements {
     let text = |size: usize, place: fn(usize) -> String| {
         let row = |row: usize| {
@@ -63,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_statement_has_a_place_for_every_value() {
+    fn a_statement_has_a_placeholder_for_every_value() {
         let all = statements("INSERT INTO t (a, b) VALUES", 2, "ON CONFLICT DO NOTHING");
         assert_eq!(
             all[5].postgres,

@@ -1,4 +1,4 @@
-//! Texts of jobs that are stored outside the rows of their jobs.
+//! Texts of jobs that are stored outside their jobs' rows.
 
 use aitk_common::hash::ContentHash;
 use aitk_scheduler::Payload;
@@ -9,14 +9,14 @@ use std::sync::Arc;
 /// A text that is stored in pieces.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Body {
-    /// A job, or the key of what several share.
+    /// Id of a job, or the key of a shared text.
     pub id: String,
     /// The text.
     pub text: Arc<str>,
 }
 
 impl Body {
-    /// What `payload` has in common with others, under its key; none when it is stored in the row of its job.
+    /// Returns the shared part of `payload` under its key; `None` when it is stored in the job's row.
     #[must_use]
     pub fn shared(payload: &Payload) -> Option<Self> {
         let key = payload.shared.as_ref()?;
@@ -25,7 +25,7 @@ impl Body {
             config_format: payload.config_format.as_ref().into(),
             inputs: std::borrow::Cow::Borrowed(&payload.inputs),
         };
-        // Texts and hashes always serialise.
+        // Serialising texts and hashes does not fail.
         let text = serde_json::to_string(&body).ok()?;
         Some(Self {
             id: key.to_string(),
@@ -34,7 +34,7 @@ impl Body {
     }
 }
 
-/// What several jobs have in common, as it is stored.
+/// The shared part of several jobs' payloads, as stored.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct SharedBody<'a> {
     pub(super) config_text: std::borrow::Cow<'a, str>,

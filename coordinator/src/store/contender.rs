@@ -1,30 +1,30 @@
-//! A coordinator that leads as soon as nobody else does.
+//! A standby coordinator's access to the leader lease.
 
-use super::database_url::{BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS, PATIENCE};
+use super::connection::Database;
+use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{ANSWER, Candidate, Holder, Leader, Writer, seen, try_lock};
-use super::link::Link;
+use super::lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaseConnection, Writer, try_lock, with_keepalive};
 use super::sql::SqlStore;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{Connection, PgConnection};
 
-/// Whoever would lead if nobody did.
+/// A standby coordinator that leads as soon as no other does.
 #[derive(Debug)]
 pub(crate) struct Contender {
     url: DatabaseUrl,
     options: PgConnectOptions,
-    /// Looks; a leader gets a pool of its own.
+    /// Reads the lease; a leader gets a pool of its own.
     pool: PgPool,
 }
 
 impl Contender {
-    /// Prepares to look. Connects only when asked something.
+    /// Prepares the connection; connects at the first query.
     pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
-        url.warn_of_clear_text()?;
-        let options = seen(url.options()?);
+        url.warn_if_unencrypted()?;
+        let options = with_keepalive(url.options()?);
         let pool = PgPoolOptions::new()
             .max_connections(1)
-            .acquire_timeout(ANSWER)
+            .acquire_timeout(ANSWER_TIMEOUT)
             .connect_lazy_with(options.clone());
         Ok(Self {
             url: url.clone(),
@@ -40,13 +40,13 @@ impl Contender {
         }
     }
 
-    /// Who leads, or nobody: then [`Self::lead`] is worth a try.
+    /// Returns the current leader; `None` if there is none, so that [`Self::try_lead`] may succeed.
     ///
     /// # Errors
     /// [`StoreError::Open`] when the database does not answer, [`StoreError::Schema`] when it is a newer version's.
-    pub(crate) async fn look(&self) -> Result<Option<Leader>, StoreError> {
+    pub(crate) async fn leader(&self) -> Result<Option<Leader>, StoreError> {
         let looking = async {
-            // Its tables may not be there yet, or be those of the version before.
+            // The tables may not exist yet, or be those of an older version.
             let known: bool = sqlx::query_scalar("SELECT to_regclass('lease') IS NOT NULL")
                 .fetch_one(&self.pool)
                 .await?;
@@ -67,18 +67,18 @@ impl Contender {
             }))
         };
         let late = || sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time"));
-        let found = tokio::time::timeout(ANSWER, looking).await;
+        let found = tokio::time::timeout(ANSWER_TIMEOUT, looking).await;
         found.unwrap_or_else(|_| Err(late())).map_err(|e| self.failed(e))
     }
 
-    /// Becomes the leader, if nobody is.
+    /// Becomes the leader, if there is none.
     ///
     /// # Errors
-    /// As [`Self::look`].
-    pub(crate) async fn lead(&self, candidate: &Candidate) -> Result<Option<SqlStore>, StoreError> {
+    /// As [`Self::leader`].
+    pub(crate) async fn try_lead(&self, candidate: &Candidate) -> Result<Option<SqlStore>, StoreError> {
         let pool = PgPoolOptions::new()
             .max_connections(CONNECTIONS)
-            .acquire_timeout(PATIENCE)
+            .acquire_timeout(ACQUIRE_TIMEOUT)
             .connect_with(self.options.clone())
             .await
             .map_err(|e| self.failed(e))?;
@@ -86,18 +86,18 @@ impl Contender {
             .await
             .map_err(|e| self.failed(e))?;
         let locked = try_lock(&mut connection).await.map_err(|e| self.failed(e))?;
-        let store = SqlStore::new(self.url.to_string(), Link::Postgres(pool.clone()), None);
+        let store = SqlStore::new(self.url.to_string(), Database::Postgres(pool.clone()), None);
         if locked {
             MIGRATIONS.run(&pool).await.map_err(|e| self.failed(e))?;
         } else if store.check_schema(&MIGRATIONS).await.is_err() {
-            // Whoever has the lock works with these tables.
+            // The holder of the lock uses these tables.
             return Ok(None);
         }
-        let holder = Holder { connection, locked };
-        let writer = Writer::take(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
+        let holder = LeaseConnection { connection, locked };
+        let writer = Writer::acquire(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
             .await
             .map_err(|e| self.failed(e))?;
         let database = self.url.to_string();
-        Ok(writer.map(|writer| SqlStore::new(database, Link::Postgres(pool), Some(writer))))
+        Ok(writer.map(|writer| SqlStore::new(database, Database::Postgres(pool), Some(writer))))
     }
 }

@@ -1,4 +1,4 @@
-//! The address of a PostgreSQL database, and how it is connected to.
+//! Address of a PostgreSQL database and its connection options.
 
 use super::error::StoreError;
 use sqlx::migrate::Migrator;
@@ -7,14 +7,14 @@ use std::str::FromStr;
 use std::time::Duration;
 use url::Url;
 
-/// One writes, the others read events in pages.
+/// Connections of the pool: one writes, the others read events in pages.
 pub(super) const CONNECTIONS: u32 = 8;
 
-/// How long a call waits for a connection. Short, so that the retries of a commit are retries.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a call waits for a connection. Short, so that retries of a commit are real retries.
+pub(super) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The number of our lock: "aitk" in ASCII, and 1.
-pub(super) const LOCK: i64 = 0x6169_746b_0001;
+/// Key of our advisory lock: "aitk" in ASCII, and 1.
+pub(super) const ADVISORY_LOCK: i64 = 0x6169_746b_0001;
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -33,7 +33,7 @@ impl std::fmt::Debug for DatabaseUrl {
 }
 
 impl std::fmt::Display for DatabaseUrl {
-    /// Host and name only: a password may also stand in the query.
+    /// Host and database name only: the query may contain a password too.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (host, path) = (self.url.host_str().unwrap_or_default(), self.url.path());
         match self.url.port() {
@@ -52,8 +52,8 @@ impl FromStr for DatabaseUrl {
         if !matches!(url.scheme(), "postgres" | "postgresql") {
             return Err(bad(format!("its scheme is {:?}", url.scheme())));
         }
-        // The same parser as for the connection: what it refuses is refused here, before anything starts.
-        PgConnectOptions::from_str(text).map_err(|_| bad("PostgreSQL does not understand it".to_owned()))?;
+        // The same parser as for the connection, so that bad addresses are refused before anything starts.
+        PgConnectOptions::from_str(text).map_err(|_| bad("it is not a valid PostgreSQL address".to_owned()))?;
         Ok(Self { url })
     }
 }
@@ -61,16 +61,16 @@ impl FromStr for DatabaseUrl {
 impl DatabaseUrl {
     pub(super) fn options(&self) -> Result<PgConnectOptions, StoreError> {
         let options = PgConnectOptions::from_str(self.url.as_str()).map_err(|_| StoreError::Address {
-            problem: "PostgreSQL does not understand it".to_owned(),
+            problem: "it is not a valid PostgreSQL address".to_owned(),
         })?;
-        // What is acknowledged must survive a power cut, whatever the server's default.
+        // Acknowledged changes must survive a power failure, whatever the server's default is.
         Ok(options
             .application_name("aitk-coordinator")
             .options([("synchronous_commit", "on")]))
     }
 
-    /// Says so when passwords and prompts may travel in clear.
-    pub(super) fn warn_of_clear_text(&self) -> Result<(), StoreError> {
+    /// Logs a warning when passwords and prompts may be sent unencrypted.
+    pub(super) fn warn_if_unencrypted(&self) -> Result<(), StoreError> {
         let options = self.options()?;
         let far = options.get_socket().is_none() && !matches!(options.get_host(), "localhost" | "127.0.0.1" | "::1");
         let perhaps = matches!(
@@ -78,7 +78,7 @@ impl DatabaseUrl {
             PgSslMode::Disable | PgSslMode::Allow | PgSslMode::Prefer
         );
         if far && perhaps {
-            tracing::warn!(database = %self, "the database is on another machine and may be spoken to in clear; add ?sslmode=verify-full to its address");
+            tracing::warn!(database = %self, "the database is on another machine and the connection may be unencrypted; add ?sslmode=verify-full to its address");
         }
         Ok(())
     }

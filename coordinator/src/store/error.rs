@@ -1,91 +1,94 @@
-//! Why the store could not do what it was asked to.
+//! Errors of the store.
 
-/// Why the store could not. `database` is its address without a password.
+/// Why a store operation failed. `database` is its address without a password.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The database cannot be opened or brought to this version's schema.
+    /// The database cannot be opened or migrated to this version's schema.
     #[error("cannot open the database {database}")]
     Open {
-        /// Which.
+        /// The database.
         database: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The address of a database is none.
+    /// The database address is invalid.
     #[error("the database address cannot be used: {problem}; expected postgres://USER@HOST/NAME")]
     Address {
-        /// What is wrong, without the address: it may hold a password.
+        /// The problem, without the address: it may contain a password.
         problem: String,
     },
-    /// Its tables are those of another version.
+    /// The tables are those of another version.
     #[error(
-        "the database {database} is at schema {found}, this version of aitk reads schema {expected}; use the version that the coordinator runs"
+        "the database {database} is at schema {found}, this version of aitk reads schema {expected}; use the same version as the coordinator"
     )]
     Schema {
-        /// Which.
+        /// The database.
         database: String,
-        /// Its schema.
+        /// Schema version of the database.
         found: i64,
-        /// Ours.
+        /// Schema version of this program.
         expected: i64,
     },
-    /// A coordinator works on it already.
+    /// Another coordinator uses the database.
     #[error(
-        "another coordinator works on the database {database}; stop it first, or give this one its own with --database"
+        "another coordinator uses the database {database}; stop it first, or give this one its own with --database"
     )]
     InUse {
-        /// Which.
+        /// The database.
         database: String,
     },
-    /// Another coordinator took the database over: this one may not write any more.
+    /// Another coordinator took over the database: this one may not write any more.
     #[error(
-        "another coordinator has taken over the database {database}; this one leads no more, so that no two of them write"
+        "another coordinator has taken over the database {database}; this one does not lead any more, so that never two of them write"
     )]
     Superseded {
-        /// Which.
+        /// The database.
         database: String,
     },
-    /// The lease ran out while the database did not answer: another one may lead by now.
+    /// The lease expired while the database did not answer: another coordinator may lead by now.
     #[error("the database did not answer for so long that another coordinator may lead by now")]
     LeaseLost,
     /// A statement failed.
     #[error("the database {database} failed")]
     Failed {
-        /// Which.
+        /// The database.
         database: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: sqlx::Error,
     },
-    /// A row that this version cannot read.
-    #[error("the database {database} holds a {what} ({id}) that cannot be read; was it written by a newer version?")]
+    /// A row cannot be parsed by this version.
+    #[error(
+        "the database {database} holds a {what} ({id}) that cannot be read; it may have been written by a newer version"
+    )]
     Unreadable {
-        /// Which.
+        /// The database.
         database: String,
         /// Kind of row.
         what: &'static str,
-        /// Which row.
+        /// Id of the row.
         id: String,
-        /// Why.
+        /// The cause.
         #[source]
         source: serde_json::Error,
     },
 }
 
 impl StoreError {
-    /// Whether there is no room for what was to be written.
+    /// Whether the disk is full.
     #[must_use]
     pub fn is_full(&self) -> bool {
         let Self::Failed { source, .. } = self else {
             return false;
         };
-        // SQLITE_FULL; SQLITE_IOERR_SHMSIZE, when the index of its log does not grow; PostgreSQL's `disk_full`.
+        // SQLITE_FULL; SQLITE_IOERR_SHMSIZE, when the index of the write-ahead log cannot grow; PostgreSQL's
+        // `disk_full`.
         let code = source.as_database_error().and_then(|error| error.code());
         matches!(code.as_deref(), Some("13" | "4874" | "53100"))
     }
 
-    /// Whether the same call may succeed in a moment.
+    /// Whether a retry may succeed.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Failed { .. })

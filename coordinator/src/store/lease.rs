@@ -1,11 +1,12 @@
-//! Which of several coordinators on one PostgreSQL database leads, and for how long.
+//! Leader election of several coordinators on one PostgreSQL database.
 //!
-//! Two things keep them apart. The **lease** says when somebody may take over: the leader renews it all the time, by the
-//! database's clock, and when it has run out the first to ask gets it. The **epoch** keeps what is written safe: every
-//! transaction compares it (see [`super::sql`]), so a leader that slept through its lease changes nothing when it wakes.
-//! A coordinator that wants no others beside it holds an advisory lock as well, so that a second one is told at its start.
+//! Two mechanisms separate them. The **lease** decides when another coordinator may take over: the leader renews it
+//! periodically, by the database's clock, and after it has expired the first contender gets it. The **epoch** protects
+//! the data: every transaction compares it (see [`super::sql`]), so a leader that was suspended past its lease cannot
+//! write when it wakes up. A coordinator without a cluster holds an advisory lock as well, so that a second one is
+//! refused at its start.
 
-use super::database_url::{BoxError, LOCK, MIGRATIONS};
+use super::database_url::{ADVISORY_LOCK, BoxError, MIGRATIONS};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::token::Token;
 use sqlx::postgres::{PgConnectOptions, PgPool};
@@ -13,50 +14,50 @@ use sqlx::{Connection, PgConnection};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// How long a leader is believed in that does not renew. Takeover takes this, a look, and the loading of the queue: with
-/// 100,000 jobs about a second, so that all of it stays below ten.
+/// Lifetime of the lease. A takeover takes this time, one poll, and loading the queue: about a second with 100,000
+/// jobs, so below ten seconds in total.
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
-/// How often it is renewed, and looked at.
+/// Interval of renewals, and of polls by contenders.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
-/// How long one renewal may take.
-pub(super) const ANSWER: Duration = Duration::from_secs(2);
-/// What a session of ours is for that the server has lost sight of: a leader whose machine vanished must not keep
-/// the row of its epoch locked. Keep-alives find out about the machine, the other limit about a process that stands still.
-const SIGHT: [(&str, &str); 4] = [
+/// Timeout of one renewal.
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// Session options that end a lost session early: a leader whose machine vanished must not keep the row of its epoch
+/// locked. Keep-alives detect a lost machine, the transaction timeout a suspended process.
+const KEEPALIVE_OPTIONS: [(&str, &str); 4] = [
     ("tcp_keepalives_idle", "3"),
     ("tcp_keepalives_interval", "1"),
     ("tcp_keepalives_count", "3"),
     ("idle_in_transaction_session_timeout", "5000"),
 ];
 
-/// What a coordinator tells the others when it leads.
+/// What a coordinator publishes when it leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Candidate {
-    /// Where the others reach it; none: it wants no others.
+    /// Address for the others; `None`: no cluster.
     pub(crate) address: Option<String>,
     /// SHA-256 of the token in its data folder.
     pub(crate) token: ContentHash,
-    /// Its object storage.
+    /// Its storage URL.
     pub(crate) storage: String,
 }
 
-/// Who leads, as the database says.
+/// The current leader, as stored in the database.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Leader {
-    /// Its number; a later leader has a higher one.
+    /// Its epoch; later leaders have higher ones.
     pub(crate) epoch: u64,
-    /// Where it is reached; none: it wants no others.
+    /// Its address; `None`: it is not part of a cluster.
     pub(crate) address: Option<String>,
-    /// What to show with a call that is passed on to it.
+    /// Secret to send with calls that are forwarded to it.
     pub(crate) proof: String,
-    /// SHA-256 of its token, in hexadecimal digits.
+    /// SHA-256 of its token, hexadecimal.
     pub(crate) token: String,
-    /// Its object storage.
+    /// Its storage URL.
     pub(crate) storage: String,
 }
 
 impl std::fmt::Debug for Leader {
-    /// Without the proof.
+    /// Leaves out the proof.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Leader")
             .field("epoch", &self.epoch)
@@ -65,23 +66,23 @@ impl std::fmt::Debug for Leader {
     }
 }
 
-/// The connection that renews, and whether it holds the lock.
-pub(super) struct Holder {
+/// The connection that renews the lease, and whether it holds the advisory lock.
+pub(super) struct LeaseConnection {
     pub(super) connection: PgConnection,
     pub(super) locked: bool,
 }
 
-/// The right to write, as long as nobody took it.
+/// The right to write, until another coordinator takes over.
 pub(super) struct Writer {
     options: PgConnectOptions,
-    /// Our number in the table `writer`.
+    /// Our epoch in the table `writer`.
     pub(super) epoch: u64,
-    /// What others show with a call that they pass on to us.
+    /// Secret that others send with calls that they forward to us.
     pub(super) proof: Token,
-    /// None after it broke.
-    holder: Mutex<Option<Holder>>,
-    /// Until when we may believe that we lead: from before the last renewal that succeeded.
-    believed: Mutex<Instant>,
+    /// `None` after the connection broke.
+    holder: Mutex<Option<LeaseConnection>>,
+    /// Until when the lease is certainly ours: from the time before the last successful renewal.
+    valid_until: Mutex<Instant>,
 }
 
 impl std::fmt::Debug for Writer {
@@ -93,9 +94,9 @@ impl std::fmt::Debug for Writer {
 }
 
 impl Writer {
-    /// Alone: takes the lock, then changes the tables if they need it, and takes a fresh epoch. Without the lock nothing
-    /// changes: whoever has it may be of another version.
-    pub(super) async fn alone(
+    /// Without a cluster: takes the advisory lock, then migrates the tables if necessary, and takes a new epoch.
+    /// Without the lock nothing is changed, because its holder may be of another version.
+    pub(super) async fn acquire_exclusive(
         options: &PgConnectOptions,
         pool: &PgPool,
         candidate: &Candidate,
@@ -106,33 +107,33 @@ impl Writer {
         }
         MIGRATIONS.run(pool).await?;
         let free = "address IS NULL OR until < clock_timestamp()";
-        let holder = Holder {
+        let holder = LeaseConnection {
             connection,
             locked: true,
         };
-        Self::take(options, pool, candidate, holder, free).await
+        Self::acquire(options, pool, candidate, holder, free).await
     }
 
-    /// A fresh epoch and the lease, if it is free.
-    pub(super) async fn take(
+    /// Takes a new epoch and the lease, if it is free.
+    pub(super) async fn acquire(
         options: &PgConnectOptions,
         pool: &PgPool,
         candidate: &Candidate,
-        holder: Holder,
+        holder: LeaseConnection,
         free: &'static str,
     ) -> Result<Option<Self>, BoxError> {
         let began = Instant::now();
         let proof = Token::generate();
-        let mut work = pool.begin().await?;
-        // Of two that come at once the second waits here, and then sees that it is taken.
+        let mut transaction = pool.begin().await?;
+        // Of two concurrent contenders the second waits here, and then sees that the lease is taken.
         let look = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({free}) FOR UPDATE"));
-        let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *work).await?;
+        let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *transaction).await?;
         if vacant.is_none() {
             return Ok(None);
         }
-        // Waits for transactions of the last leader that are under way, which the server ends if they stand still.
+        // Waits for running transactions of the last leader, which the server ends if they are idle.
         let epoch: i64 = sqlx::query_scalar("UPDATE writer SET epoch = epoch + 1 WHERE id = 1 RETURNING epoch")
-            .fetch_one(&mut *work)
+            .fetch_one(&mut *transaction)
             .await?;
         sqlx::query(
             "UPDATE lease SET epoch = $1, until = clock_timestamp() + make_interval(secs => $2), address = $3, \
@@ -144,44 +145,44 @@ impl Writer {
         .bind(proof.secret())
         .bind(candidate.token.to_hex())
         .bind(&candidate.storage)
-        .execute(&mut *work)
+        .execute(&mut *transaction)
         .await?;
-        work.commit().await?;
+        transaction.commit().await?;
         Ok(Some(Self {
             options: options.clone(),
             epoch: u64::try_from(epoch).unwrap_or(0),
             proof,
             holder: Mutex::new(Some(holder)),
-            believed: Mutex::new(began + LEASE),
+            valid_until: Mutex::new(began + LEASE),
         }))
     }
 
-    /// Renews the lease, and takes the lock where it is free: it goes with its connection when the server is restarted.
-    /// Whether we still lead; an error says that the database did not answer.
+    /// Renews the lease, and takes the lock if it is free: it is lost with the connection when the server restarts.
+    /// Returns whether we still lead; an error means that the database did not answer.
     pub(super) async fn renew(&self) -> Result<bool, sqlx::Error> {
         let began = Instant::now();
-        // A server that went away without a word does not answer for as long as TCP waits.
+        // A lost server would block for as long as TCP retries.
         let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
-        let ours = tokio::time::timeout(ANSWER, self.try_renew())
+        let ours = tokio::time::timeout(ANSWER_TIMEOUT, self.try_renew())
             .await
             .unwrap_or(Err(sqlx::Error::Io(late)))?;
         if ours {
-            *self.believed.lock().await = began + LEASE;
+            *self.valid_until.lock().await = began + LEASE;
         }
         Ok(ours)
     }
 
     async fn try_renew(&self) -> Result<bool, sqlx::Error> {
         let mut slot = self.holder.lock().await;
-        // Out of its place meanwhile: one that is given up halfway is of no use.
+        // Taken out meanwhile: a connection that is dropped in the middle of a query is not reused.
         if let Some(mut holder) = slot.take()
             && let Ok(ours) = self.renew_on(&mut holder).await
         {
             *slot = Some(holder);
             return Ok(ours);
         }
-        // The server was restarted, and the lock is free with the connection: take both again at once.
-        let mut holder = Holder {
+        // The server was restarted, which released the lock: reconnect and take both again.
+        let mut holder = LeaseConnection {
             connection: PgConnection::connect_with(&self.options).await?,
             locked: false,
         };
@@ -190,7 +191,7 @@ impl Writer {
         Ok(ours)
     }
 
-    async fn renew_on(&self, holder: &mut Holder) -> Result<bool, sqlx::Error> {
+    async fn renew_on(&self, holder: &mut LeaseConnection) -> Result<bool, sqlx::Error> {
         let renewed = sqlx::query(
             "UPDATE lease SET until = clock_timestamp() + make_interval(secs => $1) WHERE id = 1 AND epoch = $2",
         )
@@ -205,12 +206,12 @@ impl Writer {
         Ok(renewed == 1)
     }
 
-    /// Until when nobody else can have taken over, by this machine's clock.
-    pub(super) async fn believed(&self) -> Instant {
-        *self.believed.lock().await
+    /// Until when no other coordinator can have taken over, by this machine's clock.
+    pub(super) async fn valid_until(&self) -> Instant {
+        *self.valid_until.lock().await
     }
 
-    /// Gives lease and lock back, so that another one need not wait.
+    /// Releases lease and lock, so that another coordinator need not wait.
     pub(super) async fn close(&self) {
         let Some(mut holder) = self.holder.lock().await.take() else {
             return;
@@ -220,21 +221,21 @@ impl Writer {
                 .bind(i64::try_from(self.epoch).unwrap_or(i64::MAX))
                 .execute(&mut holder.connection)
                 .await;
-            // Closing gives the lock back; so does an end without it, a little later.
+            // Closing releases the lock; so does the server, a little later, without it.
             let _ = holder.connection.close().await;
         };
-        let _ = tokio::time::timeout(ANSWER, leave).await;
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, leave).await;
     }
 }
 
 pub(super) async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
     sqlx::query_scalar("SELECT pg_try_advisory_lock($1)")
-        .bind(LOCK)
+        .bind(ADVISORY_LOCK)
         .fetch_one(connection)
         .await
 }
 
-/// The options of connections that write.
-pub(super) fn seen(options: PgConnectOptions) -> PgConnectOptions {
-    options.options(SIGHT)
+/// Connection options of sessions that write.
+pub(super) fn with_keepalive(options: PgConnectOptions) -> PgConnectOptions {
+    options.options(KEEPALIVE_OPTIONS)
 }

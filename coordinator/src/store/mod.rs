@@ -1,18 +1,18 @@
-//! What survives the process: jobs, workers, events and artifacts. One trait; SQLite or PostgreSQL behind it.
+//! The durable store: jobs, workers, events and artifacts. One trait, implemented over SQLite and PostgreSQL.
 //!
-//! Both keep the same tables and are spoken to with the same statements ([`sql`]); what differs is how they are opened
-//! ([`sqlite`], [`postgres`]) and how a value goes over ([`link`]).
+//! Both use the same tables and statements ([`sql`]); they differ in how they are opened ([`sqlite`], [`postgres`])
+//! and how values are passed ([`connection`]).
 
 mod access;
 mod audit_line;
 mod backup;
 mod batch;
 mod body;
+mod connection;
 mod contender;
 mod database_url;
 mod error;
 pub(crate) mod lease;
-mod link;
 mod payloads;
 mod postgres;
 mod records;
@@ -30,7 +30,7 @@ pub(crate) use contender::Contender;
 pub use database_url::DatabaseUrl;
 pub use error::StoreError;
 pub use sql::SqlStore;
-pub use types::{Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Upload};
+pub use types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
 
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -40,136 +40,135 @@ use aitk_scheduler::{Payload, Record};
 use async_trait::async_trait;
 use std::time::Instant;
 
-/// A durable store. Reads see every earlier commit.
+/// A durable store. Reads see all earlier commits.
 #[async_trait]
 pub trait Store: Send + Sync + std::fmt::Debug {
-    /// Everything, for the start.
+    /// Loads all jobs and workers, at the start.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn load(&self) -> Result<Loaded, StoreError>;
 
-    /// Makes the records durable, with the lines of the audit log that tell of them: all or none, in order. When this
-    /// returns, a power cut does not undo it.
+    /// Commits records with their audit lines: all or none, in order. When this returns, they survive a power failure.
     ///
     /// # Errors
-    /// [`StoreError`]. The same records may be tried again, also when the failure came so late that they are stored.
+    /// [`StoreError`]. The same records may be committed again, even if the failed commit was stored.
     async fn commit(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError>;
 
-    /// Writes texts of jobs that are about to come in, in small transactions. Written again, they are replaced.
+    /// Writes texts of jobs that are about to be submitted, in small transactions. Existing texts are replaced.
     ///
     /// # Errors
-    /// [`StoreError`]; what was written until then stays.
+    /// [`StoreError`]; texts written until then stay.
     async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError>;
 
-    /// Removes such texts when their jobs did not come in.
+    /// Removes such texts when their jobs were refused.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn forget_payloads(&self, ids: &[String]) -> Result<(), StoreError>;
 
-    /// What the worker needs of a job.
+    /// Returns the config and inputs of a job.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn payload(&self, job: &JobId) -> Result<Option<Payload>, StoreError>;
 
-    /// At most `limit` events of a job after a cursor, in order.
+    /// Returns at most `limit` events of a job after a cursor, in order.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<JobEvent>, StoreError>;
 
-    /// A job's files, by name.
+    /// Returns a job's files, sorted by name.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn artifacts(&self, job: &JobId) -> Result<Vec<Artifact>, StoreError>;
 
-    /// What every job keeps alive in object storage, at one moment: a live job its last two checkpoints (the last may be
-    /// on its way to a worker while the next is committed), an ended one the last if it still has it.
+    /// Returns the blobs that every job keeps alive, as a consistent snapshot: a live job its last two checkpoints
+    /// (the last may be on its way to a worker while the next is committed), an ended one the last if it still has it.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn roots(&self) -> Result<Vec<JobRoots>, StoreError>;
 
-    /// The jobs that have this blob among their files.
+    /// Returns the jobs that have this blob among their files.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn jobs_with_file(&self, blob: &ContentHash) -> Result<Vec<JobId>, StoreError>;
 
-    /// What administrators made, of one kind.
+    /// Returns the documents of one kind.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError>;
 
-    /// Stores what an administrator made, with the lines of the audit log that say so.
+    /// Stores documents with their audit lines.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn administer(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError>;
 
-    /// At most `limit` lines of the audit log after one, with their numbers.
+    /// Returns at most `limit` audit lines after a number, with their numbers.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError>;
 
-    /// Removes the lines of the audit log after one that tell of something refused before a time. What was done stays.
-    /// Returns the number after which to look the next time, and how many went; few at a time.
+    /// Removes old audit lines about refusals, a limited number per call. Lines about completed actions stay. Returns
+    /// where to continue and how many lines were removed.
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError>;
+    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError>;
 
-    /// Tells the others that we still lead. Until when they believe it, by this machine's clock, even if this renewal did not
-    /// succeed; none where there are no others.
+    /// Renews the leader lease. Returns until when it is certainly ours, by this machine's clock, even if this renewal
+    /// failed; `None` without a cluster.
     ///
     /// # Errors
     /// [`StoreError::Superseded`]
     async fn renew(&self) -> Result<Option<Instant>, StoreError>;
 
-    /// What other coordinators show with a call that they pass on to us; none where there are no others.
+    /// Returns the secret that other coordinators send with forwarded calls; `None` without a cluster.
     fn proof(&self) -> Option<Token>;
 
-    /// Remembers who sent which blobs; what is remembered already stays.
+    /// Records uploads; existing entries stay.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn note_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError>;
 
-    /// The blobs that somebody sent and their sizes, as far as they are not forgotten. A size that is not known is 0.
+    /// Returns the recorded uploads of a sender with their sizes; 0 if unknown.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn uploads_of(&self, who: &str) -> Result<Vec<(ContentHash, u64)>, StoreError>;
 
-    /// Who sent a blob.
+    /// Returns the senders of a blob.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn senders_of(&self, hash: ContentHash) -> Result<Vec<String>, StoreError>;
 
-    /// Blobs that somebody sent to an older version, which did not note their sizes.
+    /// Returns uploads to an older version, which did not record sizes.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn unmeasured_uploads(&self) -> Result<Vec<ContentHash>, StoreError>;
 
-    /// Notes the sizes of such blobs.
+    /// Records the sizes of such uploads.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn measure_uploads(&self, sizes: &[(ContentHash, u64)]) -> Result<(), StoreError>;
 
-    /// Forgets who sent a blob.
+    /// Removes the upload entries of a blob.
     ///
     /// # Errors
     /// [`StoreError`]
     async fn forget_uploads(&self, hash: ContentHash) -> Result<(), StoreError>;
 
-    /// Finishes and closes.
+    /// Closes the database.
     async fn close(&self);
 }

@@ -1,25 +1,25 @@
-//! Configs outside the rows of their jobs: what the members of an array share is stored once, and no transaction writes more
-//! than a slice of a large one, so that nobody else waits long for the database.
+//! Configs outside their jobs' rows: the shared part of an array is stored once, and large texts are written in small
+//! transactions, so that other writers do not wait long.
 
 use super::body::{Body, SharedBody};
+use super::connection::SqlTransaction;
 use super::error::StoreError;
-use super::link::Work;
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use aitk_scheduler::Payload;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Bytes of one row.
-const PIECE: usize = 256 << 10;
+/// Maximum bytes of one row.
+const MAX_PIECE_BYTES: usize = 256 << 10;
 /// Bytes of one transaction: a few milliseconds of writing.
-const SLICE: usize = 1 << 20;
+const TRANSACTION_BYTES: usize = 1 << 20;
 
-/// Pieces of at most [`PIECE`] bytes, cut between characters.
-fn pieces(text: &str) -> Vec<&str> {
+/// Splits a text into pieces of at most [`MAX_PIECE_BYTES`] bytes at character boundaries.
+fn split_text(text: &str) -> Vec<&str> {
     let (mut pieces, mut rest) = (Vec::new(), text);
-    while rest.len() > PIECE {
-        let end = (1..=PIECE)
+    while rest.len() > MAX_PIECE_BYTES {
+        let end = (1..=MAX_PIECE_BYTES)
             .rev()
             .find(|end| rest.is_char_boundary(*end))
             .unwrap_or(rest.len());
@@ -35,15 +35,15 @@ impl SqlStore {
     pub(super) async fn write_bodies(&self, bodies: &[Body]) -> Result<(), StoreError> {
         let mut rows: Vec<(&str, u64, &str)> = Vec::new();
         for body in bodies {
-            for (number, piece) in (0..).zip(pieces(&body.text)) {
+            for (number, piece) in (0..).zip(split_text(&body.text)) {
                 rows.push((&body.id, number, piece));
             }
         }
-        let (mut work, mut bytes) = (None, 0);
+        let (mut transaction, mut bytes) = (None, 0);
         for (id, number, piece) in rows {
-            let mut writing = match work.take() {
+            let mut writing = match transaction.take() {
                 Some(writing) => writing,
-                None => self.begin().await?,
+                None => self.begin_write().await?,
             };
             writing
                 .run(
@@ -54,37 +54,38 @@ impl SqlStore {
                 .await
                 .map_err(|e| self.failed(e))?;
             bytes += piece.len();
-            if bytes < SLICE {
-                work = Some(writing);
+            if bytes < TRANSACTION_BYTES {
+                transaction = Some(writing);
                 continue;
             }
             bytes = 0;
             writing.commit().await.map_err(|e| self.failed(e))?;
         }
-        match work {
-            Some(work) => work.commit().await.map_err(|e| self.failed(e)),
+        match transaction {
+            Some(transaction) => transaction.commit().await.map_err(|e| self.failed(e)),
             None => Ok(()),
         }
     }
 
     pub(super) async fn drop_bodies(&self, ids: &[String]) -> Result<(), StoreError> {
-        let mut work = self.begin().await?;
+        let mut transaction = self.begin_write().await?;
         for id in ids {
-            work.run("DELETE FROM payloads WHERE id = $1", &[id.as_str().into()])
+            transaction
+                .run("DELETE FROM payloads WHERE id = $1", &[id.as_str().into()])
                 .await
                 .map_err(|e| self.failed(e))?;
         }
-        work.commit().await.map_err(|e| self.failed(e))
+        transaction.commit().await.map_err(|e| self.failed(e))
     }
 
-    /// Removes what was written for jobs that were never taken in. At the start, when nobody is writing any. Says how many rows
-    /// that were.
+    /// Removes texts of jobs that were never accepted. Call it at the start, when nothing writes any. Returns the
+    /// number of removed rows.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn sweep_payloads(&self) -> Result<u64, StoreError> {
-        let mut work = self.begin().await?;
-        let swept = work
+        let mut transaction = self.begin_write().await?;
+        let swept = transaction
             .run(
                 "DELETE FROM payloads WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.id = payloads.id) \
                  AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id)",
@@ -92,23 +93,23 @@ impl SqlStore {
             )
             .await
             .map_err(|e| self.failed(e))?;
-        work.commit().await.map_err(|e| self.failed(e))?;
+        transaction.commit().await.map_err(|e| self.failed(e))?;
         Ok(swept)
     }
 
-    /// The text under an id; empty when there is none.
-    pub(super) async fn read_body(&self, work: &mut Work, id: &str) -> Result<String, StoreError> {
-        let rows = work
+    /// Returns the text under an id; empty if there is none.
+    pub(super) async fn read_body(&self, transaction: &mut SqlTransaction, id: &str) -> Result<String, StoreError> {
+        let rows = transaction
             .rows("SELECT body FROM payloads WHERE id = $1 ORDER BY piece", &[id.into()])
             .await
             .map_err(|e| self.failed(e))?;
         Ok(rows.iter().map(|row| row.text(0)).collect())
     }
 
-    /// The inputs of a job whose row has these columns.
+    /// Returns the inputs of a job whose row has these columns.
     pub(super) async fn inputs_of(
         &self,
-        work: &mut Work,
+        transaction: &mut SqlTransaction,
         job: &str,
         inputs: &str,
         shared: Option<&str>,
@@ -116,7 +117,7 @@ impl SqlStore {
         match shared {
             None => self.parse("job's inputs", job, inputs),
             Some(key) => {
-                let text = self.read_body(work, key).await?;
+                let text = self.read_body(transaction, key).await?;
                 let body: SharedBody<'_> = self.parse("job's config", key, &text)?;
                 Ok(body.inputs.into_owned())
             }
@@ -124,8 +125,8 @@ impl SqlStore {
     }
 
     pub(super) async fn read_payload(&self, job: &str) -> Result<Option<Payload>, StoreError> {
-        let mut work = self.reading().await?;
-        let rows = work
+        let mut transaction = self.begin_read().await?;
+        let rows = transaction
             .rows(
                 "SELECT config_text, config_format, job_json, inputs, shared FROM jobs WHERE id = $1",
                 &[job.into()],
@@ -133,7 +134,7 @@ impl SqlStore {
             .await
             .map_err(|e| self.failed(e))?;
         let Some(row) = rows.first() else { return Ok(None) };
-        let Some(key) = row.maybe_text(4) else {
+        let Some(key) = row.optional_text(4) else {
             return Ok(Some(Payload {
                 config_text: row.text(0).into(),
                 config_format: row.text(1).into(),
@@ -142,12 +143,12 @@ impl SqlStore {
                 shared: None,
             }));
         };
-        let text = self.read_body(&mut work, key).await?;
+        let text = self.read_body(&mut transaction, key).await?;
         let body: SharedBody<'_> = self.parse("job's config", job, &text)?;
         Ok(Some(Payload {
             config_text: body.config_text.as_ref().into(),
             config_format: body.config_format.as_ref().into(),
-            job_json: self.read_body(&mut work, job).await?.into(),
+            job_json: self.read_body(&mut transaction, job).await?.into(),
             inputs: Arc::new(body.inputs.into_owned()),
             shared: Some(key.into()),
         }))
@@ -159,10 +160,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_is_cut_between_characters_and_nothing_is_lost() {
-        for text in ["", "a", &"ü".repeat(PIECE), &format!("x{}", "😀".repeat(PIECE / 2))] {
-            let pieces = pieces(text);
-            assert!(pieces.iter().all(|piece| piece.len() <= PIECE));
+    fn a_text_is_split_at_character_boundaries_without_loss() {
+        for text in [
+            "",
+            "a",
+            &"ü".repeat(MAX_PIECE_BYTES),
+            &format!("x{}", "😀".repeat(MAX_PIECE_BYTES / 2)),
+        ] {
+            let pieces = split_text(text);
+            assert!(pieces.iter().all(|piece| piece.len() <= MAX_PIECE_BYTES));
             assert_eq!(pieces.concat(), text);
         }
     }

@@ -1,15 +1,16 @@
-//! PostgreSQL: a server that may be restarted, and that several coordinators may know. Who of them writes: [`super::lease`].
+//! PostgreSQL: a server that may restart, and that several coordinators may use. See [`super::lease`] for which of
+//! them writes.
 
-use super::database_url::{BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS, PATIENCE};
+use super::connection::Database;
+use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{Candidate, Writer, seen};
-use super::link::Link;
+use super::lease::{Candidate, Writer, with_keepalive};
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use sqlx::postgres::PgPoolOptions;
 
 impl SqlStore {
-    /// Opens the database beside the coordinator that works on it, to read.
+    /// Opens the database read-only, beside a running coordinator.
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
@@ -17,19 +18,19 @@ impl SqlStore {
         let options = url.options()?.options([("default_transaction_read_only", "on")]);
         let pool = PgPoolOptions::new()
             .max_connections(1)
-            .acquire_timeout(PATIENCE)
+            .acquire_timeout(ACQUIRE_TIMEOUT)
             .connect_with(options)
             .await
             .map_err(|e| StoreError::Open {
                 database: url.to_string(),
                 source: Box::new(e),
             })?;
-        let store = Self::new(url.to_string(), Link::Postgres(pool), None);
+        let store = Self::new(url.to_string(), Database::Postgres(pool), None);
         store.check_schema(&MIGRATIONS).await?;
         Ok(store)
     }
 
-    /// Opens the database, brings it to this version's schema, and becomes the one who writes, with no others beside it.
+    /// Opens the database, migrates it to this version's schema, and becomes its only writer, without a cluster.
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::InUse`]
@@ -39,11 +40,11 @@ impl SqlStore {
             database: url.to_string(),
             source,
         };
-        url.warn_of_clear_text()?;
-        let options = seen(url.options()?);
+        url.warn_if_unencrypted()?;
+        let options = with_keepalive(url.options()?);
         let pool = PgPoolOptions::new()
             .max_connections(CONNECTIONS)
-            .acquire_timeout(PATIENCE)
+            .acquire_timeout(ACQUIRE_TIMEOUT)
             .connect_with(options.clone())
             .await
             .map_err(|e| failed(Box::new(e)))?;
@@ -52,9 +53,12 @@ impl SqlStore {
             token: ContentHash::of(b""),
             storage: String::new(),
         };
-        let Some(writer) = Writer::alone(&options, &pool, &alone).await.map_err(failed)? else {
+        let Some(writer) = Writer::acquire_exclusive(&options, &pool, &alone)
+            .await
+            .map_err(failed)?
+        else {
             return Err(StoreError::InUse { database });
         };
-        Ok(Self::new(database, Link::Postgres(pool), Some(writer)))
+        Ok(Self::new(database, Database::Postgres(pool), Some(writer)))
     }
 }

@@ -1,19 +1,19 @@
-//! What a record changes. Every statement may run twice with the same values: a commit whose answer was lost on the way
-//! is simply tried again.
+//! SQL of the scheduler's records. Every statement is idempotent, so that a commit can be repeated if its answer was
+//! lost.
 
 use super::audit_line::AuditLine;
-use super::batch::{Bulk, statements};
-use super::link::{Value, Work};
+use super::batch::{BulkStatement, statements};
+use super::connection::{SqlTransaction, Value};
 use aitk_common::control::{Artifact, EventBody, JobEvent};
 use aitk_common::id::{JobId, WorkerId};
 use aitk_scheduler::{Job, Payload, Record, Worker};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The log is trimmed at most whenever it grew by this many events: often enough to bound it, rare enough to cost nothing.
+/// A job's log is trimmed after this many new events: often enough to bound it, rarely enough to cost little.
 const TRIM_EVERY: u64 = 1_000;
 
-static NEW_JOBS: Bulk = Bulk::new(|| {
+static NEW_JOBS: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs, shared) VALUES",
         7,
@@ -21,8 +21,8 @@ static NEW_JOBS: Bulk = Bulk::new(|| {
     )
 });
 
-// Both databases call the columns of such a list so.
-static JOBS: Bulk = Bulk::new(|| {
+// Both databases name the columns of a VALUES list so.
+static JOBS: BulkStatement = BulkStatement::new(|| {
     statements(
         "UPDATE jobs SET record = fresh.column2 FROM (VALUES",
         2,
@@ -30,7 +30,7 @@ static JOBS: Bulk = Bulk::new(|| {
     )
 });
 
-static WORKERS: Bulk = Bulk::new(|| {
+static WORKERS: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO workers (id, record) VALUES",
         2,
@@ -38,7 +38,7 @@ static WORKERS: Bulk = Bulk::new(|| {
     )
 });
 
-static EVENTS: Bulk = Bulk::new(|| {
+static EVENTS: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES",
         6,
@@ -46,8 +46,8 @@ static EVENTS: Bulk = Bulk::new(|| {
     )
 });
 
-/// Lines of the audit log that are not there already.
-static AUDIT: Bulk = Bulk::new(|| {
+/// Inserts audit lines that do not exist yet.
+static AUDIT: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO audit (id, record) VALUES",
         2,
@@ -55,16 +55,17 @@ static AUDIT: Bulk = Bulk::new(|| {
     )
 });
 
-/// Our own types always serialise; should one not, the commit fails as a whole.
+/// Serialising our own types does not fail; if it did, the commit would fail as a whole.
 pub(super) fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
     serde_json::to_string(value)
         .map(Value::from)
         .map_err(|error| sqlx::Error::Encode(Box::new(error)))
 }
 
-/// Writes all records of a transaction, and the lines of the audit log that tell of them. A log keeps about `events_kept` of a job's log lines and metrics.
+/// Writes all records of a transaction and their audit lines. About `events_kept` log lines and metrics of a job are
+/// kept.
 pub(super) async fn write_all(
-    to: &mut Work,
+    to: &mut SqlTransaction,
     records: &[Record],
     audit: &[AuditLine],
     events_kept: u64,
@@ -78,7 +79,7 @@ pub(super) async fn write_all(
             Record::Job(job) => rows.jobs.entry(&job.id).or_insert((job, None)).0 = job,
             Record::JobGone(job) => {
                 rows.write(to).await?;
-                forget(to, job).await?;
+                delete_job(to, job).await?;
             }
             Record::Worker(worker) => {
                 rows.workers.insert(&worker.id, worker);
@@ -110,32 +111,32 @@ pub(super) async fn write_all(
         }
     }
     rows.write(to).await?;
-    for job in rows.long {
+    for job in rows.to_trim {
         trim(to, job, events_kept).await?;
     }
     write_audit(to, audit).await
 }
 
-/// What goes in together: of several states of a job or a worker in one transaction only the last is ever seen.
+/// Rows to be written together: of several states of a job or a worker in one transaction only the last is written.
 #[derive(Default)]
 struct Rows<'a> {
-    /// With the payload of those that are new.
+    /// With the payload of new jobs.
     jobs: BTreeMap<&'a JobId, (&'a Job, Option<&'a Payload>)>,
     workers: BTreeMap<&'a WorkerId, &'a Worker>,
     events: BTreeMap<(&'a JobId, u64), (&'a JobEvent, Option<u64>)>,
-    /// Jobs whose log has become too long.
-    long: BTreeSet<&'a JobId>,
+    /// Jobs whose log must be trimmed.
+    to_trim: BTreeSet<&'a JobId>,
 }
 
 impl<'a> Rows<'a> {
     fn event(&mut self, job: &'a JobId, event: &'a JobEvent, seq: Option<u64>, events_kept: u64) {
         self.events.insert((job, event.cursor), (event, seq));
         if event.cursor > events_kept && event.cursor.is_multiple_of(TRIM_EVERY.min(events_kept)) {
-            self.long.insert(job);
+            self.to_trim.insert(job);
         }
     }
 
-    async fn write(&mut self, to: &mut Work) -> Result<(), sqlx::Error> {
+    async fn write(&mut self, to: &mut SqlTransaction) -> Result<(), sqlx::Error> {
         let (mut new, mut known) = (Vec::new(), Vec::new());
         for (id, (job, payload)) in std::mem::take(&mut self.jobs) {
             match payload {
@@ -184,8 +185,8 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Adds lines to the audit log, except those that are there already.
-pub(super) async fn write_audit(to: &mut Work, lines: &[AuditLine]) -> Result<(), sqlx::Error> {
+/// Adds lines to the audit log, except existing ones.
+pub(super) async fn write_audit(to: &mut SqlTransaction, lines: &[AuditLine]) -> Result<(), sqlx::Error> {
     let row = |line: &AuditLine| Ok(vec![line.id.as_str().into(), json(line)?]);
     let rows: Result<_, sqlx::Error> = lines.iter().map(row).collect();
     AUDIT.run(to, rows?).await
@@ -195,10 +196,10 @@ fn rows(rows: impl Iterator<Item = Result<Vec<Value>, sqlx::Error>>) -> Result<V
     rows.collect()
 }
 
-async fn forget(to: &mut Work, job: &JobId) -> Result<(), sqlx::Error> {
+async fn delete_job(to: &mut SqlTransaction, job: &JobId) -> Result<(), sqlx::Error> {
     for statement in [
         "DELETE FROM payloads WHERE id = $1",
-        // What it shares goes with the last job that does.
+        // The shared text is removed with its last job.
         "DELETE FROM payloads WHERE id = (SELECT shared FROM jobs WHERE jobs.id = $1 AND shared IS NOT NULL) \
          AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id AND jobs.id <> $1)",
         "DELETE FROM jobs WHERE id = $1",
@@ -211,7 +212,7 @@ async fn forget(to: &mut Work, job: &JobId) -> Result<(), sqlx::Error> {
     Ok(())
 }
 
-async fn write_artifact(to: &mut Work, job: &JobId, artifact: &Artifact) -> Result<(), sqlx::Error> {
+async fn write_artifact(to: &mut SqlTransaction, job: &JobId, artifact: &Artifact) -> Result<(), sqlx::Error> {
     let hash = artifact.hash.map(|hash| hash.to_hex());
     to.run(
         "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5) \
@@ -228,8 +229,8 @@ async fn write_artifact(to: &mut Work, job: &JobId, artifact: &Artifact) -> Resu
     Ok(())
 }
 
-async fn trim(to: &mut Work, job: &JobId, events_kept: u64) -> Result<(), sqlx::Error> {
-    // Counted, not computed from the cursor: after a restore the numbers have a gap.
+async fn trim(to: &mut SqlTransaction, job: &JobId, events_kept: u64) -> Result<(), sqlx::Error> {
+    // Counted and not computed from the cursor: after a restore, cursors have a gap.
     to.run(
         "DELETE FROM events WHERE job = $1 AND trim = 1 AND cursor <= \
          (SELECT cursor FROM events WHERE job = $1 AND trim = 1 ORDER BY cursor DESC LIMIT 1 OFFSET $2)",

@@ -1,11 +1,11 @@
-//! The store over either database.
+//! The store over an SQL database.
 
 use super::audit_line::AuditLine;
 use super::body::Body;
+use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
 use super::lease::Writer;
-use super::link::{Link, Row, Value, Work};
-use super::types::{Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Upload};
+use super::types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
 use super::{Store, records};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -18,24 +18,24 @@ use sqlx::migrate::Migrator;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-/// How long an answer of PostgreSQL may take. A server that went away without a word would otherwise hold us up for as
-/// long as TCP waits. A commit that is given up here and comes through later is no harm: what it wrote stays locked
-/// against its own repetition until then, and both write the same.
-const ANSWER: Duration = Duration::from_secs(15);
+/// Timeout of an answer of PostgreSQL. A lost server would otherwise block for as long as TCP retries. A commit that
+/// is given up here but succeeds later does no harm: its rows stay locked against the repetition until then, and both
+/// write the same.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// A store in an SQL database: [`Self::sqlite`] or [`Self::postgres`].
 #[derive(Debug)]
 pub struct SqlStore {
-    /// Its address, for messages.
+    /// Address, for messages.
     database: String,
-    link: Link,
-    /// PostgreSQL: that we may write.
+    link: Database,
+    /// PostgreSQL: the right to write.
     writer: Option<Writer>,
     events_kept: u64,
 }
 
 impl SqlStore {
-    pub(super) fn new(database: String, link: Link, writer: Option<Writer>) -> Self {
+    pub(super) fn new(database: String, link: Database, writer: Option<Writer>) -> Self {
         Self {
             database,
             link,
@@ -71,7 +71,7 @@ impl SqlStore {
         })
     }
 
-    /// A blob's hash in a row that has this id.
+    /// Parses a blob's hash in the row with this id.
     pub(super) fn hash(&self, id: &str, text: &str) -> Result<ContentHash, StoreError> {
         ContentHash::parse(text).map_err(|error| StoreError::Unreadable {
             database: self.database.clone(),
@@ -81,12 +81,12 @@ impl SqlStore {
         })
     }
 
-    /// A transaction that writes, if we still may.
-    pub(super) async fn begin(&self) -> Result<Work, StoreError> {
-        let mut work = self.link.write().await.map_err(|e| self.failed(e))?;
+    /// Begins a transaction that writes, if we still may.
+    pub(super) async fn begin_write(&self) -> Result<SqlTransaction, StoreError> {
+        let mut transaction = self.link.write().await.map_err(|e| self.failed(e))?;
         if let Some(writer) = &self.writer {
-            // Shared: whoever wants to take over waits until this transaction is through, and none begins after it.
-            let rows = work
+            // A shared lock: a takeover waits until this transaction ends, and none begins after it.
+            let rows = transaction
                 .rows("SELECT epoch FROM writer WHERE id = 1 FOR SHARE", &[])
                 .await
                 .map_err(|e| self.failed(e))?;
@@ -94,7 +94,7 @@ impl SqlStore {
                 return Err(self.superseded());
             }
         }
-        Ok(work)
+        Ok(transaction)
     }
 
     fn superseded(&self) -> StoreError {
@@ -103,7 +103,7 @@ impl SqlStore {
         }
     }
 
-    /// Without bringing it up to date: that the tables are those that we know.
+    /// Checks that the tables have this version's schema, without migrating them.
     pub(super) async fn check_schema(&self, ours: &Migrator) -> Result<(), StoreError> {
         let rows = self.rows("SELECT MAX(version) FROM _sqlx_migrations", &[]).await?;
         let found = rows.first().map_or(0, |row| row.number(0)) as i64;
@@ -118,38 +118,38 @@ impl SqlStore {
         })
     }
 
-    /// A transaction that sees one moment.
-    pub(super) async fn reading(&self) -> Result<Work, StoreError> {
+    /// Begins a read-only transaction with a consistent snapshot.
+    pub(super) async fn begin_read(&self) -> Result<SqlTransaction, StoreError> {
         self.link.read().await.map_err(|e| self.failed(e))
     }
 
-    /// Bounds the time of a call to PostgreSQL.
-    async fn in_time<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+    /// Limits the time of a call to PostgreSQL.
+    async fn with_timeout<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         if self.writer.is_none() {
             return call.await;
         }
-        tokio::time::timeout(ANSWER, call).await.unwrap_or_else(|_| {
+        tokio::time::timeout(ANSWER_TIMEOUT, call).await.unwrap_or_else(|_| {
             let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
             Err(self.failed(sqlx::Error::Io(late)))
         })
     }
 
     async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, StoreError> {
-        // Boxed here and below: the library's futures are large, and would be moved from caller to caller.
+        // Boxed here and below: the library's futures are large and would be copied from caller to caller.
         let call = Box::pin(async { self.link.rows(statement, values).await.map_err(|e| self.failed(e)) });
-        self.in_time(call).await
+        self.with_timeout(call).await
     }
 
     async fn write_all(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
-        let mut work = self.begin().await?;
-        records::write_all(&mut work, records, audit, self.events_kept)
+        let mut transaction = self.begin_write().await?;
+        records::write_all(&mut transaction, records, audit, self.events_kept)
             .await
             .map_err(|e| self.failed(e))?;
-        work.commit().await.map_err(|e| self.failed(e))
+        transaction.commit().await.map_err(|e| self.failed(e))
     }
 
-    async fn restored(&self, work: &mut Work) -> Result<Vec<Restored>, StoreError> {
-        let jobs = work
+    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<Restored>, StoreError> {
+        let jobs = transaction
             .rows(
                 "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
                 &[],
@@ -162,7 +162,7 @@ impl SqlStore {
             let job: Job = self.parse("job", id, row.text(1))?;
             let seq = match job.current() {
                 None => 0,
-                Some(attempt) => work
+                Some(attempt) => transaction
                     .rows(
                         "SELECT MAX(seq) FROM events WHERE job = $1 AND attempt = $2",
                         &[id.into(), attempt.id.as_str().into()],
@@ -185,9 +185,9 @@ impl SqlStore {
 #[async_trait]
 impl Store for SqlStore {
     async fn load(&self) -> Result<Loaded, StoreError> {
-        let mut work = self.reading().await?;
-        let jobs = self.restored(&mut work).await?;
-        let rows = work
+        let mut transaction = self.begin_read().await?;
+        let jobs = self.restored(&mut transaction).await?;
+        let rows = transaction
             .rows("SELECT id, record FROM workers", &[])
             .await
             .map_err(|e| self.failed(e))?;
@@ -202,20 +202,20 @@ impl Store for SqlStore {
         if records.is_empty() && audit.is_empty() {
             return Ok(());
         }
-        self.in_time(Box::pin(self.write_all(records, audit))).await
+        self.with_timeout(Box::pin(self.write_all(records, audit))).await
     }
 
     async fn payload(&self, job: &JobId) -> Result<Option<Payload>, StoreError> {
-        self.in_time(Box::pin(self.read_payload(job.as_str()))).await
+        self.with_timeout(Box::pin(self.read_payload(job.as_str()))).await
     }
 
     async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError> {
-        // Bounded by each of its transactions, not as a whole.
+        // Each of its transactions has a timeout, not the whole.
         self.write_bodies(bodies).await
     }
 
     async fn forget_payloads(&self, ids: &[String]) -> Result<(), StoreError> {
-        self.in_time(Box::pin(self.drop_bodies(ids))).await
+        self.with_timeout(Box::pin(self.drop_bodies(ids))).await
     }
 
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<JobEvent>, StoreError> {
@@ -243,8 +243,8 @@ impl Store for SqlStore {
     }
 
     async fn roots(&self) -> Result<Vec<JobRoots>, StoreError> {
-        let mut work = self.reading().await?;
-        self.read_roots(&mut work).await
+        let mut transaction = self.begin_read().await?;
+        self.read_roots(&mut transaction).await
     }
 
     async fn jobs_with_file(&self, blob: &ContentHash) -> Result<Vec<JobId>, StoreError> {
@@ -258,19 +258,20 @@ impl Store for SqlStore {
     }
 
     async fn documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
-        self.in_time(Box::pin(self.read_documents(kind))).await
+        self.with_timeout(Box::pin(self.read_documents(kind))).await
     }
 
     async fn administer(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError> {
-        self.in_time(Box::pin(self.write_documents(documents, lines))).await
+        self.with_timeout(Box::pin(self.write_documents(documents, lines)))
+            .await
     }
 
     async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {
-        self.in_time(Box::pin(self.read_audit(after, limit))).await
+        self.with_timeout(Box::pin(self.read_audit(after, limit))).await
     }
 
-    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError> {
-        self.in_time(Box::pin(self.remove_refusals(after, before))).await
+    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError> {
+        self.with_timeout(Box::pin(self.remove_refusals(after, before))).await
     }
 
     async fn renew(&self) -> Result<Option<Instant>, StoreError> {
@@ -280,7 +281,7 @@ impl Store for SqlStore {
             Ok(false) => return Err(self.superseded()),
             Err(error) => tracing::warn!(%error, "the database did not answer when the lease was renewed"),
         }
-        Ok(Some(writer.believed().await))
+        Ok(Some(writer.valid_until().await))
     }
 
     fn proof(&self) -> Option<Token> {
@@ -288,27 +289,27 @@ impl Store for SqlStore {
     }
 
     async fn note_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {
-        self.in_time(Box::pin(self.write_uploads(uploads))).await
+        self.with_timeout(Box::pin(self.write_uploads(uploads))).await
     }
 
     async fn uploads_of(&self, who: &str) -> Result<Vec<(ContentHash, u64)>, StoreError> {
-        self.in_time(Box::pin(self.read_uploads(who))).await
+        self.with_timeout(Box::pin(self.read_uploads(who))).await
     }
 
     async fn senders_of(&self, hash: ContentHash) -> Result<Vec<String>, StoreError> {
-        self.in_time(Box::pin(self.read_senders(hash))).await
+        self.with_timeout(Box::pin(self.read_senders(hash))).await
     }
 
     async fn unmeasured_uploads(&self) -> Result<Vec<ContentHash>, StoreError> {
-        self.in_time(Box::pin(self.read_unmeasured())).await
+        self.with_timeout(Box::pin(self.read_unmeasured())).await
     }
 
     async fn measure_uploads(&self, sizes: &[(ContentHash, u64)]) -> Result<(), StoreError> {
-        self.in_time(Box::pin(self.write_sizes(sizes))).await
+        self.with_timeout(Box::pin(self.write_sizes(sizes))).await
     }
 
     async fn forget_uploads(&self, hash: ContentHash) -> Result<(), StoreError> {
-        self.in_time(Box::pin(self.drop_uploads(hash))).await
+        self.with_timeout(Box::pin(self.drop_uploads(hash))).await
     }
 
     async fn close(&self) {

@@ -1,7 +1,7 @@
 //! SQLite: one file, write-ahead log, synced at every commit.
 
+use super::connection::Database;
 use super::error::StoreError;
-use super::link::Link;
 use super::sql::SqlStore;
 use sqlx::Connection;
 use sqlx::migrate::Migrator;
@@ -9,7 +9,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, S
 use std::path::Path;
 use std::time::Duration;
 
-/// Four: event streams read in pages, and a page takes a few milliseconds.
+/// Connections that read: event streams read in pages of a few milliseconds.
 const READERS: u32 = 4;
 
 static MIGRATIONS: Migrator = sqlx::migrate!("./migrations/sqlite");
@@ -21,7 +21,7 @@ fn options(path: &Path) -> SqliteConnectOptions {
 }
 
 impl SqlStore {
-    /// Opens the file, makes it if it is not there, and brings it to this version's schema.
+    /// Opens the file, creates it if necessary, and migrates it to this version's schema.
     ///
     /// # Errors
     /// [`StoreError::Open`]
@@ -36,8 +36,8 @@ impl SqlStore {
             .synchronous(SqliteSynchronous::Full);
         let writer = SqlitePoolOptions::new()
             .max_connections(1)
-            // Where there is no room, undoing a transaction can fail as well. What is written inside one that stays open is
-            // committed to it and not to the file: such a connection is closed, which undoes it.
+            // On a full disk, a rollback can fail as well. Writes inside a transaction that stays open are committed
+            // to it and not to the file: such a connection is closed, which rolls it back.
             .before_acquire(|connection, _| Box::pin(async move { Ok(!connection.is_in_transaction()) }))
             .connect_with(options.clone())
             .await
@@ -50,12 +50,12 @@ impl SqlStore {
             .map_err(|e| failed(Box::new(e)))?;
         Ok(Self::new(
             path.display().to_string(),
-            Link::Sqlite { writer, readers },
+            Database::Sqlite { writer, readers },
             None,
         ))
     }
 
-    /// Opens the file beside the coordinator that works on it, to read.
+    /// Opens the file read-only, beside a running coordinator.
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
@@ -68,7 +68,7 @@ impl SqlStore {
                 database: path.display().to_string(),
                 source: Box::new(e),
             })?;
-        let link = Link::Sqlite {
+        let link = Database::Sqlite {
             writer: pool.clone(),
             readers: pool,
         };

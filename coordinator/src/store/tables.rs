@@ -1,17 +1,17 @@
-//! What a backup holds: every table, how it is read in pages, and how a row is written.
+//! Tables of a backup: how each is read in pages and how a row is written.
 
-use super::link::{Row, Value};
+use super::connection::{Row, Value};
 use serde::{Deserialize, Serialize};
 
-/// A table: how a page of it is read after a key, and how a row is written. The key is the first `key` columns.
+/// A table: how a page is read after a key, and how a row is written. The key is the first `key` columns.
 pub(super) struct Table {
     pub(super) name: &'static str,
     key: usize,
-    /// So many of the key's columns are no part of the row: others are given anew.
-    given: usize,
-    /// So many of its last columns are not in backups of older versions; they are empty there.
-    added: usize,
-    /// Rows read at a time: few where rows are large.
+    /// Number of key columns that are not written: the database generates new values.
+    generated: usize,
+    /// Number of last columns that backups of older versions lack; they are restored as NULL.
+    added_columns: usize,
+    /// Rows per page: few where rows are large.
     pub(super) page: u64,
     /// The key before the first row.
     pub(super) before: &'static [Value],
@@ -26,8 +26,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "jobs",
         key: 1,
-        given: 0,
-        added: 1,
+        generated: 0,
+        added_columns: 1,
         page: 50,
         before: &[NO_TEXT],
         read: "SELECT id, record, config_text, config_format, job_json, inputs, shared FROM jobs \
@@ -38,8 +38,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "payloads",
         key: 2,
-        given: 0,
-        added: 0,
+        generated: 0,
+        added_columns: 0,
         page: 50,
         before: &[NO_TEXT, Value::Int(Some(-1))],
         read: "SELECT id, piece, body FROM payloads \
@@ -49,8 +49,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "workers",
         key: 1,
-        given: 0,
-        added: 0,
+        generated: 0,
+        added_columns: 0,
         page: 500,
         before: &[NO_TEXT],
         read: "SELECT id, record FROM workers WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
@@ -59,8 +59,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "events",
         key: 2,
-        given: 0,
-        added: 0,
+        generated: 0,
+        added_columns: 0,
         page: 500,
         before: &[NO_TEXT, Value::Int(Some(0))],
         read: "SELECT job, cursor, attempt, seq, trim, event FROM events \
@@ -70,8 +70,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "artifacts",
         key: 2,
-        given: 0,
-        added: 0,
+        generated: 0,
+        added_columns: 0,
         page: 500,
         before: &[NO_TEXT, NO_TEXT],
         read: "SELECT job, identity, name, artifact, hash FROM artifacts \
@@ -81,8 +81,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "checkpoints",
         key: 2,
-        given: 0,
-        added: 0,
+        generated: 0,
+        added_columns: 0,
         page: 500,
         before: &[NO_TEXT, Value::Int(Some(0))],
         read: "SELECT job, cursor, manifest FROM checkpoints \
@@ -92,8 +92,8 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "documents",
         key: 2,
-        given: 0,
-        added: 0,
+        generated: 0,
+        added_columns: 0,
         page: 500,
         before: &[NO_TEXT, NO_TEXT],
         read: "SELECT kind, id, record FROM documents \
@@ -103,20 +103,20 @@ pub(super) const TABLES: &[Table] = &[
     Table {
         name: "uploads",
         key: 2,
-        given: 0,
-        added: 1,
+        generated: 0,
+        added_columns: 1,
         page: 500,
         before: &[NO_TEXT, NO_TEXT],
         read: "SELECT who, hash, bytes FROM uploads \
                WHERE (who, hash) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY who, hash LIMIT $3",
         write: "INSERT INTO uploads (who, hash, bytes) VALUES ($1, $2, $3)",
     },
-    // Numbers are given in the same order: the log goes on after them.
+    // Generated in the same order, so that the log continues.
     Table {
         name: "audit",
         key: 1,
-        given: 1,
-        added: 0,
+        generated: 1,
+        added_columns: 0,
         page: 500,
         before: &[Value::Int(Some(0))],
         read: "SELECT seq, id, record FROM audit WHERE seq > $1 ORDER BY seq LIMIT $2",
@@ -134,33 +134,33 @@ pub(super) enum Cell {
 }
 
 impl Table {
-    /// The key of a row as it was read.
+    /// Returns the key of a row.
     pub(super) fn key(&self, row: &Row) -> Vec<Value> {
         row.values().iter().take(self.key).cloned().collect()
     }
 
-    /// What a backup holds of a row.
+    /// Returns the cells of a row for a backup.
     pub(super) fn cells(&self, row: &Row) -> Vec<Cell> {
-        row.values().iter().skip(self.given).map(cell).collect()
+        row.values().iter().skip(self.generated).map(cell).collect()
     }
 
-    /// The values of a row; none when they do not fit this table. The statement says how many there are, and a NULL is
-    /// of the kind that its column has.
+    /// Converts cells to the values of a row; `None` if they do not fit the table. The statement defines their number,
+    /// and a NULL has the type of its column.
     pub(super) fn values(&self, cells: Vec<Cell>) -> Option<Vec<Value>> {
-        let wanted = self.write.matches('$').count();
+        let expected = self.write.matches('$').count();
         let mut cells = cells;
-        // Columns at the end that an older version did not have yet.
-        let known_since = wanted.saturating_sub(self.added);
-        while (known_since..wanted).contains(&cells.len()) {
+        // Last columns that an older version did not have.
+        let known_since = expected.saturating_sub(self.added_columns);
+        while (known_since..expected).contains(&cells.len()) {
             cells.push(Cell::Null(()));
         }
-        if cells.len() != wanted {
+        if cells.len() != expected {
             return None;
         }
         let values = cells.into_iter().enumerate().map(|(column, cell)| match cell {
             Cell::Int(number) => Value::Int(Some(number)),
             Cell::Text(text) => Value::Text(Some(text)),
-            // The only numbers that may be missing: an event's `seq`, and the size of what somebody sent.
+            // The only nullable numbers: an event's `seq` and the size of an upload.
             Cell::Null(()) if matches!((self.name, column), ("events", 3) | ("uploads", 2)) => Value::Int(None),
             Cell::Null(()) => Value::Text(None),
         });

@@ -1,4 +1,4 @@
-//! What goes into the store and comes out of it, beside the scheduler's records.
+//! Types of the store besides the scheduler's records.
 
 use aitk_common::hash::ContentHash;
 use aitk_scheduler::{Restored, Worker};
@@ -6,10 +6,10 @@ use aitk_scheduler::{Restored, Worker};
 /// A job's log keeps about this many of its newest log lines and metrics; state changes, checkpoints and artifacts stay.
 pub const EVENTS_KEPT: u64 = 100_000;
 
-/// Everything a coordinator starts from.
+/// State that a coordinator loads at its start.
 #[derive(Debug, Default)]
 pub struct Loaded {
-    /// Jobs with the ends of their logs.
+    /// Jobs with the ends of their event logs.
     pub jobs: Vec<Restored>,
     /// Workers.
     pub workers: Vec<Worker>,
@@ -18,17 +18,17 @@ pub struct Loaded {
 /// Blobs that one job keeps alive.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct JobRoots {
-    /// The job has ended: what is missing of it hurts nobody.
+    /// Whether the job has ended, so that missing blobs do no harm.
     pub ended: bool,
-    /// Ids of snapshots that it reads.
+    /// Snapshots of its inputs.
     pub snapshots: Vec<ContentHash>,
-    /// Manifests of checkpoints that it may go on from.
+    /// Manifests of checkpoints from which it may resume.
     pub checkpoints: Vec<ContentHash>,
     /// Its files.
     pub artifacts: Vec<ContentHash>,
 }
 
-/// What an administrator made, as JSON.
+/// A record of an administrator, as JSON.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Document {
     /// `token`, ….
@@ -39,24 +39,24 @@ pub struct Document {
     pub record: String,
 }
 
-/// What [`super::Store::forget_refusals`] did.
+/// Result of [`super::Store::forget_refusals`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Forgotten {
-    /// The last line that is old enough.
+pub struct RemovedRefusals {
+    /// Number of the last line that is old enough.
     pub after: u64,
     /// Lines that were removed.
     pub lines: u64,
-    /// There may be more of them.
+    /// Whether there may be more of them.
     pub more: bool,
 }
 
-/// That somebody sent a blob.
+/// An upload of a blob.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Upload {
-    /// Who.
+    /// The sender.
     pub who: String,
     /// The blob.
     pub hash: ContentHash,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
 }

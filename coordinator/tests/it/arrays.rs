@@ -14,7 +14,7 @@ const LONG_LEASE: Duration = Duration::from_secs(60);
 fn request(names: &[&str], key: &str) -> v1::SubmitArrayRequest {
     let members = names.iter().zip(0..).map(|(name, twin)| NewMember {
         job_json: submission(name).job_json,
-        twin: twin / 2,
+        seed_group: twin / 2,
     });
     let shared = Submission {
         idempotency_key: Some(key.into()),
@@ -110,7 +110,7 @@ async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
         let work = worker.next_assignment().await;
         seeds.push(work.seed);
         assert!(work.job_json.contains(&format!(r#""name":"{name}""#)));
-        assert!(work.inputs.contains_key("./data") && work.drawn.is_empty());
+        assert!(work.inputs.contains_key("./data") && work.generated.is_empty());
         report_artifact(
             &mut worker,
             &work,
@@ -257,8 +257,8 @@ async fn a_job_is_split_into_parts_and_a_failed_part_continues_after_its_last_im
             worker.finish(&held_attempt(&work), outcome).await;
             continue;
         }
-        assert_eq!(work.drawn, if from == 2 { vec![2] } else { Vec::new() });
-        for index in (from..to).filter(|index| !work.drawn.contains(index)) {
+        assert_eq!(work.generated, if from == 2 { vec![2] } else { Vec::new() });
+        for index in (from..to).filter(|index| !work.generated.contains(index)) {
             report_artifact(&mut worker, &work, &format!("2_{index}.png"), blob, Some(index)).await;
         }
         worker.finish(&held_attempt(&work), Outcome::Completed).await;

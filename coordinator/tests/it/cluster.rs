@@ -258,7 +258,7 @@ async fn a_suspended_leader_changes_nothing_after_it_resumes() {
     // The new worker keeps sending heartbeats meanwhile. Then the old leader is a standby and forwards calls.
     eventually("the old leader to step down", || async {
         new.heartbeat(&[held_attempt(&reassigned)]).await;
-        first.log().contains("leads no more").then_some(())
+        first.log().contains("does not lead any more").then_some(())
     })
     .await;
     assert_eq!(

@@ -4,7 +4,7 @@ use crate::support::{FakeWorker, Pool, held_attempt, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
-use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_proto::v1;
 use std::time::Duration;
@@ -87,11 +87,11 @@ async fn fit_and_explain_name_devices_and_reasons() {
         "{smaller_profile:?}"
     );
     let toy = Submission {
-        anatomy: Some(Anatomy {
+        anatomy: Some(ParameterCounts {
             denoiser: 1_000_000,
             text: 1,
             vae: 1,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         }),
         ..lora("a", "")
     };
@@ -122,7 +122,7 @@ async fn fit_and_explain_name_devices_and_reasons() {
     assert_eq!(explained.summary, job.reason);
     assert!(
         explained.devices[0]
-            .words
+            .description
             .starts_with("w1 cpu: too small: even cpu_only needs about"),
         "{explained:?}"
     );

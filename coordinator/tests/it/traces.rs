@@ -5,7 +5,7 @@ use crate::support::{FakeWorker, eventually, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
 use aitk_tests::processes::free_address;
@@ -26,7 +26,7 @@ fn job(name: &str) -> Submission {
 
 async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> Submitted {
     let mut request = tonic::Request::new(v1::SubmitRequest::from(job(name)));
-    trace::put(request.metadata_mut(), from);
+    trace::insert(request.metadata_mut(), from);
     let reply = within(clients.jobs.clone().submit(request)).await.unwrap();
     reply.into_inner().try_into().unwrap()
 }
@@ -36,9 +36,9 @@ async fn register_worker(clients: &Clients, name: &str) -> FakeWorker {
 }
 
 /// Waits for `count` spans with this name. Returns them by start time.
-async fn wait_for_spans(collector: &TestCollector, name: &str, count: usize) -> Vec<Seen> {
+async fn wait_for_spans(collector: &TestCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
     eventually(&format!("{count} spans {name}"), || async {
-        let mut seen = collector.seen();
+        let mut seen = collector.received();
         seen.retain(|span| span.name == name);
         seen.sort_by_key(|span| span.start);
         (seen.len() >= count).then_some(seen)
@@ -90,7 +90,7 @@ async fn a_job_is_one_trace_although_its_worker_and_coordinator_were_killed() {
     );
 
     let [job] = &wait_for_spans(&collector, "job", 1).await[..] else {
-        panic!("{:#?}", collector.seen());
+        panic!("{:#?}", collector.received());
     };
     assert_eq!(job.service, "aitk-coordinator");
     assert_eq!(
@@ -127,7 +127,7 @@ async fn a_job_is_one_trace_although_its_worker_and_coordinator_were_killed() {
         assigned[0]
     );
     assert!(assigned[1].error.is_none() && job.error.is_none());
-    assert_eq!(collector.seen().len(), 5, "{:#?}", collector.seen());
+    assert_eq!(collector.received().len(), 5, "{:#?}", collector.received());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -170,7 +170,7 @@ async fn jobs_without_a_trace_get_one_and_each_array_member_gets_its_own() {
 
     let member = |name: &str| NewMember {
         job_json: job(name).job_json,
-        twin: 0,
+        seed_group: 0,
     };
     let mut request = tonic::Request::new(v1::SubmitArrayRequest {
         shared: Some(job("sweep").into()),
@@ -178,7 +178,7 @@ async fn jobs_without_a_trace_get_one_and_each_array_member_gets_its_own() {
         members: ["a", "b"].map(|name| member(name).into()).to_vec(),
         at_most: 0,
     });
-    trace::put(request.metadata_mut(), Some(client()));
+    trace::insert(request.metadata_mut(), Some(client()));
     within(clients.jobs.clone().submit_array(request)).await.unwrap();
     for _ in 0..2 {
         let work = worker.next_assignment().await;
@@ -196,11 +196,11 @@ async fn jobs_without_a_trace_get_one_and_each_array_member_gets_its_own() {
     }
     assert!(
         collector
-            .seen()
+            .received()
             .iter()
             .all(|span| span.trace != client().trace.to_string()),
         "{:#?}",
-        collector.seen()
+        collector.received()
     );
 }
 

@@ -1,4 +1,4 @@
-//! What a diffusers folder needs besides weights, and the weights themselves.
+//! Writes the files of a diffusers folder: configs, tokenizer and weights.
 
 use super::Fallible;
 use aitk_engine::models::config;
@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
 
-/// Words with a token of their own. `zorb` is among them and in no caption of the base model.
+/// Words that are one token each. `zorb` is one, but is in no caption of the base model.
 const WORDS: [&str; 22] = [
     "a",
     "an",
@@ -34,12 +34,12 @@ const WORDS: [&str; 22] = [
     "zorb",
 ];
 
-/// Writes every file of the folder but the weights. `scaling_factor` is known once the autoencoder is trained.
+/// Writes all files of the folder except the weights. `scaling_factor` is known after the autoencoder is trained.
 pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> {
     let vocab = write_tokenizer(&folder.join("tokenizer"))?;
     let (bos, eos) = (vocab - 2, vocab - 1);
-    let part = |name: &str, file: &str, value: Value| write_json(&folder.join(name).join(file), &value);
-    part(
+    let component = |name: &str, file: &str, value: Value| write_json(&folder.join(name).join(file), &value);
+    component(
         "text_encoder",
         "config.json",
         json!({
@@ -49,7 +49,7 @@ pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> 
             "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": eos, "torch_dtype": "float16",
         }),
     )?;
-    part(
+    component(
         "unet",
         "config.json",
         json!({
@@ -63,7 +63,7 @@ pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> 
             "mid_block_scale_factor": 1, "center_input_sample": false,
         }),
     )?;
-    part(
+    component(
         "vae",
         "config.json",
         json!({
@@ -75,7 +75,7 @@ pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> 
             "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D", "UpDecoderBlock2D"],
         }),
     )?;
-    part(
+    component(
         "scheduler",
         "scheduler_config.json",
         json!({
@@ -98,20 +98,20 @@ pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> 
     )
 }
 
-/// A folder's component config.
-pub(crate) fn read_config<T: serde::de::DeserializeOwned>(folder: &Path, part: &str) -> Fallible<T> {
-    Ok(config::read(&folder.join(part).join("config.json"))?)
+/// Reads the `config.json` of a component.
+pub(crate) fn read_config<T: serde::de::DeserializeOwned>(folder: &Path, component: &str) -> Fallible<T> {
+    Ok(config::read(&folder.join(component).join("config.json"))?)
 }
 
 /// Writes tensors as fp16 safetensors.
 pub(crate) fn write_weights(file: &Path, tensors: &[(String, Tensor)]) -> Fallible<()> {
-    let half = tensors
+    let fp16 = tensors
         .iter()
         .map(|(name, tensor)| Ok((name.clone(), tensor.to_dtype(DType::F16)?)));
-    let half = half.collect::<candle_core::Result<BTreeMap<_, _>>>()?;
+    let fp16 = fp16.collect::<candle_core::Result<BTreeMap<_, _>>>()?;
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let bytes = safetensors::serialize(
-        half.iter().map(|(name, tensor)| (name.as_str(), tensor)),
+        fp16.iter().map(|(name, tensor)| (name.as_str(), tensor)),
         Some(metadata),
     )?;
     fs::write(file, bytes)?;
@@ -126,20 +126,21 @@ pub(crate) fn write_json(file: &Path, value: &Value) -> Fallible<()> {
     Ok(())
 }
 
-/// The printable characters that stand for bytes in GPT-2's and CLIP's vocabularies.
+/// The printable characters that represent bytes in the vocabularies of GPT-2 and CLIP.
 fn byte_alphabet() -> Vec<char> {
     let visible: Vec<u32> = (0x21..=0x7e).chain(0xa1..=0xac).chain(0xae..=0xff).collect();
     let hidden = (0..256).filter(|byte| !visible.contains(byte)).count() as u32;
-    let stand_ins = (0..hidden).map(|i| 256 + i);
+    let substitutes = (0..hidden).map(|i| 256 + i);
     visible
         .iter()
         .copied()
-        .chain(stand_ins)
+        .chain(substitutes)
         .filter_map(char::from_u32)
         .collect()
 }
 
-/// All bytes, all bytes that end a word, and what spells [`WORDS`]. Returns the number of tokens.
+/// Writes a tokenizer whose tokens are all bytes, all bytes at the end of a word, and the merges for [`WORDS`]. Returns
+/// the number of tokens.
 fn write_tokenizer(folder: &Path) -> Fallible<usize> {
     let alphabet = byte_alphabet();
     let mut tokens: Vec<String> = alphabet.iter().map(char::to_string).collect();
@@ -151,18 +152,18 @@ fn write_tokenizer(folder: &Path) -> Fallible<usize> {
             last.push_str("</w>");
         }
         while parts.len() > 1 {
-            // The merges known so far, as BPE applies them; then whatever stands first.
+            // Apply the existing merges in the order of BPE; otherwise add a merge of the first two parts.
             let rank = |i: usize| merges.iter().position(|(a, b)| *a == parts[i] && *b == parts[i + 1]);
-            let at = (0..parts.len() - 1)
+            let position = (0..parts.len() - 1)
                 .filter_map(|i| rank(i).map(|rank| (rank, i)))
                 .min()
                 .map(|(_, i)| i);
-            let at = at.unwrap_or_else(|| {
+            let position = position.unwrap_or_else(|| {
                 merges.push((parts[0].clone(), parts[1].clone()));
                 0
             });
-            let joined = format!("{}{}", parts[at], parts[at + 1]);
-            parts.splice(at..at + 2, [joined.clone()]);
+            let joined = format!("{}{}", parts[position], parts[position + 1]);
+            parts.splice(position..position + 2, [joined.clone()]);
             if !tokens.contains(&joined) {
                 tokens.push(joined);
             }

@@ -1,22 +1,22 @@
-//! What a forward pass did, written down so that it can be gone through backwards.
+//! A tape of the forward pass for the backward pass, and gradient checkpointing.
 //!
-//! candle has a backward pass of its own, which works on everything that is made of its operations, here too. Two things
-//! it does not do: a gradient goes through memory three times at every operation (zeros, a sum, the result), and all
-//! that the forward pass kept stays until the backward pass is through. So inside of [`record`] the engine's own
-//! operations (`Operation`) are steps of a [`Tape`]: gradients are handed on as they are, and what a step kept goes
-//! when the step is done.
+//! candle's own backward pass works on everything that is composed of candle's operations. It has two costs: at every
+//! operation a gradient goes through memory three times (zeros, a sum, the result), and everything that the forward
+//! pass saved stays in memory until the backward pass ends. Inside [`record`], the engine's own operations
+//! (`Operation`) are therefore steps of a [`Tape`]: a step passes its gradient on without a copy, and its saved inputs
+//! are freed as soon as the step is done.
 //!
 //! ```text
 //! variable ──► step ──► tensor ──► candle's operations ──► tensor ──► step ──► … ──► loss
 //!              tape                candle's graph                     tape
 //! ```
 //!
-//! A tensor that a step makes looks like a variable to candle: whatever candle does with it is in candle's graph, down
-//! to that tensor. When a step reads such a result, the stretch becomes a step of the tape itself, which sends its
-//! gradient through candle's backward pass. So operations mix as they like; on CUDA and Metal, where the engine's
-//! operations are made of candle's, everything is one such stretch.
+//! The output of a step is a variable (a leaf) to candle: candle's graph of later operations ends at that tensor. When
+//! a step reads a tensor that candle computed, this part of candle's graph becomes one step of the tape, which runs
+//! candle's backward pass on its gradient. Both kinds of operations can therefore be mixed freely. On CUDA and Metal,
+//! where the engine's operations are composed of candle's, the whole forward pass is one such step.
 //!
-//! Outside of [`record`] the engine's operations are nodes of candle's graph, and `backward()` of candle does it all.
+//! Outside [`record`], the engine's operations are nodes of candle's graph, and candle's `backward()` does everything.
 
 mod operation;
 mod slices;
@@ -25,7 +25,7 @@ mod slices;
 mod tests;
 
 pub(crate) use operation::{Input, Operation, apply};
-pub(crate) use slices::{runs_here, with_slice};
+pub(crate) use slices::{is_cpu_f32, with_slice};
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor, TensorId, Var};
@@ -35,25 +35,26 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 thread_local! {
-    /// What is written on now, the innermost last.
-    static SCOPES: RefCell<Vec<Written>> = const { RefCell::new(Vec::new()) };
+    /// The active recordings of this thread, the innermost last.
+    static SCOPES: RefCell<Vec<Recording>> = const { RefCell::new(Vec::new()) };
 }
 
-/// What a forward pass leaves.
-enum Written {
-    /// Its steps.
-    Steps(Tape),
-    /// Of steps that are run again only the variables that they read; what depends on variables is marked all the same.
-    Reads(HashSet<TensorId>),
+/// What is recorded of a forward pass.
+enum Recording {
+    /// All steps.
+    Tape(Tape),
+    /// Only the variables that the steps read, for a forward pass that is recomputed later. Tensors that depend on
+    /// variables are still tracked.
+    Variables(HashSet<TensorId>),
 }
 
-/// Takes what comes back for a step's outputs and answers what goes on, and to which tensors.
+/// Takes the gradients of a step's outputs and returns those of its inputs, with the ids of the tensors.
 type Backward = dyn FnOnce(Vec<Option<Tensor>>) -> Result<Vec<(TensorId, Tensor)>>;
 
 struct Step {
-    /// The variables that its gradients may go to, or more.
-    reads: Vec<TensorId>,
-    makes: Vec<TensorId>,
+    /// Every tensor that may get a gradient from this step. May have more than that.
+    input_ids: Vec<TensorId>,
+    output_ids: Vec<TensorId>,
     backward: Box<Backward>,
 }
 
@@ -61,34 +62,34 @@ struct Step {
 #[derive(Default)]
 pub struct Tape {
     steps: Vec<Step>,
-    /// Results of candle's graph that are the output of a step.
-    bridged: HashSet<TensorId>,
+    /// Tensors of candle's graph that already are the output of a step.
+    bridged_ids: HashSet<TensorId>,
 }
 
 impl std::fmt::Debug for Tape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "a tape of {} steps", self.steps.len())
+        write!(f, "Tape({} steps)", self.steps.len())
     }
 }
 
-/// Runs `forward` and answers its result with what is needed to go back. On this thread; may be nested.
+/// Runs `forward` on this thread and returns its result with the tape of its steps. Calls may be nested.
 ///
 /// # Errors
-/// What `forward` answers.
+/// The error of `forward`.
 pub fn record<R, E>(forward: impl FnOnce() -> std::result::Result<R, E>) -> std::result::Result<(R, Tape), E> {
-    let scope = Scope::enter(Written::Steps(Tape::default()));
+    let scope = Scope::enter(Recording::Tape(Tape::default()));
     let result = forward()?;
     let tape = match scope.leave() {
-        Some(Written::Steps(tape)) => tape,
+        Some(Recording::Tape(tape)) => tape,
         _ => Tape::default(),
     };
     Ok((result, tape))
 }
 
-/// `loss()` with the gradients of all variables that it depends on.
+/// Computes `loss()` and the gradients of all variables that it depends on.
 ///
 /// # Errors
-/// What `loss` answers, or the arithmetic of the backward pass.
+/// The error of `loss`, or of an operation in the backward pass.
 pub fn gradients<E: From<candle_core::Error>>(
     loss: impl FnOnce() -> std::result::Result<Tensor, E>,
 ) -> std::result::Result<(Tensor, Gradients), E> {
@@ -98,19 +99,19 @@ pub fn gradients<E: From<candle_core::Error>>(
 }
 
 impl Tape {
-    /// The gradients of a sum over `output` (of any shape; usually one number).
+    /// Computes the gradients of the sum over `output` (any shape; usually a scalar loss).
     ///
     /// # Errors
-    /// When the arithmetic fails.
+    /// When an operation fails.
     pub fn backward(self, output: &Tensor) -> Result<Gradients> {
         let ones = output.ones_like()?;
         self.backward_from([(output.clone(), ones)])
     }
 
-    /// The same from several outputs, each with the gradient that comes back for it.
+    /// As [`Tape::backward`], from several outputs, each with its gradient.
     ///
     /// # Errors
-    /// When the arithmetic fails.
+    /// When an operation fails.
     pub fn backward_from(mut self, outputs: impl IntoIterator<Item = (Tensor, Tensor)>) -> Result<Gradients> {
         let mut gradients = Gradients::default();
         for (output, gradient) in outputs {
@@ -120,91 +121,92 @@ impl Tape {
             }
         }
         while let Some(step) = self.steps.pop() {
-            step.go_back(&mut gradients)?;
+            step.propagate(&mut gradients)?;
         }
         Ok(gradients)
     }
 
-    /// As [`Tape::backward`] of one output, but gives the gradient of each variable to `take` as soon as it is complete,
-    /// and keeps none of them: where the parts of a model are recomputed, those of one part exist at a time. Nothing
-    /// reads a variable after its gradient was given, so that `take` may change it.
+    /// As [`Tape::backward`], but passes the gradient of each variable to `take` as soon as it is complete and then
+    /// drops it. With gradient checkpointing, at most one block's gradients are in memory at a time. Nothing reads a
+    /// variable after its gradient was passed on, so `take` may change the variable.
     ///
     /// # Errors
-    /// What `take` answers, or when the arithmetic fails.
+    /// The error of `take`, or when an operation fails.
     pub fn backward_each<E: From<candle_core::Error>>(
         mut self,
         output: &Tensor,
         mut take: impl FnMut(TensorId, Tensor) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         self.bridge(output);
-        // By the step that reads it first, which is the last one here.
-        let mut first: HashMap<TensorId, usize> = HashMap::new();
+        // For each variable, the first step that reads it. The backward pass reaches that step last.
+        let mut first_use: HashMap<TensorId, usize> = HashMap::new();
         for (at, step) in self.steps.iter().enumerate() {
-            for id in &step.reads {
-                first.entry(*id).or_insert(at);
+            for id in &step.input_ids {
+                first_use.entry(*id).or_insert(at);
             }
         }
-        for id in self.steps.iter().flat_map(|step| &step.makes) {
-            first.remove(id);
+        for id in self.steps.iter().flat_map(|step| &step.output_ids) {
+            first_use.remove(id);
         }
         let mut gradients = Gradients::default();
         if output.track_op() {
             gradients.add(output.id(), output.ones_like()?)?;
         }
         while let Some(mut step) = self.steps.pop() {
-            let (at, reads) = (self.steps.len(), std::mem::take(&mut step.reads));
-            step.go_back(&mut gradients)?;
-            for id in reads {
-                if first.get(&id) == Some(&at)
+            let (at, input_ids) = (self.steps.len(), std::mem::take(&mut step.input_ids));
+            step.propagate(&mut gradients)?;
+            for id in input_ids {
+                if first_use.get(&id) == Some(&at)
                     && let Some(gradient) = gradients.0.remove(&id)
                 {
                     take(id, gradient)?;
                 }
             }
         }
-        // An output that is a variable itself.
+        // The gradient of an output that is itself a variable.
         gradients
             .0
             .into_iter()
             .try_for_each(|(id, gradient)| take(id, gradient))
     }
 
-    /// Makes a result of candle's graph the output of a step, so that its gradient finds its way.
+    /// Adds a step for the part of candle's graph that ends in `tensor`, so that its gradient reaches the variables
+    /// there.
     fn bridge(&mut self, tensor: &Tensor) {
-        if tensor.is_variable() || !tensor.track_op() || !self.bridged.insert(tensor.id()) {
+        if tensor.is_variable() || !tensor.track_op() || !self.bridged_ids.insert(tensor.id()) {
             return;
         }
         let (result, variables) = (tensor.clone(), variables_of(tensor));
         self.steps.push(Step {
-            reads: variables.iter().map(Tensor::id).collect(),
-            makes: vec![tensor.id()],
-            backward: Box::new(move |back| {
-                let Some(gradient) = back.into_iter().flatten().next() else {
+            input_ids: variables.iter().map(Tensor::id).collect(),
+            output_ids: vec![tensor.id()],
+            backward: Box::new(move |gradients| {
+                let Some(gradient) = gradients.into_iter().flatten().next() else {
                     return Ok(vec![]);
                 };
-                let mut store = result.apply_op1(Seed { gradient })?.backward()?;
-                let found = variables.iter().filter_map(|v| Some((v.id(), store.remove(v)?)));
-                Ok(found.collect())
+                let mut store = result.apply_op1(SeedGradient { gradient })?.backward()?;
+                let gradients = variables.iter().filter_map(|v| Some((v.id(), store.remove(v)?)));
+                Ok(gradients.collect())
             }),
         });
     }
 }
 
 impl Step {
-    /// Sends what came back for its outputs on to its inputs.
-    fn go_back(self, gradients: &mut Gradients) -> Result<()> {
-        let back: Vec<_> = self.makes.iter().map(|id| gradients.0.remove(id)).collect();
-        if back.iter().all(Option::is_none) {
+    /// Computes the gradients of its inputs from those of its outputs, and adds them to `gradients`.
+    fn propagate(self, gradients: &mut Gradients) -> Result<()> {
+        let output_gradients: Vec<_> = self.output_ids.iter().map(|id| gradients.0.remove(id)).collect();
+        if output_gradients.iter().all(Option::is_none) {
             return Ok(());
         }
-        for (id, gradient) in (self.backward)(back)? {
+        for (id, gradient) in (self.backward)(output_gradients)? {
             gradients.add(id, gradient)?;
         }
         Ok(())
     }
 }
 
-/// The variables that a tensor was made of by candle's operations; its own self, if it is one.
+/// The variables that `tensor` depends on through candle's graph; `tensor` itself if it is a variable.
 fn variables_of(tensor: &Tensor) -> Vec<Tensor> {
     if tensor.is_variable() {
         return vec![tensor.clone()];
@@ -216,12 +218,12 @@ fn variables_of(tensor: &Tensor) -> Vec<Tensor> {
     nodes.filter(|node| node.is_variable()).cloned().collect()
 }
 
-/// Gradients by tensor.
+/// Gradients by tensor id.
 #[derive(Debug, Default)]
 pub struct Gradients(HashMap<TensorId, Tensor>);
 
 impl Gradients {
-    /// The gradient of a variable; `None` when nothing depends on it.
+    /// The gradient of a variable; `None` when the output does not depend on it.
     #[must_use]
     pub fn get(&self, variable: &Tensor) -> Option<&Tensor> {
         self.0.get(&variable.id())
@@ -241,95 +243,101 @@ impl Gradients {
     }
 }
 
-/// As long as it lives, this is what is written on.
+/// Keeps a [`Recording`] active until it is left or dropped.
 struct Scope {
     depth: usize,
 }
 
 impl Scope {
-    fn enter(written: Written) -> Self {
+    fn enter(recording: Recording) -> Self {
         SCOPES.with_borrow_mut(|scopes| {
-            scopes.push(written);
+            scopes.push(recording);
             Self { depth: scopes.len() }
         })
     }
 
-    fn leave(self) -> Option<Written> {
+    fn leave(self) -> Option<Recording> {
         SCOPES.with_borrow_mut(|scopes| if scopes.len() == self.depth { scopes.pop() } else { None })
     }
 }
 
 impl Drop for Scope {
-    /// After an error or a panic: the tape goes, unless [`Scope::leave`] took it.
+    /// Drops the recording after an error or a panic, unless [`Scope::leave`] took it.
     fn drop(&mut self) {
         SCOPES.with_borrow_mut(|scopes| scopes.truncate(self.depth - 1));
     }
 }
 
-/// Whether a forward pass is written down, or is a part of one that is.
+/// Whether a recording is active on this thread.
 fn is_recording() -> bool {
     SCOPES.with_borrow(|scopes| !scopes.is_empty())
 }
 
-/// Writes a step that reads `inputs`, and inside of it the variables `within`, and makes `makes`, if steps are written here.
-fn push<'a>(
+/// Adds a step to the innermost recording, if there is one. The step reads `inputs` and, if it is a checkpoint, also
+/// `inner_variables`; its outputs have the ids `output_ids`.
+fn record_step<'a>(
     inputs: impl IntoIterator<Item = &'a Tensor>,
-    within: HashSet<TensorId>,
-    makes: Vec<TensorId>,
+    inner_variables: HashSet<TensorId>,
+    output_ids: Vec<TensorId>,
     backward: Box<Backward>,
 ) {
     SCOPES.with_borrow_mut(|scopes| match scopes.last_mut() {
-        Some(Written::Steps(tape)) => {
-            let mut reads: Vec<TensorId> = within.into_iter().collect();
+        Some(Recording::Tape(tape)) => {
+            let mut input_ids: Vec<TensorId> = inner_variables.into_iter().collect();
             for input in inputs.into_iter().filter(|input| input.track_op()) {
                 tape.bridge(input);
-                reads.push(input.id());
+                input_ids.push(input.id());
             }
-            tape.steps.push(Step { reads, makes, backward });
+            tape.steps.push(Step {
+                input_ids,
+                output_ids,
+                backward,
+            });
         }
-        Some(Written::Reads(reads)) => {
-            reads.extend(within);
-            inputs.into_iter().for_each(|input| note(input, reads));
+        Some(Recording::Variables(variables)) => {
+            variables.extend(inner_variables);
+            inputs.into_iter().for_each(|input| add_variables(input, variables));
         }
         None => {}
     });
 }
 
-/// Notes the variables that a tensor was made of.
-fn note(tensor: &Tensor, reads: &mut HashSet<TensorId>) {
-    reads.extend(variables_of(tensor).iter().map(Tensor::id));
+/// Adds the variables that `tensor` depends on.
+fn add_variables(tensor: &Tensor, variables: &mut HashSet<TensorId>) {
+    variables.extend(variables_of(tensor).iter().map(Tensor::id));
 }
 
-/// A tensor that looks like a variable to candle.
-fn leaf(elements: Vec<f32>, shape: Shape) -> Tensor {
+/// A tensor on the CPU that candle treats as a variable.
+fn leaf_tensor(elements: Vec<f32>, shape: Shape) -> Tensor {
     let storage = Storage::Cpu(CpuStorage::F32(elements));
     Tensor::from_storage(storage, shape, BackpropOp::none(), true)
 }
 
-/// Gradient checkpointing: `forward(inputs)`, of whose steps nothing is kept; the backward pass runs it a second time and
-/// then backwards. Outside of [`record`], and where nothing in it depends on a variable, it simply runs.
+/// Gradient checkpointing (`torch.utils.checkpoint`): runs `forward(inputs)` and saves only the inputs; the backward
+/// pass runs `forward` a second time with a tape. Outside [`record`], and where no output depends on a variable,
+/// nothing is recomputed.
 ///
 /// # Errors
-/// What `forward` answers.
-pub(crate) fn recomputed(
+/// The error of `forward`.
+pub(crate) fn checkpoint(
     inputs: Vec<Tensor>,
     forward: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'static,
 ) -> Result<Vec<Tensor>> {
     if !is_recording() {
         return forward(&inputs);
     }
-    let scope = Scope::enter(Written::Reads(HashSet::new()));
+    let scope = Scope::enter(Recording::Variables(HashSet::new()));
     let outputs = forward(&inputs);
-    let mut within = match scope.leave() {
-        Some(Written::Reads(reads)) => reads,
+    let mut inner_variables = match scope.leave() {
+        Some(Recording::Variables(variables)) => variables,
         _ => HashSet::new(),
     };
     let mut outputs = outputs?;
     let mut tracked = Vec::new();
     for (index, output) in outputs.iter_mut().enumerate() {
         if output.track_op() {
-            note(output, &mut within);
-            // What candle made holds on to its graph; a copy does not.
+            add_variables(output, &mut inner_variables);
+            // A tensor that candle computed keeps its graph in memory; a copy does not.
             if !output.is_variable() {
                 *output = Var::from_tensor(&output.detach())?.into_inner();
             }
@@ -339,27 +347,27 @@ pub(crate) fn recomputed(
     if tracked.is_empty() {
         return Ok(outputs);
     }
-    let (indices, makes): (Vec<usize>, Vec<TensorId>) = tracked.into_iter().unzip();
-    let read = inputs.clone();
-    let backward = Box::new(move |back: Vec<Option<Tensor>>| {
-        let (again, tape) = record(|| forward(&inputs))?;
-        let seeds = indices.into_iter().zip(back).filter_map(|(index, gradient)| {
-            let output = again.get(index)?.clone();
+    let (indices, output_ids): (Vec<usize>, Vec<TensorId>) = tracked.into_iter().unzip();
+    let saved_inputs = inputs.clone();
+    let backward = Box::new(move |gradients: Vec<Option<Tensor>>| {
+        let (recomputed, tape) = record(|| forward(&inputs))?;
+        let seeds = indices.into_iter().zip(gradients).filter_map(|(index, gradient)| {
+            let output = recomputed.get(index)?.clone();
             Some((output, gradient?))
         });
         Ok(tape.backward_from(seeds.collect::<Vec<_>>())?.0.into_iter().collect())
     });
-    push(&read, within, makes, backward);
+    record_step(&saved_inputs, inner_variables, output_ids, backward);
     Ok(outputs)
 }
 
-/// Where a backward pass of candle begins that is given its gradient: one number without a meaning.
-struct Seed {
+/// An operation that starts candle's backward pass with a given gradient. Its own result is a scalar that nobody reads.
+struct SeedGradient {
     gradient: Tensor,
 }
 
-/// One number that is zero, where `storage` lies.
-fn zero<S: candle_core::backend::BackendStorage>(storage: &S) -> Result<(S, Shape)>
+/// A scalar zero on the device of `storage`.
+fn scalar_zero<S: candle_core::backend::BackendStorage>(storage: &S) -> Result<(S, Shape)>
 where
     S::Device: candle_core::backend::BackendDevice<Storage = S>,
 {
@@ -368,21 +376,21 @@ where
     Ok((storage.device().zeros_impl(&shape, DType::F32)?, shape))
 }
 
-impl CustomOp1 for Seed {
+impl CustomOp1 for SeedGradient {
     fn name(&self) -> &'static str {
         "seed"
     }
 
     fn cpu_fwd(&self, output: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        zero(output)
+        scalar_zero(output)
     }
 
     fn cuda_fwd(&self, output: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        zero(output)
+        scalar_zero(output)
     }
 
     fn metal_fwd(&self, output: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
-        zero(output)
+        scalar_zero(output)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Option<Tensor>> {

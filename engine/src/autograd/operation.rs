@@ -1,138 +1,149 @@
-//! The engine's own operations, as steps of a tape or as nodes of candle's graph.
+//! The engine's own operations: steps of a tape, or nodes of candle's graph.
 
-use super::slices::{of, slice};
-use super::{is_recording, leaf, push};
+use super::slices::{cpu_slice, storage_slice};
+use super::{is_recording, leaf_tensor, record_step};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor};
 use std::collections::HashSet;
 
-/// An operation of `N` contiguous f32 tensors on the CPU.
+/// A differentiable operation on `N` contiguous f32 tensors on the CPU.
 pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
-    /// For messages.
+    /// The name in error messages.
     const NAME: &'static str;
 
-    /// Of which inputs the backward pass reads the elements, when these want a gradient. Of the others it knows the shape,
-    /// and nothing is kept.
-    fn keeps(&self, wanted: [bool; N]) -> [bool; N];
+    /// Which inputs the backward pass reads, if the inputs in `requires_grad` get a gradient. Of the other inputs only
+    /// the shape is saved.
+    fn saved_inputs(&self, requires_grad: [bool; N]) -> [bool; N];
 
-    /// The result, from elements and shapes.
+    /// Computes the elements and the shape of the result.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     fn forward(&self, inputs: [&[f32]; N], shapes: [&Shape; N]) -> Result<(Vec<f32>, Shape)>;
 
-    /// The gradients of the inputs that want one (others are of no account); `gradient` is contiguous.
+    /// Computes the gradients of the inputs that require one, from the contiguous `gradient` of the result. The values
+    /// for other inputs are ignored.
     ///
     /// # Errors
-    /// When the arithmetic fails.
+    /// When an operation fails.
     fn backward(&self, inputs: [&Input; N], gradient: &Tensor) -> Result<[Option<Tensor>; N]>;
 }
 
-/// An input, as the backward pass sees it.
+/// An input of an operation in the backward pass.
 #[derive(Debug)]
 pub(crate) struct Input {
     elements: Option<Tensor>,
     shape: Shape,
-    wanted: bool,
+    requires_grad: bool,
 }
 
 impl Input {
-    /// Whether it wants a gradient.
+    /// Whether this input gets a gradient.
     pub(crate) fn requires_grad(&self) -> bool {
-        self.wanted
+        self.requires_grad
     }
 
-    /// Its shape.
+    /// The shape of the input.
     pub(crate) fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// Itself, without a graph.
+    /// The input, detached from any graph.
+    ///
+    /// # Errors
+    /// When the operation did not save it.
     pub(crate) fn tensor(&self) -> Result<&Tensor> {
         match &self.elements {
             Some(tensor) => Ok(tensor),
-            None => candle_core::bail!("an operation reads an input that it did not keep"),
+            None => candle_core::bail!("the backward pass reads an input that the operation did not save"),
         }
     }
 
-    /// Runs `f` on its elements.
+    /// Runs `f` on the elements of the input.
+    ///
+    /// # Errors
+    /// When the operation did not save it.
     pub(crate) fn with<R>(&self, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
         super::with_slice(self.tensor()?, f)
     }
 }
 
-/// Applies an operation. Gradients go to the inputs that are tracked.
+/// Applies an operation, as a step of the active tape or as a node of candle's graph. Tracked inputs get gradients.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub(crate) fn apply<'a, const N: usize, O: Operation<N>>(inputs: [&'a Tensor; N], operation: O) -> Result<Tensor>
 where
-    [&'a Tensor; N]: InCandle<N>,
+    [&'a Tensor; N]: CandleGraph<N>,
 {
-    let wanted = inputs.map(Tensor::track_op);
-    let tracked = wanted.contains(&true);
+    let requires_grad = inputs.map(Tensor::track_op);
+    let tracked = requires_grad.contains(&true);
     if tracked && !is_recording() {
-        return inputs.node(operation);
+        return inputs.apply_in_graph(operation);
     }
-    let mut whole = Vec::with_capacity(N);
+    let mut contiguous = Vec::with_capacity(N);
     for input in inputs {
-        whole.push(input.contiguous()?);
+        contiguous.push(input.contiguous()?);
     }
-    let (elements, shape) = run(&operation, &whole)?;
+    let (elements, shape) = run(&operation, &contiguous)?;
     if !tracked {
         return Tensor::from_vec(elements, shape, &Device::Cpu);
     }
-    let result = leaf(elements, shape);
-    let kept = keep(&operation, &whole, wanted);
-    let ids: Vec<_> = whole.iter().map(Tensor::id).collect();
-    let backward = Box::new(move |back: Vec<Option<Tensor>>| {
-        let Some(gradient) = back.into_iter().flatten().next() else {
+    let result = leaf_tensor(elements, shape);
+    let saved = save_inputs(&operation, &contiguous, requires_grad);
+    let ids: Vec<_> = contiguous.iter().map(Tensor::id).collect();
+    let backward = Box::new(move |output_gradients: Vec<Option<Tensor>>| {
+        let Some(gradient) = output_gradients.into_iter().flatten().next() else {
             return Ok(vec![]);
         };
-        let gradients = operation.backward(kept.each_ref(), &gradient.contiguous()?)?;
-        let found = gradients.into_iter().zip(ids).zip(wanted);
+        let gradients = operation.backward(saved.each_ref(), &gradient.contiguous()?)?;
+        let found = gradients.into_iter().zip(ids).zip(requires_grad);
         Ok(found
-            .filter_map(|((gradient, id), wanted)| Some((id, gradient.filter(|_| wanted)?)))
+            .filter_map(|((gradient, id), requires_grad)| Some((id, gradient.filter(|_| requires_grad)?)))
             .collect())
     });
-    push(&whole, HashSet::new(), vec![result.id()], backward);
+    record_step(&contiguous, HashSet::new(), vec![result.id()], backward);
     Ok(result)
 }
 
 fn run<const N: usize, O: Operation<N>>(operation: &O, inputs: &[Tensor]) -> Result<(Vec<f32>, Shape)> {
-    let places: Vec<_> = inputs.iter().map(Tensor::storage_and_layout).collect();
+    let storages: Vec<_> = inputs.iter().map(Tensor::storage_and_layout).collect();
     let mut slices = [[].as_slice(); N];
-    for (slice, (storage, layout)) in slices.iter_mut().zip(&places) {
-        *slice = of(storage, layout)?;
+    for (slice, (storage, layout)) in slices.iter_mut().zip(&storages) {
+        *slice = storage_slice(storage, layout)?;
     }
-    operation.forward(slices, std::array::from_fn(|i| places[i].1.shape()))
+    operation.forward(slices, std::array::from_fn(|i| storages[i].1.shape()))
 }
 
-fn keep<const N: usize, O: Operation<N>>(operation: &O, inputs: &[Tensor], wanted: [bool; N]) -> [Input; N] {
-    let keeps = operation.keeps(wanted);
+fn save_inputs<const N: usize, O: Operation<N>>(
+    operation: &O,
+    inputs: &[Tensor],
+    requires_grad: [bool; N],
+) -> [Input; N] {
+    let saved_inputs = operation.saved_inputs(requires_grad);
     std::array::from_fn(|i| Input {
-        elements: keeps[i].then(|| inputs[i].detach()),
+        elements: saved_inputs[i].then(|| inputs[i].detach()),
         shape: inputs[i].shape().clone(),
-        wanted: wanted[i],
+        requires_grad: requires_grad[i],
     })
 }
 
-/// Inputs to which candle can apply an operation.
-pub(crate) trait InCandle<const N: usize> {
-    /// The operation as a node of candle's graph.
-    fn node<O: Operation<N>>(self, operation: O) -> Result<Tensor>;
+/// Numbers of inputs that candle's custom operations take.
+pub(crate) trait CandleGraph<const N: usize> {
+    /// Applies the operation as a node of candle's graph.
+    fn apply_in_graph<O: Operation<N>>(self, operation: O) -> Result<Tensor>;
 }
 
-/// An [`Operation`] as candle sees it.
-struct Node<O>(O);
+/// An [`Operation`] as a custom operation of candle.
+struct GraphNode<O>(O);
 
-impl<O> Node<O> {
+impl<O> GraphNode<O> {
     fn forward<const N: usize>(&self, inputs: [(&CpuStorage, &Layout); N]) -> Result<(CpuStorage, Shape)>
     where
         O: Operation<N>,
     {
         let mut slices = [[].as_slice(); N];
-        for (to, (storage, layout)) in slices.iter_mut().zip(inputs) {
-            *to = slice(storage, layout)?;
+        for (slice, (storage, layout)) in slices.iter_mut().zip(inputs) {
+            *slice = cpu_slice(storage, layout)?;
         }
         let (elements, shape) = self.0.forward(slices, inputs.map(|(_, layout)| layout.shape()))?;
         Ok((CpuStorage::F32(elements), shape))
@@ -145,13 +156,13 @@ impl<O> Node<O> {
         let inputs = inputs.map(|input| Input {
             elements: Some(input.detach()),
             shape: input.shape().clone(),
-            wanted: input.track_op(),
+            requires_grad: input.track_op(),
         });
         self.0.backward(inputs.each_ref(), &gradient.contiguous()?)
     }
 }
 
-impl<O: Operation<1>> CustomOp1 for Node<O> {
+impl<O: Operation<1>> CustomOp1 for GraphNode<O> {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -166,7 +177,7 @@ impl<O: Operation<1>> CustomOp1 for Node<O> {
     }
 }
 
-impl<O: Operation<2>> CustomOp2 for Node<O> {
+impl<O: Operation<2>> CustomOp2 for GraphNode<O> {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -187,7 +198,7 @@ impl<O: Operation<2>> CustomOp2 for Node<O> {
     }
 }
 
-impl<O: Operation<3>> CustomOp3 for Node<O> {
+impl<O: Operation<3>> CustomOp3 for GraphNode<O> {
     fn name(&self) -> &'static str {
         O::NAME
     }
@@ -217,23 +228,23 @@ impl<O: Operation<3>> CustomOp3 for Node<O> {
     }
 }
 
-impl InCandle<1> for [&Tensor; 1] {
-    fn node<O: Operation<1>>(self, operation: O) -> Result<Tensor> {
-        self[0].contiguous()?.apply_op1(Node(operation))
+impl CandleGraph<1> for [&Tensor; 1] {
+    fn apply_in_graph<O: Operation<1>>(self, operation: O) -> Result<Tensor> {
+        self[0].contiguous()?.apply_op1(GraphNode(operation))
     }
 }
 
-impl InCandle<2> for [&Tensor; 2] {
-    fn node<O: Operation<2>>(self, operation: O) -> Result<Tensor> {
+impl CandleGraph<2> for [&Tensor; 2] {
+    fn apply_in_graph<O: Operation<2>>(self, operation: O) -> Result<Tensor> {
         let [a, b] = self;
-        a.contiguous()?.apply_op2(&b.contiguous()?, Node(operation))
+        a.contiguous()?.apply_op2(&b.contiguous()?, GraphNode(operation))
     }
 }
 
-impl InCandle<3> for [&Tensor; 3] {
-    fn node<O: Operation<3>>(self, operation: O) -> Result<Tensor> {
+impl CandleGraph<3> for [&Tensor; 3] {
+    fn apply_in_graph<O: Operation<3>>(self, operation: O) -> Result<Tensor> {
         let [a, b, c] = self;
         a.contiguous()?
-            .apply_op3(&b.contiguous()?, &c.contiguous()?, Node(operation))
+            .apply_op3(&b.contiguous()?, &c.contiguous()?, GraphNode(operation))
     }
 }

@@ -1,29 +1,32 @@
-//! Plain slices out of tensors.
+//! The elements of tensors as slices.
 
 use candle_core::{CpuStorage, DType, Layout, Storage, Tensor};
 
-/// Whether the engine's own operations can take this tensor.
-pub(crate) fn runs_here(x: &Tensor) -> bool {
+/// Whether the engine's own operations can run on this tensor: f32 on the CPU.
+pub(crate) fn is_cpu_f32(x: &Tensor) -> bool {
     x.device().is_cpu() && x.dtype() == DType::F32
 }
 
-/// The elements of a contiguous f32 storage.
-pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
+/// The elements of a contiguous f32 tensor on the CPU, from its storage.
+pub(super) fn cpu_slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
     let CpuStorage::F32(data) = storage else {
         candle_core::bail!("expected f32 on the CPU");
     };
     match layout.contiguous_offsets() {
         Some((start, end)) => data
             .get(start..end)
-            .ok_or_else(|| candle_core::Error::Msg("layout exceeds storage".into())),
-        None => candle_core::bail!("expected a contiguous tensor"),
+            .ok_or_else(|| candle_core::Error::Msg("the layout of a tensor exceeds its storage".into())),
+        None => candle_core::bail!("expected a contiguous tensor, found the layout {layout:?}"),
     }
 }
 
-/// The same of any storage.
-pub(super) fn of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
+/// As [`cpu_slice`], for the storage of a tensor on any device.
+///
+/// # Errors
+/// When the tensor is not on the CPU.
+pub(super) fn storage_slice<'a>(storage: &'a Storage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
     match storage {
-        Storage::Cpu(storage) => slice(storage, layout),
+        Storage::Cpu(storage) => cpu_slice(storage, layout),
         _ => candle_core::bail!("expected a tensor on the CPU"),
     }
 }
@@ -31,5 +34,5 @@ pub(super) fn of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core::Resu
 /// Runs `f` on the elements of a contiguous f32 tensor on the CPU.
 pub(crate) fn with_slice<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
     let (storage, layout) = x.storage_and_layout();
-    Ok(f(of(&storage, layout)?))
+    Ok(f(storage_slice(&storage, layout)?))
 }

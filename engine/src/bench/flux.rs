@@ -1,7 +1,7 @@
-//! Single blocks of FLUX.1 at full size.
+//! Benchmarks of single FLUX.1 blocks at full size.
 
-use super::Run;
-use super::parts::{normal, watched};
+use super::Iteration;
+use super::operations::{forward_and_backward, normal};
 use crate::device::Compute;
 use crate::error::Result;
 use crate::models::flux::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
@@ -12,33 +12,34 @@ const SIZES: FluxSizes = FluxSizes {
     heads: 24,
     head_width: 128,
 };
-/// An image of 512 x 512, in tokens of 16 x 16 pixels.
-const IMAGE: (usize, usize) = (32, 32);
-const WORDS: usize = 512;
+/// Rows and columns of tokens of an image of 512 x 512 pixels; a token is 16 x 16 pixels.
+const IMAGE_TOKENS: (usize, usize) = (32, 32);
+/// Tokens of the prompt.
+const TEXT_TOKENS: usize = 512;
 
-fn weights(compute: &Compute, step: bool) -> Weights {
+fn weights(compute: &Compute, with_gradients: bool) -> Weights {
     let weights = Weights::init(1, &compute.device);
-    if step { weights } else { weights.frozen() }
+    if with_gradients { weights } else { weights.frozen() }
 }
 
-/// Image, text and conditioning vector.
+/// Image tokens [1, 1024, width], text tokens [1, 512, width] and conditioning vector [1, width].
 fn inputs(compute: &Compute) -> Result<[Tensor; 3]> {
-    let tokens = IMAGE.0 * IMAGE.1;
+    let tokens = IMAGE_TOKENS.0 * IMAGE_TOKENS.1;
     Ok([
         normal(compute, &[1, tokens, SIZES.width()])?,
-        normal(compute, &[1, WORDS, SIZES.width()])?,
+        normal(compute, &[1, TEXT_TOKENS, SIZES.width()])?,
         normal(compute, &[1, SIZES.width()])?,
     ])
 }
 
-pub(super) fn double(compute: &Compute, step: bool) -> Result<Run> {
-    let block = FluxTransformerBlock::new(&weights(compute, step), SIZES)?;
-    let positions = rotary(WORDS, IMAGE, [16, 56, 56])?;
+pub(super) fn double(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
+    let block = FluxTransformerBlock::new(&weights(compute, with_gradients), SIZES)?;
+    let positions = rotary(TEXT_TOKENS, IMAGE_TOKENS, [16, 56, 56])?;
     let [x, text, temb] = inputs(compute)?;
     Ok(Box::new(move || {
         let forward = || block.forward(&x, &text, &temb, &positions);
-        if step {
-            return watched(|| {
+        if with_gradients {
+            return forward_and_backward(|| {
                 let (x, text) = forward()?;
                 Tensor::cat(&[text, x], 1)
             });
@@ -48,14 +49,14 @@ pub(super) fn double(compute: &Compute, step: bool) -> Result<Run> {
     }))
 }
 
-pub(super) fn single(compute: &Compute, step: bool) -> Result<Run> {
-    let block = FluxSingleTransformerBlock::new(&weights(compute, step), SIZES)?;
-    let positions = rotary(WORDS, IMAGE, [16, 56, 56])?;
+pub(super) fn single(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
+    let block = FluxSingleTransformerBlock::new(&weights(compute, with_gradients), SIZES)?;
+    let positions = rotary(TEXT_TOKENS, IMAGE_TOKENS, [16, 56, 56])?;
     let [x, text, temb] = inputs(compute)?;
     let x = Tensor::cat(&[text, x], 1)?;
     Ok(Box::new(move || {
-        if step {
-            return watched(|| block.forward(&x, &temb, &positions));
+        if with_gradients {
+            return forward_and_backward(|| block.forward(&x, &temb, &positions));
         }
         block.forward(&x, &temb, &positions)?;
         Ok(())

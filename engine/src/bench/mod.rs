@@ -1,10 +1,10 @@
-//! Named pieces of work, to measure a machine with: parts of models at full size with random weights.
+//! Named benchmarks: parts of models at full size with random weights.
 //!
-//! How many operations each takes is a fact of its shapes. They were counted with PyTorch's `FlopCounterMode` on the same
-//! work (`tests/reference/bench/engine.py --flops`): a multiplication with an addition is two.
+//! The FLOPs of each follow from its shapes. They were counted with PyTorch's `FlopCounterMode` on the same operations
+//! (`tests/reference/bench/engine.py --flops`); a multiply-add counts as two.
 
 mod flux;
-mod parts;
+mod operations;
 mod sd;
 
 use crate::device::Compute;
@@ -12,157 +12,164 @@ use crate::device::allocator::FreePages;
 use crate::error::Result;
 use std::time::{Duration, Instant};
 
-/// Runs of one piece of work go on for this long, if that is more than [`LEAST_RUNS`].
-const PATIENCE: Duration = Duration::from_secs(3);
-const LEAST_RUNS: usize = 3;
-const MOST_RUNS: usize = 1000;
+/// A benchmark is repeated for at least this long and at least [`MIN_RUNS`] times.
+const MIN_DURATION: Duration = Duration::from_secs(3);
+const MIN_RUNS: usize = 3;
+const MAX_RUNS: usize = 1000;
 
-/// One run of a piece of work, its weights and inputs made beforehand.
-type Run = Box<dyn FnMut() -> Result<()> + Send>;
+/// One run of a benchmark; its weights and inputs are captured.
+type Iteration = Box<dyn FnMut() -> Result<()> + Send>;
 
-/// A piece of work.
-pub struct Work {
-    /// Its name.
+/// A benchmark.
+pub struct Benchmark {
+    /// The name, which users give on the command line.
     pub name: &'static str,
-    /// What it is, for people.
+    /// A description for people.
     pub about: &'static str,
-    /// Floating-point operations of one run; 0 where bytes are the limit.
+    /// Floating-point operations of one run; 0 if it is limited by memory bandwidth.
     pub flops: u64,
-    make: fn(&Compute) -> Result<Run>,
+    /// Creates weights and inputs and returns the run.
+    make: fn(&Compute) -> Result<Iteration>,
 }
 
-/// What was found.
+/// The result of a measurement.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Measured {
-    /// Of one run, the median.
+pub struct Measurement {
+    /// Median time of one run.
     pub seconds: f64,
     /// How many runs were timed.
     pub runs: usize,
 }
 
-/// Every piece of work. A new one is a line here.
-pub const WORKS: &[Work] = &[
-    work(
+/// All benchmarks. To add one, add an entry.
+pub const BENCHMARKS: &[Benchmark] = &[
+    benchmark(
         "text_encoder_sd15_forward",
         "SD 1.5 text encoder, 77 tokens",
         13_298_503_680,
         sd::text_encoder,
     ),
-    work(
+    benchmark(
         "unet_sd15_forward_32",
         "SD 1.5 U-Net, 256 x 256 pixels",
         180_106_444_800,
         |c| sd::unet_forward(c, 32),
     ),
-    work(
+    benchmark(
         "unet_sd15_forward_64",
         "SD 1.5 U-Net, 512 x 512 pixels",
         803_273_441_280,
         |c| sd::unet_forward(c, 64),
     ),
-    work(
+    benchmark(
         "unet_sd15_lora_step_64",
         "training step, LoRA of rank 16 on every linear layer and 1 x 1 convolution, 512 x 512",
         1_757_914_564_608,
         |c| sd::lora_step(c, 64, false),
     ),
-    work(
+    benchmark(
         "unet_sd15_lora_step_64_recomputed",
         "the same training step with gradient checkpointing",
         2_432_043_569_152,
         |c| sd::lora_step(c, 64, true),
     ),
-    work(
+    benchmark(
         "unet_sd15_full_gradients_32",
         "SD 1.5 U-Net, 256 x 256 pixels, forwards and backwards with the gradients of all weights",
         537_342_853_120,
         |c| sd::full_gradients(c, 32),
     ),
-    work(
+    benchmark(
         "vae_sd15_encode_512",
         "SD 1.5 VAE, pixels to latents",
         1_116_658_466_816,
         |c| sd::vae(c, false),
     ),
-    work(
+    benchmark(
         "vae_sd15_decode_512",
         "SD 1.5 VAE, latents to pixels",
         2_514_518_933_504,
         |c| sd::vae(c, true),
     ),
-    work(
+    benchmark(
         "sdxl_block_forward",
         "one SDXL transformer block, 1024 tokens, width 1280",
         73_688_678_400,
         |c| sd::sdxl_block(c, false),
     ),
-    work(
+    benchmark(
         "sdxl_block_step",
         "one SDXL transformer block, with all gradients",
         220_258_631_680,
         |c| sd::sdxl_block(c, true),
     ),
-    work(
+    benchmark(
         "flux_double_block_forward",
         "one FLUX.1 block with two streams, 512 x 512 pixels, 512 text tokens",
         377_109_872_640,
         |c| flux::double(c, false),
     ),
-    work(
+    benchmark(
         "flux_double_block_step",
         "one FLUX.1 block with two streams, with all gradients",
         1_131_103_125_504,
         |c| flux::double(c, true),
     ),
-    work(
+    benchmark(
         "flux_single_block_forward",
         "one FLUX.1 block with one stream, 512 x 512 pixels, 512 text tokens",
         376_940_003_328,
         |c| flux::single(c, false),
     ),
-    work(
+    benchmark(
         "flux_single_block_step",
         "one FLUX.1 block with one stream, with all gradients",
         1_130_763_386_880,
         |c| flux::single(c, true),
     ),
-    work(
+    benchmark(
         "conv_320_64_step",
         "3 x 3 convolution, 320 channels, 64 x 64, with all gradients",
         22_649_241_600,
-        parts::conv,
+        operations::conv,
     ),
-    work(
+    benchmark(
         "attention_self_4096_step",
         "attention among 4096 tokens, 8 heads of 40, with all gradients",
         64_424_509_440,
-        |c| parts::attention(c, 4096),
+        |c| operations::attention(c, 4096),
     ),
-    work(
+    benchmark(
         "attention_cross_4096_77_step",
         "attention of 4096 tokens to 77, 8 heads of 40, with all gradients",
         1_211_105_280,
-        |c| parts::attention(c, 77),
+        |c| operations::attention(c, 77),
     ),
-    work("adamw_step_32m", "AdamW, 32 tensors of a million numbers", 0, |c| {
-        parts::adamw(c, false)
+    benchmark("adamw_step_32m", "AdamW, 32 tensors of a million numbers", 0, |c| {
+        operations::adamw(c, false)
     }),
-    work(
+    benchmark(
         "adamw8bit_step_32m",
         "AdamW with 8-bit state, 32 tensors of a million numbers",
         0,
-        |c| parts::adamw(c, true),
+        |c| operations::adamw(c, true),
     ),
-    work(
+    benchmark(
         "safetensors_load_512mib",
         "32 tensors of 16 MiB from a file in the page cache",
         0,
-        parts::load,
+        operations::load,
     ),
 ];
 
-const fn work(name: &'static str, about: &'static str, flops: u64, make: fn(&Compute) -> Result<Run>) -> Work {
-    Work {
+/// An entry of [`BENCHMARKS`].
+const fn benchmark(
+    name: &'static str,
+    about: &'static str,
+    flops: u64,
+    make: fn(&Compute) -> Result<Iteration>,
+) -> Benchmark {
+    Benchmark {
         name,
         about,
         flops,
@@ -170,37 +177,37 @@ const fn work(name: &'static str, about: &'static str, flops: u64, make: fn(&Com
     }
 }
 
-impl Work {
-    /// The one with this name.
+impl Benchmark {
+    /// The benchmark with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
-        WORKS.iter().find(|work| work.name == name)
+        BENCHMARKS.iter().find(|benchmark| benchmark.name == name)
     }
 
-    /// Makes weights and inputs, then runs: once uncounted, after `ready` was called, then a few times.
+    /// Creates weights and inputs, calls `ready`, runs once without timing, then measures a few runs.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn measure(&self, compute: &Compute, ready: impl FnOnce()) -> Result<Measured> {
-        // As a job has it that is not short of memory.
-        FreePages::Kept.set();
+    pub fn measure(&self, compute: &Compute, ready: impl FnOnce()) -> Result<Measurement> {
+        // Like a job with enough memory.
+        FreePages::Retain.apply();
         let mut run = (self.make)(compute)?;
         ready();
         let mut timed = || {
-            let began = Instant::now();
+            let start = Instant::now();
             run()?;
             compute.device.synchronize()?;
-            Ok::<Duration, crate::error::EngineError>(began.elapsed())
+            Ok::<Duration, crate::error::EngineError>(start.elapsed())
         };
         timed()?;
-        let began = Instant::now();
+        let start = Instant::now();
         let mut times = Vec::new();
-        while times.len() < LEAST_RUNS || (began.elapsed() < PATIENCE && times.len() < MOST_RUNS) {
+        while times.len() < MIN_RUNS || (start.elapsed() < MIN_DURATION && times.len() < MAX_RUNS) {
             times.push(timed()?);
         }
         times.sort_unstable();
         let median = times.get(times.len() / 2).copied().unwrap_or_default();
-        Ok(Measured {
+        Ok(Measurement {
             seconds: median.as_secs_f64(),
             runs: times.len(),
         })
@@ -214,22 +221,22 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn every_name_is_one_work() {
-        let names: BTreeSet<_> = WORKS.iter().map(|work| work.name).collect();
-        assert_eq!(names.len(), WORKS.len());
-        assert!(Work::named("unet_sd15_forward_64").is_some() && Work::named("unet").is_none());
+    fn names_of_benchmarks_are_unique() {
+        let names: BTreeSet<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
+        assert_eq!(names.len(), BENCHMARKS.len());
+        assert!(Benchmark::named("unet_sd15_forward_64").is_some() && Benchmark::named("unet").is_none());
     }
 
     #[test]
-    fn small_works_are_measured() {
+    fn a_small_benchmark_is_measured() {
         let compute = Compute {
             device: Device::Cpu,
             dtype: DType::F32,
             notes: Vec::new(),
         };
-        let mut made = false;
-        let work = Work::named("attention_cross_4096_77_step").unwrap();
-        let measured = work.measure(&compute, || made = true).unwrap();
-        assert!(made && measured.seconds > 0.0 && measured.runs >= LEAST_RUNS);
+        let mut ready_was_called = false;
+        let benchmark = Benchmark::named("attention_cross_4096_77_step").unwrap();
+        let measurement = benchmark.measure(&compute, || ready_was_called = true).unwrap();
+        assert!(ready_was_called && measurement.seconds > 0.0 && measurement.runs >= MIN_RUNS);
     }
 }

@@ -1,7 +1,7 @@
-//! Stable Diffusion at full size.
+//! Benchmarks of Stable Diffusion at full size.
 
-use super::Run;
-use super::parts::{normal, watched};
+use super::Iteration;
+use super::operations::{forward_and_backward, normal};
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::device::Compute;
@@ -19,12 +19,12 @@ use crate::training::{LossOptions, MicroBatch, loss, optim_error};
 use crate::weights::Weights;
 use candle_core::{Device, Tensor};
 
-/// Fresh weights that get no gradient.
+/// New random weights without gradients.
 fn frozen(device: &Device) -> Weights {
     Weights::init(1, device).frozen()
 }
 
-pub(super) fn text_encoder(compute: &Compute) -> Result<Run> {
+pub(super) fn text_encoder(compute: &Compute) -> Result<Iteration> {
     let model = ClipTextModel::new(&frozen(&compute.device), &ClipTextConfig::default())?;
     let ids = Tensor::full(320u32, (1, 77), &compute.device)?;
     Ok(Box::new(move || {
@@ -37,7 +37,7 @@ fn unet(compute: &Compute) -> Result<UNet2DConditionModel> {
     UNet2DConditionModel::new(&frozen(&compute.device), &SdConfig::default().unet)
 }
 
-pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Run> {
+pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Iteration> {
     let model = unet(compute)?;
     let x = normal(compute, &[1, 4, side, side])?;
     let context = normal(compute, &[1, 77, 768])?;
@@ -48,9 +48,9 @@ pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Run> {
     }))
 }
 
-pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Result<Run> {
+pub(super) fn lora_step(compute: &Compute, side: usize, checkpointed: bool) -> Result<Iteration> {
     let mut unet = unet(compute)?;
-    if recomputed {
+    if checkpointed {
         unet.residency = Residency::Checkpointed { steps: 1 };
     }
     let lora = LoraConfig {
@@ -87,7 +87,7 @@ pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Res
     }))
 }
 
-pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Run> {
+pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Iteration> {
     let weights = Weights::init(1, &compute.device);
     let model = UNet2DConditionModel::new(&weights, &SdConfig::default().unet)?;
     let x = normal(compute, &[1, 4, side, side])?;
@@ -100,7 +100,7 @@ pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Run> {
     }))
 }
 
-pub(super) fn vae(compute: &Compute, decode: bool) -> Result<Run> {
+pub(super) fn vae(compute: &Compute, decode: bool) -> Result<Iteration> {
     let model = AutoencoderKl::new(&frozen(&compute.device), &VaeConfig::default())?;
     let x = normal(compute, if decode { &[1, 4, 64, 64] } else { &[1, 3, 512, 512] })?;
     Ok(Box::new(move || {
@@ -113,9 +113,9 @@ pub(super) fn vae(compute: &Compute, decode: bool) -> Result<Run> {
     }))
 }
 
-pub(super) fn sdxl_block(compute: &Compute, step: bool) -> Result<Run> {
+pub(super) fn sdxl_block(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
     let weights = Weights::init(1, &compute.device);
-    let weights = if step { weights } else { weights.frozen() };
+    let weights = if with_gradients { weights } else { weights.frozen() };
     let sizes = TransformerSizes {
         channels: 1280,
         heads: 20,
@@ -128,8 +128,8 @@ pub(super) fn sdxl_block(compute: &Compute, step: bool) -> Result<Run> {
     let x = normal(compute, &[1, 1280, 32, 32])?;
     let context = normal(compute, &[1, 77, 2048])?;
     Ok(Box::new(move || {
-        if step {
-            return watched(|| model.forward(&x, &context));
+        if with_gradients {
+            return forward_and_backward(|| model.forward(&x, &context));
         }
         model.forward(&x, &context)?;
         Ok(())

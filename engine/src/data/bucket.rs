@@ -1,20 +1,22 @@
-//! Aspect buckets (section 10.4): which size an image is brought to, and how it is cut.
+//! Aspect buckets (section 10.4 of the config reference): the size that an image is scaled and cropped to.
 
-/// How one image becomes a training image: scaled to `scale_to`, then cut at `crop`.
+/// How an image becomes a training image: it is scaled to `scale_to`, then cropped at `crop`.
+///
+/// Its `Debug` text is hashed in checkpoints and must not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BucketPlan {
-    /// Width and height after cutting; the key of the bucket.
+    /// Width and height after cropping; the key of the bucket.
     pub bucket: (u32, u32),
     /// Width and height after scaling, never below the bucket's.
     pub scale_to: (u32, u32),
-    /// Left and top edge of the cut.
+    /// Left and top edge of the crop.
     pub crop: (u32, u32),
 }
 
-/// The bucket of an image of `width` x `height` (after EXIF rotation and `scale`), for a resolution and the model's
-/// divisibility, cut from the centre. `square` forces a square bucket.
+/// Plans the bucket of an image of `width` x `height` (after EXIF rotation and `scale`) for a resolution and the
+/// model's divisibility, cropped from the centre. `square` forces a square bucket.
 #[must_use]
-pub fn plan(width: u32, height: u32, resolution: u32, divisibility: u32, square: bool) -> BucketPlan {
+pub fn plan_bucket(width: u32, height: u32, resolution: u32, divisibility: u32, square: bool) -> BucketPlan {
     let (width, height) = (width.max(1), height.max(1));
     let bucket = if square {
         let side = width.min(height);
@@ -22,17 +24,17 @@ pub fn plan(width: u32, height: u32, resolution: u32, divisibility: u32, square:
     } else {
         bucket_size(width, height, resolution, divisibility)
     };
-    fill(width, height, bucket)
+    cover(width, height, bucket)
 }
 
-/// Without buckets: scaled until the shorter side is `side`, and cut to a square from the centre.
+/// Plans an image without buckets: scaled until the shorter side is `side`, then cropped to a square from the centre.
 #[must_use]
 pub fn plan_square(width: u32, height: u32, side: u32) -> BucketPlan {
-    fill(width.max(1), height.max(1), (side, side))
+    cover(width.max(1), height.max(1), (side, side))
 }
 
-/// Scaled to cover the bucket, cut from the centre.
-fn fill(width: u32, height: u32, bucket: (u32, u32)) -> BucketPlan {
+/// Scales the image to cover the bucket and crops it from the centre.
+fn cover(width: u32, height: u32, bucket: (u32, u32)) -> BucketPlan {
     let (w, h) = (f64::from(width), f64::from(height));
     let factor = (f64::from(bucket.0) / w).max(f64::from(bucket.1) / h);
     let scale_to = (
@@ -43,6 +45,7 @@ fn fill(width: u32, height: u32, bucket: (u32, u32)) -> BucketPlan {
     BucketPlan { bucket, scale_to, crop }
 }
 
+/// The multiple of `divisibility` closest to the image's area, at most `resolution` squared pixels.
 fn bucket_size(width: u32, height: u32, resolution: u32, divisibility: u32) -> (u32, u32) {
     let d = f64::from(divisibility.max(1));
     let budget = f64::from(resolution) * f64::from(resolution);
@@ -57,9 +60,9 @@ fn bucket_size(width: u32, height: u32, resolution: u32, divisibility: u32) -> (
             if cw <= 0.0 || ch <= 0.0 || cw * ch > budget {
                 continue;
             }
-            let miss = (cw * ch - target).abs();
-            if best.is_none_or(|(least, _)| miss < least) {
-                best = Some((miss, (cw, ch)));
+            let error = (cw * ch - target).abs();
+            if best.is_none_or(|(smallest, _)| error < smallest) {
+                best = Some((error, (cw, ch)));
             }
         }
     }
@@ -72,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_references_worked_examples() {
+    fn worked_examples_of_the_config_reference() {
         for ((w, h, r, d), bucket, scaled) in [
             ((1920, 1080, 1024, 32), (1344, 768), (1366, 768)),
             ((1920, 1080, 512, 16), (672, 384), (683, 384)),
@@ -80,14 +83,14 @@ mod tests {
             ((800, 600, 1024, 16), (800, 592), (800, 600)),
             ((640, 640, 1024, 32), (640, 640), (640, 640)),
         ] {
-            let plan = plan(w, h, r, d, false);
+            let plan = plan_bucket(w, h, r, d, false);
             assert_eq!((plan.bucket, plan.scale_to), (bucket, scaled), "{w}x{h} at {r}");
             assert_eq!(plan.crop, ((scaled.0 - bucket.0) / 2, (scaled.1 - bucket.1) / 2));
         }
     }
 
     #[test]
-    fn without_buckets_everything_is_a_square() {
+    fn without_buckets_every_plan_is_a_square() {
         for ((w, h), scaled, crop) in [
             ((1920, 1080), (911, 512), (199, 0)),
             ((300, 400), (512, 683), (0, 85)),
@@ -99,16 +102,16 @@ mod tests {
     }
 
     #[test]
-    fn extreme_images_still_get_a_bucket() {
+    fn extreme_image_sizes_get_a_bucket() {
         for (w, h) in [(1, 1), (1, 5000), (7, 3), (20_000, 3)] {
-            let plan = plan(w, h, 512, 16, false);
+            let plan = plan_bucket(w, h, 512, 16, false);
             assert!(plan.bucket.0 >= 16 && plan.bucket.1 >= 16, "{plan:?}");
             assert!(
                 plan.scale_to.0 >= plan.bucket.0 && plan.scale_to.1 >= plan.bucket.1,
                 "{plan:?}"
             );
         }
-        let square = plan(800, 600, 512, 16, true);
+        let square = plan_bucket(800, 600, 512, 16, true);
         assert_eq!(square.bucket, (512, 512));
     }
 }

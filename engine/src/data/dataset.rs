@@ -1,9 +1,9 @@
-//! A data set: its images with their buckets and captions, and the batches of a run.
+//! Data sets: images with their buckets and captions, and the batches of a run.
 
-use super::bucket::{BucketPlan, plan, plan_square};
-use super::caption::{CaptionRules, caption_file, read_caption};
+use super::allowed_paths::AllowedPaths;
+use super::bucket::{BucketPlan, plan_bucket, plan_square};
+use super::caption::{CaptionRules, caption_path, read_caption};
 use super::discover::discover;
-use super::enclosure::Enclosure;
 use super::latent_cache::{LatentKey, content_hash};
 use super::masks::{Mask, MaskOptions};
 use super::sizes::SizeCache;
@@ -13,57 +13,57 @@ use crate::rng::generator_for;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// What a data set section says, as far as images and captions go. One resolution per data set.
+/// The options of a `datasets` entry that concern images and captions, with one resolution.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DatasetOptions {
-    /// Folder or JSON file.
+    /// The folder or JSON file of the data set.
     pub path: PathBuf,
-    /// Where image sizes and latents are kept. `None`: beside the images.
+    /// The folder of the caches of image sizes and latents. `None`: next to the images.
     pub derived: Option<PathBuf>,
-    /// Pixel budget: resolution squared.
+    /// Images have at most this squared pixels.
     pub resolution: u32,
     /// Items per batch.
     pub batch_size: usize,
-    /// How often the list of files is repeated.
+    /// How often the list of images is repeated.
     pub repeats: usize,
-    /// Suffix of caption files, with its dot.
+    /// Suffix of caption files, with the dot.
     pub caption_ext: String,
-    /// Caption of an image without one.
+    /// The caption of images that have none.
     pub default_caption: Option<String>,
-    /// Take `caption_short` of a JSON data set.
+    /// Use `caption_short` of a JSON data set.
     pub short_captions: bool,
-    /// What is done to captions.
+    /// How captions are changed.
     pub captions: CaptionRules,
-    /// A regularisation set.
+    /// The data set is a regularisation set.
     pub regularisation: bool,
-    /// Aspect buckets. Without: squares of the resolution.
+    /// Use aspect buckets. Otherwise all images become squares of the resolution.
     pub buckets: bool,
     /// Crop to a square.
     pub square_crop: bool,
-    /// Cut at a random place instead of the centre.
+    /// Crop at a random position instead of the centre.
     pub random_crop: bool,
-    /// Scale before everything else.
+    /// Factor that images are scaled by before everything else.
     pub scale: f64,
     /// Add copies flipped left to right.
     pub flip_x: bool,
     /// Add copies flipped upside down.
     pub flip_y: bool,
-    /// Which parts of the images are learned. `None`: all.
+    /// Loss masks. `None`: all pixels count.
     pub masks: Option<MaskOptions>,
-    /// LoRA strength for these items.
+    /// LoRA strength for the items of this data set.
     pub network_weight: f64,
-    /// Loss weight of these items.
+    /// Loss weight of the items of this data set.
     pub loss_multiplier: f64,
-    /// Keep latents in memory.
+    /// Cache latents in memory.
     pub cache_latents: bool,
-    /// Keep latents on disk.
+    /// Cache latents on disk.
     pub cache_latents_to_disk: bool,
-    /// Open nothing outside of the folder of images, and of that of masks.
-    pub enclosed: bool,
+    /// Open no file outside the folder of the images and the folder of the masks.
+    pub stay_in_folder: bool,
 }
 
 impl Default for DatasetOptions {
-    /// What a section says that names a folder and nothing else.
+    /// The defaults of a `datasets` entry.
     fn default() -> Self {
         Self {
             path: PathBuf::new(),
@@ -87,34 +87,34 @@ impl Default for DatasetOptions {
             loss_multiplier: 1.0,
             cache_latents: false,
             cache_latents_to_disk: false,
-            enclosed: false,
+            stay_in_folder: false,
         }
     }
 }
 
-/// One image as it is trained.
+/// One training image.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Item {
-    /// The file.
+    /// The image file.
     pub path: PathBuf,
-    /// SHA-256 of the file.
+    /// SHA-256 of the file, in hexadecimal.
     pub content: String,
-    /// Where its latent is kept. `None`: beside it.
+    /// The folder of its cached latent. `None`: next to the image.
     pub derived: Option<PathBuf>,
-    /// How it is scaled and cut.
+    /// How it is scaled and cropped.
     pub plan: BucketPlan,
-    /// Left to right.
+    /// Whether it is flipped left to right.
     pub flip_x: bool,
-    /// Upside down.
+    /// Whether it is flipped upside down.
     pub flip_y: bool,
-    /// As read, before the caption rules.
+    /// The caption as read, before the caption rules.
     pub caption: String,
-    /// Which parts of it are learned. `None`: all.
+    /// Its loss mask. `None`: all pixels count.
     pub mask: Option<Mask>,
 }
 
 impl Item {
-    /// The key of its latent.
+    /// The cache key of its latent.
     #[must_use]
     pub fn latent_key(&self, latent_space: &str) -> LatentKey {
         LatentKey {
@@ -127,97 +127,98 @@ impl Item {
     }
 }
 
-/// What was skipped, and why.
+/// Warnings about a data set: which files are skipped and why, and missing captions.
 pub type Warnings = Vec<String>;
 
-/// An image of a data set that can be read, as its header and its caption say.
+/// An image of a data set whose header and caption were read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Surveyed {
-    /// The file.
+pub struct ScannedImage {
+    /// The image file.
     pub path: PathBuf,
-    /// Width and height as seen upright.
+    /// Width and height after EXIF rotation.
     pub size: (u32, u32),
-    /// As read, or the default.
+    /// The caption as read, or else the default caption.
     pub caption: String,
-    /// Whether it has a caption of its own.
-    pub captioned: bool,
+    /// Whether it has a caption file, or a caption in the JSON file, that is not blank.
+    pub has_caption: bool,
 }
 
-/// What the files of a data set are, before any of them is decoded.
+/// The images of a data set with their sizes and captions; no image is decoded.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Survey {
+pub struct DatasetScan {
     /// The data set's folder.
     pub root: PathBuf,
-    /// Images that can be read, in the order of their paths.
-    pub files: Vec<Surveyed>,
-    /// Images that cannot, with the reason, which names the file.
+    /// Images whose header can be read, in the order of their paths.
+    pub images: Vec<ScannedImage>,
+    /// Images that cannot be read, with an error message that names the file.
     pub unreadable: Vec<(PathBuf, String)>,
 }
 
-impl Survey {
-    /// Lists the images and reads their headers and captions. `remember`: sizes are kept for the next time.
+impl DatasetScan {
+    /// Lists the images and reads their headers and captions. `write_sizes`: the cache of image sizes is written.
     ///
     /// # Errors
     /// When the folder is missing, an image is too large to decode, or a caption is not UTF-8.
-    pub fn read(options: &DatasetOptions, remember: bool) -> Result<Self> {
-        let listing = discover(&options.path, options.short_captions, options.enclosed)?;
+    pub fn read(options: &DatasetOptions, write_sizes: bool) -> Result<Self> {
+        let listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
         let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
-        let mut survey = Self {
+        let mut scan = Self {
             root: listing.root.clone(),
             ..Self::default()
         };
         for path in &listing.images {
             let size = match sizes.get(path) {
                 Some(size) => size,
-                None => match size_of(path) {
+                None => match image_size(path) {
                     Ok(size) => {
                         sizes.put(path, size);
                         size
                     }
-                    // An image that is too large is a mistake to mend, not a stray file to pass over.
+                    // The user should make a too large image smaller, so it is an error; other unreadable files are
+                    // skipped.
                     Err(error) if is_too_large(path) => return Err(error),
                     Err(error) => {
-                        survey.unreadable.push((path.clone(), error.to_string()));
+                        scan.unreadable.push((path.clone(), error.to_string()));
                         continue;
                     }
                 },
             };
-            let own = match listing.captions.get(path) {
-                Some(text) => text.clone(),
+            let text = match listing.captions.get(path) {
+                Some(caption) => caption.clone(),
                 None => {
-                    listing.enclosure.check(&caption_file(path, &options.caption_ext))?;
+                    listing.allowed_paths.check(&caption_path(path, &options.caption_ext))?;
                     read_caption(path, &options.caption_ext, None)?
                 }
             };
-            let captioned = !own.trim().is_empty();
-            survey.files.push(Surveyed {
+            let has_caption = !text.trim().is_empty();
+            scan.images.push(ScannedImage {
                 path: path.clone(),
                 size,
                 caption: match &options.default_caption {
-                    Some(default) if !captioned => default.clone(),
-                    _ => own,
+                    Some(default) if !has_caption => default.clone(),
+                    _ => text,
                 },
-                captioned,
+                has_caption,
             });
         }
-        if remember {
+        if write_sizes {
             sizes.save();
         }
-        Ok(survey)
+        Ok(scan)
     }
 
-    /// Images, whether they can be read or not.
+    /// How many images there are, readable or not.
     #[must_use]
-    pub fn found(&self) -> usize {
-        self.files.len() + self.unreadable.len()
+    pub fn image_count(&self) -> usize {
+        self.images.len() + self.unreadable.len()
     }
 
-    /// Images without a caption of their own.
-    pub fn uncaptioned(&self) -> impl Iterator<Item = &Surveyed> {
-        self.files.iter().filter(|file| !file.captioned)
+    /// Images without a caption.
+    pub fn uncaptioned(&self) -> impl Iterator<Item = &ScannedImage> {
+        self.images.iter().filter(|file| !file.has_caption)
     }
 
-    /// What a training has to say about its data before it begins.
+    /// The warnings about the data that are logged before training.
     fn warnings(&self, options: &DatasetOptions) -> Warnings {
         let skipped = self
             .unreadable
@@ -226,17 +227,17 @@ impl Survey {
         skipped.chain(self.caption_warning(options)).collect()
     }
 
-    /// That images have no caption, which nobody should learn from the result.
+    /// A warning when images have no caption, with the caption that they are trained with.
     #[must_use]
     pub fn caption_warning(&self, options: &DatasetOptions) -> Option<String> {
         let missing = self.uncaptioned().count();
         if missing == 0 || options.default_caption.is_some() {
             return None;
         }
-        let name = |file: &Surveyed| file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let first: Vec<String> = self.uncaptioned().take(3).map(name).collect();
-        let more = if missing > first.len() { ", …" } else { "" };
-        let without = match &options.captions.trigger {
+        let name = |file: &ScannedImage| file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let first_names: Vec<String> = self.uncaptioned().take(3).map(name).collect();
+        let ellipsis = if missing > first_names.len() { ", …" } else { "" };
+        let consequence = match &options.captions.trigger {
             Some(trigger) if !options.regularisation => {
                 format!("they are trained with the trigger word `{trigger}` alone")
             }
@@ -244,34 +245,28 @@ impl Survey {
         };
         let other = self.other_caption_ext(options);
         let hint = other.map_or(String::new(), |ext| {
-            format!("; files in {ext} lie beside them: set `caption_ext: {ext}`")
+            format!("; there are {ext} files next to them: set `caption_ext: {ext}`")
         });
         Some(format!(
-            "{}: {missing} of {} images have no caption in a {} file ({}{more}): {without}{hint}",
+            "{}: {missing} of {} images have no caption in a {} file ({}{ellipsis}): {consequence}{hint}",
             options.path.display(),
-            self.files.len(),
+            self.images.len(),
             options.caption_ext,
-            first.join(", "),
+            first_names.join(", "),
         ))
     }
 
-    /// Where images have no captions: the ending of text files that lie beside them.
+    /// Another suffix that caption files of images without a caption have.
     fn other_caption_ext(&self, options: &DatasetOptions) -> Option<&'static str> {
-        let beside = |ext: &&&str| {
+        let exists = |ext: &&&str| {
             **ext != options.caption_ext
                 && self
                     .uncaptioned()
                     .take(20)
-                    .any(|file| caption_beside(&file.path, ext).is_file())
+                    .any(|file| caption_path(&file.path, ext).is_file())
         };
-        [".txt", ".caption", ".json", ".md"].iter().find(beside).copied()
+        [".txt", ".caption", ".json", ".md"].iter().find(exists).copied()
     }
-}
-
-fn caption_beside(image: &Path, extension: &str) -> PathBuf {
-    let mut name = image.file_stem().unwrap_or_default().to_os_string();
-    name.push(extension);
-    image.with_file_name(name)
 }
 
 /// The images of one data set at one resolution.
@@ -279,24 +274,27 @@ fn caption_beside(image: &Path, extension: &str) -> PathBuf {
 pub struct Dataset {
     /// The options it was made with.
     pub options: DatasetOptions,
-    /// Its items, repeats and flips included.
+    /// Its items, with repeats and flipped copies.
     pub items: Vec<Item>,
 }
 
 impl Dataset {
-    /// Lists the images, reads sizes and captions, and plans the buckets. A file that is no readable image is
-    /// skipped with a warning.
+    /// Lists the images, reads sizes and captions, and plans the buckets. An image that cannot be read is skipped with
+    /// a warning.
     ///
     /// # Errors
-    /// When the folder is missing, no image is left, an image is too large to decode, or a caption is not UTF-8.
+    /// When the folder is missing, no image can be read, an image is too large to decode, or a caption is not UTF-8.
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
-        check(&options, divisibility)?;
-        let survey = Survey::read(&options, true)?;
-        let (warnings, first) = (survey.warnings(&options), survey.unreadable.first());
-        let files = &survey.files;
-        if files.is_empty() {
-            let hint = match first {
-                Some((_, first)) => format!("none of its {} images can be read (the first: {first})", survey.found()),
+        check_options(&options, divisibility)?;
+        let scan = DatasetScan::read(&options, true)?;
+        let (warnings, first_error) = (scan.warnings(&options), scan.unreadable.first());
+        let images = &scan.images;
+        if images.is_empty() {
+            let hint = match first_error {
+                Some((_, error)) => format!(
+                    "none of its {} images can be read (the first: {error})",
+                    scan.image_count()
+                ),
                 None => "there is no .jpg, .jpeg, .png or .webp file in it".to_owned(),
             };
             return Err(EngineError::bad_input(format!(
@@ -305,17 +303,17 @@ impl Dataset {
             )));
         }
 
-        let masks_enclosure = match options.masks.as_ref().and_then(|masks| masks.folder.as_ref()) {
-            Some(folder) if options.enclosed => Enclosure::of(folder)?,
-            _ => Enclosure::none(),
+        let allowed_masks = match options.masks.as_ref().and_then(|masks| masks.folder.as_ref()) {
+            Some(folder) if options.stay_in_folder => AllowedPaths::below(folder)?,
+            _ => AllowedPaths::any(),
         };
         let mut hashes: HashMap<PathBuf, String> = HashMap::new();
         let mut items = Vec::new();
-        for flips in flips(options.flip_x, options.flip_y) {
+        for (flip_x, flip_y) in flip_variants(options.flip_x, options.flip_y) {
             for _ in 0..options.repeats.max(1) {
-                for Surveyed {
+                for ScannedImage {
                     path, size, caption, ..
-                } in files
+                } in images
                 {
                     let content = match hashes.get(path) {
                         Some(hash) => hash.clone(),
@@ -325,18 +323,18 @@ impl Dataset {
                             hash
                         }
                     };
-                    let plan = place(*size, &options, divisibility, seed, path);
-                    let mask = options.masks.as_ref().and_then(|masks| masks.of(path));
+                    let plan = plan_item(*size, &options, divisibility, seed, path);
+                    let mask = options.masks.as_ref().and_then(|masks| masks.mask_for(path));
                     if let Some(mask) = mask.as_ref().filter(|mask| !mask.alpha) {
-                        masks_enclosure.check(&mask.path)?;
+                        allowed_masks.check(&mask.path)?;
                     }
                     items.push(Item {
                         path: path.clone(),
                         content,
                         derived: options.derived.clone(),
                         plan,
-                        flip_x: flips.0,
-                        flip_y: flips.1,
+                        flip_x,
+                        flip_y,
                         caption: caption.clone(),
                         mask,
                     });
@@ -347,8 +345,8 @@ impl Dataset {
     }
 }
 
-/// Refuses options that do not go together, before a file is looked at.
-pub(super) fn check(options: &DatasetOptions, divisibility: u32) -> Result<()> {
+/// Checks that the options fit together, without opening a file.
+pub(super) fn check_options(options: &DatasetOptions, divisibility: u32) -> Result<()> {
     if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
         return Err(EngineError::bad_input(format!(
             "without `buckets` every image becomes {side} x {side}, and the model needs a multiple of \
@@ -357,12 +355,12 @@ pub(super) fn check(options: &DatasetOptions, divisibility: u32) -> Result<()> {
         )));
     }
     if let Some(masks) = &options.masks {
-        masks.check()?;
+        masks.check_folder()?;
     }
     Ok(())
 }
 
-fn size_of(path: &Path) -> Result<(u32, u32)> {
+fn image_size(path: &Path) -> Result<(u32, u32)> {
     match std::fs::metadata(path) {
         Ok(info) if info.len() == 0 => Err(EngineError::bad_input(format!(
             "{}: the file is empty (0 bytes)",
@@ -376,8 +374,8 @@ fn is_too_large(path: &Path) -> bool {
     image::image_dimensions(path).is_ok_and(|(w, h)| u64::from(w) * u64::from(h) > image_io::MAX_PIXELS)
 }
 
-/// The copies of a data set: as it is, then the flipped ones.
-pub(super) fn flips(x: bool, y: bool) -> Vec<(bool, bool)> {
+/// The copies of each image as (flip_x, flip_y): the original, then the flipped ones.
+pub(super) fn flip_variants(x: bool, y: bool) -> Vec<(bool, bool)> {
     let mut out = vec![(false, false)];
     if x {
         out.push((true, false));
@@ -391,7 +389,8 @@ pub(super) fn flips(x: bool, y: bool) -> Vec<(bool, bool)> {
     out
 }
 
-pub(super) fn place(
+/// Plans the bucket and crop of one image. A random crop depends on the seed, the file name and the resolution.
+pub(super) fn plan_item(
     (width, height): (u32, u32),
     options: &DatasetOptions,
     divisibility: u32,
@@ -403,11 +402,11 @@ pub(super) fn place(
     if !options.buckets {
         return plan_square(width, height, options.resolution);
     }
-    let mut plan = plan(width, height, options.resolution, divisibility, options.square_crop);
+    let mut plan = plan_bucket(width, height, options.resolution, divisibility, options.square_crop);
     if options.random_crop {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let mut generator = generator_for(seed, &format!("crop/{name}"), u64::from(options.resolution), 0);
-        let mut offset = |room: u32| generator.randint(0, i64::from(room) + 1, 1)[0] as u32;
+        let mut offset = |space: u32| generator.randint(0, i64::from(space) + 1, 1)[0] as u32;
         plan.crop = (
             offset(plan.scale_to.0 - plan.bucket.0),
             offset(plan.scale_to.1 - plan.bucket.1),
@@ -416,22 +415,23 @@ pub(super) fn place(
     plan
 }
 
-/// The items of one training batch: all of one data set and one bucket.
+/// The items of one training batch, all of one data set and one bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Which data set.
+    /// Index of the data set.
     pub dataset: usize,
-    /// Which of its items.
+    /// Indices of its items.
     pub items: Vec<usize>,
 }
 
-/// The batches of the training sets, or of the regularisation sets. Their composition is fixed: files are shuffled inside each bucket once (`randperm` of a
-/// generator of `seed/bucket/<data set>/<bucket number>`), cut, and a short last batch repeats its own items.
+/// The batches of the training sets, or of the regularisation sets. They are the same in every epoch: items are
+/// shuffled once inside each bucket (`randperm` of a generator of `seed/bucket/<data set>/<bucket number>`) and split;
+/// a short last batch repeats its own items.
 #[must_use]
 pub fn batches(datasets: &[Dataset], seed: u64, regularisation: bool) -> Vec<Batch> {
     let mut out = Vec::new();
-    let own = |dataset: &Dataset| dataset.options.regularisation == regularisation;
-    for (number, dataset) in datasets.iter().enumerate().filter(|(_, dataset)| own(dataset)) {
+    let is_selected = |dataset: &Dataset| dataset.options.regularisation == regularisation;
+    for (number, dataset) in datasets.iter().enumerate().filter(|(_, dataset)| is_selected(dataset)) {
         let mut order = Vec::new();
         let mut buckets: HashMap<(u32, u32), Vec<usize>> = HashMap::new();
         for (index, item) in dataset.items.iter().enumerate() {
@@ -443,9 +443,9 @@ pub fn batches(datasets: &[Dataset], seed: u64, regularisation: bool) -> Vec<Bat
                 })
                 .push(index);
         }
-        for (at, bucket) in order.iter().enumerate() {
+        for (position, bucket) in order.iter().enumerate() {
             let items = &buckets[bucket];
-            let permutation = generator_for(seed, "bucket", number as u64, at as u64).randperm(items.len());
+            let permutation = generator_for(seed, "bucket", number as u64, position as u64).randperm(items.len());
             let shuffled: Vec<usize> = permutation.into_iter().map(|i| items[i as usize]).collect();
             let size = dataset.options.batch_size.max(1);
             for chunk in shuffled.chunks(size) {
@@ -457,8 +457,8 @@ pub fn batches(datasets: &[Dataset], seed: u64, regularisation: bool) -> Vec<Bat
     out
 }
 
-/// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`, or, for regularisation
-/// sets, which have epochs of their own, of `seed/reg-epoch/<epoch>/0`.
+/// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`. Regularisation sets have
+/// their own epochs and use `seed/reg-epoch/<epoch>/0`.
 #[must_use]
 pub fn epoch_order(count: usize, seed: u64, epoch: u64, regularisation: bool) -> Vec<usize> {
     let purpose = if regularisation { "reg-epoch" } else { "epoch" };

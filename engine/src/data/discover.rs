@@ -1,34 +1,34 @@
-//! Which images a data set has (section 10.2).
+//! Finds the images of a data set (section 10.2 of the config reference).
 
-use super::enclosure::Enclosure;
+use super::allowed_paths::AllowedPaths;
 use crate::error::{EngineError, Result};
 use aitk_common::fsutil::{folder_of, regular};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
-/// What was found.
+/// The images of a data set.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Listing {
-    /// The data set's folder (of the JSON file, when it is one).
+pub struct ImageListing {
+    /// The data set's folder: the folder itself, or the one that the JSON file is in.
     pub root: PathBuf,
     /// Images in the order of their paths.
     pub images: Vec<PathBuf>,
-    /// Captions of a JSON data set by image; images of a folder have caption files.
+    /// The captions in a JSON data set. Empty for a folder, whose captions are in files.
     pub captions: BTreeMap<PathBuf, String>,
-    /// What may be opened for it.
-    pub enclosure: Enclosure,
+    /// The paths that may be opened for it.
+    pub allowed_paths: AllowedPaths,
 }
 
-const IMAGES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
+const IMAGE_SUFFIXES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
 
-/// Lists a folder (recursively, without names that begin with a dot and without `_controls`) or a JSON file
-/// `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder. With `enclosed`, nothing
-/// outside of that folder is looked at.
+/// Lists the images of a folder (recursively, without names that begin with a dot and without `_controls`) or of a JSON
+/// file `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder. `stay_in_folder`: a
+/// path outside that folder is an error.
 ///
 /// # Errors
-/// When the path does not exist or cannot be read, the JSON has another form, or something leads out of the folder.
-pub fn discover(path: &Path, short_captions: bool, enclosed: bool) -> Result<Listing> {
+/// When the path does not exist or cannot be read, the JSON has another form, or a path is outside the folder.
+pub fn discover(path: &Path, short_captions: bool, stay_in_folder: bool) -> Result<ImageListing> {
     let info = std::fs::metadata(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => {
             EngineError::bad_input(format!("{}: this data set folder does not exist", path.display()))
@@ -36,35 +36,40 @@ pub fn discover(path: &Path, short_captions: bool, enclosed: bool) -> Result<Lis
         _ => EngineError::io(path, e),
     })?;
     let root = if info.is_dir() { path } else { folder_of(path) };
-    let enclosure = if enclosed {
-        Enclosure::of(root)?
+    let allowed_paths = if stay_in_folder {
+        AllowedPaths::below(root)?
     } else {
-        Enclosure::none()
+        AllowedPaths::any()
     };
     if info.is_dir() {
         let mut images = Vec::new();
-        walk(path, &enclosure, &mut images, &mut HashSet::new())?;
+        walk(path, &allowed_paths, &mut images, &mut HashSet::new())?;
         images.sort();
-        return Ok(Listing {
+        return Ok(ImageListing {
             root: path.to_path_buf(),
             images,
             captions: BTreeMap::new(),
-            enclosure,
+            allowed_paths,
         });
     }
-    from_json(path, short_captions, enclosure)
+    read_json_listing(path, short_captions, allowed_paths)
 }
 
 fn is_image(path: &Path) -> bool {
     path.extension()
         .and_then(|e| e.to_str())
-        .is_some_and(|e| IMAGES.contains(&e.to_lowercase().as_str()))
+        .is_some_and(|e| IMAGE_SUFFIXES.contains(&e.to_lowercase().as_str()))
 }
 
-fn walk(folder: &Path, enclosure: &Enclosure, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<()> {
-    // A link to a folder above would go on for ever.
-    let real = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
-    if !seen.insert(real) {
+fn walk(
+    folder: &Path,
+    allowed_paths: &AllowedPaths,
+    out: &mut Vec<PathBuf>,
+    visited: &mut HashSet<PathBuf>,
+) -> Result<()> {
+    // Without this, a link to a parent folder would loop for ever.
+    let canonical = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
+    if !visited.insert(canonical) {
         return Ok(());
     }
     for entry in std::fs::read_dir(folder).map_err(|e| EngineError::io(folder, e))? {
@@ -74,14 +79,14 @@ fn walk(folder: &Path, enclosure: &Enclosure, out: &mut Vec<PathBuf>, seen: &mut
             continue;
         }
         let path = entry.path();
-        enclosure.check(&path)?;
+        allowed_paths.check(&path)?;
         if path.is_dir() {
-            walk(&path, enclosure, out, seen)?;
+            walk(&path, allowed_paths, out, visited)?;
         } else if is_image(&path) {
-            // Opening a pipe would wait for ever.
+            // Opening a pipe would block for ever.
             if path.exists() && !path.is_file() {
                 return Err(EngineError::bad_input(format!(
-                    "{}: this is not a file; take it out of the data set",
+                    "{}: not a regular file; remove it from the data set",
                     path.display()
                 )));
             }
@@ -91,22 +96,22 @@ fn walk(folder: &Path, enclosure: &Enclosure, out: &mut Vec<PathBuf>, seen: &mut
     Ok(())
 }
 
-fn from_json(path: &Path, short_captions: bool, enclosure: Enclosure) -> Result<Listing> {
-    let wrong = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));
+fn read_json_listing(path: &Path, short_captions: bool, allowed_paths: AllowedPaths) -> Result<ImageListing> {
+    let error = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));
     let bytes = regular::read(path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
     let value: serde_json::Value =
-        serde_json::from_slice(&bytes).map_err(|e| wrong(format!("neither a folder nor a JSON data set ({e})")))?;
+        serde_json::from_slice(&bytes).map_err(|e| error(format!("neither a folder nor a JSON data set ({e})")))?;
     let map = value
         .as_object()
-        .ok_or_else(|| wrong("expected an object of image paths".into()))?;
+        .ok_or_else(|| error("expected an object of image paths".into()))?;
     let root = folder_of(path).to_path_buf();
-    let mut out = Listing {
+    let mut out = ImageListing {
         root: root.clone(),
-        enclosure,
-        ..Listing::default()
+        allowed_paths,
+        ..ImageListing::default()
     };
     for (name, entry) in map {
-        out.enclosure.check_name(name)?;
+        out.allowed_paths.check_name(name)?;
         let image = if Path::new(name).is_absolute() {
             PathBuf::from(name)
         } else {
@@ -115,12 +120,12 @@ fn from_json(path: &Path, short_captions: bool, enclosure: Enclosure) -> Result<
         if !is_image(&image) {
             continue;
         }
-        out.enclosure.check(&image)?;
+        out.allowed_paths.check(&image)?;
         if !image.is_file() {
-            return Err(wrong(format!("\"{name}\" does not exist")));
+            return Err(error(format!("\"{name}\" does not exist")));
         }
         if !entry.is_object() {
-            return Err(wrong(format!(
+            return Err(error(format!(
                 "\"{name}\": expected an object such as {{\"caption\": \"a red circle\"}}"
             )));
         }

@@ -1,5 +1,5 @@
-//! Latents on disk (section 10.5): `<stem>_<hash>.safetensors` in `_latent_cache` beside each image, or in the folder that
-//! a worker gives to what is computed from the data set.
+//! The cache of latents on disk (section 10.5 of the config reference): `<stem>_<hash>.safetensors` in `_latent_cache`
+//! next to each image, or in the folder that a worker provides for files computed from the data set.
 
 use super::bucket::BucketPlan;
 use crate::adapters::{python_json, safetensors_bytes};
@@ -16,18 +16,18 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Everything that a latent depends on.
+/// What a latent depends on, besides the image's content and the VAE.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentKey {
     /// The image's file name without its folder.
     pub filename: String,
-    /// How it is scaled and cut.
+    /// How it is scaled and cropped.
     pub plan: BucketPlan,
-    /// Left to right.
+    /// Whether it is flipped left to right.
     pub flip_x: bool,
-    /// Upside down.
+    /// Whether it is flipped upside down.
     pub flip_y: bool,
-    /// `model.latent_space_version`, else the architecture's tag.
+    /// `model.latent_space_version`, or else the architecture's tag.
     pub latent_space: String,
 }
 
@@ -52,14 +52,14 @@ impl LatentKey {
         map
     }
 
-    /// The hash of ai-toolkit's caches.
+    /// The hash in the file names of ai-toolkit's caches.
     #[must_use]
-    pub fn upstream_hash(&self) -> String {
+    pub fn ai_toolkit_hash(&self) -> String {
         hash(&self.fields())
     }
 
-    /// Ours: the same fields, and the image's content and the VAE as well, so that an image that was edited in
-    /// place or another VAE never meets a stale latent (quirk 11).
+    /// The hash in the file names of aitk's caches. It includes the image's content and the VAE too, so that after an
+    /// edit of the image, or with another VAE, no stale latent is used (quirk 11 of the config reference).
     #[must_use]
     pub fn hash(&self, content: &str, vae: &str) -> String {
         hash(&self.full_fields(content, vae))
@@ -79,13 +79,14 @@ fn hash(fields: &Map<String, Value>) -> String {
     base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(Md5::digest(text.as_bytes()))
 }
 
-/// Reads and writes the caches of one VAE.
+/// Reads and writes cached latents of one VAE.
 #[derive(Clone, Debug)]
 pub struct LatentCache {
-    /// What tells this VAE from another.
+    /// The fingerprint of the VAE's weights.
     vae: String,
-    /// Latent channels and pixels per latent side: what a cached latent's shape must be.
+    /// Latent channels.
     channels: usize,
+    /// Pixels per latent element along each side.
     factor: u32,
 }
 
@@ -100,13 +101,14 @@ impl LatentCache {
         }
     }
 
-    /// Where the latent of an image lies, given the SHA-256 of its content: in the folder `derived`, else beside it.
+    /// The path of an image's cached latent: in the folder `derived`, or else next to the image. `content`: SHA-256 of
+    /// the image.
     #[must_use]
     pub fn path(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> PathBuf {
-        Self::file(image, derived, &key.hash(content, &self.vae))
+        Self::path_with_hash(image, derived, &key.hash(content, &self.vae))
     }
 
-    fn file(image: &Path, derived: Option<&Path>, hash: &str) -> PathBuf {
+    fn path_with_hash(image: &Path, derived: Option<&Path>, hash: &str) -> PathBuf {
         let stem = image.file_stem().unwrap_or_default().to_string_lossy();
         let folder = match derived {
             Some(folder) => folder.to_owned(),
@@ -115,25 +117,25 @@ impl LatentCache {
         folder.join(format!("{stem}_{hash}.safetensors"))
     }
 
-    /// The cached latent [channels, h, w] in float32, if there is a whole and fitting one: ours, else one that
-    /// ai-toolkit wrote after the image was last changed.
+    /// Reads the cached latent [channels, h, w] in float32: aitk's, or else one that ai-toolkit wrote after the image
+    /// was last changed. `None`: there is none, it is damaged, or it has another shape.
     #[must_use]
     pub fn read(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> Option<Tensor> {
         let ours = self.path(image, derived, key, content);
         if let Some(latent) = self.read_file(&ours, key, true) {
             return Some(latent);
         }
-        // ai-toolkit never wrote into a worker's folder.
+        // ai-toolkit never writes into a worker's folder.
         if derived.is_some() {
             return None;
         }
-        let theirs = Self::file(image, None, &key.upstream_hash());
-        let age = |p: &Path| {
+        let theirs = Self::path_with_hash(image, None, &key.ai_toolkit_hash());
+        let modified = |p: &Path| {
             std::fs::metadata(p)
                 .and_then(|m| m.modified())
                 .unwrap_or(SystemTime::UNIX_EPOCH)
         };
-        if age(&theirs) < age(image) {
+        if modified(&theirs) < modified(image) {
             return None;
         }
         self.read_file(&theirs, key, false)
@@ -144,9 +146,9 @@ impl LatentCache {
         let file = safetensors::SafeTensors::deserialize(&bytes).ok()?;
         if verify {
             let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).ok()?;
-            let want = metadata.metadata().as_ref()?.get("data_sha256")?;
-            if hex::encode(Sha256::digest(&bytes[8 + header..])) != *want {
-                tracing::warn!(path = %path.display(), "a cached latent is damaged and is made again");
+            let expected = metadata.metadata().as_ref()?.get("data_sha256")?;
+            if hex::encode(Sha256::digest(&bytes[8 + header..])) != *expected {
+                tracing::warn!(path = %path.display(), "a cached latent is damaged; the image is encoded again");
                 return None;
             }
         }
@@ -155,12 +157,12 @@ impl LatentCache {
             .ok()?
             .remove("latent")?;
         let (w, h) = key.plan.bucket;
-        let want = [self.channels, (h / self.factor) as usize, (w / self.factor) as usize];
+        let expected = [self.channels, (h / self.factor) as usize, (w / self.factor) as usize];
         let latent = latent.to_dtype(DType::F32).ok()?;
-        (latent.dims() == want).then_some(latent)
+        (latent.dims() == expected).then_some(latent)
     }
 
-    /// Writes a latent, atomically. Two runs that write the same one do no harm.
+    /// Writes a latent atomically. Several runs may write the same one at once.
     ///
     /// # Errors
     /// When the folder cannot be written or the disk is full.
@@ -197,7 +199,7 @@ impl LatentCache {
     }
 }
 
-/// SHA-256 of a file, as the key wants it.
+/// SHA-256 of a file, in hexadecimal.
 pub(super) fn content_hash(path: &Path) -> Result<String> {
     let bytes = regular::read(path, image_io::MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
     Ok(hex::encode(Sha256::digest(&bytes)))

@@ -1,41 +1,41 @@
-//! Which image has which mask, and the mask as its image is scaled, cut and flipped.
+//! Loss masks: the mask file of each image, and the mask scaled, cropped and flipped like its image.
 
 use super::dataset::Item;
-use super::pixels::upright;
+use super::pixels::apply_plan;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use std::path::{Path, PathBuf};
 
-/// What a data set says about masks.
+/// The mask options of a data set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MaskOptions {
-    /// A folder of masks with the stems of their images; `None`: the image's own transparency.
+    /// The folder of mask files, which have the stems of their images. `None`: the image's alpha channel is the mask.
     pub folder: Option<PathBuf>,
-    /// Black is full weight instead of white.
+    /// Black counts in full instead of white.
     pub invert: bool,
-    /// Weight of black.
+    /// Loss weight of black pixels (of white ones with `invert`).
     pub min_value: f64,
 }
 
-/// The mask of one image.
+/// The loss mask of one image. Its `Debug` text is hashed in checkpoints and must not change.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mask {
-    /// The file: the image's own, where its transparency is the mask.
+    /// The mask file, or the image itself where its alpha channel is the mask.
     pub path: PathBuf,
-    /// Take the transparency.
+    /// Use the alpha channel.
     pub alpha: bool,
-    /// Black is full weight instead of white.
+    /// Black counts in full instead of white.
     pub invert: bool,
-    /// Weight of black.
+    /// Loss weight of black pixels (of white ones with `invert`).
     pub min_value: f64,
 }
 
 impl MaskOptions {
-    /// Checks the folder.
+    /// Checks that the folder exists.
     ///
     /// # Errors
-    /// When it does not exist.
-    pub(super) fn check(&self) -> Result<()> {
+    /// When the folder does not exist.
+    pub(super) fn check_folder(&self) -> Result<()> {
         match &self.folder {
             Some(folder) if !folder.is_dir() => Err(EngineError::bad_input(format!(
                 "{}: this folder of masks does not exist (datasets: mask_path)",
@@ -45,19 +45,19 @@ impl MaskOptions {
         }
     }
 
-    /// The mask of an image; `None` where the folder has none of that stem.
-    pub(super) fn of(&self, image: &Path) -> Option<Mask> {
+    /// The mask of an image; `None` if the folder has no file with its stem.
+    pub(super) fn mask_for(&self, image: &Path) -> Option<Mask> {
         let (path, alpha) = match &self.folder {
             None => (image.to_path_buf(), true),
             Some(folder) => {
                 let stem = image.file_stem()?;
-                let mut named = ["jpg", "jpeg", "png", "webp"].iter().map(|extension| {
+                let mut candidates = ["jpg", "jpeg", "png", "webp"].iter().map(|extension| {
                     let mut name = stem.to_os_string();
                     name.push(".");
                     name.push(extension);
                     folder.join(name)
                 });
-                (named.find(|path| path.is_file())?, false)
+                (candidates.find(|path| path.is_file())?, false)
             }
         };
         Some(Mask {
@@ -69,33 +69,33 @@ impl MaskOptions {
     }
 }
 
-/// The weights of an item's pixels, row by row, bucket width times bucket height.
+/// Loads the loss weights of an item's pixels: bucket width times bucket height numbers, row by row.
 ///
 /// # Errors
-/// When the mask cannot be read, or has another shape than its image.
-pub fn mask_of(item: &Item, mask: &Mask) -> Result<Vec<f32>> {
+/// When the mask cannot be read, or its aspect ratio differs from the image's.
+pub fn load_mask(item: &Item, mask: &Mask) -> Result<Vec<f32>> {
     let image = if mask.alpha {
         image_io::open_alpha(&mask.path)?
     } else {
         image_io::open_rgb(&mask.path)?
     };
     let (width, height) = image_io::dimensions(&item.path)?;
-    let (own_width, own_height) = image.dimensions();
-    let ratio = f64::from(own_width) * f64::from(height) / (f64::from(own_height) * f64::from(width));
+    let (mask_width, mask_height) = image.dimensions();
+    let ratio = f64::from(mask_width) * f64::from(height) / (f64::from(mask_height) * f64::from(width));
     if !(0.98..1.02).contains(&ratio) {
         return Err(EngineError::bad_input(format!(
-            "{}: the mask has {own_width} x {own_height} pixels and its image {width} x {height}: they must have the \
-             same shape",
+            "{}: the mask has {mask_width} x {mask_height} pixels and its image {width} x {height}: they must have the \
+             same aspect ratio",
             mask.path.display()
         )));
     }
-    let cut = upright(image, item);
+    let pixels = apply_plan(image, item);
     let weight = |sum: u32| {
         let value = f64::from(sum) / (3.0 * 255.0);
         let value = if mask.invert { 1.0 - value } else { value };
         (mask.min_value + value * (1.0 - mask.min_value)) as f32
     };
-    Ok(cut
+    Ok(pixels
         .pixels()
         .map(|p| weight(p.0.iter().map(|v| u32::from(*v)).sum()))
         .collect())

@@ -1,28 +1,27 @@
-//! Training data: which images there are, what is said about them, how they are cut, and their latents on disk.
+//! Training data: images, captions, buckets, masks, batches, and the cache of latents on disk.
 //!
-//! Follows section 10 of the ai-toolkit config reference; where it decides by chance, `docs/randomness.md` says how
-//! we draw.
+//! It follows section 10 of the ai-toolkit config reference; `docs/randomness.md` describes the random numbers.
 
+mod allowed_paths;
 mod bucket;
 mod caption;
 mod dataset;
 mod discover;
-mod enclosure;
 mod latent_cache;
 mod masks;
 mod pixels;
 mod report;
 mod sizes;
 
-pub use bucket::{BucketPlan, plan, plan_square};
+pub use allowed_paths::AllowedPaths;
+pub use bucket::{BucketPlan, plan_bucket, plan_square};
 pub use caption::{CaptionRules, build_caption, read_caption};
-pub use dataset::{Batch, Dataset, DatasetOptions, Item, Survey, Surveyed, Warnings, batches, epoch_order};
-pub use discover::{Listing, discover};
-pub use enclosure::Enclosure;
+pub use dataset::{Batch, Dataset, DatasetOptions, DatasetScan, Item, ScannedImage, Warnings, batches, epoch_order};
+pub use discover::{ImageListing, discover};
 pub use latent_cache::{LatentCache, LatentKey};
-pub use masks::{Mask, MaskOptions, mask_of};
-pub use pixels::pixels;
-pub use report::{Bucket, Contents, DatasetReport, Files};
+pub use masks::{Mask, MaskOptions, load_mask};
+pub use pixels::load_pixels;
+pub use report::{Bucket, DatasetContents, DatasetReport, Files};
 pub use sizes::SizeCache;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Images as tensors.
+//! Loads training images as tensors.
 
 use super::dataset::Item;
 use crate::error::Result;
@@ -6,17 +6,17 @@ use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};
 use image::{RgbImage, imageops};
 
-/// Decodes, turns, flips, scales (bicubic) and cuts an image: [3, h, w] from -1 to 1, float32 on the CPU.
+/// Decodes, rotates (EXIF), flips, scales (bicubic) and crops an image: [3, h, w] from -1 to 1, float32 on the CPU.
 ///
 /// # Errors
-/// When it is missing, damaged, or needs too much memory.
-pub fn pixels(item: &Item) -> Result<Tensor> {
-    let cut = upright(image_io::open_rgb(&item.path)?, item);
-    image_io::to_tensor(&cut, &Device::Cpu)
+/// When the image is missing, damaged, or needs too much memory.
+pub fn load_pixels(item: &Item) -> Result<Tensor> {
+    let cropped = apply_plan(image_io::open_rgb(&item.path)?, item);
+    image_io::to_tensor(&cropped, &Device::Cpu)
 }
 
-/// Flips, scales and cuts an image as this item is trained.
-pub(super) fn upright(mut image: RgbImage, item: &Item) -> RgbImage {
+/// Flips, scales and crops an image as the item says.
+pub(super) fn apply_plan(mut image: RgbImage, item: &Item) -> RgbImage {
     if item.flip_x {
         imageops::flip_horizontal_in_place(&mut image);
     }

@@ -1,29 +1,29 @@
-//! What a data set comes to, for people, before anything is trained: found, sized and bucketed by the code that training uses.
+//! A report on a data set before training: its images, captions and buckets, computed by the code that training uses.
 
 use super::bucket::BucketPlan;
-use super::dataset::{DatasetOptions, Survey, check, flips, place};
+use super::dataset::{DatasetOptions, DatasetScan, check_options, flip_variants, plan_item};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// How many names a report lists of each kind.
-const NAMED: usize = 5;
+/// How many file names a report lists of each kind.
+const MAX_LISTED: usize = 5;
 
-/// Files of one kind: how many, and the first of them.
+/// Files of one kind: how many there are, and the first of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Files {
     /// How many there are.
     pub count: u64,
-    /// The first ones, below the data set's folder; of unreadable ones with the reason.
+    /// The first ones, as paths below the data set's folder; for unreadable files, the error messages.
     pub first: Vec<String>,
 }
 
 impl Files {
     fn add(&mut self, name: impl FnOnce() -> String) {
         self.count += 1;
-        if self.first.len() < NAMED {
+        if self.first.len() < MAX_LISTED {
             self.first.push(name());
         }
     }
@@ -36,150 +36,156 @@ pub struct Bucket {
     pub width: u32,
     /// Height in pixels.
     pub height: u32,
-    /// Images, repeats and flipped copies included.
+    /// Images, with repeats and flipped copies.
     pub images: u64,
-    /// Batches of one pass.
+    /// Batches per epoch.
     pub batches: u64,
 }
 
-/// What one data set comes to at one resolution.
+/// The report on one data set at one resolution.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DatasetReport {
-    /// As the config has it.
+    /// The path as the config has it.
     pub path: String,
-    /// Pixel budget: this, squared.
+    /// Images have at most this squared pixels.
     pub resolution: u32,
-    /// A regularisation set.
+    /// Whether it is a regularisation set.
     pub regularisation: bool,
-    /// Images that are trained, each counted once.
+    /// Images that are trained on, each counted once.
     pub images: u64,
-    /// Images that cannot be read, and are skipped.
+    /// Images that cannot be read; training skips them.
     pub unreadable: Files,
-    /// Images whose header can be read and whose end is missing: training stops at them.
+    /// Images whose header can be read but whose end is missing; training fails when it loads one.
     pub cut_off: Files,
-    /// Images with a caption of their own.
+    /// Images with a caption.
     pub captioned: u64,
-    /// Images without.
+    /// Images without a caption.
     pub uncaptioned: Files,
-    /// What those are trained with: the default caption.
+    /// The default caption, which images without a caption are trained with.
     pub default_caption: Option<String>,
-    /// What is to be said about them, if anything.
+    /// The warning about images without a caption, if there is one.
     pub caption_warning: Option<String>,
-    /// Images with fewer pixels than the resolution; they are trained at their own size, or enlarged without buckets.
+    /// Images with fewer pixels than the resolution. They are trained at their own size, or enlarged without buckets.
     pub too_small: Files,
-    /// Files that are neither images nor captions, by their ending.
+    /// How many files are neither images nor captions, by suffix.
     pub ignored: BTreeMap<String, u64>,
     /// Files in `_controls` folders, which are not used.
     pub control_files: u64,
-    /// Images that have a mask, where masks are asked for.
+    /// How many images have a mask. `None`: the data set uses no masks.
     pub masks: Option<u64>,
-    /// How often the list is repeated.
+    /// How often the list of images is repeated.
     pub repeats: u64,
     /// Copies of each image: 1, or more with flips.
     pub copies: u64,
-    /// Images of one pass, repeats and copies included.
+    /// Images per epoch, with repeats and copies.
     pub items: u64,
     /// Images per batch.
     pub batch_size: u64,
-    /// Batches of one pass.
+    /// Batches per epoch.
     pub batches: u64,
-    /// Sizes, the most frequent first.
+    /// The buckets, the largest first.
     pub buckets: Vec<Bucket>,
 }
 
-/// What lies in a data set, whatever it is trained at.
+/// The files of a data set, independent of the resolution.
 #[derive(Clone, Debug)]
-pub struct Contents {
-    survey: Survey,
-    /// Whether each of the survey's images lacks its end.
+pub struct DatasetContents {
+    scan: DatasetScan,
+    /// For each image of the scan: whether its end is missing.
     cut_off: Vec<bool>,
     ignored: BTreeMap<String, u64>,
     control_files: u64,
 }
 
-impl Contents {
-    /// Looks at the files, without keeping anything. Decoded are only those whose end is not where it is looked for.
+impl DatasetContents {
+    /// Reads headers and captions and writes nothing. An image is decoded only if its end is not found.
     ///
     /// # Errors
-    /// When the folder is missing, an image is too large, or a caption is no text.
+    /// When the folder is missing, an image is too large, or a caption is not UTF-8.
     pub fn read(options: &DatasetOptions) -> Result<Self> {
-        let survey = Survey::read(options, false)?;
-        let cut_off = survey
-            .files
+        let scan = DatasetScan::read(options, false)?;
+        let cut_off = scan
+            .images
             .iter()
-            // What can be decoded has its end, however much lies behind it: training reads it the same way.
+            // An image that can be decoded is complete, however many bytes follow it: training decodes it in the same
+            // way.
             .map(|file| image_io::is_cut_off(&file.path) && image_io::open_rgb(&file.path).is_err())
             .collect();
         let mut contents = Self {
-            survey,
+            scan,
             cut_off,
             ignored: BTreeMap::new(),
             control_files: 0,
         };
         if options.path.is_dir() {
-            contents.look_aside(options);
+            contents.count_other_files(options);
         }
         Ok(contents)
     }
 
-    fn look_aside(&mut self, options: &DatasetOptions) {
-        let images = self.survey.files.iter().map(|file| &file.path);
-        let unreadable = self.survey.unreadable.iter().map(|(path, _)| path);
+    fn count_other_files(&mut self, options: &DatasetOptions) {
+        let images = self.scan.images.iter().map(|file| &file.path);
+        let unreadable = self.scan.unreadable.iter().map(|(path, _)| path);
         let known: BTreeSet<&PathBuf> = images.chain(unreadable).collect();
-        let mut aside = Aside::default();
-        aside.look(&options.path, options, &known, 0);
-        (self.ignored, self.control_files) = (aside.ignored, aside.control_files);
+        let mut other = OtherFiles::default();
+        other.count(&options.path, options, &known, 0);
+        (self.ignored, self.control_files) = (other.ignored, other.control_files);
     }
 }
 
-/// Files that are not trained.
+/// Counts of files that are not trained on.
 #[derive(Default)]
-struct Aside {
+struct OtherFiles {
     ignored: BTreeMap<String, u64>,
     control_files: u64,
 }
 
 impl DatasetReport {
-    /// Looks at a data set as training does. `name` is its path as the config has it.
+    /// Reads a data set as training does. `name` is its path as the config has it.
     ///
     /// # Errors
-    /// What would end a training: the folder is missing, there is no image in it that can be read, a caption is no text.
-    pub fn of(options: &DatasetOptions, name: &str, divisibility: u32) -> Result<Self> {
-        Self::at(options, name, divisibility, &Contents::read(options)?)
+    /// What would fail the training: the folder is missing, no image can be read, or a caption is not UTF-8.
+    pub fn read(options: &DatasetOptions, name: &str, divisibility: u32) -> Result<Self> {
+        Self::from_contents(options, name, divisibility, &DatasetContents::read(options)?)
     }
 
-    /// The same of files that were looked at already, at another resolution, say.
+    /// The report on files that were read already, for example at another resolution.
     ///
     /// # Errors
-    /// As [`Self::of`].
-    pub fn at(options: &DatasetOptions, name: &str, divisibility: u32, contents: &Contents) -> Result<Self> {
-        check(options, divisibility)?;
-        let survey = &contents.survey;
-        let below = |path: &Path| path.strip_prefix(&survey.root).unwrap_or(path).display().to_string();
+    /// As [`Self::read`].
+    pub fn from_contents(
+        options: &DatasetOptions,
+        name: &str,
+        divisibility: u32,
+        contents: &DatasetContents,
+    ) -> Result<Self> {
+        check_options(options, divisibility)?;
+        let scan = &contents.scan;
+        let relative = |path: &Path| path.strip_prefix(&scan.root).unwrap_or(path).display().to_string();
         let mut report = Self {
             path: name.to_owned(),
             resolution: options.resolution,
             regularisation: options.regularisation,
-            images: survey.files.len() as u64,
+            images: scan.images.len() as u64,
             default_caption: options.default_caption.clone(),
-            caption_warning: survey.caption_warning(options),
+            caption_warning: scan.caption_warning(options),
             repeats: options.repeats.max(1) as u64,
-            copies: flips(options.flip_x, options.flip_y).len() as u64,
+            copies: flip_variants(options.flip_x, options.flip_y).len() as u64,
             batch_size: options.batch_size.max(1) as u64,
             masks: options.masks.as_ref().map(|_| 0),
             ignored: contents.ignored.clone(),
             control_files: contents.control_files,
             ..Self::default()
         };
-        for (_, error) in &survey.unreadable {
+        for (_, error) in &scan.unreadable {
             report.unreadable.add(|| error.clone());
         }
         let budget = u64::from(options.resolution) * u64::from(options.resolution);
         let mut buckets: BTreeMap<(u32, u32), u64> = BTreeMap::new();
-        for (file, cut_off) in survey.files.iter().zip(&contents.cut_off) {
-            match file.captioned {
+        for (file, cut_off) in scan.images.iter().zip(&contents.cut_off) {
+            match file.has_caption {
                 true => report.captioned += 1,
-                false => report.uncaptioned.add(|| below(&file.path)),
+                false => report.uncaptioned.add(|| relative(&file.path)),
             }
             let scaled = |side: u32| ((f64::from(side) * options.scale) as u64).max(1);
             let (width, height) = (scaled(file.size.0), scaled(file.size.1));
@@ -190,16 +196,16 @@ impl DatasetReport {
             if small {
                 report
                     .too_small
-                    .add(|| format!("{} ({}x{})", below(&file.path), file.size.0, file.size.1));
+                    .add(|| format!("{} ({}x{})", relative(&file.path), file.size.0, file.size.1));
             }
             if *cut_off {
-                report.cut_off.add(|| below(&file.path));
+                report.cut_off.add(|| relative(&file.path));
             }
             if let (Some(masks), Some(count)) = (&options.masks, &mut report.masks) {
-                *count += u64::from(masks.of(&file.path).is_some());
+                *count += u64::from(masks.mask_for(&file.path).is_some());
             }
-            // Where an image is cut does not change its bucket.
-            let BucketPlan { bucket, .. } = place(file.size, options, divisibility, 0, &file.path);
+            // The seed only changes the crop, not the bucket.
+            let BucketPlan { bucket, .. } = plan_item(file.size, options, divisibility, 0, &file.path);
             *buckets.entry(bucket).or_default() += report.repeats * report.copies;
         }
         report.buckets = buckets
@@ -215,12 +221,12 @@ impl DatasetReport {
         report.items = report.buckets.iter().map(|bucket| bucket.images).sum();
         report.batches = report.buckets.iter().map(|bucket| bucket.batches).sum();
         if report.images == 0 {
-            return Err(EngineError::bad_input(report.nothing_there(options)));
+            return Err(EngineError::bad_input(report.no_images_message(options)));
         }
         Ok(report)
     }
 
-    fn nothing_there(&self, options: &DatasetOptions) -> String {
+    fn no_images_message(&self, options: &DatasetOptions) -> String {
         let path = options.path.display();
         match (self.unreadable.first.first(), self.ignored.is_empty()) {
             (Some(first), _) => format!(
@@ -230,16 +236,16 @@ impl DatasetReport {
             (None, true) => format!("{path}: there is no .jpg, .jpeg, .png or .webp file in it"),
             (None, false) => format!(
                 "{path}: there is no .jpg, .jpeg, .png or .webp file in it, only {}",
-                counts(&self.ignored)
+                format_counts(&self.ignored)
             ),
         }
     }
 }
 
-impl Aside {
-    /// Counts the files that are not trained.
-    fn look(&mut self, folder: &Path, options: &DatasetOptions, images: &BTreeSet<&PathBuf>, depth: usize) {
-        // Deeper than any data set, and not for ever where a link leads upwards.
+impl OtherFiles {
+    /// Counts the files below `folder` that are neither images nor captions.
+    fn count(&mut self, folder: &Path, options: &DatasetOptions, images: &BTreeSet<&PathBuf>, depth: usize) {
+        // No data set is this deep; the limit ends loops of links.
         if depth > 32 {
             return;
         }
@@ -254,39 +260,39 @@ impl Aside {
                 match name == "_controls" {
                     true => self.control_files += std::fs::read_dir(&path).into_iter().flatten().count() as u64,
                     false if name == "_latent_cache" || name == "_t_e_cache" => {}
-                    false => self.look(&path, options, images, depth + 1),
+                    false => self.count(&path, options, images, depth + 1),
                 }
                 continue;
             }
             if images.contains(&path) || is_caption(&path, &name, options, images) {
                 continue;
             }
-            let ending = Path::new(&name)
+            let suffix = Path::new(&name)
                 .extension()
-                .map(|ending| ending.to_string_lossy().to_lowercase());
+                .map(|suffix| suffix.to_string_lossy().to_lowercase());
             *self
                 .ignored
-                .entry(ending.map_or("no ending".to_owned(), |ending| format!(".{ending}")))
+                .entry(suffix.map_or("no ending".to_owned(), |suffix| format!(".{suffix}")))
                 .or_default() += 1;
         }
     }
 }
 
-/// Whether this is the caption of an image beside it.
+/// Whether this is the caption file of an image next to it.
 fn is_caption(path: &Path, name: &str, options: &DatasetOptions, images: &BTreeSet<&PathBuf>) -> bool {
     let Some(stem) = name.strip_suffix(options.caption_ext.as_str()) else {
         return false;
     };
     ["jpg", "jpeg", "png", "webp", "JPG", "JPEG", "PNG", "WEBP"]
         .iter()
-        .any(|ending| images.contains(&path.with_file_name(format!("{stem}.{ending}"))))
+        .any(|suffix| images.contains(&path.with_file_name(format!("{stem}.{suffix}"))))
 }
 
-/// `3 .gif, 1 .mp4`.
-fn counts(files: &BTreeMap<String, u64>) -> String {
+/// Formats counts as `3 .gif, 1 .mp4`.
+fn format_counts(files: &BTreeMap<String, u64>) -> String {
     let each: Vec<String> = files
         .iter()
-        .map(|(ending, count)| format!("{count} {ending}"))
+        .map(|(suffix, count)| format!("{count} {suffix}"))
         .collect();
     each.join(", ")
 }

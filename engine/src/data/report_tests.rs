@@ -1,4 +1,4 @@
-//! The report of a data set is what training makes of it, for any folder.
+//! The report on a data set agrees with what training does, for arbitrary folders.
 
 use super::*;
 use image::{DynamicImage, RgbImage};
@@ -6,23 +6,23 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What may lie in a data set.
+/// A file of a generated data set.
 #[derive(Clone, Debug)]
-enum Thing {
-    /// An image of this size; with a caption of its own, or a blank one, or none.
+enum TestFile {
+    /// An image of this width and height. Caption file: with text (`Some(true)`), blank (`Some(false)`) or none.
     Image(u32, u32, Option<bool>),
-    /// A file that is called an image and is none.
+    /// A file with the suffix of an image that is not an image.
     Broken,
-    /// Another file.
+    /// Another file, by suffix.
     Other(&'static str),
 }
 
-fn thing() -> impl Strategy<Value = Thing> {
+fn test_file() -> impl Strategy<Value = TestFile> {
     prop_oneof![
         6 => (16..200u32, 16..200u32, prop_oneof![Just(None), Just(Some(true)), Just(Some(false))])
-            .prop_map(|(w, h, caption)| Thing::Image(w, h, caption)),
-        1 => Just(Thing::Broken),
-        1 => prop_oneof![Just("gif"), Just("txt"), Just("mp4")].prop_map(Thing::Other),
+            .prop_map(|(w, h, caption)| TestFile::Image(w, h, caption)),
+        1 => Just(TestFile::Broken),
+        1 => prop_oneof![Just("gif"), Just("txt"), Just("mp4")].prop_map(TestFile::Other),
     ]
 }
 
@@ -48,21 +48,21 @@ fn options() -> impl Strategy<Value = DatasetOptions> {
         )
 }
 
-fn fill(folder: &Path, things: &[Thing]) {
-    for (number, thing) in things.iter().enumerate() {
-        // Some of it in a folder of its own.
+fn write_files(folder: &Path, test_files: &[TestFile]) {
+    for (number, test_file) in test_files.iter().enumerate() {
+        // A third of the files is in a subfolder.
         let folder = folder.join(if number % 3 == 0 { "below" } else { "" });
         std::fs::create_dir_all(&folder).unwrap();
-        let at = |ending: &str| folder.join(format!("{number}.{ending}"));
-        match thing {
-            Thing::Image(w, h, caption) => {
-                DynamicImage::from(RgbImage::new(*w, *h)).save(at("png")).unwrap();
+        let path = |suffix: &str| folder.join(format!("{number}.{suffix}"));
+        match test_file {
+            TestFile::Image(w, h, caption) => {
+                DynamicImage::from(RgbImage::new(*w, *h)).save(path("png")).unwrap();
                 if let Some(text) = caption {
-                    std::fs::write(at("txt"), if *text { "a caption" } else { " \n" }).unwrap();
+                    std::fs::write(path("txt"), if *text { "a caption" } else { " \n" }).unwrap();
                 }
             }
-            Thing::Broken => std::fs::write(at("png"), "no image").unwrap(),
-            Thing::Other(ending) => std::fs::write(at(ending), "x").unwrap(),
+            TestFile::Broken => std::fs::write(path("png"), "no image").unwrap(),
+            TestFile::Other(suffix) => std::fs::write(path(suffix), "x").unwrap(),
         }
     }
 }
@@ -70,12 +70,12 @@ fn fill(folder: &Path, things: &[Thing]) {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
     #[test]
-    fn the_report_is_what_training_makes_of_it(things in prop::collection::vec(thing(), 0..14), options in options()) {
+    fn the_report_agrees_with_the_opened_data_set(test_files in prop::collection::vec(test_file(), 0..14), options in options()) {
         let folder = tempfile::tempdir().unwrap();
-        fill(folder.path(), &things);
+        write_files(folder.path(), &test_files);
         let options = DatasetOptions { path: folder.path().to_owned(), ..options };
-        let report = DatasetReport::of(&options, "set", 16);
-        prop_assert!(!folder.path().join(".aitk_size.json").exists(), "a report keeps nothing");
+        let report = DatasetReport::read(&options, "set", 16);
+        prop_assert!(!folder.path().join(".aitk_size.json").exists(), "a report writes nothing");
         let (report, (dataset, warnings)) = match (report, Dataset::open(options.clone(), 16, 7)) {
             (Ok(report), Ok(trained)) => (report, trained),
             (Err(_), Err(_)) => return Ok(()),
@@ -85,27 +85,27 @@ proptest! {
         for item in &dataset.items {
             *buckets.entry(item.plan.bucket).or_default() += 1;
         }
-        let told: BTreeMap<(u32, u32), u64> =
+        let reported: BTreeMap<(u32, u32), u64> =
             report.buckets.iter().map(|bucket| ((bucket.width, bucket.height), bucket.images)).collect();
-        prop_assert_eq!(told, buckets);
+        prop_assert_eq!(reported, buckets);
         prop_assert_eq!(report.items, dataset.items.len() as u64);
         prop_assert_eq!(report.batches, batches(&[dataset], 7, false).len() as u64);
-        let count = |wanted: fn(&Thing) -> bool| things.iter().filter(|thing| wanted(thing)).count() as u64;
-        prop_assert_eq!(report.captioned, count(|thing| matches!(thing, Thing::Image(_, _, Some(true)))));
-        prop_assert_eq!(report.uncaptioned.count, count(|thing| matches!(thing, Thing::Image(_, _, None | Some(false)))));
-        prop_assert_eq!(report.unreadable.count, count(|thing| matches!(thing, Thing::Broken)));
-        prop_assert_eq!(report.ignored.values().sum::<u64>(), count(|thing| matches!(thing, Thing::Other(_))));
-        // What nobody has a caption for is said, unless there is a default.
-        let silent = report.uncaptioned.count == 0 || options.default_caption.is_some();
-        prop_assert_eq!(report.caption_warning.is_none(), silent);
-        prop_assert_eq!(warnings.iter().filter(|warning| warning.contains("no caption")).count(), usize::from(!silent));
+        let count = |predicate: fn(&TestFile) -> bool| test_files.iter().filter(|test_file| predicate(test_file)).count() as u64;
+        prop_assert_eq!(report.captioned, count(|test_file| matches!(test_file, TestFile::Image(_, _, Some(true)))));
+        prop_assert_eq!(report.uncaptioned.count, count(|test_file| matches!(test_file, TestFile::Image(_, _, None | Some(false)))));
+        prop_assert_eq!(report.unreadable.count, count(|test_file| matches!(test_file, TestFile::Broken)));
+        prop_assert_eq!(report.ignored.values().sum::<u64>(), count(|test_file| matches!(test_file, TestFile::Other(_))));
+        // There is a warning about images without a caption, unless there is a default caption.
+        let no_warning = report.uncaptioned.count == 0 || options.default_caption.is_some();
+        prop_assert_eq!(report.caption_warning.is_none(), no_warning);
+        prop_assert_eq!(warnings.iter().filter(|warning| warning.contains("no caption")).count(), usize::from(!no_warning));
     }
 }
 
 #[test]
-fn missing_captions_are_said_with_what_to_do() {
+fn the_warning_about_missing_captions_says_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
-    fill(folder.path(), &vec![Thing::Image(64, 64, Some(true)); 4]);
+    write_files(folder.path(), &vec![TestFile::Image(64, 64, Some(true)); 4]);
     let options = DatasetOptions {
         path: folder.path().to_owned(),
         caption_ext: ".caption".into(),
@@ -124,31 +124,31 @@ fn missing_captions_are_said_with_what_to_do() {
 }
 
 #[test]
-fn an_image_without_its_end_is_found_and_one_with_a_film_behind_it_is_whole() {
+fn a_truncated_image_is_found_and_one_with_data_after_its_end_is_complete() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole.png");
-    // Not of one colour, so that every part of the files says something.
+    // Not of one colour, so that no part of the files is redundant.
     let image = DynamicImage::from(RgbImage::from_fn(64, 64, |x, y| {
         image::Rgb([(x * 37 + y * 91) as u8, (x * y) as u8, (x * x + 7 * y) as u8])
     }));
-    for ending in ["png", "jpg", "webp"] {
-        let path = whole.with_extension(ending);
+    for suffix in ["png", "jpg", "webp"] {
+        let path = whole.with_extension(suffix);
         image.save(&path).unwrap();
         let bytes = std::fs::read(&path).unwrap();
-        assert!(!crate::image_io::is_cut_off(&path), "{ending}");
-        let cut = folder.path().join(format!("cut.{ending}"));
+        assert!(!crate::image_io::is_cut_off(&path), "{suffix}");
+        let cut = folder.path().join(format!("cut.{suffix}"));
         std::fs::write(&cut, &bytes[..bytes.len() - 8]).unwrap();
-        assert!(crate::image_io::is_cut_off(&cut), "{ending}");
+        assert!(crate::image_io::is_cut_off(&cut), "{suffix}");
         std::fs::write(&cut, &bytes[..bytes.len() / 2]).unwrap();
-        assert!(crate::image_io::is_cut_off(&cut), "{ending}");
+        assert!(crate::image_io::is_cut_off(&cut), "{suffix}");
     }
     let photo = std::fs::read(whole.with_extension("jpg")).unwrap();
-    let film = vec![0x5a; 1 << 20];
-    std::fs::write(folder.path().join("film.jpg"), [photo, film].concat()).unwrap();
+    let trailing_data = vec![0x5a; 1 << 20];
+    std::fs::write(folder.path().join("film.jpg"), [photo, trailing_data].concat()).unwrap();
     let options = DatasetOptions {
         path: folder.path().to_owned(),
         ..DatasetOptions::default()
     };
-    let cut_off = DatasetReport::of(&options, "set", 16).unwrap().cut_off;
+    let cut_off = DatasetReport::read(&options, "set", 16).unwrap().cut_off;
     assert_eq!(cut_off.first, ["cut.jpg", "cut.png", "cut.webp"]);
 }

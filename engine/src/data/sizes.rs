@@ -1,5 +1,5 @@
-//! `.aitk_size.json`: the sizes of a data set's images, so that a second start need not open them. It lies in the data set, or
-//! in the folder that a worker gives to what is computed from it.
+//! `.aitk_size.json`: a cache of the image sizes of a data set, so that the next start need not open the images. It is
+//! in the data set's folder, or in the folder that a worker provides for files computed from the data set.
 
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
@@ -8,22 +8,22 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-/// The version that ai-toolkit writes.
+/// The format version that ai-toolkit writes.
 const VERSION: &str = "0.1.2";
-/// The file's name.
+/// The name of the cache file.
 const NAME: &str = ".aitk_size.json";
 
-/// Image sizes, keyed by relative path, valid while file size and time stay.
+/// Image sizes by relative path. An entry is valid while the file's size and modification time are unchanged.
 #[derive(Clone, Debug)]
 pub struct SizeCache {
     root: PathBuf,
-    /// Where the file lies.
+    /// The folder of the cache file.
     folder: PathBuf,
     entries: Map<String, Value>,
     changed: bool,
 }
 
-/// `size:mtime`, the time written as Python writes a float.
+/// `size:mtime`, with the time formatted as Python formats a float.
 fn signature(path: &Path) -> Option<String> {
     let info = std::fs::metadata(path).ok()?;
     let time = info.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_secs_f64();
@@ -31,7 +31,8 @@ fn signature(path: &Path) -> Option<String> {
 }
 
 impl SizeCache {
-    /// Reads the file in `folder` about the images below `root`. One that is damaged or of another version counts as empty.
+    /// Reads the cache file in `folder` for the images below `root`. A damaged file, or one of another version, counts
+    /// as empty.
     #[must_use]
     pub fn open(root: &Path, folder: &Path) -> Self {
         let entries = regular::read(&folder.join(NAME), MAX_TEXT_FILE_BYTES)
@@ -57,7 +58,7 @@ impl SizeCache {
             .replace('\\', "/")
     }
 
-    /// Width and height, if known and still true.
+    /// Width and height, if they are known and the file is unchanged.
     #[must_use]
     pub fn get(&self, path: &Path) -> Option<(u32, u32)> {
         let entry = self.entries.get(&self.key(path))?.as_array()?;
@@ -68,7 +69,7 @@ impl SizeCache {
         Some((side(0)?, side(1)?))
     }
 
-    /// Remembers a size.
+    /// Adds a size.
     pub fn put(&mut self, path: &Path, (width, height): (u32, u32)) {
         if let Some(signature) = signature(path) {
             self.entries.insert(self.key(path), json!([width, height, signature]));
@@ -76,8 +77,8 @@ impl SizeCache {
         }
     }
 
-    /// Writes the file, if anything is new. A folder that cannot be written is no reason to stop: the next start is
-    /// slower, that is all.
+    /// Writes the file, if a size was added. An error is only logged: without the file the next start is slower,
+    /// nothing else.
     pub fn save(mut self) {
         if !self.changed {
             return;
@@ -86,7 +87,7 @@ impl SizeCache {
         let text = Value::Object(self.entries).to_string();
         let path = self.folder.join(NAME);
         if let Err(error) = aitk_common::fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())) {
-            tracing::debug!(%error, "image sizes are not kept");
+            tracing::debug!(%error, "cannot write the cache of image sizes");
         }
     }
 }

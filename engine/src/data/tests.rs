@@ -1,4 +1,4 @@
-//! Captions, caches, batches.
+//! Tests of captions, caches and batches.
 
 use super::*;
 use crate::data::dataset::DatasetOptions;
@@ -15,7 +15,7 @@ fn build(raw: &str, rules: &CaptionRules) -> String {
 }
 
 #[test]
-fn captions_change_in_ai_toolkits_order() {
+fn captions_are_changed_in_ai_toolkits_order() {
     assert_eq!(build("a, b,c", &rules()), "a,  b, c");
     let sks = CaptionRules {
         trigger: Some("sks".into()),
@@ -78,7 +78,7 @@ fn captions_change_in_ai_toolkits_order() {
 }
 
 #[test]
-fn caption_files_are_read_as_they_are() {
+fn caption_files_are_read_without_trimming() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("a.png");
     assert_eq!(read_caption(&image, ".txt", None).unwrap(), "");
@@ -94,7 +94,7 @@ fn caption_files_are_read_as_they_are() {
 }
 
 #[test]
-fn captions_in_json_are_their_text() {
+fn json_captions_are_read_from_their_caption_key() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("a.png");
     let file = dir.path().join("a.json");
@@ -105,7 +105,7 @@ fn captions_in_json_are_their_text() {
         let message = read_caption(&image, ".json", None).unwrap_err().to_string();
         assert!(message.contains("a.json"), "{message}");
     }
-    // The same in a data set of one file.
+    // A JSON data set with a caption of the wrong type.
     std::fs::write(&image, b"").unwrap();
     let set = dir.path().join("set.json");
     std::fs::write(&set, r#"{"a.png": "a red circle"}"#).unwrap();
@@ -115,7 +115,7 @@ fn captions_in_json_are_their_text() {
 
 #[cfg(unix)]
 #[test]
-fn a_pipe_in_a_data_set_is_refused_instead_of_waited_for() {
+fn a_pipe_in_a_data_set_is_an_error_and_does_not_block() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("x.png");
     let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
@@ -134,34 +134,34 @@ fn a_pipe_in_a_data_set_is_refused_instead_of_waited_for() {
 }
 
 #[test]
-fn the_latent_key_hashes_as_ai_toolkits() {
+fn the_latent_key_has_ai_toolkits_hash() {
     let key = LatentKey {
         filename: "a.png".into(),
-        plan: plan(1920, 1080, 1024, 32, false),
+        plan: plan_bucket(1920, 1080, 1024, 32, false),
         flip_x: false,
         flip_y: false,
         latent_space: "flux1".into(),
     };
-    assert_eq!(key.upstream_hash(), "iJjM-TQwokKK_Kq5MY63gQ");
+    assert_eq!(key.ai_toolkit_hash(), "iJjM-TQwokKK_Kq5MY63gQ");
     assert_ne!(key.hash("one", "vae"), key.hash("two", "vae"));
     assert_ne!(
         LatentKey {
             flip_x: true,
             ..key.clone()
         }
-        .upstream_hash(),
-        key.upstream_hash()
+        .ai_toolkit_hash(),
+        key.ai_toolkit_hash()
     );
 }
 
 #[test]
-fn latent_caches_are_verified_and_old_ones_still_read() {
+fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
     let dir = tempfile::tempdir().unwrap();
     let image = dir.path().join("a.png");
     std::fs::write(&image, b"content").unwrap();
     let key = LatentKey {
         filename: "a.png".into(),
-        plan: plan(64, 64, 64, 16, false),
+        plan: plan_bucket(64, 64, 64, 16, false),
         flip_x: false,
         flip_y: false,
         latent_space: "sd1".into(),
@@ -179,7 +179,7 @@ fn latent_caches_are_verified_and_old_ones_still_read() {
     assert!(same(&cache.read(&image, None, &key, "c1").unwrap()));
     assert!(cache.read(&image, None, &key, "edited").is_none());
     assert!(LatentCache::new("other", 4, 8).read(&image, None, &key, "c1").is_none());
-    // Any damage is noticed.
+    // Any damage is detected.
     let path = cache.path(&image, None, &key, "c1");
     let bytes = std::fs::read(&path).unwrap();
     for at in [bytes.len() - 1, bytes.len() - 700, 9] {
@@ -190,14 +190,14 @@ fn latent_caches_are_verified_and_old_ones_still_read() {
     }
     std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
     assert!(cache.read(&image, None, &key, "c1").is_none());
-    // What a worker keeps elsewhere is not looked for here, nor the other way round.
+    // A latent next to the image is not found in a worker's folder, and the other way round.
     let elsewhere = dir.path().join("derived");
     assert!(cache.read(&image, Some(&elsewhere), &key, "c1").is_none());
     cache.write(&image, Some(&elsewhere), &key, "c1", &latent).unwrap();
     assert!(same(&cache.read(&image, Some(&elsewhere), &key, "c1").unwrap()));
     assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 1);
-    // One that ai-toolkit left there.
-    let theirs = path.with_file_name(format!("a_{}.safetensors", key.upstream_hash()));
+    // A cache file that ai-toolkit wrote.
+    let theirs = path.with_file_name(format!("a_{}.safetensors", key.ai_toolkit_hash()));
     candle_core::safetensors::save(&std::collections::HashMap::from([("latent", latent.clone())]), &theirs).unwrap();
     assert!(same(&cache.read(&image, None, &key, "c1").unwrap()));
 }
@@ -212,7 +212,7 @@ fn options(path: &Path) -> DatasetOptions {
     }
 }
 
-fn image(path: &Path, w: u32, h: u32) {
+fn write_image(path: &Path, w: u32, h: u32) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     image::RgbImage::from_fn(w, h, |x, y| image::Rgb([x as u8, y as u8, 7]))
         .save(path)
@@ -220,7 +220,7 @@ fn image(path: &Path, w: u32, h: u32) {
 }
 
 #[test]
-fn folders_are_listed_as_the_reference_says() {
+fn folders_are_listed_as_in_the_config_reference() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
     for name in [
@@ -231,7 +231,7 @@ fn folders_are_listed_as_the_reference_says() {
         ".dot/d.png",
         "_controls/e.png",
     ] {
-        image(&root.join(name).with_extension("png"), 64, 64);
+        write_image(&root.join(name).with_extension("png"), 64, 64);
         if name == "a.PNG" {
             std::fs::rename(root.join("a.png"), root.join("a.PNG")).unwrap();
         }
@@ -261,42 +261,45 @@ fn folders_are_listed_as_the_reference_says() {
     );
 }
 
-/// What was sent with a job may hold any list and any link: with an attempt of its own nothing outside is opened, and the
-/// answer does not tell what is there.
+/// A data set that was sent with a job may hold arbitrary lists and links. No file outside its folder is opened, and
+/// the error does not reveal which files exist.
 #[cfg(unix)]
 #[test]
-fn an_enclosed_data_set_opens_nothing_outside_of_its_folder() {
+fn a_data_set_that_must_stay_in_its_folder_opens_nothing_outside() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("set");
     let secret = dir.path().join("secret.png");
-    image(&secret, 64, 64);
-    image(&root.join("a.png"), 64, 64);
+    write_image(&secret, 64, 64);
+    write_image(&root.join("a.png"), 64, 64);
     let list = root.join("set.json");
-    let said = |name: &str| {
+    let error = |name: &str| {
         std::fs::write(&list, format!(r#"{{"{name}": {{"caption": "x"}}}}"#)).unwrap();
         discover(&list, false, true).unwrap_err().to_string().replace(name, "")
     };
-    let here = said(secret.to_str().unwrap());
-    assert!(here.contains("is not a file of this data set"), "{here}");
-    assert_eq!(here, said("/nowhere/secret.png"));
-    assert_eq!(here, said("../secret.png"));
-    // In place it is its user's own business.
+    let message = error(secret.to_str().unwrap());
+    assert!(message.contains("is not a file of this data set"), "{message}");
+    assert_eq!(message, error("/nowhere/secret.png"));
+    assert_eq!(message, error("../secret.png"));
+    // A job that runs in place may use any file of its user.
     std::fs::write(&list, r#"{"../secret.png": {"caption": "x"}}"#).unwrap();
     assert_eq!(discover(&list, false, false).unwrap().images.len(), 1);
     std::fs::remove_file(&list).unwrap();
 
-    let enclosed = || DatasetOptions {
-        enclosed: true,
+    let confined = || DatasetOptions {
+        stay_in_folder: true,
         ..options(&root)
     };
-    Dataset::open(enclosed(), 16, 1).unwrap();
-    let refused = |options: DatasetOptions| Dataset::open(options, 16, 1).unwrap_err().to_string();
+    Dataset::open(confined(), 16, 1).unwrap();
+    let error_of = |options: DatasetOptions| Dataset::open(options, 16, 1).unwrap_err().to_string();
     std::os::unix::fs::symlink("/etc/passwd", root.join("a.txt")).unwrap();
-    assert!(refused(enclosed()).contains("a.txt` is not a file of this data set"));
+    assert!(error_of(confined()).contains("a.txt` is not a file of this data set"));
     std::fs::remove_file(root.join("a.txt")).unwrap();
     for link in ["b.png", "folder"] {
         std::os::unix::fs::symlink(dir.path(), root.join(link)).unwrap();
-        assert!(refused(enclosed()).contains("is not a file of this data set"), "{link}");
+        assert!(
+            error_of(confined()).contains("is not a file of this data set"),
+            "{link}"
+        );
         std::fs::remove_file(root.join(link)).unwrap();
     }
     let masks = dir.path().join("masks");
@@ -308,35 +311,35 @@ fn an_enclosed_data_set_opens_nothing_outside_of_its_folder() {
             invert: false,
             min_value: 0.0,
         }),
-        ..enclosed()
+        ..confined()
     };
-    assert!(refused(masked).contains("is not a file of this data set"));
-    let climbing = DatasetOptions {
+    assert!(error_of(masked).contains("is not a file of this data set"));
+    let parent_suffix = DatasetOptions {
         caption_ext: "/../../secret.png".into(),
         ..options(&root)
     };
-    assert!(refused(climbing).contains("caption_ext"));
+    assert!(error_of(parent_suffix).contains("caption_ext"));
 }
 
 #[cfg(unix)]
 #[test]
-fn pipes_and_devices_are_no_data() {
+fn devices_in_a_data_set_are_errors() {
     let dir = tempfile::tempdir().unwrap();
     for path in ["/dev/zero", "/dev/null"] {
         let message = discover(Path::new(path), false, false).unwrap_err().to_string();
         assert!(message.contains("a device, not a file"), "{message}");
     }
-    image(&dir.path().join("a.png"), 64, 64);
+    write_image(&dir.path().join("a.png"), 64, 64);
     std::os::unix::fs::symlink("/dev/zero", dir.path().join("a.txt")).unwrap();
     let message = Dataset::open(options(dir.path()), 16, 1).unwrap_err().to_string();
     assert!(message.contains("a.txt") && message.contains("a device"), "{message}");
 }
 
 #[test]
-fn batches_are_fixed_and_epochs_only_order_them() {
+fn batches_are_the_same_in_every_epoch_and_only_their_order_changes() {
     let dir = tempfile::tempdir().unwrap();
     for i in 0..5 {
-        image(&dir.path().join(format!("p{i}.png")), 64, if i == 4 { 32 } else { 64 });
+        write_image(&dir.path().join(format!("p{i}.png")), 64, if i == 4 { 32 } else { 64 });
     }
     let (dataset, warnings) = Dataset::open(
         DatasetOptions {
@@ -385,9 +388,9 @@ fn batches_are_fixed_and_epochs_only_order_them() {
 }
 
 #[test]
-fn sizes_are_remembered_and_large_images_refused() {
+fn sizes_are_cached_and_too_large_images_are_errors() {
     let dir = tempfile::tempdir().unwrap();
-    image(&dir.path().join("a.png"), 64, 48);
+    write_image(&dir.path().join("a.png"), 64, 48);
     Dataset::open(options(dir.path()), 16, 1).unwrap();
     let text = std::fs::read_to_string(dir.path().join(".aitk_size.json")).unwrap();
     assert!(
@@ -398,13 +401,13 @@ fn sizes_are_remembered_and_large_images_refused() {
         SizeCache::open(dir.path(), dir.path()).get(&dir.path().join("a.png")),
         Some((64, 48))
     );
-    image(&dir.path().join("a.png"), 32, 32);
+    write_image(&dir.path().join("a.png"), 32, 32);
     assert_eq!(
         SizeCache::open(dir.path(), dir.path()).get(&dir.path().join("a.png")),
         None
     );
 
-    // A PNG header that promises 30,000 x 30,000.
+    // A PNG header that claims 30,000 x 30,000 pixels.
     let mut huge = std::fs::read(dir.path().join("a.png")).unwrap();
     huge[16..20].copy_from_slice(&30_000u32.to_be_bytes());
     huge[20..24].copy_from_slice(&30_000u32.to_be_bytes());
@@ -416,10 +419,10 @@ fn sizes_are_remembered_and_large_images_refused() {
 }
 
 #[test]
-fn pixels_are_scaled_cut_and_flipped() {
+fn pixels_are_scaled_cropped_and_flipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.png");
-    image(&path, 100, 50);
+    write_image(&path, 100, 50);
     let (set, _) = Dataset::open(
         DatasetOptions {
             flip_x: true,
@@ -430,11 +433,11 @@ fn pixels_are_scaled_cut_and_flipped() {
     )
     .unwrap();
     let plan = set.items[0].plan;
-    let plain = pixels(&set.items[0]).unwrap();
+    let plain = load_pixels(&set.items[0]).unwrap();
     assert_eq!(plain.dims(), [3, plan.bucket.1 as usize, plan.bucket.0 as usize]);
-    let turned = pixels(&set.items[1]).unwrap();
+    let flipped = load_pixels(&set.items[1]).unwrap();
     let red = |t: &Tensor, x: usize| t.get(0).unwrap().get(3).unwrap().to_vec1::<f32>().unwrap()[x];
     let last = plan.bucket.0 as usize - 1;
-    assert!(red(&plain, 0) < red(&plain, last) && red(&turned, 0) > red(&turned, last));
+    assert!(red(&plain, 0) < red(&plain, last) && red(&flipped, 0) > red(&flipped, last));
     assert!(set.items.iter().all(|i| i.content.len() == 64));
 }

@@ -1,27 +1,30 @@
-//! What CUDA says of its cards.
+//! CUDA devices: how many there are, their properties and their peak memory.
 
-use super::gpus::{Gpu, older_than_built_for};
-use super::trial;
+use super::gpu::{Gpu, too_old_for_build};
+use super::self_test;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::Device;
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 
-/// How many there are; why none can be had, where there should be some.
+/// The number of CUDA devices.
+///
+/// # Errors
+/// Why the driver cannot be used; a machine without a device is no error.
 pub(super) fn count() -> Result<u32, String> {
     match CudaContext::device_count() {
         Ok(count) => Ok(u32::try_from(count).unwrap_or(0)),
         Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => Ok(0),
         Err(DriverError(sys::CUresult::CUDA_ERROR_STUB_LIBRARY)) => {
-            Err("the CUDA library found is the empty one of a tool kit: install NVIDIA's driver".to_owned())
+            Err("the CUDA library found is the stub of a toolkit, without a driver: install NVIDIA's driver".to_owned())
         }
         Err(error) => Err(format!(
-            "NVIDIA's driver does not start ({error:?}): update it, or reboot after an update"
+            "NVIDIA's driver does not start ({error:?}): update it, or reboot if it was just updated"
         )),
     }
 }
 
-/// Opens one and tries it.
+/// Opens a device, reads its properties and tests it.
 pub(super) fn examine(index: u32) -> candle_core::Result<Gpu> {
     let device = Device::new_cuda(index as usize)?;
     let stream = device.as_cuda_device()?.cuda_stream();
@@ -29,8 +32,8 @@ pub(super) fn examine(index: u32) -> candle_core::Result<Gpu> {
     let (major, minor) = context.compute_capability().w()?;
     let (free, total) = context.mem_get_info().w()?;
     let name = context.name().w()?;
-    let (dtypes, mut faults) = trial::working_dtypes(&device);
-    if let Some(built) = older_than_built_for(major, minor, option_env!("CUDA_COMPUTE_CAP")) {
+    let (dtypes, mut faults) = self_test::working_dtypes(&device);
+    if let Some(built) = too_old_for_build(major, minor, option_env!("CUDA_COMPUTE_CAP")) {
         faults.insert(0, built);
     }
     Ok(Gpu {
@@ -47,14 +50,14 @@ pub(super) fn examine(index: u32) -> candle_core::Result<Gpu> {
     })
 }
 
-/// The most bytes that were in use at once of the pool from which tensors are taken; it counts anew from here.
+/// The peak of bytes in use in the memory pool of the device's tensors. Resets the peak.
 pub(super) fn take_peak(index: u32) -> Option<u64> {
     let device = result::device::get(i32::try_from(index).ok()?).ok()?;
     let (mut most, mut restart) = (0_u64, 0_u64);
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
-    // SAFETY: the pool is the driver's own for this device and lives as long as it; the attribute is a u64 to read, and
-    // zero is what may be written to it.
-    #[allow(unsafe_code)]
+    #[expect(unsafe_code, reason = "the driver's C interface takes raw pointers")]
+    // SAFETY: the default pool belongs to the driver and lives as long as the device. The attribute is a u64 that may
+    // be read, and reset by writing zero; both pointers are to u64 variables that outlive the calls.
     unsafe {
         let pool = result::device::get_mem_pool(device).ok()?;
         result::mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;

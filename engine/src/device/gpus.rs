@@ -1,85 +1,68 @@
-//! The GPUs of this machine, as far as this build can use them.
+//! Finds the GPUs of this machine that this build can use.
 
-use super::trial::catch_panic;
-use aitk_common::capability::{DeviceKind, DeviceRef};
+pub use super::gpu::Gpu;
+use super::self_test::catch_panic;
+use aitk_common::capability::DeviceKind;
 
-/// A GPU as its driver describes it, and what came out right on it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Gpu {
-    /// Which one.
-    pub device: DeviceRef,
-    /// What the vendor calls it. Empty when the driver does not say.
-    pub name: String,
-    /// `sm_89`, `applegpu_g15s`, ….
-    pub architecture: String,
-    /// Bytes it has.
-    pub memory_total: u64,
-    /// Bytes that are free now; on a Mac, of what the system recommends to use at once.
-    pub memory_free: u64,
-    /// dtypes that work.
-    pub dtypes: Vec<String>,
-    /// Why others do not: `bf16: conv2d: …`.
-    pub faults: Vec<String>,
-}
-
-/// What looking for GPUs found.
+/// The result of [`survey`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Survey {
-    /// Those that compute, at least in f32.
+    /// GPUs that work, at least in f32.
     pub gpus: Vec<Gpu>,
-    /// Those that do not, and drivers that do not start; a sentence each, for people.
+    /// GPUs that do not work and drivers that do not start: a sentence for the user each.
     pub left_out: Vec<String>,
-    /// Kinds of GPUs that may be here and that this build was not made for; a sentence each. Nothing is wrong with that.
+    /// Kinds of GPUs that may be in this machine and that this build does not support: a sentence for the user each.
+    /// These are notices, not errors.
     pub not_built_for: Vec<String>,
 }
 
-/// How a kind of GPU is asked.
-struct Kind {
+/// How the GPUs of one kind are found.
+struct Backend {
     kind: DeviceKind,
     count: fn() -> Result<u32, String>,
     examine: fn(u32) -> candle_core::Result<Gpu>,
 }
 
-const KINDS: &[Kind] = &[
+const BACKENDS: &[Backend] = &[
     #[cfg(feature = "cuda")]
-    Kind {
+    Backend {
         kind: DeviceKind::Cuda,
         count: super::cuda::count,
         examine: super::cuda::examine,
     },
     #[cfg(feature = "metal")]
-    Kind {
+    Backend {
         kind: DeviceKind::Metal,
         count: super::metal::count,
         examine: super::metal::examine,
     },
 ];
 
-/// Looks for every GPU of the kinds in this build and tries it. Takes seconds with CUDA, whose kernels are translated
-/// for the card when they are first used. Never fails: what does not answer is left out, with a reason.
+/// Finds and tests every GPU that this build supports. Takes seconds with CUDA, which compiles its kernels for the card
+/// when they are first used. Never fails: a GPU that cannot be used is left out, with a reason.
 #[must_use]
 pub fn survey() -> Survey {
     let mut survey = Survey::default();
-    for kind in KINDS {
-        look(kind, &mut survey);
+    for backend in BACKENDS {
+        survey_backend(backend, &mut survey);
     }
-    survey.not_built_for.extend(unused_card());
+    survey.not_built_for.extend(unsupported_gpu());
     survey
 }
 
-fn look(kind: &Kind, survey: &mut Survey) {
-    let name = kind.kind.name();
-    let count = match catch_panic(kind.count) {
+fn survey_backend(backend: &Backend, survey: &mut Survey) {
+    let name = backend.kind.name();
+    let count = match catch_panic(backend.count) {
         Some(Ok(count)) => count,
         Some(Err(reason)) => return survey.left_out.push(format!("{name}: {reason}")),
         None => {
             return survey
                 .left_out
-                .push(format!("{name}: its driver failed when it was asked for devices"));
+                .push(format!("{name}: its driver failed while listing devices"));
         }
     };
     for index in 0..count {
-        match catch_panic(|| (kind.examine)(index)) {
+        match catch_panic(|| (backend.examine)(index)) {
             Some(Ok(gpu)) if gpu.dtypes.iter().any(|dtype| dtype == "f32") => survey.gpus.push(gpu),
             Some(Ok(gpu)) => survey.left_out.push(format!(
                 "{name}:{index} ({} {}) does not compute f32: {}",
@@ -92,17 +75,17 @@ fn look(kind: &Kind, survey: &mut Survey) {
                 .push(format!("{name}:{index} cannot be opened: {error}")),
             None => survey
                 .left_out
-                .push(format!("{name}:{index}: its driver failed when it was tried")),
+                .push(format!("{name}:{index}: its driver failed during the test")),
         }
     }
 }
 
-/// A card that is there and that this build cannot use.
-fn unused_card() -> Option<String> {
+/// A notice about a GPU that this build does not support.
+fn unsupported_gpu() -> Option<String> {
     let driver = ["/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"];
     if !cfg!(feature = "cuda") && driver.iter().any(|path| std::path::Path::new(path).exists()) {
         return Some(
-            "NVIDIA's driver is here, and this program was built without CUDA: deploy/build/cuda.sh builds one with it"
+            "NVIDIA's driver is installed, but this program was built without CUDA: deploy/build/cuda.sh builds one with it"
                 .to_owned(),
         );
     }
@@ -114,23 +97,11 @@ fn unused_card() -> Option<String> {
     None
 }
 
-/// The usual reason for a card on which nothing works. `built` is what the build was told: `80`, `90a`.
-#[cfg(any(feature = "cuda", test))]
-pub(super) fn older_than_built_for(major: i32, minor: i32, built: Option<&str>) -> Option<String> {
-    let built = built?;
-    let number: i32 = built.trim_end_matches(|c: char| c.is_ascii_alphabetic()).parse().ok()?;
-    (major * 10 + minor < number).then(|| {
-        format!(
-            "the card has compute capability {major}.{minor}, this program was built for {}.{} and later",
-            number / 10,
-            number % 10
-        )
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::gpu::too_old_for_build;
     use super::*;
+    use aitk_common::capability::DeviceRef;
 
     fn gpu(dtypes: &[&str]) -> Gpu {
         Gpu {
@@ -147,33 +118,33 @@ mod tests {
         }
     }
 
-    fn found(count: fn() -> Result<u32, String>, examine: fn(u32) -> candle_core::Result<Gpu>) -> Survey {
+    fn survey_with(count: fn() -> Result<u32, String>, examine: fn(u32) -> candle_core::Result<Gpu>) -> Survey {
         let mut survey = Survey::default();
-        let kind = Kind {
+        let backend = Backend {
             kind: DeviceKind::Cuda,
             count,
             examine,
         };
-        look(&kind, &mut survey);
+        survey_backend(&backend, &mut survey);
         survey
     }
 
     #[test]
-    fn a_gpu_counts_when_it_computes() {
-        let survey = found(|| Ok(1), |_| Ok(gpu(&["f32", "f16"])));
+    fn a_gpu_is_used_if_f32_works() {
+        let survey = survey_with(|| Ok(1), |_| Ok(gpu(&["f32", "f16"])));
         assert_eq!((survey.gpus.len(), survey.left_out.len()), (1, 0));
-        let survey = found(|| Ok(1), |_| Ok(gpu(&["f16"])));
+        let survey = survey_with(|| Ok(1), |_| Ok(gpu(&["f16"])));
         assert!(survey.gpus.is_empty());
         assert!(survey.left_out[0].contains("no such kernel"), "{survey:?}");
     }
 
     #[test]
-    fn whatever_a_driver_does_is_a_sentence() {
-        let survey = found(|| Err("too old".to_owned()), |_| Ok(gpu(&["f32"])));
+    fn errors_and_panics_of_a_driver_become_reasons() {
+        let survey = survey_with(|| Err("too old".to_owned()), |_| Ok(gpu(&["f32"])));
         assert_eq!(survey.left_out, ["cuda: too old"]);
-        let survey = found(|| panic!("no library"), |_| Ok(gpu(&["f32"])));
+        let survey = survey_with(|| panic!("no library"), |_| Ok(gpu(&["f32"])));
         assert!(survey.left_out[0].contains("failed"), "{survey:?}");
-        let survey = found(
+        let survey = survey_with(
             || Ok(3),
             |index| match index {
                 0 => panic!("a fault of the driver"),
@@ -187,12 +158,12 @@ mod tests {
     }
 
     #[test]
-    fn a_card_that_is_too_old_is_told() {
-        let told = older_than_built_for(7, 5, Some("80")).unwrap();
-        assert!(told.contains("7.5") && told.contains("8.0 and later"), "{told}");
-        assert_eq!(older_than_built_for(12, 0, Some("80")), None);
-        assert_eq!(older_than_built_for(9, 0, Some("90a")), None);
-        assert!(older_than_built_for(9, 0, Some("120a")).unwrap().contains("12.0"));
-        assert_eq!(older_than_built_for(7, 5, None), None);
+    fn a_card_that_is_too_old_for_the_build_is_reported() {
+        let reason = too_old_for_build(7, 5, Some("80")).unwrap();
+        assert!(reason.contains("7.5") && reason.contains("8.0 and later"), "{reason}");
+        assert_eq!(too_old_for_build(12, 0, Some("80")), None);
+        assert_eq!(too_old_for_build(9, 0, Some("90a")), None);
+        assert!(too_old_for_build(9, 0, Some("120a")).unwrap().contains("12.0"));
+        assert_eq!(too_old_for_build(7, 5, None), None);
     }
 }

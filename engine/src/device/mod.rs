@@ -1,40 +1,41 @@
-//! Where tensors live and in which dtype they are computed.
+//! Devices, and the dtype that models are computed in.
 
 pub mod allocator;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod gpu;
 pub mod gpus;
 #[cfg(feature = "metal")]
 mod metal;
+pub mod self_test;
 pub mod threads;
-pub mod trial;
 
 use crate::error::{EngineError, Result};
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::{DType, Device};
 
-/// An open device and the dtype policy that holds on it.
+/// An open device and the dtype to compute in.
 #[derive(Clone, Debug)]
 pub struct Compute {
-    /// Where tensors live.
+    /// The device of all tensors.
     pub device: Device,
-    /// What the weights and activations of a model are computed in.
+    /// The dtype of weights and activations.
     pub dtype: DType,
-    /// What a person should know: a dtype that was asked for and is not used, and why.
+    /// Notices for the user: why a requested dtype is not used.
     pub notes: Vec<String>,
 }
 
 /// Opens a device.
 ///
 /// # Errors
-/// When this program was built without its kind, or the driver refuses.
+/// When this program was built without support for its kind, or the device cannot be opened.
 pub fn open(device: DeviceRef) -> Result<Device> {
     let index = device.index as usize;
     let (opened, feature) = match device.kind {
         DeviceKind::Cpu => return Ok(Device::Cpu),
-        DeviceKind::Cuda => (trial::catch_panic(|| Device::new_cuda(index)), "cuda"),
-        // candle panics where there is no such device.
-        DeviceKind::Metal => (trial::catch_panic(|| Device::new_metal(index)), "metal"),
+        DeviceKind::Cuda => (self_test::catch_panic(|| Device::new_cuda(index)), "cuda"),
+        // candle panics when the device does not exist.
+        DeviceKind::Metal => (self_test::catch_panic(|| Device::new_metal(index)), "metal"),
     };
     let message = match opened {
         Some(Ok(device)) => return Ok(device),
@@ -50,24 +51,25 @@ pub fn open(device: DeviceRef) -> Result<Device> {
     })
 }
 
-/// Opens a device and settles the dtype; `wanted` is the config's name (`fp16`, `bf16`, `float32`, …), empty for none.
+/// Opens a device and chooses the dtype. `requested` is the config's name (`fp16`, `bf16`, `float32`, …), or empty for
+/// f32.
 ///
-/// The CPU always computes in f32: its half-precision products are slower and less exact. A GPU computes in what
-/// is asked for if all operations come out right in it ([`trial::fault`]); otherwise in f16 instead of bf16 (products
-/// add up in f32 there too), otherwise in f32.
+/// The CPU always computes in f32: its half-precision products are slower and less exact. A GPU computes in the
+/// requested dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its
+/// products are summed in f32 too), else in f32.
 ///
 /// # Errors
 /// When the name is unknown or the device cannot be opened.
-pub fn compute(device: DeviceRef, wanted: &str) -> Result<Compute> {
-    let asked = parse_dtype(wanted)?;
+pub fn open_with_dtype(device: DeviceRef, requested: &str) -> Result<Compute> {
+    let requested_dtype = parse_dtype(requested)?;
     let opened = open(device)?;
-    let (dtype, notes) = match (device.kind, asked) {
+    let (dtype, notes) = match (device.kind, requested_dtype) {
         (_, DType::F32) => (DType::F32, Vec::new()),
         (DeviceKind::Cpu, _) => {
-            let note = format!("computing in f32 on the CPU (the config asks for {wanted})");
+            let note = format!("computing in f32 on the CPU (the config asks for {requested})");
             (DType::F32, vec![note])
         }
-        (kind, asked) => first_working(asked, kind, |dtype| trial::fault(&opened, dtype)),
+        (kind, dtype) => first_working(dtype, kind, |dtype| self_test::first_failure(&opened, dtype)),
     };
     Ok(Compute {
         device: opened,
@@ -76,19 +78,23 @@ pub fn compute(device: DeviceRef, wanted: &str) -> Result<Compute> {
     })
 }
 
-/// `asked` if nothing is wrong with it, or what comes closest, and a note for each that was passed over.
-fn first_working(asked: DType, kind: DeviceKind, fault: impl Fn(DType) -> Option<String>) -> (DType, Vec<String>) {
+/// `requested` if it works, else the closest dtype that works; and a notice for each dtype that does not work.
+fn first_working(
+    requested: DType,
+    kind: DeviceKind,
+    failure: impl Fn(DType) -> Option<String>,
+) -> (DType, Vec<String>) {
     let mut notes = Vec::new();
-    let candidates: &[DType] = if asked == DType::BF16 {
+    let candidates: &[DType] = if requested == DType::BF16 {
         &[DType::BF16, DType::F16]
     } else {
         &[DType::F16]
     };
     for &dtype in candidates {
-        match fault(dtype) {
+        match failure(dtype) {
             None => return (dtype, notes),
-            Some(fault) => notes.push(format!(
-                "not computing in {} on {}, it does not work there ({fault})",
+            Some(failure) => notes.push(format!(
+                "not computing in {} on {}: it does not work there ({failure})",
                 dtype.as_str(),
                 kind.name()
             )),
@@ -97,8 +103,8 @@ fn first_working(asked: DType, kind: DeviceKind, fault: impl Fn(DType) -> Option
     (DType::F32, notes)
 }
 
-/// The most bytes that tensors of this process held on a GPU at once since the last call. `None` where nobody counts them:
-/// on the CPU, with Metal, or when the driver does not tell.
+/// The peak of bytes that tensors of this process used on a GPU since the last call. `None` where it is not counted: on
+/// the CPU, with Metal, or when the driver does not report it.
 #[must_use]
 pub fn take_peak(device: DeviceRef) -> Option<u64> {
     match device.kind {
@@ -108,7 +114,7 @@ pub fn take_peak(device: DeviceRef) -> Option<u64> {
     }
 }
 
-/// The dtype of a config's name, as ai-toolkit accepts them.
+/// Parses the name of a dtype. Accepts the names of ai-toolkit.
 ///
 /// # Errors
 /// When the name is unknown.
@@ -123,10 +129,8 @@ pub fn parse_dtype(name: &str) -> Result<DType> {
     }
 }
 
-/// Sets the number of threads for all arithmetic on the CPU. Works once per process, before any arithmetic;
-/// later calls change nothing. Results do not depend on it.
-///
-/// Returns whether it took effect.
+/// Sets the number of threads for all computation on the CPU, and returns whether that succeeded. It succeeds once per
+/// process, before the first computation. Results do not depend on the number.
 pub fn set_threads(threads: usize) -> bool {
     rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
@@ -139,41 +143,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_cpu_computes_in_f32_and_says_so() {
+    fn the_cpu_computes_in_f32_with_a_notice() {
         let cpu = DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,
         };
-        let bf16 = compute(cpu, "bf16").unwrap();
+        let bf16 = open_with_dtype(cpu, "bf16").unwrap();
         assert_eq!(bf16.dtype, DType::F32);
         assert!(bf16.notes[0].contains("f32"));
-        assert!(compute(cpu, "float32").unwrap().notes.is_empty());
-        assert!(compute(cpu, "fp12").unwrap_err().to_string().contains("fp12"));
+        assert!(open_with_dtype(cpu, "float32").unwrap().notes.is_empty());
+        assert!(open_with_dtype(cpu, "fp12").unwrap_err().to_string().contains("fp12"));
     }
 
     #[test]
-    fn what_does_not_work_is_replaced_by_what_comes_closest() {
-        let none_of = |broken: &'static [DType]| move |dtype| broken.contains(&dtype).then(|| "conv2d: no".to_owned());
-        let settled = |asked, broken| first_working(asked, DeviceKind::Metal, none_of(broken));
-        assert_eq!(settled(DType::BF16, &[]), (DType::BF16, vec![]));
-        let (dtype, notes) = settled(DType::BF16, &[DType::BF16]);
+    fn a_dtype_that_does_not_work_is_replaced_by_the_closest_one() {
+        let failure_in =
+            |broken: &'static [DType]| move |dtype| broken.contains(&dtype).then(|| "conv2d: no".to_owned());
+        let chosen = |requested, broken| first_working(requested, DeviceKind::Metal, failure_in(broken));
+        assert_eq!(chosen(DType::BF16, &[]), (DType::BF16, vec![]));
+        let (dtype, notes) = chosen(DType::BF16, &[DType::BF16]);
         assert_eq!((dtype, notes.len()), (DType::F16, 1));
         assert!(
             notes[0].contains("bf16 on metal") && notes[0].contains("conv2d"),
             "{notes:?}"
         );
-        assert_eq!(settled(DType::BF16, &[DType::BF16, DType::F16]).0, DType::F32);
-        assert_eq!(settled(DType::F16, &[DType::BF16]), (DType::F16, vec![]));
+        assert_eq!(chosen(DType::BF16, &[DType::BF16, DType::F16]).0, DType::F32);
+        assert_eq!(chosen(DType::F16, &[DType::BF16]), (DType::F16, vec![]));
         assert_eq!(
-            settled(DType::F16, &[DType::F16]).0,
+            chosen(DType::F16, &[DType::F16]).0,
             DType::F32,
-            "bf16 keeps less than f16 does"
+            "bf16 has fewer bits than f16"
         );
     }
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn a_missing_feature_is_named() {
+    fn the_error_names_the_missing_feature() {
         let error = open(DeviceRef {
             kind: DeviceKind::Cuda,
             index: 0,

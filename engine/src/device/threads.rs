@@ -1,26 +1,27 @@
-//! The threads that arithmetic on the CPU runs on.
+//! The thread pool for computation on the CPU.
 
-/// Stack of each thread: the backward pass walks the graph of a whole model recursively. Only what is used is real.
+/// The stack of each thread. The backward pass walks the graph of a whole model recursively. Unused pages take no
+/// memory.
 const STACK_BYTES: usize = 64 << 20;
 
-/// Address space that the stacks of the pool's threads take, of which hardly anything is ever real.
+/// The address space of the stacks of all threads in the pool. Hardly any of it is ever backed by memory.
 #[must_use]
 pub fn stack_space() -> u64 {
     (STACK_BYTES as u64).saturating_mul(rayon::current_num_threads() as u64)
 }
 
-/// Runs `work` on a thread of the pool that the arithmetic uses, and waits for it.
+/// Runs `work` on a thread of the pool and waits for it.
 ///
-/// From a thread outside, each parallel operation would hand its work over and sleep until it is woken; small models
-/// have thousands of them per step. A panic of `work` goes on in the caller.
+/// A thread outside the pool would have to hand over each parallel operation and sleep until it is done; small models
+/// have thousands of these per step. A panic of `work` is resumed in the caller.
 pub fn on_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
-    // An error says that the pool exists already, for example because a test ran before: it serves as well.
+    // An error means that the pool exists already, for example because another test ran before. Then that pool is used.
     let built = rayon::ThreadPoolBuilder::new()
         .stack_size(STACK_BYTES)
         .thread_name(|number| format!("compute-{number}"))
         .build_global();
     if let Err(error) = built {
-        tracing::debug!(%error, "the compute threads were there before");
+        tracing::debug!(%error, "the pool of compute threads exists already");
     }
     rayon::scope(|_| work())
 }
@@ -31,10 +32,10 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     #[test]
-    fn work_runs_on_the_pool_and_its_panics_come_back() {
+    fn work_runs_on_the_pool_and_its_panics_reach_the_caller() {
         assert!(on_pool(rayon::current_thread_index).is_some());
         let panicked = catch_unwind(AssertUnwindSafe(|| on_pool(|| panic!("expected"))));
         assert!(panicked.is_err());
-        assert_eq!(on_pool(|| 7), 7, "and the pool lives on");
+        assert_eq!(on_pool(|| 7), 7, "the pool still works after a panic");
     }
 }

@@ -1,5 +1,5 @@
-//! JPEG as libjpeg-turbo decodes it, and so Pillow: to the byte. (Decoders differ: in how they spread colour that is stored
-//! at half the size, and in how they round. By up to 12 of 255, which makes other latents.)
+//! Decodes JPEG with libjpeg-turbo, to get the same bytes as Pillow. Other decoders upsample chroma and round
+//! differently, by up to 12 of 255, which would give other latents.
 
 use image::{DynamicImage, GrayImage, RgbImage};
 use mozjpeg::{ColorSpace, Decompress};
@@ -7,32 +7,32 @@ use std::cell::Cell;
 use std::io::{self, BufRead, Read};
 use std::panic::AssertUnwindSafe;
 
-/// The image as it is stored, not yet turned. `None`: libjpeg gives it up, or it is in the colours of printers.
+/// Decodes an image, without applying its EXIF orientation. `None`: libjpeg cannot decode it, or it is CMYK.
 ///
 /// # Errors
-/// When the file ends before the image does. libjpeg would make the rest up in gray; Pillow refuses it as well.
+/// When the file ends before the image does. libjpeg would fill the rest with gray; Pillow refuses such files too.
 pub(super) fn decode(bytes: &[u8]) -> Result<Option<DynamicImage>, String> {
-    let starved = Cell::new(false);
-    // libjpeg reports what it cannot decode by unwinding, without a word on the standard error.
+    let reached_end = Cell::new(false);
+    // mozjpeg reports a decoding error by unwinding, and writes nothing to stderr.
     let decoded = std::panic::catch_unwind(AssertUnwindSafe(|| {
-        pixels(Bytes {
+        decode_pixels(TrackedReader {
             bytes,
-            starved: &starved,
+            reached_end: &reached_end,
         })
     }));
-    if starved.get() {
-        return Err("the image is cut off: the file ends before it does".to_owned());
+    if reached_end.get() {
+        return Err("the image is cut off: the file ends before the image is complete".to_owned());
     }
     Ok(decoded.ok().flatten())
 }
 
-/// A file in memory, which notes when more is wanted than there is.
-struct Bytes<'a> {
+/// Reads a file in memory and records whether the decoder read past its end.
+struct TrackedReader<'a> {
     bytes: &'a [u8],
-    starved: &'a Cell<bool>,
+    reached_end: &'a Cell<bool>,
 }
 
-impl Read for Bytes<'_> {
+impl Read for TrackedReader<'_> {
     fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
         let count = self.fill_buf()?.read(to)?;
         self.consume(count);
@@ -40,10 +40,10 @@ impl Read for Bytes<'_> {
     }
 }
 
-impl BufRead for Bytes<'_> {
+impl BufRead for TrackedReader<'_> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         if self.bytes.is_empty() {
-            self.starved.set(true);
+            self.reached_end.set(true);
         }
         Ok(self.bytes)
     }
@@ -53,16 +53,19 @@ impl BufRead for Bytes<'_> {
     }
 }
 
-fn pixels(bytes: Bytes<'_>) -> Option<DynamicImage> {
-    let file = Decompress::new_reader(bytes).ok()?;
-    let (width, height) = (u32::try_from(file.width()).ok()?, u32::try_from(file.height()).ok()?);
-    match file.color_space() {
+fn decode_pixels(bytes: TrackedReader<'_>) -> Option<DynamicImage> {
+    let decompress = Decompress::new_reader(bytes).ok()?;
+    let (width, height) = (
+        u32::try_from(decompress.width()).ok()?,
+        u32::try_from(decompress.height()).ok()?,
+    );
+    match decompress.color_space() {
         ColorSpace::JCS_GRAYSCALE => {
-            let grey = file.grayscale().ok()?.read_scanlines::<u8>().ok()?;
+            let grey = decompress.grayscale().ok()?.read_scanlines::<u8>().ok()?;
             GrayImage::from_raw(width, height, grey).map(DynamicImage::ImageLuma8)
         }
         ColorSpace::JCS_YCbCr | ColorSpace::JCS_RGB => {
-            let rgb = file.rgb().ok()?.read_scanlines::<[u8; 3]>().ok()?;
+            let rgb = decompress.rgb().ok()?.read_scanlines::<[u8; 3]>().ok()?;
             RgbImage::from_raw(width, height, rgb.into_flattened()).map(DynamicImage::ImageRgb8)
         }
         _ => None,

@@ -1,14 +1,14 @@
-//! Images in and out: PNG, JPEG and WebP, as Pillow reads, resizes and writes them.
+//! Reads, resizes and writes PNG, JPEG and WebP images with the same results as Pillow.
 
 mod encode;
 mod jpeg;
 mod resize;
-mod whole;
+mod truncated;
 
 pub use encode::{Format, encode, save};
-pub(crate) use encode::{file_error, write};
+pub(crate) use encode::{from_fs_error, write};
 pub use resize::{Filter, resize};
-pub use whole::is_cut_off;
+pub use truncated::is_cut_off;
 
 use crate::error::{EngineError, Result};
 use aitk_common::fsutil::regular;
@@ -18,21 +18,21 @@ use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, RgbImage};
 use std::io::Cursor;
 use std::path::Path;
 
-/// Most pixels that an image may have: the number at which Pillow, too, refuses (a "decompression bomb").
+/// Most pixels that an image may have: Pillow's limit too ("decompression bomb").
 pub const MAX_PIXELS: u64 = 178_956_970;
 /// Most bytes that an image file may have.
 pub const MAX_FILE_BYTES: u64 = 1 << 30;
 
-/// Opens an image: decoded, turned upright as its EXIF orientation says, and in RGB as Pillow's `convert("RGB")` gives
-/// it (transparency is dropped, not blended; of 16 bits the upper 8 stay, also in grey, where Pillow clips to white).
+/// Reads an image: decoded, rotated as its EXIF orientation says, and converted to RGB like Pillow's `convert("RGB")`
+/// (transparency is dropped, not blended; of 16 bits the upper 8 are used, also in grey, where Pillow clips to white).
 ///
 /// # Errors
-/// One sentence that names the file: it is missing, empty, too large, not an image, or damaged.
+/// When the file is missing, empty, too large, not an image, or damaged. The message names the file.
 pub fn open_rgb(path: &Path) -> Result<RgbImage> {
     Ok(to_rgb(open(path)?))
 }
 
-/// As [`open_rgb`], but of the transparency: opaque is white, an image without transparency is white all over.
+/// Reads the alpha channel of an image as RGB: opaque is white; an image without an alpha channel is all white.
 ///
 /// # Errors
 /// As [`open_rgb`].
@@ -46,101 +46,101 @@ pub fn open_alpha(path: &Path) -> Result<RgbImage> {
 fn open(path: &Path) -> Result<DynamicImage> {
     let (_, size) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
     if size > MAX_FILE_BYTES {
-        return Err(wrong(
+        return Err(bad_file(
             path,
             format!("the file has {size} bytes, more than the {MAX_FILE_BYTES} that are allowed"),
         ));
     }
     let bytes = regular::read(path, MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
-    decode(&bytes).map_err(|reason| wrong(path, reason))
+    decode(&bytes).map_err(|reason| bad_file(path, reason))
 }
 
-/// Width and height in pixels as seen upright, without decoding the image.
+/// Width and height in pixels after EXIF rotation, without decoding the image.
 ///
 /// # Errors
-/// As [`open_rgb`], for what the header can tell.
+/// As [`open_rgb`], as far as the header shows it.
 pub fn dimensions(path: &Path) -> Result<(u32, u32)> {
     let (file, _) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
     let reader = ImageReader::new(std::io::BufReader::new(file))
         .with_guessed_format()
         .map_err(|e| EngineError::io(path, e))?;
     let header = (|| {
-        supported(reader.format())?;
-        let mut decoder = reader.into_decoder().map_err(|e| damaged(&e))?;
+        check_format(reader.format())?;
+        let mut decoder = reader.into_decoder().map_err(|e| decode_error(&e))?;
         let (width, height) = check_size(decoder.dimensions())?;
-        let turned = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-        Ok(if swaps_sides(turned) {
+        let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
+        Ok(if swaps_width_and_height(orientation) {
             (height, width)
         } else {
             (width, height)
         })
     })();
-    header.map_err(|reason| wrong(path, reason))
+    header.map_err(|reason| bad_file(path, reason))
 }
 
-/// [`open_rgb`] of bytes in memory.
+/// Decodes an image in memory as [`open_rgb`] does.
 ///
 /// # Errors
-/// What is wrong with them, without a file name.
+/// The reason, without a file name.
 pub fn decode_rgb(bytes: &[u8]) -> Result<RgbImage, String> {
     decode(bytes).map(to_rgb)
 }
 
-/// Decoded and upright.
+/// Decodes an image and applies its EXIF orientation.
 fn decode(bytes: &[u8]) -> Result<DynamicImage, String> {
     if bytes.is_empty() {
         return Err("the file is empty (0 bytes)".into());
     }
     let format = image::guess_format(bytes).ok();
-    supported(format)?;
+    check_format(format)?;
     let mut reader = ImageReader::new(Cursor::new(bytes));
     if let Some(format) = format {
         reader.set_format(format);
     }
-    // The size is checked below, before anything is allocated for the pixels; the limit covers what a decoder needs.
+    // The size is checked below, before pixels are allocated; this limit is for the decoder's own buffers.
     let mut limits = image::Limits::no_limits();
     limits.max_alloc = Some(MAX_PIXELS * 16);
     reader.limits(limits);
-    let mut decoder = reader.into_decoder().map_err(|e| damaged(&e))?;
+    let mut decoder = reader.into_decoder().map_err(|e| decode_error(&e))?;
     check_size(decoder.dimensions())?;
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let pillows = if format == Some(ImageFormat::Jpeg) {
+    let from_libjpeg = if format == Some(ImageFormat::Jpeg) {
         jpeg::decode(bytes)?
     } else {
         None
     };
-    let mut image = match pillows {
+    let mut image = match from_libjpeg {
         Some(image) => image,
-        None => DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?,
+        None => DynamicImage::from_decoder(decoder).map_err(|e| decode_error(&e))?,
     };
     image.apply_orientation(orientation);
     Ok(image)
 }
 
-/// `convert("RGB")`.
+/// Converts an image to RGB like Pillow's `convert("RGB")`.
 fn to_rgb(image: DynamicImage) -> RgbImage {
-    let high = |v: u16| (v >> 8) as u8;
+    let upper_byte = |v: u16| (v >> 8) as u8;
     let (width, height) = (image.width(), image.height());
     let pixels: Vec<u8> = match image {
         DynamicImage::ImageRgb8(rgb) => return rgb,
         DynamicImage::ImageLumaA8(la) => la.pixels().flat_map(|p| [p[0]; 3]).collect(),
         DynamicImage::ImageRgba8(rgba) => rgba.pixels().flat_map(|p| [p[0], p[1], p[2]]).collect(),
-        DynamicImage::ImageLuma16(l) => l.pixels().flat_map(|p| [high(p[0]); 3]).collect(),
-        DynamicImage::ImageLumaA16(la) => la.pixels().flat_map(|p| [high(p[0]); 3]).collect(),
+        DynamicImage::ImageLuma16(l) => l.pixels().flat_map(|p| [upper_byte(p[0]); 3]).collect(),
+        DynamicImage::ImageLumaA16(la) => la.pixels().flat_map(|p| [upper_byte(p[0]); 3]).collect(),
         DynamicImage::ImageRgb16(rgb) => rgb
             .pixels()
-            .flat_map(|p| [high(p[0]), high(p[1]), high(p[2])])
+            .flat_map(|p| [upper_byte(p[0]), upper_byte(p[1]), upper_byte(p[2])])
             .collect(),
         DynamicImage::ImageRgba16(rgba) => rgba
             .pixels()
-            .flat_map(|p| [high(p[0]), high(p[1]), high(p[2])])
+            .flat_map(|p| [upper_byte(p[0]), upper_byte(p[1]), upper_byte(p[2])])
             .collect(),
         other => return other.into_rgb8(),
     };
     RgbImage::from_raw(width, height, pixels).unwrap_or_default()
 }
 
-fn supported(format: Option<ImageFormat>) -> Result<(), String> {
+fn check_format(format: Option<ImageFormat>) -> Result<(), String> {
     match format {
         Some(ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP) => Ok(()),
         Some(other) => Err(format!(
@@ -163,25 +163,25 @@ fn check_size((width, height): (u32, u32)) -> Result<(u32, u32), String> {
     Ok((width, height))
 }
 
-fn swaps_sides(orientation: Orientation) -> bool {
+fn swaps_width_and_height(orientation: Orientation) -> bool {
     matches!(
         orientation,
         Orientation::Rotate90 | Orientation::Rotate270 | Orientation::Rotate90FlipH | Orientation::Rotate270FlipH
     )
 }
 
-fn damaged(error: &image::ImageError) -> String {
+fn decode_error(error: &image::ImageError) -> String {
     format!("the image is damaged or cut off: {error}")
 }
 
-fn wrong(path: &Path, reason: String) -> EngineError {
+fn bad_file(path: &Path, reason: String) -> EngineError {
     EngineError::BadInput(format!("{}: {reason}", path.display()))
 }
 
-/// An image as a tensor [3, height, width] in -1 ..= 1, as diffusers' `VaeImageProcessor` makes it.
+/// Converts an image to a tensor [3, height, width] in -1 ..= 1, as diffusers' `VaeImageProcessor` does.
 ///
 /// # Errors
-/// When the device refuses.
+/// When the tensor cannot be created on the device.
 pub fn to_tensor(image: &RgbImage, device: &Device) -> Result<Tensor> {
     let (width, height) = (image.width() as usize, image.height() as usize);
     let bytes = image.as_raw();
@@ -198,14 +198,16 @@ pub fn to_tensor(image: &RgbImage, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, (3, height, width), &Device::Cpu)?.to_device(device)?)
 }
 
-/// The images of a tensor [b, 3, height, width] in -1 ..= 1, rounded as diffusers' `postprocess` rounds.
+/// Converts a tensor [b, 3, height, width] in -1 ..= 1 to images, rounded as diffusers' `postprocess` rounds.
 ///
 /// # Errors
 /// When the tensor has another shape.
 pub fn from_tensor(images: &Tensor) -> Result<Vec<RgbImage>> {
     let (batch, channels, height, width) = images.dims4()?;
     if channels != 3 {
-        return Err(EngineError::Internal(format!("an image with {channels} channels")));
+        return Err(EngineError::Internal(format!(
+            "expected images of 3 channels, found {channels}"
+        )));
     }
     let data = images
         .to_device(&Device::Cpu)?
@@ -223,7 +225,7 @@ pub fn from_tensor(images: &Tensor) -> Result<Vec<RgbImage>> {
             }
         }
         let image = RgbImage::from_raw(width as u32, height as u32, bytes);
-        out.push(image.ok_or_else(|| EngineError::Internal("image buffer has the wrong length".into()))?);
+        out.push(image.ok_or_else(|| EngineError::Internal("the image buffer has the wrong length".into()))?);
     }
     Ok(out)
 }

@@ -1,8 +1,8 @@
-//! Resizing with Pillow's numbers: the same weights in the same fixed point, one axis after the other.
+//! Resizes images with the same bytes as Pillow: the same fixed-point weights, one axis after the other.
 
 use image::RgbImage;
 
-/// How new pixels are made from old ones.
+/// Resampling filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Filter {
     /// `Image.BOX`
@@ -50,15 +50,16 @@ impl Filter {
     }
 }
 
-/// Bits behind the point of a weight.
+/// Fractional bits of a fixed-point weight.
 const PRECISION: u32 = 32 - 8 - 2;
 
-/// Which old pixels make one new pixel, and with what weights.
+/// The source pixels of one output pixel and their weights.
 struct Taps {
     first: usize,
     weights: Vec<i32>,
 }
 
+/// The taps of every output pixel along one axis.
 fn taps(old: usize, new: usize, filter: Filter) -> Vec<Taps> {
     let scale = old as f64 / new as f64;
     let filter_scale = scale.max(1.0);
@@ -85,11 +86,13 @@ fn taps(old: usize, new: usize, filter: Filter) -> Vec<Taps> {
         .collect()
 }
 
-fn rounded(sum: i32) -> u8 {
+/// Converts a fixed-point sum to a byte.
+fn to_byte(sum: i32) -> u8 {
     (sum >> PRECISION).clamp(0, 255) as u8
 }
 
-/// `image.resize((width, height), filter)`: the same bytes as Pillow. A size of 0 gives an empty image.
+/// Resizes an image with the same bytes as Pillow's `image.resize((width, height), filter)`. A size of 0 gives an empty
+/// image.
 #[must_use]
 pub fn resize(image: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbImage {
     let (old_width, old_height) = (image.width() as usize, image.height() as usize);
@@ -97,68 +100,68 @@ pub fn resize(image: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbI
     if old_width == 0 || old_height == 0 || width == 0 || height == 0 {
         return RgbImage::new(width as u32, height as u32);
     }
-    let across = |pixels: Vec<u8>| {
+    let resize_rows = |pixels: Vec<u8>| {
         if width == old_width {
             pixels
         } else {
-            across(&pixels, old_width, width, filter)
+            resize_rows(&pixels, old_width, width, filter)
         }
     };
-    let down = |pixels: Vec<u8>, row| {
+    let resize_columns = |pixels: Vec<u8>, row| {
         if height == old_height {
             pixels
         } else {
-            down(&pixels, row, old_height, height, filter)
+            resize_columns(&pixels, row, old_height, height, filter)
         }
     };
     let pixels = image.as_raw().clone();
-    // Each axis rounds to bytes, so the order shows. Pillow 13 takes the one that shrinks the image more first.
-    let (less_wide, less_high) = (old_width as i64 - width as i64, old_height as i64 - height as i64);
-    let pixels = if less_high > 0 && less_high > 2 * less_wide {
-        across(down(pixels, 3 * old_width))
+    // Each axis rounds to bytes, so the order matters. Pillow 13 first resizes the axis that shrinks more.
+    let (width_loss, height_loss) = (old_width as i64 - width as i64, old_height as i64 - height as i64);
+    let pixels = if height_loss > 0 && height_loss > 2 * width_loss {
+        resize_rows(resize_columns(pixels, 3 * old_width))
     } else {
-        down(across(pixels), 3 * width)
+        resize_columns(resize_rows(pixels), 3 * width)
     };
     RgbImage::from_raw(width as u32, height as u32, pixels).unwrap_or_default()
 }
 
-/// What every sum begins with: a half, so that cutting off rounds.
-const START: i32 = 1 << (PRECISION - 1);
+/// The initial value of every sum: one half, so that truncation rounds.
+const HALF: i32 = 1 << (PRECISION - 1);
 
-/// Rows of `old` pixels to rows of `new`.
-fn across(pixels: &[u8], old: usize, new: usize, filter: Filter) -> Vec<u8> {
+/// Resizes rows of `old` pixels to rows of `new` pixels.
+fn resize_rows(pixels: &[u8], old: usize, new: usize, filter: Filter) -> Vec<u8> {
     let taps = taps(old, new, filter);
     let mut out = vec![0u8; pixels.len() / old * new];
     for (old, new) in pixels.chunks_exact(3 * old).zip(out.chunks_exact_mut(3 * new)) {
         for (tap, pixel) in taps.iter().zip(new.chunks_exact_mut(3)) {
-            let mut sums = [START; 3];
+            let mut sums = [HALF; 3];
             for (source, weight) in old[3 * tap.first..].chunks_exact(3).zip(&tap.weights) {
                 for (sum, value) in sums.iter_mut().zip(source) {
                     *sum = sum.wrapping_add(i32::from(*value) * weight);
                 }
             }
             for (value, sum) in pixel.iter_mut().zip(sums) {
-                *value = rounded(sum);
+                *value = to_byte(sum);
             }
         }
     }
     out
 }
 
-/// `old` rows of `row` bytes to `new` rows.
-fn down(pixels: &[u8], row: usize, old: usize, new: usize, filter: Filter) -> Vec<u8> {
+/// Resizes `old` rows of `row` bytes to `new` rows.
+fn resize_columns(pixels: &[u8], row: usize, old: usize, new: usize, filter: Filter) -> Vec<u8> {
     let taps = taps(old, new, filter);
     let mut out = vec![0u8; row * new];
     let mut sums = vec![0i32; row];
     for (tap, new) in taps.iter().zip(out.chunks_exact_mut(row)) {
-        sums.fill(START);
+        sums.fill(HALF);
         for (old, weight) in pixels[row * tap.first..].chunks_exact(row).zip(&tap.weights) {
             for (sum, value) in sums.iter_mut().zip(old) {
                 *sum = sum.wrapping_add(i32::from(*value) * weight);
             }
         }
         for (value, sum) in new.iter_mut().zip(&sums) {
-            *value = rounded(*sum);
+            *value = to_byte(*sum);
         }
     }
     out

@@ -1,4 +1,4 @@
-//! Against Pillow (`tests/reference/make_images.py`), and against bad files.
+//! Compares with Pillow (`tests/reference/make_images.py`), and reads bad files.
 
 use super::*;
 use candle_core::safetensors;
@@ -13,13 +13,13 @@ fn pillow() -> HashMap<String, Tensor> {
     safetensors::load(folder().join("pillow.safetensors"), &Device::Cpu).unwrap()
 }
 
-fn image(tensor: &Tensor) -> RgbImage {
+fn to_image(tensor: &Tensor) -> RgbImage {
     let (height, width, _) = tensor.dims3().unwrap();
     let bytes = tensor.flatten_all().unwrap().to_vec1::<u8>().unwrap();
     RgbImage::from_raw(width as u32, height as u32, bytes).unwrap()
 }
 
-/// The largest difference of two images, or what else is different.
+/// The largest difference of two images. An error if their sizes differ.
 fn difference(ours: &RgbImage, theirs: &RgbImage) -> Result<u8, String> {
     if ours.dimensions() != theirs.dimensions() {
         return Err(format!("{:?} instead of {:?}", ours.dimensions(), theirs.dimensions()));
@@ -34,16 +34,16 @@ fn difference(ours: &RgbImage, theirs: &RgbImage) -> Result<u8, String> {
 }
 
 #[test]
-fn resizing_gives_the_bytes_of_pillow() {
+fn resizing_matches_pillow_byte_for_byte() {
     let tensors = pillow();
     let mut cases = 0;
     for (name, tensor) in &tensors {
         let base = match name.split_once(':') {
-            Some(("resize", _)) => image(&tensors["base"]),
-            Some(("tall", _)) => image(&tensors["tall"]),
+            Some(("resize", _)) => to_image(&tensors["base"]),
+            Some(("tall", _)) => to_image(&tensors["tall"]),
             _ => continue,
         };
-        let theirs = image(tensor);
+        let theirs = to_image(tensor);
         let filter = match name.split(':').nth(1).unwrap() {
             "box" => Filter::Box,
             "bilinear" => Filter::Bilinear,
@@ -60,34 +60,34 @@ fn resizing_gives_the_bytes_of_pillow() {
 #[test]
 fn files_open_as_pillow_opens_them() {
     let tensors = pillow();
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     let mut cases = 0;
     for (name, tensor) in tensors.iter().filter(|(name, _)| name.starts_with("file:")) {
         let file = &name["file:".len()..];
         let ours = open_rgb(&folder().join(file)).unwrap();
-        let theirs = image(tensor);
+        let theirs = to_image(tensor);
         // Decoders of lossy WebP may round differently.
         let allowed = if file.starts_with("lossy") { 4 } else { 0 };
         match difference(&ours, &theirs) {
             Ok(d) if d <= allowed => {}
-            other => wrong.push(format!("{file}: {other:?}")),
+            other => failures.push(format!("{file}: {other:?}")),
         }
         if dimensions(&folder().join(file)).unwrap() != theirs.dimensions() {
-            wrong.push(format!("{file}: dimensions"));
+            failures.push(format!("{file}: dimensions"));
         }
         cases += 1;
     }
-    wrong.sort();
+    failures.sort();
     assert!(
-        wrong.is_empty(),
+        failures.is_empty(),
         "{} of {cases} differ:\n{}",
-        wrong.len(),
-        wrong.join("\n")
+        failures.len(),
+        failures.join("\n")
     );
     assert!(cases >= 38);
 }
 
-/// A PNG header of this size and nothing behind it.
+/// A PNG whose header claims this size.
 fn png_header(width: u32, height: u32) -> Vec<u8> {
     let mut bytes = encode(&RgbImage::new(1, 1), Format::Png, &[]).unwrap();
     bytes[16..20].copy_from_slice(&width.to_be_bytes());
@@ -108,19 +108,19 @@ fn png_header(width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
-fn bad_files_are_one_clear_error() {
+fn bad_files_are_errors_that_name_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("bad.png");
-    let complaint = |bytes: &[u8]| {
+    let error_of = |bytes: &[u8]| {
         std::fs::write(&path, bytes).unwrap();
         let message = open_rgb(&path).unwrap_err().to_string();
         assert!(message.contains("bad.png"), "{message}");
         message
     };
-    assert!(complaint(b"").contains("empty"));
-    assert!(complaint(b"hello, I am no image").contains("not an image"));
-    assert!(complaint(b"GIF89a\x01\x00\x01\x00\x00\x00\x00").contains("Gif"));
-    assert!(complaint(&png_header(30_000, 30_000)).contains("30000 x 30000"));
+    assert!(error_of(b"").contains("empty"));
+    assert!(error_of(b"hello, I am no image").contains("not an image"));
+    assert!(error_of(b"GIF89a\x01\x00\x01\x00\x00\x00\x00").contains("Gif"));
+    assert!(error_of(&png_header(30_000, 30_000)).contains("30000 x 30000"));
     assert!(dimensions(&path).unwrap_err().to_string().contains("30000 x 30000"));
     for file in [
         "rgb.png",
@@ -141,9 +141,9 @@ fn bad_files_are_one_clear_error() {
                 whole.len()
             );
         }
-        // What stands behind the image is nobody's business.
+        // Data after the end of the image is ignored.
         std::fs::write(&path, [whole.as_slice(), b"behind"].concat()).unwrap();
-        assert!(open_rgb(&path).is_ok(), "{file} with more behind it");
+        assert!(open_rgb(&path).is_ok(), "{file} with data after its end");
         let mut noisy = whole.clone();
         for i in (30..noisy.len()).step_by(7) {
             noisy[i] ^= 0x5a;
@@ -151,21 +151,21 @@ fn bad_files_are_one_clear_error() {
         std::fs::write(&path, &noisy).unwrap();
         let _ = open_rgb(&path);
     }
-    let half = |file: &str| {
+    let error_of_half = |file: &str| {
         let whole = std::fs::read(folder().join(file)).unwrap();
-        complaint(&whole[..whole.len() / 2])
+        error_of(&whole[..whole.len() / 2])
     };
     for file in ["420.jpg", "progressive.jpg"] {
-        assert!(half(file).contains("cut off"), "{}", half(file));
+        assert!(error_of_half(file).contains("cut off"), "{}", error_of_half(file));
     }
     let missing = open_rgb(&dir.path().join("none.png")).unwrap_err().to_string();
     assert!(missing.contains("none.png"));
 }
 
 #[test]
-fn images_are_saved_whole_and_read_back() {
+fn saved_images_can_be_read_back() {
     let dir = tempfile::tempdir().unwrap();
-    let original = image(&pillow()["base"]);
+    let original = to_image(&pillow()["base"]);
     for (suffix, allowed) in [("png", 0), ("webp", 0), ("jpg", 80)] {
         let path = dir.path().join(format!("a.{suffix}"));
         save(&original, &path, &[("parameters", "ein Würfel, seed 7")]).unwrap();
@@ -177,7 +177,7 @@ fn images_are_saved_whole_and_read_back() {
     assert_eq!(
         std::fs::read_dir(dir.path()).unwrap().count(),
         3,
-        "nothing is left behind"
+        "no temporary file is left"
     );
     assert!(
         save(&original, &dir.path().join("a.bmp"), &[])
@@ -189,8 +189,8 @@ fn images_are_saved_whole_and_read_back() {
 }
 
 #[test]
-fn tensors_and_back() {
-    let original = image(&pillow()["base"]);
+fn an_image_survives_the_conversion_to_a_tensor_and_back() {
+    let original = to_image(&pillow()["base"]);
     let tensor = to_tensor(&original, &Device::Cpu).unwrap();
     assert_eq!(tensor.dims(), [3, 23, 37]);
     let back = from_tensor(&tensor.unsqueeze(0).unwrap()).unwrap();

@@ -1,4 +1,4 @@
-//! Reading a component's `config.json`.
+//! Reads the `config.json` of a component.
 
 use crate::error::{EngineError, Result};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
@@ -7,13 +7,13 @@ use std::path::Path;
 
 pub use aitk_common::model_files::parse_json;
 
-/// What is said about a file that a model folder should have.
+/// The error message for a file that is missing in a model folder.
 pub const INCOMPLETE: &str = "the model folder does not have this file: download or copy the model again";
 
 /// Reads a text file of a model.
 ///
 /// # Errors
-/// What the system says; when it is no regular file, or too long.
+/// When it cannot be read, is not a regular file, or is too long.
 pub(crate) fn read_text(path: &Path) -> std::io::Result<String> {
     aitk_common::fsutil::regular::read_text(path, MAX_TEXT_FILE_BYTES)
 }
@@ -30,17 +30,17 @@ pub fn read_json(path: &Path) -> Result<serde_json::Value> {
     parse_json(&text).map_err(|e| EngineError::model_config(path, format!("not valid JSON: {e}")))
 }
 
-/// Keys for which `null` says something: a U-Net without a middle block.
-const NULL_MATTERS: &str = "mid_block_type";
+/// A key for which `null` has a meaning: a U-Net without a middle block.
+const NULLABLE_KEY: &str = "mid_block_type";
 
-/// Reads a JSON file into a config type. A key that is `null` counts as absent, but for `mid_block_type`.
+/// Reads a JSON file into a config type. A key that is `null` counts as missing, except `mid_block_type`.
 ///
 /// # Errors
 /// When it cannot be read, is not JSON, or a key has another type.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let mut value = read_json(path)?;
     if let Some(map) = value.as_object_mut() {
-        map.retain(|key, value| !value.is_null() || key == NULL_MATTERS);
+        map.retain(|key, value| !value.is_null() || key == NULLABLE_KEY);
     }
     serde_json::from_value(value).map_err(|e| EngineError::model_config(path, e.to_string()))
 }

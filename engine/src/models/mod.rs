@@ -1,4 +1,4 @@
-//! Model families, and the parts that several of them share.
+//! Model families, and the components that several families share.
 
 pub mod clip;
 pub mod config;

@@ -1,4 +1,4 @@
-//! The models against diffusers and transformers, component by component.
+//! Compares the components of models with diffusers and transformers.
 
 use super::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use super::sd::{LoadOptions, SdModel};
@@ -45,8 +45,8 @@ fn error(a: &Tensor, b: &Tensor) -> f32 {
     gap(a, b) / largest(b).max(1e-6)
 }
 
-fn assert_close(what: &str, ours: &Tensor, theirs: &Tensor) {
-    let error = error(ours, theirs);
+fn assert_close(what: &str, ours: &Tensor, expected: &Tensor) {
+    let error = error(ours, expected);
     assert!(error < 1e-4, "{what}: relative error {error}");
 }
 
@@ -61,7 +61,7 @@ fn tiny_config<T: serde::de::DeserializeOwned>(part: &str) -> T {
 }
 
 #[test]
-fn prompts_become_the_same_ids() {
+fn the_tokenizer_gives_the_same_ids() {
     let text = std::fs::read_to_string(fixtures().join("models/prompts.json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let prompts: Vec<&str> = json["prompts"]
@@ -84,7 +84,7 @@ fn prompts_become_the_same_ids() {
 
 /// `tests/reference/make_tokenizers.py`: textual inversion, SD 2's padding, and other tokens beside the vocabulary.
 #[test]
-fn added_and_special_tokens_are_those_of_transformers() {
+fn added_and_special_tokens_match_transformers() {
     #[derive(serde::Deserialize)]
     struct Case {
         name: String,
@@ -129,9 +129,9 @@ fn an_added_token_of_another_vocabulary_is_refused() {
     }
 }
 
-/// Ids as transformers' `CLIPTokenizer` gives them with the vocabulary of `openai/clip-vit-large-patch14`.
+/// The ids of transformers' `CLIPTokenizer` with the vocabulary of `openai/clip-vit-large-patch14`.
 #[test]
-fn the_built_in_tokenizer_is_that_of_openai() {
+fn the_built_in_tokenizer_matches_openai() {
     let tokenizer = ClipTokenizer::openai().unwrap();
     for (text, expected) in [
         ("a photo of a cat", &[320, 1125, 539, 320, 2368][..]),
@@ -165,7 +165,7 @@ fn the_built_in_tokenizer_is_that_of_openai() {
 }
 
 #[test]
-fn the_text_encoder_agrees() {
+fn the_text_encoder_matches_transformers() {
     let fixture = fixture("clip_tiny");
     let text = std::fs::read_to_string(fixtures().join("models/prompts.json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -181,7 +181,7 @@ fn the_text_encoder_agrees() {
 }
 
 #[test]
-fn the_text_encoder_agrees_with_gelu_and_prefixed_names() {
+fn the_text_encoder_matches_transformers_with_gelu_and_prefixed_names() {
     let fixture = fixture("clip_gelu");
     let config = ClipTextConfig {
         vocab_size: 100,
@@ -231,23 +231,23 @@ fn check_unet(name: &str, weights: &Weights, config: &super::unet::UNetConfig) {
 }
 
 #[test]
-fn the_unet_and_its_gradients_agree() {
+fn the_unet_and_its_gradients_match_diffusers() {
     check_unet("unet_tiny", &tiny("unet"), &tiny_config("unet"));
 }
 
 #[test]
-fn the_unet_agrees_at_odd_sizes() {
+fn the_unet_matches_diffusers_at_odd_sizes() {
     check_unet("unet_tiny_odd", &tiny("unet"), &tiny_config("unet"));
 }
 
 #[test]
-fn a_unet_as_in_sd_2_agrees() {
+fn an_sd_2_unet_matches_diffusers() {
     let config = config::read(&fixtures().join("models/unet_sd2.json")).unwrap();
     check_unet("unet_sd2", &fixture("unet_sd2").weights().trainable(), &config);
 }
 
 #[test]
-fn the_autoencoder_and_its_gradients_agree() {
+fn the_autoencoder_and_its_gradients_match_diffusers() {
     let fixture = fixture("vae_tiny");
     let model = vae::AutoencoderKl::new(&tiny("vae"), &tiny_config("vae")).unwrap();
     assert_eq!(model.scale_factor(), 2);
@@ -307,7 +307,7 @@ fn layers_are_visited_by_their_diffusers_paths() {
     }
 }
 
-/// Lines of `part name 1x2x3`, of one part.
+/// Reads the lines `component name 1x2x3` of one component.
 fn full_size(file: &str, part: &str) -> Index {
     let text = std::fs::read_to_string(fixtures().join("models").join(file)).unwrap();
     let prefix = if part.is_empty() {
@@ -321,8 +321,8 @@ fn full_size(file: &str, part: &str) -> Index {
     }))
 }
 
-/// Builds a full-size model without its memory, and checks that it takes every tensor there is.
-fn takes_all(index: Index, build: impl FnOnce(&Weights)) {
+/// Builds a full-size model without its weights, and checks that it reads every tensor.
+fn check_reads_all(index: Index, build: impl FnOnce(&Weights)) {
     let all: Vec<String> = index.tensors().map(|(name, _)| name.to_owned()).collect();
     assert!(all.len() > 100);
     let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
@@ -332,36 +332,36 @@ fn takes_all(index: Index, build: impl FnOnce(&Weights)) {
     assert_eq!(asked, all);
 }
 
-fn builds_sd15(parts: [Index; 3]) {
+fn check_sd15(parts: [Index; 3]) {
     let [text, unet, vae] = parts;
     let config = super::sd::SdConfig::default();
-    takes_all(text, |w| drop(ClipTextModel::new(w, &config.text_encoder).unwrap()));
-    takes_all(unet, |w| drop(UNet2DConditionModel::new(w, &config.unet).unwrap()));
-    takes_all(vae, |w| drop(vae::AutoencoderKl::new(w, &config.vae).unwrap()));
+    check_reads_all(text, |w| drop(ClipTextModel::new(w, &config.text_encoder).unwrap()));
+    check_reads_all(unet, |w| drop(UNet2DConditionModel::new(w, &config.unet).unwrap()));
+    check_reads_all(vae, |w| drop(vae::AutoencoderKl::new(w, &config.vae).unwrap()));
 }
 
 #[test]
 fn full_size_models_have_the_names_and_shapes_of_diffusers() {
-    builds_sd15(["text_encoder", "unet", "vae"].map(|part| full_size("full_size_names.txt", part)));
+    check_sd15(["text_encoder", "unet", "vae"].map(|part| full_size("full_size_names.txt", part)));
     let sd21 = super::unet::UNetConfig {
         cross_attention_dim: super::unet::PerBlock::One(1024),
         attention_head_dim: super::unet::PerBlock::Each(vec![5, 10, 20, 20]),
         use_linear_projection: true,
         ..Default::default()
     };
-    takes_all(full_size("full_size_names.txt", "unet_sd21"), |w| {
+    check_reads_all(full_size("full_size_names.txt", "unet_sd21"), |w| {
         drop(UNet2DConditionModel::new(w, &sd21).unwrap())
     });
 }
 
 #[test]
-fn a_full_size_checkpoint_in_one_file_has_the_names_we_expect() {
+fn a_full_size_single_file_checkpoint_has_the_expected_names() {
     let index = full_size("full_size_ldm_names.txt", "");
-    builds_sd15(super::sd::split_checkpoint(&index, &super::sd::SdConfig::default()).unwrap());
+    check_sd15(super::sd::split_checkpoint(&index, &super::sd::SdConfig::default()).unwrap());
 }
 
 #[test]
-fn a_checkpoint_in_one_file_gives_the_same_model() {
+fn a_single_file_checkpoint_gives_the_same_model() {
     let tiny = fixtures().join("tiny_sd");
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("tiny.safetensors");
@@ -390,7 +390,8 @@ fn a_checkpoint_in_one_file_gives_the_same_model() {
         &reference.vae.encode(&image).unwrap().mean,
     );
 
-    // Without configs it is taken for SD 1.5, and what does not fit is named. A tokenizer beside it is used.
+    // Without configs it is loaded as SD 1.5, and the error names a tensor that does not match. A tokenizer beside it
+    // is used.
     let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
     assert!(error.contains("has shape") && error.contains("text_model"), "{error}");
     std::fs::create_dir(folder.path().join("tokenizer")).unwrap();
@@ -399,7 +400,7 @@ fn a_checkpoint_in_one_file_gives_the_same_model() {
 }
 
 #[test]
-fn what_is_no_such_model_is_refused_with_the_reason() {
+fn paths_that_are_no_sd_model_are_refused_with_the_reason() {
     let refused = |path: PathBuf| SdModel::load(path, &LoadOptions::cpu()).unwrap_err().to_string();
     let folder = tempfile::tempdir().unwrap();
     assert!(refused(folder.path().join("none.safetensors")).contains("no such model"));

@@ -1,20 +1,20 @@
-//! Activations, each with its derivative: SiLU, GELU (exact and by tanh), quick GELU; gated ones: GEGLU, SwiGLU.
+//! Activation functions and their derivatives: SiLU, GELU (exact and tanh), quick GELU; gated: GEGLU, SwiGLU.
 
-use super::cpu::{self, Function, Simd, each, each_here};
+use super::cpu::{self, Function, Simd, map_parallel, map_serial};
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{D, Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// An activation by its name in a model's config.
+/// An activation function, as named in a model's config.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x * sigmoid(x); `silu`, `swish`.
     Silu,
     /// x * Phi(x), exact; `gelu`.
     Gelu,
-    /// GELU by tanh; `gelu_new`, `gelu_pytorch_tanh`.
+    /// GELU with the tanh approximation; `gelu_new`, `gelu_pytorch_tanh`.
     GeluTanh,
-    /// x * sigmoid(1.702 x), as CLIP has it; `quick_gelu`.
+    /// x * sigmoid(1.702 x), as in CLIP; `quick_gelu`.
     QuickGelu,
 }
 
@@ -31,12 +31,12 @@ impl Activation {
         }
     }
 
-    /// Element by element; any shape.
+    /// Applies the function to each element. Any shape.
     ///
     /// # Errors
-    /// When the arithmetic fails.
+    /// When an operation fails.
     pub fn forward(self, x: &Tensor) -> candle_core::Result<Tensor> {
-        if cpu::runs_here(x) {
+        if cpu::is_cpu_f32(x) {
             return apply([x], Elementwise(self));
         }
         match self {
@@ -93,15 +93,15 @@ fn sigmoid<S: Simd>(x: S::V) -> S::V {
     S::div(one, S::add(one, S::exp(S::sub(S::splat(0.0), x))))
 }
 
-/// Twice what GELU by tanh takes the tanh of: (1 + tanh u) / 2 is the logistic function of 2 u.
+/// Twice the argument of tanh in GELU: (1 + tanh u) / 2 is the logistic function of 2 u.
 #[inline(always)]
 fn tanh_inner<S: Simd>(x: S::V) -> S::V {
     let cube = S::mul_add(S::mul(x, x), S::splat(TANH_CUBE), S::splat(1.0));
     S::mul(S::mul(x, S::splat(2.0 * TANH_SCALE)), cube)
 }
 
-/// The distribution function of the normal distribution, to 1e-6 of itself even far below zero. Its complement by the
-/// Chebyshev fit of Press and others, "Numerical Recipes" (`erfcc`).
+/// The distribution function of the normal distribution, with a relative error of 1e-6 even far below zero. Uses the
+/// Chebyshev fit of Press and others, "Numerical Recipes" (`erfcc`), for its complement.
 #[inline(always)]
 fn normal<S: Simd>(x: S::V) -> S::V {
     const FIT: [f32; 9] = [
@@ -130,7 +130,7 @@ fn normal<S: Simd>(x: S::V) -> S::V {
 /// x * sigmoid(x).
 ///
 /// # Errors
-/// When the arithmetic fails.
+/// When an operation fails.
 pub fn silu(x: &Tensor) -> candle_core::Result<Tensor> {
     Activation::Silu.forward(x)
 }
@@ -138,7 +138,7 @@ pub fn silu(x: &Tensor) -> candle_core::Result<Tensor> {
 /// x * Phi(x), exact.
 ///
 /// # Errors
-/// When the arithmetic fails.
+/// When an operation fails.
 pub fn gelu(x: &Tensor) -> candle_core::Result<Tensor> {
     Activation::Gelu.forward(x)
 }
@@ -146,7 +146,7 @@ pub fn gelu(x: &Tensor) -> candle_core::Result<Tensor> {
 /// x * sigmoid(1.702 x).
 ///
 /// # Errors
-/// When the arithmetic fails.
+/// When an operation fails.
 pub fn quick_gelu(x: &Tensor) -> candle_core::Result<Tensor> {
     Activation::QuickGelu.forward(x)
 }
@@ -170,9 +170,9 @@ pub fn swiglu(x: &Tensor) -> candle_core::Result<Tensor> {
 fn gated(x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     if width % 2 != 0 {
-        candle_core::bail!("a gated activation: the last dimension of {:?} is odd", x.dims());
+        candle_core::bail!("a gated activation needs an even last dimension, found {:?}", x.dims());
     }
-    if cpu::runs_here(x) {
+    if cpu::is_cpu_f32(x) {
         return apply([x], Gated(activation));
     }
     let hidden = x.narrow(D::Minus1, 0, width / 2)?;
@@ -180,20 +180,20 @@ fn gated(x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
     hidden * activation.forward(&gate)?
 }
 
-/// An activation as a function of one number, and its gradient as one of two: the number, and what comes back.
+/// An activation: as a function of x, and its gradient as a function of x and dy.
 #[derive(Clone, Copy)]
 struct Elementwise(Activation);
 
 impl Function<1> for Elementwise {
     #[inline(always)]
-    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+    fn eval<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
         self.0.value::<S>(x)
     }
 }
 
 impl Function<2> for Elementwise {
     #[inline(always)]
-    fn of<S: Simd>(self, [x, dy]: [S::V; 2]) -> S::V {
+    fn eval<S: Simd>(self, [x, dy]: [S::V; 2]) -> S::V {
         S::mul(dy, self.0.derivative::<S>(x))
     }
 }
@@ -201,19 +201,19 @@ impl Function<2> for Elementwise {
 impl Operation<1> for Elementwise {
     const NAME: &'static str = "activation";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [true]
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
         let mut y = vec![0f32; x.len()];
-        each(*self, [x], &mut y);
+        map_parallel(*self, [x], &mut y);
         Ok((y, shape.clone()))
     }
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         let mut dx = vec![0f32; x.shape().elem_count()];
-        x.with(|x| cpu::with_slice(gradient, |dy| each(*self, [x, dy], &mut dx)))??;
+        x.with(|x| cpu::with_slice(gradient, |dy| map_parallel(*self, [x, dy], &mut dx)))??;
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
     }
 }
@@ -224,14 +224,14 @@ struct Gated(Activation);
 
 impl Function<2> for Gated {
     #[inline(always)]
-    fn of<S: Simd>(self, [hidden, gate]: [S::V; 2]) -> S::V {
+    fn eval<S: Simd>(self, [hidden, gate]: [S::V; 2]) -> S::V {
         S::mul(hidden, self.0.value::<S>(gate))
     }
 }
 
 impl Function<3> for Gated {
     #[inline(always)]
-    fn of<S: Simd>(self, [hidden, gate, dy]: [S::V; 3]) -> S::V {
+    fn eval<S: Simd>(self, [hidden, gate, dy]: [S::V; 3]) -> S::V {
         S::mul(S::mul(dy, hidden), self.0.derivative::<S>(gate))
     }
 }
@@ -239,7 +239,7 @@ impl Function<3> for Gated {
 impl Operation<1> for Gated {
     const NAME: &'static str = "gated-activation";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [true]
     }
 
@@ -253,7 +253,7 @@ impl Operation<1> for Gated {
         if half > 0 {
             y.par_chunks_mut(half).zip(x.par_chunks(2 * half)).for_each(|(y, x)| {
                 let (hidden, gate) = x.split_at(half);
-                each_here(*self, [hidden, gate], y);
+                map_serial(*self, [hidden, gate], y);
             });
         }
         Ok((y, dims.into()))
@@ -269,8 +269,8 @@ impl Operation<1> for Gated {
                     dx.par_chunks_mut(2 * half).zip(inputs).for_each(|(dx, (x, dy))| {
                         let (hidden, gate) = x.split_at(half);
                         let (d_hidden, d_gate) = dx.split_at_mut(half);
-                        each_here(*self, [dy, gate], d_hidden);
-                        each_here(*self, [hidden, gate, dy], d_gate);
+                        map_serial(*self, [dy, gate], d_hidden);
+                        map_serial(*self, [hidden, gate, dy], d_gate);
                     });
                 })
             })??;

@@ -1,14 +1,14 @@
-//! Three-dimensional convolution: for each tap along time a convolution of images, added up.
+//! Three-dimensional convolution: the sum of a two-dimensional convolution per kernel position along time.
 
 use super::{add, conv2d};
 use candle_core::Tensor;
 
-/// x [b, in, frames, h, w], weight [out, in, kernel frames, kernel h, kernel w], bias [out] -> [b, out, frames', h', w'],
-/// with as many zeros before as after. Steps and zeros: along time, and along both sides of an image. Video autoencoders that look back only put their zeros before x themselves.
-/// Gradients go to whatever is tracked.
+/// x [b, in, frames, h, w], weight [out, in, kernel frames, kernel h, kernel w], bias [out] -> [b, out, frames', h',
+/// w'], with the same zero padding before and after. Strides and paddings: along time, and along both axes of an image.
+/// A causal video autoencoder pads x in front itself. All tracked inputs get gradients.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn conv3d(
     x: &Tensor,
     weight: &Tensor,
@@ -21,7 +21,7 @@ pub fn conv3d(
     let padded = frames + 2 * padding_t;
     if taps == 0 || padded < taps || stride_t == 0 {
         candle_core::bail!(
-            "conv3d: input {:?} does not fit weight {:?} with step {stride_t} and {padding_t} zeros along time",
+            "conv3d: input {:?} does not match weight {:?} with stride {stride_t} and padding {padding_t} along time",
             x.dims(),
             weight.dims()
         );
@@ -30,16 +30,16 @@ pub fn conv3d(
     let x = x.pad_with_zeros(2, padding_t, padding_t)?.transpose(1, 2)?;
     let mut sum: Option<Tensor> = None;
     for tap in 0..taps {
-        let these = if stride_t == 1 {
+        let frames = if stride_t == 1 {
             x.narrow(1, tap, count)?
         } else {
             let at = (0..count).map(|frame| (frame * stride_t + tap) as u32).collect();
             x.contiguous()?
                 .index_select(&Tensor::from_vec(at, count, x.device())?, 1)?
         };
-        let images = these.contiguous()?.reshape((batch * count, inputs, height, width))?;
+        let images = frames.contiguous()?.reshape((batch * count, inputs, height, width))?;
         let weight = weight.narrow(2, tap, 1)?.squeeze(2)?.contiguous()?;
-        // Added once.
+        // The bias is added once.
         let bias = bias.filter(|_| tap == 0);
         let part = conv2d(&images, &weight, bias, stride, padding)?;
         sum = Some(match sum {
@@ -48,7 +48,7 @@ pub fn conv3d(
         });
     }
     let Some(sum) = sum else {
-        candle_core::bail!("conv3d: a weight without taps");
+        candle_core::bail!("conv3d: the kernel has no frames");
     };
     let (_, outputs, height, width) = sum.dims4()?;
     sum.reshape((batch, count, outputs, height, width))?

@@ -5,10 +5,10 @@ use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{Shape, Tensor};
 
-/// A table of vectors, one per id.
+/// A table of vectors, one for each id.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    /// [count, width]; never a packed one.
+    /// [count, width]; never quantised.
     weight: Weight,
 }
 

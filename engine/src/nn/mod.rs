@@ -1,8 +1,8 @@
-//! Layers and operations, each with a backward pass that works.
+//! Layers and operations with a backward pass.
 //!
-//! On the CPU they are kernels of our own (`f32`, deterministic whatever the number of threads); on CUDA and
-//! Metal they are composed of candle's operations. candle-nn's fused softmax and norms have no backward pass, and
-//! candle's convolution computes gradients of frozen weights, which is why neither is used here.
+//! On the CPU they are kernels of this crate (`f32`, deterministic for any number of threads); on CUDA and Metal they
+//! are composed of candle's operations. candle-nn's fused softmax and norms are not used because they have no backward
+//! pass, and candle's convolution is not used on the CPU because it computes gradients of frozen weights.
 
 mod activation;
 mod adapter;
@@ -25,22 +25,23 @@ mod sum;
 #[cfg(test)]
 mod tests;
 mod transpose;
+mod visit_layers;
 mod weight;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
-pub(crate) use adapter::join;
-pub use adapter::{LayerAdapter, LayerMut, VisitLayers};
+pub use adapter::{LayerAdapter, LowRank};
 pub use attention::{Attention, key_bias, softmax};
 pub use conv1d::conv1d;
 pub use conv2d::{Conv2d, conv2d};
 pub use conv3d::conv3d;
 pub use embedding::Embedding;
 pub use linear::{Linear, linear};
-pub use low_rank::LowRank;
-pub use modulate::{gated, modulate};
+pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
-pub use rotary::{Pairs, Rotary};
+pub use rotary::{Rotary, RotaryPairs};
 pub use sum::{add, add_channels, cat_channels};
 pub use transpose::{to_image, to_tokens};
+pub(crate) use visit_layers::join;
+pub use visit_layers::{LayerMut, VisitLayers};
 pub use weight::Weight;

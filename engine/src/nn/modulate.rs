@@ -1,4 +1,4 @@
-//! What a conditioning vector does to the tokens of a diffusion transformer (adaLN: W. Peebles and S. Xie,
+//! Modulation of the tokens of a diffusion transformer by a conditioning vector (adaLN: W. Peebles and S. Xie,
 //! arXiv:2212.09748).
 
 use super::cpu;
@@ -9,56 +9,61 @@ use rayon::prelude::*;
 /// x (1 + scale) + shift: x [b, n, c], scale and shift [b, c] -> [b, n, c].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && cpu::runs_here(scale) && cpu::runs_here(shift) {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(scale) && cpu::is_cpu_f32(shift) {
         return apply([x, scale, shift], Modulate);
     }
-    let over_tokens = |v: &Tensor| v.unsqueeze(1);
-    x.broadcast_mul(&over_tokens(&(scale + 1.0)?)?)?
-        .broadcast_add(&over_tokens(shift)?)
+    let per_token = |v: &Tensor| v.unsqueeze(1);
+    x.broadcast_mul(&per_token(&(scale + 1.0)?)?)?
+        .broadcast_add(&per_token(shift)?)
 }
 
 /// x + gate y: x and y [b, n, c], gate [b, c] -> [b, n, c].
 ///
 /// # Errors
-/// When the shapes do not fit.
-pub fn gated(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && cpu::runs_here(gate) && cpu::runs_here(y) {
-        return apply([x, gate, y], GatedSum);
+/// When the shapes do not match.
+pub fn gated_residual(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(gate) && cpu::is_cpu_f32(y) {
+        return apply([x, gate, y], GatedResidual);
     }
     x + y.broadcast_mul(&gate.unsqueeze(1)?)?
 }
 
-/// Tokens of an image, and features: x [b, n, c] with vectors [b, c].
+/// Checks the shapes x [b, n, c] and vectors [b, c], and returns n and c.
 fn sizes(x: &Shape, vectors: [&Shape; 2]) -> candle_core::Result<(usize, usize)> {
     let (batch, tokens, features) = x.dims3()?;
     if vectors.iter().any(|vector| vector.dims() != [batch, features]) {
-        candle_core::bail!("modulation: {vectors:?} do not fit {x:?}");
+        candle_core::bail!("modulation: vectors {vectors:?} do not match tokens {x:?}");
     }
     Ok((tokens, features))
 }
 
-/// Writes `f(token, row)` for every token, whose row has `features` numbers.
-fn rows(y: &mut [f32], features: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+/// Calls `f(token, row)` for every token in parallel; a row has `features` elements.
+fn for_each_token(y: &mut [f32], features: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
     y.par_chunks_mut(features.max(1))
         .with_min_len(16)
         .enumerate()
         .for_each(|(token, row)| f(token, row));
 }
 
-/// Sums of `a * b` over the tokens of each image, or of `a` alone: [b, c]. Each sum is one thread's, in f64.
-fn sums(a: &[f32], b: Option<&[f32]>, (batch, tokens, features): (usize, usize, usize)) -> candle_core::Result<Tensor> {
-    /// Features that a thread takes.
+/// Sums `a * b`, or `a` if there is no `b`, over the tokens of each image: [b, c]. One thread computes each sum, in
+/// f64.
+fn sum_over_tokens(
+    a: &[f32],
+    b: Option<&[f32]>,
+    (batch, tokens, features): (usize, usize, usize),
+) -> candle_core::Result<Tensor> {
+    /// Features per task.
     const STRIP: usize = 64;
     let mut out = vec![0f32; batch * features];
     if !a.is_empty() {
         for (image, out) in out.chunks_mut(features).enumerate() {
-            let of_image = image * tokens * features;
+            let image_start = image * tokens * features;
             out.par_chunks_mut(STRIP).enumerate().for_each(|(strip, out)| {
                 let mut sums = [0f64; STRIP];
                 for token in 0..tokens {
-                    let at = of_image + token * features + strip * STRIP;
+                    let at = image_start + token * features + strip * STRIP;
                     let a = &a[at..at + out.len()];
                     match b {
                         Some(b) => {
@@ -88,7 +93,7 @@ struct Modulate;
 impl Operation<3> for Modulate {
     const NAME: &'static str = "modulate";
 
-    fn keeps(&self, [x, scale, _]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [x, scale, _]: [bool; 3]) -> [bool; 3] {
         [scale, x, false]
     }
 
@@ -99,9 +104,9 @@ impl Operation<3> for Modulate {
     ) -> candle_core::Result<(Vec<f32>, Shape)> {
         let (tokens, features) = sizes(shape, [scales, shifts])?;
         let mut y = vec![0f32; x.len()];
-        rows(&mut y, features, |token, y| {
-            let (at, of_image) = (token * features, token / tokens * features);
-            let vectors = scale[of_image..].iter().zip(&shift[of_image..]);
+        for_each_token(&mut y, features, |token, y| {
+            let (at, image_start) = (token * features, token / tokens * features);
+            let vectors = scale[image_start..].iter().zip(&shift[image_start..]);
             for ((y, x), (scale, shift)) in y.iter_mut().zip(&x[at..]).zip(vectors) {
                 *y = x * (1.0 + scale) + shift;
             }
@@ -116,7 +121,7 @@ impl Operation<3> for Modulate {
             let dx = if x.requires_grad() {
                 let mut dx = vec![0f32; dy.len()];
                 scale.with(|scale| {
-                    rows(&mut dx, features, |token, dx| {
+                    for_each_token(&mut dx, features, |token, dx| {
                         let scale = &scale[token / tokens * features..];
                         for ((dx, dy), scale) in dx.iter_mut().zip(&dy[token * features..]).zip(scale) {
                             *dx = dy * (1.0 + scale);
@@ -128,11 +133,11 @@ impl Operation<3> for Modulate {
                 None
             };
             let d_scale = match scale.requires_grad() {
-                true => Some(x.with(|x| sums(dy, Some(x), all))??),
+                true => Some(x.with(|x| sum_over_tokens(dy, Some(x), all))??),
                 false => None,
             };
             let d_shift = match shift.requires_grad() {
-                true => Some(sums(dy, None, all)?),
+                true => Some(sum_over_tokens(dy, None, all)?),
                 false => None,
             };
             Ok([dx, d_scale, d_shift])
@@ -140,12 +145,12 @@ impl Operation<3> for Modulate {
     }
 }
 
-struct GatedSum;
+struct GatedResidual;
 
-impl Operation<3> for GatedSum {
-    const NAME: &'static str = "gated-sum";
+impl Operation<3> for GatedResidual {
+    const NAME: &'static str = "gated-residual";
 
-    fn keeps(&self, [_, gate, y]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [_, gate, y]: [bool; 3]) -> [bool; 3] {
         [false, y, gate]
     }
 
@@ -156,10 +161,10 @@ impl Operation<3> for GatedSum {
     ) -> candle_core::Result<(Vec<f32>, Shape)> {
         let (tokens, features) = sizes(shape, [gates, gates])?;
         if other != shape {
-            candle_core::bail!("a gated sum: {other:?} and {shape:?} differ");
+            candle_core::bail!("gated residual: the shapes {shape:?} and {other:?} differ");
         }
         let mut out = vec![0f32; x.len()];
-        rows(&mut out, features, |token, out| {
+        for_each_token(&mut out, features, |token, out| {
             let at = token * features;
             let gate = &gate[token / tokens * features..];
             let inputs = x[at..].iter().zip(&y[at..]).zip(gate);
@@ -174,13 +179,13 @@ impl Operation<3> for GatedSum {
         let (batch, tokens, features) = x.shape().dims3()?;
         cpu::with_slice(gradient, |d| {
             let d_gate = match gate.requires_grad() {
-                true => Some(y.with(|y| sums(d, Some(y), (batch, tokens, features)))??),
+                true => Some(y.with(|y| sum_over_tokens(d, Some(y), (batch, tokens, features)))??),
                 false => None,
             };
             let dy = if y.requires_grad() {
                 let mut dy = vec![0f32; d.len()];
                 gate.with(|gate| {
-                    rows(&mut dy, features, |token, dy| {
+                    for_each_token(&mut dy, features, |token, dy| {
                         let gate = &gate[token / tokens * features..];
                         for ((dy, d), gate) in dy.iter_mut().zip(&d[token * features..]).zip(gate) {
                             *dy = d * gate;

@@ -1,5 +1,5 @@
-//! Operations against PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, on the CPU by
-//! our kernels, and in f64 by candle's operations, which is what GPUs compute.
+//! Compares operations with PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, of the CPU
+//! kernels in f32, and of candle's operations in f64, which GPUs use.
 
 use super::*;
 use crate::autograd::gradients;
@@ -7,10 +7,10 @@ use crate::testing::{fixtures, gap, largest};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use std::collections::HashMap;
 
-/// The cases that PyTorch computed.
-pub(crate) struct Oracle(HashMap<String, Tensor>);
+/// The inputs, results and gradients that PyTorch computed.
+pub(crate) struct Reference(HashMap<String, Tensor>);
 
-impl Oracle {
+impl Reference {
     pub(crate) fn open() -> Self {
         Self(candle_core::safetensors::load(fixtures().join("models/ops.safetensors"), &Device::Cpu).unwrap())
     }
@@ -50,67 +50,67 @@ pub(crate) fn close(ours: &Tensor, expected: &Tensor, what: &str) {
 }
 
 #[test]
-fn norms_and_modulation_are_pytorchs() {
-    let oracle = Oracle::open();
-    oracle.check("rms_norm", &["x", "w"], |x| {
-        RmsNorm::of(x[1].clone(), 1e-6)?.forward(&x[0])
+fn norms_and_modulation_match_pytorch() {
+    let reference = Reference::open();
+    reference.check("rms_norm", &["x", "w"], |x| {
+        RmsNorm::from_weight(x[1].clone(), 1e-6)?.forward(&x[0])
     });
-    oracle.check("layer_norm_plain", &["x"], |x| {
+    reference.check("layer_norm_plain", &["x"], |x| {
         LayerNorm::plain(12, 1e-6, x[0].dtype(), &Device::Cpu)?.forward(&x[0])
     });
-    oracle.check("modulate", &["x", "scale", "shift"], |x| modulate(&x[0], &x[1], &x[2]));
-    oracle.check("gated", &["x", "gate", "y0"], |x| gated(&x[0], &x[1], &x[2]));
-    oracle.check("swiglu", &["hidden_states"], |x| swiglu(&x[0]));
+    reference.check("modulate", &["x", "scale", "shift"], |x| modulate(&x[0], &x[1], &x[2]));
+    reference.check("gated", &["x", "gate", "y0"], |x| gated_residual(&x[0], &x[1], &x[2]));
+    reference.check("swiglu", &["hidden_states"], |x| swiglu(&x[0]));
 }
 
 #[test]
-fn positions_turn_as_in_diffusers() {
-    let oracle = Oracle::open();
+fn rotary_embeddings_match_diffusers() {
+    let reference = Reference::open();
     let positions: Vec<_> = (0..6).map(|i| vec![0.0, f64::from(i / 3), f64::from(i % 3)]).collect();
-    let axes = Rotary::of_axes(&positions, &[2, 4, 6], 10_000.0, Pairs::Neighbours).unwrap();
-    oracle.check("rotary_axes", &["x"], |x| axes.forward(&x[0]));
-    let halves = Rotary::of_sequence(6, 12, 500.0, Pairs::Halves).unwrap();
-    oracle.check("rotary_halves", &["x"], |x| halves.forward(&x[0]));
+    let axes = Rotary::for_axes(&positions, &[2, 4, 6], 10_000.0, RotaryPairs::Interleaved).unwrap();
+    reference.check("rotary_axes", &["x"], |x| axes.forward(&x[0]));
+    let halves = Rotary::for_sequence(6, 12, 500.0, RotaryPairs::Halves).unwrap();
+    reference.check("rotary_halves", &["x"], |x| halves.forward(&x[0]));
 
-    let x = oracle.get("rotary_axes", "x", DType::F32);
+    let x = reference.get("rotary_axes", "x", DType::F32);
     assert!(halves.forward(&x.narrow(1, 0, 5).unwrap()).is_err(), "five positions");
     assert!(
         halves.forward(&x.narrow(2, 0, 30).unwrap()).is_err(),
         "two and a half heads"
     );
-    assert!(Rotary::of_sequence(6, 11, 500.0, Pairs::Halves).is_err());
-    assert!(Rotary::of_axes(&positions, &[2, 4], 500.0, Pairs::Halves).is_err());
+    assert!(Rotary::for_sequence(6, 11, 500.0, RotaryPairs::Halves).is_err());
+    assert!(Rotary::for_axes(&positions, &[2, 4], 500.0, RotaryPairs::Halves).is_err());
 }
 
 #[test]
-fn attention_with_groups_and_masks_is_pytorchs() {
-    let oracle = Oracle::open();
+fn grouped_query_attention_and_masks_match_pytorch() {
+    let reference = Reference::open();
     let grouped = Attention {
-        key_heads: 2,
-        ..Attention::of(4)
+        kv_heads: 2,
+        ..Attention::new(4)
     };
-    oracle.check("attention_grouped", &["q", "k", "v"], |x| {
+    reference.check("attention_grouped", &["q", "k", "v"], |x| {
         grouped.forward(&x[0], &x[1], &x[2])
     });
     let causal = Attention {
-        key_heads: 1,
+        kv_heads: 1,
         causal: true,
-        ..Attention::of(4)
+        ..Attention::new(4)
     };
-    oracle.check("attention_grouped_causal", &["q", "k", "v"], |x| {
+    reference.check("attention_grouped_causal", &["q", "k", "v"], |x| {
         causal.forward(&x[0], &x[1], &x[2])
     });
     let biased = |case: &str, bias: &Tensor| {
-        oracle.check(case, &["q", "k", "v"], |x| {
+        reference.check(case, &["q", "k", "v"], |x| {
             let bias = bias.to_dtype(x[0].dtype())?;
             let attention = Attention {
                 bias: Some(&bias),
-                ..Attention::of(4)
+                ..Attention::new(4)
             };
             attention.forward(&x[0], &x[1], &x[2])
         });
     };
-    let mask = oracle.get("attention_masked", "mask", DType::F32);
+    let mask = reference.get("attention_masked", "mask", DType::F32);
     biased("attention_masked", &key_bias(&mask).unwrap());
     biased(
         "attention_masked",
@@ -118,19 +118,19 @@ fn attention_with_groups_and_masks_is_pytorchs() {
     );
     for which in ["heads", "images", "all"] {
         let case = format!("attention_bias_{which}");
-        biased(&case, &oracle.get(&case, "bias", DType::F32));
+        biased(&case, &reference.get(&case, "bias", DType::F32));
     }
 }
 
 #[test]
-fn a_query_that_sees_nothing_gets_nothing() {
-    let oracle = Oracle::open();
+fn the_result_of_a_query_is_zero_if_all_keys_are_masked() {
+    let reference = Reference::open();
     for dtype in [DType::F32, DType::F64] {
-        let [q, k, v] = ["q", "k", "v"].map(|name| oracle.get("attention_masked", name, dtype));
+        let [q, k, v] = ["q", "k", "v"].map(|name| reference.get("attention_masked", name, dtype));
         let bias = key_bias(&Tensor::zeros((2, 7), DType::U8, &Device::Cpu).unwrap()).unwrap();
         let attention = Attention {
             bias: Some(&bias.to_dtype(dtype).unwrap()),
-            ..Attention::of(4)
+            ..Attention::new(4)
         };
         let y = attention.forward(&q, &k, &v).unwrap().to_dtype(DType::F32).unwrap();
         assert_eq!(largest(&y), 0.0);
@@ -138,13 +138,13 @@ fn a_query_that_sees_nothing_gets_nothing() {
 }
 
 #[test]
-fn attention_says_what_does_not_fit() {
+fn attention_refuses_shapes_that_do_not_match() {
     let x = Tensor::zeros((2, 5, 24), DType::F32, &Device::Cpu).unwrap();
     let bias = Tensor::zeros((2, 3, 5, 5), DType::F32, &Device::Cpu).unwrap();
-    let of = |heads, key_heads, bias| Attention {
-        key_heads,
+    let of = |heads, kv_heads, bias| Attention {
+        kv_heads,
         bias,
-        ..Attention::of(heads)
+        ..Attention::new(heads)
     };
     for attention in [
         of(4, 3, None),
@@ -158,17 +158,17 @@ fn attention_says_what_does_not_fit() {
 }
 
 #[test]
-fn convolutions_are_pytorchs() {
-    let oracle = Oracle::open();
+fn convolutions_match_pytorch() {
+    let reference = Reference::open();
     for (stride, padding, size) in [(2, 1, "7x8"), (2, 1, "8x7"), (2, 0, "6x9"), (3, 1, "9x11")] {
         let case = format!("conv2d_{stride}_{padding}_{size}");
-        oracle.check(&case, &["x", "w", "b"], |x| {
+        reference.check(&case, &["x", "w", "b"], |x| {
             conv2d(&x[0], &x[1], Some(&x[2]), stride, padding)
         });
     }
     for (stride, padding, kernel) in [(1, 1, 3), (2, 3, 7), (3, 0, 4)] {
         let case = format!("conv1d_{stride}_{padding}_{kernel}");
-        oracle.check(&case, &["x", "w", "b"], |x| {
+        reference.check(&case, &["x", "w", "b"], |x| {
             conv1d(&x[0], &x[1], Some(&x[2]), stride, padding)
         });
     }
@@ -177,7 +177,7 @@ fn convolutions_are_pytorchs() {
             "conv3d_{}{}_{}{}_{kernel}",
             strides[0], strides[1], paddings[0], paddings[1]
         );
-        oracle.check(&case, &["x", "w", "b"], |x| {
+        reference.check(&case, &["x", "w", "b"], |x| {
             conv3d(&x[0], &x[1], Some(&x[2]), strides, paddings)
         });
     }

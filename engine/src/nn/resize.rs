@@ -1,11 +1,11 @@
-//! Nearest-neighbour enlarging, as the up blocks of a U-Net need it.
+//! Nearest-neighbour upsampling, for the up blocks of a U-Net.
 
 use super::cpu;
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// x [b, c, h, w] -> [b, c, height, width], every pixel from the nearest one by PyTorch's rule
+/// x [b, c, h, w] -> [b, c, height, width], every pixel from the nearest one as in PyTorch
 /// (`floor(i * in / out)`, in f32).
 ///
 /// # Errors
@@ -15,7 +15,7 @@ pub fn upsample_nearest(x: &Tensor, height: usize, width: usize) -> candle_core:
     if (h, w) == (height, width) {
         return Ok(x.clone());
     }
-    if cpu::runs_here(x) {
+    if cpu::is_cpu_f32(x) {
         let (from, to) = ((h, w), (height, width));
         return apply([x], Nearest { from, to });
     }
@@ -27,7 +27,8 @@ struct Nearest {
     to: (usize, usize),
 }
 
-fn sources(from: usize, to: usize) -> Vec<usize> {
+/// The input index for each output index along an axis.
+fn source_indices(from: usize, to: usize) -> Vec<usize> {
     let scale = from as f32 / to as f32;
     (0..to)
         .map(|i| ((i as f32 * scale) as usize).min(from.saturating_sub(1)))
@@ -37,14 +38,14 @@ fn sources(from: usize, to: usize) -> Vec<usize> {
 impl Operation<1> for Nearest {
     const NAME: &'static str = "upsample-nearest";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
         let (b, c, h, w) = shape.dims4()?;
         let (height, width) = self.to;
-        let (ys, xs) = (sources(h, height), sources(w, width));
+        let (ys, xs) = (source_indices(h, height), source_indices(w, width));
         let mut y = vec![0f32; b * c * height * width];
         if !y.is_empty() && !x.is_empty() {
             y.par_chunks_mut(height * width)
@@ -61,7 +62,7 @@ impl Operation<1> for Nearest {
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         let ((h, w), (height, width)) = (self.from, self.to);
-        let (ys, xs) = (sources(h, height), sources(w, width));
+        let (ys, xs) = (source_indices(h, height), source_indices(w, width));
         let mut dx = vec![0f32; x.shape().elem_count()];
         if !dx.is_empty() && height * width > 0 {
             cpu::with_slice(gradient, |dy| {

@@ -1,5 +1,5 @@
-//! Rotary position embedding: pairs of features turned by an angle that grows with the position (J. Su and others,
-//! arXiv:2104.09864).
+//! Rotary position embedding: rotates pairs of features by an angle that is proportional to the position (J. Su and
+//! others, arXiv:2104.09864).
 
 use super::cpu;
 use crate::autograd::{Input, Operation, apply};
@@ -7,16 +7,16 @@ use candle_core::{D, DType, Device, Shape, Tensor};
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// Which features of a head belong together.
+/// Which features of a head form a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pairs {
-    /// 0 and 1, 2 and 3, …: FLUX, diffusers' `use_real_unbind_dim=-1`.
-    Neighbours,
-    /// The first of the first half with the first of the second half, …: Llama, Qwen, T5 Gemma; `use_real_unbind_dim=-2`.
+pub enum RotaryPairs {
+    /// Features 0 and 1, 2 and 3, …: FLUX, diffusers' `use_real_unbind_dim=-1`.
+    Interleaved,
+    /// Feature i of the first half with feature i of the second half: Llama, Qwen, T5 Gemma; `use_real_unbind_dim=-2`.
     Halves,
 }
 
-/// Cosines and sines for a sequence.
+/// A rotary position embedding: the cosines and sines for each position.
 #[derive(Clone, Debug)]
 pub struct Rotary {
     /// [positions, width / 2], f32, on the CPU.
@@ -24,21 +24,25 @@ pub struct Rotary {
     sin: Arc<Vec<f32>>,
     positions: usize,
     half: usize,
-    pairs: Pairs,
+    pairs: RotaryPairs,
 }
 
 impl Rotary {
-    /// For positions with one coordinate per axis; an axis turns `widths[axis]` features of a head, the frequencies of
-    /// which go from 1 down to almost 1 / `theta`. Angles are computed in f64, as diffusers' `get_1d_rotary_pos_embed`
-    /// does for FLUX.
+    /// For positions with one coordinate per axis. Axis i rotates `widths[i]` features of a head, with frequencies from
+    /// 1 down to almost 1 / `theta`. Angles are computed in f64, as in diffusers' `get_1d_rotary_pos_embed` for FLUX.
     ///
     /// # Errors
-    /// When a position has another number of coordinates than there are axes, or a width is odd.
-    pub fn of_axes(positions: &[Vec<f64>], widths: &[usize], theta: f64, pairs: Pairs) -> candle_core::Result<Self> {
+    /// When a position does not have one coordinate per axis, or a width is odd.
+    pub fn for_axes(
+        positions: &[Vec<f64>],
+        widths: &[usize],
+        theta: f64,
+        pairs: RotaryPairs,
+    ) -> candle_core::Result<Self> {
         if positions.iter().any(|position| position.len() != widths.len()) || widths.iter().any(|width| width % 2 != 0)
         {
             candle_core::bail!(
-                "rotary: positions need {} coordinates, widths {widths:?} must be even",
+                "rotary: each position needs {} coordinates, and the widths {widths:?} must be even",
                 widths.len()
             );
         }
@@ -67,39 +71,39 @@ impl Rotary {
     ///
     /// # Errors
     /// When the width is odd.
-    pub fn of_sequence(length: usize, width: usize, theta: f64, pairs: Pairs) -> candle_core::Result<Self> {
+    pub fn for_sequence(length: usize, width: usize, theta: f64, pairs: RotaryPairs) -> candle_core::Result<Self> {
         let positions: Vec<_> = (0..length).map(|position| vec![position as f64]).collect();
-        Self::of_axes(&positions, &[width], theta, pairs)
+        Self::for_axes(&positions, &[width], theta, pairs)
     }
 
-    /// Turns every head of x [b, positions, heads * width].
+    /// Rotates every head of x [b, positions, heads * width].
     ///
     /// # Errors
-    /// When x has another number of positions, or its features are no multiple of the width.
+    /// When x has another number of positions, or its features are not a multiple of the width.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.check(x.shape())?;
-        if cpu::runs_here(x) {
+        self.check_shape(x.shape())?;
+        if cpu::is_cpu_f32(x) {
             return apply([x], self.clone());
         }
         let (batch, n, features) = x.dims3()?;
         let heads = features / (2 * self.half);
         let (shape, axis) = match self.pairs {
-            Pairs::Neighbours => ((batch, n, heads, self.half, 2), D::Minus1),
-            Pairs::Halves => ((batch, n, heads, 2, self.half), D::Minus2),
+            RotaryPairs::Interleaved => ((batch, n, heads, self.half, 2), D::Minus1),
+            RotaryPairs::Halves => ((batch, n, heads, 2, self.half), D::Minus2),
         };
         let paired = x.reshape(shape)?.to_dtype(DType::F32)?;
         let part = |which: usize| paired.narrow(axis, which, 1)?.squeeze(axis);
         let (first, second) = (part(0)?, part(1)?);
         let table = |values: &[f32]| Tensor::from_slice(values, (1, n, 1, self.half), x.device());
         let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
-        let turned = [
+        let rotated = [
             (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?,
             (second.broadcast_mul(&cos)? + first.broadcast_mul(&sin)?)?,
         ];
-        Tensor::stack(&turned, axis)?.reshape(x.shape())?.to_dtype(x.dtype())
+        Tensor::stack(&rotated, axis)?.reshape(x.shape())?.to_dtype(x.dtype())
     }
 
-    fn check(&self, x: &Shape) -> candle_core::Result<()> {
+    fn check_shape(&self, x: &Shape) -> candle_core::Result<()> {
         let (_, n, features) = x.dims3()?;
         if n != self.positions || self.half == 0 || !features.is_multiple_of(2 * self.half) {
             candle_core::bail!(
@@ -111,8 +115,8 @@ impl Rotary {
         Ok(())
     }
 
-    /// Turned forwards (`sign` 1) or back (-1).
-    fn turn(&self, x: &[f32], features: usize, sign: f32) -> Vec<f32> {
+    /// Rotates x by the angles (`sign` 1) or back (-1).
+    fn rotate(&self, x: &[f32], features: usize, sign: f32) -> Vec<f32> {
         let mut y = vec![0f32; x.len()];
         if x.is_empty() {
             return y;
@@ -125,14 +129,14 @@ impl Rotary {
             for (y, x) in heads {
                 let angles = cos.iter().zip(sin);
                 match self.pairs {
-                    Pairs::Neighbours => {
+                    RotaryPairs::Interleaved => {
                         let pairs = y.as_chunks_mut::<2>().0.iter_mut().zip(x.as_chunks::<2>().0);
                         for (([y0, y1], [x0, x1]), (cos, sin)) in pairs.zip(angles) {
                             *y0 = x0 * cos - sign * x1 * sin;
                             *y1 = x1 * cos + sign * x0 * sin;
                         }
                     }
-                    Pairs::Halves => {
+                    RotaryPairs::Halves => {
                         let ((y0, y1), (x0, x1)) = (y.split_at_mut(self.half), x.split_at(self.half));
                         let pairs = y0.iter_mut().zip(y1).zip(x0.iter().zip(x1));
                         for (((y0, y1), (x0, x1)), (cos, sin)) in pairs.zip(angles) {
@@ -150,18 +154,18 @@ impl Rotary {
 impl Operation<1> for Rotary {
     const NAME: &'static str = "rotary";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
-        self.check(shape)?;
-        Ok((self.turn(x, shape.dims3()?.2, 1.0), shape.clone()))
+        self.check_shape(shape)?;
+        Ok((self.rotate(x, shape.dims3()?.2, 1.0), shape.clone()))
     }
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         let features = x.shape().dims3()?.2;
-        let dx = cpu::with_slice(gradient, |dy| self.turn(dy, features, -1.0))?;
+        let dx = cpu::with_slice(gradient, |dy| self.rotate(dy, features, -1.0))?;
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
     }
 }

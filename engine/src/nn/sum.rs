@@ -1,28 +1,28 @@
-//! Where tensors come together: sums and skips.
+//! Sums and concatenations of tensors.
 
-use super::cpu::{self, Function, Simd, each, each_here};
+use super::cpu::{self, Function, Simd, map_parallel, map_serial};
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{Shape, Tensor};
 use rayon::prelude::*;
 
-/// a + b, of the same shape.
+/// a + b; both have the same shape.
 ///
 /// # Errors
 /// When the shapes differ.
 pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(a) && cpu::runs_here(b) {
-        return apply([a, b], Sum);
+    if cpu::is_cpu_f32(a) && cpu::is_cpu_f32(b) {
+        return apply([a, b], Add);
     }
     a + b
 }
 
-/// x [b, c, ..] plus shift [b, c] in every place of a channel.
+/// x [b, c, ..] plus shift [b, c], which is added to every element of a channel.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && cpu::runs_here(shift) {
-        return apply([x, shift], Shifted);
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(shift) {
+        return apply([x, shift], AddChannels);
     }
     let mut shape = vec![1; x.rank()];
     shape[..2].copy_from_slice(&[x.dim(0)?, x.dim(1)?]);
@@ -34,83 +34,83 @@ pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
 /// # Errors
 /// When the shapes differ anywhere else.
 pub fn cat_channels(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(a) && cpu::runs_here(b) {
-        return apply([a, b], Cat);
+    if cpu::is_cpu_f32(a) && cpu::is_cpu_f32(b) {
+        return apply([a, b], CatChannels);
     }
     Tensor::cat(&[a, b], 1)
 }
 
-type Made = candle_core::Result<(Vec<f32>, Shape)>;
-type Back = candle_core::Result<[Option<Tensor>; 2]>;
+type ForwardResult = candle_core::Result<(Vec<f32>, Shape)>;
+type BackwardResult = candle_core::Result<[Option<Tensor>; 2]>;
 
-/// Two numbers.
+/// a + b.
 #[derive(Clone, Copy)]
-struct Sum;
+struct Add;
 
-impl Function<2> for Sum {
+impl Function<2> for Add {
     #[inline(always)]
-    fn of<S: Simd>(self, [a, b]: [S::V; 2]) -> S::V {
+    fn eval<S: Simd>(self, [a, b]: [S::V; 2]) -> S::V {
         S::add(a, b)
     }
 }
 
-impl Operation<2> for Sum {
+impl Operation<2> for Add {
     const NAME: &'static str = "add";
 
-    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
         [false; 2]
     }
 
-    fn forward(&self, [a, b]: [&[f32]; 2], [a_shape, b_shape]: [&Shape; 2]) -> Made {
+    fn forward(&self, [a, b]: [&[f32]; 2], [a_shape, b_shape]: [&Shape; 2]) -> ForwardResult {
         if a_shape != b_shape {
-            candle_core::bail!("add: {a_shape:?} and {b_shape:?} differ");
+            candle_core::bail!("add: the shapes {a_shape:?} and {b_shape:?} differ");
         }
         let mut y = vec![0f32; a.len()];
-        each(Self, [a, b], &mut y);
+        map_parallel(Self, [a, b], &mut y);
         Ok((y, a_shape.clone()))
     }
 
-    fn backward(&self, _: [&Input; 2], gradient: &Tensor) -> Back {
+    fn backward(&self, _: [&Input; 2], gradient: &Tensor) -> BackwardResult {
         Ok([Some(gradient.clone()), Some(gradient.clone())])
     }
 }
 
-/// One number for all places of a channel.
+/// x plus one number, for all elements of a channel.
 #[derive(Clone, Copy)]
-struct Plus(f32);
+struct AddScalar(f32);
 
-impl Function<1> for Plus {
+impl Function<1> for AddScalar {
     #[inline(always)]
-    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+    fn eval<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
         S::add(x, S::splat(self.0))
     }
 }
 
-struct Shifted;
+struct AddChannels;
 
-impl Operation<2> for Shifted {
+impl Operation<2> for AddChannels {
     const NAME: &'static str = "add-channels";
 
-    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
         [false; 2]
     }
 
-    fn forward(&self, [x, shift]: [&[f32]; 2], [x_shape, shift_shape]: [&Shape; 2]) -> Made {
+    fn forward(&self, [x, shift]: [&[f32]; 2], [x_shape, shift_shape]: [&Shape; 2]) -> ForwardResult {
         if x_shape.rank() < 2 || shift_shape.dims() != &x_shape.dims()[..2] {
-            candle_core::bail!("add_channels: {shift_shape:?} does not fit {x_shape:?}");
+            candle_core::bail!("add_channels: shift {shift_shape:?} does not match x {x_shape:?}");
         }
         let mut y = vec![0f32; x.len()];
         if !x.is_empty() {
-            let places = x.len() / shift.len();
-            y.par_chunks_mut(places)
-                .zip(x.par_chunks(places))
+            let pixels = x.len() / shift.len();
+            y.par_chunks_mut(pixels)
+                .zip(x.par_chunks(pixels))
                 .zip(shift)
-                .for_each(|((y, x), shift)| each_here(Plus(*shift), [x], y));
+                .for_each(|((y, x), shift)| map_serial(AddScalar(*shift), [x], y));
         }
         Ok((y, x_shape.clone()))
     }
 
-    fn backward(&self, [_, shift]: [&Input; 2], gradient: &Tensor) -> Back {
+    fn backward(&self, [_, shift]: [&Input; 2], gradient: &Tensor) -> BackwardResult {
         let sums = if shift.requires_grad() {
             let (batch, channels) = shift.shape().dims2()?;
             Some(gradient.reshape((batch, channels, ()))?.sum(2)?)
@@ -121,19 +121,19 @@ impl Operation<2> for Shifted {
     }
 }
 
-struct Cat;
+struct CatChannels;
 
-impl Operation<2> for Cat {
+impl Operation<2> for CatChannels {
     const NAME: &'static str = "cat-channels";
 
-    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
         [false; 2]
     }
 
-    fn forward(&self, [a, b]: [&[f32]; 2], [a_shape, b_shape]: [&Shape; 2]) -> Made {
+    fn forward(&self, [a, b]: [&[f32]; 2], [a_shape, b_shape]: [&Shape; 2]) -> ForwardResult {
         let (mut dims, others) = (a_shape.dims().to_vec(), b_shape.dims());
         if dims.len() < 2 || others.len() != dims.len() || dims[0] != others[0] || dims[2..] != others[2..] {
-            candle_core::bail!("cat_channels: {a_shape:?} and {b_shape:?} do not fit");
+            candle_core::bail!("cat_channels: the shapes {a_shape:?} and {b_shape:?} do not match");
         }
         dims[1] += others[1];
         let mut y = vec![0f32; a.len() + b.len()];
@@ -155,7 +155,7 @@ impl Operation<2> for Cat {
         Ok((y, dims.into()))
     }
 
-    fn backward(&self, [a, b]: [&Input; 2], gradient: &Tensor) -> Back {
+    fn backward(&self, [a, b]: [&Input; 2], gradient: &Tensor) -> BackwardResult {
         let (first, second) = (a.shape().dims()[1], b.shape().dims()[1]);
         Ok([
             Some(gradient.narrow(1, 0, first)?),

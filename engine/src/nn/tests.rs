@@ -1,4 +1,4 @@
-//! Every kernel against plain arithmetic, and its gradient against differences.
+//! Compares every kernel with candle's operations, and its gradients with finite differences.
 
 use super::*;
 use crate::autograd::gradients;
@@ -19,7 +19,8 @@ fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
     assert!(error < tolerance, "relative error {error}");
 }
 
-/// Compares the gradients of sum(f(inputs) * probe) with central differences along random directions.
+/// Compares the gradients of sum(f(inputs) * probe) with candle's, and with central differences along random
+/// directions.
 fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let tracked: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
@@ -28,12 +29,12 @@ fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
         let y = (f(x) * &probe).unwrap().to_dtype(DType::F64).unwrap();
         y.sum_all().unwrap().to_scalar::<f64>().unwrap()
     };
-    let candles = (f(&tracked) * &probe).unwrap().sum_all().unwrap().backward().unwrap();
+    let expected = (f(&tracked) * &probe).unwrap().sum_all().unwrap().backward().unwrap();
     let (_, grads) = gradients(|| (f(&tracked) * &probe)?.sum_all()).unwrap();
     for (i, var) in vars.iter().enumerate() {
         let direction = random(200 + i as u64, inputs[i].dims());
         let grad = grads.get(var).unwrap();
-        close(grad, candles.get(var).unwrap(), 1e-6);
+        close(grad, expected.get(var).unwrap(), 1e-6);
         let analytic = (grad * &direction)
             .unwrap()
             .sum_all()
@@ -56,7 +57,7 @@ fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
 }
 
 #[test]
-fn convolution_is_candles_convolution() {
+fn convolution_equals_candles_convolution() {
     // Kernel, stride, padding, batch, size; the last two need several tiles.
     for (kernel, stride, padding, batch, in_channels, size) in [
         (3, 1, 1, 2, 3, (5, 7)),
@@ -81,7 +82,7 @@ fn convolution_is_candles_convolution() {
 }
 
 #[test]
-fn convolution_has_the_right_gradients() {
+fn gradients_of_convolution_are_correct() {
     for (kernel, stride, padding, batch, size) in [
         (3, 1, 1, 2, 5),
         (3, 2, 1, 2, 6),
@@ -121,17 +122,17 @@ fn frozen_and_trained_linear_layers_agree() {
     let trained = linear(&x, Var::from_tensor(&w).unwrap().as_tensor(), Some(&b)).unwrap();
     close(&linear(&x, &w, Some(&b)).unwrap(), &trained, 1e-6);
     // A transposed input is not contiguous.
-    let turned = random(1, &[2, 5, 3]).transpose(1, 2).unwrap();
+    let transposed = random(1, &[2, 5, 3]).transpose(1, 2).unwrap();
     close(
-        &linear(&turned, &w, None).unwrap(),
-        &linear(&turned.contiguous().unwrap(), &w, None).unwrap(),
+        &linear(&transposed, &w, None).unwrap(),
+        &linear(&transposed.contiguous().unwrap(), &w, None).unwrap(),
         1e-6,
     );
     assert!(linear(&random(1, &[2, 4]), &w, None).is_err());
 }
 
 #[test]
-fn activations_have_the_right_values_and_gradients() {
+fn values_and_gradients_of_activations_are_correct() {
     let x = Tensor::new(&[-3f32, -0.5, 0.0, 0.7, 2.0], &Device::Cpu).unwrap();
     // torch.nn.functional.silu, gelu, gelu(approximate="tanh"), and x * sigmoid(1.702 x).
     for (activation, expected) in [
@@ -160,13 +161,15 @@ fn activations_have_the_right_values_and_gradients() {
 }
 
 #[test]
-fn norms_have_the_right_gradients() {
+fn gradients_of_norms_are_correct() {
     let weights = Weights::init(1, &Device::Cpu);
     let (group, layer) = (weights.pp("g"), weights.pp("l"));
     GroupNorm::new(&group, 2, 6, 1e-5).unwrap();
     LayerNorm::new(&layer, 7, 1e-5).unwrap();
-    let group_norm = |x: &Tensor, w: &Tensor, b: &Tensor| norm::GroupNorm::of(w.clone(), b.clone(), 2, 1e-5).forward(x);
-    let layer_norm = |x: &Tensor, w: &Tensor, b: &Tensor| norm::LayerNorm::of(w.clone(), b.clone(), 1e-5).forward(x);
+    let group_norm =
+        |x: &Tensor, w: &Tensor, b: &Tensor| norm::GroupNorm::from_parts(w.clone(), b.clone(), 2, 1e-5).forward(x);
+    let layer_norm =
+        |x: &Tensor, w: &Tensor, b: &Tensor| norm::LayerNorm::from_parts(w.clone(), b.clone(), 1e-5).forward(x);
     let affine = |n: usize| (random(2, &[n]), random(3, &[n]));
     let (w, b) = affine(6);
     check_gradients(&[random(1, &[2, 6, 3, 4]), w, b], |x| {
@@ -193,13 +196,13 @@ fn attention(
     let attention = Attention {
         scale: Some(scale),
         causal,
-        ..Attention::of(heads)
+        ..Attention::new(heads)
     };
     attention.forward(q, k, v)
 }
 
-/// Attention by candle's operations.
-fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, causal: bool) -> Tensor {
+/// Attention with candle's operations.
+fn candle_attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, causal: bool) -> Tensor {
     let (b, n, c) = q.dims3().unwrap();
     let m = k.dim(1).unwrap();
     let split = |x: &Tensor, l: usize| {
@@ -224,7 +227,7 @@ fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, causal: boo
 }
 
 #[test]
-fn attention_is_what_it_should_be() {
+fn attention_equals_attention_with_candles_operations() {
     for (n, m, heads, causal) in [
         (5, 5, 2, true),
         (5, 7, 3, false),
@@ -233,13 +236,13 @@ fn attention_is_what_it_should_be() {
     ] {
         let (q, k, v) = (random(1, &[2, n, 6]), random(2, &[2, m, 6]), random(3, &[2, m, 6]));
         let ours = attention(&q, &k, &v, heads, 0.3, causal).unwrap();
-        close(&ours, &plain_attention(&q, &k, &v, heads, causal), 1e-5);
+        close(&ours, &candle_attention(&q, &k, &v, heads, causal), 1e-5);
     }
     for (causal, m) in [(true, 5), (false, 4)] {
         let inputs = [random(1, &[2, 5, 6]), random(2, &[2, m, 6]), random(3, &[2, m, 6])];
         check_gradients(&inputs, |x| attention(&x[0], &x[1], &x[2], 2, 0.3, causal).unwrap());
     }
-    // More keys than fit a chunk of scores: the gradient is summed over chunks.
+    // More keys than a block of scores: the gradient is summed over blocks.
     let vars = [(1, 300), (2, 2000), (3, 2000)].map(|(s, n)| Var::from_tensor(&random(s, &[1, n, 4])).unwrap());
     let [q, k, v] = vars.each_ref().map(|v| v.as_tensor());
     let probe = random(4, &[1, 300, 4]);
@@ -249,7 +252,7 @@ fn attention_is_what_it_should_be() {
         .unwrap()
         .backward()
         .unwrap();
-    let plain = (plain_attention(q, k, v, 2, false) * &probe)
+    let plain = (candle_attention(q, k, v, 2, false) * &probe)
         .unwrap()
         .sum_all()
         .unwrap()
@@ -272,7 +275,7 @@ fn attention_is_what_it_should_be() {
 }
 
 #[test]
-fn enlarging_takes_the_nearest_and_has_the_right_gradients() {
+fn upsampling_takes_the_nearest_pixel_and_its_gradients_are_correct() {
     let x = Tensor::arange(0f32, 6f32, &Device::Cpu)
         .unwrap()
         .reshape((1, 1, 2, 3))
@@ -293,7 +296,7 @@ fn enlarging_takes_the_nearest_and_has_the_right_gradients() {
         .unwrap();
     assert_eq!(y, [0., 0., 1., 1., 2., 0., 0., 1., 1., 2., 3., 3., 4., 4., 5.]);
     check_gradients(&[random(1, &[2, 3, 4, 5])], |x| upsample_nearest(&x[0], 7, 10).unwrap());
-    // One tensor used twice: both gradients count.
+    // A tensor that is used twice gets the sum of both gradients.
     check_gradients(&[random(1, &[1, 2, 2, 2])], |x| {
         let up = upsample_nearest(&x[0], 4, 4).unwrap();
         (up + upsample_nearest(&(&x[0] * 2.0).unwrap(), 4, 4).unwrap()).unwrap()
@@ -301,7 +304,7 @@ fn enlarging_takes_the_nearest_and_has_the_right_gradients() {
 }
 
 #[test]
-fn adapters_see_input_and_output_in_order() {
+fn adapters_are_applied_in_order() {
     #[derive(Debug)]
     struct Add(f64);
     impl LayerAdapter for Add {
@@ -323,7 +326,7 @@ fn adapters_see_input_and_output_in_order() {
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
+fn results_do_not_depend_on_the_number_of_threads() {
     let run = |threads: usize| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         pool.install(|| {
@@ -343,7 +346,7 @@ fn the_number_of_threads_changes_no_bit() {
 }
 
 #[test]
-fn sums_and_skips_are_candles_sums_and_skips() {
+fn sums_and_concatenations_equal_candles() {
     let (a, b) = (random(1, &[2, 3, 5, 4]), random(2, &[2, 3, 5, 4]));
     let (wide, shift) = (random(3, &[2, 7, 5, 4]), random(4, &[2, 3]));
     close(&add(&a, &b).unwrap(), &(&a + &b).unwrap(), 1e-7);
@@ -361,7 +364,7 @@ fn sums_and_skips_are_candles_sums_and_skips() {
     check_gradients(&[a.clone(), b], |x| add(&x[0], &x[1]).unwrap());
     check_gradients(&[a.clone(), wide.clone()], |x| cat_channels(&x[0], &x[1]).unwrap());
     check_gradients(&[a.clone(), shift.clone()], |x| add_channels(&x[0], &x[1]).unwrap());
-    // Without places, a channel is one number.
+    // Without spatial dimensions, a channel is one number.
     check_gradients(&[random(6, &[2, 3]), shift.clone()], |x| {
         add_channels(&x[0], &x[1]).unwrap()
     });
@@ -370,17 +373,17 @@ fn sums_and_skips_are_candles_sums_and_skips() {
 }
 
 #[test]
-fn images_and_tokens_turn_into_each_other() {
+fn images_and_tokens_are_converted_into_each_other() {
     let x = random(1, &[2, 5, 7, 6]);
     let tokens = to_tokens(&x).unwrap();
-    let theirs = x
+    let expected = x
         .flatten_from(2)
         .unwrap()
         .transpose(1, 2)
         .unwrap()
         .contiguous()
         .unwrap();
-    close(&tokens, &theirs, 1e-7);
+    close(&tokens, &expected, 1e-7);
     close(&to_image(&tokens, x.dims()).unwrap(), &x, 1e-7);
     check_gradients(std::slice::from_ref(&x), |x| to_tokens(&x[0]).unwrap());
     check_gradients(std::slice::from_ref(&tokens), |t| {
@@ -389,19 +392,19 @@ fn images_and_tokens_turn_into_each_other() {
     assert!(to_image(&tokens, &[2, 5, 7, 7]).is_err());
 }
 
-/// A LoRA that can be had both ways.
+/// A LoRA that can be fused with its layer or applied separately.
 #[derive(Debug)]
-struct Change {
+struct TestLora {
     low_rank: LowRank,
-    together: bool,
-    /// Of the convolution that it sits on.
-    place: Option<(usize, usize)>,
+    fused: bool,
+    /// Stride and padding of its convolution; `None` on a linear layer.
+    conv: Option<(usize, usize)>,
 }
 
-impl LayerAdapter for Change {
+impl LayerAdapter for TestLora {
     fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
         let LowRank { down, up, scale } = &self.low_rank;
-        let change = match self.place {
+        let change = match self.conv {
             None => linear(&linear(x, down, None)?, up, None)?,
             Some((stride, padding)) => conv2d(&conv2d(x, down, None, stride, padding)?, up, None, 1, 0)?,
         };
@@ -409,27 +412,25 @@ impl LayerAdapter for Change {
     }
 
     fn low_rank(&self) -> Option<LowRank> {
-        self.together.then(|| self.low_rank.clone())
+        self.fused.then(|| self.low_rank.clone())
     }
 }
 
 #[test]
-fn a_layer_together_with_its_lora_is_the_sum_of_both() {
-    // The first of each changes the weight, the second adds to the result.
+fn a_layer_fused_with_its_lora_equals_the_sum_of_both() {
+    // With 40 rows the LoRA is merged into the weight, with 2 rows its result is added.
     for rows in [40, 2] {
         let (weight, bias) = (random(1, &[12, 9]), random(2, &[12]));
         let inputs = [random(3, &[2, rows / 2, 9]), random(4, &[4, 9]), random(5, &[12, 4])];
-        let forward = |x: &[Tensor], together: bool, twice: bool| {
+        let forward = |x: &[Tensor], fused: bool, twice: bool| {
             let mut layer = Linear::from_parts(weight.clone(), Some(bias.clone()));
             for _ in 0..=usize::from(twice) {
                 let (down, up, scale) = (x[1].clone(), x[2].clone(), 0.7);
                 let low_rank = LowRank { down, up, scale };
-                let place = None;
-                layer.adapters.push(std::sync::Arc::new(Change {
-                    low_rank,
-                    together,
-                    place,
-                }));
+                let conv = None;
+                layer
+                    .adapters
+                    .push(std::sync::Arc::new(TestLora { low_rank, fused, conv }));
             }
             layer.forward(&x[0]).unwrap()
         };
@@ -445,20 +446,16 @@ fn a_layer_together_with_its_lora_is_the_sum_of_both() {
             random(4, &[3, 5, kernel, kernel]),
             random(5, &[6, 3, 1, 1]),
         ];
-        let forward = |x: &[Tensor], together: bool| {
+        let forward = |x: &[Tensor], fused: bool| {
             let (down, up, scale) = (x[1].clone(), x[2].clone(), 0.7);
             let low_rank = LowRank { down, up, scale };
-            let place = Some((stride, padding));
+            let conv = Some((stride, padding));
             let layer = Conv2d {
                 weight: weight.clone().into(),
                 bias: Some(bias.clone()),
                 stride,
                 padding,
-                adapters: vec![std::sync::Arc::new(Change {
-                    low_rank,
-                    together,
-                    place,
-                })],
+                adapters: vec![std::sync::Arc::new(TestLora { low_rank, fused, conv })],
             };
             layer.forward(&x[0]).unwrap()
         };
@@ -468,13 +465,13 @@ fn a_layer_together_with_its_lora_is_the_sum_of_both() {
 }
 
 #[test]
-fn a_norm_with_silu_is_the_norm_and_then_silu() {
+fn a_norm_fused_with_silu_equals_the_norm_followed_by_silu() {
     for shape in [&[2, 4, 5, 7][..], &[2, 4, 1, 1], &[3, 4]] {
-        let norm = |w: &Tensor, b: &Tensor| norm::GroupNorm::of(w.clone(), b.clone(), 2, 1e-5);
+        let norm = |w: &Tensor, b: &Tensor| norm::GroupNorm::from_parts(w.clone(), b.clone(), 2, 1e-5);
         let inputs = [random(1, shape), random(2, &[4]), random(3, &[4])];
         let [x, w, b] = &inputs;
-        let (norm_of, both) = (norm(w, b).forward(x).unwrap(), norm(w, b).forward_silu(x).unwrap());
-        close(&both, &silu(&norm_of).unwrap(), 1e-5);
+        let (normalised, fused) = (norm(w, b).forward(x).unwrap(), norm(w, b).forward_silu(x).unwrap());
+        close(&fused, &silu(&normalised).unwrap(), 1e-5);
         check_gradients(&inputs, |x| norm(&x[1], &x[2]).forward_silu(&x[0]).unwrap());
     }
 }

@@ -1,64 +1,64 @@
-//! The weight of a layer: a tensor, or one that is unpacked or read from its file whenever it is used.
+//! The weight of a layer: a tensor, or one that is dequantised or read from its file at each use.
 
 use super::quant::Quantized;
 use crate::weights::StreamedWeight;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// What a linear layer or a convolution multiplies with.
+/// The weight of a linear layer or a convolution.
 #[derive(Clone, Debug)]
 pub enum Weight {
-    /// As it is.
+    /// A tensor.
     Plain(Tensor),
     /// Quantised; gets no gradient.
     Quantized(Arc<Quantized>),
-    /// In its file; gets no gradient.
+    /// Streamed from its file; gets no gradient.
     Streamed(Arc<StreamedWeight>),
 }
 
 impl Weight {
-    /// Its shape.
+    /// The shape.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         match self {
             Self::Plain(tensor) => tensor.dims(),
-            Self::Quantized(packed) => packed.dims(),
+            Self::Quantized(quantized) => quantized.dims(),
             Self::Streamed(streamed) => streamed.dims(),
         }
     }
 
-    /// What is computed with it.
+    /// The dtype of [`Self::dense`].
     #[must_use]
     pub fn dtype(&self) -> DType {
         match self {
             Self::Plain(tensor) => tensor.dtype(),
-            Self::Quantized(packed) => packed.dtype(),
+            Self::Quantized(quantized) => quantized.dtype(),
             Self::Streamed(streamed) => streamed.dtype(),
         }
     }
 
-    /// Where it lies.
+    /// The device of [`Self::dense`].
     #[must_use]
     pub fn device(&self) -> &Device {
         match self {
             Self::Plain(tensor) => tensor.device(),
-            Self::Quantized(packed) => packed.device(),
+            Self::Quantized(quantized) => quantized.device(),
             Self::Streamed(streamed) => streamed.device(),
         }
     }
 
-    /// Memory that it takes while it is not used.
+    /// The bytes of memory that it takes while it is not in use.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {
             Self::Plain(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
-            Self::Quantized(packed) => packed.bytes(),
+            Self::Quantized(quantized) => quantized.bytes(),
             Self::Streamed(_) => 0,
         }
     }
 
-    /// The same, if it gets no gradient.
-    pub(super) fn frozen(&self) -> candle_core::Result<Option<Self>> {
+    /// A contiguous copy of this weight, or `None` if it gets gradients.
+    pub(super) fn as_frozen(&self) -> candle_core::Result<Option<Self>> {
         Ok(match self {
             Self::Plain(weight) if weight.track_op() => None,
             Self::Plain(weight) => Some(Self::Plain(weight.contiguous()?)),
@@ -66,14 +66,15 @@ impl Weight {
         })
     }
 
-    /// The tensor; unless it is a plain one a fresh one, which should not outlive its use.
+    /// The weight as a tensor. For a quantised or streamed weight this is a new tensor, which should be dropped after
+    /// use.
     ///
     /// # Errors
-    /// When it cannot be unpacked or read.
+    /// When it cannot be dequantised or read.
     pub fn dense(&self) -> candle_core::Result<Tensor> {
         match self {
             Self::Plain(tensor) => Ok(tensor.clone()),
-            Self::Quantized(packed) => packed.unpack(),
+            Self::Quantized(quantized) => quantized.dequantize(),
             Self::Streamed(streamed) => streamed.read(),
         }
     }

@@ -4,8 +4,8 @@
 use super::factored::{SecondMoment, rms};
 use super::fused;
 use super::kernels::multiversion;
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 

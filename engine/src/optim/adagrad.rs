@@ -4,8 +4,9 @@ use super::blockwise::QuantMap;
 use super::fused;
 use super::kernels::multiversion;
 use super::moment::Moment;
+use super::moment::Precision;
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, Precision, check_grad_count};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 

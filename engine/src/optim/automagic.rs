@@ -8,9 +8,9 @@
 use super::factored::SecondMoment;
 use super::fused;
 use super::kernels::multiversion;
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
 use super::state_tensor::StateTensor;
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use candle_core::{DType, Tensor};
 use half::f16;
 use std::collections::BTreeMap;
@@ -206,6 +206,6 @@ impl Optimizer for Automagic {
     /// The mean of the parameters' mean rates, as in ai-toolkit.
     fn effective_lr(&self, lr: f64) -> Result<f64, OptimError> {
         let mean_lrs: Vec<f64> = self.states.iter().map(|state| state.mean_lr).collect();
-        Ok(super::mean(&mean_lrs).unwrap_or(lr))
+        Ok(super::optimizer::mean(&mean_lrs).unwrap_or(lr))
     }
 }

@@ -8,9 +8,9 @@
 use super::factored::SecondMoment;
 use super::fused;
 use super::kernels::multiversion;
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
 use super::state_tensor::StateTensor;
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
@@ -186,7 +186,7 @@ impl Optimizer for Automagic2 {
     /// The mean of the parameters' rates, as in ai-toolkit.
     fn effective_lr(&self, lr: f64) -> Result<f64, OptimError> {
         let rates: Vec<f64> = self.states.iter().map(|state| state.lr).collect();
-        Ok(super::mean(&rates).unwrap_or(lr))
+        Ok(super::optimizer::mean(&rates).unwrap_or(lr))
     }
 
     /// The updates are bounded, and ai-toolkit's trainer does not clip gradients that are applied in the backward pass.

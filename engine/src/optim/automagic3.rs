@@ -9,9 +9,9 @@
 use super::factored::SecondMoment;
 use super::fused;
 use super::kernels::multiversion;
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
 use super::state_tensor::StateTensor;
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 

@@ -1,8 +1,9 @@
 //! Gradient clipping by global norm.
 
 use super::fused::CHUNK_LEN;
+use super::inplace;
 use super::kernels::{scale_into, sum_of_squares as slice_sum_of_squares};
-use super::{Grads, OptimError, inplace};
+use super::optimizer::{Grads, OptimError};
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 

@@ -4,8 +4,8 @@
 //! In ai-toolkit `dadaptationadam` and `dadaptationlion` stop with an error (both pass an `eps` to Lion, which has
 //! none). Here they are D-Adaptation with Adam and with Lion.
 
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;

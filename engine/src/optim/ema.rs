@@ -3,8 +3,8 @@
 use super::fused::{self, CHUNK_LEN};
 use super::inplace::{self, ElementsMut};
 use super::kernels::multiversion;
+use super::optimizer::{OptimError, Param};
 use super::state_tensor::StateTensor;
-use super::{OptimError, Param};
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 use std::collections::BTreeMap;

@@ -2,8 +2,9 @@
 //! one per element.
 
 use super::factored_kernels::{self, Matrix};
+use super::inplace;
+use super::optimizer::{OptimError, Param};
 use super::saved::SavedState;
-use super::{OptimError, Param, inplace};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::BTreeMap;
 

@@ -4,8 +4,9 @@
 use super::inplace::force_tensor_ops;
 use super::*;
 use crate::rng::TorchGenerator;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::json;
+use std::collections::BTreeMap;
 
 /// Several chunks, a short last block, four dimensions, and less than a block.
 const SHAPES: [&[usize]; 5] = [&[300, 211], &[70, 61], &[6, 4, 3, 3], &[7], &[64, 64, 3, 3]];

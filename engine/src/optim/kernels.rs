@@ -21,7 +21,7 @@ macro_rules! multiversion {
                 fn avx2($($arg: $kind),*) $(-> $out)? {
                     body($($arg),*)
                 }
-                match $crate::nn::cpu::unit() {
+                match $crate::nn::cpu::best_unit() {
                     #[expect(unsafe_code, reason = "calls a function with AVX-512 enabled")]
                     // SAFETY: the result is `Avx512` only if the CPU has the instructions that `avx512` enables.
                     $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },

@@ -1,9 +1,9 @@
 //! A moment of a parameter's gradients (`exp_avg`, `exp_avg_sq`), in float32 or blockwise quantised to 8 bits.
 
 use super::blockwise::{BlockwiseTensor, QuantMap, block_count};
+use super::optimizer::{OptimError, Param};
 use super::saved::SavedState;
 use super::state_tensor::StateTensor;
-use super::{OptimError, Param};
 use aitk_common::job::optimizer_params::OptimizerParams;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;

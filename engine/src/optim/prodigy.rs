@@ -13,9 +13,10 @@ use super::fused::{self, CHUNK_LEN, MomentMut, for_each_dequantized, split_front
 use super::inplace;
 use super::kernels::multiversion;
 use super::moment::Moment;
+use super::moment::Precision;
+use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
 use super::state_tensor::StateTensor;
-use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, Precision, check_grad_count};
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;

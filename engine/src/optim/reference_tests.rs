@@ -5,9 +5,9 @@ use super::blockwise::QuantMap;
 use super::*;
 use crate::rng::TorchGenerator;
 use crate::testing::fixtures;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 const SHAPES: [(&str, &[usize]); 4] = [
     ("w", &[64, 96]),

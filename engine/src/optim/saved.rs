@@ -1,6 +1,6 @@
 //! Reads a saved optimizer state: every tensor is checked, and an unexpected tensor is an error.
 
-use super::OptimError;
+use super::optimizer::OptimError;
 use super::state_tensor::StateTensor;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! Learning-rate schedules (`train.lr_scheduler`). Each is a pure function of the step, so that resuming needs no
 //! state.
 
-use super::OptimError;
+use super::optimizer::OptimError;
 use serde_json::{Map, Value};
 use std::f64::consts::PI;
 

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::testing::{fixtures, gap};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashMap;
 
 fn fixture(name: &str) -> std::path::PathBuf {

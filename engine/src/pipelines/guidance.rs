@@ -1,13 +1,14 @@
-//! Classifier-free guidance: what the model predicts with and without the prompt, and how the two are joined.
+//! Classifier-free guidance: combines the model's predictions with and without the prompt.
 
 use super::{GenerateRequest, Pipeline};
 use crate::error::{EngineError, Result};
 use candle_core::{D, DType, Tensor};
 
-/// The encoded prompts of a batch, and how strongly they count.
+/// The encoded prompts of a batch and the guidance scales.
 pub(super) struct Guidance {
     /// [negative prompts, prompts] with guidance, else the prompts alone: [2b or b, tokens, width].
     context: Tensor,
+    /// Whether the context has negative prompts: the guidance scale is above 1.
     guided: bool,
     scale: f64,
     rescale: f64,
@@ -47,43 +48,44 @@ impl Guidance {
         })
     }
 
-    /// The model's output, in f32, for what the sampler shows it at time step `t`.
+    /// The guided prediction at time step `t`, in f32. `input`: the scaled sample of the sampler.
     pub(super) fn predict(&self, pipeline: &Pipeline<'_>, input: &Tensor, t: f64) -> Result<Tensor> {
         let input = input.to_dtype(pipeline.dtype)?;
-        let ask = |input: &Tensor, context: &Tensor| -> Result<Tensor> {
+        let forward = |input: &Tensor, context: &Tensor| -> Result<Tensor> {
             let timesteps = Tensor::full(t as f32, input.dim(0)?, &pipeline.device)?;
             let output = pipeline.model.unet.forward(input, &timesteps, context)?;
             Ok(output.to_dtype(DType::F32)?)
         };
         if !self.guided {
-            return ask(&input, &self.context);
+            return forward(&input, &self.context);
         }
-        let (without, with) = if pipeline.model.sequential_cfg {
+        let (unconditional, conditional) = if pipeline.model.sequential_cfg {
             let contexts = self.context.chunk(2, 0)?;
-            (ask(&input, &contexts[0])?, ask(&input, &contexts[1])?)
+            (forward(&input, &contexts[0])?, forward(&input, &contexts[1])?)
         } else {
-            let halves = ask(&Tensor::cat(&[&input, &input], 0)?, &self.context)?.chunk(2, 0)?;
-            (halves[0].clone(), halves[1].clone())
+            let outputs = forward(&Tensor::cat(&[&input, &input], 0)?, &self.context)?.chunk(2, 0)?;
+            (outputs[0].clone(), outputs[1].clone())
         };
-        let (without, with) = (&without, &with);
-        let joined = (without + ((with - without)? * self.scale)?)?;
+        let (unconditional, conditional) = (&unconditional, &conditional);
+        let guided = (unconditional + ((conditional - unconditional)? * self.scale)?)?;
         if self.rescale > 0.0 {
-            return rescaled(&joined, with, self.rescale);
+            return rescale_noise_cfg(&guided, conditional, self.rescale);
         }
-        Ok(joined)
+        Ok(guided)
     }
 }
 
-/// Pulls the spread of the joined prediction towards that of the prompt's own (section 3.4 of "Common Diffusion Noise
-/// Schedules and Sample Steps are Flawed").
-fn rescaled(joined: &Tensor, with: &Tensor, share: f64) -> Result<Tensor> {
-    let spread = |x: &Tensor| -> candle_core::Result<Tensor> {
+/// Moves the standard deviation of the guided prediction towards that of the conditional one (section 3.4 of "Common
+/// Diffusion Noise Schedules and Sample Steps are Flawed"; `rescale_noise_cfg` of diffusers). `rescale`: 0 is off, 1 is
+/// all the way.
+fn rescale_noise_cfg(guided: &Tensor, conditional: &Tensor, rescale: f64) -> Result<Tensor> {
+    let std_dev = |x: &Tensor| -> candle_core::Result<Tensor> {
         let flat = x.flatten_from(1)?;
         let count = flat.dim(1)?.max(2);
         let centred = flat.broadcast_sub(&flat.mean_keepdim(D::Minus1)?)?;
         (centred.sqr()?.sum_keepdim(D::Minus1)? / (count - 1) as f64)?.sqrt()
     };
-    let ratio = (spread(with)? / spread(joined)?)?.reshape((joined.dim(0)?, 1, 1, 1))?;
-    let matched = joined.broadcast_mul(&ratio)?;
-    Ok(((matched * share)? + (joined * (1.0 - share))?)?)
+    let ratio = (std_dev(conditional)? / std_dev(guided)?)?.reshape((guided.dim(0)?, 1, 1, 1))?;
+    let rescaled = guided.broadcast_mul(&ratio)?;
+    Ok(((rescaled * rescale)? + (guided * (1.0 - rescale))?)?)
 }

@@ -1,13 +1,13 @@
-//! Images from prompts and from images: what diffusers 0.42.1 calls `StableDiffusionPipeline` and
-//! `StableDiffusionImg2ImgPipeline`. With a CPU generator of the same seed the images are the same.
+//! Text-to-image and image-to-image: `StableDiffusionPipeline` and `StableDiffusionImg2ImgPipeline` of diffusers
+//! 0.42.1. With a CPU generator of the same seed the images are the same.
 
 mod guidance;
 mod sample;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use sample::generate_request;
-pub use sample::{SampleSettings, random_seed, sample_prompts};
+pub(crate) use sample::to_generate_request;
+pub use sample::{SampleSettings, generate_images, random_seed};
 
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
@@ -28,20 +28,20 @@ impl From<SamplerError> for EngineError {
     }
 }
 
-/// What to draw: one image per prompt, all in one batch.
+/// What to generate: one image per prompt, all in one batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
-    /// Prompts. Longer ones than 77 tokens are cut.
+    /// Prompts. They are truncated to 77 tokens.
     pub prompts: Vec<String>,
-    /// What it should not look like: one for all, or one per prompt.
+    /// Negative prompts: one for all images, or one per prompt.
     pub negative: Vec<String>,
-    /// Width in pixels; a multiple of 8. Not used by image-to-image, whose images have their own sizes.
+    /// Width in pixels; a multiple of 8. Image-to-image ignores it and uses the size of its images.
     pub width: usize,
     /// Height in pixels; a multiple of 8.
     pub height: usize,
     /// Sampling steps.
     pub steps: usize,
-    /// Guidance scale. At 1 and below the negative prompt is not looked at.
+    /// Guidance scale. At 1 and below, negative prompts are not used.
     pub guidance_scale: f64,
     /// Guidance rescale: 0 is off.
     pub guidance_rescale: f64,
@@ -68,10 +68,10 @@ impl Default for GenerateRequest {
     }
 }
 
-/// Called before each step with the steps done and all steps; `false` ends the work.
+/// Called before each step with the number of finished steps and of all steps. `false` stops the generation.
 pub type OnStep<'a> = &'a mut dyn FnMut(usize, usize) -> bool;
 
-/// A loaded model, ready to draw.
+/// A loaded model with its sampler parameters, which generates images.
 #[derive(Debug)]
 pub struct Pipeline<'a> {
     model: &'a SdModel,
@@ -81,12 +81,13 @@ pub struct Pipeline<'a> {
 }
 
 impl<'a> Pipeline<'a> {
-    /// `dtype` and `device` are those the model was loaded with. `v_prediction` overrules the model's own config.
+    /// Makes a pipeline. `dtype` and `device`: those that the model was loaded with. `v_prediction`: the model predicts
+    /// velocity, whatever its config says.
     ///
     /// # Errors
     /// When `scheduler_config.json` has a wrong value.
     pub fn new(model: &'a SdModel, device: &Device, dtype: DType, v_prediction: bool) -> Result<Self> {
-        let mut params = SamplerParams::from_json(&model.scheduler_config)?.forced_by_stable_diffusion();
+        let mut params = SamplerParams::from_json(&model.scheduler_config)?.with_stable_diffusion_overrides();
         if v_prediction {
             params.prediction_type = Some(PredictionType::VPrediction);
         }
@@ -98,10 +99,10 @@ impl<'a> Pipeline<'a> {
         })
     }
 
-    /// Images from prompts. `None` when `on_step` asked to stop.
+    /// Generates images from prompts. `None`: `on_step` returned `false`.
     ///
     /// # Errors
-    /// A size that is no multiple of 8, an unknown sampler, an impossible number of steps, or failed arithmetic.
+    /// A size that is not a multiple of 8, an unknown sampler, an invalid number of steps, or a tensor error.
     pub fn text_to_image(
         &self,
         request: &GenerateRequest,
@@ -123,11 +124,12 @@ impl<'a> Pipeline<'a> {
         self.denoise(&guidance, sampler, 0, latents, noise, on_step)
     }
 
-    /// Images from images, redrawn by `strength` (0 to 1). One image for all prompts, or one per prompt, all of
-    /// one size; a size that is no multiple of 8 is resized down to one. `None` when `on_step` asked to stop.
+    /// Generates images from images. `strength` (0 to 1): how much of them is replaced. `images`: one for all prompts,
+    /// or one per prompt, all of one size; a size that is not a multiple of 8 is rounded down. `None`: `on_step`
+    /// returned `false`.
     ///
     /// # Errors
-    /// As [`Pipeline::text_to_image`], or a strength that leaves no step to do.
+    /// As [`Pipeline::text_to_image`], or a strength at which no step is left.
     pub fn image_to_image(
         &self,
         request: &GenerateRequest,
@@ -138,7 +140,7 @@ impl<'a> Pipeline<'a> {
     ) -> Result<Option<Vec<RgbImage>>> {
         if !(0.0..=1.0).contains(&strength) {
             return Err(EngineError::bad_input(format!(
-                "a strength of {strength}: it must be between 0 and 1"
+                "the strength is {strength}: it must be between 0 and 1"
             )));
         }
         let guidance = Guidance::new(self, request)?;
@@ -146,13 +148,13 @@ impl<'a> Pipeline<'a> {
         let begin = request.steps - ((request.steps as f64 * strength) as usize).min(request.steps);
         if begin >= sampler.timesteps().len() {
             return Err(EngineError::bad_input(format!(
-                "{} steps at strength {strength} leave no step to do: raise one of them",
+                "{} steps at strength {strength} leave no step to do: increase one of them",
                 request.steps
             )));
         }
-        let clean = self.encode(images, request.prompts.len(), noise)?;
-        let fresh = noise.randn(clean.dims(), self.dtype, &self.device)?;
-        let latents = sampler.add_noise(&clean, &fresh, begin)?;
+        let encoded = self.encode(images, request.prompts.len(), noise)?;
+        let random = noise.randn(encoded.dims(), self.dtype, &self.device)?;
+        let latents = sampler.add_noise(&encoded, &random, begin)?;
         self.denoise(&guidance, sampler, begin, latents, noise, on_step)
     }
 
@@ -164,7 +166,7 @@ impl<'a> Pipeline<'a> {
         Ok(samplers::build(&request.sampler, &self.params, options)?)
     }
 
-    /// Scaled latents of images, sampled from the VAE's distribution.
+    /// Encodes images to scaled latents, sampled from the VAE's posterior.
     fn encode(&self, images: &[RgbImage], batch: usize, noise: &mut NoiseSource) -> Result<Tensor> {
         let Some(first) = images.first() else {
             return Err(EngineError::bad_input("image-to-image needs an image"));
@@ -179,35 +181,35 @@ impl<'a> Pipeline<'a> {
         let (width, height) = (first.width() / scale * scale, first.height() / scale * scale);
         if width < 8 || height < 8 {
             return Err(EngineError::bad_input(format!(
-                "an image of {} x {} pixels is too small to be redrawn",
+                "an image of {} x {} pixels is too small for image-to-image: both sides must be at least 8",
                 first.width(),
                 first.height()
             )));
         }
         let mut tensors = Vec::with_capacity(batch);
         for image in images {
-            let fitted = image_io::resize(image, width, height, Filter::Lanczos);
-            tensors.push(image_io::to_tensor(&fitted, &self.device)?.to_dtype(self.dtype)?);
+            let resized = image_io::resize(image, width, height, Filter::Lanczos);
+            tensors.push(image_io::to_tensor(&resized, &self.device)?.to_dtype(self.dtype)?);
         }
-        // With one generator a lone image is encoded once and then repeated; with one each, it is repeated first.
+        // As in diffusers: with one generator a single image is encoded once and then repeated; with several it is
+        // repeated first.
         let repeat_first = matches!(noise, NoiseSource::PerImage(generators) if generators.len() > 1);
         if repeat_first && tensors.len() == 1 {
             tensors = vec![tensors[0].clone(); batch];
         }
-        let distribution = self.model.vae.encode(&Tensor::stack(&tensors, 0)?)?;
-        let fresh = noise.randn(distribution.mean.dims(), self.dtype, &self.device)?;
-        let latents = distribution
-            .sample(&fresh.to_dtype(self.dtype)?)?
-            .to_dtype(DType::F32)?;
+        let posterior = self.model.vae.encode(&Tensor::stack(&tensors, 0)?)?;
+        let random = noise.randn(posterior.mean.dims(), self.dtype, &self.device)?;
+        let latents = posterior.sample(&random.to_dtype(self.dtype)?)?.to_dtype(DType::F32)?;
         let latents = (latents * self.model.vae.scaling_factor)?;
-        let missing = batch / latents.dim(0)?;
-        Ok(if missing > 1 {
-            Tensor::cat(&vec![latents; missing], 0)?
+        let copies = batch / latents.dim(0)?;
+        Ok(if copies > 1 {
+            Tensor::cat(&vec![latents; copies], 0)?
         } else {
             latents
         })
     }
 
+    /// Samples from step `begin` on and decodes the images.
     fn denoise(
         &self,
         guidance: &Guidance,
@@ -217,9 +219,9 @@ impl<'a> Pipeline<'a> {
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
-        let visits = sampler.timesteps().len();
-        for index in begin..visits {
-            if !on_step(index - begin, visits - begin) {
+        let steps = sampler.timesteps().len();
+        for index in begin..steps {
+            if !on_step(index - begin, steps - begin) {
                 return Ok(None);
             }
             let input = sampler.scale_model_input(&latents, index)?;

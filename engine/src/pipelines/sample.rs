@@ -1,4 +1,4 @@
-//! Images one after another, each with its own settings: for `sample` while training and for `to_folder`.
+//! Generates images one after another, each with its own settings: samples during training, and `to_folder` jobs.
 
 use super::{GenerateRequest, OnStep, Pipeline};
 use crate::adapters::Multiplier;
@@ -10,25 +10,25 @@ use candle_core::{DType, Device};
 use image::RgbImage;
 use sha2::{Digest, Sha256};
 
-/// What all images of a run have in common.
+/// The settings that all images of a run share.
 #[derive(Clone, Debug)]
 pub struct SampleSettings<'a> {
-    /// Where the model lies.
+    /// The device that the model is on.
     pub device: &'a Device,
-    /// What the model was loaded in.
+    /// The dtype that the model was loaded in.
     pub dtype: DType,
     /// Name of the sampler.
     pub sampler: &'a str,
     /// The model predicts velocity, whatever its config says.
     pub v_prediction: bool,
-    /// The LoRA's strength, which each request sets. It is put back afterwards.
+    /// The LoRA's strength. Each request sets it; it is restored afterwards.
     pub multiplier: Option<&'a Multiplier>,
-    /// Decides the seeds of requests that have none, see [`random_seed`].
+    /// The seed from which the seeds of requests without one are derived, see [`random_seed`].
     pub job_seed: u64,
 }
 
-/// The seed of image `index` when its request leaves it open: 32 bits that depend on the job's seed and the index
-/// alone, so that an image which is drawn again after a lost attempt is the same.
+/// The seed of image `index` when its request has none: 32 bits that depend only on the job's seed and the index, so
+/// that another attempt generates the same image.
 #[must_use]
 pub fn random_seed(job_seed: u64, index: u64) -> u64 {
     let mut hash = Sha256::new();
@@ -39,28 +39,29 @@ pub fn random_seed(job_seed: u64, index: u64) -> u64 {
     u64::from(u32::from_le_bytes([digest[0], digest[1], digest[2], digest[3]]))
 }
 
-/// Draws the images of `requests` in order. `on_image` gets the index, the request, the seed that was used, and the
-/// image. `on_step` is asked before each step with the steps done and all steps over all images. Draws nothing from any
-/// generator of the caller. Returns whether all were drawn (`false`: `on_step` asked to stop).
+/// Generates the images of `requests` in order. `on_image` gets the index, the request, the seed that was used, and the
+/// image. `on_step` is called before each step with the number of finished steps and of all steps of all images.
+/// Returns whether all images were generated (`false`: `on_step` returned `false`). No random generator of the caller
+/// is used.
 ///
 /// # Errors
 /// The first error of an image or of `on_image`.
-pub fn sample_prompts(
+pub fn generate_images(
     model: &SdModel,
     settings: &SampleSettings<'_>,
     requests: &[ImageRequest],
     on_step: OnStep<'_>,
     on_image: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
 ) -> Result<bool> {
-    let before = settings.multiplier.map(Multiplier::get);
-    let outcome = draw_all(model, settings, requests, on_step, on_image);
-    if let (Some(multiplier), Some(before)) = (settings.multiplier, before) {
-        multiplier.set(before);
+    let previous = settings.multiplier.map(Multiplier::get);
+    let result = generate_all(model, settings, requests, on_step, on_image);
+    if let (Some(multiplier), Some(previous)) = (settings.multiplier, previous) {
+        multiplier.set(previous);
     }
-    outcome
+    result
 }
 
-fn draw_all(
+fn generate_all(
     model: &SdModel,
     settings: &SampleSettings<'_>,
     requests: &[ImageRequest],
@@ -78,12 +79,12 @@ fn draw_all(
             .seed
             .map_or_else(|| random_seed(settings.job_seed, index as u64), |seed| seed as u64);
         let steps = request.steps as usize;
-        let drawn = pipeline.text_to_image(
-            &generate_request(request, settings.sampler),
-            &mut NoiseSource::seeds(&[seed]),
+        let images = pipeline.text_to_image(
+            &to_generate_request(request, settings.sampler),
+            &mut NoiseSource::from_seeds(&[seed]),
             &mut |step, of| on_step(done + step * steps / of.max(1), all),
         )?;
-        let Some(image) = drawn.and_then(|images| images.into_iter().next()) else {
+        let Some(image) = images.and_then(|images| images.into_iter().next()) else {
             return Ok(false);
         };
         done += steps;
@@ -92,8 +93,8 @@ fn draw_all(
     Ok(true)
 }
 
-/// A request as the pipeline takes it.
-pub(crate) fn generate_request(request: &ImageRequest, sampler: &str) -> GenerateRequest {
+/// Converts a request to the pipeline's form.
+pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str) -> GenerateRequest {
     GenerateRequest {
         prompts: vec![request.prompt.clone()],
         negative: vec![request.negative_prompt.clone()],

@@ -1,4 +1,4 @@
-//! Same seed, same image: against what diffusers draws with the tiny model (`tests/reference/make_pipelines.py`).
+//! Compares generated images with those of diffusers, on the tiny model (`tests/reference/make_pipelines.py`).
 
 use super::*;
 use crate::adapters::{Component, LoadedLora, load_lora};
@@ -10,8 +10,8 @@ use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 
-/// Most that one colour value of a pixel may differ.
-const ALLOWED: u8 = 2;
+/// Largest allowed difference of one colour value of a pixel.
+const TOLERANCE: u8 = 2;
 
 fn strings(value: &Value) -> Vec<String> {
     value
@@ -31,14 +31,14 @@ fn request(case: &Value) -> GenerateRequest {
         height: number("height", 0.0) as usize,
         steps: number("steps", 0.0) as usize,
         guidance_scale: number("guidance", 0.0),
-        // diffusers' image-to-image has none.
+        // Image-to-image of diffusers has no guidance rescale.
         guidance_rescale: number("guidance_rescale", 0.0),
         sampler: case["sampler"].as_str().unwrap().to_owned(),
         eta: number("eta", 0.0),
     }
 }
 
-fn draw(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<Vec<RgbImage>> {
+fn generate(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<Vec<RgbImage>> {
     let seeds: Vec<u64> = case["seeds"]
         .as_array()
         .unwrap()
@@ -48,12 +48,12 @@ fn draw(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Res
     let mut noise = if case.get("shared").is_some() {
         NoiseSource::Shared(TorchGenerator::manual_seed(seeds[0]))
     } else {
-        NoiseSource::seeds(&seeds)
+        NoiseSource::from_seeds(&seeds)
     };
     let v_prediction = case.get("v_prediction").is_some();
     let pipeline = Pipeline::new(model, &Device::Cpu, DType::F32, v_prediction)?;
     let on_step = &mut |_, _| true;
-    let drawn = match case.get("image") {
+    let generated = match case.get("image") {
         None => pipeline.text_to_image(&request(case), &mut noise, on_step)?,
         Some(size) => {
             let tensor = &tensors[&format!("input_{}x{}", size[0], size[1])];
@@ -64,7 +64,7 @@ fn draw(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Res
             pipeline.image_to_image(&request(case), &[image], strength, &mut noise, on_step)?
         }
     };
-    Ok(drawn.unwrap())
+    Ok(generated.unwrap())
 }
 
 /// The largest difference and how many values differ.
@@ -88,12 +88,12 @@ fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
     Ok((differences.iter().copied().max().unwrap_or(0), differences.len()))
 }
 
-/// Draws a case and compares it with diffusers' image: the largest difference and how many values differ.
-fn judge(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<(u8, usize), String> {
+/// Generates a case and compares it with diffusers' image: the largest difference and how many values differ.
+fn compare_case(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<(u8, usize), String> {
     let name = case["case"].as_str().unwrap();
-    let drawn = draw(case, model, tensors).map_err(|e| e.to_string());
-    match drawn.and_then(|images| compare(&images, &tensors[name])) {
-        Ok((difference, count)) if difference > ALLOWED => {
+    let generated = generate(case, model, tensors).map_err(|e| e.to_string());
+    match generated.and_then(|images| compare(&images, &tensors[name])) {
+        Ok((difference, count)) if difference > TOLERANCE => {
             Err(format!("{name}: differs by up to {difference}, {count} values"))
         }
         Ok(found) => Ok(found),
@@ -101,7 +101,7 @@ fn judge(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Re
     }
 }
 
-fn adapted(lora: &Path) -> (SdModel, LoadedLora) {
+fn model_with_lora(lora: &Path) -> (SdModel, LoadedLora) {
     let mut model = tiny_sd();
     let mut parts: [(Component, &mut dyn crate::nn::VisitLayers); 2] = [
         (Component::Unet, &mut model.unet),
@@ -111,10 +111,10 @@ fn adapted(lora: &Path) -> (SdModel, LoadedLora) {
     (model, lora)
 }
 
-/// LoRAs that our trainer made (`processes::train::our_lora`), drawn with by diffusers
-/// (`tests/reference/make_our_lora.py`, which also checks that diffusers takes every tensor).
+/// diffusers generated the images with LoRAs of aitk's trainer (`processes::train::our_lora`,
+/// `tests/reference/make_our_lora.py`, which also checks that diffusers loads every tensor).
 #[test]
-fn our_loras_give_the_same_images_in_diffusers() {
+fn loras_of_aitk_give_the_same_images_in_diffusers() {
     let folder = fixtures().join("our_lora");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
     let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
@@ -122,46 +122,47 @@ fn our_loras_give_the_same_images_in_diffusers() {
     files.dedup();
     let mut worst = 0;
     for file in &files {
-        let (model, lora) = adapted(&folder.join(file));
+        let (model, lora) = model_with_lora(&folder.join(file));
         assert!(lora.unknown.is_empty(), "{file}: {:?}", lora.unknown);
         for case in cases.iter().filter(|case| case["file"] == **file) {
             lora.multiplier.set(case["lora"].as_f64().unwrap());
-            worst = worst.max(judge(case, &model, &tensors).unwrap().0);
+            worst = worst.max(compare_case(case, &model, &tensors).unwrap().0);
         }
     }
     eprintln!("{} images with {files:?}: largest difference {worst}", cases.len());
     assert!(files.len() >= 3 && cases.iter().any(|case| case["lora"] == 0.7));
 }
 
-/// alpha / rank = 16 (`tests/reference/make_strong_lora.py`): a wrong scale would show here more than anywhere. One pass at
-/// full strength agrees, and so do images, wherever diffusers in float32 agrees with itself in float64.
+/// A LoRA with alpha / rank = 16 (`tests/reference/make_strong_lora.py`), which would make a wrong scale visible. One
+/// forward pass at full strength agrees; images agree wherever diffusers in float32 agrees with itself in float64.
 #[test]
-fn a_strong_lora_has_its_strength() {
+fn a_lora_with_a_large_alpha_is_scaled_as_in_diffusers() {
     let folder = fixtures().join("strong_lora");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
     let tensors = safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
-    let (model, lora) = adapted(&folder.join("lora.safetensors"));
+    let (model, lora) = model_with_lora(&folder.join("lora.safetensors"));
     assert!(lora.unknown.is_empty(), "{:?}", lora.unknown);
 
-    let far = |ours: &Tensor, name: &str| gap(ours, &tensors[name]) / largest(&tensors[name]);
+    let relative_difference = |ours: &Tensor, name: &str| gap(ours, &tensors[name]) / largest(&tensors[name]);
     let time = Tensor::new(&[417f32], &Device::Cpu).unwrap();
     let unet = model.unet.forward(&tensors["x"], &time, &tensors["context"]).unwrap();
     let ids = model.tokenizer.encode(&["a red circle"]).unwrap();
     let text = model.text_encoder.forward(&ids).unwrap();
-    let (unet, text) = (far(&unet, "unet"), far(&text, "text"));
-    println!("one pass: the U-Net differs by {unet:.1e}, the text encoder by {text:.1e}");
+    let (unet, text) = (relative_difference(&unet, "unet"), relative_difference(&text, "text"));
+    println!("one forward pass: the U-Net differs by {unet:.1e}, the text encoder by {text:.1e}");
     assert!(unet < 1e-4 && text < 1e-5, "{unet:e} {text:e}");
 
-    let calm: Vec<&Value> = cases.iter().filter(|case| case["itself"].as_u64() <= Some(2)).collect();
+    let stable: Vec<&Value> = cases.iter().filter(|case| case["itself"].as_u64() <= Some(2)).collect();
     assert!(
-        calm.iter()
+        stable
+            .iter()
             .filter(|case| case["lora"].as_f64().unwrap().abs() >= 1.0)
             .count()
             >= 2
     );
-    for case in calm {
+    for case in stable {
         lora.multiplier.set(case["lora"].as_f64().unwrap());
-        let (difference, count) = judge(case, &model, &tensors).unwrap();
+        let (difference, count) = compare_case(case, &model, &tensors).unwrap();
         println!(
             "{}: differs by {difference} at most, {count} values at all",
             case["case"]
@@ -170,35 +171,36 @@ fn a_strong_lora_has_its_strength() {
 }
 
 #[test]
-fn every_image_is_that_of_diffusers() {
+fn every_image_matches_diffusers() {
     let folder = fixtures().join("pipelines");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
     let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
     let plain = tiny_sd();
-    let (with_lora, lora) = adapted(&folder.join("lora.safetensors"));
-    let judge = |case: &Value, model: &SdModel| judge(case, model, &tensors);
-    let (changed, bare): (Vec<&Value>, Vec<&Value>) = cases.iter().partition(|case| case.get("lora").is_some());
+    let (with_lora, lora) = model_with_lora(&folder.join("lora.safetensors"));
+    let compare_case = |case: &Value, model: &SdModel| compare_case(case, model, &tensors);
+    let (lora_cases, plain_cases): (Vec<&Value>, Vec<&Value>) =
+        cases.iter().partition(|case| case.get("lora").is_some());
     let mut results = std::thread::scope(|scope| {
-        let halves = bare.chunks(bare.len().div_ceil(2));
+        let halves = plain_cases.chunks(plain_cases.len().div_ceil(2));
         let threads: Vec<_> = halves
-            .map(|half| scope.spawn(|| half.iter().map(|case| judge(case, &plain)).collect::<Vec<_>>()))
+            .map(|half| scope.spawn(|| half.iter().map(|case| compare_case(case, &plain)).collect::<Vec<_>>()))
             .collect();
         threads
             .into_iter()
             .flat_map(|thread| thread.join().unwrap())
             .collect::<Vec<_>>()
     });
-    // One after the other: they share the LoRA's strength.
-    for case in changed {
+    // Sequentially, because these cases share the LoRA's strength.
+    for case in lora_cases {
         lora.multiplier.set(case["lora"].as_f64().unwrap());
-        results.push(judge(case, &with_lora));
+        results.push(compare_case(case, &with_lora));
     }
-    let wrong: Vec<&String> = results.iter().filter_map(|result| result.as_ref().err()).collect();
-    let shown = wrong.iter().map(|line| line.as_str()).collect::<Vec<_>>().join("\n");
+    let failures: Vec<&String> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+    let shown = failures.iter().map(|line| line.as_str()).collect::<Vec<_>>().join("\n");
     assert!(
-        wrong.is_empty(),
+        failures.is_empty(),
         "{} of {} images differ:\n{shown}",
-        wrong.len(),
+        failures.len(),
         cases.len()
     );
     assert!(results.len() >= 80, "only {} cases", results.len());
@@ -210,30 +212,30 @@ fn every_image_is_that_of_diffusers() {
     );
 }
 
-/// Models of other shapes and in other files than the tiny one (`tests/reference/make_odd_models.py`).
+/// Models with other shapes and file layouts than the tiny one (`tests/reference/make_odd_models.py`).
 #[test]
-fn models_of_other_shapes_draw_the_images_of_diffusers() {
+fn models_of_other_shapes_match_diffusers() {
     let folder = fixtures().join("odd_models");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
     let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
-    let mut wrong = Vec::new();
+    let mut failures = Vec::new();
     for name in ["sharded", "distilled", "old"] {
         let model = SdModel::load(folder.join(name), &LoadOptions::cpu()).unwrap();
         let own: Vec<&Value> = cases.iter().filter(|case| case["model"] == name).collect();
         assert_eq!(own.len(), 4, "{name}");
         for case in own {
             let key = case["case"].as_str().unwrap();
-            match compare(&draw(case, &model, &tensors).unwrap(), &tensors[key]) {
-                Ok((difference, _)) if difference <= ALLOWED => {}
-                other => wrong.push(format!("{key}: {other:?}")),
+            match compare(&generate(case, &model, &tensors).unwrap(), &tensors[key]) {
+                Ok((difference, _)) if difference <= TOLERANCE => {}
+                other => failures.push(format!("{key}: {other:?}")),
             }
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
 #[test]
-fn impossible_images_are_errors() {
+fn invalid_requests_are_errors() {
     let model = tiny_sd();
     let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
     let good = GenerateRequest {
@@ -243,26 +245,26 @@ fn impossible_images_are_errors() {
         sampler: "ddim".into(),
         ..GenerateRequest::default()
     };
-    let complaint = |request: GenerateRequest| {
-        let drawn = pipeline.text_to_image(&request, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
-        drawn.unwrap_err().to_string()
+    let error_of = |request: GenerateRequest| {
+        let generated = pipeline.text_to_image(&request, &mut NoiseSource::from_seeds(&[1]), &mut |_, _| true);
+        generated.unwrap_err().to_string()
     };
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             width: 33,
             ..good.clone()
         })
         .contains("33 x 32")
     );
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             height: 0,
             ..good.clone()
         })
         .contains("multiples of 8")
     );
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             width: 1 << 20,
             height: 1 << 20,
             ..good.clone()
@@ -270,21 +272,21 @@ fn impossible_images_are_errors() {
         .contains("too large")
     );
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             steps: 0,
             ..good.clone()
         })
         .contains("between 1 and 1000")
     );
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             sampler: "magic".into(),
             ..good.clone()
         })
         .contains("unknown sampler `magic`")
     );
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             prompts: vec![],
             ..good.clone()
         })
@@ -292,7 +294,7 @@ fn impossible_images_are_errors() {
     );
     let two = vec!["a".to_owned(), "b".to_owned()];
     assert!(
-        complaint(GenerateRequest {
+        error_of(GenerateRequest {
             prompts: two.clone(),
             negative: vec![String::new(); 3],
             ..good.clone()
@@ -300,18 +302,24 @@ fn impossible_images_are_errors() {
         .contains("3 negative")
     );
     let source = RgbImage::new(32, 32);
-    let redraw = |images: &[RgbImage], strength: f64| {
-        let drawn = pipeline.image_to_image(&good, images, strength, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
-        drawn.unwrap_err().to_string()
+    let img2img_error = |images: &[RgbImage], strength: f64| {
+        let generated = pipeline.image_to_image(
+            &good,
+            images,
+            strength,
+            &mut NoiseSource::from_seeds(&[1]),
+            &mut |_, _| true,
+        );
+        generated.unwrap_err().to_string()
     };
-    assert!(redraw(std::slice::from_ref(&source), 1.5).contains("between 0 and 1"));
-    assert!(redraw(std::slice::from_ref(&source), 0.1).contains("no step"));
-    assert!(redraw(&[], 0.5).contains("needs an image"));
-    assert!(redraw(&[RgbImage::new(3, 3)], 0.5).contains("too small"));
+    assert!(img2img_error(std::slice::from_ref(&source), 1.5).contains("between 0 and 1"));
+    assert!(img2img_error(std::slice::from_ref(&source), 0.1).contains("no step"));
+    assert!(img2img_error(&[], 0.5).contains("needs an image"));
+    assert!(img2img_error(&[RgbImage::new(3, 3)], 0.5).contains("too small"));
 }
 
 #[test]
-fn stopping_ends_between_steps() {
+fn a_stop_takes_effect_between_steps() {
     let model = tiny_sd();
     let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
     let image = GenerateRequest {
@@ -321,17 +329,17 @@ fn stopping_ends_between_steps() {
         sampler: "ddim".into(),
         ..GenerateRequest::default()
     };
-    let mut asked = Vec::new();
-    let drawn = pipeline.text_to_image(&image, &mut NoiseSource::seeds(&[1]), &mut |done, all| {
-        asked.push((done, all));
+    let mut calls = Vec::new();
+    let generated = pipeline.text_to_image(&image, &mut NoiseSource::from_seeds(&[1]), &mut |done, all| {
+        calls.push((done, all));
         done < 2
     });
-    assert!(drawn.unwrap().is_none());
-    assert_eq!(asked, [(0, 5), (1, 5), (2, 5)]);
+    assert!(generated.unwrap().is_none());
+    assert_eq!(calls, [(0, 5), (1, 5), (2, 5)]);
 }
 
 #[test]
-fn open_seeds_depend_on_job_and_index_alone() {
+fn random_seeds_depend_only_on_the_job_and_the_index() {
     assert_eq!(random_seed(7, 3), random_seed(7, 3));
     assert_ne!(random_seed(7, 3), random_seed(7, 4));
     assert_ne!(random_seed(7, 3), random_seed(8, 3));

@@ -1,15 +1,17 @@
-//! `to_folder` (section 3.5 of the config reference): images from prompts.
+//! The `to_folder` process (section 3.5 of the config reference): generates images from prompts.
 //!
-//! Unlike in ai-toolkit (its quirk 13) the flags of a prompt are honoured, and Stable Diffusion 1.x works.
-//! What the config leaves to chance (seeds, sizes of `size_list`, random prompts, the shuffled order) is decided by the
-//! job's seed, so that an attempt which goes on after a lost one draws the same images.
+//! Unlike in ai-toolkit (its quirk 13) the flags of a prompt are honoured, and Stable Diffusion 1.x works. The job's
+//! seed decides everything random (seeds, sizes of `size_list`, random prompts, the shuffled order), so that another
+//! attempt generates the same images.
 
-use super::image_generator::{Finished, ImageGenerator, as_prompt, first_index, image_name, parameters};
+use super::image_generator::{
+    FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters, prompt_with_flags,
+};
 use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::error::{EngineError, Result};
 use crate::image_io;
-use crate::pipelines::{SampleSettings, random_seed, sample_prompts};
+use crate::pipelines::{SampleSettings, generate_images, random_seed};
 use crate::rng::generator_for;
 use crate::samplers;
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -24,10 +26,10 @@ use aitk_common::job::values::TextSource;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Most images of one process.
-const MOST_IMAGES: usize = 1_000_000;
+/// The most images that one process may generate.
+const MAX_IMAGES: usize = 1_000_000;
 
-/// Draws every image of the process.
+/// Generates every image of the process.
 ///
 /// # Errors
 /// When the model, the prompts or the folder cannot be used.
@@ -36,48 +38,51 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     let sampler = config.sampler.name();
     samplers::check_name(sampler)?;
     let requests = requests(config, cx)?;
-    let range = part(cx.job, requests.len())?;
+    let range = image_range(cx.job, requests.len())?;
     let first = range.start as u64;
-    // Each image keeps the number and the seed that it has in the whole job.
+    // Each image has the same index and seed as in the whole job.
     let requests = requests.get(range).unwrap_or_default();
     let folder = cx.output_root(Some(&process.output_folder));
-    fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
-    let mut finished = Finished::open(&folder, cx, process)?;
-    let base = first_index(
+    fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
+    let mut finished = FinishedImages::open(&folder, cx, process)?;
+    let index_base = artifact_index_base(
         cx.job,
         |kind| matches!(kind, ProcessKind::Generate(own) if std::ptr::eq(&raw const **own, process)),
     );
-    let drawn: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
+    let generated: BTreeSet<u64> = cx.spec.generated.iter().copied().collect();
     for index in first..first + requests.len() as u64 {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);
-            cx.artifact("image", &folder, &path, None, Some(base + index));
+            cx.artifact("image", &folder, &path, None, Some(index_base + index));
         }
     }
-    let (open, left): (Vec<u64>, Vec<ImageRequest>) = requests
+    let (indices, remaining): (Vec<u64>, Vec<ImageRequest>) = requests
         .iter()
         .zip(first..)
-        .filter(|(_, i)| finished.get(*i).is_none() && !drawn.contains(&(base + *i)))
+        .filter(|(_, i)| finished.get(*i).is_none() && !generated.contains(&(index_base + *i)))
         .map(|(r, i)| (i, r.clone()))
         .unzip();
     let total = requests.len() as u64;
-    if left.len() < requests.len() {
+    if remaining.len() < requests.len() {
         cx.log(
             "info",
-            format!("{} of {total} images are finished already", total - left.len() as u64),
+            format!(
+                "{} of {total} images are already finished",
+                total - remaining.len() as u64
+            ),
         );
     }
-    if left.is_empty() {
+    if remaining.is_empty() {
         finished.clear();
         return Ok(Outcome::Completed);
     }
 
     let generator = ImageGenerator::load(&process.model, cx)?;
     if config.compile && !process.model.compile && !process.model.block_compile {
-        cx.log("info", super::COMPILE);
+        cx.log("info", super::COMPILE_NOTE);
     }
     cx.phase("generating");
-    let mut done = total - left.len() as u64;
+    let mut done = total - remaining.len() as u64;
     cx.events.emit(ChildEvent::Progress {
         done,
         total,
@@ -92,30 +97,38 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         job_seed: cx.spec.seed,
     };
     let stop = cx.stop.clone();
-    let mut clock = Progress::new();
-    let complete = sample_prompts(
+    let mut progress = Progress::new();
+    let complete = generate_images(
         &generator.model,
         &settings,
-        &left,
+        &remaining,
         &mut |_, _| !stop.is_set(),
         &mut |i, request, seed, image| {
-            let index = open[i];
+            let index = indices[i];
             let name = image_name(&folder, index, &config.ext);
             let path = folder.join(&name);
             finished.add(index, name)?;
             if config.prompt_file {
-                let note = path.with_extension("txt");
-                image_io::write(&note, as_prompt(request, seed).as_bytes())?;
-                cx.artifact("prompt", &folder, &note, None, Some(base + index));
+                let prompt_file = path.with_extension("txt");
+                image_io::write(&prompt_file, prompt_with_flags(request, seed).as_bytes())?;
+                cx.artifact("prompt", &folder, &prompt_file, None, Some(index_base + index));
             }
-            image_io::save(&image, &path, &[("parameters", &parameters(request, sampler, seed))])?;
+            image_io::save(
+                &image,
+                &path,
+                &[("parameters", &png_parameters(request, sampler, seed))],
+            )?;
             cx.log(
                 "info",
-                format!("{}: {}", artifact_name(&folder, &path), as_prompt(request, seed)),
+                format!(
+                    "{}: {}",
+                    artifact_name(&folder, &path),
+                    prompt_with_flags(request, seed)
+                ),
             );
-            cx.artifact("image", &folder, &path, None, Some(base + index));
+            cx.artifact("image", &folder, &path, None, Some(index_base + index));
             done += 1;
-            clock.step(cx, done, total);
+            progress.step(cx, done, total);
             Ok(())
         },
     )?;
@@ -126,26 +139,27 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     Ok(Outcome::Completed)
 }
 
-/// Which of the images this job is to draw.
-fn part(job: &JobSpec, images: usize) -> Result<Range<usize>> {
+/// The range of images that this job generates: all, or its part of a larger job.
+fn image_range(job: &JobSpec, images: usize) -> Result<Range<usize>> {
     let Some(part) = job.part else { return Ok(0..images) };
     let bound = |number: u64| usize::try_from(number).ok().filter(|number| *number <= images);
     match (bound(part.from), bound(part.to)) {
         (Some(from), Some(to)) if from < to && job.process.len() == 1 => Ok(from..to),
         _ => Err(EngineError::bad_input(format!(
-            "this part of the job has images {} to {}, but the job draws {images}; were its prompts changed? Submit it again",
+            "this part of the job has images {} to {}, but the job generates {images}; if its prompts have changed, submit the \
+             job again",
             part.from, part.to
         ))),
     }
 }
 
-/// Every image to draw, in order, each with its seed.
+/// All images to generate, in order, each with its seed.
 fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRequest>> {
     let lines = prompts(&config.prompts, cx)?;
     let seed = cx.spec.seed;
-    if config.random_prompts && config.max_images as usize > MOST_IMAGES {
+    if config.random_prompts && config.max_images as usize > MAX_IMAGES {
         return Err(EngineError::bad_input(format!(
-            "`generate.max_images`: at most {MOST_IMAGES}"
+            "`generate.max_images` must be at most {MAX_IMAGES}"
         )));
     }
     let mut list = if config.random_prompts {
@@ -154,9 +168,9 @@ fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRe
         lines
     };
     let repeats = config.num_repeats.max(1) as usize;
-    if list.len().saturating_mul(repeats) > MOST_IMAGES {
+    if list.len().saturating_mul(repeats) > MAX_IMAGES {
         return Err(EngineError::bad_input(format!(
-            "generate: {} prompts times {repeats} are more than {MOST_IMAGES} images: use several jobs",
+            "generate: {} prompts times {repeats} repeats are more than {MAX_IMAGES} images: split them into several jobs",
             list.len()
         )));
     }
@@ -183,18 +197,19 @@ fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRe
             cx.log("warn", format!("prompt {}: {problem}", index + 1));
         }
         let mut request = config.request(prompt, size);
-        let own = request.seed.unwrap_or_else(|| random_seed(seed, index) as i64);
-        request.seed = Some(own);
+        let image_seed = request.seed.unwrap_or_else(|| random_seed(seed, index) as i64);
+        request.seed = Some(image_seed);
         out.push(request);
     }
     Ok(out)
 }
 
+/// Reads the list of prompts from the config or a file.
 fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
     let lines = match source {
         TextSource::List(list) => list.clone(),
         TextSource::File(file) => {
-            let path = cx.local(file)?;
+            let path = cx.local_path(file)?;
             let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
             let text = String::from_utf8(bytes)
                 .map_err(|_| EngineError::bad_input(format!("{}: the prompts are not UTF-8", path.display())))?;
@@ -207,15 +222,15 @@ fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// `max_images` prompts, each of 1 to `max_random_per_prompt` random lines joined by ", ".
+/// Makes `max_images` prompts, each of 1 to `max_random_per_prompt` random lines joined by ", ".
 fn random_prompts(config: &GenerateConfig, lines: &[String], seed: u64) -> Vec<String> {
-    let most = i64::from(config.max_random_per_prompt.max(1));
+    let max_lines = i64::from(config.max_random_per_prompt.max(1));
     (0..u64::from(config.max_images))
         .map(|index| {
             let mut generator = generator_for(seed, "generate/prompt", index, 0);
-            let count = generator.randint(1, most + 1, 1)[0] as usize;
-            let picked = generator.randint(0, lines.len() as i64, count);
-            picked
+            let count = generator.randint(1, max_lines + 1, 1)[0] as usize;
+            let indices = generator.randint(0, lines.len() as i64, count);
+            indices
                 .into_iter()
                 .map(|i| lines[i as usize].as_str())
                 .collect::<Vec<_>>()

@@ -1,4 +1,4 @@
-//! What the processes that draw images have in common: their model, their list of finished images, their notes.
+//! Shared by the processes that generate images: the loaded model, the list of finished images, and image metadata.
 
 use super::Context;
 use crate::adapters::{Component, LoadedLora, load_lora};
@@ -28,10 +28,10 @@ pub(super) struct ImageGenerator {
 }
 
 impl ImageGenerator {
-    /// Loads what a `model` section names, onto the attempt's device.
+    /// Loads the model and LoRA of a `model` section onto the attempt's device.
     pub(super) fn load(config: &ModelConfig, cx: &mut Context<'_>) -> Result<Self> {
         cx.phase("loading model");
-        let compute = device::compute(cx.spec.device, config.dtype.name())?;
+        let compute = device::open_with_dtype(cx.spec.device, config.dtype.name())?;
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
@@ -39,13 +39,13 @@ impl ImageGenerator {
         let lora = match &config.lora_path {
             None => None,
             Some(path) => {
-                let path = cx.local(path)?;
+                let path = cx.local_path(path)?;
                 let mut parts: [(Component, &mut dyn VisitLayers); 2] = [
                     (Component::Unet, &mut model.unet),
                     (Component::TextEncoder, &mut model.text_encoder),
                 ];
                 let loaded = load_lora(&mut parts, &path, 1.0)?;
-                cx.lora_loaded(&path, &loaded);
+                cx.log_loaded_lora(&path, &loaded);
                 Some(loaded)
             }
         };
@@ -59,74 +59,78 @@ impl ImageGenerator {
     }
 }
 
-/// Which images of a process are finished, kept beside them while it runs, so that an attempt which goes on after a
-/// lost one of the same job does not draw them again.
-pub(super) struct Finished {
+/// The finished images of a process, recorded in a file next to them while it runs, so that another attempt at the same
+/// job does not generate them again.
+pub(super) struct FinishedImages {
     file: PathBuf,
-    images: Record,
+    record: FinishedRecord,
 }
 
+/// The content of the file.
 #[derive(Default, Serialize, Deserialize)]
-struct Record {
-    /// Index -> file name.
+struct FinishedRecord {
+    /// File names by image index.
     #[serde(rename = "pictures")]
     images: BTreeMap<u64, String>,
 }
 
-impl Finished {
+impl FinishedImages {
     /// Reads the record of this job and process in `folder`, if there is one.
     pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize) -> Result<Self> {
         let text = serde_json::to_vec(process).map_err(|e| EngineError::Internal(e.to_string()))?;
-        let which = hex::encode(Sha256::digest(&text));
-        let file = folder
-            .join(".aitk")
-            .join(format!("pictures-{}-{}.json", cx.spec.job_id.as_str(), &which[..12]));
-        // A damaged record only costs drawing again.
-        let mut images: Record = std::fs::read(&file)
+        let process_hash = hex::encode(Sha256::digest(&text));
+        let file = folder.join(".aitk").join(format!(
+            "pictures-{}-{}.json",
+            cx.spec.job_id.as_str(),
+            &process_hash[..12]
+        ));
+        // With a damaged record the images are generated again, nothing else.
+        let mut record: FinishedRecord = std::fs::read(&file)
             .ok()
             .and_then(|bytes| serde_json::from_slice(&bytes).ok())
             .unwrap_or_default();
-        images.images.retain(|_, name| {
+        record.images.retain(|_, name| {
             if name.contains(['/', '\\']) {
                 return false;
             }
-            let whole = folder.join(&*name).is_file();
-            if !whole {
-                // The attempt was lost before the image was there: its note belongs to nothing.
+            let exists = folder.join(&*name).is_file();
+            if !exists {
+                // The attempt ended before the image was written: its prompt file is left over.
                 let _ = std::fs::remove_file(folder.join(&*name).with_extension("txt"));
             }
-            whole
+            exists
         });
-        Ok(Self { file, images })
+        Ok(Self { file, record })
     }
 
+    /// The file name of image `index`, if it is finished.
     pub(super) fn get(&self, index: u64) -> Option<&str> {
-        self.images.images.get(&index).map(String::as_str)
+        self.record.images.get(&index).map(String::as_str)
     }
 
-    /// Notes the name of an image that is about to be written. Images appear whole, so once there is a file of that
-    /// name it is finished.
+    /// Records the name of an image that will be written next. Images are written atomically, so the image is finished
+    /// once there is a file of that name.
     pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {
-        self.images.images.insert(index, name);
+        self.record.images.insert(index, name);
         if let Some(folder) = self.file.parent() {
-            fsutil::create_dir_all(folder).map_err(image_io::file_error)?;
+            fsutil::create_dir_all(folder).map_err(image_io::from_fs_error)?;
         }
-        let text = serde_json::to_vec(&self.images).map_err(|e| EngineError::Internal(e.to_string()))?;
+        let text = serde_json::to_vec(&self.record).map_err(|e| EngineError::Internal(e.to_string()))?;
         image_io::write(&self.file, &text)
     }
 
-    /// All is drawn: the next run of the same config draws anew.
+    /// Removes the record when all images are generated: the next run of the same config generates new ones.
     pub(super) fn clear(self) {
         let _ = std::fs::remove_file(&self.file);
         if let Some(folder) = self.file.parent() {
-            // Only when nothing else is in it.
+            // This fails if the folder has other files, which is intended.
             let _ = std::fs::remove_dir(folder);
         }
     }
 }
 
-/// Where the numbers of a process's images begin as artifacts: processes of one job must not share them.
-pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) -> u64 {
+/// The index of a process's first image artifact: processes of one job must not use the same indices.
+pub(super) fn artifact_index_base(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) -> u64 {
     let position = job
         .process
         .iter()
@@ -135,9 +139,10 @@ pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) 
     position as u64 * 1_000_000_000
 }
 
-/// `<unix ms>_<count>.<ext>`, not taken yet in `folder`.
+/// An unused file name `<unix ms>_<count>.<ext>` in `folder`.
 pub(super) fn image_name(folder: &Path, count: u64, ext: &str) -> String {
-    // The config knows four; a name must not become a path whatever came another way.
+    // Config validation allows four suffixes. This check keeps the name from becoming a path if a spec was not
+    // validated.
     let ext = match ext.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         true => ext,
         false => "png",
@@ -154,8 +159,8 @@ pub(super) fn image_name(folder: &Path, count: u64, ext: &str) -> String {
     }
 }
 
-/// A request as a prompt with flags: given to aitk again it draws the same image.
-pub(super) fn as_prompt(request: &ImageRequest, seed: u64) -> String {
+/// A request as a prompt with flags, with which aitk generates the same image again.
+pub(super) fn prompt_with_flags(request: &ImageRequest, seed: u64) -> String {
     let mut text = request.prompt.clone();
     if !request.negative_prompt.is_empty() {
         text += &format!(" --n {}", request.negative_prompt);
@@ -177,8 +182,8 @@ pub(super) fn as_prompt(request: &ImageRequest, seed: u64) -> String {
     text
 }
 
-/// What a PNG says about itself, in the form that image viewers for Stable Diffusion read.
-pub(super) fn parameters(request: &ImageRequest, sampler: &str, seed: u64) -> String {
+/// The `parameters` text of a PNG, in the format that image viewers for Stable Diffusion read.
+pub(super) fn png_parameters(request: &ImageRequest, sampler: &str, seed: u64) -> String {
     let mut text = request.prompt.clone();
     if !request.negative_prompt.is_empty() {
         text += &format!("\nNegative prompt: {}", request.negative_prompt);

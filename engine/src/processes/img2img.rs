@@ -1,12 +1,13 @@
-//! `batch_img2img` (section 3.3 of the config reference): the images of data sets, redrawn, with captions as prompts.
+//! The `batch_img2img` process (section 3.3 of the config reference): image-to-image on data sets, with captions as
+//! prompts.
 
-use super::image_generator::{Finished, ImageGenerator, first_index, image_name, parameters};
+use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters};
 use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
-use crate::pipelines::{Pipeline, generate_request, random_seed};
+use crate::pipelines::{Pipeline, random_seed, to_generate_request};
 use crate::rng::generator_for;
 use crate::samplers::{self, NoiseSource};
 use aitk_common::attempt::Outcome;
@@ -19,17 +20,17 @@ use image::RgbImage;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// One image to redraw.
+/// One image-to-image task.
 struct Task {
-    /// Where it lies.
+    /// The input image.
     path: PathBuf,
-    /// The image, upright, scaled and cut as training would see it.
-    source: Source,
+    /// How it is flipped, scaled and cropped, as in training.
+    plan: SourcePlan,
     prompt: String,
 }
 
-/// How the image of a file is made.
-struct Source {
+/// How an input image is flipped, scaled and cropped.
+struct SourcePlan {
     scale_to: (u32, u32),
     bucket: (u32, u32),
     crop: (u32, u32),
@@ -37,22 +38,23 @@ struct Source {
 }
 
 impl Task {
+    /// Reads the input image, flipped, scaled and cropped.
     fn open(&self) -> Result<RgbImage> {
         let mut image = image_io::open_rgb(&self.path)?;
-        if self.source.flip.0 {
+        if self.plan.flip.0 {
             image::imageops::flip_horizontal_in_place(&mut image);
         }
-        if self.source.flip.1 {
+        if self.plan.flip.1 {
             image::imageops::flip_vertical_in_place(&mut image);
         }
-        let (width, height) = self.source.scale_to;
+        let (width, height) = self.plan.scale_to;
         let scaled = image_io::resize(&image, width, height, Filter::Bicubic);
-        let ((x, y), (width, height)) = (self.source.crop, self.source.bucket);
+        let ((x, y), (width, height)) = (self.plan.crop, self.plan.bucket);
         Ok(image::imageops::crop_imm(&scaled, x, y, width, height).to_image())
     }
 }
 
-/// Redraws every image of the process.
+/// Runs image-to-image on every image of the process.
 ///
 /// # Errors
 /// When the model, a data set or the folder cannot be used.
@@ -62,16 +64,16 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     samplers::check_name(sampler)?;
     let tasks = tasks(process, cx)?;
     let folder = cx.output_root(Some(&process.output_folder));
-    fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
+    fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
     let copies = process.copy_inputs_to.as_ref().map(|path| match &cx.spec.output_root {
         Some(root) => root.join("inputs"),
-        None => super::at_home(path),
+        None => super::expand_home(path),
     });
     if let Some(copies) = &copies {
-        fsutil::create_dir_all(copies).map_err(image_io::file_error)?;
+        fsutil::create_dir_all(copies).map_err(image_io::from_fs_error)?;
     }
-    let mut finished = Finished::open(&folder, cx, process)?;
-    let base = first_index(
+    let mut finished = FinishedImages::open(&folder, cx, process)?;
+    let index_base = artifact_index_base(
         cx.job,
         |kind| matches!(kind, ProcessKind::Img2Img(own) if std::ptr::eq(&raw const **own, process)),
     );
@@ -85,37 +87,37 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
 
     cx.phase("generating");
     let total = tasks.len() as u64;
-    let drawn: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
+    let generated: BTreeSet<u64> = cx.spec.generated.iter().copied().collect();
     let mut done = 0;
-    let mut clock = Progress::new();
+    let mut progress = Progress::new();
     for (index, task) in (0u64..).zip(&tasks) {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);
-            cx.artifact("image", &folder, &path, None, Some(base + index));
+            cx.artifact("image", &folder, &path, None, Some(index_base + index));
             done += 1;
             continue;
         }
-        if drawn.contains(&(base + index)) {
+        if generated.contains(&(index_base + index)) {
             done += 1;
             continue;
         }
-        clock.tell(cx, done, total);
+        progress.report(cx, done, total);
         let source = task.open()?;
         let request = request(process, &task.prompt, index, &source, cx.spec.seed);
         let seed = request.seed.unwrap_or_default() as u64;
         if let Some(lora) = &generator.lora {
             lora.multiplier.set(request.network_multiplier);
         }
-        let image = generate_request(&request, sampler);
+        let generate_request = to_generate_request(&request, sampler);
         let stop = cx.stop.clone();
-        let drawn = pipeline.image_to_image(
-            &image,
+        let images = pipeline.image_to_image(
+            &generate_request,
             std::slice::from_ref(&source),
             config.denoise_strength,
-            &mut NoiseSource::seeds(&[seed]),
+            &mut NoiseSource::from_seeds(&[seed]),
             &mut |_, _| !stop.is_set(),
         )?;
-        let Some(result) = drawn.and_then(|images| images.into_iter().next()) else {
+        let Some(result) = images.and_then(|images| images.into_iter().next()) else {
             return Ok(Outcome::stopped());
         };
         let name = image_name(&folder, index, &config.ext);
@@ -124,7 +126,11 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         if let Some(copies) = &copies {
             image_io::save(&source, &copies.join(&name), &[])?;
         }
-        image_io::save(&result, &path, &[("parameters", &parameters(&request, sampler, seed))])?;
+        image_io::save(
+            &result,
+            &path,
+            &[("parameters", &png_parameters(&request, sampler, seed))],
+        )?;
         cx.log(
             "info",
             format!(
@@ -133,19 +139,19 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
                 task.path.display()
             ),
         );
-        cx.artifact("image", &folder, &path, None, Some(base + index));
+        cx.artifact("image", &folder, &path, None, Some(index_base + index));
         done += 1;
-        clock.step(cx, done, total);
+        progress.step(cx, done, total);
     }
     finished.clear();
     Ok(Outcome::Completed)
 }
 
-/// The settings of one image: the section's, then the flags of its caption.
+/// The settings of one image: the flags of its caption override those of the `generate` section.
 fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage, job_seed: u64) -> ImageRequest {
     let config = &process.generate;
     let flags = PromptFlags::parse(prompt);
-    let fixed = match config.seed {
+    let default_seed = match config.seed {
         -1 => random_seed(job_seed, index) as i64,
         seed if config.walk_seed => seed.wrapping_add(index as i64),
         seed => seed,
@@ -157,7 +163,7 @@ fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage
         negative_prompt_2: None,
         width: source.width(),
         height: source.height(),
-        seed: Some(flags.seed.unwrap_or(fixed)),
+        seed: Some(flags.seed.unwrap_or(default_seed)),
         guidance_scale: flags.guidance_scale.unwrap_or(config.guidance_scale),
         guidance_rescale: flags.guidance_rescale.unwrap_or(config.guidance_rescale),
         steps: flags.steps.unwrap_or(config.sample_steps).max(1),
@@ -176,6 +182,7 @@ fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage
     }
 }
 
+/// The tasks of all data sets, in order.
 fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
     let mut out = Vec::new();
     for config in &process.datasets {
@@ -191,7 +198,7 @@ fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
                 let prompt = build_caption(&item.caption, &dataset.options.captions, &mut generator);
                 out.push(Task {
                     path: item.path.clone(),
-                    source: Source {
+                    plan: SourcePlan {
                         scale_to: item.plan.scale_to,
                         bucket: item.plan.bucket,
                         crop: item.plan.crop,
@@ -203,19 +210,20 @@ fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
         }
     }
     if out.is_empty() {
-        return Err(EngineError::bad_input("`datasets`: there is no image to redraw"));
+        return Err(EngineError::bad_input("`datasets`: the data sets have no image"));
     }
     Ok(out)
 }
 
+/// Converts a `datasets` entry at one resolution.
 fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &Context<'_>) -> Result<DatasetOptions> {
     let path = config
         .path()
         .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
     let trigger = config.trigger_word.clone().or_else(|| trigger.map(str::to_owned));
     Ok(DatasetOptions {
-        path: cx.local(path)?,
-        enclosed: cx.is_enclosed(),
+        path: cx.local_path(path)?,
+        stay_in_folder: cx.has_staged_inputs(),
         resolution,
         repeats: config.num_repeats.max(1) as usize,
         caption_ext: config.caption_ext.clone(),

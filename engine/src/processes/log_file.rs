@@ -1,4 +1,4 @@
-//! `log.txt` of a run folder: what a run said, with its time.
+//! `log.txt` of a run folder: the log messages of a run with their times.
 
 use super::EventSink;
 use crate::error::{EngineError, Result};
@@ -10,49 +10,52 @@ use std::io::Write as _;
 use std::path::Path;
 use std::rc::Rc;
 
-/// A log file that may not be open yet. Clones share it.
+/// A log file that may not be open yet. Clones share the file.
 #[derive(Clone, Debug, Default)]
-pub struct LogFile(Rc<RefCell<Option<Open>>>);
+pub struct LogFile(Rc<RefCell<Option<OpenFile>>>);
 
 #[derive(Debug)]
-struct Open {
+struct OpenFile {
     file: File,
+    /// Total number of training steps.
     total: Option<u64>,
 }
 
 impl LogFile {
-    /// Writes to the end of this file from now on.
+    /// Opens a file, to which the log is appended from now on.
     ///
     /// # Errors
-    /// When it cannot be opened.
+    /// When the file cannot be opened.
     pub(super) fn open(&self, path: &Path) -> Result<()> {
         let file = File::options().create(true).append(true).open(path);
         let file = file.map_err(|error| EngineError::io(path, error))?;
-        *self.0.borrow_mut() = Some(Open { file, total: None });
+        *self.0.borrow_mut() = Some(OpenFile { file, total: None });
         self.write("started");
         Ok(())
     }
 
-    /// A line, or several, with the time in front. What cannot be written is lost: a log must not end a training.
+    /// Writes one or more lines, each with the time in front. A write error is only logged, because it must not fail
+    /// the training.
     pub(super) fn write(&self, text: &str) {
         let mut open = self.0.borrow_mut();
         if let Some(open) = open.as_mut() {
             let time = now();
             let lines: String = text.lines().map(|line| format!("{time}  {line}\n")).collect();
             if let Err(error) = open.file.write_all(lines.as_bytes()) {
-                tracing::debug!(%error, "a line of the log is lost");
+                tracing::debug!(%error, "cannot write to the log file");
             }
         }
     }
 
-    /// How many steps the training has.
-    pub(super) fn total(&self, steps: u64) {
+    /// Sets the total number of training steps.
+    pub(super) fn set_total(&self, steps: u64) {
         if let Some(open) = self.0.borrow_mut().as_mut() {
             open.total = Some(steps);
         }
     }
 
-    fn event(&self, event: &ChildEvent) {
+    /// Writes the line of an event, if it has one.
+    fn write_event(&self, event: &ChildEvent) {
         let text = match event {
             ChildEvent::Log { level, message } if level == "info" => message.clone(),
             ChildEvent::Log { level, message } => format!("{level}: {message}"),
@@ -73,15 +76,15 @@ impl LogFile {
     }
 }
 
-/// Passes events on, and keeps them in a log file once there is one.
-pub(super) struct Recording<'a> {
+/// Forwards events and writes them to the log file once it is open.
+pub(super) struct LoggingSink<'a> {
     pub(super) events: &'a mut dyn EventSink,
     pub(super) log: LogFile,
 }
 
-impl EventSink for Recording<'_> {
+impl EventSink for LoggingSink<'_> {
     fn emit(&mut self, event: ChildEvent) {
-        self.log.event(&event);
+        self.log.write_event(&event);
         self.events.emit(event);
     }
 }

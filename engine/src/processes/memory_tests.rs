@@ -1,13 +1,13 @@
-//! However a model is laid out in memory, it draws the same images.
+//! A model generates the same images under every memory layout.
 
-use super::tests::{generate_job, go, images, spec};
+use super::tests::{generate_job, images, run_spec, spec};
 use crate::image_io;
 use crate::testing::{fixtures, quantised_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::plan::profile::MemoryProfile;
 
-/// The colours of one image, drawn with these keys in the `model` section.
-fn drawn(model: &str, profile: MemoryProfile) -> Vec<u8> {
+/// The pixels of one image, generated with these keys in the `model` section.
+fn generate_pixels(model: &str, profile: MemoryProfile) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let lora = fixtures().join("pipelines/lora.safetensors");
     let yaml = generate_job(
@@ -17,15 +17,15 @@ fn drawn(model: &str, profile: MemoryProfile) -> Vec<u8> {
     );
     let mut spec = spec(&yaml);
     spec.profile = profile;
-    let (outcome, events) = go(&spec);
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed);
     let image = image_io::open_rgb(&images(&events)[0].1).unwrap();
     image.into_raw()
 }
 
 #[test]
-fn every_layout_draws_the_same() {
-    let expected = drawn("", MemoryProfile::FullGpu);
+fn every_memory_layout_generates_the_same_image() {
+    let expected = generate_pixels("", MemoryProfile::FullGpu);
     let layouts = MemoryProfile::ALL.map(|profile| ("", profile)).into_iter().chain([
         (", low_vram: true", MemoryProfile::FullGpu),
         (", layer_offloading: true", MemoryProfile::FullGpu),
@@ -35,7 +35,7 @@ fn every_layout_draws_the_same() {
         ),
     ]);
     for (model, profile) in layouts {
-        let found = drawn(model, profile);
+        let found = generate_pixels(model, profile);
         let worst = found.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
         assert!(
             worst <= Some(1) && found.len() == expected.len(),
@@ -44,19 +44,19 @@ fn every_layout_draws_the_same() {
     }
 }
 
-/// A quantised layer stays in memory, in its few bits; what is not quantised is streamed.
+/// Quantised layers stay in memory; other layers are streamed.
 #[test]
-fn a_quantised_model_is_laid_out_as_well() {
+fn a_quantised_model_generates_the_same_image_when_streamed() {
     let quantised = ", quantize: true, qtype: int8, quantize_te: false";
-    let expected = drawn(quantised, MemoryProfile::FullGpu);
-    let found = drawn(quantised, MemoryProfile::Extreme);
+    let expected = generate_pixels(quantised, MemoryProfile::FullGpu);
+    let found = generate_pixels(quantised, MemoryProfile::Extreme);
     let worst = found.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
     assert!(worst <= Some(1), "{worst:?}");
 }
 
-/// The same where it is quantised in its files; the log says so.
+/// A model that is quantised in its files; the log names its formats.
 #[test]
-fn a_model_that_is_quantised_in_its_files_is_laid_out_as_well() {
+fn a_model_quantised_in_its_files_generates_the_same_image_when_streamed() {
     let unets = [
         ("unet_comfy.gguf", "unet.gguf", "q"),
         ("unet_float8.safetensors", "model.safetensors", "float8"),
@@ -74,7 +74,7 @@ fn a_model_that_is_quantised_in_its_files_is_laid_out_as_well() {
             let tiny = fixtures().join("tiny_sd").display().to_string();
             let mut spec = spec(&yaml.replace(&tiny, &folder.path().display().to_string()));
             spec.profile = profile;
-            let (outcome, events) = go(&spec);
+            let (outcome, events) = run_spec(&spec);
             assert_eq!(outcome, Outcome::Completed, "{file}");
             let lines: Vec<&String> = events
                 .iter()
@@ -83,14 +83,14 @@ fn a_model_that_is_quantised_in_its_files_is_laid_out_as_well() {
                     _ => None,
                 })
                 .collect();
-            let said = |part: &str, kinds: &str| {
+            let logged = |part: &str, kinds: &str| {
                 let start = format!("the file of the {part} holds {kinds}");
                 lines
                     .iter()
-                    .any(|line| line.starts_with(&start) && line.contains("they stay so; `qtype"))
+                    .any(|line| line.starts_with(&start) && line.contains("which are used as they are; `qtype"))
             };
             assert!(
-                said("U-Net", kinds) && said("text encoder", "fp4, int8, nf4"),
+                logged("U-Net", kinds) && logged("text encoder", "fp4, int8, nf4"),
                 "{lines:?}"
             );
             let image = image_io::open_rgb(&images(&events)[0].1).unwrap().into_raw();

@@ -1,7 +1,7 @@
-//! What a job runs.
+//! The processes of a job.
 //!
-//! [`run`] is the main function of an attempt: it takes the processes of the job in order. A new process type is one
-//! file here and one line in [`run_one`].
+//! [`run`] is the main function of an attempt: it runs the processes of the job in order. To add a process type, add a
+//! file here and a line in [`run_process`].
 
 mod generate;
 mod image_generator;
@@ -28,14 +28,14 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::paths::not_an_input;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Where events go.
+/// Receives the events of an attempt.
 pub trait EventSink {
-    /// Takes one event.
+    /// Receives one event.
     fn emit(&mut self, event: ChildEvent);
 }
 
@@ -45,7 +45,7 @@ impl EventSink for Vec<ChildEvent> {
     }
 }
 
-/// Asks a process to save and stop. Clones share one flag.
+/// A flag that tells a process to save and stop. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct StopSignal(Arc<AtomicBool>);
 
@@ -56,74 +56,76 @@ impl StopSignal {
         Self::default()
     }
 
-    /// Asks.
+    /// Sets the flag.
     pub fn stop(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 
-    /// Whether somebody asked.
+    /// Whether the flag is set.
     #[must_use]
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// What a `compile` key comes to.
-const COMPILE: &str = "`compile`: nothing is compiled when a job starts; what that would fuse is one operation in the program \
-                       already (attention, a norm with its activation, a LoRA with its layer)";
+/// The log message about a `compile` key.
+const COMPILE_NOTE: &str = "`compile` has no effect: nothing is compiled when a job starts, because the operations that it would \
+                            fuse are fused already (attention, a norm with its activation, a LoRA with its layer)";
 
-/// A model, and what was decided when it was loaded.
-struct Loaded {
+/// A loaded model and how it was loaded.
+struct LoadedModel {
     model: SdModel,
-    /// The folder or file that its VAE is from: its own, or that of `model.vae_path`.
+    /// The folder or file of its VAE: the model's own, or `model.vae_path`.
     vae_path: PathBuf,
-    choices: Choices,
+    /// What the memory profile chose.
+    choices: MemoryOptions,
 }
 
-/// What a process works with.
+/// The context that a process runs in.
 pub struct Context<'a> {
-    /// The attempt.
+    /// The attempt's spec.
     pub spec: &'a AttemptSpec,
-    /// The job.
+    /// The attempt's job.
     pub job: &'a JobSpec,
-    /// Where events go.
+    /// Receives the events.
     pub events: &'a mut dyn EventSink,
-    /// Whether to stop.
+    /// Tells the process to stop.
     pub stop: &'a StopSignal,
-    /// What is said goes here too, once a run folder is open.
+    /// The log file, which is written once the run folder is open.
     pub log_file: LogFile,
 }
 
 impl Context<'_> {
-    /// Whether this attempt may open nothing but what was staged for it: always, unless its job runs in place.
+    /// Whether the attempt may open only files that were staged for it. False if the job runs in place.
     #[must_use]
-    pub fn is_enclosed(&self) -> bool {
+    pub fn has_staged_inputs(&self) -> bool {
         self.spec.output_root.is_some()
     }
 
-    /// Where a path of the config lies on this machine.
+    /// The path on this machine of a path in the config.
     ///
     /// # Errors
-    /// When it is not an input of the job, unless the job runs in place; the same whether there is such a file or not.
-    pub fn local(&self, path: &str) -> Result<PathBuf> {
+    /// When the path is not an input of the job, unless the job runs in place. The message is the same whether the file
+    /// exists or not.
+    pub fn local_path(&self, path: &str) -> Result<PathBuf> {
         match self.spec.inputs.get(path) {
             Some(here) => Ok(here.clone()),
-            None if self.is_enclosed() => Err(EngineError::BadInput(not_an_input(path))),
-            None => Ok(at_home(path)),
+            None if self.has_staged_inputs() => Err(EngineError::BadInput(not_an_input(path))),
+            None => Ok(expand_home(path)),
         }
     }
 
-    /// The folder that results go below: the attempt's own, else the one that the config names.
+    /// The folder of the results: the attempt's own, or else the one in the config.
     #[must_use]
     pub fn output_root(&self, configured: Option<&str>) -> PathBuf {
         match (&self.spec.output_root, configured) {
             (Some(root), _) => root.clone(),
-            (None, Some(folder)) => at_home(folder),
+            (None, Some(folder)) => expand_home(folder),
             (None, None) => PathBuf::from("output"),
         }
     }
 
-    /// A line for the log.
+    /// Emits a log message.
     pub fn log(&mut self, level: &str, message: impl Into<String>) {
         self.events.emit(ChildEvent::Log {
             level: level.into(),
@@ -131,8 +133,8 @@ impl Context<'_> {
         });
     }
 
-    /// Says what was taken of a LoRA file.
-    fn lora_loaded(&mut self, path: &Path, loaded: &LoadedLora) {
+    /// Logs how many layers of a LoRA file were loaded, and how many names were ignored.
+    fn log_loaded_lora(&mut self, path: &Path, loaded: &LoadedLora) {
         self.log(
             "info",
             format!("{}: a LoRA on {} layers", path.display(), loaded.layers),
@@ -142,17 +144,16 @@ impl Context<'_> {
             self.log(
                 "warn",
                 format!(
-                    "{}: {count} names fit nothing in this model and are left out, such as `{first}`",
+                    "{}: {count} names match no layer of this model and are ignored, such as `{first}`",
                     path.display()
                 ),
             );
         }
     }
 
-    /// The model that a `model` section names, as the attempt's memory profile wants it, with its other VAE if it names one.
-    /// What loading leaves behind, such as weights as they were before they were quantised, is given back; from then on free
-    /// memory is treated as the profile wants. Of its own tensors, those of U-Net and text encoder are trained that
-    /// `trained` says.
+    /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
+    /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
+    /// is handled as the profile says. `[unet, text_encoder]`: which of their own tensors are trained.
     ///
     /// # Errors
     /// As [`SdModel::load`] and [`SdModel::replace_vae`].
@@ -161,56 +162,56 @@ impl Context<'_> {
         config: &ModelConfig,
         compute: &Compute,
         [unet, text_encoder]: [TrainableFilter; 2],
-    ) -> Result<Loaded> {
+    ) -> Result<LoadedModel> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
             .training(unet, text_encoder);
-        FreePages::GivenBack.set();
-        let path = self.local(&config.name_or_path)?;
+        FreePages::Release.apply();
+        let path = self.local_path(&config.name_or_path)?;
         let mut model = SdModel::load(&path, &options)?;
         for (part, kinds) in &model.quantised_in_file {
-            let asked = match *part {
+            let key_and_qtype = match *part {
                 "U-Net" => config.quantization().map(|qtype| ("qtype", qtype)),
                 "text encoder" => config.text_encoder_quantization().map(|qtype| ("qtype_te", qtype)),
                 _ => None,
             };
-            let rest = asked.map_or(String::new(), |(key, qtype)| {
-                format!("; `{key}` ({qtype}) is for the layers that are not quantised there")
+            let rest = key_and_qtype.map_or(String::new(), |(key, qtype)| {
+                format!("; `{key}` ({qtype}) applies only to layers that are not quantised in the file")
             });
             self.log(
                 "info",
                 format!(
-                    "the file of the {part} holds {} weights: they stay so{rest}",
+                    "the file of the {part} holds {} weights, which are used as they are{rest}",
                     kinds.join(", ")
                 ),
             );
         }
         let vae_path = match &config.vae_path {
             Some(vae) => {
-                let path = self.local(vae)?;
+                let path = self.local_path(vae)?;
                 model.replace_vae(&path, &options)?;
                 path
             }
             None => path,
         };
         if !options.choices.pages_returned {
-            FreePages::Kept.set();
+            FreePages::Retain.apply();
         }
         if config.compile || config.block_compile {
-            self.log("info", COMPILE);
+            self.log("info", COMPILE_NOTE);
         }
-        Ok(Loaded {
+        Ok(LoadedModel {
             model,
             vae_path,
             choices: options.choices,
         })
     }
 
-    /// A phase begins.
+    /// Emits the beginning of a phase.
     pub fn phase(&mut self, name: &str) {
         self.events.emit(ChildEvent::Phase { name: name.into() });
     }
 
-    /// A finished file below the output root.
+    /// Emits a finished file below the output root.
     pub fn artifact(&mut self, kind: &str, root: &Path, path: &Path, step: Option<u64>, index: Option<u64>) {
         let name = artifact_name(root, path);
         self.events.emit(ChildEvent::Artifact {
@@ -223,17 +224,17 @@ impl Context<'_> {
     }
 }
 
-/// A path of the config, with `~/` meaning the user's home as it does for `aitk submit`; any other path, and every path
-/// where the environment names no home, as it is.
+/// Replaces `~/` at the beginning of a path by the user's home folder, as `aitk submit` does. A path without it is
+/// unchanged, and so is every path if `HOME` is not set.
 #[must_use]
-pub fn at_home(path: &str) -> PathBuf {
+pub fn expand_home(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::var_os("HOME")) {
         (Some(rest), Some(home)) if !home.is_empty() => PathBuf::from(home).join(rest),
         _ => PathBuf::from(path),
     }
 }
 
-/// A file's name below the output root, with `/` between folders.
+/// The name of an artifact: its path below the output root, with `/` between folders.
 #[must_use]
 pub fn artifact_name(root: &Path, path: &Path) -> String {
     let below = path.strip_prefix(root).unwrap_or(path);
@@ -249,7 +250,7 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
     let job: JobSpec = match serde_json::from_value(spec.job.clone()) {
         Ok(job) => job,
         Err(error) => {
-            let message = format!("the job was made by another version of aitk: {error}");
+            let message = format!("cannot read the job, which another version of aitk may have made: {error}");
             return Outcome::Failed {
                 cause: FailureCause::Internal,
                 message,
@@ -257,7 +258,7 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
         }
     };
     let log_file = LogFile::default();
-    let mut recording = log_file::Recording {
+    let mut sink = log_file::LoggingSink {
         events,
         log: log_file.clone(),
     };
@@ -265,11 +266,11 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
         let mut context = Context {
             spec,
             job: &job,
-            events: &mut recording,
+            events: &mut sink,
             stop,
             log_file: log_file.clone(),
         };
-        match run_one(process, &mut context) {
+        match run_process(process, &mut context) {
             Ok(Outcome::Completed) => log_file.write("completed"),
             Ok(other) => return other,
             Err(error) => {
@@ -284,7 +285,7 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
     Outcome::Completed
 }
 
-fn run_one(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
+fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
     match &process.kind {
         ProcessKind::Train(trainer) => train::run(trainer, context),
         ProcessKind::Generate(process) => generate::run(process, context),

@@ -1,4 +1,4 @@
-//! Whole `to_folder` and `batch_img2img` jobs, from their YAML, on the tiny model.
+//! Runs whole `to_folder` and `batch_img2img` jobs from YAML on the tiny model.
 
 use super::*;
 use crate::image_io;
@@ -22,13 +22,13 @@ pub(super) fn generate_job(folder: &Path, model: &str, generate: &str) -> String
     )
 }
 
-pub(super) fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+pub(super) fn run_spec(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     let mut events = Vec::new();
     let outcome = run(spec, &mut events, &StopSignal::new());
     (outcome, events)
 }
 
-/// Index and path of the images that were announced.
+/// Index and path of the emitted image artifacts.
 pub(super) fn images(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
     let image = |event: &ChildEvent| match event {
         ChildEvent::Artifact {
@@ -42,7 +42,7 @@ pub(super) fn images(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
     events.iter().filter_map(image).collect()
 }
 
-fn assert_like_diffusers(path: &Path, case: &str) {
+fn assert_matches_diffusers(path: &Path, case: &str) {
     let tensors = safetensors::load(fixtures().join("pipelines/images.safetensors"), &Device::Cpu).unwrap();
     let theirs = tensors[case].flatten_all().unwrap().to_vec1::<u8>().unwrap();
     let ours = image_io::open_rgb(path).unwrap();
@@ -52,7 +52,7 @@ fn assert_like_diffusers(path: &Path, case: &str) {
 }
 
 #[test]
-fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
+fn a_job_generates_the_images_of_diffusers_and_honours_every_prompt_flag() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
     let lora = fixtures().join("pipelines/lora.safetensors");
@@ -64,11 +64,11 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
             "sampler: euler_a, prompts: ['{prompt} --n blurry --w 65 --h 64 --d 42 --l 7.5 --s 3'], seed: 5, neg: x"
         ),
     );
-    let (outcome, events) = go(&spec(&plain));
+    let (outcome, events) = run_spec(&spec(&plain));
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = images(&events);
-    assert_eq!(drawn.len(), 1);
-    assert_like_diffusers(&drawn[0].1, "size_64x64");
+    let generated = images(&events);
+    assert_eq!(generated.len(), 1);
+    assert_matches_diffusers(&generated[0].1, "size_64x64");
 
     let with_lora = generate_job(
         &out,
@@ -78,36 +78,37 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
                   prompts: ['{prompt} --m 0 --seed 42 --cfg 7.5', '{prompt} --network_multiplier 0.5 --seed 11 --cfg 4 --steps 4']"
         ),
     );
-    let (outcome, events) = go(&spec(&with_lora));
+    let (outcome, events) = run_spec(&spec(&with_lora));
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = images(&events);
-    assert_eq!(drawn.len(), 2);
-    assert_like_diffusers(&drawn[1].1, "job_lora");
-    let said = |event: &&ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains("`compile`"));
+    let generated = images(&events);
+    assert_eq!(generated.len(), 2);
+    assert_matches_diffusers(&generated[1].1, "job_lora");
+    let is_compile_note =
+        |event: &&ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains("`compile`"));
     assert_eq!(
-        events.iter().filter(said).count(),
+        events.iter().filter(is_compile_note).count(),
         1,
-        "what became of `compile` is said, once"
+        "one log message explains `compile`"
     );
-    let note = std::fs::read_to_string(drawn[1].1.with_extension("txt")).unwrap();
+    let prompt_text = std::fs::read_to_string(generated[1].1.with_extension("txt")).unwrap();
     assert_eq!(
-        note,
+        prompt_text,
         format!("{prompt} --n blurry --w 72 --h 64 --seed 11 --cfg 4 --steps 4 --m 0.5")
     );
-    let name = drawn[1].1.file_name().unwrap().to_str().unwrap().to_owned();
+    let name = generated[1].1.file_name().unwrap().to_str().unwrap().to_owned();
     let (time, count) = name.strip_suffix(".png").unwrap().split_once('_').unwrap();
     assert!(
         time.len() == 13 && time.parse::<u64>().is_ok() && count == "1",
         "{name}"
     );
-    let left: Vec<_> = std::fs::read_dir(&out)
+    let files: Vec<_> = std::fs::read_dir(&out)
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
-    assert_eq!(left.len(), 5, "three images and two notes, nothing else: {left:?}");
+    assert_eq!(files.len(), 5, "three images and two prompt files: {files:?}");
 }
 
-/// Stops once this many images were announced.
+/// Stops the run once this many images were emitted.
 struct StopAfter {
     images: usize,
     signal: StopSignal,
@@ -124,7 +125,7 @@ impl EventSink for StopAfter {
 }
 
 #[test]
-fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
+fn a_new_attempt_generates_only_the_missing_images_with_the_same_seeds() {
     let dir = tempfile::tempdir().unwrap();
     let job = |folder: &str| {
         generate_job(
@@ -135,7 +136,7 @@ fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
         )
     };
     let whole = spec(&job("whole"));
-    let (outcome, events) = go(&whole);
+    let (outcome, events) = run_spec(&whole);
     assert_eq!(outcome, Outcome::Completed);
     let expected = images(&events);
     assert_eq!(expected.iter().map(|(i, _)| *i).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
@@ -150,13 +151,13 @@ fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
     assert_eq!(run(&broken, &mut sink, &signal), Outcome::stopped());
     let first = images(&sink.events);
     assert_eq!(first.len(), 2);
-    let (outcome, events) = go(&broken);
+    let (outcome, events) = run_spec(&broken);
     assert_eq!(outcome, Outcome::Completed);
     let second = images(&events);
     assert_eq!(
         second[..2],
         first[..],
-        "finished images are announced again, not drawn again"
+        "finished images are emitted again but not generated again"
     );
     for ((index, ours), (_, theirs)) in second.iter().zip(&expected) {
         assert_eq!(
@@ -165,36 +166,39 @@ fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
             "image {index}"
         );
     }
-    // The same job id once more, now that it was complete: everything is drawn anew.
-    let (_, events) = go(&broken);
+    // The same job again after it was complete: all images are generated anew.
+    let (_, events) = run_spec(&broken);
     assert_ne!(images(&events)[0].1, first[0].1);
     assert_eq!(std::fs::read_dir(dir.path().join("broken")).unwrap().count(), 12);
 }
 
 #[test]
-fn parts_of_a_job_draw_the_images_of_the_whole_one() {
+fn parts_of_a_job_generate_the_images_of_the_whole_job() {
     let dir = tempfile::tempdir().unwrap();
     let job = |folder: &str| {
         let generate = "sampler: ddim, sample_steps: 1, prompts: [a cat, a dog --seed 3, zorb], num_repeats: 2, shuffle: true, \
                         size_list: [[64, 64], [72, 64]], guidance_scale: 1";
         spec(&generate_job(&dir.path().join(folder), "", generate))
     };
-    let (outcome, events) = go(&job("whole"));
+    let (outcome, events) = run_spec(&job("whole"));
     assert_eq!(outcome, Outcome::Completed);
     let expected = images(&events);
     assert_eq!(expected.len(), 6);
-    let part = |from: u64, to: u64, drawn: Vec<u64>| {
+    let run_part = |from: u64, to: u64, generated: Vec<u64>| {
         let mut spec = job(&format!("part{from}"));
         spec.job["part"] = serde_json::json!({"from": from, "to": to});
-        spec.drawn = drawn;
-        go(&spec)
+        spec.generated = generated;
+        run_spec(&spec)
     };
-    // The second part is one that an earlier attempt began: image 3 is not drawn again.
-    for (from, to, drawn, left) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
-        let (outcome, events) = part(from, to, drawn);
+    // An earlier attempt generated image 3 of the second part: it is not generated again.
+    for (from, to, generated, expected_indices) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
+        let (outcome, events) = run_part(from, to, generated);
         assert_eq!(outcome, Outcome::Completed);
         let ours = images(&events);
-        assert_eq!(ours.iter().map(|(index, _)| *index).collect::<Vec<_>>(), left);
+        assert_eq!(
+            ours.iter().map(|(index, _)| *index).collect::<Vec<_>>(),
+            expected_indices
+        );
         for (index, path) in &ours {
             let whole = &expected[*index as usize].1;
             assert_eq!(
@@ -205,22 +209,22 @@ fn parts_of_a_job_draw_the_images_of_the_whole_one() {
             let count = |path: &Path| path.to_str().unwrap().rsplit_once('_').unwrap().1.to_owned();
             assert_eq!(count(path), count(whole));
         }
-        let told = events.iter().rev().find_map(|event| match event {
+        let reported = events.iter().rev().find_map(|event| match event {
             ChildEvent::Progress { done, total, .. } => Some((*done, *total)),
             _ => None,
         });
-        assert_eq!(told, Some((to - from, to - from)));
+        assert_eq!(reported, Some((to - from, to - from)));
     }
-    let (outcome, _) = part(4, 7, Vec::new());
+    let (outcome, _) = run_part(4, 7, Vec::new());
     let Outcome::Failed { cause, message } = outcome else {
         panic!("{outcome:?}")
     };
     assert_eq!(cause, FailureCause::BadInput);
-    assert!(message.contains("the job draws 6"), "{message}");
+    assert!(message.contains("the job generates 6"), "{message}");
 }
 
 #[test]
-fn prompts_come_from_a_file_and_at_random() {
+fn prompts_are_read_from_a_file_and_combined_at_random() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("prompts.txt");
     std::fs::write(&file, "a cat\n\n  a dog  \nzorb").unwrap();
@@ -233,14 +237,14 @@ fn prompts_come_from_a_file_and_at_random() {
     let mut attempt = spec(&job);
     attempt.inputs.insert("ideas.txt".into(), file.clone());
     let attempt = in_own_folder(attempt, &dir.path().join("root"));
-    let (outcome, events) = go(&attempt);
+    let (outcome, events) = run_spec(&attempt);
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = images(&events);
-    assert_eq!(drawn.len(), 4);
-    for (_, path) in &drawn {
+    let generated = images(&events);
+    assert_eq!(generated.len(), 4);
+    for (_, path) in &generated {
         assert!(path.starts_with(dir.path().join("root")));
-        let note = std::fs::read_to_string(path.with_extension("txt")).unwrap();
-        let (prompt, _) = note.split_once(" --").unwrap();
+        let prompt_text = std::fs::read_to_string(path.with_extension("txt")).unwrap();
+        let (prompt, _) = prompt_text.split_once(" --").unwrap();
         assert!(
             prompt
                 .split(", ")
@@ -249,14 +253,14 @@ fn prompts_come_from_a_file_and_at_random() {
         );
     }
     std::fs::write(&file, "\n \n").unwrap();
-    let (outcome, _) = go(&attempt);
+    let (outcome, _) = run_spec(&attempt);
     assert!(
         matches!(outcome, Outcome::Failed { cause: FailureCause::BadInput, message } if message.contains("no prompt"))
     );
 }
 
 #[test]
-fn data_sets_are_redrawn_with_their_captions() {
+fn img2img_uses_captions_as_prompts() {
     let dir = tempfile::tempdir().unwrap();
     let data = dir.path().join("data");
     std::fs::create_dir_all(&data).unwrap();
@@ -276,11 +280,11 @@ fn data_sets_are_redrawn_with_their_captions() {
             data.display()
         )
     };
-    let (outcome, events) = go(&spec(&job(0.5)));
+    let (outcome, events) = run_spec(&spec(&job(0.5)));
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = images(&events);
-    assert_eq!(drawn.len(), 3);
-    for (_, path) in &drawn {
+    let generated = images(&events);
+    assert_eq!(generated.len(), 3);
+    for (_, path) in &generated {
         let size = image_io::dimensions(path).unwrap();
         assert!(size.0.is_multiple_of(8) && size.1.is_multiple_of(8), "{size:?}");
         let source = dir.path().join("in").join(path.file_name().unwrap());
@@ -291,16 +295,16 @@ fn data_sets_are_redrawn_with_their_captions() {
             "the caption is the prompt"
         );
     }
-    let (outcome, _) = go(&spec(&job(0.1)));
+    let (outcome, _) = run_spec(&spec(&job(0.1)));
     assert!(
         matches!(outcome, Outcome::Failed { cause: FailureCause::BadInput, message } if message.contains("no step"))
     );
 }
 
 #[test]
-fn what_cannot_be_drawn_fails_with_one_sentence() {
+fn invalid_jobs_fail_with_a_message_that_names_the_cause() {
     let dir = tempfile::tempdir().unwrap();
-    let failure = |attempt: &AttemptSpec| match go(attempt).0 {
+    let failure = |attempt: &AttemptSpec| match run_spec(attempt).0 {
         Outcome::Failed {
             cause: FailureCause::BadInput,
             message,
@@ -319,31 +323,31 @@ fn what_cannot_be_drawn_fails_with_one_sentence() {
     assert!(failure(&steps).contains("5000"));
     let lora = spec(&good.replace("dtype: float32", "dtype: float32, lora_path: no.safetensors"));
     assert!(failure(&lora).contains("no.safetensors"));
-    // A folder that cannot be made, because a file is in the way.
+    // A folder that cannot be created, because a file has its name.
     let blocked = dir.path().join("blocked");
     std::fs::write(&blocked, "file").unwrap();
     let job = generate_job(&blocked, "", "sampler: ddim, sample_steps: 1, prompts: [a]");
-    assert!(matches!(go(&spec(&job)).0, Outcome::Failed { .. }));
+    assert!(matches!(run_spec(&spec(&job)).0, Outcome::Failed { .. }));
 }
 
-/// The attacks on a worker's own files, straight at the engine: whatever let the job through before, it reads and writes
-/// nothing but what was staged for it.
+/// Attacks on a worker's files, sent to the engine without earlier checks: it reads and writes only what was staged for
+/// the attempt.
 #[test]
-fn an_attempt_of_its_own_opens_only_what_was_staged() {
+fn an_attempt_with_staged_inputs_opens_no_other_files() {
     let dir = tempfile::tempdir().unwrap();
     let secret = dir.path().join("secret.txt");
     std::fs::write(&secret, "the admin's token").unwrap();
     let root = dir.path().join("attempt/output");
     let model = fixtures().join("tiny_sd").display().to_string();
-    let enclosed = |yaml: &str| AttemptSpec {
+    let staged = |yaml: &str| AttemptSpec {
         inputs: [("model".to_owned(), PathBuf::from(&model))].into(),
         output_root: Some(root.clone()),
         ..spec(&yaml.replace(&model, "model"))
     };
-    let refusal = |yaml: &str| {
-        let (outcome, events) = go(&enclosed(yaml));
-        let told = serde_json::to_string(&(&outcome, &events)).unwrap();
-        assert!(!told.contains("the admin's token"), "{told}");
+    let error_of = |yaml: &str| {
+        let (outcome, events) = run_spec(&staged(yaml));
+        let reported = serde_json::to_string(&(&outcome, &events)).unwrap();
+        assert!(!reported.contains("the admin's token"), "{reported}");
         match outcome {
             Outcome::Failed {
                 cause: FailureCause::BadInput,
@@ -352,30 +356,30 @@ fn an_attempt_of_its_own_opens_only_what_was_staged() {
             other => panic!("{other:?}"),
         }
     };
-    let draw = |prompts: &str| {
+    let job = |prompts: &str| {
         generate_job(
             &root,
             "",
             &format!("width: 64, height: 64, sample_steps: 1, prompts: {prompts}"),
         )
     };
-    let here = refusal(&draw(secret.to_str().unwrap()));
-    assert!(here.contains("is not an input of this job"), "{here}");
+    let message = error_of(&job(secret.to_str().unwrap()));
+    assert!(message.contains("is not an input of this job"), "{message}");
     for other in ["/nowhere/at/all", "/proc/self/environ", "/dev/zero", "../secret.txt"] {
-        let there = refusal(&draw(other));
+        let other_message = error_of(&job(other));
         assert_eq!(
-            there.replace(other, ""),
-            here.replace(secret.to_str().unwrap(), ""),
+            other_message.replace(other, ""),
+            message.replace(secret.to_str().unwrap(), ""),
             "{other}"
         );
     }
     let vae =
         generate_job(&root, &format!(", vae_path: {model}/vae"), "prompts: [a]").replace("model/vae", "other/vae");
-    assert!(refusal(&vae).contains("is not an input of this job"));
+    assert!(error_of(&vae).contains("is not an input of this job"));
     let lora = generate_job(&root, ", lora_path: /etc/hostname", "prompts: [a]");
-    assert!(refusal(&lora).contains("`/etc/hostname` is not an input"));
+    assert!(error_of(&lora).contains("`/etc/hostname` is not an input"));
 
-    // Names that reading a config would have refused.
+    // Names that config validation refuses.
     let train = format!(
         "job: extension\nconfig:\n  name: n\n  process:\n  - type: sd_trainer\n    training_folder: out\n    network: {{type: lora}}\n    \
          datasets: [{{folder_path: data}}]\n    train: {{steps: 1}}\n    model: {{name_or_path: {model}}}\n"
@@ -386,13 +390,13 @@ fn an_attempt_of_its_own_opens_only_what_was_staged() {
         ("/process/0/kind/train/name", escaped.display().to_string()),
         ("/process/0/kind/train/name", "../../escaped".to_owned()),
     ] {
-        let mut hostile = enclosed(&train);
+        let mut hostile = staged(&train);
         *hostile.job.pointer_mut(pointer).unwrap() = name.clone().into();
-        let (outcome, _) = go(&hostile);
-        let told = format!("{outcome:?}");
+        let (outcome, _) = run_spec(&hostile);
+        let reported = format!("{outcome:?}");
         assert!(
-            told.contains("BadInput") && told.contains("cannot name a folder"),
-            "{told}"
+            reported.contains("BadInput") && reported.contains("cannot name a folder"),
+            "{reported}"
         );
         assert!(!escaped.exists(), "{name}");
     }

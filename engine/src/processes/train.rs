@@ -1,8 +1,8 @@
-//! The trainer process: `sd_trainer`, `diffusion_trainer`.
+//! The training process: `sd_trainer`, `diffusion_trainer`.
 //!
-//! Run folder, names and resume follow section 15 of the ai-toolkit config reference, with its suggestions: saves are
-//! atomic, the resume point is chosen by step, an optimizer's state belongs to its weights. The exact state lies in
-//! `<run folder>/.aitk/checkpoints`.
+//! Run folder, names and resuming follow section 15 of the ai-toolkit config reference, with its suggestions: saves are
+//! atomic, the resume point is chosen by step, and an optimizer's state is used only with its weights. Exact states are
+//! in `<run folder>/.aitk/checkpoints`.
 
 mod data;
 mod folder;
@@ -18,7 +18,7 @@ mod write;
 pub use preview::{TrainingPreview, preview};
 
 use super::rate::Progress;
-use super::{Context, Loaded};
+use super::{Context, LoadedModel};
 use crate::adapters::{Component, load_lora};
 use crate::data::Dataset;
 use crate::device;
@@ -35,23 +35,24 @@ use crate::training::{
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
-use data::{Data, Turn};
+use data::{StepBatch, TrainingData};
 use folder::RunFolder;
-use record::StepRecord;
+use record::StepRecorder;
 use std::collections::BTreeMap;
 use std::time::Instant;
 use target::Target;
 
-/// Steps without a finite loss in a row after which a run gives up; ai-toolkit counts such a loss as zero and goes on.
-const LOST_STEPS: u64 = 25;
-/// Of so many in a row no state is saved any more, so that a good one stays.
-const BAD_STEPS: u64 = 5;
+/// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
+/// as zero and continues.
+const MAX_NON_FINITE_STEPS: u64 = 25;
+/// After this many in a row no state is saved, so that the last good one is kept.
+const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 
-fn not_saved(step: u64, lost: u64) -> String {
-    format!("step {step} is not saved: {lost} steps in a row had a loss or gradients that are not finite numbers")
+fn not_saved_message(step: u64, non_finite: u64) -> String {
+    format!("step {step} is not saved: {non_finite} steps in a row had a loss or gradients that are not finite numbers")
 }
 
 /// Runs one trainer process to its end, to a stop, or to a failure.
@@ -60,7 +61,7 @@ pub(super) fn run(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Outc
     run.train(cx)
 }
 
-/// Everything of a run that does not change while it trains, and the trainer.
+/// A training run.
 struct Run<'a> {
     process: &'a TrainerProcess,
     seed: u64,
@@ -69,79 +70,84 @@ struct Run<'a> {
     model: SdModel,
     target: Target,
     trainer: Trainer,
-    choices: Choices,
+    choices: MemoryOptions,
     schedule: NoiseSchedule,
     loss: LossOptions,
     noise: NoiseOptions,
-    data: Data,
+    data: TrainingData,
     latents: LatentStore,
     masks: LossMasks,
     contexts: ContextCache,
-    /// Steps done when the run began.
-    start: u64,
-    /// The newest checkpoint that is on disk.
-    checkpointed: Option<u64>,
-    /// Where attempts were interrupted whose step saves are there until another save is.
-    interrupted: Vec<u64>,
-    /// Steps in a row up to here, in attempts before this one too, without a finite loss or finite gradients.
-    lost: u64,
-    record: StepRecord,
+    /// The step at which this attempt starts: the number of finished steps.
+    start_step: u64,
+    /// The step of the newest checkpoint on disk.
+    last_checkpoint: Option<u64>,
+    /// Steps at which earlier attempts were interrupted. Their step saves are removed after the next save.
+    interrupted_saves: Vec<u64>,
+    /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
+    non_finite_steps: u64,
+    metrics: StepRecorder,
 }
 
 impl<'a> Run<'a> {
     fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
-        options::check(process, &cx.job.name)?;
+        options::check_supported(process, &cx.job.name)?;
         let folder = RunFolder::open(process, cx)?;
         cx.log_file.open(&folder.path.join(LOG_FILE))?;
-        cx.log_file.total(process.train.steps);
-        // A seed that the config leaves open is chosen once: a run that goes on keeps the one it began with.
+        cx.log_file.set_total(process.train.steps);
+        // A seed that the config does not set is chosen once: a resumed run keeps the seed that it started with.
         let seed = process
             .training_seed
             .map(|s| s as u64)
-            .or_else(|| resume::seed_so_far(cx.spec, &folder))
+            .or_else(|| resume::resumed_seed(cx.spec, &folder))
             .unwrap_or(cx.spec.seed);
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
-        // Data first: a mistake there shows within a second.
-        let data = Data::open(process, seed, cx)?;
+        // The data sets are opened first, so that errors in them are reported within a second.
+        let data = TrainingData::open(process, seed, cx)?;
 
         cx.phase("loading model");
-        // On a GPU too, a model's own weights are trained in float32, so that small changes are not rounded away.
-        let whole = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
-        let dtype = if whole { "float32" } else { process.train.dtype.name() };
-        let compute = device::compute(cx.spec.device, dtype)?;
-        if whole && process.train.dtype.name() != dtype {
-            let asked = process.train.dtype.name();
+        // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away.
+        let full_finetune = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
+        let dtype = if full_finetune {
+            "float32"
+        } else {
+            process.train.dtype.name()
+        };
+        let compute = device::open_with_dtype(cx.spec.device, dtype)?;
+        if full_finetune && process.train.dtype.name() != dtype {
+            let configured = process.train.dtype.name();
             cx.log(
                 "info",
-                format!("computing in {dtype} (the config asks for {asked}): the model's own weights are trained"),
+                format!("computing in {dtype} (the config asks for {configured}): the model's own weights are trained"),
             );
         }
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
-        let Loaded {
+        let LoadedModel {
             mut model,
             vae_path,
             choices,
-        } = cx.load_model(&process.model, &compute, target::of_the_model(process))?;
+        } = cx.load_model(&process.model, &compute, target::trained_tensors(process))?;
         if let Some(lora) = &process.model.lora_path {
-            let path = cx.local(lora)?;
-            let mut parts = parts(&mut model);
-            let loaded = load_lora(&mut parts, &path, 1.0)?;
-            cx.lora_loaded(&path, &loaded);
+            let path = cx.local_path(lora)?;
+            let mut components = components(&mut model);
+            let loaded = load_lora(&mut components, &path, 1.0)?;
+            cx.log_loaded_lora(&path, &loaded);
         }
 
-        let residency = Residency::checkpointing(process.train.gradient_checkpointing || choices.recomputed);
+        let residency =
+            Residency::checkpointing(process.train.gradient_checkpointing || choices.gradient_checkpointing);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
-        let target = Target::of(process, &mut model, seed, cx)?;
+        let target = Target::new(process, &mut model, seed, cx)?;
         let trainer = trainer(process, &target, &choices)?;
         let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
         if lr != process.train.lr {
             cx.log(
                 "info",
                 format!(
-                    "`{}` finds its own learning rate: lr {} is read as {lr}, as ai-toolkit does",
+                    "`{}` finds its own learning rate: `lr` {} is replaced by {lr}, as in ai-toolkit",
                     process.train.optimizer, process.train.lr
                 ),
             );
@@ -161,7 +167,7 @@ impl<'a> Run<'a> {
             compute.dtype,
             &compute.device,
         );
-        let record = StepRecord::new(&folder.path);
+        let metrics = StepRecorder::new(&folder.path);
         let mut run = Self {
             process,
             seed,
@@ -170,62 +176,62 @@ impl<'a> Run<'a> {
             target,
             trainer,
             choices,
-            loss: options::loss(process),
-            noise: options::noise(process, schedule.len()),
+            loss: options::loss_options(process),
+            noise: options::noise_options(process, schedule.len()),
             schedule,
             data,
             latents,
             masks: LossMasks::default(),
             contexts: ContextCache::default(),
             model,
-            start: 0,
-            checkpointed: None,
-            interrupted: Vec::new(),
-            lost: 0,
-            record,
+            start_step: 0,
+            last_checkpoint: None,
+            interrupted_saves: Vec::new(),
+            non_finite_steps: 0,
+            metrics,
         };
         run.resume(cx)?;
-        run.record.open(run.start)?;
+        run.metrics.open(run.start_step)?;
         Ok(run)
     }
 
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
-        self.note_interruption(cx);
-        if self.start >= steps && self.folder.final_save().exists() {
+        self.record_interruption(cx);
+        if self.start_step >= steps && self.folder.final_save().exists() {
             cx.log(
                 "info",
                 format!(
                     "the run is already at step {} of {steps}: nothing is left to do",
-                    self.start
+                    self.start_step
                 ),
             );
-            self.announce_final(cx)?;
+            self.emit_final_save(cx)?;
             return Ok(Outcome::Completed);
         }
-        if self.start < steps && !self.cache_latents(cx)? {
+        if self.start_step < steps && !self.cache_latents(cx)? {
             return Ok(Outcome::stopped());
         }
         let baseline =
-            (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
-        if baseline && self.start < steps {
-            self.sample(cx, self.start, true)?;
-        } else if self.start > 0 && self.start < steps {
-            self.make_up(cx)?;
+            (self.start_step == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
+        if baseline && self.start_step < steps {
+            self.sample(cx, self.start_step, true)?;
+        } else if self.start_step > 0 && self.start_step < steps {
+            self.finish_last_checkpoint(cx)?;
         }
-        if self.start < steps {
+        if self.start_step < steps {
             cx.phase("training");
         }
-        let mut clock = Progress::new();
-        self.record.begin(self.start);
-        // The steps of all attempts.
-        let all = steps.saturating_sub(self.process.train.start_step.unwrap_or(0));
-        for step in self.start..steps {
+        let mut progress = Progress::new();
+        self.metrics.begin(self.start_step);
+        // The number of steps of all attempts together.
+        let total_steps = steps.saturating_sub(self.process.train.start_step.unwrap_or(0));
+        for step in self.start_step..steps {
             if cx.stop.is_set() {
-                return match self.lost >= BAD_STEPS {
-                    false => self.stopped(cx, step),
+                return match self.non_finite_steps >= MAX_SAVED_NON_FINITE_STEPS {
+                    false => self.save_and_stop(cx, step),
                     true => {
-                        cx.log("warn", not_saved(step, self.lost));
+                        cx.log("warn", not_saved_message(step, self.non_finite_steps));
                         Ok(Outcome::stopped())
                     }
                 };
@@ -233,96 +239,111 @@ impl<'a> Run<'a> {
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
                 self.micro_batch(step, micro)?;
             }
-            let update = self.data.updates(step, self.process);
+            let update = self.data.updates_weights(step, self.process);
             let report = self.trainer.finish_step(step, update)?;
             let done = step + 1;
-            self.lost = if report.warning.is_some() { self.lost + 1 } else { 0 };
+            self.non_finite_steps = if report.warning.is_some() {
+                self.non_finite_steps + 1
+            } else {
+                0
+            };
             if let Some(warning) = report.warning.clone() {
                 cx.log("warn", warning);
             }
-            let lost = self.lost;
-            if lost >= LOST_STEPS || (done == steps && (lost >= all || lost >= BAD_STEPS)) {
+            let non_finite = self.non_finite_steps;
+            if non_finite >= MAX_NON_FINITE_STEPS
+                || (done == steps && (non_finite >= total_steps || non_finite >= MAX_SAVED_NON_FINITE_STEPS))
+            {
                 return Err(EngineError::bad_input(format!(
-                    "{lost} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
-                     was learned: is the base model or the LoRA that it started from damaged, or `train.lr` too high? What was \
-                     saved before stays"
+                    "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
+                     was learned. Either `train.lr` is too high, or the base model or the LoRA that training started from is \
+                     damaged. Earlier saves are kept"
                 )));
             }
-            if let Some(warning) = self.record.step(done, &report) {
+            if let Some(warning) = self.metrics.step(done, &report) {
                 cx.log("warn", warning);
             }
             if done.is_multiple_of(self.process.logging.every()) || done == steps {
                 let mut values = BTreeMap::from([("learning_rate".to_owned(), report.lr)]);
-                // JSON has no other numbers; the warning says that there is none.
+                // JSON has only finite numbers; a warning was logged above.
                 if report.loss.is_finite() {
                     values.insert("loss/loss".into(), report.loss);
                 }
                 if let Some(norm) = report.grad_norm {
                     values.insert("grad_norm".into(), norm);
                 }
-                if let Some(seconds) = self.record.seconds_per_step(done) {
+                if let Some(seconds) = self.metrics.seconds_per_step(done) {
                     values.insert("seconds_per_step".into(), seconds);
                 }
                 #[allow(clippy::cast_precision_loss)]
                 values.insert("steps".into(), steps as f64);
                 cx.events.emit(ChildEvent::Metrics { step: done, values });
             }
-            clock.step(cx, done, steps);
+            progress.step(cx, done, steps);
             if done < steps {
                 let save = self.process.save.is_due(done);
-                if save && lost >= BAD_STEPS {
-                    cx.log("warn", not_saved(done, lost));
+                if save && non_finite >= MAX_SAVED_NON_FINITE_STEPS {
+                    cx.log("warn", not_saved_message(done, non_finite));
                 } else if save {
                     self.save(cx, done)?;
                 }
                 let sample = self.process.sample.is_due(done) && !self.process.train.disable_sampling;
                 if sample {
-                    let begun = Instant::now();
+                    let start = Instant::now();
                     self.sample(cx, done, false)?;
-                    // It has a phase and a rate of its own.
-                    clock.leave_out(begun.elapsed());
+                    // Sampling has its own phase and rate.
+                    progress.exclude(start.elapsed());
                 }
                 if save || sample {
                     cx.phase("training");
                 }
                 if sample {
-                    clock.tell(cx, done, steps);
+                    progress.report(cx, done, steps);
                 }
             }
         }
         self.finish(cx)
     }
 
-    /// The loss of one micro-batch and its gradients. Everything random comes from the generator of (seed, step,
-    /// micro-batch).
+    /// Computes the loss and the gradients of one micro-batch. All random numbers come from the generator of (seed,
+    /// step, micro-batch).
     fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
         let process = self.process;
-        let turn = self.data.turn(step, micro, process);
+        let step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
-        let captions = self.data.captions(&turn.batch, process, &mut generator);
-        let latents = self.data.latents(&turn.batch, &mut self.latents, &self.model.vae)?;
+        let captions = self.data.captions(&step_batch.batch, process, &mut generator);
+        let latents = self
+            .data
+            .latents(&step_batch.batch, &mut self.latents, &self.model.vae)?;
         let latents = latents.to_device(&self.compute.device)?;
         let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
-            return self.learn(step, &turn, &captions, latents, drawn);
+            return self.forward_backward(step, &step_batch, &captions, latents, drawn);
         };
-        let strength = self.data.datasets[turn.batch.dataset].options.network_weight;
+        let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
         handle.multiplier.set(strength);
-        // Until the backward pass is done, which may run blocks again.
-        let masks = format!("{}/dropout/{step}/{micro}", self.seed);
-        handle.set_training(Some(&masks));
-        let result = self.learn(step, &turn, &captions, latents, drawn);
+        // It stays set during the backward pass, which may run blocks again.
+        let dropout_key = format!("{}/dropout/{step}/{micro}", self.seed);
+        handle.set_training(Some(&dropout_key));
+        let result = self.forward_backward(step, &step_batch, &captions, latents, drawn);
         handle.set_training(None);
         result
     }
 
-    /// The loss of these captions and latents, and the gradients.
-    fn learn(&mut self, step: u64, turn: &Turn, captions: &[String], latents: Tensor, drawn: NoiseDraw) -> Result<()> {
+    /// Computes the loss of these captions and latents, and adds or applies the gradients.
+    fn forward_backward(
+        &mut self,
+        step: u64,
+        step_batch: &StepBatch,
+        captions: &[String],
+        latents: Tensor,
+        drawn: NoiseDraw,
+    ) -> Result<()> {
         let model = &self.model;
-        let mask = self.masks.get(self.data.items_of(&turn.batch), &model.vae)?;
+        let mask = self.masks.get(self.data.items_of(&step_batch.batch), &model.vae)?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let known = if self.target.covers_text_encoder() {
+        let cached_context = if self.target.covers_text_encoder() {
             None
         } else {
             let contexts = &mut self.contexts;
@@ -330,7 +351,7 @@ impl<'a> Run<'a> {
         };
         let (schedule, options, dtype) = (&self.schedule, &self.loss, self.compute.dtype);
         let forward = || {
-            let context = match &known {
+            let context = match &cached_context {
                 Some(context) => context.clone(),
                 None => ContextCache::encode(captions, &model.tokenizer, &model.text_encoder)?,
             };
@@ -339,37 +360,37 @@ impl<'a> Run<'a> {
                 noise: drawn.noise.clone(),
                 timesteps: drawn.timesteps.clone(),
                 context,
-                weights: vec![turn.weight; turn.batch.items.len()],
+                weights: vec![step_batch.weight; step_batch.batch.items.len()],
                 mask: mask.clone(),
             };
             loss(&model.unet, schedule, options, &micro_batch, dtype)
         };
         let train = &self.process.train;
-        let alone = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
-        if alone && self.trainer.uses_fused_backward() {
+        let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
+        if one_micro_batch && self.trainer.uses_fused_backward() {
             self.trainer.fused_step(step, forward)
         } else {
             self.trainer.accumulate(forward)
         }
     }
 
-    /// Encodes all images ahead where they are cached. `false`: asked to stop.
+    /// Encodes the images of all data sets that cache latents. Returns `false` when the run should stop.
     fn cache_latents(&mut self, cx: &mut Context<'_>) -> Result<bool> {
-        let cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
+        let is_cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
         let total: u64 = self
             .data
             .datasets
             .iter()
-            .filter(|d| cached(d))
+            .filter(|d| is_cached(d))
             .map(|d| d.items.len() as u64)
             .sum();
         if total == 0 {
             return Ok(true);
         }
         cx.phase("caching latents");
-        let mut clock = Progress::new();
+        let mut progress = Progress::new();
         let mut done = 0;
-        for dataset in self.data.datasets.iter().filter(|d| cached(d)) {
+        for dataset in self.data.datasets.iter().filter(|d| is_cached(d)) {
             for item in &dataset.items {
                 if cx.stop.is_set() {
                     return Ok(false);
@@ -382,21 +403,23 @@ impl<'a> Run<'a> {
                     options.cache_latents_to_disk,
                 )?;
                 done += 1;
-                clock.step(cx, done, total);
+                progress.step(cx, done, total);
             }
         }
         Ok(true)
     }
 }
 
-fn parts(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
+/// The components of the model that may be trained.
+fn components(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
     [
         (Component::TextEncoder, &mut model.text_encoder),
         (Component::Unet, &mut model.unet),
     ]
 }
 
-fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Result<Trainer> {
+/// Makes a trainer with a new optimizer.
+fn trainer(process: &TrainerProcess, target: &Target, choices: &MemoryOptions) -> Result<Trainer> {
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;
@@ -422,7 +445,7 @@ fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Resu
         schedule,
         max_grad_norm,
         ema,
-        // The gradients of a LoRA are small.
+        // The gradients of a LoRA are small, so it needs no fused backward pass.
         fused_backward: choices.fused_backward && matches!(target, Target::Model(_)),
     }))
 }

@@ -135,7 +135,7 @@ impl Stack {
             let outputs = segment.outputs.clone();
             let made = match residency {
                 Residency::Resident => segment.run(&inputs)?,
-                Residency::Checkpointed { .. } => autograd::recomputed(inputs, move |tensors| segment.run(tensors))?,
+                Residency::Checkpointed { .. } => autograd::checkpoint(inputs, move |tensors| segment.run(tensors))?,
             };
             for (value, tensor) in outputs.into_iter().zip(made) {
                 self.values[value.0] = Some(tensor);

@@ -1,11 +1,11 @@
-//! `DDPMScheduler`: ancestral sampling of denoising diffusion probabilistic models.
+//! `DDPMScheduler` of diffusers: ancestral sampling of denoising diffusion probabilistic models.
 
-use super::denoise::Denoiser;
+use super::discrete::DiscreteSampler;
 use super::params::SamplerParams;
 use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use candle_core::Tensor;
 
-/// The `fixed_…` kinds of `variance_type`.
+/// The values of `variance_type` that are supported: `fixed_small`, `fixed_small_log`, `fixed_large`.
 enum Variance {
     Small,
     SmallLog,
@@ -13,7 +13,7 @@ enum Variance {
 }
 
 struct Ddpm {
-    common: Denoiser,
+    common: DiscreteSampler,
     variance: Variance,
 }
 
@@ -28,7 +28,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
             )));
         }
     };
-    let common = Denoiser::new(&params, options)?;
+    let common = DiscreteSampler::new(&params, options)?;
     Ok(Box::new(Ddpm { common, variance }))
 }
 
@@ -37,29 +37,29 @@ impl Sampler for Ddpm {
         &self.common.timesteps
     }
 
-    fn step(&mut self, mut visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
-        let (t, alpha) = self.common.at(visit.index)?;
-        let alpha_previous = match self.common.timesteps.get(visit.index + 1) {
+    fn step(&mut self, mut step: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
+        let (t, alpha) = self.common.timestep_and_alpha(step.index)?;
+        let alpha_previous = match self.common.timesteps.get(step.index + 1) {
             Some(previous) if *previous >= 0.0 => self.common.schedule.alpha_cumprod(*previous as i64)?,
             _ => 1.0,
         };
         let (beta, beta_previous) = (1.0 - alpha, 1.0 - alpha_previous);
         let current_alpha = alpha / alpha_previous;
         let current_beta = 1.0 - current_alpha;
-        let original = self.common.original(alpha, visit.output, visit.sample)?;
-        let original_part = alpha_previous.sqrt() * current_beta / beta;
-        let sample_part = current_alpha.sqrt() * beta_previous / beta;
-        let mean = blend(original_part, &original, sample_part, visit.sample)?;
+        let original = self.common.predict_original(alpha, step.output, step.sample)?;
+        let original_weight = alpha_previous.sqrt() * current_beta / beta;
+        let sample_weight = current_alpha.sqrt() * beta_previous / beta;
+        let mean = blend(original_weight, &original, sample_weight, step.sample)?;
         if t == 0 {
             return Ok(mean);
         }
-        let small = (beta_previous / beta * current_beta).max(1e-20);
-        let deviation = match self.variance {
-            Variance::Small => small.sqrt(),
-            Variance::SmallLog => (0.5 * small.ln()).exp(),
+        let clipped_variance = (beta_previous / beta * current_beta).max(1e-20);
+        let std_dev = match self.variance {
+            Variance::Small => clipped_variance.sqrt(),
+            Variance::SmallLog => (0.5 * clipped_variance.ln()).exp(),
             Variance::Large => current_beta.sqrt(),
         };
-        Ok((mean + scaled(&visit.noise()?, deviation)?)?)
+        Ok((mean + scaled(&step.noise()?, std_dev)?)?)
     }
 
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {

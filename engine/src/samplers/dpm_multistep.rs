@@ -1,9 +1,11 @@
-//! `DPMSolverMultistepScheduler`: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE variants.
+//! `DPMSolverMultistepScheduler` of diffusers: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE
+//! variants.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
 use candle_core::{DType, Tensor};
 
+/// `algorithm_type` of diffusers.
 #[derive(Clone, Copy, PartialEq)]
 enum Algorithm {
     Plain,
@@ -32,11 +34,11 @@ struct DpmMultistep {
     lower_order_final: bool,
     euler_at_final: bool,
     ends_at_zero: bool,
-    /// Converted model outputs, the newest last.
+    /// Converted model outputs of the last steps, the newest last.
     outputs: Vec<Tensor>,
 }
 
-/// `dpmsolver++`: the config's algorithm, if it names one of the ++ kind.
+/// Makes `dpmsolver++`, or `sde-dpmsolver++` if `algorithm_type` says so; other algorithm types are ignored.
 pub(super) fn make_plus_plus(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
     let algorithm = match params.algorithm_type.as_deref() {
         Some("sde-dpmsolver++") => Algorithm::SdePlusPlus,
@@ -45,7 +47,8 @@ pub(super) fn make_plus_plus(params: SamplerParams, options: SamplerOptions) -> 
     make(params, options, algorithm)
 }
 
-/// `dpmsolver`: the first version, which cannot end at a noise level of zero.
+/// Makes `dpmsolver`, or `sde-dpmsolver` if `algorithm_type` says so. This first version cannot end at a noise level of
+/// zero.
 pub(super) fn make_plain(mut params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
     let algorithm = match params.algorithm_type.as_deref() {
         Some("sde-dpmsolver") => Algorithm::SdePlain,
@@ -63,7 +66,7 @@ fn make(
     let steps = options.steps;
     let mut schedule = NoiseSchedule::new(&params)?;
     if params.rescale_betas_zero_snr == Some(true) {
-        schedule.lift_last();
+        schedule.avoid_infinite_sigma();
     }
     let order = params.solver_order.unwrap_or(2);
     if order > 3 {
@@ -89,10 +92,13 @@ fn make(
             )));
         }
     };
-    let train = schedule.sigmas();
-    let mut timesteps = spaced(&params, &schedule, steps);
-    let (low, high) = (f64::from(train[0]), f64::from(train[train.len() - 1]));
-    let levels = if params.use_karras_sigmas == Some(true) {
+    let train_sigmas = schedule.sigmas();
+    let mut timesteps = timesteps_of(&params, &schedule, steps);
+    let (low, high) = (
+        f64::from(train_sigmas[0]),
+        f64::from(train_sigmas[train_sigmas.len() - 1]),
+    );
+    let sigma_levels = if params.use_karras_sigmas == Some(true) {
         Some(spacing::karras(
             params.sigma_min.unwrap_or(low),
             params.sigma_max.unwrap_or(high),
@@ -107,23 +113,23 @@ fn make(
     } else {
         None
     };
-    let levels = match levels {
-        Some(levels) => {
+    let sigma_levels = match sigma_levels {
+        Some(sigma_levels) => {
             let round =
                 params.use_karras_sigmas == Some(true) && params.beta_schedule != Some(BetaSchedule::SquaredCosCapV2);
             let to_step = |sigma: &f64| {
-                let t = spacing::sigma_to_t(*sigma, &train);
+                let t = spacing::sigma_to_t(*sigma, &train_sigmas);
                 if round { t.round_ties_even() } else { t.trunc() }
             };
-            timesteps = levels.iter().map(to_step).collect();
-            levels
+            timesteps = sigma_levels.iter().map(to_step).collect();
+            sigma_levels
         }
-        None => timesteps.iter().map(|t| spacing::interp(*t, &train)).collect(),
+        None => timesteps.iter().map(|t| spacing::interp(*t, &train_sigmas)).collect(),
     };
-    let last = if ends_at_zero { 0.0 } else { train[0] };
+    let last = if ends_at_zero { 0.0 } else { train_sigmas[0] };
     Ok(Box::new(DpmMultistep {
         timesteps,
-        sigmas: levels.iter().map(|s| *s as f32).chain([last]).collect(),
+        sigmas: sigma_levels.iter().map(|s| *s as f32).chain([last]).collect(),
         prediction_type: schedule.prediction_type,
         algorithm,
         heun,
@@ -135,8 +141,8 @@ fn make(
     }))
 }
 
-/// Time steps as this class spaces them: one more than needed, the last left out.
-fn spaced(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> Vec<f64> {
+/// The time steps in descending order. This class spaces `steps + 1` of them and leaves out the last.
+fn timesteps_of(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> Vec<f64> {
     let clip = params.lambda_min_clipped.unwrap_or(f64::NEG_INFINITY);
     let lambda = |a: f32| f64::from(a.sqrt().ln() - (1.0 - a).sqrt().ln());
     let clipped = schedule.alphas_cumprod.iter().filter(|a| lambda(**a) < clip).count();
@@ -157,16 +163,16 @@ fn spaced(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> Vec
     }
 }
 
-/// Signal, noise and half the log of their ratio at a noise level.
+/// Signal, noise and the logarithm of their ratio at one noise level.
 #[derive(Clone, Copy)]
-struct Point {
+struct NoiseLevel {
     alpha: f32,
     sigma: f32,
     lambda: f32,
 }
 
-impl Point {
-    fn at(level: f32) -> Self {
+impl NoiseLevel {
+    fn from_sigma(level: f32) -> Self {
         let alpha = 1.0 / (level * level + 1.0).sqrt();
         let sigma = level * alpha;
         Self {
@@ -178,8 +184,8 @@ impl Point {
 }
 
 impl DpmMultistep {
-    fn convert(&self, index: usize, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
-        let Point { alpha, sigma, .. } = Point::at(self.sigmas[index]);
+    fn convert_model_output(&self, index: usize, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
+        let NoiseLevel { alpha, sigma, .. } = NoiseLevel::from_sigma(self.sigmas[index]);
         Ok(match (self.algorithm.predicts_original(), self.prediction_type) {
             (true, PredictionType::Epsilon) => scaled(&blend(1.0, sample, -sigma, output)?, 1.0 / alpha)?,
             (true, PredictionType::VPrediction) => blend(alpha, sample, -sigma, output)?,
@@ -189,8 +195,8 @@ impl DpmMultistep {
         })
     }
 
-    /// Weights of the sample, of the derivatives D0, D1 and D2, and of fresh noise.
-    fn weights(&self, order: usize, to: Point, from: Point) -> (f32, [f32; 3], f32) {
+    /// The weights of the sample, of the derivatives D0, D1 and D2, and of new noise.
+    fn weights(&self, order: usize, to: NoiseLevel, from: NoiseLevel) -> (f32, [f32; 3], f32) {
         let h = to.lambda - from.lambda;
         let heun = self.heun;
         match self.algorithm {
@@ -256,21 +262,22 @@ impl Sampler for DpmMultistep {
         &self.timesteps
     }
 
-    fn step(&mut self, mut visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
-        let (index, sample, count) = (visit.index, visit.sample, self.timesteps.len());
-        let fresh = if self.algorithm.is_sde() {
-            Some(visit.noise_as(DType::F32)?)
+    fn step(&mut self, mut step: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
+        let (index, sample, count) = (step.index, step.sample, self.timesteps.len());
+        let noise = if self.algorithm.is_sde() {
+            Some(step.noise_as(DType::F32)?)
         } else {
             None
         };
-        let earlier = self.outputs.len();
-        self.outputs.push(self.convert(index, visit.output, sample)?);
-        let few = self.lower_order_final && count < 15;
-        let last = index + 1 == count && (self.euler_at_final || few || self.ends_at_zero);
-        let second_last = index + 2 == count && few;
-        let order = if self.order == 1 || earlier < 1 || last {
+        let stored = self.outputs.len();
+        self.outputs
+            .push(self.convert_model_output(index, step.output, sample)?);
+        let few_steps = self.lower_order_final && count < 15;
+        let last = index + 1 == count && (self.euler_at_final || few_steps || self.ends_at_zero);
+        let second_last = index + 2 == count && few_steps;
+        let order = if self.order == 1 || stored < 1 || last {
             1
-        } else if self.order == 2 || earlier < 2 || second_last {
+        } else if self.order == 2 || stored < 2 || second_last {
             2
         } else {
             3
@@ -281,11 +288,11 @@ impl Sampler for DpmMultistep {
             ));
         }
 
-        let at = |back: usize| Point::at(self.sigmas[index - back]);
-        let (to, from) = (Point::at(self.sigmas[index + 1]), at(0));
+        let at = |back: usize| NoiseLevel::from_sigma(self.sigmas[index - back]);
+        let (to, from) = (NoiseLevel::from_sigma(self.sigmas[index + 1]), at(0));
         let (sample_weight, [w0, w1, w2], noise_weight) = self.weights(order, to, from);
-        let m = |back: usize| &self.outputs[earlier - back];
-        let mut out = blend(sample_weight, sample, w0, m(0))?;
+        let m = |back: usize| &self.outputs[stored - back];
+        let mut next = blend(sample_weight, sample, w0, m(0))?;
         if order >= 2 {
             let h = to.lambda - from.lambda;
             let h0 = from.lambda - at(1).lambda;
@@ -293,24 +300,24 @@ impl Sampler for DpmMultistep {
             let mut d1 = scaled(&(m(0) - m(1))?, 1.0 / r0)?;
             if order == 3 {
                 let r1 = (at(1).lambda - at(2).lambda) / h;
-                let older = scaled(&(m(1) - m(2))?, 1.0 / r1)?;
-                let change = (&d1 - older)?;
-                out = (out + scaled(&change, w2 / (r0 + r1))?)?;
-                d1 = blend(1.0, &d1, r0 / (r0 + r1), &change)?;
+                let older_slope = scaled(&(m(1) - m(2))?, 1.0 / r1)?;
+                let curvature = (&d1 - older_slope)?;
+                next = (next + scaled(&curvature, w2 / (r0 + r1))?)?;
+                d1 = blend(1.0, &d1, r0 / (r0 + r1), &curvature)?;
             }
-            out = (out + scaled(&d1, w1)?)?;
+            next = (next + scaled(&d1, w1)?)?;
         }
-        if let Some(fresh) = fresh {
-            out = (out + scaled(&fresh, noise_weight)?)?;
+        if let Some(noise) = noise {
+            next = (next + scaled(&noise, noise_weight)?)?;
         }
         if self.outputs.len() >= self.order {
             self.outputs.remove(0);
         }
-        Ok(out)
+        Ok(next)
     }
 
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
-        let Point { alpha, sigma, .. } = Point::at(self.sigmas[index]);
+        let NoiseLevel { alpha, sigma, .. } = NoiseLevel::from_sigma(self.sigmas[index]);
         Ok(blend(alpha, original, sigma, noise)?)
     }
 }

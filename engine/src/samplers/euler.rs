@@ -1,21 +1,26 @@
-//! `EulerDiscreteScheduler`.
+//! `EulerDiscreteScheduler` of diffusers.
 
-use super::levels::{ByLevels, Rule};
 use super::params::SamplerParams;
-use super::sigmas::Sigmas;
+use super::sigma_sampler::{SigmaSampler, UpdateRule};
+use super::sigmas::SigmaSchedule;
 use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 struct Euler;
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    let levels = Sigmas::new(&params, options.steps)?;
-    Ok(Box::new(ByLevels { levels, rule: Euler }))
+    let schedule = SigmaSchedule::new(&params, options.steps)?;
+    Ok(Box::new(SigmaSampler { schedule, rule: Euler }))
 }
 
-impl Rule for Euler {
-    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
-        let width = levels.sigmas[visit.index + 1] - levels.sigmas[visit.index];
-        Ok((visit.sample + scaled(&derivative, width)?)?)
+impl UpdateRule for Euler {
+    fn step(
+        &mut self,
+        schedule: &SigmaSchedule,
+        derivative: Tensor,
+        step: SamplerStep<'_>,
+    ) -> Result<Tensor, SamplerError> {
+        let delta = schedule.sigmas[step.index + 1] - schedule.sigmas[step.index];
+        Ok((step.sample + scaled(&derivative, delta)?)?)
     }
 }

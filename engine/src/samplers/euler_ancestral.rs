@@ -1,8 +1,9 @@
-//! `EulerAncestralDiscreteScheduler`: Euler steps that go too far and add noise back.
+//! `EulerAncestralDiscreteScheduler` of diffusers: Euler steps to a lower noise level than the next one, then new
+//! noise.
 
-use super::levels::{ByLevels, Rule};
 use super::params::{PredictionType, SamplerParams};
-use super::sigmas::Sigmas;
+use super::sigma_sampler::{SigmaSampler, UpdateRule};
+use super::sigmas::SigmaSchedule;
 use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
@@ -14,7 +15,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
             "sampler `euler_a` does not support `prediction_type: sample`".into(),
         ));
     }
-    // The diffusers class has none of these parameters.
+    // The diffusers class does not have these parameters.
     let params = SamplerParams {
         use_karras_sigmas: None,
         use_exponential_sigmas: None,
@@ -23,22 +24,22 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
         timestep_type: None,
         ..params
     };
-    let levels = Sigmas::new(&params, options.steps)?;
+    let schedule = SigmaSchedule::new(&params, options.steps)?;
     let rule = EulerAncestral;
-    Ok(Box::new(ByLevels { levels, rule }))
+    Ok(Box::new(SigmaSampler { schedule, rule }))
 }
 
-impl Rule for EulerAncestral {
+impl UpdateRule for EulerAncestral {
     fn step(
         &mut self,
-        levels: &Sigmas,
+        schedule: &SigmaSchedule,
         derivative: Tensor,
-        mut visit: SamplerStep<'_>,
+        mut step: SamplerStep<'_>,
     ) -> Result<Tensor, SamplerError> {
-        let (from, to) = (levels.sigmas[visit.index], levels.sigmas[visit.index + 1]);
-        let up = (to * to * (from * from - to * to) / (from * from)).sqrt();
-        let down = (to * to - up * up).sqrt();
-        let mean = (visit.sample + scaled(&derivative, down - from)?)?;
-        Ok((mean + scaled(&visit.noise()?, up)?)?)
+        let (from, to) = (schedule.sigmas[step.index], schedule.sigmas[step.index + 1]);
+        let sigma_up = (to * to * (from * from - to * to) / (from * from)).sqrt();
+        let sigma_down = (to * to - sigma_up * sigma_up).sqrt();
+        let mean = (step.sample + scaled(&derivative, sigma_down - from)?)?;
+        Ok((mean + scaled(&step.noise()?, sigma_up)?)?)
     }
 }

@@ -1,8 +1,8 @@
-//! `LMSDiscreteScheduler`: linear multistep of order 4 in the noise level.
+//! `LMSDiscreteScheduler` of diffusers: linear multistep of order 4 in the noise level.
 
-use super::levels::{ByLevels, Rule};
 use super::params::SamplerParams;
-use super::sigmas::Sigmas;
+use super::sigma_sampler::{SigmaSampler, UpdateRule};
+use super::sigmas::SigmaSchedule;
 use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
@@ -10,12 +10,12 @@ const ORDER: usize = 4;
 
 #[derive(Default)]
 struct Lms {
-    /// The newest last.
+    /// Of the last steps, the newest last.
     derivatives: Vec<Tensor>,
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    // The diffusers class has none of these parameters.
+    // The diffusers class does not have these parameters.
     let params = SamplerParams {
         rescale_betas_zero_snr: None,
         interpolation_type: None,
@@ -25,15 +25,15 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
         sigma_max: None,
         ..params
     };
-    let levels = Sigmas::new(&params, options.steps)?;
+    let schedule = SigmaSchedule::new(&params, options.steps)?;
     let rule = Lms::default();
-    Ok(Box::new(ByLevels { levels, rule }))
+    Ok(Box::new(SigmaSampler { schedule, rule }))
 }
 
 /// The integral from level `t` to level `t + 1` of the Lagrange polynomial that is 1 at level `t - current` and 0
 /// at the others of `order`. diffusers integrates numerically; a polynomial has a closed form.
-fn coefficient(levels: &Sigmas, order: usize, t: usize, current: usize) -> f64 {
-    let sigma = |i: usize| f64::from(levels.sigmas[i]);
+fn coefficient(schedule: &SigmaSchedule, order: usize, t: usize, current: usize) -> f64 {
+    let sigma = |i: usize| f64::from(schedule.sigmas[i]);
     // Coefficients of the polynomial in (tau - sigma_t), lowest power first.
     let mut polynomial = vec![1.0];
     for k in (0..order).filter(|k| *k != current) {
@@ -46,34 +46,39 @@ fn coefficient(levels: &Sigmas, order: usize, t: usize, current: usize) -> f64 {
         }
         polynomial = next;
     }
-    let width = sigma(t + 1) - sigma(t);
+    let delta = sigma(t + 1) - sigma(t);
     polynomial
         .iter()
         .enumerate()
-        .map(|(power, value)| value * width.powi(power as i32 + 1) / (power + 1) as f64)
+        .map(|(power, value)| value * delta.powi(power as i32 + 1) / (power + 1) as f64)
         .sum()
 }
 
-impl Rule for Lms {
-    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
+impl UpdateRule for Lms {
+    fn step(
+        &mut self,
+        schedule: &SigmaSchedule,
+        derivative: Tensor,
+        step: SamplerStep<'_>,
+    ) -> Result<Tensor, SamplerError> {
         self.derivatives.push(derivative);
         if self.derivatives.len() > ORDER {
             self.derivatives.remove(0);
         }
-        // When a run begins in the middle, diffusers takes the order from the position in the whole list, so the first
-        // coefficients do not sum to the step width. Followed: it is what its image-to-image gives.
-        let order = (visit.index + 1).min(ORDER);
+        // When sampling begins in the middle (image-to-image), diffusers takes the order from the position in the whole
+        // list, so the first coefficients do not sum to the step width. We do the same, to get the same images.
+        let order = (step.index + 1).min(ORDER);
         let mut change: Option<Tensor> = None;
         for (current, derivative) in self.derivatives.iter().rev().take(order).enumerate() {
-            let part = scaled(derivative, coefficient(levels, order, visit.index, current) as f32)?;
+            let term = scaled(derivative, coefficient(schedule, order, step.index, current) as f32)?;
             change = Some(match change {
-                Some(sum) => (sum + part)?,
-                None => part,
+                Some(sum) => (sum + term)?,
+                None => term,
             });
         }
         Ok(match change {
-            Some(change) => (visit.sample + change)?,
-            None => visit.sample.clone(),
+            Some(change) => (step.sample + change)?,
+            None => step.sample.clone(),
         })
     }
 }

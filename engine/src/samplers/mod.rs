@@ -1,20 +1,20 @@
 //! Noise schedules and samplers, named and parameterised as in diffusers 0.42.1 (which calls them schedulers).
 //!
-//! A sampler visits a list of time steps; at each it turns what the model predicted into a less noisy sample. All
-//! samplers compute in f32, whatever the model computes in. A new one is a file and a line in `registry`.
+//! A sampler goes through a list of time steps; at each it computes a less noisy sample from what the model predicted.
+//! All samplers compute in f32, whatever the model computes in. To add one, add a file and a line in `registry`.
 
 mod ddim;
 mod ddpm;
-mod denoise;
+mod discrete;
 mod dpm_multistep;
 mod euler;
 mod euler_ancestral;
-mod levels;
 mod lms;
 mod noise;
 mod params;
 mod pndm;
 mod schedule;
+mod sigma_sampler;
 mod sigmas;
 mod spacing;
 #[cfg(test)]
@@ -26,38 +26,38 @@ pub use schedule::NoiseSchedule;
 
 use candle_core::{DType, Tensor};
 
-/// Why a sampler could not be made, or could not make a step.
+/// Why a sampler could not be built, or why a step failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SamplerError {
     /// No sampler has that name.
     #[error("unknown sampler `{name}`: use one of {}", names().join(", "))]
     Unknown {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
     },
-    /// ai-toolkit knows it, aitk does not yet.
+    /// ai-toolkit has this sampler, aitk does not yet.
     #[error("sampler `{name}` is not supported yet: use one of {}", names().join(", "))]
-    NotYet {
-        /// The name that was asked for.
+    NotImplemented {
+        /// The requested name.
         name: String,
     },
     /// A parameter is wrong or unsupported.
     #[error("{0}")]
     Config(String),
     /// More steps than the model was trained on, or none.
-    #[error("{steps} sampling steps asked for: it must be between 1 and {train_steps}")]
+    #[error("{steps} sampling steps: the number must be between 1 and {train_steps}")]
     Steps {
-        /// How many were asked for.
+        /// The requested number.
         steps: usize,
-        /// How many the schedule has.
+        /// How many training time steps the schedule has.
         train_steps: usize,
     },
-    /// The sampler's arithmetic leads outside the noise schedule (for example 1000 steps with an offset of 1).
-    #[error("time step {t} lies outside the noise schedule of {train_steps} steps: use fewer sampling steps")]
+    /// The sampler needs a time step outside the noise schedule (for example with 1000 steps and an offset of 1).
+    #[error("time step {t} is outside the noise schedule of {train_steps} steps: use fewer sampling steps")]
     TimeStep {
-        /// The step.
+        /// The time step.
         t: i64,
-        /// How many the schedule has.
+        /// How many training time steps the schedule has.
         train_steps: usize,
     },
     /// A tensor operation failed.
@@ -65,17 +65,17 @@ pub enum SamplerError {
     Tensor(#[from] candle_core::Error),
 }
 
-/// A sampler with its time steps chosen. Made by [`build`].
+/// A sampler with its list of time steps. [`build`] makes one.
 pub trait Sampler: Send {
-    /// The time steps in the order of the visits, as the model is told them. Some samplers visit one twice.
+    /// The time steps in sampling order, as the model gets them. Some samplers use one of them twice.
     fn timesteps(&self) -> &[f64];
 
-    /// What pure noise is multiplied with before the first step.
+    /// The factor that pure noise is multiplied by before the first step.
     fn init_noise_sigma(&self) -> f64 {
         1.0
     }
 
-    /// What the model sees at visit `index` (counted in [`Sampler::timesteps`]).
+    /// The input of the model at step `index` (an index into [`Sampler::timesteps`]).
     ///
     /// # Errors
     /// A tensor error.
@@ -84,66 +84,68 @@ pub trait Sampler: Send {
         Ok(sample.clone())
     }
 
-    /// The sample after this visit. Visits must be made in order; they may begin in the middle (image-to-image).
+    /// The sample after this step. Steps must be made in order; they may begin in the middle (image-to-image).
     ///
     /// # Errors
     /// A tensor error, or a time step outside the schedule.
-    fn step(&mut self, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError>;
+    fn step(&mut self, step: SamplerStep<'_>) -> Result<Tensor, SamplerError>;
 
-    /// `original` with as much noise as there is before visit `index`.
+    /// `original` with as much noise as a sample has before step `index`.
     ///
     /// # Errors
     /// A tensor error, or a time step outside the schedule.
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError>;
 }
 
-/// One visit of a time step.
+/// The inputs of one sampling step.
 #[derive(Debug)]
 pub struct SamplerStep<'a> {
-    /// Which, counted in [`Sampler::timesteps`].
+    /// The index of the step in [`Sampler::timesteps`].
     pub index: usize,
-    /// What the model answered, f32.
+    /// The model's output, f32.
     pub output: &'a Tensor,
-    /// The sample before, f32.
+    /// The sample before the step, f32.
     pub sample: &'a Tensor,
-    /// Where random numbers come from.
+    /// The source of random numbers.
     pub noise: &'a mut NoiseSource,
-    /// The dtype of the model, in which diffusers draws most of them.
+    /// The dtype of the model. diffusers draws most random numbers in it.
     pub dtype: DType,
 }
 
 impl SamplerStep<'_> {
-    /// Noise of the sample's shape.
+    /// Normal noise of the sample's shape, drawn in the model's dtype.
     fn noise(&mut self) -> Result<Tensor, SamplerError> {
         self.noise_as(self.dtype)
     }
 
+    /// Normal noise of the sample's shape, drawn in `dtype`.
     fn noise_as(&mut self, dtype: DType) -> Result<Tensor, SamplerError> {
         Ok(self.noise.randn(self.output.dims(), dtype, self.output.device())?)
     }
 }
 
-/// What a caller decides about a sampler beside its parameters.
+/// What a caller chooses about a sampler besides its parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplerOptions {
-    /// How many steps.
+    /// How many sampling steps.
     pub steps: usize,
     /// `eta` of ddim: 0 is deterministic.
     pub eta: f64,
 }
 
 impl SamplerOptions {
-    /// That many steps, everything else as diffusers' pipelines have it.
+    /// Options with this many steps and diffusers' defaults for everything else.
     #[must_use]
-    pub fn steps(steps: usize) -> Self {
+    pub fn with_steps(steps: usize) -> Self {
         Self { steps, eta: 0.0 }
     }
 }
 
-type Make = fn(SamplerParams, SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError>;
+/// The constructor of a sampler.
+type Constructor = fn(SamplerParams, SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError>;
 
-/// Name, aliases, and what makes it.
-fn registry() -> &'static [(&'static str, &'static [&'static str], Make)] {
+/// All samplers: name, aliases, constructor.
+fn registry() -> &'static [(&'static str, &'static [&'static str], Constructor)] {
     &[
         ("ddim", &[], ddim::make),
         ("ddpm", &[], ddpm::make),
@@ -160,8 +162,8 @@ fn registry() -> &'static [(&'static str, &'static [&'static str], Make)] {
     ]
 }
 
-/// Names that ai-toolkit accepts and that have no sampler here yet.
-const NOT_YET: &[&str] = &[
+/// Names that ai-toolkit accepts and that aitk does not implement yet.
+const NOT_IMPLEMENTED: &[&str] = &[
     "dpmsingle",
     "heun",
     "dpm_2",
@@ -179,52 +181,55 @@ pub fn names() -> Vec<&'static str> {
     registry().iter().map(|(name, _, _)| *name).collect()
 }
 
-/// Whether [`build`] knows the name.
+/// Checks that [`build`] knows the name.
 ///
 /// # Errors
-/// [`SamplerError::Unknown`] or [`SamplerError::NotYet`], which list the names that exist.
+/// [`SamplerError::Unknown`] or [`SamplerError::NotImplemented`], which list the names that exist.
 pub fn check_name(name: &str) -> Result<(), SamplerError> {
     find(name).map(|_| ())
 }
 
-fn find(name: &str) -> Result<(Make, bool), SamplerError> {
-    let plain = name.trim().to_lowercase().replace([' ', '-'], "_");
-    let exact = |wanted: &str| {
+/// The constructor of the sampler of that name, and whether the name asks for Karras noise levels.
+fn find(name: &str) -> Result<(Constructor, bool), SamplerError> {
+    let normalized = name.trim().to_lowercase().replace([' ', '-'], "_");
+    let lookup = |name: &str| {
         registry()
             .iter()
-            .find(|(n, aliases, _)| *n == wanted || aliases.contains(&wanted))
+            .find(|(n, aliases, _)| *n == name || aliases.contains(&name))
             .map(|(_, _, make)| *make)
     };
-    if let Some(make) = exact(&plain) {
+    if let Some(make) = lookup(&normalized) {
         return Ok((make, false));
     }
-    let bare = plain.strip_prefix("k_").or_else(|| plain.strip_suffix("_karras"));
-    if let Some(bare) = bare
-        && let Some(make) = exact(bare)
-        && !["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral"].contains(&bare)
+    let without_karras = normalized
+        .strip_prefix("k_")
+        .or_else(|| normalized.strip_suffix("_karras"));
+    if let Some(without_karras) = without_karras
+        && let Some(make) = lookup(without_karras)
+        && !["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral"].contains(&without_karras)
     {
         return Ok((make, true));
     }
     let name = name.to_owned();
-    let known = NOT_YET.contains(&bare.unwrap_or(&plain));
-    Err(if known {
-        SamplerError::NotYet { name }
+    let in_ai_toolkit = NOT_IMPLEMENTED.contains(&without_karras.unwrap_or(&normalized));
+    Err(if in_ai_toolkit {
+        SamplerError::NotImplemented { name }
     } else {
         SamplerError::Unknown { name }
     })
 }
 
-/// Makes the sampler of that name.
+/// Builds the sampler of that name.
 ///
 /// # Errors
-/// An unknown name, parameters that are wrong or unsupported, or an impossible number of steps.
+/// An unknown name, parameters that are wrong or unsupported, or an invalid number of steps.
 pub fn build(name: &str, params: &SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
     let (make, karras) = find(name)?;
     let mut params = params.clone();
     if karras {
         params.use_karras_sigmas = Some(true);
     }
-    params.refuse_unsupported()?;
+    params.check_supported()?;
     let train_steps = params
         .trained_betas
         .as_ref()

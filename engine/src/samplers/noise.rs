@@ -1,4 +1,4 @@
-//! Where a pipeline's random numbers come from.
+//! The source of a pipeline's random numbers.
 
 use crate::rng::{NormalKind, TorchGenerator};
 use candle_core::{DType, Device, Tensor};
@@ -6,23 +6,25 @@ use candle_core::{DType, Device, Tensor};
 /// One generator for a whole batch, or one per image: the two ways in which diffusers takes a `generator`.
 #[derive(Clone, Debug)]
 pub enum NoiseSource {
-    /// `generator=g`: a batch is drawn at once.
+    /// `generator=g`: the noise of a batch is drawn at once.
     Shared(TorchGenerator),
-    /// `generator=[g0, g1, …]`: image i draws from generator i, so that it does not depend on its neighbours.
+    /// `generator=[g0, g1, …]`: the noise of image i is drawn from generator i, so that it does not depend on the
+    /// others.
     PerImage(Vec<TorchGenerator>),
 }
 
 impl NoiseSource {
-    /// One generator per seed. A single one is the same as a shared one.
+    /// One generator per seed. With a single seed it behaves like [`Self::Shared`].
     #[must_use]
-    pub fn seeds(seeds: &[u64]) -> Self {
+    pub fn from_seeds(seeds: &[u64]) -> Self {
         Self::PerImage(seeds.iter().copied().map(TorchGenerator::manual_seed).collect())
     }
 
-    /// `randn_tensor(shape)` of diffusers: drawn on the CPU in the model's dtype, given as f32 on `device`.
+    /// Normal noise like `randn_tensor(shape)` of diffusers: drawn on the CPU in the model's dtype, returned as f32 on
+    /// `device`.
     ///
     /// # Errors
-    /// When there are several generators and their number is not the batch size.
+    /// When there are several generators and their number differs from the batch size.
     pub fn randn(&mut self, shape: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         let kind = match dtype {
             DType::F16 => NormalKind::F16,

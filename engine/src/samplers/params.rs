@@ -7,9 +7,9 @@ use serde_json::Value;
 /// How the betas grow over the training time steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BetaSchedule {
-    /// Evenly from `beta_start` to `beta_end`.
+    /// Linear from `beta_start` to `beta_end`.
     Linear,
-    /// Evenly in the square root: Stable Diffusion.
+    /// Linear in the square root, as in Stable Diffusion.
     ScaledLinear,
     /// The cosine schedule of Nichol and Dhariwal.
     SquaredCosCapV2,
@@ -18,27 +18,27 @@ pub enum BetaSchedule {
 /// What the model's output means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PredictionType {
-    /// The noise.
+    /// It is the noise.
     Epsilon,
-    /// `sqrt(alpha) * noise - sqrt(1 - alpha) * x0`.
+    /// It is the velocity `sqrt(alpha) * noise - sqrt(1 - alpha) * x0`.
     VPrediction,
-    /// The image itself.
+    /// It is the image without noise.
     Sample,
 }
 
-/// Which of the training time steps are visited.
+/// Which of the training time steps are used for sampling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spacing {
     /// Multiples of `T / steps`, from 0.
     Leading,
-    /// Evenly from 0 to T - 1, both included.
+    /// Evenly spaced from 0 to T - 1, both included.
     Linspace,
     /// Multiples of `T / steps`, down from T.
     Trailing,
 }
 
-/// Every sampler parameter, with `None` where the config is silent: each sampler has its own defaults, those of the
-/// diffusers class of 0.42.1. Unknown keys are ignored, as `from_config` does.
+/// Every sampler parameter. `None`: the config does not set it, and the sampler uses the default of its diffusers class
+/// (0.42.1). Unknown keys are ignored, as `from_config` does.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[allow(missing_docs)] // named and explained as in diffusers
 pub struct SamplerParams {
@@ -86,7 +86,7 @@ impl SamplerParams {
                 "scheduler_config.json is not a JSON object".into(),
             ));
         };
-        // Values that a save wrote down only because they were the class's defaults do not carry over to another class.
+        // These keys hold defaults of the class that saved the file. They do not apply to another class.
         let defaulted: Vec<&str> = map
             .get("_use_default_values")
             .and_then(Value::as_array)
@@ -96,7 +96,7 @@ impl SamplerParams {
             map.get(key)
                 .filter(|value| !value.is_null() && !defaulted.contains(&key))
         };
-        let wrong = |key: &str, expected: &str| {
+        let type_error = |key: &str, expected: &str| {
             SamplerError::Config(format!(
                 "`{key}` of scheduler_config.json must be {expected}, but is {}",
                 map[key]
@@ -104,23 +104,23 @@ impl SamplerParams {
         };
         let boolean = |key: &str| {
             get(key)
-                .map(|v| v.as_bool().ok_or_else(|| wrong(key, "true or false")))
+                .map(|v| v.as_bool().ok_or_else(|| type_error(key, "true or false")))
                 .transpose()
         };
         let number = |key: &str| {
             get(key)
-                .map(|v| v.as_f64().ok_or_else(|| wrong(key, "a number")))
+                .map(|v| v.as_f64().ok_or_else(|| type_error(key, "a number")))
                 .transpose()
         };
         let count = |key: &str| {
             let positive = |v: &Value| v.as_u64().filter(|n| (1..=1_000_000).contains(n)).map(|n| n as usize);
             get(key)
-                .map(|v| positive(v).ok_or_else(|| wrong(key, "a positive whole number")))
+                .map(|v| positive(v).ok_or_else(|| type_error(key, "a positive whole number")))
                 .transpose()
         };
         let text = |key: &str| {
             get(key)
-                .map(|v| v.as_str().map(str::to_owned).ok_or_else(|| wrong(key, "a string")))
+                .map(|v| v.as_str().map(str::to_owned).ok_or_else(|| type_error(key, "a string")))
                 .transpose()
         };
 
@@ -130,7 +130,7 @@ impl SamplerParams {
             Some("scaled_linear") => Some(BetaSchedule::ScaledLinear),
             Some("squaredcos_cap_v2") => Some(BetaSchedule::SquaredCosCapV2),
             Some(_) => {
-                return Err(wrong(
+                return Err(type_error(
                     "beta_schedule",
                     "`linear`, `scaled_linear` or `squaredcos_cap_v2`",
                 ));
@@ -141,14 +141,14 @@ impl SamplerParams {
             Some("epsilon") => Some(PredictionType::Epsilon),
             Some("v_prediction") => Some(PredictionType::VPrediction),
             Some("sample" | "original_sample") => Some(PredictionType::Sample),
-            Some(_) => return Err(wrong("prediction_type", "`epsilon`, `v_prediction` or `sample`")),
+            Some(_) => return Err(type_error("prediction_type", "`epsilon`, `v_prediction` or `sample`")),
         };
         let timestep_spacing = match text("timestep_spacing")?.as_deref() {
             None => None,
             Some("leading") => Some(Spacing::Leading),
             Some("linspace") => Some(Spacing::Linspace),
             Some("trailing") => Some(Spacing::Trailing),
-            Some(_) => return Err(wrong("timestep_spacing", "`leading`, `linspace` or `trailing`")),
+            Some(_) => return Err(type_error("timestep_spacing", "`leading`, `linspace` or `trailing`")),
         };
         let trained_betas = match get("trained_betas") {
             None => None,
@@ -156,14 +156,14 @@ impl SamplerParams {
                 let numbers = list
                     .as_array()
                     .and_then(|l| l.iter().map(|v| v.as_f64().map(|x| x as f32)).collect());
-                Some(numbers.ok_or_else(|| wrong("trained_betas", "a list of numbers"))?)
+                Some(numbers.ok_or_else(|| type_error("trained_betas", "a list of numbers"))?)
             }
         };
         let steps_offset = get("steps_offset")
             .map(|v| {
                 v.as_i64()
                     .filter(|n| n.abs() < 1_000_000)
-                    .ok_or_else(|| wrong("steps_offset", "a whole number"))
+                    .ok_or_else(|| type_error("steps_offset", "a whole number"))
             })
             .transpose()?;
         Ok(Self {
@@ -201,7 +201,7 @@ impl SamplerParams {
         })
     }
 
-    /// The noise schedule of Stable Diffusion 1.x, for checkpoints that bring no `scheduler_config.json`.
+    /// The parameters of Stable Diffusion 1.x, for checkpoints without a `scheduler_config.json`.
     #[must_use]
     pub fn stable_diffusion() -> Self {
         Self {
@@ -217,24 +217,24 @@ impl SamplerParams {
         }
     }
 
-    /// What diffusers' Stable Diffusion pipelines force on whatever scheduler they are made with: latents are not
-    /// clipped, and time steps are counted from 1.
+    /// These parameters with the overrides of diffusers' Stable Diffusion pipelines: latents are not clipped, and time
+    /// steps start at 1.
     #[must_use]
-    pub fn forced_by_stable_diffusion(mut self) -> Self {
+    pub fn with_stable_diffusion_overrides(mut self) -> Self {
         self.clip_sample = Some(false);
         self.steps_offset = Some(1);
         self
     }
 
-    /// The error for a parameter whose feature does not exist here, or `Ok`.
-    pub(super) fn refuse_unsupported(&self) -> Result<(), SamplerError> {
-        let refused = [
+    /// Checks that no parameter turns on a feature that aitk does not implement.
+    pub(super) fn check_supported(&self) -> Result<(), SamplerError> {
+        let unsupported = [
             ("thresholding", self.thresholding),
             ("use_beta_sigmas", self.use_beta_sigmas),
             ("use_lu_lambdas", self.use_lu_lambdas),
             ("use_flow_sigmas", self.use_flow_sigmas),
         ];
-        for (key, value) in refused {
+        for (key, value) in unsupported {
             if value == Some(true) {
                 return Err(SamplerError::Config(format!(
                     "`{key}: true` in scheduler_config.json is not supported yet"
@@ -245,11 +245,11 @@ impl SamplerParams {
     }
 }
 
-/// Parses the text of a `scheduler_config.json`, in which Python may have written `-Infinity` (as the value of
-/// `lambda_min_clipped`, whose default that is).
+/// Parses the text of a `scheduler_config.json`. Accepts `-Infinity`, which Python writes for the default of
+/// `lambda_min_clipped`.
 ///
 /// # Errors
-/// [`SamplerError::Config`] when it is no JSON otherwise.
+/// [`SamplerError::Config`] when the text is not JSON otherwise.
 pub fn parse_scheduler_config(text: &str) -> Result<Value, SamplerError> {
     config::parse_json(text).map_err(|e| SamplerError::Config(format!("scheduler_config.json is not JSON: {e}")))
 }

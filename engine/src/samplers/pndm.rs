@@ -1,4 +1,4 @@
-//! `PNDMScheduler`: pseudo numerical methods, Runge-Kutta steps (optional) and then linear multistep.
+//! `PNDMScheduler` of diffusers: pseudo numerical methods, Runge-Kutta steps (optional) and then linear multistep.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
@@ -7,18 +7,24 @@ use candle_core::Tensor;
 struct Pndm {
     schedule: NoiseSchedule,
     timesteps: Vec<f64>,
-    /// The Runge-Kutta part of `timesteps`; empty when it is skipped.
-    prk: Vec<f64>,
+    /// The time steps of the Runge-Kutta steps, which are the first of `timesteps`. Empty with `skip_prk_steps`.
+    prk_timesteps: Vec<f64>,
+    /// Training time steps between two sampling steps.
     stride: i64,
+    /// `alpha_cumprod` after the last step.
     final_alpha: f32,
+    /// Steps made so far.
     counter: usize,
+    /// Model outputs of the last steps, the newest last (`ets` of diffusers).
     outputs: Vec<Tensor>,
-    accumulated: Option<Tensor>,
-    kept_sample: Option<Tensor>,
+    /// The weighted sum of a Runge-Kutta step's outputs (`cur_model_output` of diffusers).
+    accumulated_output: Option<Tensor>,
+    /// The sample at the beginning of a step of several model calls (`cur_sample` of diffusers).
+    current_sample: Option<Tensor>,
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    // The diffusers class has no such parameter.
+    // The diffusers class does not have this parameter.
     let params = SamplerParams {
         rescale_betas_zero_snr: None,
         ..params
@@ -29,22 +35,22 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
             "sampler `pndm` does not support `prediction_type: sample`".into(),
         ));
     }
-    let chosen = params.timestep_spacing.unwrap_or(Spacing::Leading);
+    let timestep_spacing = params.timestep_spacing.unwrap_or(Spacing::Leading);
     let stride = schedule.len() / options.steps;
     let base = spacing::timesteps(
-        chosen,
+        timestep_spacing,
         schedule.len(),
         options.steps,
         params.steps_offset.unwrap_or(0),
         true,
     );
-    let (prk, plms) = if params.skip_prk_steps.unwrap_or(false) {
-        // The second step is visited twice: once to predict, once to correct.
-        let mut plms = base.clone();
+    let (prk_timesteps, plms_timesteps) = if params.skip_prk_steps.unwrap_or(false) {
+        // The second time step is used twice: once to predict, once to correct.
+        let mut plms_timesteps = base.clone();
         if let Some(second) = base.get(1) {
-            plms.insert(1, *second);
+            plms_timesteps.insert(1, *second);
         }
-        (Vec::new(), plms)
+        (Vec::new(), plms_timesteps)
     } else {
         if base.len() < 4 {
             return Err(SamplerError::Config(
@@ -57,9 +63,9 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
         }
         pairs.pop();
         let doubled: Vec<f64> = pairs.iter().flat_map(|t| [*t, *t]).collect();
-        let mut prk = doubled[1..doubled.len() - 1].to_vec();
-        prk.reverse();
-        (prk, base[3..].to_vec())
+        let mut prk_timesteps = doubled[1..doubled.len() - 1].to_vec();
+        prk_timesteps.reverse();
+        (prk_timesteps, base[3..].to_vec())
     };
     let final_alpha = if params.set_alpha_to_one.unwrap_or(false) {
         1.0
@@ -67,42 +73,42 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
         schedule.alphas_cumprod[0]
     };
     Ok(Box::new(Pndm {
-        timesteps: prk.iter().chain(&plms).copied().collect(),
-        prk,
+        timesteps: prk_timesteps.iter().chain(&plms_timesteps).copied().collect(),
+        prk_timesteps,
         stride: stride as i64,
         final_alpha,
         schedule,
         counter: 0,
         outputs: Vec::new(),
-        accumulated: None,
-        kept_sample: None,
+        accumulated_output: None,
+        current_sample: None,
     }))
 }
 
 impl Pndm {
     fn runge_kutta(&mut self, t: i64, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
-        let back = if self.counter % 2 == 1 { 0 } else { self.stride / 2 };
-        let previous = t - back;
-        let t = self.prk[self.counter / 4 * 4] as i64;
+        let offset = if self.counter % 2 == 1 { 0 } else { self.stride / 2 };
+        let previous = t - offset;
+        let t = self.prk_timesteps[self.counter / 4 * 4] as i64;
         let add = |sum: Option<Tensor>, weight: f64| -> Result<Tensor, SamplerError> {
-            let part = output.affine(weight, 0.0)?;
+            let term = output.affine(weight, 0.0)?;
             Ok(match sum {
-                Some(sum) => (sum + part)?,
-                None => part,
+                Some(sum) => (sum + term)?,
+                None => term,
             })
         };
-        let mut used = output.clone();
+        let mut combined = output.clone();
         match self.counter % 4 {
             0 => {
-                self.accumulated = Some(add(self.accumulated.take(), 1.0 / 6.0)?);
+                self.accumulated_output = Some(add(self.accumulated_output.take(), 1.0 / 6.0)?);
                 self.outputs.push(output.clone());
-                self.kept_sample = Some(sample.clone());
+                self.current_sample = Some(sample.clone());
             }
-            1 | 2 => self.accumulated = Some(add(self.accumulated.take(), 1.0 / 3.0)?),
-            _ => used = add(self.accumulated.take(), 1.0 / 6.0)?,
+            1 | 2 => self.accumulated_output = Some(add(self.accumulated_output.take(), 1.0 / 3.0)?),
+            _ => combined = add(self.accumulated_output.take(), 1.0 / 6.0)?,
         }
-        let from = self.kept_sample.clone().unwrap_or_else(|| sample.clone());
-        self.previous_sample(&from, t, previous, &used)
+        let from = self.current_sample.clone().unwrap_or_else(|| sample.clone());
+        self.previous_sample(&from, t, previous, &combined)
     }
 
     fn multistep(&mut self, t: i64, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
@@ -110,21 +116,21 @@ impl Pndm {
         if self.counter == 1 {
             (t, previous) = (t + self.stride, t);
         } else {
-            let surplus = self.outputs.len().saturating_sub(3);
-            self.outputs.drain(..surplus);
+            let excess = self.outputs.len().saturating_sub(3);
+            self.outputs.drain(..excess);
             self.outputs.push(output.clone());
         }
         let mut sample = sample.clone();
         let e: Vec<&Tensor> = self.outputs.iter().rev().collect();
-        let used = match (e.as_slice(), self.counter) {
+        let combined = match (e.as_slice(), self.counter) {
             ([_], 0) => {
-                self.kept_sample = Some(sample.clone());
+                self.current_sample = Some(sample.clone());
                 output.clone()
             }
             ([last], 1) => {
                 let mean = ((output + *last)? / 2.0)?;
-                if let Some(kept) = self.kept_sample.take() {
-                    sample = kept;
+                if let Some(current) = self.current_sample.take() {
+                    sample = current;
                 }
                 mean
             }
@@ -136,10 +142,10 @@ impl Pndm {
             }
             _ => output.clone(),
         };
-        self.previous_sample(&sample, t, previous, &used)
+        self.previous_sample(&sample, t, previous, &combined)
     }
 
-    /// Formula (9) of the paper.
+    /// The sample at time step `previous`: formula (9) of the PNDM paper.
     fn previous_sample(&self, sample: &Tensor, t: i64, previous: i64, output: &Tensor) -> Result<Tensor, SamplerError> {
         let alpha = self.schedule.alpha_cumprod(t)?;
         let alpha_previous = if previous >= 0 {
@@ -152,10 +158,10 @@ impl Pndm {
             PredictionType::VPrediction => blend(alpha.sqrt(), output, beta.sqrt(), sample)?,
             _ => output.clone(),
         };
-        let sample_part = (alpha_previous / alpha).sqrt();
+        let sample_weight = (alpha_previous / alpha).sqrt();
         let divisor = alpha * beta_previous.sqrt() + (alpha * beta * alpha_previous).sqrt();
         let step = scaled(&scaled(&epsilon, alpha_previous - alpha)?, 1.0 / divisor)?;
-        Ok((scaled(sample, sample_part)? - step)?)
+        Ok((scaled(sample, sample_weight)? - step)?)
     }
 }
 
@@ -164,15 +170,15 @@ impl Sampler for Pndm {
         &self.timesteps
     }
 
-    fn step(&mut self, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
-        let t = self.timesteps[visit.index] as i64;
-        let out = if self.counter < self.prk.len() {
-            self.runge_kutta(t, visit.output, visit.sample)?
+    fn step(&mut self, step: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
+        let t = self.timesteps[step.index] as i64;
+        let next = if self.counter < self.prk_timesteps.len() {
+            self.runge_kutta(t, step.output, step.sample)?
         } else {
-            self.multistep(t, visit.output, visit.sample)?
+            self.multistep(t, step.output, step.sample)?
         };
         self.counter += 1;
-        Ok(out)
+        Ok(next)
     }
 
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {

@@ -1,11 +1,11 @@
-//! The noise schedule: how much noise an image carries at each training time step.
+//! The noise schedule: how much noise an image has at each training time step.
 
 use super::SamplerError;
 use super::params::{BetaSchedule, PredictionType, SamplerParams};
 use candle_core::{DType, Tensor};
 
-/// Betas and their cumulative products, computed in the precision and order of torch, so that the numbers are the same.
-/// Shared by samplers and by training.
+/// Betas and their cumulative products. Samplers and training use them. They are computed in the precision and order of
+/// torch, so that the numbers are the same.
 #[derive(Clone, Debug)]
 pub struct NoiseSchedule {
     /// `beta_t` for each training time step.
@@ -17,10 +17,11 @@ pub struct NoiseSchedule {
 }
 
 impl NoiseSchedule {
-    /// Builds it from parameters; absent ones have diffusers' defaults (linear betas from 0.0001 to 0.02, 1000 steps).
+    /// Builds the schedule from parameters; absent ones have diffusers' defaults (linear betas from 0.0001 to 0.02,
+    /// 1000 steps).
     ///
     /// # Errors
-    /// [`SamplerError::Config`] when the betas are no numbers between 0 and 1.
+    /// [`SamplerError::Config`] when the betas are not numbers between 0 and 1.
     pub fn new(params: &SamplerParams) -> Result<Self, SamplerError> {
         let steps = params.num_train_timesteps.unwrap_or(1000);
         let start = params.beta_start.unwrap_or(0.0001);
@@ -77,8 +78,8 @@ impl NoiseSchedule {
     /// # Errors
     /// [`SamplerError::TimeStep`] outside the schedule.
     pub fn alpha_cumprod(&self, t: i64) -> Result<f32, SamplerError> {
-        let found = usize::try_from(t).ok().and_then(|i| self.alphas_cumprod.get(i));
-        found.copied().ok_or(SamplerError::TimeStep {
+        let alpha = usize::try_from(t).ok().and_then(|i| self.alphas_cumprod.get(i));
+        alpha.copied().ok_or(SamplerError::TimeStep {
             t,
             train_steps: self.len(),
         })
@@ -99,8 +100,8 @@ impl NoiseSchedule {
     /// # Errors
     /// [`SamplerError::TimeStep`] outside the schedule, or a tensor error when shapes differ.
     pub fn add_noise(&self, x: &Tensor, noise: &Tensor, timesteps: &[i64]) -> Result<Tensor, SamplerError> {
-        let (signal, spread) = self.coefficients(x, timesteps)?;
-        Ok((x.broadcast_mul(&signal)? + noise.broadcast_mul(&spread)?)?)
+        let (signal_scale, noise_scale) = self.coefficients(x, timesteps)?;
+        Ok((x.broadcast_mul(&signal_scale)? + noise.broadcast_mul(&noise_scale)?)?)
     }
 
     /// The target of v prediction: `sqrt(alpha_t) * noise - sqrt(1 - alpha_t) * x`.
@@ -108,10 +109,11 @@ impl NoiseSchedule {
     /// # Errors
     /// As [`NoiseSchedule::add_noise`].
     pub fn velocity(&self, x: &Tensor, noise: &Tensor, timesteps: &[i64]) -> Result<Tensor, SamplerError> {
-        let (signal, spread) = self.coefficients(x, timesteps)?;
-        Ok((noise.broadcast_mul(&signal)? - x.broadcast_mul(&spread)?)?)
+        let (signal_scale, noise_scale) = self.coefficients(x, timesteps)?;
+        Ok((noise.broadcast_mul(&signal_scale)? - x.broadcast_mul(&noise_scale)?)?)
     }
 
+    /// `sqrt(alpha_t)` and `sqrt(1 - alpha_t)` of each time step, shaped to be broadcast over `x`.
     fn coefficients(&self, x: &Tensor, timesteps: &[i64]) -> Result<(Tensor, Tensor), SamplerError> {
         let alphas = timesteps
             .iter()
@@ -120,10 +122,10 @@ impl NoiseSchedule {
         let mut shape = vec![1; x.rank()];
         shape[0] = timesteps.len();
         let column = |values: Vec<f32>| Tensor::from_vec(values, shape.clone(), x.device())?.to_dtype(x.dtype());
-        let signal = column(alphas.iter().map(|a| a.sqrt()).collect())?;
-        let spread = column(alphas.iter().map(|a| (1.0 - a).sqrt()).collect())?;
+        let signal_scale = column(alphas.iter().map(|a| a.sqrt()).collect())?;
+        let noise_scale = column(alphas.iter().map(|a| (1.0 - a).sqrt()).collect())?;
         debug_assert!(x.dtype() != DType::U8);
-        Ok((signal, spread))
+        Ok((signal_scale, noise_scale))
     }
 
     /// `sqrt((1 - alpha) / alpha)` for each training time step.
@@ -131,15 +133,16 @@ impl NoiseSchedule {
         self.alphas_cumprod.iter().map(|a| ((1.0 - a) / a).sqrt()).collect()
     }
 
-    /// For samplers that divide by sigma: the last step of a zero-SNR schedule is lifted off infinity, as diffusers does.
-    pub(super) fn lift_last(&mut self) {
+    /// Sets the last `alphas_cumprod` of a zero-SNR schedule to 2^-24 instead of 0, so that its sigma is finite, as
+    /// diffusers does.
+    pub(super) fn avoid_infinite_sigma(&mut self) {
         if let Some(last) = self.alphas_cumprod.last_mut() {
             *last = 2f32.powi(-24);
         }
     }
 }
 
-/// `torch.linspace(start, end, n)` in f32: counted from both ends.
+/// `torch.linspace(start, end, n)` in f32, which computes the second half from the end.
 fn linspace(start: f64, end: f64, n: usize) -> Vec<f32> {
     let (start, end) = (start as f32, end as f32);
     if n < 2 {
@@ -167,12 +170,14 @@ fn cumprod(alphas: impl Iterator<Item = f32>) -> Vec<f32> {
         .collect()
 }
 
+/// Betas of `squaredcos_cap_v2`.
 fn squared_cosine(n: usize) -> Vec<f32> {
     let alpha_bar = |t: f64| ((t + 0.008) / 1.008 * std::f64::consts::PI / 2.0).cos().powi(2);
     let beta = |i: usize| 1.0 - alpha_bar((i + 1) as f64 / n as f64) / alpha_bar(i as f64 / n as f64);
     (0..n).map(|i| beta(i).min(0.999) as f32).collect()
 }
 
+/// `rescale_zero_terminal_snr` of diffusers.
 fn rescale_zero_terminal_snr(betas: &[f32]) -> Vec<f32> {
     let mut roots: Vec<f32> = cumprod(betas.iter().map(|b| 1.0 - b))
         .into_iter()

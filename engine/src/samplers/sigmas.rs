@@ -1,28 +1,28 @@
-//! What the samplers that count in noise levels (euler, euler_a, lms) have in common.
+//! The time steps and noise levels of the samplers that work on noise levels (euler, euler_a, lms).
 
 use super::params::{PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, SamplerError, scaled, spacing};
 use candle_core::Tensor;
 
-/// Time steps and noise levels of a run.
-pub(super) struct Sigmas {
+/// Time steps and noise levels of one sampling run.
+pub(super) struct SigmaSchedule {
     pub(super) timesteps: Vec<f64>,
-    /// One per time step, and the level at which the run ends.
+    /// The noise level of each time step, and the level at which sampling ends.
     pub(super) sigmas: Vec<f32>,
     pub(super) init_noise_sigma: f64,
     pub(super) prediction_type: PredictionType,
 }
 
-impl Sigmas {
+impl SigmaSchedule {
     pub(super) fn new(params: &SamplerParams, steps: usize) -> Result<Self, SamplerError> {
         let mut schedule = NoiseSchedule::new(params)?;
         if params.rescale_betas_zero_snr == Some(true) {
-            schedule.lift_last();
+            schedule.avoid_infinite_sigma();
         }
-        let train = schedule.sigmas();
-        let chosen = params.timestep_spacing.unwrap_or(Spacing::Linspace);
+        let train_sigmas = schedule.sigmas();
+        let timestep_spacing = params.timestep_spacing.unwrap_or(Spacing::Linspace);
         let offset = params.steps_offset.unwrap_or(0);
-        let mut timesteps: Vec<f64> = spacing::timesteps(chosen, train.len(), steps, offset, false)
+        let mut timesteps: Vec<f64> = spacing::timesteps(timestep_spacing, train_sigmas.len(), steps, offset, false)
             .into_iter()
             .map(|t| f64::from(t as f32))
             .collect();
@@ -35,38 +35,41 @@ impl Sigmas {
                 )));
             }
         };
-        let mut levels: Vec<f64> = if log_linear {
-            let (low, high) = (f64::from(train[0].ln()), f64::from(train[train.len() - 1].ln()));
+        let mut sigma_levels: Vec<f64> = if log_linear {
+            let (low, high) = (
+                f64::from(train_sigmas[0].ln()),
+                f64::from(train_sigmas[train_sigmas.len() - 1].ln()),
+            );
             spacing::linspace(high, low, steps + 1)
                 .into_iter()
                 .map(f64::exp)
                 .collect()
         } else {
-            timesteps.iter().map(|t| spacing::interp(*t, &train)).collect()
+            timesteps.iter().map(|t| spacing::interp(*t, &train_sigmas)).collect()
         };
-        let low = params.sigma_min.unwrap_or(levels[levels.len() - 1]);
-        let high = params.sigma_max.unwrap_or(levels[0]);
+        let low = params.sigma_min.unwrap_or(sigma_levels[sigma_levels.len() - 1]);
+        let high = params.sigma_max.unwrap_or(sigma_levels[0]);
         if params.use_karras_sigmas == Some(true) {
-            levels = spacing::karras(low, high, steps);
+            sigma_levels = spacing::karras(low, high, steps);
         } else if params.use_exponential_sigmas == Some(true) {
-            levels = spacing::exponential(low, high, steps);
+            sigma_levels = spacing::exponential(low, high, steps);
         }
         if params.use_karras_sigmas == Some(true) || params.use_exponential_sigmas == Some(true) {
-            timesteps = levels
+            timesteps = sigma_levels
                 .iter()
-                .map(|s| f64::from(spacing::sigma_to_t(*s, &train) as f32))
+                .map(|s| f64::from(spacing::sigma_to_t(*s, &train_sigmas) as f32))
                 .collect();
         }
         let last = match params.final_sigmas_type.as_deref() {
             None | Some("zero") => 0.0,
-            Some("sigma_min") => train[0],
+            Some("sigma_min") => train_sigmas[0],
             Some(other) => {
                 return Err(SamplerError::Config(format!(
                     "`final_sigmas_type: {other}` must be zero or sigma_min"
                 )));
             }
         };
-        let sigmas: Vec<f32> = levels.iter().map(|s| *s as f32).chain([last]).collect();
+        let sigmas: Vec<f32> = sigma_levels.iter().map(|s| *s as f32).chain([last]).collect();
         if params.timestep_type.as_deref() == Some("continuous")
             && schedule.prediction_type == PredictionType::VPrediction
         {
@@ -76,7 +79,7 @@ impl Sigmas {
                 .collect();
         }
         let max = sigmas.iter().copied().fold(0f32, f32::max);
-        let init_noise_sigma = if chosen == Spacing::Leading {
+        let init_noise_sigma = if timestep_spacing == Spacing::Leading {
             (max * max + 1.0).sqrt()
         } else {
             max
@@ -94,7 +97,7 @@ impl Sigmas {
         Ok(scaled(sample, 1.0 / (sigma * sigma + 1.0).sqrt())?)
     }
 
-    /// `d x / d sigma` at visit `index`.
+    /// `d x / d sigma` at step `index`.
     pub(super) fn derivative(&self, index: usize, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
         let sigma = self.sigmas[index];
         let original = match self.prediction_type {

@@ -1,4 +1,4 @@
-//! Which time steps and which noise levels a sampler visits: numpy's arithmetic, reproduced.
+//! The time steps and noise levels that a sampler uses, computed as numpy computes them.
 
 use super::params::Spacing;
 
@@ -64,7 +64,7 @@ pub(super) fn karras(sigma_min: f64, sigma_max: f64, n: usize) -> Vec<f64> {
         .collect()
 }
 
-/// Noise levels that fall evenly in the logarithm.
+/// Noise levels that decrease linearly in the logarithm.
 pub(super) fn exponential(sigma_min: f64, sigma_max: f64, n: usize) -> Vec<f64> {
     linspace(sigma_max.ln(), sigma_min.ln(), n)
         .into_iter()
@@ -76,7 +76,7 @@ pub(super) fn exponential(sigma_min: f64, sigma_max: f64, n: usize) -> Vec<f64> 
 pub(super) fn sigma_to_t(sigma: f64, train_sigmas: &[f32]) -> f64 {
     let log_sigma = sigma.max(1e-10).ln();
     let log = |i: usize| train_sigmas[i].ln();
-    // The last index whose level lies below, as numpy's cumsum/argmax finds it.
+    // The last index whose level is below `sigma`, as numpy's cumsum/argmax finds it.
     let below = (0..train_sigmas.len())
         .rev()
         .find(|i| log_sigma - f64::from(log(*i)) >= 0.0)

@@ -1,4 +1,4 @@
-//! Every sampler against the trajectory that diffusers takes (`tests/reference/make_samplers.py`).
+//! Compares every sampler with the trajectory of diffusers (`tests/reference/make_samplers.py`).
 
 use super::*;
 use crate::rng::TorchGenerator;
@@ -37,31 +37,31 @@ fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
     } else {
         (noise * sampler.init_noise_sigma()).unwrap()
     };
-    let mut visits = begin..steps.len();
+    let mut indices = begin..steps.len();
     let mut row = 0;
     let mut largest = 1f32;
     loop {
-        let wanted = values(&expected.get(row).unwrap());
-        // A step down from a high noise level is a difference of large numbers.
-        largest = wanted.iter().fold(largest, |m, x| m.max(x.abs()));
-        for (i, (a, b)) in values(&sample).iter().zip(&wanted).enumerate() {
+        let expected_values = values(&expected.get(row).unwrap());
+        // At high noise levels a step subtracts large numbers, so the tolerance grows with the largest of them.
+        largest = expected_values.iter().fold(largest, |m, x| m.max(x.abs()));
+        for (i, (a, b)) in values(&sample).iter().zip(&expected_values).enumerate() {
             if (a - b).abs() > 2e-5 * largest || !a.is_finite() {
                 return Err(format!("after {row} steps, value {i}: {a}, expected {b}"));
             }
         }
         row += 1;
-        let Some(index) = visits.next() else { break };
+        let Some(index) = indices.next() else { break };
         let input = sampler.scale_model_input(&sample, index).map_err(|e| e.to_string())?;
         let t = sampler.timesteps()[index];
         let output = ((input * 0.7).unwrap().tanh().unwrap() + 0.01 * t / 1000.0).unwrap();
-        let visit = SamplerStep {
+        let step = SamplerStep {
             index,
             output: &output,
             sample: &sample,
             noise: &mut source,
             dtype: DType::F32,
         };
-        sample = sampler.step(visit).map_err(|e| e.to_string())?;
+        sample = sampler.step(step).map_err(|e| e.to_string())?;
     }
     if row != expected.dim(0).unwrap() {
         return Err(format!("{row} samples, expected {}", expected.dim(0).unwrap()));
@@ -70,7 +70,7 @@ fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
 }
 
 #[test]
-fn every_trajectory_is_that_of_diffusers() {
+fn every_trajectory_matches_diffusers() {
     let cases: Vec<Value> = serde_json::from_str(CASES).unwrap();
     let tensors = safetensors::load_buffer(TENSORS, &Device::Cpu).unwrap();
     assert!(cases.len() > 150, "only {} cases", cases.len());
@@ -92,7 +92,7 @@ fn every_trajectory_is_that_of_diffusers() {
 }
 
 #[test]
-fn noise_schedules_have_the_bits_of_torch() {
+fn noise_schedules_match_torch_bit_for_bit() {
     let tensors = safetensors::load_buffer(TENSORS, &Device::Cpu).unwrap();
     let zero_snr = SamplerParams {
         rescale_betas_zero_snr: Some(true),
@@ -111,7 +111,8 @@ fn noise_schedules_have_the_bits_of_torch() {
         let schedule = NoiseSchedule::new(&params).unwrap();
         for (what, ours) in [("betas", &schedule.betas), ("alphas_cumprod", &schedule.alphas_cumprod)] {
             let theirs = values(&tensors[&format!("schedule/{label}:{what}")]);
-            // The square root of torch's math library is not always the nearest float: with one, two roundings apart.
+            // torch's square root is not always the nearest float, so the rescaled schedule may differ in the last
+            // bits.
             let allowed = if label == "zero_snr" { 1e-5 } else { 0.0 };
             let differ: Vec<usize> = (0..theirs.len())
                 .filter(|i| (ours[*i] - theirs[*i]).abs() > allowed)
@@ -129,7 +130,7 @@ fn noise_schedules_have_the_bits_of_torch() {
 }
 
 #[test]
-fn names_aliases_and_unknown_ones() {
+fn names_and_aliases_are_found_and_other_names_are_errors() {
     let sd = SamplerParams::stable_diffusion();
     for name in [
         "ddim",
@@ -142,16 +143,21 @@ fn names_aliases_and_unknown_ones() {
         "dpm++ 2m",
         "dpmpp_2m_karras",
     ] {
-        assert!(build(name, &sd, SamplerOptions::steps(5)).is_ok(), "{name}");
+        assert!(build(name, &sd, SamplerOptions::with_steps(5)).is_ok(), "{name}");
     }
-    let message = |name: &str| build(name, &sd, SamplerOptions::steps(5)).err().unwrap().to_string();
+    let message = |name: &str| {
+        build(name, &sd, SamplerOptions::with_steps(5))
+            .err()
+            .unwrap()
+            .to_string()
+    };
     assert!(message("heun").contains("not supported yet") && message("heun").contains("ddim"));
     assert!(message("eular").contains("unknown sampler `eular`"));
     assert!(message("k_ddim").contains("unknown"));
 }
 
 #[test]
-fn impossible_parameters_are_errors_that_name_the_key() {
+fn invalid_parameters_are_errors_that_name_the_key() {
     let read = |text: &str| SamplerParams::from_json(&parse_scheduler_config(text).unwrap());
     for (text, key) in [
         (r#"{"beta_start": "x"}"#, "beta_start"),
@@ -165,10 +171,13 @@ fn impossible_parameters_are_errors_that_name_the_key() {
     let infinite = r#"{"lambda_min_clipped": -Infinity, "note": "NaN stays \" Infinity", "steps_offset": 1}"#;
     assert_eq!(read(infinite).unwrap().steps_offset, Some(1));
     let params = read(r#"{"thresholding": true}"#).unwrap();
-    assert!(build("ddim", &params, SamplerOptions::steps(5)).is_err());
+    assert!(build("ddim", &params, SamplerOptions::with_steps(5)).is_err());
     for steps in [0, 1001] {
         let sd = SamplerParams::stable_diffusion();
-        assert!(build("ddim", &sd, SamplerOptions::steps(steps)).is_err(), "{steps}");
+        assert!(
+            build("ddim", &sd, SamplerOptions::with_steps(steps)).is_err(),
+            "{steps}"
+        );
     }
     for (betas, train_steps) in [(vec![f32::NAN, 0.1], 2), (vec![0.1], 1), (vec![0.1; 5], 1000)] {
         let params = SamplerParams {
@@ -178,13 +187,13 @@ fn impossible_parameters_are_errors_that_name_the_key() {
             ..SamplerParams::default()
         };
         for name in names() {
-            assert!(build(name, &params, SamplerOptions::steps(1)).is_err(), "{name}");
+            assert!(build(name, &params, SamplerOptions::with_steps(1)).is_err(), "{name}");
         }
     }
 }
 
 #[test]
-fn extreme_but_legal_step_counts_never_panic() {
+fn extreme_but_valid_step_counts_never_panic() {
     for name in names() {
         for karras in [false, true] {
             for spacing in [Spacing::Leading, Spacing::Linspace, Spacing::Trailing] {
@@ -193,16 +202,16 @@ fn extreme_but_legal_step_counts_never_panic() {
                         num_train_timesteps: Some(10),
                         timestep_spacing: Some(spacing),
                         use_karras_sigmas: Some(karras),
-                        ..SamplerParams::default().forced_by_stable_diffusion()
+                        ..SamplerParams::default().with_stable_diffusion_overrides()
                     };
-                    let Ok(mut sampler) = build(name, &params, SamplerOptions::steps(steps)) else {
+                    let Ok(mut sampler) = build(name, &params, SamplerOptions::with_steps(steps)) else {
                         continue;
                     };
-                    let mut source = NoiseSource::seeds(&[1]);
+                    let mut source = NoiseSource::from_seeds(&[1]);
                     let mut sample = Tensor::ones((1, 1, 2, 2), DType::F32, &Device::Cpu).unwrap();
                     for index in 0..sampler.timesteps().len() {
                         let output = sampler.scale_model_input(&sample, index).unwrap();
-                        // A step outside the schedule is an error, nothing worse.
+                        // A time step outside the schedule is an error, not a panic.
                         let Ok(next) = sampler.step(SamplerStep {
                             index,
                             output: &output,

@@ -101,7 +101,7 @@ impl LatentStore {
     }
 
     fn encode(&self, item: &Item, vae: &AutoencoderKl, name: &std::path::Path) -> Result<Tensor> {
-        let pixels = crate::data::pixels(item)?;
+        let pixels = crate::data::load_pixels(item)?;
         let pixels = pixels.to_device(&self.device)?.to_dtype(self.dtype)?.unsqueeze(0)?;
         let posterior = vae.encode(&pixels)?;
         let mean = posterior.mean.clone();

@@ -1,6 +1,6 @@
 //! Loss masks: the weight of each latent position in the loss.
 
-use crate::data::{Item, mask_of};
+use crate::data::{Item, load_mask};
 use crate::error::Result;
 use crate::models::vae::AutoencoderKl;
 use candle_core::{DType, Device, Tensor};
@@ -44,7 +44,7 @@ impl LossMasks {
         if let Some(tensor) = self.cache.get(&key) {
             return Ok(tensor.clone());
         }
-        let (pixels, stride) = (mask_of(item, mask)?, item.plan.bucket.0 as usize);
+        let (pixels, stride) = (load_mask(item, mask)?, item.plan.bucket.0 as usize);
         let sampled: Vec<f32> = (0..height * width)
             .map(|i| pixels[(i / width * scale) * stride + i % width * scale])
             .collect();

@@ -2,49 +2,14 @@
 //! not stay memory-mapped, so that a process holds each number only once.
 
 use super::bytes::{FileReader, FloatFormat, vec_filled_by};
+use super::header::{FileHeader, StorageType, StoredTensor};
 use super::{gguf, safetensors};
 use crate::error::{EngineError, Result};
 use crate::nn::quant::Quantized;
 use aitk_common::fsutil::regular;
-use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
-use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
-
-/// How a tensor is stored in its file.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum StorageType {
-    /// One float per element.
-    Floats(FloatFormat),
-    /// One 16-bit float per element in a GGUF file; a layer may use them without conversion.
-    GgufHalf(FloatFormat),
-    /// Quantised blocks in a GGUF file, and the name of their type.
-    GgmlBlocks(GgmlDType, &'static str),
-    /// Bytes (U8).
-    Bytes,
-    /// Signed 8-bit integers.
-    Int8,
-    /// An unsupported type, by its name in the file.
-    Unsupported(String),
-}
-
-/// The storage type, the shape and the byte range of a tensor in its file.
-#[derive(Clone, Debug)]
-pub(super) struct StoredTensor {
-    pub(super) storage: StorageType,
-    pub(super) shape: Vec<usize>,
-    pub(super) start: usize,
-    pub(super) end: usize,
-}
-
-/// The content of a file's header.
-#[derive(Default)]
-pub(super) struct FileHeader {
-    pub(super) tensors: BTreeMap<String, StoredTensor>,
-    /// The free-form metadata.
-    pub(super) metadata: BTreeMap<String, String>,
-}
 
 /// An open weights file, safetensors or GGUF.
 pub(super) struct TensorFile {
@@ -114,7 +79,7 @@ impl TensorFile {
             StorageType::GgmlBlocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
             StorageType::GgmlBlocks(block, type_name) => {
                 let data = self.reader.read(start, length)?;
-                Ok(Quantized::from_blocks(type_name, block, &data, shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(type_name, block, &data, shape, dtype, device)?.dequantize()?)
             }
             _ => Err(self.unsupported_error(name, stored_tensor)),
         }
@@ -156,7 +121,7 @@ impl TensorFile {
         match stored_tensor.storage {
             _ if data.is_empty() => Ok(Tensor::zeros(&shape, dtype, device)?),
             StorageType::GgmlBlocks(block, type_name) => {
-                Ok(Quantized::from_blocks(type_name, block, &data, &shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(type_name, block, &data, &shape, dtype, device)?.dequantize()?)
             }
             StorageType::Floats(format) | StorageType::GgufHalf(format) => {
                 match (candle_dtype(format), format.code()) {

@@ -1,7 +1,7 @@
 //! Reads the header of a GGUF file.
 
 use super::bytes::FloatFormat;
-use super::file::{FileHeader, StorageType, StoredTensor};
+use super::header::{FileHeader, StorageType, StoredTensor};
 use crate::error::{EngineError, Result};
 use aitk_common::gguf::{self, Header};
 use candle_core::quantized::GgmlDType;
@@ -32,8 +32,8 @@ pub(super) fn read_header(path: &Path, mut file: &File, length: u64) -> Result<F
         let stored_tensor = StoredTensor {
             storage: info.kind.map_or_else(unsupported, storage_of),
             shape: info.shape.iter().map(|side| to_usize(*side)).collect::<Result<_>>()?,
-            start: to_usize(info.place.0)?,
-            end: to_usize(info.place.1)?,
+            start: to_usize(info.byte_range.0)?,
+            end: to_usize(info.byte_range.1)?,
         };
         out.tensors.insert(name, stored_tensor);
     }

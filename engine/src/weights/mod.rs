@@ -4,9 +4,11 @@
 //! Models do not see files, dtypes on disk, or the names that other formats use.
 
 mod bytes;
+mod entry;
 mod file;
 mod folder;
 mod gguf;
+mod header;
 mod init;
 mod quantized;
 mod safetensors;
@@ -26,8 +28,9 @@ use aitk_common::job::QType;
 use bytes::FloatFormat;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use file::{StorageType, TensorFile};
-use quantized::StoredQuantization;
+use entry::{Entry, StoredQuantization, TensorLocation};
+use file::TensorFile;
+use header::StorageType;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -38,21 +41,6 @@ pub struct Index {
     path: PathBuf,
     files: Vec<Arc<TensorFile>>,
     entries: BTreeMap<String, Entry>,
-}
-
-#[derive(Clone)]
-struct Entry {
-    location: TensorLocation,
-    storage: StorageType,
-    shape: Vec<usize>,
-    quantization: Option<StoredQuantization>,
-}
-
-/// The file of a tensor, and its name there.
-#[derive(Clone, Debug)]
-struct TensorLocation {
-    file: usize,
-    name: String,
 }
 
 impl std::fmt::Debug for Index {
@@ -167,7 +155,7 @@ impl Index {
             .is_some_and(|quantization| !quantization.is_self_contained())
             && let Some(quantized) = self.read_quantized(name, dtype, device)?
         {
-            return Ok(quantized.unpack()?);
+            return Ok(quantized.dequantize()?);
         }
         self.files[entry.location.file].read(&entry.location.name, &entry.shape, dtype, device)
     }
@@ -543,7 +531,7 @@ impl Weights {
         }
         let tensor = self.get_with(shape, "weight", init)?;
         if let Some(quantization) = quantization.filter(|_| !tensor.track_op())
-            && let Some(quantized) = Quantized::pack(&tensor, quantization.qtype)?
+            && let Some(quantized) = Quantized::quantize(&tensor, quantization.qtype)?
         {
             return Ok(Weight::Quantized(quantized));
         }

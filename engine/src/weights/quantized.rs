@@ -9,13 +9,12 @@
 //! | GGUF | none | as ggml dequantises its block |
 
 use super::bytes::FloatFormat;
-use super::file::{StorageType, TensorFile};
-use super::{Entry, TensorLocation};
+use super::entry::{Entry, FourBit, QuantState, StoredQuantization, TensorLocation};
+use super::file::TensorFile;
+use super::header::StorageType;
 use crate::error::{EngineError, Result};
 use crate::nn::quant::{Code, Codes, Quantized};
-use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
-use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -27,42 +26,6 @@ const STATE_SUFFIXES: [(&str, &str); 2] = [
     (".quant_state.bitsandbytes__nf4", "nf4"),
     (".quant_state.bitsandbytes__fp4", "fp4"),
 ];
-
-/// How a weight is quantised.
-#[derive(Clone, Debug)]
-pub(super) enum StoredQuantization {
-    /// 8-bit floats, with scales or without.
-    Float8 {
-        format: FloatFormat,
-        scale: Option<TensorLocation>,
-    },
-    /// bitsandbytes' 8-bit integers with one scale per output.
-    Int8 { scale: TensorLocation },
-    /// bitsandbytes' 4 bits with a table of values.
-    FourBit(Arc<FourBit>),
-    /// GGUF blocks.
-    GgmlBlocks(GgmlDType, &'static str),
-}
-
-/// The parts of a 4-bit weight of bitsandbytes.
-#[derive(Debug)]
-pub(super) struct FourBit {
-    kind: &'static str,
-    state: QuantState,
-    absmax: TensorLocation,
-    map: TensorLocation,
-    /// With double quantisation: the scales of the scales, and their table.
-    nested: Option<(TensorLocation, TensorLocation)>,
-}
-
-/// bitsandbytes' `quant_state` of a 4-bit weight.
-#[derive(Debug, Deserialize)]
-struct QuantState {
-    shape: Vec<usize>,
-    blocksize: usize,
-    nested_blocksize: Option<usize>,
-    nested_offset: Option<f64>,
-}
 
 impl StoredQuantization {
     /// The name in files and configs.

@@ -1,7 +1,7 @@
 //! Reads and checks the header of a safetensors file.
 
 use super::bytes::FloatFormat;
-use super::file::{FileHeader, StorageType, StoredTensor};
+use super::header::{FileHeader, StorageType, StoredTensor};
 use crate::error::{EngineError, Result};
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensorError, SafeTensors};

@@ -1,4 +1,4 @@
-//! Requests for certificates.
+//! Conversions of certificate requests.
 
 use crate::v1;
 use aitk_common::security::join::CertificateRequest;
@@ -13,7 +13,7 @@ impl From<CertificateRequest> for v1::CertificateRequest {
     }
 }
 
-/// What is in it is looked at where the certificate is signed.
+/// The coordinator checks the contents when it signs the certificate.
 impl From<v1::CertificateRequest> for CertificateRequest {
     fn from(wire: v1::CertificateRequest) -> Self {
         Self {

@@ -1,6 +1,6 @@
-//! Jobs, their events, and workers, as clients see them.
+//! Conversions of jobs, their events, and workers as clients see them.
 
-use super::vocabulary::known;
+use super::vocabulary::enum_field;
 use super::worker_id;
 use super::workers::{confinement, inputs, labels, wire_confinement, wire_inputs};
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, user_name};
@@ -11,7 +11,7 @@ use aitk_common::control::{
 };
 use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
 use aitk_common::id::{Epoch, UserName};
-use aitk_common::plan::anatomy::{Anatomy, Stored};
+use aitk_common::plan::parameter_counts::{CompactWeights, ParameterCounts};
 
 fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
@@ -83,7 +83,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 "" => None,
                 name => Some(user_name(name, "owner")?),
             },
-            anatomy: wire.anatomy.map(|wire| Anatomy {
+            anatomy: wire.anatomy.map(|wire| ParameterCounts {
                 denoiser: wire.denoiser,
                 text: wire.text,
                 vae: wire.vae,
@@ -96,16 +96,16 @@ impl TryFrom<v1::SubmitRequest> for Submission {
     }
 }
 
-fn wire_stored(stored: Stored) -> Option<v1::StoredWeights> {
-    (stored != Stored::default()).then_some(v1::StoredWeights {
+fn wire_stored(stored: CompactWeights) -> Option<v1::StoredWeights> {
+    (stored != CompactWeights::default()).then_some(v1::StoredWeights {
         quantised: stored.quantised,
         bytes: stored.bytes,
         halves: stored.halves,
     })
 }
 
-fn stored(wire: Option<v1::StoredWeights>) -> Stored {
-    wire.map_or(Stored::default(), |wire| Stored {
+fn stored(wire: Option<v1::StoredWeights>) -> CompactWeights {
+    wire.map_or(CompactWeights::default(), |wire| CompactWeights {
         quantised: wire.quantised,
         bytes: wire.bytes,
         halves: wire.halves,
@@ -154,15 +154,19 @@ impl TryFrom<v1::Array> for ArrayView {
 
 impl From<NewMember> for v1::ArrayMember {
     fn from(member: NewMember) -> Self {
-        let NewMember { job_json, twin } = member;
-        Self { job_json, twin }
+        Self {
+            job_json: member.job_json,
+            twin: member.seed_group,
+        }
     }
 }
 
 impl From<v1::ArrayMember> for NewMember {
     fn from(wire: v1::ArrayMember) -> Self {
-        let v1::ArrayMember { job_json, twin } = wire;
-        Self { job_json, twin }
+        Self {
+            job_json: wire.job_json,
+            seed_group: wire.twin,
+        }
     }
 }
 
@@ -214,9 +218,9 @@ impl TryFrom<v1::Attempt> for AttemptView {
             worker: worker_id(&wire.worker_id, "worker_id")?,
             worker_name: wire.worker_name,
             device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
-            profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            profile: enum_field::<v1::MemoryProfile, _>(wire.profile, "profile")?,
             memory: wire.memory,
-            state: known::<v1::AttemptState, _>(wire.state, "state")?,
+            state: enum_field::<v1::AttemptState, _>(wire.state, "state")?,
             created: UnixMillis(wire.created_ms),
             ended: wire.ended_ms.map(UnixMillis),
             message: wire.message,
@@ -261,7 +265,7 @@ impl TryFrom<v1::Job> for JobView {
             id: job_id(&wire.id, "id")?,
             name: wire.name,
             kind: wire.kind,
-            state: known::<v1::JobState, _>(wire.state, "state")?,
+            state: enum_field::<v1::JobState, _>(wire.state, "state")?,
             reason: wire.reason,
             owner: match wire.owner.as_str() {
                 "" => UserName::default(),
@@ -346,12 +350,12 @@ impl TryFrom<v1::JobEvent> for JobEvent {
         use v1::job_event::Body as Wire;
         let body = match required(wire.body, "body")? {
             Wire::State(changed) => EventBody::State {
-                state: known::<v1::JobState, _>(changed.state, "state.state")?,
+                state: enum_field::<v1::JobState, _>(changed.state, "state.state")?,
                 reason: changed.reason,
                 paused: changed.paused,
             },
             Wire::Attempt(changed) => EventBody::Attempt {
-                state: known::<v1::AttemptState, _>(changed.state, "attempt.state")?,
+                state: enum_field::<v1::AttemptState, _>(changed.state, "attempt.state")?,
                 worker_name: changed.worker_name,
                 device: DeviceRef::try_from(required(changed.device, "attempt.device")?).within("attempt.device")?,
                 message: changed.message,
@@ -469,7 +473,7 @@ impl From<Forecast> for v1::ForecastReply {
             memory: one.memory,
             seconds: one.seconds,
             measured: one.measured,
-            words: one.words,
+            words: one.description,
         });
         Self {
             summary: forecast.summary,
@@ -492,12 +496,12 @@ impl TryFrom<v1::ForecastReply> for Forecast {
                 ready: one.ready,
                 profile: match one.profile {
                     0 => None,
-                    profile => Some(known::<v1::MemoryProfile, _>(profile, "profile")?),
+                    profile => Some(enum_field::<v1::MemoryProfile, _>(profile, "profile")?),
                 },
                 memory: one.memory,
                 seconds: one.seconds.filter(|seconds| seconds.is_finite()),
                 measured: one.measured,
-                words: one.words,
+                description: one.words,
             })
         };
         Ok(Self {

@@ -1,4 +1,4 @@
-//! Wire <-> domain. Everything that comes in is checked here, and only here.
+//! Conversions between wire and domain types. All incoming messages are checked here.
 
 mod certificates;
 mod jobs;
@@ -7,7 +7,7 @@ mod workers;
 
 use aitk_common::hash::ContentHash;
 
-/// A message of a peer that makes no sense, and where.
+/// An invalid field in a message from a peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct ConvertError {
@@ -15,11 +15,11 @@ pub struct ConvertError {
     problem: String,
 }
 
-/// Most characters of a field's name and of a problem: both may repeat what the peer sent, and travel in a header.
-const MOST: usize = 200;
+/// The length limit of field names and problems in characters. Both may quote the peer's input, and errors are sent in a header.
+const MAX_CHARS: usize = 200;
 
-fn cut(mut text: String) -> String {
-    if let Some((at, _)) = text.char_indices().nth(MOST) {
+fn truncated(mut text: String) -> String {
+    if let Some((at, _)) = text.char_indices().nth(MAX_CHARS) {
         text.truncate(at);
         text.push('…');
     }
@@ -27,16 +27,16 @@ fn cut(mut text: String) -> String {
 }
 
 impl ConvertError {
-    /// A problem with a field, named as in the protobuf file (`register.devices[1].kind`). Long texts are cut.
+    /// Creates an error for a field, named as in the protobuf file (`register.devices[1].kind`). Long texts are truncated.
     #[must_use]
     pub fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
         Self {
-            field: cut(field.into()),
-            problem: cut(problem.into()),
+            field: truncated(field.into()),
+            problem: truncated(problem.into()),
         }
     }
 
-    /// The same problem, seen from the message that holds the field.
+    /// Adds the name of the outer field.
     #[must_use]
     pub(crate) fn within(mut self, outer: &str) -> Self {
         self.field = format!("{outer}.{}", self.field);
@@ -52,7 +52,7 @@ impl From<ConvertError> for tonic::Status {
 
 pub(crate) type Result<T> = std::result::Result<T, ConvertError>;
 
-/// Puts the name of the outer field before that of the inner one.
+/// Adds the name of the outer field to an error.
 pub(crate) trait Within<T> {
     fn within(self, outer: &str) -> Result<T>;
 }
@@ -79,13 +79,13 @@ pub(crate) fn optional_hash(text: &str, field: &str) -> Result<Option<ContentHas
     }
 }
 
-/// A short text for people: names, levels, labels. Control characters would let one line pose as two.
+/// Checks a short text: names, levels, labels. Control characters are refused, because they could fake additional lines.
 pub(crate) fn short_text(text: String, field: &str) -> Result<String> {
-    const MOST: usize = 256;
-    if text.len() > MOST {
+    const MAX_BYTES: usize = 256;
+    if text.len() > MAX_BYTES {
         return Err(ConvertError::new(
             field,
-            format!("{} bytes long; at most {MOST}", text.len()),
+            format!("{} bytes long; at most {MAX_BYTES}", text.len()),
         ));
     }
     if text.chars().any(char::is_control) {
@@ -94,12 +94,12 @@ pub(crate) fn short_text(text: String, field: &str) -> Result<String> {
     Ok(text)
 }
 
-/// The name of an artifact: relative, `/` between folders, nothing that leaves the output root.
+/// Checks the name of an artifact: a relative path with `/` between folders, below the output root.
 pub(crate) fn artifact_name(name: String, field: &str) -> Result<String> {
     let bad = |why: &str| {
         Err(ConvertError::new(
             field,
-            format!("{name:?} is no name for a file: {why}"),
+            format!("{name:?} is not a valid artifact name: {why}"),
         ))
     };
     if name.is_empty() || name.len() > 1024 {
@@ -136,7 +136,7 @@ mod tests {
     use aitk_common::control::{Artifact, Submission};
 
     #[test]
-    fn an_error_is_short_however_long_the_name_was() {
+    fn errors_stay_short_for_long_field_values() {
         let long = "é".repeat(1 << 20);
         let artifact = v1::Artifact {
             name: long.clone(),

@@ -1,4 +1,4 @@
-//! What both services speak about: devices, progress, artifacts, outcomes, states.
+//! Conversions of types that several services share: devices, progress, artifacts, outcomes, states.
 
 use super::{ConvertError, Result, Within, artifact_name, optional_hash, required, short_text};
 use crate::v1;
@@ -8,7 +8,7 @@ use aitk_common::control::{Artifact, AttemptState, JobState, Progress, Report};
 use aitk_common::job::repository::{is_commit, is_repository};
 use aitk_common::plan::profile::MemoryProfile;
 
-/// Both directions of an enum; 0 and numbers from the future are errors.
+/// Implements both directions of an enum conversion. 0 and unknown numbers are errors.
 macro_rules! wire_enum {
     ($wire:ty, $domain:ty, $what:literal, { $($name:ident),+ $(,)? }) => {
         impl From<$domain> for $wire {
@@ -36,8 +36,8 @@ wire_enum!(v1::FailureCause, FailureCause, "cause", {
 wire_enum!(v1::JobState, JobState, "state", { Queued, Running, Stopping, Stopped, Completed, Failed });
 wire_enum!(v1::AttemptState, AttemptState, "state", { Assigned, Running, Completed, Stopped, Failed, Lost });
 
-/// An enum field as prost keeps it: a number.
-pub(super) fn known<W, D>(number: i32, field: &str) -> Result<D>
+/// Converts an enum field, which prost stores as a number.
+pub(super) fn enum_field<W, D>(number: i32, field: &str) -> Result<D>
 where
     W: TryFrom<i32>,
     D: TryFrom<W, Error = ConvertError>,
@@ -46,10 +46,10 @@ where
     D::try_from(wire).map_err(|_| ConvertError::new(field, "not set"))
 }
 
-/// A cause that a newer peer knows is a failure all the same.
+/// Converts a failure cause. A cause of a newer peer becomes `Unknown`, so that the failure itself is not lost.
 fn failure_cause(number: i32) -> Result<FailureCause> {
     match v1::FailureCause::try_from(number) {
-        Ok(_) => known::<v1::FailureCause, _>(number, "failed.cause"),
+        Ok(_) => enum_field::<v1::FailureCause, _>(number, "failed.cause"),
         Err(_) => Ok(FailureCause::Unknown),
     }
 }
@@ -67,7 +67,7 @@ impl TryFrom<v1::DeviceRef> for DeviceRef {
     type Error = ConvertError;
     fn try_from(wire: v1::DeviceRef) -> Result<Self> {
         Ok(Self {
-            kind: known::<v1::DeviceKind, _>(wire.kind, "kind")?,
+            kind: enum_field::<v1::DeviceKind, _>(wire.kind, "kind")?,
             index: wire.index,
         })
     }
@@ -107,7 +107,7 @@ impl TryFrom<v1::Device> for Device {
             memory_budget: wire.memory_budget,
             dtypes: texts(wire.dtypes, "dtypes")?,
             attention: texts(wire.attention, "attention")?,
-            profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            profile: enum_field::<v1::MemoryProfile, _>(wire.profile, "profile")?,
         })
     }
 }
@@ -124,7 +124,7 @@ impl From<Progress> for v1::Progress {
 
 impl From<v1::Progress> for Progress {
     fn from(wire: v1::Progress) -> Self {
-        // A speed that is no number says nothing.
+        // Non-finite and negative speeds are ignored.
         let seconds_per_step = wire.seconds_per_step.filter(|s| s.is_finite() && *s >= 0.0);
         Self {
             done: wire.done,
@@ -183,7 +183,7 @@ impl TryFrom<v1::attempt_event::Report> for Report {
             }
             Wire::Log(line) if !line.repository.is_empty() => {
                 if !is_repository(&line.repository) || !is_commit(&line.commit) {
-                    return Err(ConvertError::new("log.repository", "no repository at a commit"));
+                    return Err(ConvertError::new("log.repository", "not a repository at a commit"));
                 }
                 Self::Pinned {
                     repository: line.repository,

@@ -1,6 +1,6 @@
-//! The messages of a worker's session.
+//! Conversions of the messages of a worker session.
 
-use super::vocabulary::known;
+use super::vocabulary::enum_field;
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, optional_hash, required};
 use super::{short_text, task_id, user_name, worker_id};
 use crate::v1;
@@ -24,7 +24,7 @@ fn held(attempt: &str, epoch: u64) -> Result<HeldAttempt> {
 }
 
 fn held_list(list: Vec<v1::HeldAttempt>, field: &str) -> Result<Vec<HeldAttempt>> {
-    // A machine has a handful of devices, each runs one attempt.
+    // Far more than a machine runs: it has a few devices, and each runs one attempt or a few small ones.
     if list.len() > 4096 {
         return Err(ConvertError::new(
             field,
@@ -45,26 +45,26 @@ fn wire_held(list: Vec<HeldAttempt>) -> Vec<v1::HeldAttempt> {
         .collect()
 }
 
-/// Inputs of a job. Each is a data set or a model, so that a handful is usual.
-const INPUTS: usize = 10_000;
-/// Bytes of a path, as systems bound it.
-const PATH: usize = 4096;
-/// Labels of a machine.
-const LABELS: usize = 256;
+/// The most inputs of a job. Jobs usually have a few data sets and models.
+const MAX_INPUTS: usize = 10_000;
+/// The length limit of a path in bytes, as on Linux.
+const MAX_PATH_BYTES: usize = 4096;
+/// The most labels of a worker.
+const MAX_LABELS: usize = 256;
 
 pub(super) fn inputs(map: HashMap<String, String>, field: &str) -> Result<BTreeMap<String, ContentHash>> {
-    if map.len() > INPUTS {
+    if map.len() > MAX_INPUTS {
         return Err(ConvertError::new(
             field,
-            format!("{} entries; at most {INPUTS}", map.len()),
+            format!("{} entries; at most {MAX_INPUTS}", map.len()),
         ));
     }
     map.into_iter()
         .map(|(path, text)| {
-            if path.len() > PATH {
+            if path.len() > MAX_PATH_BYTES {
                 return Err(ConvertError::new(
                     field,
-                    format!("a path of {} bytes; at most {PATH}", path.len()),
+                    format!("a path of {} bytes; at most {MAX_PATH_BYTES}", path.len()),
                 ));
             }
             let id = hash(&text, &format!("{field}[{path:?}]"))?;
@@ -78,10 +78,10 @@ pub(super) fn wire_inputs(map: BTreeMap<String, ContentHash>) -> HashMap<String,
 }
 
 pub(super) fn labels(map: HashMap<String, String>, field: &str) -> Result<BTreeMap<String, String>> {
-    if map.len() > LABELS {
+    if map.len() > MAX_LABELS {
         return Err(ConvertError::new(
             field,
-            format!("{} entries; at most {LABELS}", map.len()),
+            format!("{} entries; at most {MAX_LABELS}", map.len()),
         ));
     }
     map.into_iter()
@@ -89,8 +89,8 @@ pub(super) fn labels(map: HashMap<String, String>, field: &str) -> Result<BTreeM
         .collect()
 }
 
-/// Checkpoints that a worker may offer at once.
-const OFFERS: usize = 64;
+/// The most checkpoints that a worker may offer at once.
+const MAX_OFFERS: usize = 64;
 
 impl TryFrom<v1::Register> for Registration {
     type Error = ConvertError;
@@ -162,12 +162,12 @@ pub(super) fn wire_confinement(confinement: Confinement) -> v1::Confinement {
     }
 }
 
-/// Checkpoints that a worker offers: a few.
+/// Converts the offered checkpoints.
 fn offers(wire: Vec<v1::OfferedCheckpoint>) -> Result<Vec<OfferedCheckpoint>> {
-    if wire.len() > OFFERS {
+    if wire.len() > MAX_OFFERS {
         return Err(ConvertError::new(
             "offers",
-            format!("{} entries; at most {OFFERS}", wire.len()),
+            format!("{} entries; at most {MAX_OFFERS}", wire.len()),
         ));
     }
     let offer = |one: v1::OfferedCheckpoint| {
@@ -369,10 +369,10 @@ impl TryFrom<v1::Assign> for Assignment {
             local: wire.local,
             resume: optional_hash(&wire.resume_manifest_sha256, "resume_manifest_sha256")?,
             device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
-            profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            profile: enum_field::<v1::MemoryProfile, _>(wire.profile, "profile")?,
             seed: wire.seed,
-            drawn: wire.drawn,
-            // As the recommendation has it: a trace is no reason to refuse work.
+            generated: wire.drawn,
+            // An invalid trace context is ignored, as the W3C recommendation requires.
             trace: wire.traceparent.parse().ok(),
             owner: match wire.owner.as_str() {
                 "" => None,
@@ -398,7 +398,7 @@ impl From<Assignment> for v1::Assign {
             device: Some(work.device.into()),
             profile: v1::MemoryProfile::from(work.profile).into(),
             seed: work.seed,
-            drawn: work.drawn,
+            drawn: work.generated,
             traceparent: work.trace.map(|trace| trace.to_string()).unwrap_or_default(),
             owner: work.owner.map(|owner| owner.to_string()).unwrap_or_default(),
         }
@@ -411,7 +411,7 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
         use v1::coordinator_message::Message as Wire;
         Ok(match required(wire.message, "message")? {
             Wire::Welcome(welcome) => {
-                // A beat interval of 0 would have the worker spin.
+                // An interval of 0 would make the worker send heartbeats in a busy loop.
                 if welcome.beat_interval_ms == 0 || welcome.lease_ms == 0 {
                     return Err(ConvertError::new(
                         "welcome",

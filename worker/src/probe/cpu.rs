@@ -1,43 +1,10 @@
-//! The CPU and the main memory.
+//! The CPU as a device.
 
-use super::Memory;
+use super::memory::memory;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_engine::device::trial;
-use sysinfo::{CpuRefreshKind, ProcessRefreshKind, ProcessesToUpdate, RefreshKind, System};
-
-/// See [`super::memory`].
-pub(super) fn memory() -> Memory {
-    // Only fails on a system that sysinfo does not know: nothing is known there, so nothing is offered.
-    let Ok(mut system) = System::new() else {
-        return Memory { total: 0, available: 0 };
-    };
-    system.refresh_memory();
-    let (total, available) = (system.total_memory(), system.available_memory());
-    match group(&mut system) {
-        Some(group) => Memory {
-            total: total.min(group.total),
-            available: available.min(group.available),
-        },
-        None => Memory { total, available },
-    }
-}
-
-/// What the control groups of this process (a container's, a systemd unit's `MemoryMax`) leave to it, if they limit it. The
-/// page cache of the files that were read counts as theirs, too, but makes room when it has to.
-fn group(system: &mut System) -> Option<Memory> {
-    let own = sysinfo::get_current_pid().ok()?;
-    let nothing_else = ProcessRefreshKind::nothing();
-    system.refresh_processes_specifics(ProcessesToUpdate::Some(&[own]), false, nothing_else);
-    let limits = system
-        .process(own)?
-        .cgroup_limits()
-        .filter(|limits| limits.total_memory > 0)?;
-    Some(Memory {
-        total: limits.total_memory,
-        available: limits.free_memory.max(limits.total_memory.saturating_sub(limits.rss)),
-    })
-}
+use aitk_engine::device::self_test;
+use sysinfo::{CpuRefreshKind, RefreshKind, System};
 
 /// The CPU as a device.
 pub(super) fn device() -> Device {
@@ -50,16 +17,16 @@ pub(super) fn device() -> Device {
         name: name(),
         architecture: architecture(),
         memory_total: memory.total,
-        // The rest is for the system, for file caches, and for whoever else lives here.
+        // The rest is for the system, file caches and other programs.
         memory_budget: memory.available / 4 * 3,
-        dtypes: trial::cpu_dtypes(),
-        // In tiles: the scores of all tokens with all tokens never exist at once.
+        dtypes: self_test::cpu_dtypes(),
+        // Attention runs in tiles: the scores of all tokens with all tokens are never in memory at once.
         attention: vec!["flash".to_owned()],
         profile: MemoryProfile::CpuOnly,
     }
 }
 
-/// `AMD EPYC 7763 (2 cores)`.
+/// The name of the CPU, such as `AMD EPYC 7763 (2 cores)`.
 pub(super) fn name() -> String {
     let system = System::new_with_specifics(RefreshKind::nothing().with_cpu(CpuRefreshKind::nothing()));
     let brand = system
@@ -75,7 +42,8 @@ pub(super) fn name() -> String {
     format!("{brand} ({cores} core{})", if cores == 1 { "" } else { "s" })
 }
 
-/// `x86_64+avx2+fma`: found at run time, because a program may run elsewhere than it was built.
+/// The architecture with its features, such as `x86_64+avx2+fma`. Detected at run time, because the program may run
+/// on another machine than the one it was built on.
 fn architecture() -> String {
     let mut text = std::env::consts::ARCH.to_owned();
     for feature in features() {
@@ -119,62 +87,4 @@ fn features() -> Vec<&'static str> {
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn features() -> Vec<&'static str> {
     Vec::new()
-}
-
-#[cfg(all(test, target_os = "linux"))]
-mod tests {
-    use std::path::{Path, PathBuf};
-    use std::process::Command;
-
-    const LIMIT: u64 = 300 << 20;
-    const INSIDE: &str = "AITK_TEST_IN_A_CONTROL_GROUP";
-
-    /// A control group that may use [`LIMIT`], below the one of this process.
-    struct Group(PathBuf);
-
-    impl Group {
-        fn new() -> Option<Self> {
-            let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-            // `4:memory:/path` of the first version, `0::/path` of the second.
-            let path = |mark: &str| own.lines().find_map(|line| Some(line.split_once(mark)?.1.to_owned()));
-            let name = format!("aitk-test-{}", std::process::id());
-            let (root, path, limit) = match path(":memory:/") {
-                Some(path) => ("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes"),
-                None => ("/sys/fs/cgroup", path("0::/")?, "memory.max"),
-            };
-            let group = Self(Path::new(root).join(path).join(name));
-            std::fs::create_dir(&group.0).ok()?;
-            std::fs::write(group.0.join(limit), LIMIT.to_string()).ok()?;
-            Some(group)
-        }
-    }
-
-    impl Drop for Group {
-        fn drop(&mut self) {
-            let _ = std::fs::remove_dir(&self.0);
-        }
-    }
-
-    #[test]
-    fn a_control_group_limits_what_is_offered() {
-        if std::env::var_os(INSIDE).is_some() {
-            let memory = super::memory();
-            assert!(memory.total <= LIMIT && memory.available < LIMIT, "{memory:?}");
-            assert!(memory.available > LIMIT / 2, "the page cache is no loss: {memory:?}");
-            return;
-        }
-        let Some(group) = Group::new() else {
-            return println!("skipped: this machine grants no control group with a limit");
-        };
-        // This test again, inside. A file in the page cache counts as the group's.
-        let program = std::env::current_exe().unwrap();
-        let run = format!(
-            "echo $$ > {0}/cgroup.procs && cat {1} > /dev/null && exec {1} --exact probe::cpu::tests::a_control_group_limits_what_is_offered",
-            group.0.display(),
-            program.display()
-        );
-        let out = Command::new("sh").args(["-c", &run]).env(INSIDE, "1").output().unwrap();
-        let text = String::from_utf8_lossy(&out.stdout);
-        assert!(out.status.success() && text.contains("1 passed"), "{text}");
-    }
 }

@@ -1,57 +1,44 @@
-//! What this machine offers: its devices, what they can do, and how much memory a task may use.
+//! Finds the devices of this machine, their capabilities, and the memory that a task may use.
 
 mod cpu;
+mod memory;
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::gpus::{self, Gpu};
+pub use memory::{Memory, memory};
 use std::str::FromStr;
 
 const GIB: u64 = 1 << 30;
 
-/// The machine's main memory, in bytes, within the limits of our control group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
-    /// All of it.
-    pub total: u64,
-    /// What can be had without swapping.
-    pub available: u64,
-}
-
-/// How much main memory there is now.
-#[must_use]
-pub fn memory() -> Memory {
-    cpu::memory()
-}
-
-/// What looking for devices found.
+/// The result of the device probe.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Found {
-    /// Every device that this build can use and that computes: GPUs first, the CPU last.
+pub struct ProbeResult {
+    /// All usable devices: GPUs first, the CPU last.
     pub devices: Vec<Device>,
-    /// GPUs and drivers that do not; a sentence each, for people.
+    /// GPUs and drivers that cannot be used; a sentence each.
     pub left_out: Vec<String>,
-    /// GPUs that may be here and that this build was not made for; a sentence each.
+    /// GPUs that may exist and that this build does not support; a sentence each.
     pub not_built_for: Vec<String>,
 }
 
-/// Looks for devices and tries them. Takes a second or so; with CUDA, the first time on a machine, more.
+/// Finds devices and tests them. Takes about a second; with CUDA, longer the first time on a machine.
 #[must_use]
-pub fn look() -> Found {
+pub fn probe_devices() -> ProbeResult {
     let survey = gpus::survey();
-    let mut devices: Vec<Device> = survey.gpus.into_iter().map(gpu).collect();
+    let mut devices: Vec<Device> = survey.gpus.into_iter().map(gpu_device).collect();
     devices.push(cpu::device());
-    Found {
+    ProbeResult {
         devices,
         left_out: survey.left_out,
         not_built_for: survey.not_built_for,
     }
 }
 
-/// The devices of [`look`]; what is left out goes to the log.
+/// The devices of [`probe_devices`]; the others are logged.
 #[must_use]
 pub fn devices() -> Vec<Device> {
-    let found = look();
+    let found = probe_devices();
     for reason in &found.left_out {
         tracing::warn!("{reason}");
     }
@@ -61,7 +48,7 @@ pub fn devices() -> Vec<Device> {
     found.devices
 }
 
-fn gpu(found: Gpu) -> Device {
+fn gpu_device(found: Gpu) -> Device {
     let memory_budget = gpu_budget(found.device.kind, found.memory_free);
     Device {
         device: found.device,
@@ -75,8 +62,9 @@ fn gpu(found: Gpu) -> Device {
     }
 }
 
-/// With CUDA, free memory less a margin for the driver's own needs and for fragmentation: a sixteenth, at least half a
-/// GiB. What Metal recommends leaves room for the rest of the system already.
+/// The memory that a task may use on a GPU. With CUDA: free memory less a margin for the driver and for
+/// fragmentation, a sixteenth but at least half a GiB. Metal's recommendation already leaves memory for the rest of
+/// the system.
 fn gpu_budget(kind: DeviceKind, free: u64) -> u64 {
     match kind {
         DeviceKind::Cuda => free.saturating_sub((free / 16).max(GIB / 2)),
@@ -84,28 +72,28 @@ fn gpu_budget(kind: DeviceKind, free: u64) -> u64 {
     }
 }
 
-/// Which devices a worker offers.
+/// The selection of devices that a worker offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
-    /// The GPUs, or the CPU when there is none.
+    /// The GPUs, or the CPU if there is none.
     #[default]
     Auto,
-    /// These.
+    /// The listed devices.
     These(Vec<DeviceRef>),
 }
 
-/// A choice of devices that cannot be read or met.
+/// Why a selection of devices cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChoiceError {
-    /// The text is not a choice.
+    /// The text is not a valid selection.
     #[error("cannot read the device {0:?}: expected auto, cpu, cuda:N or metal:N, several with commas between them")]
     Unreadable(String),
-    /// There is no such device.
-    #[error("this machine has no device {wanted} (it has: {found})")]
+    /// A selected device does not exist.
+    #[error("this machine has no device {requested} (it has: {found})")]
     Missing {
-        /// What was asked for.
-        wanted: String,
-        /// What there is.
+        /// The selected device.
+        requested: String,
+        /// The devices of this machine.
         found: String,
     },
 }
@@ -130,7 +118,7 @@ fn parse_device(text: &str) -> Result<DeviceRef, ChoiceError> {
     let kind = match kind {
         "cpu" => DeviceKind::Cpu,
         "cuda" => DeviceKind::Cuda,
-        // As torch calls it.
+        // `mps` is PyTorch's name.
         "metal" | "mps" => DeviceKind::Metal,
         _ => return Err(unreadable()),
     };
@@ -140,10 +128,10 @@ fn parse_device(text: &str) -> Result<DeviceRef, ChoiceError> {
     })
 }
 
-/// Those of `found` that were chosen, in the order of the choice.
+/// The devices of `found` that were selected, in the order of the selection.
 ///
 /// # Errors
-/// [`ChoiceError::Missing`] for a device that is not there.
+/// [`ChoiceError::Missing`] for a device that does not exist.
 pub fn choose(found: Vec<Device>, choice: &Choice) -> Result<Vec<Device>, ChoiceError> {
     let names = |devices: &[Device]| devices.iter().map(|d| label(d.device)).collect::<Vec<_>>().join(", ");
     match choice {
@@ -155,18 +143,18 @@ pub fn choose(found: Vec<Device>, choice: &Choice) -> Result<Vec<Device>, Choice
                 .collect();
             Ok(if gpus.is_empty() { found } else { gpus })
         }
-        Choice::These(wanted) => {
+        Choice::These(requested) => {
             let mut chosen: Vec<Device> = Vec::new();
-            for wanted in wanted {
+            for requested in requested {
                 let device =
                     found
                         .iter()
-                        .find(|device| device.device == *wanted)
+                        .find(|device| device.device == *requested)
                         .ok_or_else(|| ChoiceError::Missing {
-                            wanted: label(*wanted),
+                            requested: label(*requested),
                             found: names(&found),
                         })?;
-                if !chosen.iter().any(|known| known.device == *wanted) {
+                if !chosen.iter().any(|known| known.device == *requested) {
                     chosen.push(device.clone());
                 }
             }
@@ -202,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_gpus_and_else_the_cpu() {
+    fn auto_selects_the_gpus_or_else_the_cpu() {
         assert_eq!(
             chosen(&["cuda:0", "cuda:1", "cpu"], "auto").unwrap(),
             ["cuda:0", "cuda:1"]
@@ -211,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_choice_is_met_or_refused_with_what_there_is() {
+    fn a_missing_device_is_an_error_that_lists_the_existing_ones() {
         assert_eq!(
             chosen(&["cuda:0", "cpu"], "cpu, cuda:0,cpu").unwrap(),
             ["cpu", "cuda:0"]
@@ -230,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_keeps_a_margin() {
+    fn part_of_a_cuda_cards_memory_stays_free() {
         assert_eq!(gpu_budget(DeviceKind::Cuda, 0), 0);
         assert_eq!(gpu_budget(DeviceKind::Cuda, 4 * GIB), 4 * GIB - GIB / 2);
         assert_eq!(gpu_budget(DeviceKind::Cuda, 32 * GIB), 30 * GIB);
@@ -238,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cpu_is_always_there() {
+    fn the_cpu_is_always_found() {
         let devices = devices();
         let cpu = devices.last().unwrap();
         assert_eq!(cpu.device.kind, DeviceKind::Cpu);

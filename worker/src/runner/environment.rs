@@ -1,9 +1,9 @@
-//! What of the daemon's environment a child gets: what computing needs, and no credentials.
+//! Selects the environment variables of the daemon that a child gets: those needed for computing, and no credentials.
 
 use std::ffi::{OsStr, OsString};
 
-/// Taken over when set. Everything else is left out, so that a new secret cannot leak by being forgotten here.
-const NAMES: &[&str] = &[
+/// Variables that a child gets. All others are left out, so that an unknown secret cannot leak.
+const ALLOWED_NAMES: &[&str] = &[
     "PATH",
     "HOME",
     "USER",
@@ -22,23 +22,23 @@ const NAMES: &[&str] = &[
     "SYSTEMROOT",
 ];
 
-/// Families of names that configure arithmetic and devices.
-const FAMILIES: &[&str] = &[
+/// Prefixes of variables that configure arithmetic and devices.
+const ALLOWED_PREFIXES: &[&str] = &[
     "LC_", "CUDA_", "NVIDIA_", "NCCL_", "MTL_", "METAL_", "CANDLE_", "RAYON_", "OMP_", "MKL_", "VECLIB_",
 ];
 
-/// Whether a child may see this variable.
-fn passes(name: &OsStr) -> bool {
+/// Returns whether a child gets this variable.
+fn is_allowed(name: &OsStr) -> bool {
     let Some(name) = name.to_str() else { return false };
-    let secret = ["TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"]
+    let is_secret = ["TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"]
         .iter()
         .any(|word| name.contains(word));
-    !secret && (NAMES.contains(&name) || FAMILIES.iter().any(|family| name.starts_with(family)))
+    !is_secret && (ALLOWED_NAMES.contains(&name) || ALLOWED_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
 }
 
 /// The variables of `all` that a child gets.
 pub(super) fn for_child(all: impl IntoIterator<Item = (OsString, OsString)>) -> Vec<(OsString, OsString)> {
-    all.into_iter().filter(|(name, _)| passes(name)).collect()
+    all.into_iter().filter(|(name, _)| is_allowed(name)).collect()
 }
 
 #[cfg(test)]
@@ -46,8 +46,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn secrets_and_the_job_id_stay_behind() {
-        let given = [
+    fn a_child_gets_no_secrets_and_no_job_id() {
+        let variables = [
             "PATH",
             "CUDA_VISIBLE_DEVICES",
             "LC_ALL",
@@ -62,8 +62,8 @@ mod tests {
             "SSH_AUTH_SOCK",
             "OTEL_EXPORTER_OTLP_HEADERS",
         ];
-        let kept = for_child(given.map(|name| (name.into(), "1".into())));
-        let names: Vec<_> = kept.iter().map(|(name, _)| name.to_str().unwrap()).collect();
+        let allowed = for_child(variables.map(|name| (name.into(), "1".into())));
+        let names: Vec<_> = allowed.iter().map(|(name, _)| name.to_str().unwrap()).collect();
         assert_eq!(names, ["PATH", "CUDA_VISIBLE_DEVICES", "LC_ALL"]);
     }
 }

@@ -1,13 +1,14 @@
-//! Whether the machine ran out of memory while a child ran: the only way to tell an out-of-memory kill from another one.
+//! Detects whether the machine ran out of memory while a child ran: the only way to distinguish an out-of-memory kill
+//! from another SIGKILL.
 
 use std::collections::VecDeque;
 use std::fs;
 use std::path::PathBuf;
 
-/// Below this share of all memory, a SIGKILL out of nowhere is taken for the kernel's.
-const LOW_SHARE: u64 = 20;
-/// How many of the last samples count: with one sample in two seconds, the last ten seconds.
-const SAMPLES: usize = 5;
+/// If less than 1/20 of all memory is available, an unexpected SIGKILL is attributed to the kernel.
+const LOW_MEMORY_DIVISOR: u64 = 20;
+/// The number of recent samples that count: with one sample in two seconds, the last ten seconds.
+const MAX_SAMPLES: usize = 5;
 
 /// Watches memory from the start of a child to its end.
 #[derive(Debug)]
@@ -21,38 +22,38 @@ impl MemoryWatch {
     #[must_use]
     pub(super) fn start() -> Self {
         let mut watch = Self {
-            kills_before: kernel_kills(),
+            kills_before: out_of_memory_kills(),
             recent: VecDeque::new(),
         };
         watch.sample();
         watch
     }
 
-    /// Notes how much memory is available now.
+    /// Records how much memory is available now.
     pub(super) fn sample(&mut self) {
         let memory = crate::probe::memory();
         self.recent.push_back((memory.available, memory.total));
-        if self.recent.len() > SAMPLES {
+        if self.recent.len() > MAX_SAMPLES {
             self.recent.pop_front();
         }
     }
 
-    /// Whether the kernel killed for memory since the start, or memory was nearly used up a moment ago.
+    /// Returns whether the kernel killed a process for memory since the start, or memory was nearly used up recently.
     #[must_use]
     pub(super) fn ran_out(&self) -> bool {
-        kernel_kills() > self.kills_before
+        out_of_memory_kills() > self.kills_before
             || self
                 .recent
                 .iter()
-                .any(|&(available, total)| total > 0 && available < total / LOW_SHARE)
+                .any(|&(available, total)| total > 0 && available < total / LOW_MEMORY_DIVISOR)
     }
 }
 
-/// Counts out-of-memory kills: of our control groups where there are any, and of the machine.
-fn kernel_kills() -> u64 {
-    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let of_group = |mark: &str, root: &str, file: &str| {
-        let path = own.lines().find_map(|line| Some(line.split_once(mark)?.1))?;
+/// Counts out-of-memory kills of our control groups, if there are any, and of the machine.
+fn out_of_memory_kills() -> u64 {
+    let own_groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let of_group = |marker: &str, root: &str, file: &str| {
+        let path = own_groups.lines().find_map(|line| Some(line.split_once(marker)?.1))?;
         Some(PathBuf::from(root).join(path).join(file))
     };
     let counters = [
@@ -62,13 +63,13 @@ fn kernel_kills() -> u64 {
     ];
     let kills = |path: PathBuf| {
         let text = fs::read_to_string(path).unwrap_or_default();
-        field(&text, "oom_kill").unwrap_or(0)
+        counter(&text, "oom_kill").unwrap_or(0)
     };
     counters.into_iter().flatten().map(kills).fold(0, u64::saturating_add)
 }
 
 /// The number after `name` in lines of `name number`.
-fn field(text: &str, name: &str) -> Option<u64> {
+fn counter(text: &str, name: &str) -> Option<u64> {
     text.lines()
         .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
@@ -78,10 +79,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counters_are_read_by_whole_name() {
+    fn counters_are_found_by_their_whole_name() {
         let text = "low 0\noom 3\noom_kill 7\noom_group_kill 1\n";
-        assert_eq!(field(text, "oom_kill"), Some(7));
-        assert_eq!(field(text, "oom_k"), None);
+        assert_eq!(counter(text, "oom_kill"), Some(7));
+        assert_eq!(counter(text, "oom_k"), None);
     }
 
     #[test]
@@ -91,7 +92,7 @@ mod tests {
             recent: VecDeque::from([(1, 100)]),
         };
         assert!(watch.ran_out());
-        for _ in 0..SAMPLES {
+        for _ in 0..MAX_SAMPLES {
             watch.recent.push_back((90, 100));
             watch.recent.pop_front();
         }

@@ -1,20 +1,21 @@
-//! Runs one child process for one attempt: starts it, reads what it says, stops it, and tells how it ended.
+//! Runs one child process for one attempt: starts it, reads its events, stops it, and decides its outcome.
 //!
-//! The child lives in a process group of its own, so that a Ctrl-C in the daemon's terminal does not reach it and so
-//! that everything it started ends with it. Its standard input stays open for as long as the daemon wants it to live.
+//! The child has a process group of its own, so that a Ctrl-C in the daemon's terminal does not reach it and
+//! everything that it starts ends with it. Its standard input stays open while the daemon wants it to run.
 
-mod ending;
+mod control_groups;
 mod environment;
-mod groups;
+mod exit;
 mod lines;
 mod memory;
 mod spawner;
 mod watchdog;
 
-use crate::usage;
+use crate::memory_usage;
+use crate::spec_file::read_spec;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
-use ending::{Asked, Ending, Tail};
-pub use groups::{Groups, limit_attempts, most_memory};
+pub use control_groups::{ControlGroups, detect_control_groups, max_attempt_memory};
+use exit::{ChildExit, StderrTail, StopAction};
 use lines::{BoundedLines, Line};
 use memory::MemoryWatch;
 use nix::sys::signal::{Signal, kill, killpg};
@@ -31,71 +32,73 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, MissedTickBehavior, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
-use watchdog::{Finding, Watchdog};
+use watchdog::{Verdict, Watchdog};
 
-/// The longest line of JSON that is read: far above any real event.
-const EVENT_BYTES: usize = 1 << 20;
-/// The longest line of text that is kept.
-const TEXT_BYTES: usize = 8 << 10;
-/// How long a pipe may stay open after its child ended, when something that left the group still holds it.
-const PIPE_LINGER: Duration = Duration::from_secs(2);
-/// How long a child may take to go after its SIGKILL, with all its memory to be given back, before its device counts as stuck.
-const LAST_BREATH: Duration = Duration::from_secs(60);
-/// How often a child is looked at.
-const LOOK: Duration = Duration::from_secs(2);
-/// How long a child may take to exit after it said how it ended.
-const EXIT_LINGER: Duration = Duration::from_secs(20);
+/// The longest line of JSON that is read, in bytes: far above any real event.
+const MAX_EVENT_BYTES: usize = 1 << 20;
+/// The longest line of text that is kept, in bytes.
+const MAX_TEXT_BYTES: usize = 8 << 10;
+/// How long a pipe may stay open after its child ended, if a process that left the group still holds it.
+const PIPE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a child may take to exit after its SIGKILL, while its memory is freed, before its device counts as stuck.
+const KILL_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often a child is checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(2);
+/// How long a child may take to exit after it reported its outcome.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What confines a process on a Mac.
+/// The program that confines a process on macOS.
 pub(crate) const SANDBOX_EXEC: &str = "/usr/bin/sandbox-exec";
 
-/// What tells CUDA where to keep the kernels that it compiles.
+/// The environment variable for the folder of CUDA's kernel cache.
 pub(crate) const CUDA_CACHE: &str = "CUDA_CACHE_PATH";
 
-/// What to start.
+/// The child to start, and its limits.
 #[derive(Clone, Debug)]
 pub struct Launch {
-    /// A program and its first arguments; `attempt --spec FILE` is added.
+    /// The program and its first arguments; `attempt --spec FILE` is added.
     pub command: Vec<OsString>,
     /// The attempt's specification.
     pub spec: PathBuf,
-    /// Where the child starts; unset: where the daemon is.
+    /// The working directory of the child. `None`: the daemon's.
     pub work_dir: Option<PathBuf>,
     /// The child's own folder for temporary files.
     pub temp_dir: PathBuf,
     /// How long it may take to save and stop.
     pub grace: Duration,
-    /// How long it may show no progress before it is ended; longer where its own steps take long. None: for ever.
+    /// How long it may show no progress before it is stopped; phases with slow steps get a longer limit. `None`:
+    /// without limit.
     pub progress_timeout: Option<Duration>,
-    /// Its memory has a limit: its allocator takes address space only as it is needed, because the limit counts that.
+    /// Whether its memory is limited. Then its allocator reserves address space only as needed, because the limit
+    /// counts that.
     pub memory_limited: bool,
-    /// The rules of `sandbox-exec` that it starts under, on a Mac.
+    /// The `sandbox-exec` profile that it starts in, on macOS.
     pub sandbox_profile: Option<String>,
-    /// Where CUDA keeps the kernels that it compiles. Unset: where it does by itself.
+    /// The folder where CUDA caches compiled kernels. `None`: CUDA's default.
     pub cuda_cache: Option<PathBuf>,
-    /// Makes a control group for it. Unset: it has its daemon's.
-    pub groups: Option<Groups>,
+    /// Creates a control group for it. `None`: it shares its daemon's.
+    pub control_groups: Option<ControlGroups>,
 }
 
-/// What is wanted of a running child. It only goes from one to the next.
+/// The state that a running child should reach. It only increases.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Wanted {
+pub enum DesiredState {
     /// Run to the end.
     #[default]
     Run,
     /// Save, then stop.
     Stop,
-    /// End at once.
+    /// Exit at once.
     Kill,
 }
 
-/// Runs a child to its end. Its events go to `events`, all but the last one, which decides the outcome.
+/// Runs a child to its end. Sends its events to `events`, except the last one, which decides the outcome.
 ///
 /// Dropping the future kills the child and its group.
 pub async fn run(
     spawner: &Spawner,
     launch: Launch,
-    mut wanted: watch::Receiver<Wanted>,
+    mut desired: watch::Receiver<DesiredState>,
     events: mpsc::Sender<ChildEvent>,
 ) -> Outcome {
     let mut child = match start(spawner, &launch).await {
@@ -103,90 +106,100 @@ pub async fn run(
         Err(outcome) => return outcome,
     };
     let Some(pid) = child.id().and_then(|id| i32::try_from(id).ok()).map(Pid::from_raw) else {
-        return machine("the attempt's process ended before it could be watched".to_owned());
+        return machine_failure("the attempt's process ended before it could be watched".to_owned());
     };
-    let group = Group(pid);
-    // At once: it has hardly begun, and what it takes from now on counts for it.
-    let control_group = launch.groups.as_ref().map(|groups| groups.start(pid.as_raw()));
+    let process_group = ProcessGroup(pid);
+    // As early as possible: memory that it allocates from now on counts for its group.
+    let control_group = launch
+        .control_groups
+        .as_ref()
+        .map(|groups| groups.add_process(pid.as_raw()));
     if let Some(Err(error)) = &control_group {
-        tracing::warn!(%error, "an attempt has no control group of its own");
+        tracing::warn!(%error, "an attempt could not get a control group of its own");
     }
     let stdin = child.stdin.take();
-    let began = Instant::now();
-    let period = launch.progress_timeout.map_or(LOOK, |timeout| LOOK.min(timeout / 8));
+    let started_at = Instant::now();
+    let period = launch
+        .progress_timeout
+        .map_or(CHECK_INTERVAL, |timeout| CHECK_INTERVAL.min(timeout / 8));
     let period = period.max(Duration::from_millis(20));
-    let watch = Watch {
-        dog: launch
+    let watchdog = SharedWatchdog {
+        watchdog: launch
             .progress_timeout
             .map(|timeout| Arc::new(Mutex::new(Watchdog::new(timeout, period, Duration::ZERO)))),
-        began,
+        started_at,
     };
     let exited = CancellationToken::new();
-    let (said, mut has_said) = watch::channel(None);
-    let stdout = child
-        .stdout
-        .take()
-        .map(|pipe| tokio::spawn(read_events(pipe, events.clone(), said, watch.clone(), exited.clone())));
+    let (outcome_sender, mut outcome_seen) = watch::channel(None);
+    let stdout = child.stdout.take().map(|pipe| {
+        tokio::spawn(read_events(
+            pipe,
+            events.clone(),
+            outcome_sender,
+            watchdog.clone(),
+            exited.clone(),
+        ))
+    });
     let stderr = child
         .stderr
         .take()
         .map(|pipe| tokio::spawn(read_text(pipe, events.clone(), exited.clone())));
     let _aborts = (AbortOnDrop::of(&stdout), AbortOnDrop::of(&stderr));
 
-    // What was wanted before the child existed counts, too.
-    wanted.mark_changed();
-    let mut asked = Asked::Nothing;
+    // A state that was set before the child existed counts, too.
+    desired.mark_changed();
+    let mut stop_action = StopAction::Nothing;
     let mut deadline: Option<Instant> = None;
     let mut memory = MemoryWatch::start();
     let mut ticks = tokio::time::interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut hung: Option<String> = None;
-    // After a SIGKILL: when it is time to give up waiting.
-    let mut gone_by: Option<Instant> = None;
+    let mut hang_reason: Option<String> = None;
+    // The deadline for the exit after a SIGKILL.
+    let mut exit_deadline: Option<Instant> = None;
     let status = loop {
         tokio::select! {
             status = child.wait() => break Some(status),
-            () = until(gone_by) => break None,
-            () = until(deadline) => {
+            () = sleep_until_deadline(exit_deadline) => break None,
+            () = sleep_until_deadline(deadline) => {
                 deadline = None;
-                asked = if has_said.borrow().is_some() { asked } else { Asked::Killed };
-                group.signal(Signal::SIGKILL);
-                gone_by.get_or_insert(Instant::now() + LAST_BREATH);
+                stop_action = if outcome_seen.borrow().is_some() { stop_action } else { StopAction::Kill };
+                process_group.signal(Signal::SIGKILL);
+                exit_deadline.get_or_insert(Instant::now() + KILL_TIMEOUT);
             }
-            Ok(()) = wanted.changed() => match *wanted.borrow_and_update() {
-                Wanted::Run => {}
-                Wanted::Stop if asked == Asked::Nothing => {
-                    asked = Asked::Stop;
+            Ok(()) = desired.changed() => match *desired.borrow_and_update() {
+                DesiredState::Run => {}
+                DesiredState::Stop if stop_action == StopAction::Nothing => {
+                    stop_action = StopAction::Stop;
                     deadline = Some(Instant::now() + launch.grace);
                     let _ = kill(pid, Signal::SIGTERM);
                 }
-                Wanted::Stop => {}
-                Wanted::Kill => {
-                    asked = Asked::Killed;
-                    group.signal(Signal::SIGKILL);
-                    gone_by.get_or_insert(Instant::now() + LAST_BREATH);
+                DesiredState::Stop => {}
+                DesiredState::Kill => {
+                    stop_action = StopAction::Kill;
+                    process_group.signal(Signal::SIGKILL);
+                    exit_deadline.get_or_insert(Instant::now() + KILL_TIMEOUT);
                 }
             },
-            Ok(()) = has_said.changed(), if has_said.borrow().is_none() => {
-                deadline = Some(Instant::now() + EXIT_LINGER);
+            Ok(()) = outcome_seen.changed(), if outcome_seen.borrow().is_none() => {
+                deadline = Some(Instant::now() + EXIT_TIMEOUT);
             }
             _ = ticks.tick() => {
                 memory.sample();
-                let watched = hung.is_none() && has_said.borrow().is_none();
-                let found = if watched { watch.look(pid) } else { Finding::Fine };
-                if let Some(why) = announce(found, &events) {
-                    hung = Some(why);
+                let is_watched = hang_reason.is_none() && outcome_seen.borrow().is_none();
+                let verdict = if is_watched { watchdog.check(pid) } else { Verdict::Fine };
+                if let Some(reason) = report_verdict(verdict, &events) {
+                    hang_reason = Some(reason);
                     deadline.get_or_insert(Instant::now() + launch.grace);
                     let _ = kill(pid, Signal::SIGTERM);
-                    // One that was stopped by a signal may still save.
-                    group.signal(Signal::SIGCONT);
+                    // A child that was stopped by SIGSTOP can then still save.
+                    process_group.signal(Signal::SIGCONT);
                 }
             }
         }
     };
     drop(events);
-    // In this order: what the child left behind must not take a closed pipe for a word from us, and act on it.
-    group.signal(Signal::SIGKILL);
+    // Kill the group first: its other processes must not see the closed pipe and act on it.
+    process_group.signal(Signal::SIGKILL);
     drop(stdin);
     exited.cancel();
     let finished = match stdout {
@@ -195,36 +208,37 @@ pub async fn run(
     };
     let tail = match stderr {
         Some(task) => task.await.unwrap_or_default(),
-        None => Tail::default(),
+        None => StderrTail::default(),
     };
     let Some(status) = status else {
-        return stuck(pid, hung);
+        return stuck_outcome(pid, hang_reason);
     };
     match status {
         Ok(status) => {
             let memory_ran_out = finished.is_none() && memory.ran_out();
-            let outcome = ending::outcome(Ending {
+            let outcome = exit::outcome(ChildExit {
                 status,
                 finished,
-                asked,
-                hung,
+                stop_action,
+                hang_reason,
                 memory_ran_out,
                 tail,
             });
-            advised(outcome, &launch.spec)
+            add_memory_advice(outcome, &launch.spec)
         }
-        Err(error) => finished.unwrap_or_else(|| machine(format!("the attempt's process was lost: {error}"))),
+        Err(error) => finished.unwrap_or_else(|| machine_failure(format!("the attempt's process was lost: {error}"))),
     }
 }
 
-/// To an attempt that ran out of memory: the numbers, and what to try next.
-fn advised(outcome: Outcome, spec: &Path) -> Outcome {
+/// Adds the memory numbers and advice to an out-of-memory failure.
+fn add_memory_advice(outcome: Outcome, spec: &Path) -> Outcome {
     match outcome {
         Outcome::Failed {
             cause: cause @ FailureCause::OutOfMemory,
             message,
         } => {
-            let numbers = crate::child::read_spec(spec).map(|spec| usage::advice(&spec, crate::probe::memory().total));
+            let numbers =
+                read_spec(spec).map(|spec| memory_usage::out_of_memory_advice(&spec, crate::probe::memory().total));
             let message = match numbers {
                 Ok(numbers) => format!("{message}; {numbers}"),
                 Err(_) => message,
@@ -235,82 +249,82 @@ fn advised(outcome: Outcome, spec: &Path) -> Outcome {
     }
 }
 
-/// Tells what the watchdog found. Returns why the child is to be ended, if it is.
-fn announce(found: Finding, events: &mpsc::Sender<ChildEvent>) -> Option<String> {
-    // What finds no room is lost: whoever reads the events is behind, and then silence says nothing.
-    let say = |event| drop(events.try_send(event));
-    match found {
-        Finding::Fine => {}
-        Finding::Silent {
+/// Sends events for the watchdog's verdict. Returns the reason if the child has to be stopped.
+fn report_verdict(verdict: Verdict, events: &mpsc::Sender<ChildEvent>) -> Option<String> {
+    // Events are dropped while the channel is full: then the receiver is behind, and silence has no meaning.
+    let send = |event| drop(events.try_send(event));
+    match verdict {
+        Verdict::Fine => {}
+        Verdict::Silent {
             phase,
             message,
             progress,
         } => {
-            say(log("warn", message));
-            say(ChildEvent::Phase { name: phase });
+            send(log("warn", message));
+            send(ChildEvent::Phase { name: phase });
             if let Some((done, total)) = progress {
-                say(ChildEvent::Progress {
+                send(ChildEvent::Progress {
                     done,
                     total,
                     seconds_per_step: None,
                 });
             }
         }
-        Finding::Back { phase, message } => {
-            say(log("info", message));
+        Verdict::Resumed { phase, message } => {
+            send(log("info", message));
             if let Some(name) = phase {
-                say(ChildEvent::Phase { name });
+                send(ChildEvent::Phase { name });
             }
         }
-        Finding::Hung(why) => {
-            say(log("error", format!("{why}: its process is ended")));
-            return Some(why);
+        Verdict::Hung(reason) => {
+            send(log("error", format!("{reason}: its process is ended")));
+            return Some(reason);
         }
     }
     None
 }
 
-/// The end of an attempt whose process outlives its SIGKILL.
-fn stuck(pid: Pid, hung: Option<String>) -> Outcome {
-    let before = hung.map(|why| format!("{why}, and ")).unwrap_or_default();
+/// The outcome of an attempt whose process does not exit after SIGKILL.
+fn stuck_outcome(pid: Pid, hang_reason: Option<String>) -> Outcome {
+    let before = hang_reason.map(|reason| format!("{reason}, and ")).unwrap_or_default();
     Outcome::Failed {
         cause: FailureCause::DeviceStuck,
         message: format!(
-            "{before}its process {pid} does not end although it was killed {} s ago: a driver or a disk of this machine hangs; \
+            "{before}its process {pid} did not exit within {} s after SIGKILL: a driver or a disk of this machine hangs; \
              look at the machine, then free the device with `aitk worker undrain`",
-            LAST_BREATH.as_secs()
+            KILL_TIMEOUT.as_secs()
         ),
     }
 }
 
-/// The watchdog of a child, if it has one, and the clock that it goes by.
+/// The watchdog of a child, if it has one, and the start of its clock.
 #[derive(Clone)]
-struct Watch {
-    dog: Option<Arc<Mutex<Watchdog>>>,
-    began: Instant,
+struct SharedWatchdog {
+    watchdog: Option<Arc<Mutex<Watchdog>>>,
+    started_at: Instant,
 }
 
-impl Watch {
+impl SharedWatchdog {
     fn with<T>(&self, act: impl FnOnce(&mut Watchdog, Duration) -> T) -> Option<T> {
-        let dog = self.dog.as_ref()?;
-        let mut dog = dog.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(act(&mut dog, self.began.elapsed()))
+        let watchdog = self.watchdog.as_ref()?;
+        let mut watchdog = watchdog.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(act(&mut watchdog, self.started_at.elapsed()))
     }
 
-    fn look(&self, pid: Pid) -> Finding {
-        self.with(|dog, now| dog.look(now, processor_time(pid)))
-            .unwrap_or(Finding::Fine)
+    fn check(&self, pid: Pid) -> Verdict {
+        self.with(|watchdog, now| watchdog.check(now, cpu_time(pid)))
+            .unwrap_or(Verdict::Fine)
     }
 }
 
-/// CPU time that a process has used; none where the system does not tell.
-fn processor_time(pid: Pid) -> Option<Duration> {
+/// The CPU time that a process has used; `None` if the system does not report it.
+fn cpu_time(pid: Pid) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name before may hold anything, spaces and brackets as well.
+    // The process name before may contain spaces and brackets.
     let (_, fields) = stat.rsplit_once(')')?;
     let mut times = fields.split_whitespace().skip(11).map(str::parse::<u64>);
     let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
-    // Linux shows these in hundredths of a second, whatever its own clock is.
+    // Linux reports these in hundredths of a second, independent of the kernel's clock rate.
     Some(Duration::from_millis(user.saturating_add(system).saturating_mul(10)))
 }
 
@@ -334,10 +348,11 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
         .args(["attempt", "--spec"])
         .arg(&launch.spec)
         .env_clear()
-        // candle's own pool waits by spinning and takes the cores from our kernels, which use rayon and gemm.
-        // Who sets it for the daemon keeps the last word.
+        // candle's own thread pool spins while it waits and takes the cores from our kernels, which use rayon and
+        // gemm. A value in the daemon's environment overrides this.
         .env("CANDLE_NUM_THREADS", "1")
-        // Said once: candle counts the cores anew, from files of the kernel, before each matrix product.
+        // Set explicitly, because candle otherwise counts the cores before each matrix product, from files of the
+        // kernel.
         .env("RAYON_NUM_THREADS", cores().to_string())
         .envs(environment::for_child(std::env::vars_os()))
         .env("TMPDIR", &launch.temp_dir)
@@ -358,49 +373,49 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
     spawner
         .spawn(command)
         .await
-        .map_err(|error| machine(format!("could not start {}: {error}", program.display())))
+        .map_err(|error| machine_failure(format!("could not start {}: {error}", program.display())))
 }
 
-/// Cores that a child may compute on: hyper-threads only hold each other up.
+/// The number of physical cores that a child may use: hyper-threads slow each other down.
 fn cores() -> usize {
     let allowed = std::thread::available_parallelism().map_or(1, usize::from);
     sysinfo::System::physical_core_count().map_or(allowed, |physical| physical.clamp(1, allowed))
 }
 
-fn machine(message: String) -> Outcome {
+fn machine_failure(message: String) -> Outcome {
     Outcome::Failed {
         cause: FailureCause::Machine,
         message,
     }
 }
 
-async fn until(deadline: Option<Instant>) {
+async fn sleep_until_deadline(deadline: Option<Instant>) {
     match deadline {
         Some(at) => sleep_until(at).await,
         None => std::future::pending().await,
     }
 }
 
-/// Reads events to the end of the pipe. Returns what the child said last about itself.
+/// Reads events until the pipe closes. Returns the outcome that the child reported.
 async fn read_events(
     pipe: impl AsyncRead + Unpin,
     events: mpsc::Sender<ChildEvent>,
-    said: watch::Sender<Option<()>>,
-    watched: Watch,
+    outcome_sender: watch::Sender<Option<()>>,
+    watchdog: SharedWatchdog,
     exited: CancellationToken,
 ) -> Option<Outcome> {
-    let mut lines = BoundedLines::new(pipe, EVENT_BYTES);
+    let mut lines = BoundedLines::new(pipe, MAX_EVENT_BYTES);
     let mut finished = None;
     while let Some(line) = next_line(&mut lines, &exited).await {
         let event = match line {
             Line::Text(text) if text.trim().is_empty() => continue,
             Line::Text(text) => match serde_json::from_str::<ChildEvent>(&text) {
                 Ok(event) => event,
-                Err(_) => log("info", cut(&text, TEXT_BYTES)),
+                Err(_) => log("info", truncate(&text, MAX_TEXT_BYTES)),
             },
             Line::TooLong { beginning, bytes } => log(
                 "warn",
-                format!("a line of {bytes} bytes was left out: {}…", cut(&beginning, 200)),
+                format!("a line of {bytes} bytes was left out: {}…", truncate(&beginning, 200)),
             ),
         };
         if finished.is_some() {
@@ -408,31 +423,35 @@ async fn read_events(
         }
         if let ChildEvent::Finished { outcome } = event {
             finished = Some(outcome);
-            said.send_replace(Some(()));
+            outcome_sender.send_replace(Some(()));
         } else {
-            watched.with(|dog, now| dog.heard(now, &event));
-            // A full queue holds the child back. A closed one means that nobody wants the events any more.
+            watchdog.with(|watchdog, now| watchdog.record_event(now, &event));
+            // A full channel blocks the child. A closed one means that nobody needs the events any more.
             if let Err(TrySendError::Full(event)) = events.try_send(event) {
-                watched.with(|dog, now| dog.waits_for_us(now, true));
+                watchdog.with(|watchdog, now| watchdog.set_blocked(now, true));
                 let _ = events.send(event).await;
-                watched.with(|dog, now| dog.waits_for_us(now, false));
+                watchdog.with(|watchdog, now| watchdog.set_blocked(now, false));
             }
         }
     }
     finished
 }
 
-/// Reads log text to the end of the pipe. Returns its last lines.
-async fn read_text(pipe: impl AsyncRead + Unpin, events: mpsc::Sender<ChildEvent>, exited: CancellationToken) -> Tail {
-    let mut lines = BoundedLines::new(pipe, TEXT_BYTES);
-    let mut tail = Tail::default();
+/// Reads log text until the pipe closes. Returns its last lines.
+async fn read_text(
+    pipe: impl AsyncRead + Unpin,
+    events: mpsc::Sender<ChildEvent>,
+    exited: CancellationToken,
+) -> StderrTail {
+    let mut lines = BoundedLines::new(pipe, MAX_TEXT_BYTES);
+    let mut tail = StderrTail::default();
     while let Some(line) = next_line(&mut lines, &exited).await {
         let (Line::Text(text) | Line::TooLong { beginning: text, .. }) = line;
         if text.trim().is_empty() {
             continue;
         }
-        tail.push(cut(&text, 500).as_str());
-        // Log text may be lost when the queue is full; it must not hold back the events.
+        tail.push(truncate(&text, 500).as_str());
+        // Log text may be dropped when the channel is full; it must not block the events.
         let _ = events.try_send(log("info", text));
     }
     tail
@@ -441,7 +460,7 @@ async fn read_text(pipe: impl AsyncRead + Unpin, events: mpsc::Sender<ChildEvent
 async fn next_line<R: AsyncRead + Unpin>(lines: &mut BoundedLines<R>, exited: &CancellationToken) -> Option<Line> {
     let abandoned = async {
         exited.cancelled().await;
-        sleep(PIPE_LINGER).await;
+        sleep(PIPE_TIMEOUT).await;
     };
     tokio::select! {
         line = lines.next() => line.unwrap_or_default(),
@@ -456,8 +475,8 @@ fn log(level: &str, message: String) -> ChildEvent {
     }
 }
 
-/// The beginning of a text, at most `bytes` long, cut between characters.
-fn cut(text: &str, bytes: usize) -> String {
+/// The beginning of a text, at most `bytes` long, cut at a character boundary.
+fn truncate(text: &str, bytes: usize) -> String {
     let end = (0..=bytes.min(text.len()))
         .rev()
         .find(|&at| text.is_char_boundary(at))
@@ -465,17 +484,17 @@ fn cut(text: &str, bytes: usize) -> String {
     text[..end].to_owned()
 }
 
-/// A process group that is killed when this goes away.
-struct Group(Pid);
+/// A process group that is killed when this value is dropped.
+struct ProcessGroup(Pid);
 
-impl Group {
+impl ProcessGroup {
     fn signal(&self, signal: Signal) {
-        // ESRCH: everybody has gone already.
+        // ESRCH means that all its processes have exited.
         let _ = killpg(self.0, signal);
     }
 }
 
-impl Drop for Group {
+impl Drop for ProcessGroup {
     fn drop(&mut self) {
         self.signal(Signal::SIGKILL);
     }

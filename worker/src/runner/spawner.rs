@@ -1,7 +1,7 @@
-//! One thread that starts every child.
+//! A thread that starts every child.
 //!
 //! A child asks Linux for a signal when its parent *thread* ends (see `child`). A thread of the async runtime may end
-//! at any time, this one ends with the daemon.
+//! at any time; this one ends with the daemon.
 
 use std::io;
 use tokio::process::{Child, Command};
@@ -22,14 +22,14 @@ impl Spawner {
     /// # Errors
     /// When no thread can be started.
     pub fn start(runtime: Handle) -> io::Result<Self> {
-        // A request waits for its answer, so there are never more than there are attempts.
+        // Each request waits for its answer, so there are never more requests than attempts.
         let (requests, queue) = std::sync::mpsc::sync_channel::<Request>(16);
         std::thread::Builder::new()
             .name("aitk-spawner".to_owned())
             .spawn(move || {
                 let _inside = runtime.enter();
                 while let Ok((mut command, reply)) = queue.recv() {
-                    // Nobody waits any more: dropping the child kills it (kill_on_drop).
+                    // If the receiver is gone, dropping the child kills it (`kill_on_drop`).
                     let _ = reply.send(command.spawn());
                 }
             })?;
@@ -39,7 +39,7 @@ impl Spawner {
     /// Starts a process.
     ///
     /// # Errors
-    /// Whatever starting it fails with.
+    /// The error of starting the process.
     pub async fn spawn(&self, command: Command) -> io::Result<Child> {
         let (reply, answer) = oneshot::channel();
         let gone = |_| io::Error::other("the thread that starts processes is gone");

@@ -1,6 +1,6 @@
-//! Files, TCP, abstract sockets and signals: Landlock.
+//! Restricts files, TCP, abstract sockets and signals with Landlock.
 
-use super::{Rules, paths};
+use super::{SandboxRules, paths};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus, PathBeneath, PathFd, Ruleset,
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags,
@@ -8,37 +8,37 @@ use landlock::{
 use std::fs::File;
 use std::path::Path;
 
-/// The newest version whose rights were looked at here. A kernel that knows less enforces what it knows.
-const ABI_KNOWN: ABI = ABI::V7;
+/// The newest Landlock version that this code was written for. An older kernel enforces the rights that it knows.
+const KNOWN_ABI: ABI = ABI::V7;
 
-/// Confines this thread and those that it starts. Says what is in force.
+/// Confines this thread and the threads that it starts later. Returns what is in force.
 ///
 /// # Errors
-/// Why nothing is, in words.
-pub(super) fn restrict(rules: &Rules) -> Result<String, String> {
+/// The reason why nothing is in force.
+pub(super) fn restrict(rules: &SandboxRules) -> Result<String, String> {
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(ABI_KNOWN))
-        .and_then(|rules| rules.handle_access(AccessNet::from_all(ABI_KNOWN)))
-        .and_then(|rules| rules.scope(Scope::from_all(ABI_KNOWN)))
+        .handle_access(AccessFs::from_all(KNOWN_ABI))
+        .and_then(|rules| rules.handle_access(AccessNet::from_all(KNOWN_ABI)))
+        .and_then(|rules| rules.scope(Scope::from_all(KNOWN_ABI)))
         .and_then(Ruleset::create);
     let mut ruleset = ruleset.map_err(|error| format!("Landlock: {error}"))?;
-    let (reads, changes) = (readable(), changeable());
+    let (reads, writes) = (read_access(), writable());
     for (path, access) in [
-        (paths::readable(rules.device), reads),
-        (paths::devices(rules.device), devices()),
+        (paths::readable_paths(rules.device), reads),
+        (paths::device_paths(rules.device), device_access()),
         (rules.read.clone(), reads),
-        (rules.write.clone(), changes),
+        (rules.write.clone(), writes),
     ]
     .iter()
     .flat_map(|(paths, access)| paths.iter().map(move |path| (path, *access)))
     {
         ruleset = allow(ruleset, path, access)?;
     }
-    // Its own memory peak is counted anew by writing there.
-    let own = reads | AccessFs::WriteFile | AccessFs::Truncate;
-    ruleset = allow(ruleset, Path::new("/proc/self"), own)?;
-    pin_own_entry();
+    // The process resets its memory peak by writing there.
+    let proc_self_access = reads | AccessFs::WriteFile | AccessFs::Truncate;
+    ruleset = allow(ruleset, Path::new("/proc/self"), proc_self_access)?;
+    keep_proc_self_open();
     let status = ruleset.restrict_self().map_err(|error| format!("Landlock: {error}"))?;
     match (status.ruleset, status.landlock) {
         (RulesetStatus::NotEnforced, LandlockStatus::NotEnabled) => {
@@ -50,7 +50,7 @@ pub(super) fn restrict(rules: &Rules) -> Result<String, String> {
     }
 }
 
-/// Adds a rule. What does not exist on this machine needs none.
+/// Adds a rule. A path that does not exist on this machine needs none.
 fn allow(
     ruleset: landlock::RulesetCreated,
     path: &Path,
@@ -59,34 +59,35 @@ fn allow(
     let Ok(opened) = PathFd::new(path) else {
         return Ok(ruleset);
     };
-    // The kernel refuses rights of folders for what is none.
+    // The kernel rejects folder rights for a file.
     let access = match path.is_dir() {
         true => access,
-        false => access & AccessFs::from_file(ABI_KNOWN),
+        false => access & AccessFs::from_file(KNOWN_ABI),
     };
     ruleset
         .add_rule(PathBeneath::new(opened, access))
         .map_err(|error| format!("Landlock: {}: {error}", path.display()))
 }
 
-/// Not executing: an attempt starts no program.
-fn readable() -> BitFlags<AccessFs> {
+/// No execution: an attempt starts no program.
+fn read_access() -> BitFlags<AccessFs> {
     make_bitflags!(AccessFs::{ReadFile | ReadDir})
 }
 
-/// Regular files and folders. No links, pipes, sockets and devices: the daemon reads what lies there afterwards.
-fn changeable() -> BitFlags<AccessFs> {
-    readable() | make_bitflags!(AccessFs::{WriteFile | RemoveDir | RemoveFile | MakeDir | MakeReg | Refer | Truncate})
+/// Regular files and folders only. No links, pipes, sockets and devices: the daemon reads these folders afterwards.
+fn writable() -> BitFlags<AccessFs> {
+    read_access()
+        | make_bitflags!(AccessFs::{WriteFile | RemoveDir | RemoveFile | MakeDir | MakeReg | Refer | Truncate})
 }
 
-fn devices() -> BitFlags<AccessFs> {
+fn device_access() -> BitFlags<AccessFs> {
     make_bitflags!(AccessFs::{ReadFile | ReadDir | WriteFile | IoctlDev})
 }
 
-/// Keeps `/proc/self` open for as long as this process lives: a rule holds for the file system's entry as it is now, and an
-/// entry that nobody has open may be forgotten, and made anew without the rule.
-fn pin_own_entry() {
-    if let Ok(own) = File::open("/proc/self") {
-        std::mem::forget(own);
+/// Keeps `/proc/self` open for the life of this process: the rule belongs to the inode in memory, which the kernel
+/// may evict while nobody has it open, and create again without the rule.
+fn keep_proc_self_open() {
+    if let Ok(proc_self_access) = File::open("/proc/self") {
+        std::mem::forget(proc_self_access);
     }
 }

@@ -1,64 +1,36 @@
-//! Confines the process of an attempt: it reaches its own inputs and folder, no network, and no other process.
+//! Confines the process of an attempt to its own inputs and folder, without network and without access to other
+//! processes.
 //!
-//! An attempt computes on files and settings that somebody else sent. On Linux it confines itself, before its first
-//! thread and before it opens an input: Landlock for files, TCP, abstract sockets and signals, seccomp for system calls.
-//! On a Mac the daemon starts it inside `sandbox-exec`. Neither can be taken back. What is in force is measured by trying
-//! what is forbidden ([`probe`]), never assumed. docs/security.md says what this keeps out and what it does not.
+//! An attempt computes on files and settings that somebody else sent. On Linux it confines itself before its first
+//! thread and before it opens an input: Landlock for files, TCP, abstract sockets and signals; seccomp for system
+//! calls. On macOS the daemon starts it in `sandbox-exec`. Neither can be undone. What is in force is measured by
+//! trying forbidden operations ([`probe`]), never assumed. docs/security.md says what the sandbox prevents and what
+//! it does not.
 
 #[cfg(target_os = "linux")]
 mod landlock;
 mod paths;
 mod probe;
+mod rules;
 mod seatbelt;
 #[cfg(target_os = "linux")]
 mod seccomp;
 #[cfg(all(test, target_os = "linux"))]
 mod tests;
 
-use crate::runner::CUDA_CACHE;
-use aitk_common::attempt::AttemptSpec;
 use aitk_common::capability::DeviceKind;
 use aitk_common::confinement::{Confinement, Protection};
 pub use probe::{measure, try_in_this_process};
+pub(crate) use rules::SandboxRules;
 pub(crate) use seatbelt::profile;
-use std::path::{Path, PathBuf};
 
-/// What an attempt may reach.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Rules {
-    /// Files and folders that it reads.
-    pub(crate) read: Vec<PathBuf>,
-    /// Folders in which it reads, makes and removes files.
-    pub(crate) write: Vec<PathBuf>,
-    /// What it computes on: drivers need files of their own.
-    pub(crate) device: DeviceKind,
-}
-
-impl Rules {
-    /// The rules of an attempt that is not local; none for a local one, which works in its user's own folders. They follow
-    /// from what the daemon staged, and never from the job.
-    pub(crate) fn of(spec: &AttemptSpec, temp_dir: &Path) -> Option<Self> {
-        let output = spec.output_root.clone()?;
-        let read = spec.inputs.values().chain(&spec.resume_from).cloned();
-        let mut write = vec![output, temp_dir.to_owned()];
-        write.extend(spec.derived.values().cloned());
-        if spec.device.kind == DeviceKind::Cuda {
-            write.extend(std::env::var_os(CUDA_CACHE).map(PathBuf::from));
-        }
-        Some(Self {
-            read: read.collect(),
-            write,
-            device: spec.device.kind,
-        })
-    }
-}
-
-/// Confines this process for good. `rules` of `None` leave its files alone and take its network and system calls only.
+/// Confines this process for good. With `rules` of `None` only network and system calls are restricted, and files are
+/// not.
 ///
-/// Must be called before the process has a second thread: Landlock holds the thread that asks for it, and those that it
-/// starts later.
+/// Call it before the process has a second thread: Landlock restricts the calling thread, and those that it starts
+/// later.
 #[cfg(target_os = "linux")]
-pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
+pub(crate) fn apply(rules: Option<&SandboxRules>) -> Confinement {
     let device = rules.map_or(DeviceKind::Cuda, |rules| rules.device);
     let files = match rules {
         Some(rules) => landlock::restrict(rules),
@@ -68,13 +40,13 @@ pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
         Ok(()) => Protection::by("seccomp"),
         Err(reason) => Protection::missing(reason),
     };
-    let network = match (syscalls.in_force && !has_sockets(), &files) {
+    let network = match (syscalls.in_force && !can_bind_socket(), &files) {
         (true, _) => Protection::by("seccomp"),
-        (false, Ok(_)) => Protection::missing("Landlock alone, which leaves UDP"),
+        (false, Ok(_)) => Protection::missing("only Landlock is in force, which does not restrict UDP"),
         (false, Err(_)) => Protection::missing(syscalls.by.clone()),
     };
     let files = match files {
-        // The root folder is always there, and never among the rules.
+        // The root folder always exists, and is never among the rules.
         Ok(by) if std::fs::read_dir("/").is_err() => Protection::by(by),
         Ok(by) => Protection::missing(format!("{by} did not refuse the root folder")),
         Err(reason) => Protection::missing(reason),
@@ -87,17 +59,17 @@ pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
     }
 }
 
-/// What the daemon put around this process when it started it (`sandbox-exec`), measured here.
+/// Measures the sandbox that the daemon started this process in (`sandbox-exec`).
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
+pub(crate) fn apply(rules: Option<&SandboxRules>) -> Confinement {
     let measured = |refused: bool| match (rules, refused) {
         (None, _) => Protection::missing("a local job works in the folders of its user"),
         (Some(_), true) => Protection::by("sandbox-exec"),
         (Some(_), false) => Protection::missing("it was started without sandbox-exec"),
     };
-    // A file that every system of this kind has and no rule names.
+    // A file that every system of this kind has, and that no rule allows.
     let files = measured(std::fs::File::open("/etc/passwd").is_err());
-    let network = measured(!has_sockets());
+    let network = measured(!can_bind_socket());
     Confinement {
         syscalls: files.clone(),
         files,
@@ -106,7 +78,7 @@ pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
     }
 }
 
-/// Whether a socket can be had and bound.
-fn has_sockets() -> bool {
+/// Returns whether a socket can be created and bound.
+fn can_bind_socket() -> bool {
     std::net::UdpSocket::bind(("127.0.0.1", 0)).is_ok() || std::net::TcpListener::bind(("127.0.0.1", 0)).is_ok()
 }

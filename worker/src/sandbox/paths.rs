@@ -1,10 +1,10 @@
-//! What every attempt needs of the system: libraries, a few devices, what the kernel says about memory and CPUs.
+//! System files that every attempt needs: libraries, a few devices, kernel information about memory and CPUs.
 
 use aitk_common::capability::DeviceKind;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Libraries and the files that name them. Read only: nothing is executed after the start.
+/// Libraries, and the files that configure them. Read-only: nothing is executed after the start.
 const LIBRARIES: &[&str] = &[
     "/usr",
     "/lib",
@@ -21,9 +21,9 @@ const LIBRARIES: &[&str] = &[
     "/etc/localtime",
 ];
 
-/// What the kernel says about this process and the machine: CPUs (rayon, gemm), memory, limits of control groups, huge pages
-/// (mimalloc).
-const KERNEL: &[&str] = &[
+/// Kernel information about this process and the machine: CPUs (rayon, gemm), memory, limits of control groups, huge
+/// pages (mimalloc).
+const KERNEL_FILES: &[&str] = &[
     "/proc/cpuinfo",
     "/proc/meminfo",
     "/proc/stat",
@@ -36,8 +36,8 @@ const KERNEL: &[&str] = &[
     "/sys/kernel/mm/transparent_hugepage",
 ];
 
-/// What NVIDIA's driver reads besides: its own settings, where cards are attached, which modules are loaded.
-const CUDA: &[&str] = &[
+/// Files that NVIDIA's driver also reads: its settings, where cards are attached, which modules are loaded.
+const CUDA_FILES: &[&str] = &[
     "/etc/nvidia",
     "/proc/devices",
     "/proc/driver/nvidia",
@@ -49,25 +49,25 @@ const CUDA: &[&str] = &[
     "/sys/module",
 ];
 
-/// Devices of no hardware.
+/// Devices without hardware.
 #[cfg(target_os = "linux")]
 const PLAIN_DEVICES: &[&str] = &["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
 
-/// Beginnings of the names of NVIDIA's devices: cards, Tegra's, and those of Windows' subsystem for Linux.
+/// Prefixes of the names of NVIDIA's devices: cards, Tegra's, and those of the Windows subsystem for Linux.
 #[cfg(target_os = "linux")]
-const CUDA_DEVICES: &[&str] = &["nvidia", "nvhost", "nvmap", "nvgpu", "dxg"];
+const CUDA_DEVICE_PREFIXES: &[&str] = &["nvidia", "nvhost", "nvmap", "nvgpu", "dxg"];
 
-/// What is read on a device of this kind. Some of it does not exist.
-pub(super) fn readable(device: DeviceKind) -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = LIBRARIES.iter().chain(KERNEL).map(PathBuf::from).collect();
+/// Paths that an attempt may read on a device of this kind. Some of them may not exist.
+pub(super) fn readable_paths(device: DeviceKind) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = LIBRARIES.iter().chain(KERNEL_FILES).map(PathBuf::from).collect();
     if device == DeviceKind::Cuda {
-        all.extend(CUDA.iter().map(PathBuf::from));
-        // A toolkit in a place of its own.
+        all.extend(CUDA_FILES.iter().map(PathBuf::from));
+        // A toolkit in a folder of its own.
         for name in ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"] {
             all.extend(std::env::var_os(name).map(PathBuf::from));
         }
     }
-    // Where whoever set up the worker has libraries besides; the environment is the daemon's, never a job's.
+    // Library folders that the worker's administrator configured; the environment is the daemon's, never a job's.
     for name in ["LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH"] {
         let paths: OsString = std::env::var_os(name).unwrap_or_default();
         all.extend(std::env::split_paths(&paths));
@@ -77,17 +77,17 @@ pub(super) fn readable(device: DeviceKind) -> Vec<PathBuf> {
     all
 }
 
-/// Devices that are read, written and controlled.
+/// Devices that an attempt may read, write and control.
 #[cfg(target_os = "linux")]
-pub(super) fn devices(device: DeviceKind) -> Vec<PathBuf> {
+pub(super) fn device_paths(device: DeviceKind) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = PLAIN_DEVICES.iter().map(PathBuf::from).collect();
     if device == DeviceKind::Cuda {
         all.push(PathBuf::from("/dev/dri"));
         for entry in std::fs::read_dir("/dev").into_iter().flatten().flatten() {
             let name = entry.file_name();
-            if CUDA_DEVICES
+            if CUDA_DEVICE_PREFIXES
                 .iter()
-                .any(|start| name.as_encoded_bytes().starts_with(start.as_bytes()))
+                .any(|prefix| name.as_encoded_bytes().starts_with(prefix.as_bytes()))
             {
                 all.push(entry.path());
             }

@@ -1,12 +1,14 @@
-//! The same rules for a Mac: the text of a `sandbox-exec` profile.
+//! The sandbox rules for macOS, as the text of a `sandbox-exec` profile.
 //!
-//! Apple calls `sandbox-exec` deprecated and ships it with every version; nothing else confines a program that is no bundle.
+//! Apple calls `sandbox-exec` deprecated but ships it with every version; nothing else confines a program that is not
+//! a bundle.
 
-use super::{Rules, paths};
+use super::paths;
+use super::rules::SandboxRules;
 use std::fmt::Write as _;
 use std::path::Path;
 
-/// What programs and the GPU's driver need of the system, read only.
+/// Paths that programs and the GPU's driver need, read-only.
 const SYSTEM: &[&str] = &[
     "/System",
     "/Library/Apple",
@@ -17,11 +19,11 @@ const SYSTEM: &[&str] = &[
     "/usr/share",
 ];
 
-/// The profile for an attempt that runs `program`.
+/// Builds the profile for an attempt that runs `program`.
 ///
 /// # Errors
-/// When a path cannot be written into a profile: it is not UTF-8, or holds control characters.
-pub(crate) fn profile(rules: &Rules, program: &Path) -> Result<String, String> {
+/// If a path cannot be written into a profile: it is not UTF-8, or contains control characters.
+pub(crate) fn profile(rules: &SandboxRules, program: &Path) -> Result<String, String> {
     let mut text = String::from(
         "(version 1)\n(deny default)\n\
          ; What every program needs to start, in Apple's own words.\n\
@@ -43,7 +45,7 @@ pub(crate) fn profile(rules: &Rules, program: &Path) -> Result<String, String> {
     let _ = writeln!(text, "(allow process-exec (literal {program}))");
     let _ = writeln!(text, "(allow file-read* (literal {program}))");
     let system = SYSTEM.iter().map(Path::new);
-    let libraries = paths::readable(rules.device);
+    let libraries = paths::readable_paths(rules.device);
     let read = system.chain(libraries.iter().map(AsRef::as_ref));
     for path in read.chain(rules.read.iter().map(AsRef::as_ref)) {
         let _ = writeln!(text, "(allow file-read* (subpath {}))", quoted(path)?);
@@ -51,12 +53,13 @@ pub(crate) fn profile(rules: &Rules, program: &Path) -> Result<String, String> {
     for path in &rules.write {
         let _ = writeln!(text, "(allow file-read* file-write* (subpath {}))", quoted(path)?);
     }
-    // The last rule that fits counts: what the daemon reads afterwards is regular files and folders.
+    // The last matching rule wins. The daemon reads these folders afterwards, so they may hold only regular files and
+    // folders.
     text.push_str("(deny file-write-create (vnode-type SYMLINK) (vnode-type FIFO) (vnode-type SOCKET))\n");
     Ok(text)
 }
 
-/// A path as a string of the profile's language.
+/// A path as a string literal of the profile language.
 fn quoted(path: &Path) -> Result<String, String> {
     let text = path.to_str().filter(|text| !text.contains(char::is_control));
     let text = text.ok_or_else(|| format!("{path:?} cannot be written into a sandbox profile: rename the folder"))?;
@@ -68,8 +71,8 @@ mod tests {
     use super::*;
     use aitk_common::capability::DeviceKind;
 
-    fn rules(read: &str) -> Rules {
-        Rules {
+    fn rules(read: &str) -> SandboxRules {
+        SandboxRules {
             read: vec![read.into()],
             write: vec!["/data/attempts/a1/output".into()],
             device: DeviceKind::Metal,

@@ -1,7 +1,7 @@
-//! System calls: seccomp.
+//! Restricts system calls with seccomp.
 //!
-//! A list of what is refused, and not of what is allowed: the libraries of NVIDIA's driver are closed and differ from version
-//! to version. Refused calls fail with "operation not permitted"; nothing is killed.
+//! A list of denied calls, not of allowed ones: the libraries of NVIDIA's driver are closed source and differ from
+//! version to version. Denied calls fail with "operation not permitted"; no process is killed.
 
 use aitk_common::capability::DeviceKind;
 use nix::libc;
@@ -11,9 +11,10 @@ use seccompiler::{
 };
 use std::collections::BTreeMap;
 
-/// Never needed by an attempt, with any arguments.
-const REFUSED: &[libc::c_long] = &[
-    // Programs. The driver starts one only to make missing device files, which the daemon's own look at the devices did.
+/// Calls that are denied with any arguments: no attempt needs them.
+const DENIED_CALLS: &[libc::c_long] = &[
+    // Programs. The driver starts one only to create missing device files, which the daemon's own device probe
+    // already did.
     libc::SYS_execve,
     libc::SYS_execveat,
     // Other processes.
@@ -26,9 +27,9 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_pidfd_getfd,
     libc::SYS_pidfd_send_signal,
     libc::SYS_tkill,
-    // The way from a socket to somebody else.
+    // Connecting a socket to another one.
     libc::SYS_connect,
-    // Calls that reach around these rules, or whose faults attackers like.
+    // Calls that can bypass these rules, or that often have exploitable bugs.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
@@ -43,7 +44,7 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_fanotify_init,
     libc::SYS_vmsplice,
     libc::SYS_personality,
-    // Modes, owners and attributes by path, which Landlock leaves alone.
+    // Modes, owners and attributes by path, which Landlock does not restrict.
     libc::SYS_fchmodat,
     libc::SYS_fchmodat2,
     libc::SYS_fchownat,
@@ -51,7 +52,7 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_lsetxattr,
     libc::SYS_removexattr,
     libc::SYS_lremovexattr,
-    // Before the third version, Landlock does not see it.
+    // Landlock restricts it only since its third version.
     libc::SYS_truncate,
     // Namespaces and mounts.
     libc::SYS_unshare,
@@ -87,9 +88,9 @@ const REFUSED: &[libc::c_long] = &[
     libc::SYS_vhangup,
 ];
 
-/// Older forms that only this architecture has.
+/// Older calls that only this architecture has.
 #[cfg(target_arch = "x86_64")]
-const REFUSED_HERE: &[libc::c_long] = &[
+const DENIED_CALLS_OF_ARCHITECTURE: &[libc::c_long] = &[
     libc::SYS_chmod,
     libc::SYS_chown,
     libc::SYS_lchown,
@@ -103,18 +104,18 @@ const REFUSED_HERE: &[libc::c_long] = &[
     libc::SYS_uselib,
 ];
 #[cfg(not(target_arch = "x86_64"))]
-const REFUSED_HERE: &[libc::c_long] = &[];
+const DENIED_CALLS_OF_ARCHITECTURE: &[libc::c_long] = &[];
 
-/// Takes system calls from this process and all its threads.
+/// Denies system calls in this process and all its threads.
 ///
 /// # Errors
-/// Why it did not come about, in words.
+/// The reason why the filter could not be installed.
 pub(super) fn restrict(device: DeviceKind) -> Result<(), String> {
     let failed = |error: &dyn std::fmt::Display| format!("seccomp: {error}");
     let filters = [
-        // A call whose flags cannot be seen here; libraries use `clone` where it does not exist.
-        program(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS),
-        refused(device).and_then(|rules| program(rules, libc::EPERM)),
+        // seccomp cannot inspect the flags of this call; libraries fall back to `clone` if it does not exist.
+        compile_filter(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS),
+        denied_calls(device).and_then(|rules| compile_filter(rules, libc::EPERM)),
     ];
     for filter in filters {
         let filter = filter.map_err(|error| failed(&error))?;
@@ -123,28 +124,28 @@ pub(super) fn restrict(device: DeviceKind) -> Result<(), String> {
     Ok(())
 }
 
-type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+type CallRules = BTreeMap<i64, Vec<SeccompRule>>;
 
-fn program(rules: Rules, errno: i32) -> Result<BpfProgram, seccompiler::BackendError> {
-    let refuse = SeccompAction::Errno(errno.unsigned_abs());
+fn compile_filter(rules: CallRules, errno: i32) -> Result<BpfProgram, seccompiler::BackendError> {
+    let deny = SeccompAction::Errno(errno.unsigned_abs());
     let filter = SeccompFilter::new(
         rules,
         SeccompAction::Allow,
-        refuse.clone(),
+        deny.clone(),
         std::env::consts::ARCH.try_into()?,
     )?;
-    let mut program = BpfProgram::try_from(filter)?;
+    let mut compiled = BpfProgram::try_from(filter)?;
     if cfg!(target_arch = "x86_64") {
-        // The same calls by other numbers (the x32 interface), which the list would not see.
-        program.splice(0..0, without_x32());
+        // The x32 interface has the same calls under other numbers, which the list does not cover.
+        compiled.splice(0..0, deny_x32());
     }
-    Ok(program)
+    Ok(compiled)
 }
 
-/// Refuses calls of the x32 interface: load the number of the call, compare, return.
-fn without_x32() -> [sock_filter; 3] {
+/// Instructions that deny calls of the x32 interface: load the number of the call, compare, return.
+fn deny_x32() -> [sock_filter; 3] {
     const X32: u32 = 0x4000_0000;
-    let refuse = u32::from(SeccompAction::Errno(libc::EPERM.unsigned_abs()));
+    let deny = u32::from(SeccompAction::Errno(libc::EPERM.unsigned_abs()));
     let instruction = |code: u32, k: u32, jf: u8| sock_filter {
         code: code as u16,
         jt: 0,
@@ -154,17 +155,17 @@ fn without_x32() -> [sock_filter; 3] {
     [
         instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
         instruction(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, X32, 1),
-        instruction(libc::BPF_RET | libc::BPF_K, refuse, 0),
+        instruction(libc::BPF_RET | libc::BPF_K, deny, 0),
     ]
 }
 
-fn refused(device: DeviceKind) -> Result<Rules, seccompiler::BackendError> {
-    let mut rules: Rules = REFUSED
+fn denied_calls(device: DeviceKind) -> Result<CallRules, seccompiler::BackendError> {
+    let mut rules: CallRules = DENIED_CALLS
         .iter()
-        .chain(REFUSED_HERE)
+        .chain(DENIED_CALLS_OF_ARCHITECTURE)
         .map(|call| (*call, Vec::new()))
         .collect();
-    // Modes and owners of what it has open to read: the caches are the same user's. Libraries of drivers may need them.
+    // Modes and owners of open files: the caches belong to the same user. Libraries of drivers may need these calls.
     if device == DeviceKind::Cpu {
         let by_file = [
             libc::SYS_fchmod,
@@ -174,13 +175,13 @@ fn refused(device: DeviceKind) -> Result<Rules, seccompiler::BackendError> {
         ];
         rules.extend(by_file.map(|call| (call, Vec::new())));
     }
-    // Argument `index` is not `value`, compared as 32 bits.
+    // The condition that argument `index` is not `value`, compared as 32 bits.
     let is_not = |index: u8, value: u64| condition(index, SeccompCmpOp::Ne, value);
     let has = |index: u8, bit: u64| condition(index, SeccompCmpOp::MaskedEq(bit), bit);
     let rule = SeccompRule::new;
 
-    // Sockets: none. CUDA binds one of its own, to hand memory from one of its processes to another; without `connect` it
-    // reaches nobody.
+    // No sockets. CUDA binds one of its own, to pass memory between its processes; without `connect` it cannot reach
+    // others.
     let unix = u64::from(libc::AF_UNIX.unsigned_abs());
     let mut sockets = Vec::new();
     if device == DeviceKind::Cuda {
@@ -193,18 +194,18 @@ fn refused(device: DeviceKind) -> Result<Rules, seccompiler::BackendError> {
     rules.insert(libc::SYS_socket, sockets);
     rules.insert(libc::SYS_socketpair, vec![rule(vec![is_not(0, unix)?])?]);
 
-    // Signals: to itself.
-    let own = u64::from(std::process::id());
+    // Signals only to itself.
+    let own_pid = u64::from(std::process::id());
     for call in [
         libc::SYS_kill,
         libc::SYS_tgkill,
         libc::SYS_rt_sigqueueinfo,
         libc::SYS_rt_tgsigqueueinfo,
     ] {
-        rules.insert(call, vec![rule(vec![is_not(0, own)?])?]);
+        rules.insert(call, vec![rule(vec![is_not(0, own_pid)?])?]);
     }
 
-    // Threads yes, namespaces no.
+    // Threads are allowed, namespaces are not.
     let namespaces = [
         libc::CLONE_NEWCGROUP,
         libc::CLONE_NEWIPC,
@@ -217,7 +218,7 @@ fn refused(device: DeviceKind) -> Result<Rules, seccompiler::BackendError> {
     let namespaces = namespaces.map(|flag| rule(vec![has(0, u64::from(flag.unsigned_abs()))?]));
     rules.insert(libc::SYS_clone, namespaces.into_iter().collect::<Result<Vec<_>, _>>()?);
 
-    // Times of files that it has open, not by path.
+    // File times may be set for open files, not by path.
     let by_path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
     rules.insert(libc::SYS_utimensat, vec![rule(vec![by_path])?]);
     Ok(rules)

@@ -1,5 +1,5 @@
-//! Attacks from inside: this test program, run once more, confines itself as an attempt does and tries what is forbidden.
-//! Each trial is one call, and each must fail for lack of permission.
+//! Attacks from inside the sandbox: this test program, run again, confines itself as an attempt does and tries
+//! forbidden operations. Each trial is one call, and each must fail with a permission error.
 
 #![allow(
     clippy::unwrap_used,
@@ -7,7 +7,7 @@
     reason = "a test; its confined process answers on standard output"
 )]
 
-use super::{Rules, enter, measure};
+use super::{SandboxRules, apply, measure};
 use aitk_common::capability::DeviceKind;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -17,17 +17,17 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The folder of the confined process; nobody else has it.
-const PLACE: &str = "AITK_TEST_CONFINED_IN";
-/// The device that its rules are for.
-const DEVICE: &str = "AITK_TEST_CONFINED_FOR";
+/// The environment variable with the folder of the confined process; only that process has it.
+const FOLDER_VARIABLE: &str = "AITK_TEST_CONFINED_IN";
+/// The environment variable with the device that its rules are for.
+const DEVICE_VARIABLE: &str = "AITK_TEST_CONFINED_FOR";
 
-/// What the confined process is told, and what it answers, one trial a line.
-fn run_confined(place: &Path, device: &str) -> Vec<(String, String)> {
+/// Runs the confined process. Returns pairs of a trial and its result.
+fn run_confined(folder: &Path, device: &str) -> Vec<(String, String)> {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "sandbox::tests::plays_the_attempt", "--nocapture"])
-        .env(PLACE, place)
-        .env(DEVICE, device)
+        .args(["--exact", "sandbox::tests::confined_process", "--nocapture"])
+        .env(FOLDER_VARIABLE, folder)
+        .env(DEVICE_VARIABLE, device)
         .stdin(Stdio::null())
         .output()
         .unwrap();
@@ -44,10 +44,10 @@ fn run_confined(place: &Path, device: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-fn tell<T>(trial: &str, result: io::Result<T>) {
+fn print_result<T>(trial: &str, result: io::Result<T>) {
     let result = match result {
         Ok(_) => "possible".to_owned(),
-        // The second is what Landlock answers to a link out of a folder that may only be read, or not at all.
+        // The second is Landlock's error for a link out of a folder that is read-only or not accessible.
         Err(error)
             if matches!(
                 error.kind(),
@@ -61,8 +61,8 @@ fn tell<T>(trial: &str, result: io::Result<T>) {
     println!("TRIAL {trial} -> {result}");
 }
 
-/// A place with inputs, the attempt's own folders, and things of others.
-fn place() -> tempfile::TempDir {
+/// Makes a folder with inputs, the attempt's own folders, and files of others.
+fn make_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     for inner in ["input", "output", "tmp", "derived", "others"] {
@@ -75,26 +75,26 @@ fn place() -> tempfile::TempDir {
 }
 
 #[test]
-fn plays_the_attempt() {
-    let Some(root) = std::env::var_os(PLACE).map(PathBuf::from) else {
+fn confined_process() {
+    let Some(root) = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from) else {
         return;
     };
-    let device = match std::env::var(DEVICE).unwrap().as_str() {
+    let device = match std::env::var(DEVICE_VARIABLE).unwrap().as_str() {
         "cuda" => DeviceKind::Cuda,
         _ => DeviceKind::Cpu,
     };
     let at = |name: &str| root.join(name);
-    // Left by somebody who is not confined.
+    // Created before this process is confined.
     let _listener = UnixListener::bind(at("others/socket")).unwrap();
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = tcp.local_addr().unwrap();
     let parent = std::os::unix::process::parent_id();
-    let rules = Rules {
+    let rules = SandboxRules {
         read: vec![at("input"), at("resume")],
         write: vec![at("output"), at("tmp"), at("derived")],
         device,
     };
-    let confinement = enter(Some(&rules));
+    let confinement = apply(Some(&rules));
     println!("TRIAL confinement -> {confinement}");
 
     let append = |path: PathBuf| {
@@ -103,110 +103,110 @@ fn plays_the_attempt() {
             .open(path)
             .and_then(|mut file| file.write_all(b"x"))
     };
-    // What it is there for.
-    tell("own: read an input", fs::read(at("input/a.txt")));
-    tell("own: list an input", fs::read_dir(at("input")));
-    tell("own: read the checkpoint", fs::read(at("resume")));
-    tell("own: write", fs::write(at("output/a.png"), "x"));
-    tell("own: make a folder", fs::create_dir_all(at("output/b/c")));
-    tell(
+    // Operations that must work.
+    print_result("own: read an input", fs::read(at("input/a.txt")));
+    print_result("own: list an input", fs::read_dir(at("input")));
+    print_result("own: read the checkpoint", fs::read(at("resume")));
+    print_result("own: write", fs::write(at("output/a.png"), "x"));
+    print_result("own: make a folder", fs::create_dir_all(at("output/b/c")));
+    print_result(
         "own: rename between folders",
         fs::rename(at("output/a.png"), at("output/b/a.png")),
     );
-    tell(
+    print_result(
         "own: move out of tmp",
         fs::write(at("tmp/x"), "x").and_then(|()| fs::rename(at("tmp/x"), at("output/x"))),
     );
-    tell("own: remove", fs::remove_file(at("output/x")));
-    tell("own: derived", fs::write(at("derived/latent"), "x"));
-    tell("own: memory peak", fs::write("/proc/self/clear_refs", "5"));
-    tell("own: status", fs::read("/proc/self/status"));
-    tell("own: memory", fs::read("/proc/meminfo"));
-    tell(
+    print_result("own: remove", fs::remove_file(at("output/x")));
+    print_result("own: derived", fs::write(at("derived/latent"), "x"));
+    print_result("own: memory peak", fs::write("/proc/self/clear_refs", "5"));
+    print_result("own: status", fs::read("/proc/self/status"));
+    print_result("own: memory", fs::read("/proc/meminfo"));
+    print_result(
         "own: random",
         File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut [0; 8])),
     );
-    tell(
+    print_result(
         "own: threads",
         std::thread::Builder::new().spawn(|| ()).map(|thread| thread.join()),
     );
-    tell("own: libraries", fs::read_dir("/usr/lib"));
+    print_result("own: libraries", fs::read_dir("/usr/lib"));
 
     // Files.
-    tell("read another's file", fs::read(at("others/token")));
-    tell("list a folder of others", fs::read_dir(at("others")));
-    tell("read the users", fs::read("/etc/passwd"));
-    tell("list the root folder", fs::read_dir("/"));
-    tell(
+    print_result("read another's file", fs::read(at("others/token")));
+    print_result("list a folder of others", fs::read_dir(at("others")));
+    print_result("read the users", fs::read("/etc/passwd"));
+    print_result("list the root folder", fs::read_dir("/"));
+    print_result(
         "read by way of its own entry",
         fs::read(Path::new("/proc/self/root").join(at("others/token").strip_prefix("/").unwrap())),
     );
-    tell("read by way of dots", fs::read(at("input/../others/token")));
-    tell(
+    print_result("read by way of dots", fs::read(at("input/../others/token")));
+    print_result(
         "read the daemon's environment",
         fs::read(format!("/proc/{parent}/environ")),
     );
-    tell("read the daemon's command", fs::read(format!("/proc/{parent}/cmdline")));
-    tell("list processes", fs::read_dir("/proc"));
-    tell("change another's file", append(at("others/token")));
-    tell("make a file elsewhere", File::create(at("others/new")));
-    tell("change an input", append(at("input/a.txt")));
-    tell("add to an input", File::create(at("input/_latent_cache")));
-    tell("remove an input", fs::remove_file(at("input/a.txt")));
-    tell(
+    print_result("read the daemon's command", fs::read(format!("/proc/{parent}/cmdline")));
+    print_result("list processes", fs::read_dir("/proc"));
+    print_result("change another's file", append(at("others/token")));
+    print_result("make a file elsewhere", File::create(at("others/new")));
+    print_result("change an input", append(at("input/a.txt")));
+    print_result("add to an input", File::create(at("input/_latent_cache")));
+    print_result("remove an input", fs::remove_file(at("input/a.txt")));
+    print_result(
         "truncate a checkpoint",
         File::options().write(true).truncate(true).open(at("resume")),
     );
-    tell(
+    print_result(
         "link another's file",
         fs::hard_link(at("others/token"), at("output/token")),
     );
-    tell("symbolic link", symlink(at("others/token"), at("output/link")));
-    tell(
+    print_result("symbolic link", symlink(at("others/token"), at("output/link")));
+    print_result(
         "pipe in its folder",
         nix::unistd::mkfifo(&at("output/fifo"), nix::sys::stat::Mode::S_IRWXU).map_err(io::Error::from),
     );
-    tell("socket in its folder", UnixListener::bind(at("output/socket")));
-    tell(
+    print_result("socket in its folder", UnixListener::bind(at("output/socket")));
+    print_result(
         "change a mode",
         fs::set_permissions(at("others/token"), fs::Permissions::from_mode(0o777)),
     );
     if device == DeviceKind::Cpu {
         let opened = File::open(at("input/a.txt"));
-        tell(
+        print_result(
             "change the mode of an input that is open",
             opened.and_then(|file| file.set_permissions(fs::Permissions::from_mode(0o600))),
         );
     }
-    tell("change the kernel", fs::write("/proc/sys/vm/swappiness", "1"));
+    print_result("change the kernel", fs::write("/proc/sys/vm/swappiness", "1"));
 
     // Network.
-    tell("connect", TcpStream::connect(address));
-    tell("listen", TcpListener::bind("127.0.0.1:0"));
-    tell("datagrams", UdpSocket::bind("127.0.0.1:0"));
-    tell("connect to a local socket", UnixStream::connect(at("others/socket")));
+    print_result("connect", TcpStream::connect(address));
+    print_result("listen", TcpListener::bind("127.0.0.1:0"));
+    print_result("datagrams", UdpSocket::bind("127.0.0.1:0"));
+    print_result("connect to a local socket", UnixStream::connect(at("others/socket")));
 
     // Other processes, and the system.
     let daemon = nix::unistd::Pid::from_raw(i32::try_from(parent).unwrap());
-    tell(
+    print_result(
         "start a program",
         Command::new("/bin/sh").args(["-c", "exit 0"]).spawn(),
     );
-    tell(
+    print_result(
         "signal the daemon",
         nix::sys::signal::kill(daemon, None).map_err(io::Error::from),
     );
     let priority = nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE);
-    tell("own: limits", priority.map_err(io::Error::from));
-    tell(
+    print_result("own: limits", priority.map_err(io::Error::from));
+    print_result(
         "enter another root",
         nix::unistd::chroot(&at("output")).map_err(io::Error::from),
     );
 }
 
 fn check(device: &str) {
-    let place = place();
-    let trials = run_confined(place.path(), device);
+    let folder = make_folder();
+    let trials = run_confined(folder.path(), device);
     let confinement = &trials.iter().find(|(trial, _)| trial == "confinement").unwrap().1;
     if !confinement.starts_with("files: Landlock") {
         return println!("skipped: this machine does not confine files: {confinement}");
@@ -224,12 +224,15 @@ fn check(device: &str) {
         .collect();
     assert!(wrong.is_empty(), "under {confinement}: {wrong:#?}");
     assert!(trials.len() > 40, "the process did not try everything: {trials:?}");
-    assert_eq!(fs::read_to_string(place.path().join("others/token")).unwrap(), "secret");
     assert_eq!(
-        fs::read_to_string(place.path().join("input/a.txt")).unwrap(),
+        fs::read_to_string(folder.path().join("others/token")).unwrap(),
+        "secret"
+    );
+    assert_eq!(
+        fs::read_to_string(folder.path().join("input/a.txt")).unwrap(),
         "a caption"
     );
-    assert_eq!(fs::read_dir(place.path().join("input")).unwrap().count(), 1);
+    assert_eq!(fs::read_dir(folder.path().join("input")).unwrap().count(), 1);
 }
 
 #[test]
@@ -238,15 +241,18 @@ fn an_attempt_reaches_its_own_files_and_nothing_else() {
 }
 
 #[test]
-fn what_a_driver_needs_opens_nothing_else() {
+fn the_rules_for_cuda_allow_no_files_of_others() {
     check("cuda");
 }
 
 #[test]
 fn a_program_that_does_not_answer_counts_as_not_confined() {
     let found = measure(&["/bin/false".into()]);
-    assert!(!found.holds() && found.files.by.contains("trial failed"), "{found}");
-    // One that says more than it should is not believed either.
+    assert!(
+        !found.holds() && found.files.by.contains("test process failed"),
+        "{found}"
+    );
+    // A program with invalid output is not trusted either.
     assert!(!measure(&["/bin/echo".into()]).holds());
     assert!(!measure(&["/no/such/program".into()]).holds());
     assert!(!measure(&[]).holds());

@@ -1,9 +1,9 @@
-//! The connection to the coordinator: opens it, keeps it, opens it again, and passes messages both ways.
+//! The connection to the coordinator: opens it, reopens it after errors, and passes messages both ways.
 //!
-//! One task. It decides nothing about attempts; it only says what happened to the connection.
+//! One task. It makes no decisions about attempts; it only reports what happens to the connection.
 
-use super::Refusal;
-use crate::identity::{Keeper, Membership};
+use super::refusal::Refusal;
+use crate::identity::{CertificateRenewer, Membership};
 use aitk_common::control::{Registration, ToCoordinator, ToWorker};
 use aitk_common::id::WorkerId;
 use aitk_common::security::token::Token;
@@ -18,188 +18,198 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
 
-/// The first and the longest wait between two tries.
-const FIRST_WAIT: Duration = Duration::from_millis(250);
-const LONGEST_WAIT: Duration = Duration::from_secs(15);
-/// The first and the longest wait after a refusal: people have to mend it, and refusals are written down there.
-const FIRST_REFUSED_WAIT: Duration = Duration::from_secs(1);
-const LONGEST_REFUSED_WAIT: Duration = Duration::from_secs(60);
-/// The longest wait when there are several coordinators.
-const LONGEST_WAIT_FOR_ONE: Duration = Duration::from_secs(2);
-/// A connection that lived this long was a good one: the next try comes at once.
-const GOOD: Duration = Duration::from_secs(30);
+/// The first and the longest delay between two tries.
+const FIRST_DELAY: Duration = Duration::from_millis(250);
+const MAX_DELAY: Duration = Duration::from_secs(15);
+/// The first and the longest delay after a refusal: a person has to fix it, and the coordinator logs each refusal.
+const FIRST_REFUSED_DELAY: Duration = Duration::from_secs(1);
+const MAX_REFUSED_DELAY: Duration = Duration::from_secs(60);
+/// The longest delay when there are several coordinators.
+const MAX_CLUSTER_DELAY: Duration = Duration::from_secs(2);
+/// After a connection that lasted this long, the delay starts from the beginning.
+const STABLE_AFTER: Duration = Duration::from_secs(30);
 /// How long the coordinator may take to answer the registration.
-const WELCOME: Duration = Duration::from_secs(20);
-/// How long the coordinator may take to end a connection that we leave.
-const FAREWELL: Duration = Duration::from_secs(2);
-/// Messages on their way out. The outbox keeps the rest, so this only has to cover one round of the scheduler.
-const OUTGOING: usize = 64;
+const WELCOME_TIMEOUT: Duration = Duration::from_secs(20);
+/// How long the coordinator may take to close a connection that we end.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Capacity of the channel of outgoing messages. The outbox keeps the rest, so this only has to cover one poll of the
+/// stream.
+const OUTGOING_CAPACITY: usize = 64;
 
-/// Where the coordinator is and how to prove who we are.
+/// The coordinator's addresses and our credentials.
 #[derive(Clone)]
-pub(crate) struct Target {
+pub(crate) struct ConnectionTarget {
     pub(crate) server: String,
     pub(crate) token: String,
     pub(crate) token_file: Option<PathBuf>,
     pub(crate) ca_file: Option<PathBuf>,
-    /// The certificate of a worker that joined, shown instead of the token.
-    pub(crate) keeper: Option<Arc<Keeper>>,
+    /// The certificate of a worker that joined, used instead of the token.
+    pub(crate) renewer: Option<Arc<CertificateRenewer>>,
 }
 
-impl Target {
-    /// What to show, and word of something newer.
-    fn credentials(&self) -> Result<(Credentials, Option<watch::Receiver<Membership>>), Broken> {
-        let Some(keeper) = &self.keeper else {
-            // Read each time: whoever is refused may have been given another one meanwhile.
+impl ConnectionTarget {
+    /// Returns the credentials, and a receiver of newer certificates.
+    fn credentials(&self) -> Result<(Credentials, Option<watch::Receiver<Membership>>), ConnectionError> {
+        let Some(renewer) = &self.renewer else {
+            // The file is read each time, because a refused worker may get a new token.
             let read = self.token_file.as_deref().map(Token::read);
             let token = match &read {
                 Some(Ok(token)) => token.secret(),
                 Some(Err(error)) => {
-                    tracing::warn!(%error, "the token file cannot be read again; trying with the token of before");
+                    tracing::warn!(%error, "the token file cannot be read; using the previous token");
                     self.token.as_str()
                 }
                 None => self.token.as_str(),
             };
             return Ok((Credentials::new(token)?, None));
         };
-        keeper.reload();
-        let mut newest = keeper.newest();
-        let joined = newest.borrow_and_update().clone();
-        if joined.ended().is_some() {
-            return Err(Broken::Never(Refusal::Config(joined.join_again())));
+        renewer.reload();
+        let mut membership = renewer.subscribe();
+        let joined = membership.borrow_and_update().clone();
+        if joined.expired_at().is_some() {
+            return Err(ConnectionError::Refused(Refusal::Config(joined.rejoin_message())));
         }
-        Ok((joined.credentials(), Some(newest)))
+        Ok((joined.credentials(), Some(membership)))
     }
 }
 
-/// Waits for a newer certificate.
-async fn newer(newest: Option<&mut watch::Receiver<Membership>>) {
-    if let Some(newest) = newest
-        && newest.changed().await.is_ok()
+/// Waits for a newer certificate; forever without a receiver.
+async fn wait_for_newer(membership: Option<&mut watch::Receiver<Membership>>) {
+    if let Some(membership) = membership
+        && membership.changed().await.is_ok()
     {
         return;
     }
     std::future::pending().await
 }
 
-/// What happens to the connection.
+/// An event of the connection.
 pub(crate) enum LinkEvent {
-    /// It is about to open and wants to know what to register; a worker that joined is who its certificate says.
+    /// A connection is about to open and needs a registration. `certified` is the worker id of a worker that joined.
     Opening {
         reply: oneshot::Sender<Registration>,
         certified: Option<WorkerId>,
     },
-    /// It is open; the first message is the coordinator's Welcome.
+    /// The connection is open; the first message is the coordinator's Welcome.
     Open {
         to_coordinator: mpsc::Sender<ToCoordinator>,
         clients: Box<Clients>,
     },
-    /// The coordinator says this.
+    /// A message from the coordinator.
     Message(Box<ToWorker>),
-    /// It broke, or could not be opened; it will be tried again.
+    /// The connection broke, or could not be opened; it will be tried again.
     Down { problem: String },
-    /// The coordinator does not let us in. It will be tried again, more rarely; whoever has nothing to lose need not wait.
+    /// The coordinator refuses this worker. The connection is tried again, less often.
     Refused(Refusal),
 }
 
-enum Broken {
+enum ConnectionError {
     Retry(String),
-    Never(Refusal),
+    Refused(Refusal),
 }
 
-impl From<ConnectError> for Broken {
+impl From<ConnectError> for ConnectionError {
     fn from(error: ConnectError) -> Self {
         match error {
-            // Somebody else may stand there for a while: in a hotel's network, say. Nothing was sent to them.
+            // Another server may answer for a while, for example in a hotel's network. Nothing was sent to it.
             ConnectError::Unreachable { .. } | ConnectError::Untrusted { .. } => Self::Retry(error.to_string()),
-            other => Self::Never(Refusal::Config(other.to_string())),
+            other => Self::Refused(Refusal::Config(other.to_string())),
         }
     }
 }
 
-impl From<tonic::Status> for Broken {
+impl From<tonic::Status> for ConnectionError {
     fn from(status: tonic::Status) -> Self {
         let message = status.message().to_owned();
         match status.code() {
-            Code::Unauthenticated | Code::PermissionDenied => Self::Never(Refusal::Token(message)),
+            Code::Unauthenticated | Code::PermissionDenied => Self::Refused(Refusal::Token(message)),
             Code::FailedPrecondition | Code::Unimplemented | Code::InvalidArgument => {
-                Self::Never(Refusal::Protocol(message))
+                Self::Refused(Refusal::Protocol(message))
             }
             code => Self::Retry(format!("{code:?}: {message}")),
         }
     }
 }
 
-/// Keeps a connection until nobody listens to `events`.
-pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
+/// Keeps a connection open until the receiver of `events` is dropped.
+pub(crate) async fn keep_connected(target: ConnectionTarget, events: mpsc::Sender<LinkEvent>) {
     let servers = client::addresses(&target.server);
-    // Of several coordinators one leads, and another one does within seconds when it is gone: look often.
+    // Of several coordinators one is the leader, and a new leader takes over within seconds: try often.
     let longest = if servers.len() > 1 {
-        LONGEST_WAIT_FOR_ONE
+        MAX_CLUSTER_DELAY
     } else {
-        LONGEST_WAIT
+        MAX_DELAY
     };
-    let mut wait = FIRST_WAIT;
-    let mut refused_wait = FIRST_REFUSED_WAIT;
+    let mut delay = FIRST_DELAY;
+    let mut refused_delay = FIRST_REFUSED_DELAY;
     let mut at = 0;
     loop {
-        let began = Instant::now();
-        let problem = match once(servers[at % servers.len()], &target, &events).await {
+        let started_at = Instant::now();
+        let problem = match run_connection(servers[at % servers.len()], &target, &events).await {
             Ok(()) => return,
-            Err(Broken::Never(refusal)) => {
+            Err(ConnectionError::Refused(refusal)) => {
                 if events.send(LinkEvent::Refused(refusal)).await.is_err() {
                     return;
                 }
                 tokio::select! {
-                    () = sleep(jittered(refused_wait)) => {}
+                    () = sleep(with_jitter(refused_delay)) => {}
                     () = events.closed() => return,
                 }
-                refused_wait = (refused_wait * 2).min(LONGEST_REFUSED_WAIT);
+                refused_delay = (refused_delay * 2).min(MAX_REFUSED_DELAY);
                 at += 1;
                 continue;
             }
-            Err(Broken::Retry(problem)) => problem,
+            Err(ConnectionError::Retry(problem)) => problem,
         };
-        refused_wait = FIRST_REFUSED_WAIT;
+        refused_delay = FIRST_REFUSED_DELAY;
         if events.send(LinkEvent::Down { problem }).await.is_err() {
             return;
         }
-        if began.elapsed() >= GOOD {
-            wait = FIRST_WAIT;
+        if started_at.elapsed() >= STABLE_AFTER {
+            delay = FIRST_DELAY;
         }
         at += 1;
-        // The next one at once, until all were tried.
+        // Try the next one at once, until all were tried.
         let round = at.is_multiple_of(servers.len());
         tokio::select! {
-            () = sleep(jittered(if round { wait } else { FIRST_WAIT })) => {}
+            () = sleep(with_jitter(if round { delay } else { FIRST_DELAY })) => {}
             () = events.closed() => return,
         }
         if round {
-            wait = (wait * 2).min(longest);
+            delay = (delay * 2).min(longest);
         }
     }
 }
 
-/// One connection from its beginning to its end. `Ok` when nobody listens any more.
-async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -> Result<(), Broken> {
-    let (credentials, mut newest) = target.credentials()?;
+/// Runs one connection until it ends. `Ok` when the receiver of `events` was dropped.
+async fn run_connection(
+    server: &str,
+    target: &ConnectionTarget,
+    events: &mpsc::Sender<LinkEvent>,
+) -> Result<(), ConnectionError> {
+    let (credentials, mut membership) = target.credentials()?;
     let mut clients = client::connect_with(server, credentials, target.ca_file.as_deref()).await?;
     let (reply, registration) = oneshot::channel();
-    let certified = newest.as_ref().map(|newest| newest.borrow().worker.clone());
+    let certified = membership.as_ref().map(|membership| membership.borrow().worker.clone());
     if events.send(LinkEvent::Opening { reply, certified }).await.is_err() {
         return Ok(());
     }
     let Ok(registration) = registration.await else {
         return Ok(());
     };
-    let (wire, outgoing) = mpsc::channel::<v1::WorkerMessage>(OUTGOING);
-    let full = |_| Broken::Retry("the connection closed while it opened".to_owned());
+    let (wire, outgoing) = mpsc::channel::<v1::WorkerMessage>(OUTGOING_CAPACITY);
+    let full = |_| ConnectionError::Retry("the connection closed while it opened".to_owned());
     wire.try_send(ToCoordinator::Register(Box::new(registration)).into())
         .map_err(full)?;
     let opening = clients.workers.session(ReceiverStream::new(outgoing));
-    let silent = |_| Broken::Retry("the coordinator did not answer the registration in time".to_owned());
-    let mut incoming = timeout(WELCOME, opening).await.map_err(silent)??.into_inner();
-    let first = timeout(WELCOME, incoming.message()).await.map_err(silent)??;
+    let timed_out = |_| ConnectionError::Retry("the coordinator did not answer the registration in time".to_owned());
+    let mut incoming = timeout(WELCOME_TIMEOUT, opening)
+        .await
+        .map_err(timed_out)??
+        .into_inner();
+    let first = timeout(WELCOME_TIMEOUT, incoming.message())
+        .await
+        .map_err(timed_out)??;
 
     let (to_coordinator, mut messages) = mpsc::channel::<ToCoordinator>(1);
     if events
@@ -213,16 +223,19 @@ async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -
         return Ok(());
     }
     let mut next = first;
-    // A slow network must not keep us from listening, so what goes out waits here for room.
+    // Outgoing messages wait here for capacity, so that a slow network does not stop us from receiving.
     let mut waiting: Option<v1::WorkerMessage> = None;
-    'talk: loop {
+    'session: loop {
         let Some(message) = next.take() else {
-            return Err(Broken::Retry("the coordinator closed the connection".to_owned()));
+            return Err(ConnectionError::Retry(
+                "the coordinator closed the connection".to_owned(),
+            ));
         };
-        let message = ToWorker::try_from(message)
-            .map_err(|error| Broken::Retry(format!("the coordinator sent a message that makes no sense: {error}")))?;
+        let message = ToWorker::try_from(message).map_err(|error| {
+            ConnectionError::Retry(format!("the coordinator sent a message that makes no sense: {error}"))
+        })?;
         if let ToWorker::GoingAway { reason, retry: false } = message {
-            return Err(Broken::Never(Refusal::SentAway(reason)));
+            return Err(ConnectionError::Refused(Refusal::SentAway(reason)));
         }
         if events.send(LinkEvent::Message(Box::new(message))).await.is_err() {
             return Ok(());
@@ -237,30 +250,31 @@ async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -
                 }
                 room = wire.reserve(), if waiting.is_some() => match (room, waiting.take()) {
                     (Ok(room), Some(message)) => room.send(message),
-                    _ => return Err(Broken::Retry("the connection broke".to_owned())),
+                    _ => return Err(ConnectionError::Retry("the connection broke".to_owned())),
                 },
                 message = messages.recv(), if waiting.is_none() => match message {
                     Some(message) => waiting = Some(message.into()),
-                    None => break 'talk,
+                    None => break 'session,
                 },
-                () = newer(newest.as_mut()) => {
-                    return Err(Broken::Retry("the certificate was renewed; connecting again with the new one".to_owned()));
+                () = wait_for_newer(membership.as_mut()) => {
+                    return Err(ConnectionError::Retry("the certificate was renewed; connecting again with the new one".to_owned()));
                 }
                 () = events.closed() => return Ok(()),
             }
         }
     }
-    // We leave: end our half, and let the other side end its own after it has read all.
+    // Close our half of the stream, and let the coordinator close its half after it has read everything.
     drop(wire);
     let rest = async { while let Ok(Some(_)) = incoming.message().await {} };
-    let _ = timeout(FAREWELL, rest).await;
+    let _ = timeout(CLOSE_TIMEOUT, rest).await;
     Ok(())
 }
 
-/// Between half and all of `wait`, so that a pool of workers does not come back in one moment.
-fn jittered(wait: Duration) -> Duration {
+/// A random delay between half of `delay` and `delay`, so that the workers of a pool do not reconnect at the same
+/// moment.
+fn with_jitter(delay: Duration) -> Duration {
     let random = std::collections::hash_map::RandomState::new().build_hasher().finish() % 1000;
-    wait.mul_f64(0.5 + random as f64 / 2000.0)
+    delay.mul_f64(0.5 + random as f64 / 2000.0)
 }
 
 #[cfg(test)]
@@ -270,19 +284,24 @@ mod tests {
     #[test]
     fn jitter_stays_within_its_bounds() {
         for _ in 0..100 {
-            let wait = jittered(LONGEST_WAIT);
-            assert!(wait >= LONGEST_WAIT / 2 && wait <= LONGEST_WAIT, "{wait:?}");
+            let delay = with_jitter(MAX_DELAY);
+            assert!(delay >= MAX_DELAY / 2 && delay <= MAX_DELAY, "{delay:?}");
         }
     }
 
     #[test]
-    fn what_cannot_get_better_is_not_tried_again() {
-        let never = |code| matches!(Broken::from(tonic::Status::new(code, "")), Broken::Never(_));
-        assert!(never(Code::Unauthenticated) && never(Code::FailedPrecondition));
-        assert!(!never(Code::Unavailable) && !never(Code::Cancelled) && !never(Code::Internal));
+    fn permanent_errors_are_refusals() {
+        let is_refused = |code| {
+            matches!(
+                ConnectionError::from(tonic::Status::new(code, "")),
+                ConnectionError::Refused(_)
+            )
+        };
+        assert!(is_refused(Code::Unauthenticated) && is_refused(Code::FailedPrecondition));
+        assert!(!is_refused(Code::Unavailable) && !is_refused(Code::Cancelled) && !is_refused(Code::Internal));
         assert!(matches!(
-            Broken::from(ConnectError::BadToken),
-            Broken::Never(Refusal::Config(_))
+            ConnectionError::from(ConnectError::BadToken),
+            ConnectionError::Refused(Refusal::Config(_))
         ));
     }
 }

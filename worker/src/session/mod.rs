@@ -1,17 +1,18 @@
-//! The worker's side of the session: what it holds, what it was told, what it still has to say.
+//! The worker's side of the session with the coordinator: running attempts, incoming commands, outgoing messages.
 //!
-//! One task owns all of it and never waits for anything slow: attempts run in tasks of their own and talk to it
-//! through bounded channels, the connection is kept by [`link`]. A broken connection changes nothing for an attempt;
-//! what it says waits in the [`Outbox`].
+//! One task owns the state and never waits for anything slow: attempts run in tasks of their own and talk to it
+//! through bounded channels; [`link`] keeps the connection. A broken connection does not affect an attempt; its
+//! messages wait in the [`Outbox`].
 
 mod link;
+mod refusal;
 mod reporter;
 
 use crate::attempt;
 use crate::context::Context;
 use crate::outbox::{Outbox, Request};
-use crate::runner::Wanted;
-use crate::sync;
+use crate::resend;
+use crate::runner::DesiredState;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
 use aitk_common::control::{
@@ -19,8 +20,9 @@ use aitk_common::control::{
 };
 use aitk_common::id::{AttemptId, Epoch, WorkerId};
 use aitk_proto::client::Clients;
+pub(crate) use link::ConnectionTarget;
 use link::LinkEvent;
-pub(crate) use link::Target;
+pub use refusal::Refusal;
 use reporter::FromAttempt;
 pub(crate) use reporter::{Answer, Reporter};
 use std::collections::{BTreeMap, HashMap};
@@ -31,44 +33,29 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
-/// Messages from attempts that wait for the session's task. It handles one in microseconds; this covers a burst.
-const FROM_ATTEMPTS: usize = 256;
-/// Bytes in a second that an upload is trusted to make while this worker leaves.
-const SLOWEST_UPLOAD: u64 = 1 << 20;
-/// Messages from the coordinator that wait for the session's task.
-const FROM_LINK: usize = 64;
+/// Capacity of the channel from attempts to the session's task. It handles a message in microseconds; this covers a
+/// burst.
+const ATTEMPT_CHANNEL_CAPACITY: usize = 256;
+/// Upload rate that is assumed at shutdown, in bytes per second.
+const MIN_UPLOAD_RATE: u64 = 1 << 20;
+/// Capacity of the channel from the connection to the session's task.
+const LINK_CHANNEL_CAPACITY: usize = 64;
 
-/// Why it is no use to go on asking the coordinator.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The token or certificate is no good, or may not do this.
-    #[error("the coordinator refused this worker's token or certificate: {0}")]
-    Token(String),
-    /// It speaks another version of the protocol, or does not understand our registration.
-    #[error("the coordinator refused this worker: {0}")]
-    Protocol(String),
-    /// The address, the certificate or the token cannot be used at all.
-    #[error("{0}")]
-    Config(String),
-    /// It sent us away for good.
-    #[error("the coordinator sent this worker away: {0}")]
-    SentAway(String),
-}
-
-/// How the session stands, for screens and tests.
+/// The state of the session, for display and tests.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Not connected; the last problem in words, once there was one.
+    /// Not connected. Holds the last error, once there was one.
     Connecting(Option<String>),
-    /// The coordinator does not let us in, in words; attempts go on to their next checkpoint, and it is asked again.
+    /// The coordinator refuses this worker, with its reason. Attempts go on to their next checkpoint, and the worker
+    /// tries again.
     Refused(String),
     /// Registered.
     Connected(WorkerId),
-    /// Over.
+    /// The session is over.
     Ended,
 }
 
-/// Who we are.
+/// What this worker registers with.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     pub(crate) worker: Option<WorkerId>,
@@ -79,13 +66,13 @@ pub(crate) struct Identity {
     pub(crate) confinement: Option<Confinement>,
 }
 
-struct Attempt {
+struct AttemptHandle {
     epoch: Epoch,
-    wanted: watch::Sender<Wanted>,
+    desired: watch::Sender<DesiredState>,
     fence: CancellationToken,
-    /// The request that says how it ended.
-    finish: Option<u64>,
-    /// The coordinator knows how it ended; what is left is to put things away.
+    /// The number of the request that reports its outcome.
+    finish_request: Option<u64>,
+    /// The coordinator knows the outcome; only the cleanup is left.
     is_over: bool,
 }
 
@@ -93,101 +80,102 @@ pub(crate) struct Session {
     context: Arc<Context>,
     identity: Identity,
     outbox: Outbox,
-    attempts: BTreeMap<AttemptId, Attempt>,
+    attempts: BTreeMap<AttemptId, AttemptHandle>,
     tasks: JoinSet<AttemptId>,
-    /// Who waits for the answer to a request, and for which attempt.
-    waiting: HashMap<u64, (AttemptId, oneshot::Sender<Answer>)>,
+    /// The sender for the answer to each request, with its attempt.
+    reply_senders: HashMap<u64, (AttemptId, oneshot::Sender<Answer>)>,
     to_session: mpsc::Sender<FromAttempt>,
     from_attempts: mpsc::Receiver<FromAttempt>,
-    /// Kept checkpoints that are being sent.
-    sending: HashMap<AttemptId, AbortHandle>,
+    /// Checkpoints of ended attempts that are being sent.
+    resending: HashMap<AttemptId, AbortHandle>,
     connection: Option<(mpsc::Sender<ToCoordinator>, Clients)>,
-    /// The coordinator has said which of our attempts go on: now it may hear of them.
-    welcomed: bool,
-    beat_due: bool,
-    farewell_due: bool,
-    leaving: bool,
+    /// The coordinator has answered which of our attempts go on: only now it may get messages about them.
+    is_registered: bool,
+    heartbeat_due: bool,
+    goodbye_due: bool,
+    is_leaving: bool,
     status: watch::Sender<Status>,
 }
 
 impl Session {
     pub(crate) fn new(context: Arc<Context>, identity: Identity, status: watch::Sender<Status>) -> Self {
-        let (to_session, from_attempts) = mpsc::channel(FROM_ATTEMPTS);
+        let (to_session, from_attempts) = mpsc::channel(ATTEMPT_CHANNEL_CAPACITY);
         Self {
             context,
             identity,
             outbox: Outbox::default(),
             attempts: BTreeMap::new(),
             tasks: JoinSet::new(),
-            waiting: HashMap::new(),
+            reply_senders: HashMap::new(),
             to_session,
             from_attempts,
-            sending: HashMap::new(),
+            resending: HashMap::new(),
             connection: None,
-            welcomed: false,
-            beat_due: false,
-            farewell_due: false,
-            leaving: false,
+            is_registered: false,
+            heartbeat_due: false,
+            goodbye_due: false,
+            is_leaving: false,
             status,
         }
     }
 
-    /// Runs until `leave` is cancelled and every attempt has ended or `patience` is over, or until it is refused.
+    /// Runs until `leave` is cancelled and every attempt has ended or `patience` is over, or until the coordinator
+    /// refuses the worker.
     pub(crate) async fn run(
         mut self,
-        target: Target,
+        target: ConnectionTarget,
         leave: CancellationToken,
         patience: Duration,
         upload_patience: Duration,
     ) -> Result<(), Refusal> {
-        let (to_us, mut events) = mpsc::channel(FROM_LINK);
-        let mut link = tokio::spawn(link::keep(target, to_us));
-        let mut beats = tokio::time::interval(Duration::from_secs(5));
+        let (link_events, mut events) = mpsc::channel(LINK_CHANNEL_CAPACITY);
+        let mut link = tokio::spawn(link::keep_connected(target, link_events));
+        let mut heartbeats = tokio::time::interval(Duration::from_secs(5));
         let mut deadline: Option<Instant> = None;
-        let mut more_patience = upload_patience;
+        let mut upload_extension = upload_patience;
         let ended = loop {
-            let done = self.leaving && self.attempts.is_empty() && !self.outbox.has_unsent();
-            if done && !(self.welcomed && self.farewell_due) {
+            let is_done = self.is_leaving && self.attempts.is_empty() && !self.outbox.has_unsent();
+            if is_done && !(self.is_registered && self.goodbye_due) {
                 break Ok(());
             }
             let sender = self.connection.as_ref().map(|(sender, _)| sender.clone());
-            let has_something = self.beat_due || self.farewell_due || self.outbox.has_unsent();
+            let has_message = self.heartbeat_due || self.goodbye_due || self.outbox.has_unsent();
             tokio::select! {
                 event = events.recv() => match event {
                     Some(LinkEvent::Refused(refusal)) => {
-                        if !self.can_wait(&refusal) {
+                        if !self.should_retry(&refusal) {
                             break Err(refusal);
                         }
-                        self.refused(&refusal);
+                        self.on_refused(&refusal);
                     }
                     Some(event) => if let Some(interval) = self.on_link(event) {
-                        beats = tokio::time::interval(interval);
-                        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                        heartbeats = tokio::time::interval(interval);
+                        heartbeats.set_missed_tick_behavior(MissedTickBehavior::Delay);
                     },
                     None => break Ok(()),
                 },
                 Some(message) = self.from_attempts.recv() => self.on_attempt(message),
                 Some(ended) = self.tasks.join_next() => match ended {
-                    Ok(attempt) => self.forget(&attempt),
+                    Ok(attempt) => self.remove_attempt(&attempt),
                     Err(error) if error.is_cancelled() => {}
-                    Err(error) => tracing::error!(%error, "the task of an attempt was lost"),
+                    Err(error) => tracing::error!(%error, "the task of an attempt panicked"),
                 },
-                _ = beats.tick(), if self.welcomed => self.beat_due = true,
-                room = room(sender.as_ref()), if self.welcomed && has_something => {
+                _ = heartbeats.tick(), if self.is_registered => self.heartbeat_due = true,
+                slot = reserve_slot(sender.as_ref()), if self.is_registered && has_message => {
                     if let Some(message) = self.next_message() {
-                        room.send(message);
+                        slot.send(message);
                     }
                 }
-                () = leave.cancelled(), if !self.leaving => {
+                () = leave.cancelled(), if !self.is_leaving => {
                     self.leave();
                     deadline = Some(Instant::now() + patience);
                 }
-                () = until(deadline) => {
-                    // What is being sent gets time by its size, once.
-                    let more = std::mem::take(&mut more_patience).min(sending_time(self.context.kept.pending_bytes()));
-                    if self.welcomed && !more.is_zero() {
-                        tracing::info!(seconds = more.as_secs(), "leaving takes longer: checkpoints are being sent");
-                        deadline = Some(Instant::now() + more);
+                () = sleep_until_deadline(deadline) => {
+                    // Checkpoints that are being sent extend the deadline once, by their size.
+                    let extension = std::mem::take(&mut upload_extension).min(upload_time(self.context.uncommitted.pending_bytes()));
+                    if self.is_registered && !extension.is_zero() {
+                        tracing::info!(seconds = extension.as_secs(), "the shutdown takes longer: checkpoints are being sent");
+                        deadline = Some(Instant::now() + extension);
                         continue;
                     }
                     tracing::warn!("attempts did not end in time; their children are killed");
@@ -195,10 +183,10 @@ impl Session {
                 }
             }
         };
-        // Whatever still runs is killed: dropping an attempt's task drops its child's group.
+        // Attempts that still run are killed: dropping an attempt's task kills its child's process group.
         self.tasks.shutdown().await;
         if self.connection.take().is_none() {
-            // There is nobody to say goodbye to.
+            // Without a connection there is nothing to close.
             link.abort();
         }
         let goodbye = async {
@@ -214,30 +202,31 @@ impl Session {
     }
 
     fn leave(&mut self) {
-        self.leaving = true;
-        self.farewell_due = true;
+        self.is_leaving = true;
+        self.goodbye_due = true;
         for attempt in self.attempts.values() {
-            want(attempt, Wanted::Stop);
+            set_desired_state(attempt, DesiredState::Stop);
         }
     }
 
-    fn held(&self) -> Vec<HeldAttempt> {
-        let ours = self
+    fn running_attempts(&self) -> Vec<HeldAttempt> {
+        let running = self
             .attempts
             .iter()
             .filter(|(_, attempt)| !attempt.fence.is_cancelled() && !attempt.is_over);
-        ours.map(|(id, attempt)| HeldAttempt {
-            attempt: id.clone(),
-            epoch: attempt.epoch,
-        })
-        .collect()
+        running
+            .map(|(id, attempt)| HeldAttempt {
+                attempt: id.clone(),
+                epoch: attempt.epoch,
+            })
+            .collect()
     }
 
-    /// Returns the beat interval when the coordinator has just said it.
+    /// Handles an event of the connection. Returns the heartbeat interval when the coordinator sent one.
     fn on_link(&mut self, event: LinkEvent) -> Option<Duration> {
         match event {
             LinkEvent::Opening { reply, certified } => {
-                // Whoever joined again beside this worker may have got another place for it.
+                // A `join` on this machine may have registered the worker under another id.
                 if certified.is_some() {
                     self.identity.worker = certified;
                 }
@@ -249,9 +238,9 @@ impl Session {
                     host: self.identity.host.clone(),
                     devices: self.identity.devices.clone(),
                     labels: self.identity.labels.clone(),
-                    running: self.held(),
+                    running: self.running_attempts(),
                     confinement: self.identity.confinement.clone(),
-                    offers: self.context.kept.offers(),
+                    offers: self.context.uncommitted.offers(),
                 });
             }
             LinkEvent::Open {
@@ -259,9 +248,9 @@ impl Session {
                 clients,
             } => self.connection = Some((to_coordinator, *clients)),
             LinkEvent::Down { problem } => {
-                tracing::warn!(%problem, "no connection to the coordinator; attempts go on, trying again");
+                tracing::warn!(%problem, "no connection to the coordinator; attempts go on; reconnecting");
                 self.connection = None;
-                self.welcomed = false;
+                self.is_registered = false;
                 self.context.storage.connection_lost();
                 self.status.send_replace(Status::Connecting(Some(problem)));
             }
@@ -282,12 +271,12 @@ impl Session {
                 ..
             } => {
                 self.welcome(worker, storage_url.as_deref(), &keep, &wanted);
-                // Never a busy loop, whatever the coordinator says.
+                // A lower bound, so that no value from the coordinator causes a busy loop.
                 return Some(beat_interval.max(Duration::from_millis(20)));
             }
             ToWorker::BeatReply { events } => {
                 for (attempt, seq) in events {
-                    self.outbox.arrived(&attempt, seq);
+                    self.outbox.acknowledge(&attempt, seq);
                 }
             }
             ToWorker::Assign(assignment) => self.assign(*assignment),
@@ -297,12 +286,12 @@ impl Session {
                     .get(&held.attempt)
                     .filter(|attempt| attempt.epoch == held.epoch)
                 {
-                    want(attempt, if save { Wanted::Stop } else { Wanted::Kill });
+                    set_desired_state(attempt, if save { DesiredState::Stop } else { DesiredState::Kill });
                 }
             }
-            // The attempt is over; what it saved and the coordinator asked for is not.
+            // The attempt is over, but the checkpoint that the coordinator asked for is still being sent.
             ToWorker::Fence { held, .. }
-                if self.sending.contains_key(&held.attempt) && !self.attempts.contains_key(&held.attempt) => {}
+                if self.resending.contains_key(&held.attempt) && !self.attempts.contains_key(&held.attempt) => {}
             ToWorker::Fence { held, reason } => self.fence(&held.attempt, &reason),
             ToWorker::Answer {
                 request,
@@ -314,34 +303,35 @@ impl Session {
         None
     }
 
-    /// Whether a refusal can be waited out, because attempts or their checkpoints would be lost with this worker. One that was
-    /// sent away has lost its place to another worker.
-    fn can_wait(&self, refusal: &Refusal) -> bool {
-        let holds = self.attempts.values().any(|attempt| !attempt.is_over) || !self.context.kept.is_empty();
-        holds && !matches!(refusal, Refusal::SentAway(_))
+    /// Returns whether to keep trying after a refusal, because attempts or their checkpoints would be lost with this
+    /// worker. A worker that was sent away has been replaced by another one.
+    fn should_retry(&self, refusal: &Refusal) -> bool {
+        let would_lose_work =
+            self.attempts.values().any(|attempt| !attempt.is_over) || !self.context.uncommitted.is_empty();
+        would_lose_work && !matches!(refusal, Refusal::SentAway(_))
     }
 
-    fn refused(&mut self, refusal: &Refusal) {
-        let (attempts, folder) = (self.attempts.len(), self.context.kept.folder().display());
+    fn on_refused(&mut self, refusal: &Refusal) {
+        let (attempts, folder) = (self.attempts.len(), self.context.uncommitted.folder().display());
         tracing::error!(
             "{refusal}. {attempts} attempts go on to their next checkpoint, which is kept here ({folder}) and offered when this \
-             worker is let in again. It asks again by itself: put a new token into its token file, run `aitk-worker join` \
-             beside it, or update it"
+             worker is accepted again. It retries by itself: put a new token into its token file, run `aitk-worker join` \
+             on this machine, or update it"
         );
         self.connection = None;
-        self.welcomed = false;
+        self.is_registered = false;
         self.context.storage.connection_lost();
-        let words = refusal.to_string();
-        self.context.refused.send_replace(Some(words.clone()));
-        self.status.send_replace(Status::Refused(words));
+        let reason = refusal.to_string();
+        self.context.refusal.send_replace(Some(reason.clone()));
+        self.status.send_replace(Status::Refused(reason));
     }
 
     fn welcome(&mut self, worker: WorkerId, storage_url: Option<&str>, keep: &[AttemptId], wanted: &[AttemptId]) {
-        self.context.refused.send_replace(None);
+        self.context.refusal.send_replace(None);
         tracing::info!(%worker, "registered with the coordinator");
         if self.identity.worker.as_ref() != Some(&worker) {
-            if let Err(error) = self.context.folders.keep_worker_id(&worker) {
-                tracing::warn!(%error, "the worker's id could not be kept; after a restart it gets a new one");
+            if let Err(error) = self.context.data_folder.save_worker_id(&worker) {
+                tracing::warn!(%error, "the worker's id could not be saved; after a restart the worker gets a new one");
             }
             self.identity.worker = Some(worker.clone());
         }
@@ -350,33 +340,36 @@ impl Session {
         }
         let lost: Vec<AttemptId> = self.attempts.keys().filter(|id| !keep.contains(id)).cloned().collect();
         for attempt in lost {
-            self.fence(&attempt, "the coordinator gave it up while there was no connection");
+            self.fence(
+                &attempt,
+                "the coordinator gave the attempt up while there was no connection",
+            );
         }
         let running: Vec<AttemptId> = self.attempts.keys().cloned().collect();
-        for (_, task) in self.sending.drain() {
+        for (_, task) in self.resending.drain() {
             task.abort();
         }
-        for checkpoint in self.context.kept.answer(wanted, &running) {
-            self.send_kept(checkpoint);
+        for checkpoint in self.context.uncommitted.apply_answer(wanted, &running) {
+            self.send_checkpoint(checkpoint);
         }
         self.outbox.resend();
-        self.welcomed = true;
-        self.farewell_due = self.leaving;
+        self.is_registered = true;
+        self.goodbye_due = self.is_leaving;
         self.status.send_replace(Status::Connected(worker));
     }
 
-    /// Sends a checkpoint of an attempt that has ended.
-    fn send_kept(&mut self, checkpoint: OfferedCheckpoint) {
+    /// Starts to send the checkpoint of an ended attempt.
+    fn send_checkpoint(&mut self, checkpoint: OfferedCheckpoint) {
         let attempt = checkpoint.held.attempt.clone();
         self.outbox.close(&attempt);
         self.outbox.open(&checkpoint.held);
         let reporter = Reporter::new(checkpoint.held.clone(), self.to_session.clone());
         let (context, id) = (Arc::clone(&self.context), attempt.clone());
         let task = self.tasks.spawn(async move {
-            sync::send_kept(&context, &reporter, &checkpoint).await;
+            resend::send_checkpoint(&context, &reporter, &checkpoint).await;
             id
         });
-        self.sending.insert(attempt, task);
+        self.resending.insert(attempt, task);
     }
 
     fn assign(&mut self, assignment: Assignment) {
@@ -389,24 +382,28 @@ impl Session {
         }
         tracing::info!(attempt = %held.attempt, job = %assignment.job, "attempt assigned");
         self.outbox.open(&held);
-        let first = if self.leaving { Wanted::Stop } else { Wanted::Run };
-        let (wanted, wishes) = watch::channel(first);
+        let initial = if self.is_leaving {
+            DesiredState::Stop
+        } else {
+            DesiredState::Run
+        };
+        let (desired, desired_rx) = watch::channel(initial);
         let fence = CancellationToken::new();
         let reporter = Reporter::new(held.clone(), self.to_session.clone());
         let context = Arc::clone(&self.context);
         let fenced = fence.clone();
         let id = held.attempt.clone();
         self.tasks.spawn(async move {
-            attempt::run(context, assignment, reporter, wishes, fenced).await;
+            attempt::run(context, assignment, reporter, desired_rx, fenced).await;
             id
         });
         self.attempts.insert(
             held.attempt,
-            Attempt {
+            AttemptHandle {
                 epoch: held.epoch,
-                wanted,
+                desired,
                 fence,
-                finish: None,
+                finish_request: None,
                 is_over: false,
             },
         );
@@ -423,17 +420,17 @@ impl Session {
                 let is_finish = matches!(request, Request::Finished(_));
                 if let Some(id) = self.outbox.request(&attempt, request) {
                     if let Some(held) = self.attempts.get_mut(&attempt).filter(|_| is_finish) {
-                        held.finish = Some(id);
+                        held.finish_request = Some(id);
                     }
-                    self.waiting.insert(id, (attempt, reply));
+                    self.reply_senders.insert(id, (attempt, reply));
                 }
             }
         }
     }
 
     fn on_answer(&mut self, request: u64, verdict: Verdict, message: String) {
-        self.outbox.answered(request);
-        let Some((attempt, reply)) = self.waiting.remove(&request) else {
+        self.outbox.remove_request(request);
+        let Some((attempt, reply)) = self.reply_senders.remove(&request) else {
             return;
         };
         if verdict == Verdict::Fenced {
@@ -442,7 +439,7 @@ impl Session {
             if let Some(held) = self
                 .attempts
                 .get_mut(&attempt)
-                .filter(|held| held.finish == Some(request))
+                .filter(|held| held.finish_request == Some(request))
             {
                 held.is_over = true;
             }
@@ -453,71 +450,74 @@ impl Session {
         }
     }
 
-    /// The attempt belongs to somebody else: its child ends at once, and nothing more is said about it.
+    /// Ends an attempt that the coordinator gave to another worker: kills its child and drops its messages.
     fn fence(&mut self, attempt: &AttemptId, reason: &str) {
         if let Some(held) = self.attempts.get(attempt).filter(|held| !held.is_over) {
             tracing::warn!(%attempt, %reason, "attempt fenced; its child is killed and its work discarded");
             held.fence.cancel();
         }
-        if let Some(task) = self.sending.remove(attempt) {
-            tracing::warn!(%attempt, %reason, "a checkpoint that was kept is not wanted any more; it is removed");
+        if let Some(task) = self.resending.remove(attempt) {
+            tracing::warn!(%attempt, %reason, "a kept checkpoint is no longer wanted; it is removed");
             task.abort();
-            self.context.kept.forget(attempt);
+            self.context.uncommitted.discard(attempt);
         }
-        self.drop_words(attempt);
+        self.drop_messages(attempt);
     }
 
-    fn forget(&mut self, attempt: &AttemptId) {
-        let ran = self.attempts.remove(attempt).is_some();
-        self.sending.remove(attempt);
-        self.drop_words(attempt);
-        if ran && let Some(checkpoint) = self.context.kept.ended_and_wanted(attempt) {
-            self.send_kept(checkpoint);
+    fn remove_attempt(&mut self, attempt: &AttemptId) {
+        let had_run = self.attempts.remove(attempt).is_some();
+        self.resending.remove(attempt);
+        self.drop_messages(attempt);
+        if had_run && let Some(checkpoint) = self.context.uncommitted.take_requested(attempt) {
+            self.send_checkpoint(checkpoint);
         }
     }
 
-    fn drop_words(&mut self, attempt: &AttemptId) {
+    fn drop_messages(&mut self, attempt: &AttemptId) {
         self.outbox.close(attempt);
-        self.waiting.retain(|_, (of, _)| of != attempt);
+        self.reply_senders.retain(|_, (of, _)| of != attempt);
     }
 
     fn next_message(&mut self) -> Option<ToCoordinator> {
-        if std::mem::take(&mut self.farewell_due) {
+        if std::mem::take(&mut self.goodbye_due) {
             return Some(ToCoordinator::GoingAway {
                 reason: "the worker is shutting down".to_owned(),
             });
         }
-        if std::mem::take(&mut self.beat_due) {
-            return Some(ToCoordinator::Beat { running: self.held() });
+        if std::mem::take(&mut self.heartbeat_due) {
+            return Some(ToCoordinator::Beat {
+                running: self.running_attempts(),
+            });
         }
         self.outbox.next()
     }
 }
 
-/// How long it may take to send so many bytes.
-fn sending_time(bytes: u64) -> Duration {
-    Duration::from_secs(bytes.div_ceil(SLOWEST_UPLOAD))
+/// The time that uploading so many bytes may take.
+fn upload_time(bytes: u64) -> Duration {
+    Duration::from_secs(bytes.div_ceil(MIN_UPLOAD_RATE))
 }
 
-fn want(attempt: &Attempt, wanted: Wanted) {
-    attempt.wanted.send_if_modified(|now| {
-        let further = wanted > *now;
-        *now = (*now).max(wanted);
-        further
+fn set_desired_state(attempt: &AttemptHandle, desired: DesiredState) {
+    attempt.desired.send_if_modified(|now| {
+        let is_further = desired > *now;
+        *now = (*now).max(desired);
+        is_further
     });
 }
 
-/// Room for one message to the coordinator; never, without a connection. A link that has gone says so itself.
-async fn room(sender: Option<&mpsc::Sender<ToCoordinator>>) -> mpsc::Permit<'_, ToCoordinator> {
+/// Waits for capacity to send one message to the coordinator; forever without a connection. The link reports a lost
+/// connection itself.
+async fn reserve_slot(sender: Option<&mpsc::Sender<ToCoordinator>>) -> mpsc::Permit<'_, ToCoordinator> {
     if let Some(sender) = sender
-        && let Ok(room) = sender.reserve().await
+        && let Ok(slot) = sender.reserve().await
     {
-        return room;
+        return slot;
     }
     std::future::pending().await
 }
 
-async fn until(deadline: Option<Instant>) {
+async fn sleep_until_deadline(deadline: Option<Instant>) {
     match deadline {
         Some(at) => tokio::time::sleep_until(at).await,
         None => std::future::pending().await,

@@ -1,4 +1,4 @@
-//! How an attempt talks to the session.
+//! The handle through which an attempt sends messages to the session.
 
 use crate::outbox::Request;
 use aitk_common::control::{HeldAttempt, Report, UnixMillis};
@@ -6,7 +6,7 @@ use aitk_common::id::AttemptId;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, oneshot};
 
-/// What an attempt says.
+/// A message of an attempt.
 pub(crate) enum FromAttempt {
     Report {
         attempt: AttemptId,
@@ -27,7 +27,7 @@ pub(crate) struct Answer {
     pub(crate) message: String,
 }
 
-/// Speaks for one attempt.
+/// Sends the messages of one attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct Reporter {
     held: HeldAttempt,
@@ -39,17 +39,17 @@ impl Reporter {
         Self { held, session }
     }
 
-    /// Whose reports these are.
+    /// The attempt and epoch that the messages are about.
     pub(crate) fn held(&self) -> &HeldAttempt {
         &self.held
     }
 
-    /// The attempt.
+    /// The id of the attempt.
     pub(crate) fn attempt(&self) -> &AttemptId {
         &self.held.attempt
     }
 
-    /// Says something that need not arrive.
+    /// Sends a report that may be lost.
     pub(crate) async fn report(&self, report: Report) {
         let message = FromAttempt::Report {
             attempt: self.held.attempt.clone(),
@@ -59,7 +59,7 @@ impl Reporter {
         let _ = self.session.send(message).await;
     }
 
-    /// A line for the job's log.
+    /// Sends a line for the job's log.
     pub(crate) async fn log(&self, level: &str, message: impl Into<String>) {
         self.report(Report::Log {
             level: level.to_owned(),
@@ -68,7 +68,7 @@ impl Reporter {
         .await;
     }
 
-    /// The same from code that cannot wait; lost when the session is busy.
+    /// Sends a log line from code that cannot await; it is lost when the session is busy.
     pub(crate) fn log_now(&self, level: &str, message: String) {
         let report = Report::Log {
             level: level.to_owned(),
@@ -82,13 +82,13 @@ impl Reporter {
         });
     }
 
-    /// A phase for people.
+    /// Reports the current phase, for display.
     pub(crate) async fn phase(&self, name: &str) {
         self.report(Report::Phase { name: name.to_owned() }).await;
     }
 
-    /// Says something that must arrive, and waits until it has: through broken connections, for as long as it takes.
-    /// Never returns for an attempt that is not ours any more; its task is cancelled then.
+    /// Sends a request and waits for its answer, across broken connections, for as long as it takes. Never returns
+    /// for a fenced attempt, whose task is cancelled.
     pub(crate) async fn request(&self, request: Request) -> Answer {
         let (reply, answer) = oneshot::channel();
         let message = FromAttempt::Request {
@@ -105,7 +105,7 @@ impl Reporter {
     }
 }
 
-/// The wall clock.
+/// The current time by the wall clock.
 fn now() -> UnixMillis {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     UnixMillis(u64::try_from(since.as_millis()).unwrap_or(u64::MAX))

@@ -1,4 +1,4 @@
-//! Inputs by content, kept for the next attempt that wants them, within a quota.
+//! The cache of inputs, addressed by content, with a size limit.
 
 use crate::storage::StorageAccess;
 use aitk_common::fsutil::{self, FsError};
@@ -16,29 +16,29 @@ use tokio::sync::RwLock;
 
 type InUse = Arc<Mutex<HashMap<ContentHash, usize>>>;
 
-/// Materialised snapshots and the blobs that they are made of.
+/// Materialised snapshots, and the blobs that they are made of.
 #[derive(Debug)]
-pub(crate) struct Cache {
+pub(crate) struct InputCache {
     blobs: PathBuf,
     trees: PathBuf,
     quota: u64,
-    /// How old the hash of a tree may be when it is used.
+    /// A tree that was hashed longer ago than this is hashed again when it is used.
     verify_after: Duration,
-    /// One at a time: what two find wrong at once is fetched again once.
-    verifying: tokio::sync::Mutex<()>,
+    /// Held during verification, so that two attempts do not fetch the same damaged tree twice.
+    verify_lock: tokio::sync::Mutex<()>,
     in_use: InUse,
-    /// Held to read while something is added, to write while something is removed.
-    changing: RwLock<()>,
+    /// Locked for reading while something is added, for writing while something is removed.
+    modify_lock: RwLock<()>,
 }
 
-/// Keeps a snapshot from being removed while an attempt uses it.
+/// A guard that keeps a snapshot in the cache while an attempt uses it.
 #[derive(Debug)]
-pub(crate) struct Lease {
+pub(crate) struct InputGuard {
     id: ContentHash,
     in_use: InUse,
 }
 
-impl Drop for Lease {
+impl Drop for InputGuard {
     fn drop(&mut self) {
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = in_use.get_mut(&self.id) {
@@ -50,39 +50,39 @@ impl Drop for Lease {
     }
 }
 
-impl Cache {
-    /// A cache in these two folders, which must be on one disk, of at most `quota` bytes, as far as what is in use allows.
-    /// The contents of a tree are hashed again when that was longer ago than `verify_after`.
+impl InputCache {
+    /// Makes a cache in these two folders, which must be on one file system, of at most `quota` bytes, not counting
+    /// snapshots in use. A tree that was hashed longer ago than `verify_after` is hashed again.
     pub(crate) fn new(blobs: PathBuf, trees: PathBuf, quota: u64, verify_after: Duration) -> Self {
         Self {
             blobs,
             trees,
             quota,
             verify_after,
-            verifying: tokio::sync::Mutex::default(),
+            verify_lock: tokio::sync::Mutex::default(),
             in_use: InUse::default(),
-            changing: RwLock::new(()),
+            modify_lock: RwLock::new(()),
         }
     }
 
-    /// Where the snapshot lies on this machine; it is fetched if it is not here, or not what was sent any more. `warn` is told of
-    /// the latter.
+    /// Returns the local path of a snapshot. Fetches it if it is missing or was changed; `warn` is called in the
+    /// latter case.
     pub(crate) async fn materialise(
         &self,
         storage: &StorageAccess,
         patience: Duration,
         id: ContentHash,
         warn: &(dyn Fn(String) + Sync),
-    ) -> Result<(PathBuf, Lease), StorageError> {
-        let lease = self.lease(id);
+    ) -> Result<(PathBuf, InputGuard), StorageError> {
+        let guard = self.acquire(id);
         let tree = self.trees.join(id.to_hex());
         let path = {
-            let _adding = self.changing.read().await;
+            let _adding = self.modify_lock.read().await;
             let fetch = |store: Arc<dyn BlobStore>| -> BoxFuture<'_, _> {
                 let tree = &tree;
                 Box::pin(async move { snapshot::materialise(store.as_ref(), id, &self.blobs, tree, &mut |_| {}).await })
             };
-            let _one = self.verifying.lock().await;
+            let _verifying = self.verify_lock.lock().await;
             let mut list = storage.retry(patience, fetch).await?;
             if let Err(error) = self.verify(&list, &tree).await {
                 warn(format!(
@@ -90,32 +90,32 @@ impl Cache {
                 ));
                 discard(&tree)?;
                 list = storage.retry(patience, fetch).await?;
-                let again = self.verify(&list, &tree).await;
-                again.map_err(|error| FsError::new("keep", &tree, std::io::Error::other(error)))?;
+                let verified_again = self.verify(&list, &tree).await;
+                verified_again.map_err(|error| FsError::new("keep", &tree, std::io::Error::other(error)))?;
             }
             list.local_path(&tree)?
         };
-        // When it was used last; a marker that cannot be written only makes it go earlier.
-        let _ = fs::write(marker(&tree), b"");
+        // The time of the last use. If the marker cannot be written, the snapshot is only removed earlier.
+        let _ = fs::write(last_used_path(&tree), b"");
         self.trim().await;
-        Ok((path, lease))
+        Ok((path, guard))
     }
 
-    /// Looks at sizes and times of a tree, and hashes its contents where that was never done or too long ago.
+    /// Verifies the sizes and times of a tree, and hashes its contents if that was never done or is too long ago.
     async fn verify(&self, list: &Snapshot, tree: &Path) -> Result<(), String> {
         let (list, tree, age) = (list.clone(), tree.to_owned(), self.verify_after);
         let verified = tokio::task::spawn_blocking(move || {
-            let known = fs::read(record(&tree)).ok();
+            let known = fs::read(record_path(&tree)).ok();
             let known = known.and_then(|text| serde_json::from_slice::<TreeRecord>(&text).ok());
             let fresh = known.filter(|known| !known.is_older(age, SystemTime::now()));
             let now = snapshot::verify(&list, &tree, fresh.as_ref()).map_err(|error| error.to_string())?;
             if fresh.is_none() {
-                // Trees of earlier versions can be written.
+                // Trees of earlier versions are writable.
                 snapshot::make_read_only(&tree).map_err(|error| error.to_string())?;
                 let text = serde_json::to_vec(&now).map_err(|error| error.to_string())?;
-                // Without a record it is hashed each time.
-                if let Err(error) = fsutil::write_private(&record(&tree), &text) {
-                    tracing::warn!(%error, "not kept");
+                // Without a record the tree is hashed each time.
+                if let Err(error) = fsutil::write_private(&record_path(&tree), &text) {
+                    tracing::warn!(%error, "the record of a verified input was not saved");
                 }
             }
             Ok(())
@@ -123,23 +123,23 @@ impl Cache {
         verified.await.unwrap_or_else(|error| Err(error.to_string()))
     }
 
-    fn lease(&self, id: ContentHash) -> Lease {
+    fn acquire(&self, id: ContentHash) -> InputGuard {
         *self
             .in_use
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .entry(id)
             .or_default() += 1;
-        Lease {
+        InputGuard {
             id,
             in_use: Arc::clone(&self.in_use),
         }
     }
 
-    /// Removes what was used longest ago, until the quota is kept.
+    /// Removes the least recently used snapshots until the quota is kept.
     async fn trim(&self) {
-        // While something is being fetched, whoever fetched it trims afterwards.
-        let Ok(_removing) = self.changing.try_write() else {
+        // While another attempt fetches, that one trims afterwards.
+        let Ok(_removing) = self.modify_lock.try_write() else {
             return;
         };
         let used: Vec<ContentHash> = self
@@ -154,17 +154,17 @@ impl Cache {
     }
 }
 
-fn marker(tree: &Path) -> PathBuf {
+fn last_used_path(tree: &Path) -> PathBuf {
     tree.with_extension("used")
 }
 
-/// Where it is written down what a tree looked like when it was hashed.
-fn record(tree: &Path) -> PathBuf {
+/// The path of the record of a tree's sizes and times when it was hashed.
+fn record_path(tree: &Path) -> PathBuf {
     tree.with_extension("verified")
 }
 
 fn discard(tree: &Path) -> Result<(), FsError> {
-    fsutil::remove(&record(tree))?;
+    fsutil::remove(&record_path(tree))?;
     fsutil::remove(tree)
 }
 
@@ -184,9 +184,9 @@ fn trim(blobs: &Path, trees: &Path, quota: u64, in_use: &[ContentHash]) {
     candidates.sort();
     for (_, tree) in candidates {
         tracing::info!(tree = %tree.display(), "removing an input from the cache to keep its quota");
-        for path in [&tree, &marker(&tree), &record(&tree)] {
+        for path in [&tree, &last_used_path(&tree), &record_path(&tree)] {
             if let Err(error) = fsutil::remove(path) {
-                tracing::warn!(%error, "not removed");
+                tracing::warn!(%error, "a file of the cache was not removed");
             }
         }
         remove_unlinked(blobs);
@@ -198,7 +198,7 @@ fn trim(blobs: &Path, trees: &Path, quota: u64, in_use: &[ContentHash]) {
 }
 
 fn last_use(tree: &Path) -> SystemTime {
-    fs::metadata(marker(tree))
+    fs::metadata(last_used_path(tree))
         .and_then(|data| data.modified())
         .unwrap_or(SystemTime::UNIX_EPOCH)
 }
@@ -209,7 +209,7 @@ fn remove_unlinked(folder: &Path) {
         if data.nlink() == 1
             && let Err(error) = fsutil::remove(path)
         {
-            tracing::warn!(%error, "not removed");
+            tracing::warn!(%error, "a file of the cache was not removed");
         }
     });
 }
@@ -252,38 +252,41 @@ mod tests {
         fs::create_dir_all(&tree).unwrap();
         fs::hard_link(&blob, tree.join("file")).unwrap();
         let at = SystemTime::UNIX_EPOCH + Duration::from_secs(used);
-        fs::File::create(marker(&tree)).unwrap().set_modified(at).unwrap();
+        fs::File::create(last_used_path(&tree))
+            .unwrap()
+            .set_modified(at)
+            .unwrap();
         id
     }
 
     #[test]
-    fn the_quota_is_kept_by_forgetting_what_was_used_longest_ago_but_never_what_is_in_use() {
+    fn the_quota_is_kept_by_removing_the_least_recently_used_trees_but_none_in_use() {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let (blobs, trees) = (root.join("blobs"), root.join("trees"));
         let busy = add(root, "busy", 100, 1);
         let old = add(root, "old", 100, 2);
         let new = add(root, "new", 100, 3);
-        let there = |id: ContentHash| (trees.join(id.to_hex()).exists(), blobs.join(id.to_hex()).exists());
+        let exist = |id: ContentHash| (trees.join(id.to_hex()).exists(), blobs.join(id.to_hex()).exists());
         trim(&blobs, &trees, 300, &[busy]);
-        assert_eq!([busy, old, new].map(there), [(true, true); 3]);
+        assert_eq!([busy, old, new].map(exist), [(true, true); 3]);
         trim(&blobs, &trees, 250, &[busy]);
         assert_eq!(
-            [busy, old, new].map(there),
+            [busy, old, new].map(exist),
             [(true, true), (false, false), (true, true)]
         );
         trim(&blobs, &trees, 0, &[busy]);
         assert_eq!(
-            [busy, old, new].map(there),
+            [busy, old, new].map(exist),
             [(true, true), (false, false), (false, false)]
         );
     }
 
     #[test]
-    fn a_lease_ends_when_it_is_dropped() {
-        let cache = Cache::new(PathBuf::new(), PathBuf::new(), 0, Duration::ZERO);
+    fn a_dropped_guard_no_longer_protects_its_tree() {
+        let cache = InputCache::new(PathBuf::new(), PathBuf::new(), 0, Duration::ZERO);
         let id = ContentHash::of(b"x");
-        let (first, second) = (cache.lease(id), cache.lease(id));
+        let (first, second) = (cache.acquire(id), cache.acquire(id));
         drop(first);
         assert_eq!(cache.in_use.lock().unwrap().len(), 1);
         drop(second);

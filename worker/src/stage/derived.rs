@@ -1,8 +1,8 @@
-//! What attempts compute from their inputs and keep for the next time: cached latents, image sizes, kernels that CUDA compiled.
+//! Caches of files that attempts compute from their inputs: latents, image sizes, compiled CUDA kernels.
 //!
-//! It lies apart from the inputs, which nobody changes, in a folder per user and input: an attempt can write anything here,
-//! so another user's attempts must never read it. A user's own attempts share theirs, also at the same time: files appear
-//! complete, by a rename, and carry a hash of what is in them.
+//! They are separate from the read-only inputs, in a folder per user and input: an attempt can write anything here,
+//! so another user's attempts must never read it. Attempts of one user share their folders, also concurrently: files
+//! are written under a temporary name, renamed when complete, and contain a hash of their content.
 
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
@@ -14,11 +14,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
 /// The folder of a user's compiled CUDA kernels.
-const CUDA: &str = "cuda";
+const CUDA_FOLDER: &str = "cuda";
 
 type InUse = Arc<Mutex<HashMap<PathBuf, usize>>>;
 
-/// All of them, within a quota.
+/// All derived caches of a worker, with a size limit.
 #[derive(Debug)]
 pub(crate) struct DerivedCaches {
     root: PathBuf,
@@ -26,21 +26,21 @@ pub(crate) struct DerivedCaches {
     in_use: InUse,
 }
 
-/// Keeps a folder from being removed while an attempt uses it.
+/// A guard that keeps a folder in the cache while an attempt uses it.
 #[derive(Debug)]
-pub(crate) struct DerivedLease {
+pub(crate) struct DerivedGuard {
     path: PathBuf,
     in_use: InUse,
 }
 
-impl DerivedLease {
-    /// Where it lies.
+impl DerivedGuard {
+    /// The path of the folder.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }
 
-impl Drop for DerivedLease {
+impl Drop for DerivedGuard {
     fn drop(&mut self) {
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = in_use.get_mut(&self.path) {
@@ -53,7 +53,7 @@ impl Drop for DerivedLease {
 }
 
 impl DerivedCaches {
-    /// Those in `root`, of at most `quota` bytes, as far as what is in use allows.
+    /// Opens the caches in `root`, of at most `quota` bytes, not counting folders in use.
     pub(crate) fn new(root: PathBuf, quota: u64) -> Self {
         Self {
             root,
@@ -62,23 +62,23 @@ impl DerivedCaches {
         }
     }
 
-    /// The folder for what is derived from an input. Whoever has no name shares with the other attempts of the job alone.
-    pub(crate) fn of_input(
+    /// The folder for files derived from an input. A job without an owner shares it only with its own attempts.
+    pub(crate) fn for_input(
         &self,
         owner: Option<&UserName>,
         job: &JobId,
         input: ContentHash,
-    ) -> Result<DerivedLease, FsError> {
-        self.lease(owner, job, &input.to_hex())
+    ) -> Result<DerivedGuard, FsError> {
+        self.acquire(owner, job, &input.to_hex())
     }
 
     /// The folder for kernels that CUDA compiles.
-    pub(crate) fn of_cuda(&self, owner: Option<&UserName>, job: &JobId) -> Result<DerivedLease, FsError> {
-        self.lease(owner, job, CUDA)
+    pub(crate) fn for_cuda(&self, owner: Option<&UserName>, job: &JobId) -> Result<DerivedGuard, FsError> {
+        self.acquire(owner, job, CUDA_FOLDER)
     }
 
-    fn lease(&self, owner: Option<&UserName>, job: &JobId, name: &str) -> Result<DerivedLease, FsError> {
-        // A hash, because a user's name may hold anything.
+    fn acquire(&self, owner: Option<&UserName>, job: &JobId, name: &str) -> Result<DerivedGuard, FsError> {
+        // A hash, because a user's name may contain any character.
         let key = match owner {
             Some(owner) => format!("user\n{owner}"),
             None => format!("job\n{job}"),
@@ -90,24 +90,24 @@ impl DerivedCaches {
             .unwrap_or_else(PoisonError::into_inner)
             .entry(path.clone())
             .or_default() += 1;
-        let lease = DerivedLease {
+        let guard = DerivedGuard {
             path,
             in_use: Arc::clone(&self.in_use),
         };
-        fsutil::create_dir_all(lease.path())?;
-        // When it was used last; a marker that cannot be written only makes it go earlier.
-        let _ = fs::write(marker(lease.path()), b"");
-        Ok(lease)
+        fsutil::create_dir_all(guard.path())?;
+        // The time of the last use. If the marker cannot be written, the folder is only removed earlier.
+        let _ = fs::write(last_used_path(guard.path()), b"");
+        Ok(guard)
     }
 
-    /// Removes what killed attempts left half-written, and what was used longest ago until the quota is kept.
-    pub(crate) fn tidy(&self) {
+    /// Removes partial files of killed attempts, and the least recently used folders until the quota is kept.
+    pub(crate) fn clean_up(&self) {
         let mut sizes = Vec::new();
         let mut total = 0_u64;
         for folder in folders(&self.root).flat_map(|user| folders(&user).collect::<Vec<_>>()) {
-            // Files that a living attempt writes are locked, and stay.
+            // Files that a running attempt writes are locked, and stay.
             if let Err(error) = fsutil::sweep(&folder, Duration::ZERO) {
-                tracing::warn!(%error, "leftover not removed");
+                tracing::warn!(%error, "a partial file was not removed");
             }
             let bytes = super::cache::size(&folder);
             total = total.saturating_add(bytes);
@@ -118,26 +118,26 @@ impl DerivedCaches {
             if total <= self.quota {
                 return;
             }
-            // Held meanwhile, so that no attempt takes it up while it goes.
+            // The lock is held during the removal, so that no attempt acquires the folder meanwhile.
             let in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
             if in_use.contains_key(&folder) {
                 continue;
             }
             tracing::info!(folder = %folder.display(), "removing derived files to keep their quota");
-            match fsutil::remove(&folder).and_then(|()| fsutil::remove(&marker(&folder))) {
+            match fsutil::remove(&folder).and_then(|()| fsutil::remove(&last_used_path(&folder))) {
                 Ok(()) => total = total.saturating_sub(bytes),
-                Err(error) => tracing::warn!(%error, "not removed"),
+                Err(error) => tracing::warn!(%error, "a derived folder was not removed"),
             }
         }
     }
 }
 
-fn marker(folder: &Path) -> PathBuf {
+fn last_used_path(folder: &Path) -> PathBuf {
     folder.with_extension("used")
 }
 
 fn last_use(folder: &Path) -> SystemTime {
-    fs::metadata(marker(folder))
+    fs::metadata(last_used_path(folder))
         .and_then(|data| data.modified())
         .unwrap_or(SystemTime::UNIX_EPOCH)
 }
@@ -153,52 +153,55 @@ fn folders(parent: &Path) -> impl Iterator<Item = PathBuf> {
 mod tests {
     use super::*;
 
-    fn used_at(lease: &DerivedLease, seconds: u64) {
+    fn used_at(guard: &DerivedGuard, seconds: u64) {
         let at = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
-        let file = fs::File::options().write(true).open(marker(lease.path())).unwrap();
+        let file = fs::File::options()
+            .write(true)
+            .open(last_used_path(guard.path()))
+            .unwrap();
         file.set_modified(at).unwrap();
     }
 
     #[test]
-    fn users_have_their_own_and_share_it_between_their_jobs() {
+    fn a_users_jobs_share_a_folder_and_users_do_not() {
         let root = tempfile::tempdir().unwrap();
         let caches = DerivedCaches::new(root.path().to_owned(), 1 << 20);
         let (ada, bob) = (UserName::parse("ada").unwrap(), UserName::parse("bob").unwrap());
         let input = ContentHash::of(b"images");
         let of = |owner: Option<&UserName>, job: &str| {
-            let lease = caches.of_input(owner, &JobId::new(job), input).unwrap();
-            lease.path().to_owned()
+            let guard = caches.for_input(owner, &JobId::new(job), input).unwrap();
+            guard.path().to_owned()
         };
         assert_eq!(of(Some(&ada), "j1"), of(Some(&ada), "j2"));
         assert_ne!(of(Some(&ada), "j1"), of(Some(&bob), "j1"));
-        // Nobody in particular is not everybody.
+        // Jobs without an owner do not share.
         assert_ne!(of(None, "j1"), of(None, "j2"));
         assert_ne!(of(None, "ada"), of(Some(&ada), "j1"));
-        let cuda = caches.of_cuda(Some(&ada), &JobId::new("j1")).unwrap();
+        let cuda = caches.for_cuda(Some(&ada), &JobId::new("j1")).unwrap();
         assert!(cuda.path().starts_with(of(Some(&ada), "j1").parent().unwrap()));
     }
 
     #[test]
-    fn the_quota_is_kept_and_half_written_files_go() {
+    fn the_quota_is_kept_and_partial_files_are_removed() {
         let root = tempfile::tempdir().unwrap();
         let caches = DerivedCaches::new(root.path().to_owned(), 150);
         let job = JobId::new("j1");
-        let lease = |text: &str| caches.of_input(None, &job, ContentHash::of(text.as_bytes())).unwrap();
-        let (old, new, busy) = (lease("old"), lease("new"), lease("busy"));
-        for (lease, seconds) in [(&old, 2), (&new, 3), (&busy, 1)] {
-            fs::write(lease.path().join("latent"), [0; 60]).unwrap();
-            fs::write(lease.path().join(".tmp-latent"), [0; 1000]).unwrap();
-            used_at(lease, seconds);
+        let guard = |text: &str| caches.for_input(None, &job, ContentHash::of(text.as_bytes())).unwrap();
+        let (old, new, busy) = (guard("old"), guard("new"), guard("busy"));
+        for (guard, seconds) in [(&old, 2), (&new, 3), (&busy, 1)] {
+            fs::write(guard.path().join("latent"), [0; 60]).unwrap();
+            fs::write(guard.path().join(".tmp-latent"), [0; 1000]).unwrap();
+            used_at(guard, seconds);
         }
-        // Their attempts have ended.
-        let [old, new] = [old, new].map(|lease| lease.path().to_owned());
+        // Drop the guards: these attempts have ended.
+        let [old, new] = [old, new].map(|guard| guard.path().to_owned());
         let living = fsutil::temporary_file(busy.path(), 0o600).unwrap();
-        caches.tidy();
+        caches.clean_up();
         assert!(!old.exists() && new.join("latent").exists() && busy.path().join("latent").exists());
         assert!(!new.join(".tmp-latent").exists() && living.path().exists());
         drop(living);
         let caches = DerivedCaches::new(root.path().to_owned(), 0);
-        caches.tidy();
+        caches.clean_up();
         assert!(!new.exists());
     }
 }

@@ -1,139 +1,109 @@
-//! Models from Hugging Face: the diffusers folder of a repository (or a single part, a VAE), in the cache of this machine.
+//! Fetches models from Hugging Face into this machine's cache: the diffusers folder of a repository, or a single
+//! component such as a VAE.
 //!
-//! Only what our engine reads is fetched: safetensors, json and txt files in the folders that `model_index.json`
-//! names. A download that broke goes on where it stopped. What is there was complete, of the right size, and, where
-//! the hub says a hash, of that hash.
+//! Only files that our engine reads are fetched: safetensors, json and txt files in the folders that
+//! `model_index.json` names. An interrupted download is resumed. A file appears under its name only when it is
+//! complete, has the right size and, if the hub gives a hash, that hash.
 
-mod allow;
-mod secrets;
+mod allow_list;
+mod client;
+mod download;
 mod select;
-mod transfer;
+mod user_tokens;
 
-pub(crate) use allow::AllowList;
-pub(crate) use secrets::Secrets;
+pub(crate) use allow_list::AllowList;
+pub(crate) use client::HubError;
+use client::{HubClient, Source};
+pub(crate) use user_tokens::UserTokens;
 
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hash::ContentHash;
 use aitk_common::hub::ENDPOINT;
 use aitk_common::id::UserName;
 use aitk_common::job::repository::is_commit;
-use reqwest::{Client, StatusCode};
+use reqwest::StatusCode;
 use serde::de::IgnoredAny;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The list of a repository's files: some thousand entries.
-const LIST_BYTES: usize = 16 << 20;
-/// How often a file is begun or continued before it is given up.
-const TRIES: u32 = 6;
+/// The largest list of files that is read: some thousand entries.
+const MAX_LIST_BYTES: usize = 16 << 20;
+/// How often the download of a file is started or resumed before it fails.
+const MAX_TRIES: u32 = 6;
 
-/// Who may have a model that is not public.
-const PRIVATE: &str = "A private or gated model takes HF_TOKEN where it is fetched; a worker uses its own for jobs that run in place \
-                       (`aitk run`), and for other jobs only where its owner lists the repository (--hub-allow, \
-                       AITK_HUB_ALLOW), or with a token of the job's user that the worker keeps (`cluster.hub_token`). You can \
-                       also download the model and give its folder";
-/// Where models lie that were fetched with the worker's token: no other job may have them.
+/// The folder for models that were fetched with the worker's token: other jobs may not use them.
 const PRIVATE_FOLDER: &str = "private";
-/// Where models lie that were fetched with a user's token, a folder for each: only their jobs may have them.
+/// The folder for models that were fetched with a user's token, with a subfolder per user: only their jobs may use
+/// them.
 const USERS_FOLDER: &str = "users";
 
-/// A model that could not be fetched.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum HubError {
-    /// There is no such repository, or it is private.
-    #[error("{repo} was not found at {endpoint}; check the name. {PRIVATE}")]
-    NotFound { repo: String, endpoint: String },
-    /// It wants a token, or an accepted licence.
-    #[error("{endpoint} does not let us read {repo}: accept its licence there. {PRIVATE}")]
-    Denied { repo: String, endpoint: String },
-    /// It is no diffusers folder.
-    #[error("{repo} is no model in diffusers layout with safetensors: {problem}")]
-    Layout { repo: String, problem: String },
-    /// The hub cannot be reached, or breaks off, again and again.
-    #[error("could not fetch {what}: {problem}; check the network of the machine, or HF_ENDPOINT")]
-    Unavailable { what: String, problem: String },
-    /// The bytes are not those that the hub announced.
-    #[error("{file} arrived damaged: {problem}; it was removed")]
-    Damaged { file: String, problem: String },
-    /// The disk.
-    #[error(transparent)]
-    Files(#[from] FsError),
-}
-
-/// A model that a job names.
+/// A model that a job needs.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct ModelRequest<'a> {
     /// `ORG/NAME`.
     pub(crate) repo: &'a str,
-    /// The commit that was recorded when the job was submitted; the newest when none was.
+    /// The commit that was recorded when the job was submitted; `None`: the newest.
     pub(crate) revision: Option<&'a str>,
-    /// Whether the job runs in place, for the user whose token the worker has.
+    /// Whether the job runs in place, for the user who owns the worker's token.
     pub(crate) in_place: bool,
 }
 
-/// A repository at a commit, and what opens it.
-struct Source<'a> {
-    repo: &'a str,
-    revision: &'a str,
-    token: Option<&'a str>,
-}
-
-/// Fetches models. One at a time: the line is the bottleneck.
+/// Fetches models, one at a time: the network is the bottleneck.
 #[derive(Debug)]
 pub(crate) struct Hub {
     folder: PathBuf,
-    endpoint: String,
     token: Option<String>,
-    /// For which repositories jobs of others may use the token.
-    allow: AllowList,
-    client: OnceLock<Client>,
-    busy: tokio::sync::Mutex<()>,
-    first_wait: Duration,
+    /// Repositories for which jobs of other users may use the token.
+    allow_list: AllowList,
+    client: HubClient,
+    download_lock: tokio::sync::Mutex<()>,
+    first_delay: Duration,
 }
 
 impl Hub {
-    /// Fetches into `folder`, from `HF_ENDPOINT`; with `HF_TOKEN` what is not public and may be had with it.
-    pub(crate) fn from_environment(folder: PathBuf, allow: AllowList) -> Self {
+    /// Fetches into `folder`, from `HF_ENDPOINT`. `HF_TOKEN` is used for models that are not public, where that is
+    /// allowed.
+    pub(crate) fn from_environment(folder: PathBuf, allow_list: AllowList) -> Self {
         let set = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
         Self::new(
             folder,
             set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned()),
             set("HF_TOKEN"),
-            allow,
+            allow_list,
         )
     }
 
-    fn new(folder: PathBuf, endpoint: String, token: Option<String>, allow: AllowList) -> Self {
-        let endpoint = endpoint.trim_end_matches('/').to_owned();
-        let (client, busy) = (OnceLock::new(), tokio::sync::Mutex::default());
+    fn new(folder: PathBuf, endpoint: String, token: Option<String>, allow_list: AllowList) -> Self {
         Self {
             folder,
-            endpoint,
             token,
-            allow,
-            client,
-            busy,
-            first_wait: Duration::from_millis(500),
+            allow_list,
+            client: HubClient::new(&endpoint),
+            download_lock: tokio::sync::Mutex::default(),
+            first_delay: Duration::from_millis(500),
         }
     }
 
-    /// Where the model lies on this machine; it is fetched if it is not here. `say` is told what happens.
+    /// Returns the local folder of a model, and fetches it if it is missing. `log` gets progress messages.
     ///
-    /// Everybody may have what the hub gives to everybody. The worker's token is only shown where that is not enough, and
-    /// only for a job that runs in place or a repository of the list; what it opened lies apart.
+    /// Public models are for everybody. The worker's token is used only if that is not enough, and only for a job
+    /// that runs in place or a repository of the list; models fetched with it are stored separately.
     ///
     /// # Errors
-    /// [`HubError`]. A hub that cannot be reached is no error when the model is here: the commit of the job, or, where the
-    /// job names none, the version that was fetched last.
-    pub(crate) async fn fetch(&self, wanted: &Wanted<'_>, say: &(dyn Fn(String) + Sync)) -> Result<PathBuf, HubError> {
-        let _one = self.busy.lock().await;
-        let may_use_token = wanted.in_place || self.allow.has(wanted.repo);
-        match (self.fetch_as(wanted, None, &self.folder, say).await, &self.token) {
+    /// [`HubError`]. An unreachable hub is no error if the model is cached: at the commit of the job or, if the job
+    /// names none, the version that was fetched last.
+    pub(crate) async fn fetch(
+        &self,
+        request: &ModelRequest<'_>,
+        log: &(dyn Fn(String) + Sync),
+    ) -> Result<PathBuf, HubError> {
+        let _downloading = self.download_lock.lock().await;
+        let may_use_token = request.in_place || self.allow_list.contains(request.repo);
+        match (self.fetch_as(request, None, &self.folder, log).await, &self.token) {
             (Err(denied @ (HubError::NotFound { .. } | HubError::Denied { .. })), Some(token)) if may_use_token => {
                 let private = self.folder.join(PRIVATE_FOLDER);
-                let fetched = self.fetch_as(wanted, Some(token), &private, say).await;
-                // Without a connection the first answer says more.
+                let fetched = self.fetch_as(request, Some(token), &private, log).await;
+                // `NotFound` with a token says less than the first error.
                 match fetched {
                     Err(HubError::NotFound { .. }) => Err(denied),
                     other => other,
@@ -141,13 +111,13 @@ impl Hub {
             }
             (Err(HubError::Unavailable { what, problem }), Some(_)) if may_use_token => {
                 let private = self.folder.join(PRIVATE_FOLDER);
-                self.kept(wanted, &private, say, what, problem)
+                self.cached(request, &private, log, what, problem)
             }
             (fetched, _) => fetched,
         }
     }
 
-    /// [`Hub::fetch`] with a token of the user whose job it is, of what is not public.
+    /// Like [`Hub::fetch`], with a token of the job's owner, for models that are not public.
     ///
     /// # Errors
     /// [`HubError`]
@@ -155,46 +125,47 @@ impl Hub {
         &self,
         owner: &UserName,
         token: &str,
-        wanted: &Wanted<'_>,
-        say: &(dyn Fn(String) + Sync),
+        request: &ModelRequest<'_>,
+        log: &(dyn Fn(String) + Sync),
     ) -> Result<PathBuf, HubError> {
-        let _one = self.busy.lock().await;
-        // A hash, because on some disks two names are one folder that differ in upper and lower case only.
+        let _downloading = self.download_lock.lock().await;
+        // A hash, because some file systems ignore case, so that two names could be one folder.
         let name = ContentHash::of(owner.as_str().as_bytes()).to_hex();
         let folder = self.folder.join(USERS_FOLDER).join(name);
-        self.fetch_as(wanted, Some(token), &folder, say).await
+        self.fetch_as(request, Some(token), &folder, log).await
     }
 
-    /// [`Hub::fetch`] for everybody, or with a token, into a folder that only holds such models.
+    /// Fetches without a token, or with a token into a folder that holds only such models.
     async fn fetch_as(
         &self,
-        wanted: &Wanted<'_>,
+        request: &ModelRequest<'_>,
         token: Option<&str>,
         folder: &Path,
-        say: &(dyn Fn(String) + Sync),
+        log: &(dyn Fn(String) + Sync),
     ) -> Result<PathBuf, HubError> {
-        let repo = wanted.repo;
-        // With a token, what is public has to be asked for: earlier versions kept everything in one place.
-        if let Some(commit) = wanted.revision.filter(|_| self.token.is_none() || token.is_some()) {
+        let repo = request.repo;
+        // If the worker has a token, check that a cached model is public: earlier versions kept all models in one
+        // folder.
+        if let Some(commit) = request.revision.filter(|_| self.token.is_none() || token.is_some()) {
             let target = folder.join(format!("{}@{commit}", folder_name(repo)));
             if target.is_dir() {
                 return Ok(target);
             }
         }
-        let listed = match self.list(wanted, token).await {
-            Ok(listed) => listed,
-            Err(HubError::Unavailable { what, problem }) => return self.kept(wanted, folder, say, what, problem),
+        let listing = match self.list(request, token).await {
+            Ok(listing) => listing,
+            Err(HubError::Unavailable { what, problem }) => return self.cached(request, folder, log, what, problem),
             Err(error) => return Err(error),
         };
-        if listed.is_gated && token.is_none() {
-            return Err(self.status(repo, repo, StatusCode::UNAUTHORIZED));
+        if listing.is_gated && token.is_none() {
+            return Err(self.client.status_error(repo, repo, StatusCode::UNAUTHORIZED));
         }
-        let target = folder.join(format!("{}@{}", folder_name(repo), listed.revision));
+        let target = folder.join(format!("{}@{}", folder_name(repo), listing.revision));
         if target.is_dir() {
             return Ok(target);
         }
-        // Not a temporary name: it stays, so that a broken download can go on after a restart.
-        let partial = folder.join(format!("partial-{}@{}", folder_name(repo), listed.revision));
+        // A fixed name, so that an interrupted download can be resumed after a restart.
+        let partial = folder.join(format!("partial-{}@{}", folder_name(repo), listing.revision));
         fsutil::create_dir_all(&partial)?;
         let layout = |problem| HubError::Layout {
             repo: repo.to_owned(),
@@ -202,114 +173,81 @@ impl Hub {
         };
         let source = Source {
             repo,
-            revision: &listed.revision,
+            revision: &listing.revision,
             token,
         };
-        let files = match select::index_of(&listed) {
+        let files = match select::index_file(&listing) {
             Some(index) => {
-                select::refuse_large_text(index).map_err(layout)?;
-                let path = self.file(&source, index, &partial).await?;
+                select::check_text_size(index).map_err(layout)?;
+                let path = self.fetch_file(&source, index, &partial).await?;
                 let text = std::fs::read(&path).map_err(|error| FsError::new("read", &path, error))?;
-                select::files(&listed, &text).map_err(layout)?
+                select::pipeline_files(&listing, &text).map_err(layout)?
             }
-            None => select::single_part(&listed).map_err(layout)?,
+            None => select::component_files(&listing).map_err(layout)?,
         };
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
-        say(format!(
+        log(format!(
             "fetching {repo} at commit {}: {} files, {:.2} GiB",
-            listed.revision,
+            listing.revision,
             files.len(),
             bytes as f64 / f64::from(1 << 30)
         ));
         for file in files {
-            self.file(&source, file, &partial).await?;
-            say(format!("fetched {}", file.name));
+            self.fetch_file(&source, file, &partial).await?;
+            log(format!("fetched {}", file.name));
         }
         std::fs::rename(&partial, &target).map_err(|error| FsError::new("publish", &target, error))?;
         fsutil::sync_dir(folder)?;
         Ok(target)
     }
 
-    /// What is here of a model whose hub cannot be reached: the commit of the job and no other; where it names none, the
-    /// version that was fetched last.
-    fn kept(
+    /// Finds a cached model while the hub is unreachable: the commit of the job; if it names none, the version that
+    /// was fetched last.
+    fn cached(
         &self,
-        wanted: &Wanted<'_>,
+        request: &ModelRequest<'_>,
         folder: &Path,
-        say: &(dyn Fn(String) + Sync),
+        log: &(dyn Fn(String) + Sync),
         what: String,
         problem: String,
     ) -> Result<PathBuf, HubError> {
-        let repo = wanted.repo;
-        let here = match wanted.revision {
+        let repo = request.repo;
+        let found = match request.revision {
             Some(commit) => Some(folder.join(format!("{}@{commit}", folder_name(repo)))).filter(|path| path.is_dir()),
-            None => newest(folder, repo),
+            None => newest_version(folder, repo),
         };
-        let Some(here) = here else {
+        let Some(cached) = found else {
             return Err(HubError::Unavailable { what, problem });
         };
-        say(format!(
-            "the hub cannot be reached ({problem}); using the version of {repo} that is here"
+        log(format!(
+            "the hub cannot be reached ({problem}); using the cached version of {repo}"
         ));
-        Ok(here)
+        Ok(cached)
     }
 
-    fn client(&self) -> Result<&Client, HubError> {
-        if let Some(client) = self.client.get() {
-            return Ok(client);
-        }
-        let built = aitk_common::hub::client(&self.endpoint);
-        let client = built.map_err(|error| self.unavailable(&self.endpoint, &error))?;
-        Ok(self.client.get_or_init(|| client))
-    }
-
-    fn get(&self, url: &str, token: Option<&str>) -> Result<reqwest::RequestBuilder, HubError> {
-        let request = self.client()?.get(url);
-        Ok(match token {
-            Some(token) => request.bearer_auth(token),
-            None => request,
-        })
-    }
-
-    fn unavailable(&self, what: &str, error: &reqwest::Error) -> HubError {
-        let mut cause: &dyn std::error::Error = error;
-        while let Some(inner) = cause.source() {
-            cause = inner;
-        }
-        HubError::Unavailable {
-            what: what.to_owned(),
-            problem: cause.to_string(),
-        }
-    }
-
-    /// What an answer without content means.
-    fn status(&self, repo: &str, what: &str, status: StatusCode) -> HubError {
-        let (repo, endpoint) = (repo.to_owned(), self.endpoint.clone());
-        match status {
-            StatusCode::NOT_FOUND => HubError::NotFound { repo, endpoint },
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => HubError::Denied { repo, endpoint },
-            other => HubError::Unavailable {
-                what: what.to_owned(),
-                problem: format!("the hub answered {other}"),
-            },
-        }
-    }
-
-    async fn list(&self, wanted: &Wanted<'_>, token: Option<&str>) -> Result<select::Listed, HubError> {
-        let (repo, revision) = (wanted.repo, wanted.revision.unwrap_or("main"));
-        let url = format!("{}/api/models/{repo}/revision/{revision}?blobs=true", self.endpoint);
+    async fn list(&self, request: &ModelRequest<'_>, token: Option<&str>) -> Result<select::Listing, HubError> {
+        let (repo, revision) = (request.repo, request.revision.unwrap_or("main"));
+        let url = format!(
+            "{}/api/models/{repo}/revision/{revision}?blobs=true",
+            self.client.endpoint()
+        );
         let answer = self
+            .client
             .get(&url, token)?
             .send()
             .await
-            .map_err(|error| self.unavailable(&url, &error))?;
+            .map_err(|error| self.client.connection_error(&url, &error))?;
         if !answer.status().is_success() {
-            return Err(self.status(repo, &url, answer.status()));
+            return Err(self.client.status_error(repo, &url, answer.status()));
         }
         let mut answer = answer;
         let mut text = Vec::new();
-        while let Some(part) = answer.chunk().await.map_err(|error| self.unavailable(&url, &error))? {
-            if text.len() + part.len() > LIST_BYTES {
+        while let Some(part) = answer
+            .chunk()
+            .await
+            .map_err(|error| self.client.connection_error(&url, &error))?
+        {
+            if text.len() + part.len() > MAX_LIST_BYTES {
                 let problem = "its list of files is too long".to_owned();
                 return Err(HubError::Layout {
                     repo: repo.to_owned(),
@@ -322,26 +260,31 @@ impl Hub {
             repo: repo.to_owned(),
             problem,
         };
-        let listed =
-            select::Listed::parse(&text).map_err(|problem| match serde_json::from_slice::<IgnoredAny>(&text) {
+        let listing =
+            select::Listing::parse(&text).map_err(|problem| match serde_json::from_slice::<IgnoredAny>(&text) {
                 Ok(_) => layout(problem),
-                // A page of a proxy, or an answer that was cut off.
+                // A proxy's page, or a truncated answer.
                 Err(_) => HubError::Unavailable {
                     what: repo.to_owned(),
-                    problem: format!("{url} answered with something that is no JSON"),
+                    problem: format!("{url} answered with something that is not JSON"),
                 },
             })?;
-        match wanted.revision {
-            Some(commit) if listed.revision != commit => Err(layout(format!(
+        match request.revision {
+            Some(commit) if listing.revision != commit => Err(layout(format!(
                 "the hub answered with commit {} instead of {commit}",
-                listed.revision
+                listing.revision
             ))),
-            _ => Ok(listed),
+            _ => Ok(listing),
         }
     }
 
-    /// Brings one file, unless it is there, and checks it.
-    async fn file(&self, source: &Source<'_>, file: &select::Remote, folder: &Path) -> Result<PathBuf, HubError> {
+    /// Downloads one file, unless it exists, and verifies it.
+    async fn fetch_file(
+        &self,
+        source: &Source<'_>,
+        file: &select::RemoteFile,
+        folder: &Path,
+    ) -> Result<PathBuf, HubError> {
         let Source { repo, revision, .. } = *source;
         let bad_name = |error: names::BadName| HubError::Layout {
             repo: repo.to_owned(),
@@ -352,16 +295,16 @@ impl Hub {
             return Ok(path);
         }
         fsutil::create_dir_all(fsutil::folder_of(&path))?;
-        let url = format!("{}/{repo}/resolve/{revision}/{}", self.endpoint, file.name);
-        let mut wait = self.first_wait;
+        let url = format!("{}/{repo}/resolve/{revision}/{}", self.client.endpoint(), file.name);
+        let mut delay = self.first_delay;
         let mut tries = 0;
         loop {
             tries += 1;
-            match transfer::once(self, source, &url, file, &path).await {
-                Err(HubError::Unavailable { what, problem }) if tries < TRIES => {
-                    tracing::warn!(%what, %problem, "trying again");
-                    tokio::time::sleep(wait).await;
-                    wait *= 2;
+            match download::download(&self.client, source, &url, file, &path).await {
+                Err(HubError::Unavailable { what, problem }) if tries < MAX_TRIES => {
+                    tracing::warn!(%what, %problem, "a download failed; trying again");
+                    tokio::time::sleep(delay).await;
+                    delay *= 2;
                 }
                 Err(error) => return Err(error),
                 Ok(()) => return Ok(path),
@@ -371,15 +314,16 @@ impl Hub {
 }
 
 /// The version of a model that was fetched last.
-fn newest(folder: &Path, repo: &str) -> Option<PathBuf> {
+fn newest_version(folder: &Path, repo: &str) -> Option<PathBuf> {
     let prefix = format!("{}@", folder_name(repo));
     let entries = std::fs::read_dir(folder).ok()?.flatten();
-    let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
-    ours.max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
+    let versions = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
+    versions
+        .max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
         .map(|entry| entry.path())
 }
 
-/// The commit of a model that lies here.
+/// The commit of a model in the cache.
 pub(crate) fn commit_of(folder: &Path) -> Option<&str> {
     let (_, commit) = folder.file_name()?.to_str()?.rsplit_once('@')?;
     is_commit(commit).then_some(commit)

@@ -1,74 +1,74 @@
-//! Inputs of an attempt: brought to this machine, cache first.
+//! Stages the inputs of an attempt on this machine: from the cache, or from storage.
 
 pub(crate) mod cache;
 pub(crate) mod derived;
 pub(crate) mod hub;
 
-use crate::attempt::local_failure;
 use crate::context::Context;
+use crate::outcome::{file_failure, storage_failure};
 use crate::session::Reporter;
-use crate::storage::failure;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Assignment, Report};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::storage::{StorageError, checkpoints};
-use cache::Lease;
-use derived::DerivedLease;
-use hub::{HubError, Wanted};
+use cache::InputGuard;
+use derived::DerivedGuard;
+use hub::{HubError, ModelRequest};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// What an attempt starts from.
+/// The staged inputs of an attempt.
 #[derive(Debug, Default)]
-pub(crate) struct Staged {
-    /// Inputs as the config names them -> where they lie.
+pub(crate) struct StagedInputs {
+    /// Inputs as the config names them -> local paths.
     pub(crate) inputs: BTreeMap<String, PathBuf>,
-    /// The checkpoint to go on from.
+    /// The checkpoint to resume from.
     pub(crate) resume: Option<PathBuf>,
-    /// Inputs as the config names them -> where what is computed from them is kept.
-    pub(crate) derived: BTreeMap<String, DerivedLease>,
-    /// Where CUDA keeps the kernels that it compiles.
-    pub(crate) cuda: Option<DerivedLease>,
-    /// Keep the inputs in the cache for as long as this lives.
-    pub(crate) _leases: Vec<Lease>,
+    /// Inputs as the config names them -> folders for files that are computed from them.
+    pub(crate) derived: BTreeMap<String, DerivedGuard>,
+    /// The folder for kernels that CUDA compiles.
+    pub(crate) cuda_cache: Option<DerivedGuard>,
+    /// Guards that keep the inputs in the cache while this value exists.
+    pub(crate) _guards: Vec<InputGuard>,
 }
 
-/// The job of an assignment, checked as the coordinator checked it: by the keys that this program knows, and before
-/// anything is fetched or started. Unless it runs in place, every path of it is an input or a repository.
+/// Parses the job of an assignment and makes the coordinator's checks again, by the keys that this program knows,
+/// before anything is fetched or started. Unless the job runs in place, each of its paths must be an input or a
+/// repository.
 ///
 /// # Errors
-/// How the attempt ends, with file, line and key of what is wrong.
-pub(crate) fn job_of(assignment: &Assignment) -> Result<JobSpec, Outcome> {
-    let refused = |findings: &[Finding]| Outcome::Failed {
+/// The outcome of the attempt, with file, line and key of what is wrong.
+pub(crate) fn parse_job(assignment: &Assignment) -> Result<JobSpec, Outcome> {
+    let refusal = |findings: &[Finding]| Outcome::Failed {
         cause: FailureCause::BadInput,
         message: format!("this worker does not run the job: {}", summary(findings)),
     };
-    let job = JobSpec::from_json(&assignment.job_json).map_err(|error| refused(error.findings()))?;
+    let job = JobSpec::from_json(&assignment.job_json).map_err(|error| refusal(error.findings()))?;
     let support = job.unsupported();
     if !support.errors.is_empty() {
-        return Err(refused(&support.errors));
+        return Err(refusal(&support.errors));
     }
     if !assignment.local {
         let foreign = job.foreign_paths(|path| assignment.inputs.contains_key(path));
         if !foreign.is_empty() {
-            return Err(refused(&foreign));
+            return Err(refusal(&foreign));
         }
     }
     Ok(job)
 }
 
-/// Brings everything that the job of the assignment names. `folder` is the attempt's own.
-pub(crate) async fn inputs(
+/// Stages everything that the job of the assignment names. `folder` is the attempt's own.
+pub(crate) async fn stage_inputs(
     context: &Context,
     assignment: &Assignment,
     job: &JobSpec,
     reporter: &Reporter,
     folder: &Path,
-) -> Result<Staged, Outcome> {
-    let mut staged = Staged::default();
-    models(context, assignment, job, reporter, &mut staged).await?;
+) -> Result<StagedInputs, Outcome> {
+    let mut staged = StagedInputs::default();
+    stage_models(context, assignment, job, reporter, &mut staged).await?;
     if assignment.local {
         return Ok(staged);
     }
@@ -82,25 +82,25 @@ pub(crate) async fn inputs(
         for message in warnings.into_inner().unwrap_or_else(PoisonError::into_inner) {
             reporter.log("warn", message).await;
         }
-        let (path, lease) = fetched.map_err(|error| match error {
-            // It stays as it is, however often it is fetched.
+        let (path, guard) = fetched.map_err(|error| match error {
+            // Fetching it again would not help.
             StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. } => Outcome::Failed {
                 cause: FailureCause::BadInput,
                 message: format!("the input {config_path:?} cannot be used: {error}"),
             },
-            error => failure(&format!("could not fetch the input {config_path:?}"), &error),
+            error => storage_failure(&format!("could not fetch the input {config_path:?}"), &error),
         })?;
         staged.inputs.insert(config_path.clone(), path);
-        staged._leases.push(lease);
+        staged._guards.push(guard);
         let derived = context
             .derived
-            .of_input(assignment.owner.as_ref(), &assignment.job, *id);
-        let derived = derived.map_err(|error| local_failure(&error))?;
+            .for_input(assignment.owner.as_ref(), &assignment.job, *id);
+        let derived = derived.map_err(|error| file_failure(&error))?;
         staged.derived.insert(config_path.clone(), derived);
     }
     if assignment.device.kind == DeviceKind::Cuda {
-        let cuda = context.derived.of_cuda(assignment.owner.as_ref(), &assignment.job);
-        staged.cuda = Some(cuda.map_err(|error| local_failure(&error))?);
+        let cuda_cache = context.derived.for_cuda(assignment.owner.as_ref(), &assignment.job);
+        staged.cuda_cache = Some(cuda_cache.map_err(|error| file_failure(&error))?);
     }
     if let Some(manifest) = assignment.resume {
         let target = folder.join("resume");
@@ -111,52 +111,53 @@ pub(crate) async fn inputs(
                 Box::pin(async move { checkpoints::fetch(store.as_ref(), manifest, target, &mut |_| {}).await })
             })
             .await;
-        let checkpoint = fetched.map_err(|error| failure("could not fetch the checkpoint to go on from", &error))?;
+        let checkpoint =
+            fetched.map_err(|error| storage_failure("could not fetch the checkpoint to resume from", &error))?;
         staged.resume = Some(checkpoint.folder().to_owned());
     }
     Ok(staged)
 }
 
 /// Fetches the models that the config names by their repository.
-async fn models(
+async fn stage_models(
     context: &Context,
     assignment: &Assignment,
     job: &JobSpec,
     reporter: &Reporter,
-    staged: &mut Staged,
+    staged: &mut StagedInputs,
 ) -> Result<(), Outcome> {
     for input in job.repositories(|path| assignment.inputs.contains_key(path)) {
         let path = input.config_path;
-        // In place, a folder of that name is what is meant.
+        // For a job in place, a folder of that name takes precedence.
         if assignment.local && Path::new(&path).exists() {
             continue;
         }
         reporter.phase("downloading model").await;
-        let wanted = Wanted {
+        let request = ModelRequest {
             repo: &path,
             revision: job.revisions.get(&path).map(String::as_str),
             in_place: assignment.local,
         };
-        let say = |message| reporter.log_now("info", message);
-        let mut fetched = context.hub.fetch(&wanted, &say).await;
-        let own = job.cluster.hub_token.as_ref().filter(|_| !assignment.local);
-        if let (Some(name), Err(refused)) = (own, &fetched)
+        let log = |message| reporter.log_now("info", message);
+        let mut fetched = context.hub.fetch(&request, &log).await;
+        let token_name = job.cluster.hub_token.as_ref().filter(|_| !assignment.local);
+        if let (Some(name), Err(refusal)) = (token_name, &fetched)
             && matches!(
-                refused,
+                refusal,
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Unavailable { .. }
             )
         {
             let owner = assignment.owner.as_ref();
-            match (context.hub_secrets.token(owner, name), owner) {
+            match (context.hub_tokens.token(owner, name), owner) {
                 (Ok(token), Some(owner)) => {
-                    say(format!("{path} is fetched with the token {} of user {owner}", name.0));
-                    fetched = context.hub.fetch_for(owner, &token, &wanted, &say).await;
+                    log(format!("{path} is fetched with the token {} of user {owner}", name.0));
+                    fetched = context.hub.fetch_for(owner, &token, &request, &log).await;
                 }
-                (Err(message), _) if !matches!(refused, HubError::Unavailable { .. }) => {
-                    // What this worker lacks, another may have.
+                (Err(message), _) if !matches!(refusal, HubError::Unavailable { .. }) => {
+                    // Another worker may have the token.
                     return Err(Outcome::Failed {
                         cause: FailureCause::Machine,
-                        message: format!("{}: {refused}; {message}", input.key),
+                        message: format!("{}: {refusal}; {message}", input.key),
                     });
                 }
                 _ => {}
@@ -174,7 +175,7 @@ async fn models(
                 message: format!("{}: {error}", input.key),
             }
         })?;
-        if let Some(commit) = hub::commit_of(&folder).filter(|_| wanted.revision.is_none() && !assignment.local) {
+        if let Some(commit) = hub::commit_of(&folder).filter(|_| request.revision.is_none() && !assignment.local) {
             let message = format!("{path} is used at commit {commit}, now and by later attempts of this job");
             reporter
                 .report(Report::Pinned {

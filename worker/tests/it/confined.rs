@@ -1,4 +1,4 @@
-//! What the process of an attempt has, as the kernel tells it.
+//! The privileges and open files of an attempt's process, as the kernel reports them.
 
 use crate::orphan::{DAEMON, child_of};
 use std::collections::BTreeSet;
@@ -14,11 +14,11 @@ fn status<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 
 /// Soft and hard limit of a line of `/proc/PID/limits`.
 fn limit<'a>(text: &'a str, name: &str) -> Option<(&'a str, &'a str)> {
-    let mut words = text
+    let mut fields = text
         .lines()
         .find_map(|line| line.strip_prefix(name))?
         .split_whitespace();
-    Some((words.next()?, words.next()?))
+    Some((fields.next()?, fields.next()?))
 }
 
 fn open_files(process: &Path) -> BTreeSet<String> {
@@ -27,18 +27,18 @@ fn open_files(process: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn an_attempt_has_no_rights_secrets_or_files_that_it_does_not_need() {
+fn an_attempts_process_has_no_privileges_secrets_or_inherited_files() {
     let folder = tempfile::tempdir().unwrap();
-    // The job never begins: its specification is a pipe that nobody fills.
+    // The job never begins: its specification is a pipe without a writer.
     nix::unistd::mkfifo(&folder.path().join("spec.json"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut daemon = Command::new("sh")
-        // A careless shell leaves a file open for everything below it, and lets cores be written.
+        // The shell leaves a file open for its children, and allows core dumps.
         .args([
             "-c",
             r#"ulimit -S -c unlimited; umask 022; exec 7</etc/passwd; exec "$0" "$@""#,
         ])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "orphan::plays_the_daemon"])
+        .args(["--exact", "orphan::daemon_process"])
         .env(DAEMON, folder.path())
         .env("AITK_TOKEN", "token-of-the-daemon")
         .env("HF_TOKEN", "token-of-the-hub")
@@ -47,7 +47,7 @@ fn an_attempt_has_no_rights_secrets_or_files_that_it_does_not_need() {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let until = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + Duration::from_secs(60);
     let all = loop {
         let process = child_of(daemon.id()).map(|pid| Path::new("/proc").join(pid.to_string()));
         if let Some(process) = &process {
@@ -61,28 +61,28 @@ fn an_attempt_has_no_rights_secrets_or_files_that_it_does_not_need() {
                 limit(&limits, "Max open files").map(|(soft, hard)| format!("{soft} {hard}")),
                 open_files(process).into_iter().collect::<Vec<_>>().join(" "),
             );
-            // The last thing that it does before it reads its specification.
+            // The process does this last before it reads its specification.
             if all.2.as_deref() == Some("0077") && all.5 == "0 1 2" {
                 break (all, read("environ"));
             }
         }
         assert!(
-            Instant::now() < until,
+            Instant::now() < deadline,
             "the attempt's process is not as expected: {process:?}"
         );
         std::thread::sleep(Duration::from_millis(10));
     };
-    let (has, environment) = all;
+    let (found, environment) = all;
     let inherited = open_files(&Path::new("/proc").join(daemon.id().to_string()));
     daemon.kill().unwrap();
     daemon.wait().unwrap();
     assert!(
         inherited.contains("7"),
-        "nothing was inherited to be closed: {inherited:?}"
+        "the daemon has no inherited file for the attempt to close: {inherited:?}"
     );
     let text = |text: &str| Some(text.to_owned());
     assert_eq!(
-        has,
+        found,
         (
             text("aitk-worker"),
             text("1"),

@@ -1,7 +1,7 @@
-//! A coordinator that hands out what it should have refused: the worker looks for itself, before anything is fetched or
-//! started, and says what is wrong.
+//! A coordinator that assigns jobs that it should have refused: the worker checks them itself before it fetches or
+//! starts anything, and reports what is wrong.
 
-use crate::support::{JOB, PATIENCE, device, eventually};
+use crate::support::{JOB, TIMEOUT, device, eventually};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Assignment, HeldAttempt, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
@@ -18,11 +18,11 @@ use tonic::{Request, Response, Status, Streaming};
 
 type Wire = Result<v1::CoordinatorMessage, Status>;
 
-/// One session, whose two ends the test has.
-struct Liar(mpsc::Sender<(Streaming<v1::WorkerMessage>, mpsc::Sender<Wire>)>);
+/// One session; the test holds both of its streams.
+struct HostileCoordinator(mpsc::Sender<(Streaming<v1::WorkerMessage>, mpsc::Sender<Wire>)>);
 
 #[tonic::async_trait]
-impl Workers for Liar {
+impl Workers for HostileCoordinator {
     type SessionStream = ReceiverStream<Wire>;
 
     async fn session(
@@ -52,17 +52,17 @@ struct Session {
 
 impl Session {
     async fn next(&mut self) -> ToCoordinator {
-        let message = tokio::time::timeout(PATIENCE, self.messages.message()).await;
+        let message = tokio::time::timeout(TIMEOUT, self.messages.message()).await;
         let message = message.expect("the worker is silent").unwrap();
         message.expect("the worker went away").try_into().unwrap()
     }
 
-    async fn say(&self, message: ToWorker) {
+    async fn send(&self, message: ToWorker) {
         self.wire.send(Ok(message.into())).await.unwrap();
     }
 
-    /// Hands out a job, and waits for its end.
-    async fn hand_out(&mut self, job_json: &str, local: bool) -> Outcome {
+    /// Assigns a job, and waits for its outcome.
+    async fn assign(&mut self, job_json: &str, local: bool) -> Outcome {
         self.number += 1;
         let job = JobId::new(format!("j{}", self.number));
         let held = HeldAttempt {
@@ -83,11 +83,11 @@ impl Session {
             device: device().device,
             profile: MemoryProfile::CpuOnly,
             seed: 1,
-            drawn: Vec::new(),
+            generated: Vec::new(),
             trace: None,
             owner: Some(UserName::new("eve")),
         };
-        self.say(ToWorker::Assign(Box::new(assignment))).await;
+        self.send(ToWorker::Assign(Box::new(assignment))).await;
         loop {
             match self.next().await {
                 ToCoordinator::Finished {
@@ -97,7 +97,7 @@ impl Session {
                 } if of == held => {
                     let message = String::new();
                     let verdict = Verdict::Accepted;
-                    self.say(ToWorker::Answer {
+                    self.send(ToWorker::Answer {
                         request,
                         verdict,
                         message,
@@ -105,14 +105,14 @@ impl Session {
                     .await;
                     return outcome;
                 }
-                ToCoordinator::Beat { .. } => self.say(ToWorker::BeatReply { events: Vec::new() }).await,
+                ToCoordinator::Beat { .. } => self.send(ToWorker::BeatReply { events: Vec::new() }).await,
                 _ => {}
             }
         }
     }
 }
 
-/// A training of what lies in `data`.
+/// A training on the folder `data`.
 fn training() -> Value {
     json!({"job": "extension", "name": "n", "meta": {}, "config": {}, "cluster": {}, "process": [
         {"type": "sd_trainer", "kind": {"train": {"training_folder": "out", "network": {},
@@ -134,7 +134,7 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
     let (opened, mut sessions) = mpsc::channel(1);
     let server = tokio::spawn(
         tonic::transport::Server::builder()
-            .add_service(WorkersServer::new(Liar(opened)))
+            .add_service(WorkersServer::new(HostileCoordinator(opened)))
             .serve_with_incoming(TcpListenerStream::new(listener)),
     );
     let marker = folder.path().join("a child ran");
@@ -143,9 +143,9 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
     config.attempt_command = ["sh", "-c", &format!("touch '{}'", marker.display())]
         .map(Into::into)
         .to_vec();
-    config.shutdown_patience = Duration::from_secs(10);
+    config.shutdown_patience = TIMEOUT;
     let worker = aitk_worker::start(config).await.unwrap();
-    let (messages, wire) = tokio::time::timeout(PATIENCE, sessions.recv()).await.unwrap().unwrap();
+    let (messages, wire) = tokio::time::timeout(TIMEOUT, sessions.recv()).await.unwrap().unwrap();
     let mut session = Session {
         messages,
         wire,
@@ -155,7 +155,7 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
         panic!("the first message registers");
     };
     session
-        .say(ToWorker::Welcome {
+        .send(ToWorker::Welcome {
             worker: registration.worker.unwrap_or_else(|| WorkerId::new("w1")),
             beat_interval: Duration::from_millis(200),
             lease: Duration::from_secs(20),
@@ -185,7 +185,7 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
             "cannot name a folder",
         ),
         (with(data, json!(canary.display().to_string())), "folder_path"),
-        // It was never sent.
+        // The folder was never uploaded.
         (training().to_string(), "folder_path"),
         (with(model, json!(secret)), "name_or_path"),
         (with(model, json!("../canary")), "name_or_path"),
@@ -194,31 +194,31 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
         ("[]".to_owned(), "job"),
         ("{".to_owned(), "job"),
     ];
-    for (job, words) in hostile {
-        let Outcome::Failed { cause, message } = session.hand_out(&job, false).await else {
-            panic!("it ran: {job}");
+    for (job, expected) in hostile {
+        let Outcome::Failed { cause, message } = session.assign(&job, false).await else {
+            panic!("the job ran: {job}");
         };
         assert_eq!(cause, FailureCause::BadInput, "{job}: {message}");
         assert!(
-            message.starts_with("this worker does not run the job: ") && message.contains(words),
+            message.starts_with("this worker does not run the job: ") && message.contains(expected),
             "{job}: {message}"
         );
         assert!(!message.contains("the secret"), "{message}");
         assert!(!marker.exists(), "{job}");
     }
-    let left: Vec<_> = std::fs::read_dir(&canary)
+    let remaining: Vec<_> = std::fs::read_dir(&canary)
         .unwrap()
         .flatten()
         .map(|entry| entry.file_name())
         .collect();
-    assert_eq!(left, ["secret.txt"]);
+    assert_eq!(remaining, ["secret.txt"]);
 
-    // A child would have left its mark.
+    // A child that runs creates the marker.
     let in_place = JOB.replace(r#""model"}"#, &format!("{}}}", json!(canary.display().to_string())));
-    session.hand_out(&in_place, true).await;
+    session.assign(&in_place, true).await;
     assert!(marker.exists());
     let attempts = folder.path().join("worker/attempts");
-    eventually("nothing is left of an attempt", || {
+    eventually("an attempt's folder was not removed", || {
         std::fs::read_dir(&attempts).unwrap().next().is_none()
     })
     .await;

@@ -1,7 +1,7 @@
-//! `aitk-worker join`, and a daemon that uses what that gave.
+//! `aitk-worker join`, and a daemon that uses the certificate.
 
 use crate::program::{program, run, text};
-use crate::support::{PATIENCE, connected, device, eventually};
+use crate::support::{TIMEOUT, device, eventually, wait_until_connected};
 use aitk_coordinator::{PkiConfig, ca_folder, init};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::v1;
@@ -9,13 +9,13 @@ use aitk_worker::{Config, JoinOptions, Membership, Refusal, Running, join};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-struct Lab {
+struct TestCluster {
     folder: tempfile::TempDir,
     running: aitk_coordinator::Running,
     admin: Clients,
 }
 
-impl Lab {
+impl TestCluster {
     async fn start(worker_life: Duration) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let data = folder.path().join("coordinator");
@@ -86,11 +86,11 @@ fn mode(path: &Path) -> u32 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_joins_once_and_then_needs_no_options() {
-    let lab = Lab::start(Duration::from_secs(3600)).await;
-    let token = lab.token("basement").await;
-    let data = lab.path("w");
-    let url = lab.running.url();
+async fn a_machine_that_joined_needs_no_options() {
+    let cluster = TestCluster::start(Duration::from_secs(3600)).await;
+    let token = cluster.token("basement").await;
+    let data = cluster.path("w");
+    let url = cluster.running.url();
     let output = run(program().args(["join", &url, &token, "--data-dir"]).arg(&data)).await;
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(text(&output.stdout).trim(), "basement");
@@ -104,10 +104,10 @@ async fn a_machine_joins_once_and_then_needs_no_options() {
         .arg(&data)
         .spawn()
         .unwrap();
-    let seen = async {
+    let registered = async {
         loop {
             let request = v1::ListWorkersRequest::default();
-            let workers = lab
+            let workers = cluster
                 .admin
                 .jobs
                 .clone()
@@ -125,11 +125,11 @@ async fn a_machine_joins_once_and_then_needs_no_options() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    let seen = tokio::time::timeout(PATIENCE, seen).await;
-    // Revoked: it ends by itself, and says so.
-    lab.revoke("basement").await;
+    let registered = tokio::time::timeout(TIMEOUT, registered).await;
+    // After the revocation the daemon ends with a message.
+    cluster.revoke("basement").await;
     let mut code = None;
-    for _ in 0..PATIENCE.as_millis() / 10 {
+    for _ in 0..TIMEOUT.as_millis() / 10 {
         code = daemon.try_wait().unwrap();
         if code.is_some() {
             break;
@@ -137,88 +137,92 @@ async fn a_machine_joins_once_and_then_needs_no_options() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let _ = daemon.kill();
-    let said = text(&daemon.wait_with_output().unwrap().stderr);
-    assert!(seen.is_ok(), "{said}");
-    assert_eq!(code.and_then(|code| code.code()), Some(4), "{said}");
-    assert!(said.contains("revoked"), "{said}");
+    let stderr = text(&daemon.wait_with_output().unwrap().stderr);
+    assert!(registered.is_ok(), "{stderr}");
+    assert_eq!(code.and_then(|code| code.code()), Some(4), "{stderr}");
+    assert!(stderr.contains("revoked"), "{stderr}");
 
-    // Others may not read it.
+    // An identity that others can read is refused.
     std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
     let output = run(program().args(["--devices", "cpu", "--data-dir"]).arg(&data)).await;
     assert!(text(&output.stderr).contains("chmod 600"), "{}", text(&output.stderr));
-    lab.running.shutdown().await;
+    cluster.running.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_wrong_with_a_join_is_said_in_one_line() {
-    let lab = Lab::start(Duration::from_secs(3600)).await;
-    let other = Lab::start(Duration::from_secs(3600)).await;
-    let (url, elsewhere) = (lab.running.url(), other.running.url());
-    let (good, spent, taken) = (lab.token("a").await, lab.token("b").await, lab.token("b").await);
+async fn a_failed_join_has_a_one_line_message() {
+    let cluster = TestCluster::start(Duration::from_secs(3600)).await;
+    let other = TestCluster::start(Duration::from_secs(3600)).await;
+    let (url, elsewhere) = (cluster.running.url(), other.running.url());
+    let (unused, spent, taken) = (
+        cluster.token("a").await,
+        cluster.token("b").await,
+        cluster.token("b").await,
+    );
     let first = JoinOptions {
-        data_dir: lab.path("w0"),
-        ..lab.options(&spent)
+        data_dir: cluster.path("w0"),
+        ..cluster.options(&spent)
     };
     join(first).await.unwrap();
     let plain = url.replace("https:", "http:");
-    let file = lab.path("token");
-    std::fs::write(&file, &good).unwrap();
+    let file = cluster.path("token");
+    std::fs::write(&file, &unused).unwrap();
     let file = file.display().to_string();
     let cases: [(&[&str], i32, &str); 8] = [
         (&[&url, "aitk_join_short"], 1, "this is no join token"),
-        (&[&elsewhere, &good], 1, "nothing was sent"),
+        (&[&elsewhere, &unused], 1, "nothing was sent"),
         (&[&url, &spent], 4, "used already"),
         (&[&url, &taken], 1, "worker revoke b"),
-        (&[&url, &good, "--name", "other"], 4, "this machine is"),
-        (&[&url, &good, "--name", "a b"], 1, "cannot be the name"),
-        (&[&plain, &good], 1, "without TLS"),
+        (&[&url, &unused, "--name", "other"], 4, "this machine is"),
+        (&[&url, &unused, "--name", "a b"], 1, "cannot be the name"),
+        (&[&plain, &unused], 1, "without TLS"),
         (&[&url, "--token-file", "/does/not/exist"], 1, "/does/not/exist"),
     ];
-    for (arguments, code, words) in cases {
+    for (arguments, code, expected) in cases {
         let output = run(program()
             .arg("join")
             .args(arguments)
             .arg("--data-dir")
-            .arg(lab.path("w")))
+            .arg(cluster.path("w")))
         .await;
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(code), "{said}");
-        assert!(said.contains(words), "{words}: {said}");
-        assert_eq!(said.lines().count(), 1, "{said}");
-        assert!(!said.contains(good.split('.').next().unwrap()), "{said}");
-        assert!(!lab.path("w/identity.json").exists());
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{stderr}");
+        assert!(stderr.contains(expected), "{expected}: {stderr}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+        assert!(!stderr.contains(unused.split('.').next().unwrap()), "{stderr}");
+        assert!(!cluster.path("w/identity.json").exists());
     }
-    // None of that used it up.
+    // None of the failed joins used up the token.
     let output = run(program()
         .args(["join", &url, "--token-file", &file, "--data-dir"])
-        .arg(lab.path("w2")))
+        .arg(cluster.path("w2")))
     .await;
     assert!(output.status.success(), "{}", text(&output.stderr));
-    lab.running.shutdown().await;
+    cluster.running.shutdown().await;
     other.running.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_renews_its_certificate_and_goes_on_with_the_new_one() {
-    let lab = Lab::start(Duration::from_secs(30)).await;
-    let joined = join(lab.options(&lab.token("box").await)).await.unwrap();
-    let before = lab.certificate().await;
-    let worker = lab.worker(&joined).await;
-    connected(&worker).await;
-    // Half of its life later.
-    let data = lab.path("w");
+async fn a_worker_renews_its_certificate_and_reconnects_with_it() {
+    let cluster = TestCluster::start(Duration::from_secs(30)).await;
+    let joined = join(cluster.options(&cluster.token("box").await)).await.unwrap();
+    let before = cluster.certificate().await;
+    let worker = cluster.worker(&joined).await;
+    wait_until_connected(&worker).await;
+    // The renewal is due after half of its life.
+    let data = cluster.path("w");
     while Membership::read(&data).unwrap() == Some(joined.clone()) {
-        assert!(joined.ended().is_none(), "not renewed in time");
+        assert!(joined.expired_at().is_none(), "not renewed in time");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let after = lab.certificate().await;
+    let after = cluster.certificate().await;
     assert!(after.serial != before.serial && after.id == before.id);
     assert_eq!(mode(&data.join("identity.json")), 0o600);
-    // The session is opened again with it.
+    // The session is reopened with the new certificate.
     let used = async {
         loop {
             let request = v1::ReadAuditRequest { after: 0, limit: 0 };
-            let lines = lab
+            let lines = cluster
                 .admin
                 .admin
                 .clone()
@@ -236,19 +240,19 @@ async fn a_worker_renews_its_certificate_and_goes_on_with_the_new_one() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, used).await.unwrap();
-    connected(&worker).await;
+    tokio::time::timeout(TIMEOUT, used).await.unwrap();
+    wait_until_connected(&worker).await;
     worker.shutdown().await;
-    lab.running.shutdown().await;
+    cluster.running.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_whose_certificate_ended_says_join_again() {
-    let lab = Lab::start(Duration::from_secs(1)).await;
-    let joined = join(lab.options(&lab.token("box").await)).await.unwrap();
-    eventually("its end", || joined.ended().is_some()).await;
-    let mut worker = lab.worker(&joined).await;
-    let refused = tokio::time::timeout(PATIENCE, worker.ended())
+async fn a_worker_with_an_expired_certificate_asks_to_join_again() {
+    let cluster = TestCluster::start(Duration::from_secs(1)).await;
+    let joined = join(cluster.options(&cluster.token("box").await)).await.unwrap();
+    eventually("the certificate did not expire", || joined.expired_at().is_some()).await;
+    let mut worker = cluster.worker(&joined).await;
+    let refused = tokio::time::timeout(TIMEOUT, worker.ended())
         .await
         .unwrap()
         .unwrap_err();
@@ -256,13 +260,13 @@ async fn a_worker_whose_certificate_ended_says_join_again() {
         matches!(&refused, Refusal::Config(text) if text.contains("join again")),
         "{refused}"
     );
-    // It may join again, under its old name and into its old place.
-    let again = join(lab.options(&lab.token("box").await)).await.unwrap();
-    assert_eq!(again.worker, joined.worker);
-    // Its identity says where that is, should the rest of its folder be gone.
-    std::fs::remove_file(lab.path("w").join("worker_id")).unwrap();
-    lab.revoke("box").await;
-    let third = join(lab.options(&lab.token("box").await)).await.unwrap();
+    // It may join again, with its old name and id.
+    let rejoined = join(cluster.options(&cluster.token("box").await)).await.unwrap();
+    assert_eq!(rejoined.worker, joined.worker);
+    // The identity also holds the id, if the file with the id is lost.
+    std::fs::remove_file(cluster.path("w").join("worker_id")).unwrap();
+    cluster.revoke("box").await;
+    let third = join(cluster.options(&cluster.token("box").await)).await.unwrap();
     assert_eq!(third.worker, joined.worker);
-    lab.running.shutdown().await;
+    cluster.running.shutdown().await;
 }

@@ -1,4 +1,4 @@
-//! The worker from outside: one program, because each more takes a minute to build. A module is one story.
+//! Tests of the worker from outside. They are one program, because each further program takes a minute to link.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 

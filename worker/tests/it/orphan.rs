@@ -1,17 +1,19 @@
-//! SIGKILL the daemon: its child must be gone too. The daemon is this test program, run once more.
+//! A child must end when its daemon is killed by SIGKILL. The daemon is this test program, run again.
 
-use aitk_worker::runner::{Launch, Spawner, Wanted, run};
+use crate::support::TIMEOUT;
+use aitk_worker::runner::{DesiredState, Launch, Spawner, run};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The folder of whoever plays the daemon; nobody else has it.
+/// The environment variable with the folder of the daemon process; only that process has it.
 pub(crate) const DAEMON: &str = "AITK_TEST_DAEMON_IN";
 
-/// Runs a real attempt process whose job never ends by itself: its specification is a pipe that nobody fills.
-/// Only when the other test asks for it.
+/// Runs a real attempt process whose job never ends by itself: its specification is a pipe without a writer.
+/// Does nothing unless the other test starts it.
 #[test]
-fn plays_the_daemon() {
+fn daemon_process() {
     let Some(folder) = std::env::var_os(DAEMON).map(PathBuf::from) else {
         return;
     };
@@ -31,44 +33,51 @@ fn plays_the_daemon() {
             memory_limited: false,
             sandbox_profile: None,
             cuda_cache: None,
-            groups: None,
+            control_groups: None,
         };
-        let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
-        let (events, mut heard) = tokio::sync::mpsc::channel(16);
+        let (_desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
+        let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);
         let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
-        let listen = async { while heard.recv().await.is_some() {} };
-        tokio::join!(run(&spawner, launch, wishes, events), listen);
+        let listen = async { while event_receiver.recv().await.is_some() {} };
+        tokio::join!(run(&spawner, launch, desired_rx, events), listen);
     });
 }
 
 #[test]
 fn a_daemon_that_is_killed_leaves_no_child() {
     let folder = tempfile::tempdir().unwrap();
-    nix::unistd::mkfifo(&folder.path().join("spec.json"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let spec = folder.path().join("spec.json");
+    nix::unistd::mkfifo(&spec, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let me = std::env::current_exe().unwrap();
     let mut daemon = Command::new(me)
-        .args(["--exact", "orphan::plays_the_daemon"])
+        .args(["--exact", "orphan::daemon_process"])
         .env(DAEMON, folder.path())
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let until = Instant::now() + Duration::from_secs(20);
-    let child = loop {
-        if let Some(child) = child_of(daemon.id()) {
-            break child;
-        }
-        assert!(Instant::now() < until, "the daemon started no child");
-        std::thread::sleep(Duration::from_millis(10));
-    };
-    // Until the child has bound itself to the daemon, the end of its standard input is what ends it, more slowly.
-    std::thread::sleep(Duration::from_millis(300));
-    assert!(alive(child), "the child ended too early");
+    let child = wait_for("the daemon started no child", || child_of(daemon.id()));
+    // The pipe can be opened once the child reads its specification. Before that it has asked the kernel for SIGKILL at
+    // the end of its daemon.
+    let mut options = std::fs::File::options();
+    options.write(true).custom_flags(nix::libc::O_NONBLOCK);
+    let writer = wait_for("the child does not read its specification", || options.open(&spec).ok());
+    assert!(is_alive(child), "the child ended too early");
     daemon.kill().unwrap();
     daemon.wait().unwrap();
-    let until = Instant::now() + Duration::from_secs(5);
-    while alive(child) {
-        assert!(Instant::now() < until, "the child {child} outlives its daemon");
+    // The child still waits for its specification, and does not watch its standard input yet: only that signal can end it.
+    wait_for("the child outlives its daemon", || (!is_alive(child)).then_some(()));
+    drop(writer);
+}
+
+/// Polls until there is a result.
+fn wait_for<T>(problem: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + TIMEOUT;
+    loop {
+        if let Some(found) = poll() {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "{problem}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -82,10 +91,11 @@ fn stat(pid: u32) -> Option<(u32, String)> {
     Some((fields.next()?.parse().ok()?, state))
 }
 
-fn alive(pid: u32) -> bool {
+fn is_alive(pid: u32) -> bool {
     stat(pid).is_some_and(|(_, state)| state != "Z" && state != "X")
 }
 
+/// A child of a process.
 pub(crate) fn child_of(parent: u32) -> Option<u32> {
     let pids = std::fs::read_dir("/proc")
         .ok()?

@@ -1,9 +1,9 @@
-//! The program itself: exit codes, messages, signals.
+//! The program: exit codes, messages, signals.
 
-use crate::support::{self, Lab};
+use crate::support::{self, TestCluster};
 use aitk_common::attempt::Outcome;
 use aitk_common::job;
-use aitk_worker::runner::{self, Launch, Spawner, Wanted};
+use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -27,14 +27,14 @@ pub(crate) fn program() -> Command {
     command
 }
 
-/// Runs to the end, within bounds.
+/// Runs a command to its end, with a time-out.
 pub(crate) async fn run(command: &mut Command) -> Output {
     let mut child = command.spawn().unwrap();
-    let deadline = Instant::now() + support::PATIENCE;
+    let deadline = Instant::now() + support::TIMEOUT;
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
             child.kill().unwrap();
-            panic!("the program does not end: {:?}", child.wait_with_output());
+            panic!("the program did not exit in time: {:?}", child.wait_with_output());
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -46,35 +46,35 @@ pub(crate) fn text(bytes: &[u8]) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn probe_says_what_there_is() {
+async fn probe_lists_the_devices() {
     let output = run(program().args(["probe", "--json"])).await;
     assert!(output.status.success(), "{}", text(&output.stderr));
-    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(found["schema_version"], 1);
-    let devices = found["devices"].as_array().unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["schema_version"], 1);
+    let devices = report["devices"].as_array().unwrap();
     assert_eq!(devices.last().unwrap()["device"]["kind"], "cpu");
     let output = run(program().arg("probe")).await;
-    let shown = text(&output.stdout);
+    let probe_output = text(&output.stdout);
     assert!(
-        shown.contains("GiB for a task") && shown.lines().all(|line| line.chars().count() <= 80),
-        "{shown}"
+        probe_output.contains("GiB for a task") && probe_output.lines().all(|line| line.chars().count() <= 80),
+        "{probe_output}"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_token_is_exit_code_4_and_a_wrong_device_1() {
-    let lab = Lab::start().await;
-    let data = lab.path("w");
+async fn a_wrong_token_exits_with_4_and_a_missing_device_with_1() {
+    let cluster = TestCluster::start().await;
+    let data = cluster.path("w");
     let output = run(program()
         .env("AITK_TOKEN", "0".repeat(64))
-        .args(["--server", &lab.url(), "--devices", "cpu", "--data-dir"])
+        .args(["--server", &cluster.url(), "--devices", "cpu", "--data-dir"])
         .arg(&data))
     .await;
     assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("token"), "{}", text(&output.stderr));
 
     let output = run(program()
-        .env("AITK_TOKEN", &lab.token)
+        .env("AITK_TOKEN", &cluster.token)
         .args(["--devices", "cuda:7", "--data-dir"])
         .arg(&data))
     .await;
@@ -95,26 +95,26 @@ async fn a_wrong_token_is_exit_code_4_and_a_wrong_device_1() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sigterm_is_leaving_in_order() {
-    let lab = Lab::start().await;
+async fn sigterm_shuts_down_cleanly() {
+    let cluster = TestCluster::start().await;
     let mut daemon = program()
-        .env("AITK_TOKEN", &lab.token)
+        .env("AITK_TOKEN", &cluster.token)
         .args([
             "--server",
-            &lab.url(),
+            &cluster.url(),
             "--devices",
             "cpu",
             "--name",
             "basement",
             "--data-dir",
         ])
-        .arg(lab.path("w"))
+        .arg(cluster.path("w"))
         .spawn()
         .unwrap();
-    let seen = async {
+    let registered = async {
         loop {
             let request = aitk_proto::v1::ListWorkersRequest::default();
-            let workers = lab
+            let workers = cluster
                 .clients()
                 .await
                 .jobs
@@ -132,10 +132,10 @@ async fn sigterm_is_leaving_in_order() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    let seen = tokio::time::timeout(support::PATIENCE, seen).await;
+    let registered = tokio::time::timeout(support::TIMEOUT, registered).await;
     let pid = nix::unistd::Pid::from_raw(i32::try_from(daemon.id()).unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
-    let until = Instant::now() + support::PATIENCE;
+    let until = Instant::now() + support::TIMEOUT;
     let status = loop {
         if let Some(status) = daemon.try_wait().unwrap() {
             break status;
@@ -145,14 +145,14 @@ async fn sigterm_is_leaving_in_order() {
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
-    let said = text(&daemon.wait_with_output().unwrap().stderr);
-    assert!(seen.is_ok(), "the worker did not register: {said}");
-    assert_eq!(status.code(), Some(0), "{said}");
+    let stderr = text(&daemon.wait_with_output().unwrap().stderr);
+    assert!(registered.is_ok(), "the worker did not register: {stderr}");
+    assert_eq!(status.code(), Some(0), "{stderr}");
 }
 
-/// The attempt's main function, up to the engine: it reads, refuses, and says so on standard output.
+/// The attempt's main function up to the engine: it reports an unreadable specification on standard output.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_without_a_specification_says_so() {
+async fn an_unreadable_specification_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let spec = folder.path().join("spec.json");
     std::fs::write(&spec, "{}").unwrap();
@@ -170,13 +170,13 @@ async fn an_attempt_without_a_specification_says_so() {
     }
 }
 
-/// An attempt at a job that was submitted, whose model is no model.
+/// An attempt at a submitted job with an unreadable model.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_attempt_names_files_as_its_config_does() {
+async fn a_failed_attempt_names_files_as_in_its_config() {
     let folder = tempfile::tempdir().unwrap();
     let staged = folder.path().join("cache/trees/ab12");
     std::fs::create_dir_all(staged.join("unet")).unwrap();
-    // A model that is known, with a part that cannot be read.
+    // A known model with an unreadable component.
     std::fs::write(
         staged.join("model_index.json"),
         r#"{"_class_name": "StableDiffusionPipeline"}"#,
@@ -212,13 +212,13 @@ async fn a_failed_attempt_names_files_as_its_config_does() {
         memory_limited: false,
         sandbox_profile: None,
         cuda_cache: None,
-        groups: None,
+        control_groups: None,
     };
-    let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
-    let (events, mut heard) = tokio::sync::mpsc::channel(16);
+    let (_desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
+    let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);
     let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
-    let listen = async { while heard.recv().await.is_some() {} };
-    let (outcome, ()) = tokio::join!(runner::run(&spawner, launch, wishes, events), listen);
+    let listen = async { while event_receiver.recv().await.is_some() {} };
+    let (outcome, ()) = tokio::join!(runner::run(&spawner, launch, desired_rx, events), listen);
     let Outcome::Failed { message, .. } = outcome else {
         panic!("{outcome:?}");
     };

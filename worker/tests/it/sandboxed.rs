@@ -1,7 +1,7 @@
-//! Attempts in their sandbox: real training and generation inside it, crafted jobs against it, machines without it.
+//! Attempts in the sandbox: real training and generation, hostile jobs, and machines without a sandbox.
 
 use crate::program::{run, text};
-use crate::support::{self, Lab, finished, script};
+use crate::support::{self, TestCluster, emit_finished, script};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::{Confinement, Protection};
 use aitk_common::control::JobState;
@@ -9,7 +9,7 @@ use aitk_common::job;
 use aitk_common::storage::snapshot;
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use aitk_worker::runner::{self, Launch, Spawner, Wanted};
+use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::PermissionsExt;
@@ -18,39 +18,39 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// What must never be seen in a log: the content of a file that is no input.
+/// The content of a file that is not an input; it must never appear in a log.
 const SECRET: &str = "aitk_tok_canary-7f3a";
 
-/// An attempt's folder as the daemon makes it, with the demo's model and data as inputs that cannot be changed, and beside it
-/// what belongs to others.
-struct Place {
+/// An attempt's folder as the daemon makes it, with the demo's model and data as read-only inputs, and beside it
+/// files of others.
+struct AttemptFolder {
     folder: tempfile::TempDir,
 }
 
-impl Place {
+impl AttemptFolder {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let place = Self { folder };
+        let attempt_folder = Self { folder };
         for inner in ["attempt/tmp", "attempt/output", "cache/derived", "others"] {
-            std::fs::create_dir_all(place.at(inner)).unwrap();
+            std::fs::create_dir_all(attempt_folder.at(inner)).unwrap();
         }
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/demo");
-        copy(&demo.join("base"), &place.at("cache/base"));
-        copy(&demo.join("dataset"), &place.at("cache/dataset"));
+        copy(&demo.join("base"), &attempt_folder.at("cache/base"));
+        copy(&demo.join("dataset"), &attempt_folder.at("cache/dataset"));
         for tree in ["cache/base", "cache/dataset"] {
-            snapshot::make_read_only(&place.at(tree)).unwrap();
+            snapshot::make_read_only(&attempt_folder.at(tree)).unwrap();
         }
-        std::fs::write(place.at("others/token"), SECRET).unwrap();
-        std::fs::create_dir_all(place.at("others/set")).unwrap();
-        std::fs::write(place.at("others/set/a.txt"), SECRET).unwrap();
-        place
+        std::fs::write(attempt_folder.at("others/token"), SECRET).unwrap();
+        std::fs::create_dir_all(attempt_folder.at("others/set")).unwrap();
+        std::fs::write(attempt_folder.at("others/set/a.txt"), SECRET).unwrap();
+        attempt_folder
     }
 
     fn at(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// A specification as the daemon writes it, of a job in the words of a config.
+    /// The specification that the daemon would write for a job with this config.
     fn spec(&self, config: &str) -> Value {
         let format = serde_json::from_value(json!("yaml")).unwrap();
         let loaded = job::parse(config, format, None, &job::LoadOptions::default()).unwrap();
@@ -72,7 +72,7 @@ impl Place {
         })
     }
 
-    /// Runs an attempt as the daemon does. Returns how it ended, and all that it said.
+    /// Runs an attempt as the daemon does. Returns its outcome and its events.
     async fn run(&self, spec: &Value, command: &[PathBuf]) -> (Outcome, Vec<ChildEvent>) {
         serde_json::from_value::<AttemptSpec>(spec.clone()).unwrap();
         let file = self.at("attempt/spec.json");
@@ -85,28 +85,28 @@ impl Place {
             grace: Duration::from_secs(60),
             sandbox_profile: None,
             cuda_cache: None,
-            groups: None,
+            control_groups: None,
             progress_timeout: None,
             memory_limited: spec.get("most_memory").is_some(),
         };
-        let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
-        let (events, mut heard) = tokio::sync::mpsc::channel(16);
+        let (_desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
+        let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);
         let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
         let listen = async {
             let mut all = Vec::new();
-            while let Some(event) = heard.recv().await {
+            while let Some(event) = event_receiver.recv().await {
                 all.push(event);
             }
             all
         };
-        tokio::join!(runner::run(&spawner, launch, wishes, events), listen)
+        tokio::join!(runner::run(&spawner, launch, desired_rx, events), listen)
     }
 
-    /// Everything that lies here outside of the attempt's own folders, with its content.
-    fn others(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+    /// All files outside of the attempt's own folders, with their content.
+    fn other_files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut all = BTreeMap::new();
         for part in ["cache/base", "cache/dataset", "others"] {
-            list(&self.at(part), &mut all);
+            read_files(&self.at(part), &mut all);
         }
         all
     }
@@ -123,11 +123,11 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-fn list(folder: &Path, all: &mut BTreeMap<PathBuf, Vec<u8>>) {
+fn read_files(folder: &Path, all: &mut BTreeMap<PathBuf, Vec<u8>>) {
     for entry in std::fs::read_dir(folder).unwrap().map(Result::unwrap) {
         let path = entry.path();
         match entry.file_type().unwrap().is_dir() {
-            true => list(&path, all),
+            true => read_files(&path, all),
             false => drop(all.insert(path.clone(), std::fs::read(&path).unwrap())),
         }
     }
@@ -165,22 +165,24 @@ fn generation(prompts: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn training_and_generation_work_in_the_sandbox_and_leave_their_inputs_alone() {
-    let place = Place::new();
-    let before = place.others();
+async fn training_and_generation_work_in_the_sandbox_and_do_not_change_their_inputs() {
+    let attempt_folder = AttemptFolder::new();
+    let before = attempt_folder.other_files();
     for config in [training("zorb", "my/data"), generation("[a zorb]")] {
-        let (outcome, events) = place.run(&place.spec(&config), &worker_program()).await;
+        let (outcome, events) = attempt_folder
+            .run(&attempt_folder.spec(&config), &worker_program())
+            .await;
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
         let lines = logs(&events);
         assert!(lines.contains("sandbox: files: "), "{lines}");
         assert!(!lines.contains("ermission denied"), "{lines}");
-        let made = events
+        let artifacts = events
             .iter()
             .filter(|event| matches!(event, ChildEvent::Artifact { .. }));
-        assert!(made.count() > 0, "{events:?}");
+        assert!(artifacts.count() > 0, "{events:?}");
     }
-    assert_eq!(place.others(), before);
-    let derived: Vec<_> = std::fs::read_dir(place.at("cache/derived"))
+    assert_eq!(attempt_folder.other_files(), before);
+    let derived: Vec<_> = std::fs::read_dir(attempt_folder.at("cache/derived"))
         .unwrap()
         .map(Result::unwrap)
         .collect();
@@ -192,13 +194,13 @@ async fn training_and_generation_work_in_the_sandbox_and_leave_their_inputs_alon
 
 #[cfg(target_os = "linux")]
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_control_group_memory_has_a_limit_all_the_same() {
-    let place = Place::new();
+async fn memory_is_limited_without_a_control_group_too() {
+    let attempt_folder = AttemptFolder::new();
     let config = generation("[a zorb]").replace("width: 64, height: 64", "width: 1536, height: 1536");
-    let mut spec = place.spec(&config);
+    let mut spec = attempt_folder.spec(&config);
     // The small image needs less than 96 MiB, the large one more than 768 MiB.
     spec["most_memory"] = (256 << 20).into();
-    let (outcome, events) = place.run(&spec, &worker_program()).await;
+    let (outcome, events) = attempt_folder.run(&spec, &worker_program()).await;
     assert!(
         matches!(
             outcome,
@@ -210,20 +212,20 @@ async fn without_a_control_group_memory_has_a_limit_all_the_same() {
         "{outcome:?} {}",
         logs(&events)
     );
-    spec["job"] = place.spec(&generation("[a zorb]"))["job"].clone();
-    let (outcome, events) = place.run(&spec, &worker_program()).await;
+    spec["job"] = attempt_folder.spec(&generation("[a zorb]"))["job"].clone();
+    let (outcome, events) = attempt_folder.run(&spec, &worker_program()).await;
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_reads_and_writes_nothing_outside_its_own_folder() {
-    let place = Place::new();
-    let before = place.others();
+async fn a_job_reads_and_writes_only_its_own_folder() {
+    let attempt_folder = AttemptFolder::new();
+    let before = attempt_folder.other_files();
     let daemon = std::process::id();
     let environment = format!("/proc/{daemon}/environ");
     let outside = [
-        place.at("others/token"),
-        place.at("others/../others/token"),
+        attempt_folder.at("others/token"),
+        attempt_folder.at("others/../others/token"),
         "/etc/passwd".into(),
         environment.into(),
     ];
@@ -231,34 +233,34 @@ async fn a_job_reads_and_writes_nothing_outside_its_own_folder() {
     let user = users.lines().next().unwrap().to_owned();
     let mut jobs: Vec<Value> = outside
         .iter()
-        .map(|path| place.spec(&generation(&path.display().to_string())))
+        .map(|path| attempt_folder.spec(&generation(&path.display().to_string())))
         .collect();
     for folder in ["others/set", "others"] {
-        jobs.push(place.spec(&training("zorb", &place.at(folder).display().to_string())));
+        jobs.push(attempt_folder.spec(&training("zorb", &attempt_folder.at(folder).display().to_string())));
     }
     for name in [
-        place.at("others/run").display().to_string(),
+        attempt_folder.at("others/run").display().to_string(),
         "../../others/run".to_owned(),
     ] {
-        // As `job_json` can say it, whatever the command line would have sent.
-        let mut spec = place.spec(&training("zorb", "my/data"));
+        // Set the name directly: the command line would refuse to send it.
+        let mut spec = attempt_folder.spec(&training("zorb", "my/data"));
         *spec.pointer_mut("/job/name").unwrap() = json!(name);
         jobs.push(spec);
     }
     for spec in jobs {
-        let (outcome, events) = place.run(&spec, &worker_program()).await;
-        let said = format!("{outcome:?} {events:?}");
-        assert!(!said.contains(SECRET) && !said.contains(&user), "{said}");
-        assert!(matches!(outcome, Outcome::Failed { .. }), "{said}");
-        assert_eq!(place.others(), before, "{}", spec["job"]);
+        let (outcome, events) = attempt_folder.run(&spec, &worker_program()).await;
+        let messages = format!("{outcome:?} {events:?}");
+        assert!(!messages.contains(SECRET) && !messages.contains(&user), "{messages}");
+        assert!(matches!(outcome, Outcome::Failed { .. }), "{messages}");
+        assert_eq!(attempt_folder.other_files(), before, "{}", spec["job"]);
     }
 }
 
-/// What the process of [`plays_an_old_kernel`] becomes, one argument a line; nobody else has it.
+/// The environment variable with the arguments for [`old_kernel_process`], one per line.
 const OLD_KERNEL: &str = "AITK_TEST_OLD_KERNEL";
 
 #[test]
-fn plays_an_old_kernel() {
+fn old_kernel_process() {
     let Ok(arguments) = std::env::var(OLD_KERNEL) else {
         return;
     };
@@ -283,11 +285,11 @@ fn plays_an_old_kernel() {
     panic!("{error}");
 }
 
-/// The program on a kernel without Landlock: one that answers its calls as such a kernel does.
+/// Runs the program as on a kernel without Landlock: its calls fail as they do there.
 fn on_an_old_kernel(arguments: &[&str]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "sandboxed::plays_an_old_kernel", "--nocapture"])
+        .args(["--exact", "sandboxed::old_kernel_process", "--nocapture"])
         .env(OLD_KERNEL, arguments.join("\n"))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -296,9 +298,9 @@ fn on_an_old_kernel(arguments: &[&str]) -> Command {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_demands_a_sandbox_does_not_start_without_one() {
-    let lab = Lab::start().await;
-    let (data, url) = (lab.path("w").display().to_string(), lab.url());
+async fn a_worker_that_requires_a_sandbox_does_not_start_without_one() {
+    let cluster = TestCluster::start().await;
+    let (data, url) = (cluster.path("w").display().to_string(), cluster.url());
     let mut command = on_an_old_kernel(&[
         "--require-sandbox",
         "--server",
@@ -308,44 +310,51 @@ async fn a_worker_that_demands_a_sandbox_does_not_start_without_one() {
         "--data-dir",
         &data,
     ]);
-    let output = run(command.env("AITK_TOKEN", &lab.token)).await;
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let output = run(command.env("AITK_TOKEN", &cluster.token)).await;
+    let messages = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{messages}");
     assert!(
-        said.contains("--require-sandbox: attempts cannot be confined here") && said.contains("has no Landlock"),
-        "{said}"
+        messages.contains("--require-sandbox: attempts cannot be confined here")
+            && messages.contains("has no Landlock"),
+        "{messages}"
     );
-    // The environment says the same.
+    // The environment variable has the same effect.
     let mut command = on_an_old_kernel(&["--server", &url, "--devices", "cpu", "--data-dir", &data]);
-    let output = run(command.env("AITK_TOKEN", &lab.token).env("AITK_REQUIRE_SANDBOX", "yes")).await;
+    let output = run(command
+        .env("AITK_TOKEN", &cluster.token)
+        .env("AITK_REQUIRE_SANDBOX", "yes"))
+    .await;
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_attempt_that_cannot_be_confined_reads_nothing() {
-    let place = Place::new();
-    let mut spec = place.spec(&training("zorb", "my/data"));
+    let attempt_folder = AttemptFolder::new();
+    let mut spec = attempt_folder.spec(&training("zorb", "my/data"));
     spec["require_sandbox"] = json!(true);
-    std::fs::write(place.at("attempt/spec.json"), spec.to_string()).unwrap();
-    let file = place.at("attempt/spec.json").display().to_string();
+    std::fs::write(attempt_folder.at("attempt/spec.json"), spec.to_string()).unwrap();
+    let file = attempt_folder.at("attempt/spec.json").display().to_string();
     let mut command = on_an_old_kernel(&["attempt", "--spec", &file]);
-    // The end of standard input would end it, too; it must not come to that.
+    // Closing standard input would end the process as well; keep it open.
     command.stdin(Stdio::piped());
     let output = run(&mut command).await;
-    let said = text(&output.stdout);
-    assert_eq!(output.status.code(), Some(1), "{said}");
+    let messages = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(1), "{messages}");
     assert!(
-        said.contains("before it read anything") && said.contains("has no Landlock") && !said.contains("phase"),
-        "{said}"
+        messages.contains("before it read anything")
+            && messages.contains("has no Landlock")
+            && !messages.contains("phase"),
+        "{messages}"
     );
-    // Where there is one, the same attempt runs.
-    let (outcome, events) = place.run(&spec, &worker_program()).await;
+    // With a sandbox, the same attempt runs.
+    let (outcome, events) = attempt_folder.run(&spec, &worker_program()).await;
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
 }
 
-async fn workers(lab: &Lab) -> Vec<v1::Worker> {
+async fn workers(cluster: &TestCluster) -> Vec<v1::Worker> {
     let request = v1::ListWorkersRequest::default();
-    lab.clients()
+    cluster
+        .clients()
         .await
         .jobs
         .list_workers(request)
@@ -356,22 +365,22 @@ async fn workers(lab: &Lab) -> Vec<v1::Worker> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_says_how_it_confines() {
-    let lab = Lab::start().await;
-    let mut config = lab.config("w", "true");
-    let mut found = Confinement::none("this kernel has no Landlock");
-    found.network = Protection::by("seccomp");
-    config.confinement = Some(found.clone());
+async fn a_worker_reports_its_confinement() {
+    let cluster = TestCluster::start().await;
+    let mut config = cluster.config("w", "true");
+    let mut confinement = Confinement::none("this kernel has no Landlock");
+    confinement.network = Protection::by("seccomp");
+    config.confinement = Some(confinement.clone());
     let worker = aitk_worker::start(config.clone()).await.unwrap();
-    support::connected(&worker).await;
-    let told = workers(&lab).await.remove(0).confinement.unwrap();
-    assert!(!told.files.unwrap().in_force && told.network.unwrap().in_force);
+    support::wait_until_connected(&worker).await;
+    let reported = workers(&cluster).await.remove(0).confinement.unwrap();
+    assert!(!reported.files.unwrap().in_force && reported.network.unwrap().in_force);
     worker.shutdown().await;
-    // Half a sandbox is none.
+    // A partial sandbox is not enough.
     config.require_sandbox = true;
     let refused = aitk_worker::start(config).await.unwrap_err().to_string();
     assert!(refused.contains("this kernel has no Landlock"), "{refused}");
-    // And what the program itself measures here.
+    // The program's own measurement on this machine.
     let measured = aitk_worker::sandbox::measure(&[env!("CARGO_BIN_EXE_aitk-worker").into()]);
     assert!(
         measured.files.in_force && measured.network.in_force && measured.syscalls.in_force,
@@ -381,27 +390,29 @@ async fn a_worker_says_how_it_confines() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cached_tree_that_was_changed_is_fetched_again() {
-    let lab = Lab::start().await;
-    let data = lab.path("data");
+    let cluster = TestCluster::start().await;
+    let data = cluster.path("data");
     std::fs::create_dir(&data).unwrap();
     std::fs::write(data.join("a.txt"), "a caption").unwrap();
-    let store = RemoteBlobs::new(&lab.clients().await);
+    let store = RemoteBlobs::new(&cluster.clients().await);
     let scanned = snapshot::scan(&data, &mut |_| {}).unwrap();
     let id = snapshot::upload(&store, &scanned, &mut |_| {}).await.unwrap().id;
-    let look = r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); echo "found $(cd "$where" && ls -A | tr '\n' ' ')$(cat "$where/a.txt")""#;
-    let worker = lab.worker("w", &script(&[look, "\n", &finished("completed")])).await;
-    let tree = lab.path("w").join("cache/trees").join(id.to_hex());
+    let print_input = r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); echo "found $(cd "$where" && ls -A | tr '\n' ' ')$(cat "$where/a.txt")""#;
+    let worker = cluster
+        .worker("w", &script(&[print_input, "\n", &emit_finished("completed")]))
+        .await;
+    let tree = cluster.path("w").join("cache/trees").join(id.to_hex());
     let inputs = HashMap::from([("my.data".to_owned(), id.to_hex())]);
     let writable = |path: &Path, mode| std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
     let damages: [&dyn Fn(); 3] = [
         &|| {},
-        // What a killed child of an earlier version left.
+        // Left by a killed child of an earlier version.
         &|| {
             writable(&tree, 0o755);
             std::fs::create_dir(tree.join("_latent_cache")).unwrap();
             std::fs::write(tree.join("_latent_cache/.tmp-x"), "half").unwrap();
         },
-        // What an attempt without a sandbox wrote over another's.
+        // Written by an attempt without a sandbox.
         &|| {
             writable(&tree.join("a.txt"), 0o644);
             std::fs::write(tree.join("a.txt"), "poisoned!").unwrap();
@@ -409,9 +420,9 @@ async fn a_cached_tree_that_was_changed_is_fetched_again() {
     ];
     for (number, damage) in damages.iter().enumerate() {
         damage();
-        let job = lab.submit(inputs.clone(), false).await;
-        lab.until_state(&job, JobState::Completed).await;
-        let log = lab.log(&job).await;
+        let job = cluster.submit(inputs.clone(), false).await;
+        cluster.wait_for_state(&job, JobState::Completed).await;
+        let log = cluster.log(&job).await;
         assert!(
             log.iter().any(|line| line == "found a.txt a caption"),
             "{number}: {log:?}"

@@ -1,6 +1,6 @@
-//! Workers and a user with tokens of their own: what each may see of the storage is enough for the whole path.
+//! Workers and a user with tokens of their own: their access to storage is enough to run a job.
 
-use crate::support::{JOB, Lab, connected, finished, put_model, saved, say, script};
+use crate::support::{JOB, TestCluster, emit, emit_checkpoint, emit_finished, put_model, script, wait_until_connected};
 use aitk_common::control::JobState;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, snapshot};
@@ -17,25 +17,25 @@ async fn token(admin: &Clients, name: &str, role: &str) -> String {
         role: role.into(),
         expires_in_ms: None,
     };
-    let made = admin.admin.clone().create_token(request).await.unwrap();
-    made.into_inner().secret
+    let created = admin.admin.clone().create_token(request).await.unwrap();
+    created.into_inner().secret
 }
 
-async fn worker(lab: &Lab, token: String, name: &str, text: &str) -> aitk_worker::Running {
-    let mut config = lab.config(name, text);
+async fn worker(cluster: &TestCluster, token: String, name: &str, text: &str) -> aitk_worker::Running {
+    let mut config = cluster.config(name, text);
     config.token = token;
     let worker = aitk_worker::start(config).await.unwrap();
-    connected(&worker).await;
+    wait_until_connected(&worker).await;
     worker
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
-    let mut lab = Lab::start().await;
-    let admin = lab.clients().await;
+async fn a_job_moves_between_workers_with_minimal_access() {
+    let mut cluster = TestCluster::start().await;
+    let admin = cluster.clients().await;
     let secret = token(&admin, "anna", "submitter").await;
-    let anna = connect(&lab.url(), &secret, None).await.unwrap();
-    let data = lab.path("data");
+    let anna = connect(&cluster.url(), &secret, None).await.unwrap();
+    let data = cluster.path("data");
     std::fs::create_dir(&data).unwrap();
     std::fs::write(data.join("a.txt"), "a caption").unwrap();
     let store = RemoteBlobs::with_budget(&anna, Duration::from_secs(20));
@@ -53,25 +53,27 @@ async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
     };
     let job = anna.jobs.clone().submit(request).await.unwrap().into_inner().job_id;
 
-    let checkpoint = lab.checkpoint(5);
+    let checkpoint = cluster.checkpoint(5);
     let caption = r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo"#;
     let first = script(&[
         "trap 'stop=1' TERM\n",
         caption,
         "\n",
-        &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": null})),
+        &emit(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": null})),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
-        &saved(&checkpoint, 5),
-        &finished("stopped"),
+        &emit_checkpoint(&checkpoint, 5),
+        &emit_finished("stopped"),
     ]);
-    let leaving = worker(&lab, token(&admin, "box-1", "worker").await, "one", &first).await;
-    lab.until(&job, "under way", |job| job.progress.is_some()).await;
-    // What was uploaded before counts after.
-    lab.stop_coordinator().await;
-    lab.start_coordinator().await;
-    connected(&leaving).await;
+    let leaving = worker(&cluster, token(&admin, "box-1", "worker").await, "one", &first).await;
+    cluster
+        .wait_until(&job, "under way", |job| job.progress.is_some())
+        .await;
+    // Uploads from before the restart still count.
+    cluster.stop_coordinator().await;
+    cluster.start_coordinator().await;
+    wait_until_connected(&leaving).await;
     leaving.shutdown().await;
-    let view = lab.job(&job).await;
+    let view = cluster.job(&job).await;
     assert_eq!(view.checkpoint_step, Some(5), "{view:#?}");
 
     let artifact = json!({"event": "artifact", "kind": "lora", "path": "HERE", "name": "my.safetensors", "step": 5, "index": null});
@@ -82,12 +84,12 @@ async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
         r#"resume=$(sed -n 's/.*"resume_from": "\(.*\)".*/\1/p' "$2"); cat "$resume/state.json"; echo"#,
         "\nprintf lora > output/my.safetensors\n",
         &format!("echo '{artifact}'\n"),
-        &finished("completed"),
+        &emit_finished("completed"),
     ]);
-    let admin = lab.clients().await;
-    let staying = worker(&lab, token(&admin, "box-2", "worker").await, "two", &second).await;
-    let view = lab.until_state(&job, JobState::Completed).await;
-    let log = lab.log(&job).await;
+    let admin = cluster.clients().await;
+    let staying = worker(&cluster, token(&admin, "box-2", "worker").await, "two", &second).await;
+    let view = cluster.wait_for_state(&job, JobState::Completed).await;
+    let log = cluster.log(&job).await;
     assert!(log.iter().any(|line| line == "state of 5"), "{log:?}");
     assert_eq!(log.iter().filter(|line| *line == "a caption").count(), 2, "{log:?}");
     assert_eq!(view.attempts.len(), 2, "{view:#?}");
@@ -95,7 +97,7 @@ async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
     assert_eq!(store.get_bytes(lora, 100).await.unwrap().as_ref(), b"lora");
     staying.shutdown().await;
 
-    // Nobody was refused anything on the way.
+    // No request was refused.
     let request = v1::ReadAuditRequest { after: 0, limit: 0 };
     let lines = admin
         .admin

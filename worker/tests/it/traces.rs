@@ -1,10 +1,10 @@
-//! Spans of attempts: a real coordinator, real workers and a collector, one of the workers dies.
+//! Spans of attempts, with a real coordinator, real workers and a collector; one of the workers dies.
 
 use crate::program::{program, text};
-use crate::support::{Lab, finished, saved, say, script};
+use crate::support::{TestCluster, emit, emit_checkpoint, emit_finished, script};
 use aitk_common::control::JobState;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use aitk_common::telemetry::traces::Traces;
 use serde_json::json;
 use std::collections::HashMap;
@@ -16,57 +16,62 @@ fn client() -> TraceContext {
         .unwrap()
 }
 
-/// Everything that was written down.
-async fn all(collector: &TestCollector, traces: Traces) -> Vec<Seen> {
+/// Returns all recorded spans.
+async fn collect_spans(collector: &TestCollector, traces: Traces) -> Vec<ReceivedSpan> {
     tokio::task::spawn_blocking(move || traces.finish(Duration::from_secs(20)))
         .await
         .unwrap();
-    collector.seen()
+    collector.received()
 }
 
-fn named<'a>(seen: &'a [Seen], name: &str) -> Vec<&'a Seen> {
-    let mut named: Vec<&Seen> = seen.iter().filter(|span| span.name == name).collect();
-    named.sort_by_key(|span| span.start);
-    named
+fn spans_named<'a>(spans: &'a [ReceivedSpan], name: &str) -> Vec<&'a ReceivedSpan> {
+    let mut spans_named: Vec<&ReceivedSpan> = spans.iter().filter(|span| span.name == name).collect();
+    spans_named.sort_by_key(|span| span.start);
+    spans_named
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn both_attempts_of_a_job_whose_first_worker_died_are_in_the_clients_trace() {
+async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
     let collector = TestCollector::start().await.unwrap();
     let traces = Traces::to(&collector.traces_endpoint());
-    let lab = Lab::traced(traces.clone()).await;
-    let phase = |name: &str| say(json!({"event": "phase", "name": name}));
-    let checkpoint = lab.checkpoint(5);
+    let cluster = TestCluster::start_with_traces(traces.clone()).await;
+    let phase = |name: &str| emit(json!({"event": "phase", "name": name}));
+    let checkpoint = cluster.checkpoint(5);
     let hangs = script(&[
         &phase("loading model"),
         &phase("training"),
-        &saved(&checkpoint, 5),
+        &emit_checkpoint(&checkpoint, 5),
         "sleep 1000\n",
     ]);
-    let ends = script(&[&phase("training"), &phase("saving"), &finished("completed")]);
+    let ends = script(&[&phase("training"), &phase("saving"), &emit_finished("completed")]);
 
-    let first = lab.worker("first", &hangs).await;
-    let job = lab.submit_in(Some(client()), HashMap::new(), false).await;
-    lab.until(&job, "saved", |job| job.checkpoint_step == Some(5)).await;
+    let first = cluster.worker("first", &hangs).await;
+    let job = cluster.submit_in_trace(Some(client()), HashMap::new(), false).await;
+    cluster
+        .wait_until(&job, "saved", |job| job.checkpoint_step == Some(5))
+        .await;
     drop(first);
-    let second = lab.worker("second", &ends).await;
-    let view = lab.until_state(&job, JobState::Completed).await;
+    let second = cluster.worker("second", &ends).await;
+    let view = cluster.wait_for_state(&job, JobState::Completed).await;
     assert_eq!(view.attempts.len(), 2);
     second.shutdown().await;
 
-    let seen = all(&collector, traces).await;
+    let spans = collect_spans(&collector, traces).await;
     let trace = client().trace.to_string();
-    assert!(seen.iter().all(|span| span.trace == trace), "{seen:#?}");
-    let of = |name| named(&seen, name);
-    let [whole] = of("job")[..] else { panic!("{seen:#?}") };
+    assert!(spans.iter().all(|span| span.trace == trace), "{spans:#?}");
+    let of = |name| spans_named(&spans, name);
+    let [whole] = of("job")[..] else { panic!("{spans:#?}") };
     assert_eq!(whole.parent, client().span.to_string());
     let (assigned, attempts, staging) = (of("assigned"), of("attempt"), of("staging"));
-    assert_eq!((assigned.len(), attempts.len(), staging.len()), (2, 2, 2), "{seen:#?}");
+    assert_eq!((assigned.len(), attempts.len(), staging.len()), (2, 2, 2), "{spans:#?}");
     for number in 0..2 {
-        let (given, attempt) = (assigned[number], attempts[number]);
-        assert_eq!((&given.parent, &attempt.parent), (&whole.span, &given.span));
+        let (assigned_span, attempt) = (assigned[number], attempts[number]);
         assert_eq!(
-            (&*given.service, &*attempt.service),
+            (&assigned_span.parent, &attempt.parent),
+            (&whole.span, &assigned_span.span)
+        );
+        assert_eq!(
+            (&*assigned_span.service, &*attempt.service),
             ("aitk-coordinator", "aitk-worker")
         );
         assert_eq!(attempt.attributes["aitk.job.id"], job);
@@ -77,7 +82,7 @@ async fn both_attempts_of_a_job_whose_first_worker_died_are_in_the_clients_trace
         assert_eq!(staging[number].parent, attempt.span);
     }
     assert_eq!((attempts[0].error.is_some(), attempts[1].error.is_none()), (true, true));
-    let phases: Vec<(&str, &str, &str)> = seen
+    let phases: Vec<(&str, &str, &str)> = spans
         .iter()
         .filter(|span| span.service == "aitk-attempt")
         .map(|span| {
@@ -89,7 +94,7 @@ async fn both_attempts_of_a_job_whose_first_worker_died_are_in_the_clients_trace
         })
         .collect();
     let expected = |name, number: usize| {
-        let attempt: &Seen = attempts[number];
+        let attempt: &ReceivedSpan = attempts[number];
         (
             name,
             attempt.span.as_str(),
@@ -103,36 +108,39 @@ async fn both_attempts_of_a_job_whose_first_worker_died_are_in_the_clients_trace
         expected("saving", 1),
     ] {
         assert_eq!(
-            phases.iter().filter(|seen| **seen == phase).count(),
+            phases.iter().filter(|spans| **spans == phase).count(),
             1,
             "{phase:?} in {phases:?}"
         );
     }
     assert_eq!(phases.len(), 4, "{phases:?}");
-    let [kept] = of("checkpoint")[..] else {
-        panic!("{seen:#?}")
+    let [checkpoint_span] = of("checkpoint")[..] else {
+        panic!("{spans:#?}")
     };
-    assert_eq!((&kept.parent, &*kept.attributes["aitk.step"]), (&attempts[0].span, "5"));
+    assert_eq!(
+        (&checkpoint_span.parent, &*checkpoint_span.attributes["aitk.step"]),
+        (&attempts[0].span, "5")
+    );
     for part in ["upload", "commit"] {
-        let [part] = of(part)[..] else { panic!("{seen:#?}") };
-        assert_eq!((&part.parent, &part.error), (&kept.span, &None));
+        let [part] = of(part)[..] else { panic!("{spans:#?}") };
+        assert_eq!((&part.parent, &part.error), (&checkpoint_span.span, &None));
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_that_nobody_traces_has_the_trace_of_its_id() {
+async fn a_job_without_a_trace_gets_one_from_its_id() {
     let collector = TestCollector::start().await.unwrap();
     let traces = Traces::to(&collector.traces_endpoint());
-    let mut lab = Lab::start().await;
+    let mut cluster = TestCluster::start().await;
     // The coordinator has no collector; its worker has.
-    lab.traces.clone_from(&traces);
-    let worker = lab.worker("w", &finished("completed")).await;
-    let job = lab.submit(HashMap::new(), false).await;
-    lab.until_state(&job, JobState::Completed).await;
+    cluster.traces.clone_from(&traces);
+    let worker = cluster.worker("w", &emit_finished("completed")).await;
+    let job = cluster.submit(HashMap::new(), false).await;
+    cluster.wait_for_state(&job, JobState::Completed).await;
     worker.shutdown().await;
-    let seen = all(&collector, traces).await;
-    let [attempt] = named(&seen, "attempt")[..] else {
-        panic!("{seen:#?}")
+    let spans = collect_spans(&collector, traces).await;
+    let [attempt] = spans_named(&spans, "attempt")[..] else {
+        panic!("{spans:#?}")
     };
     let id = aitk_common::id::JobId::new(job);
     let trace = aitk_common::telemetry::context::TraceId::of_job(&id);
@@ -142,30 +150,30 @@ async fn a_job_that_nobody_traces_has_the_trace_of_its_id() {
     );
 }
 
-/// The daemon as a process, with the variables that everybody sets, and a child that refuses its job.
+/// The daemon as a process, with the standard OpenTelemetry variables, and a child that refuses its job.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_program_sends_its_spans_and_says_in_its_log_which_trace_a_line_is_about() {
+async fn the_program_sends_its_spans_and_logs_the_trace_id() {
     let collector = TestCollector::start().await.unwrap();
-    let lab = Lab::start().await;
+    let cluster = TestCluster::start().await;
     let daemon = program()
-        .env("AITK_TOKEN", &lab.token)
+        .env("AITK_TOKEN", &cluster.token)
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint())
         .args([
             "--json-log",
             "--server",
-            &lab.url(),
+            &cluster.url(),
             "--devices",
             "cpu",
             "--name",
             "basement",
             "--data-dir",
         ])
-        .arg(lab.path("w"))
+        .arg(cluster.path("w"))
         .spawn()
         .unwrap();
-    let job = lab.submit_in(Some(client()), HashMap::new(), false).await;
-    lab.until_state(&job, JobState::Failed).await;
-    // What waits is sent at the end.
+    let job = cluster.submit_in_trace(Some(client()), HashMap::new(), false).await;
+    cluster.wait_for_state(&job, JobState::Failed).await;
+    // Pending spans are sent at shutdown.
     let pid = nix::unistd::Pid::from_raw(i32::try_from(daemon.id()).unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
     let output = tokio::task::spawn_blocking(move || daemon.wait_with_output().unwrap())
@@ -174,9 +182,9 @@ async fn the_program_sends_its_spans_and_says_in_its_log_which_trace_a_line_is_a
     let log = text(&output.stderr);
     assert!(output.status.success(), "{log}");
 
-    let seen = collector.seen();
-    let [attempt] = named(&seen, "attempt")[..] else {
-        panic!("{seen:#?}\n{log}")
+    let spans = collector.received();
+    let [attempt] = spans_named(&spans, "attempt")[..] else {
+        panic!("{spans:#?}\n{log}")
     };
     assert_eq!(
         (&*attempt.service, &*attempt.attributes["aitk.outcome"]),

@@ -1,8 +1,8 @@
-//! What is shipped to run worker and coordinator as services keeps them apart.
+//! The service files keep worker and coordinator apart.
 
 use std::path::Path;
 
-fn shipped(name: &str) -> String {
+fn read_deploy_file(name: &str) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy").join(name);
     std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
@@ -16,35 +16,38 @@ fn setting<'a>(unit: &'a str, name: &str) -> &'a str {
 #[test]
 fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
     let (worker, coordinator) = (
-        shipped("systemd/aitk-worker.service"),
-        shipped("systemd/aitk-coordinator.service"),
+        read_deploy_file("systemd/aitk-worker.service"),
+        read_deploy_file("systemd/aitk-coordinator.service"),
     );
-    let apart = |one: &str, other: &str| {
-        assert_ne!(one, other);
+    let assert_separate = |one: &str, other_folder: &str| {
+        assert_ne!(one, other_folder);
         assert!(
-            !Path::new(one).starts_with(other) && !Path::new(other).starts_with(one),
-            "{one} {other}"
+            !Path::new(one).starts_with(other_folder) && !Path::new(other_folder).starts_with(one),
+            "{one} {other_folder}"
         );
     };
-    apart(setting(&worker, "User"), setting(&coordinator, "User"));
-    let (mine, others) = (
+    assert_separate(setting(&worker, "User"), setting(&coordinator, "User"));
+    let (worker_folder, coordinator_folder) = (
         setting(&worker, "ReadWritePaths"),
         setting(&coordinator, "ReadWritePaths"),
     );
-    apart(mine, others);
-    for (unit, own, other) in [(&worker, mine, others), (&coordinator, others, mine)] {
+    assert_separate(worker_folder, coordinator_folder);
+    for (unit, own_folder, other_folder) in [
+        (&worker, worker_folder, coordinator_folder),
+        (&coordinator, coordinator_folder, worker_folder),
+    ] {
         assert!(
-            setting(unit, "ExecStart").ends_with(&format!("--data-dir {own}")),
+            setting(unit, "ExecStart").ends_with(&format!("--data-dir {own_folder}")),
             "{unit}"
         );
         let hidden = setting(unit, "InaccessiblePaths");
         assert!(
-            hidden.split_whitespace().any(|path| path == format!("-{other}")),
+            hidden.split_whitespace().any(|path| path == format!("-{other_folder}")),
             "{unit}"
         );
         assert_eq!(setting(unit, "NoNewPrivileges"), "yes");
     }
-    // What would hide GPUs from the worker, or keep it from making control groups for its attempts.
+    // Settings that would hide GPUs from the worker, or prevent control groups for its attempts.
     for harmful in [
         "PrivateDevices=yes",
         "ProtectClock=yes",
@@ -55,7 +58,7 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
     }
     assert!(setting(&worker, "Delegate").contains("memory"));
 
-    let images = shipped("docker/Dockerfile");
+    let images = read_deploy_file("docker/Dockerfile");
     let mut users = Vec::new();
     for stage in images.split("\nFROM ").filter(|stage| stage.contains("\nUSER ")) {
         let name = stage.lines().next().unwrap().rsplit(' ').next().unwrap().to_owned();
@@ -73,7 +76,7 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
     let workers: Vec<_> = users.iter().filter(|(name, ..)| name.starts_with("worker")).collect();
     assert_eq!((coordinators.len(), workers.len()), (1, 2), "{users:?}");
     for worker in workers {
-        apart(&worker.1, &coordinators[0].1);
-        apart(&worker.2, &coordinators[0].2);
+        assert_separate(&worker.1, &coordinators[0].1);
+        assert_separate(&worker.2, &coordinators[0].2);
     }
 }

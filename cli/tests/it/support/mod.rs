@@ -1,4 +1,4 @@
-//! What the tests of the program share: a home of its own, and a coordinator that says what it is told to.
+//! Shared by the tests of the program: a home folder for each test, and a fake coordinator with scripted answers.
 
 #![allow(unreachable_pub)]
 
@@ -12,7 +12,7 @@ use tokio_stream::StreamExt;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-/// A home folder, and the program in it.
+/// A temporary home folder to run the program in.
 pub struct Home {
     pub dir: tempfile::TempDir,
 }
@@ -28,7 +28,7 @@ impl Home {
         self.dir.path()
     }
 
-    /// The program, with nothing of the real environment.
+    /// Returns a command for the program, without the real environment.
     pub fn aitk(&self) -> assert_cmd::Command {
         let mut command = assert_cmd::Command::cargo_bin("aitk").unwrap();
         command
@@ -47,12 +47,12 @@ impl Home {
         path
     }
 
-    /// A model that the engine runs, in a folder; with so many bytes in its U-Net that nobody asks for.
+    /// Writes a model that the engine can run into a folder. Its U-Net file gets an extra tensor of `more` bytes.
     pub fn write_model(&self, folder: &str, more: usize) {
-        for name in WHOLE_MODEL {
-            let mut bytes = of_whole_model(name);
+        for name in MODEL_FILES {
+            let mut bytes = file_of_model(name);
             if name == UNET {
-                bytes = with_more(&bytes, more);
+                bytes = with_extra_tensor(&bytes, more);
             }
             self.write(&format!("{folder}/{name}"), &bytes);
         }
@@ -71,7 +71,7 @@ pub fn err(output: &std::process::Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// A job as the wire has it.
+/// Creates a job as a protobuf message.
 pub fn job(id: &str, name: &str, state: v1::JobState) -> v1::Job {
     v1::Job {
         id: id.to_owned(),
@@ -86,8 +86,8 @@ pub fn job(id: &str, name: &str, state: v1::JobState) -> v1::Job {
     }
 }
 
-/// Files of a model of Stable Diffusion 1.x.
-pub const WHOLE_MODEL: [&str; 10] = [
+/// The files of a Stable Diffusion 1.x model.
+pub const MODEL_FILES: [&str; 10] = [
     "model_index.json",
     "unet/config.json",
     "unet/diffusion_pytorch_model.safetensors",
@@ -102,14 +102,14 @@ pub const WHOLE_MODEL: [&str; 10] = [
 
 pub const UNET: &str = "unet/diffusion_pytorch_model.safetensors";
 
-/// What is in such a file of a tiny model.
-pub fn of_whole_model(name: &str) -> Vec<u8> {
+/// Reads such a file of the tiny test model.
+pub fn file_of_model(name: &str) -> Vec<u8> {
     let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny_sd");
     std::fs::read(tiny.join(name)).unwrap()
 }
 
-/// A safetensors file with one tensor more, of so many bytes.
-fn with_more(file: &[u8], bytes: usize) -> Vec<u8> {
+/// Adds a tensor of `bytes` bytes to a safetensors file.
+fn with_extra_tensor(file: &[u8], bytes: usize) -> Vec<u8> {
     let (length, rest) = file.split_at(8);
     let length = usize::try_from(u64::from_le_bytes(length.try_into().unwrap())).unwrap();
     let (header, data) = rest.split_at(length);
@@ -138,31 +138,32 @@ pub fn log(cursor: u64, message: &str) -> v1::JobEvent {
     }
 }
 
-/// What one call of `Events` gives: these events, then an error or the end.
+/// The answer to one call of `Events`: these events, then an error or the end.
 pub type Script = (Vec<v1::JobEvent>, Option<Status>);
 
 #[derive(Default)]
-pub struct Told {
+pub struct FakeState {
     pub jobs: Vec<v1::Job>,
     pub scripts: VecDeque<Script>,
     /// Cursor and follow flag of each call of `Events`.
-    pub asked: Vec<(u64, bool)>,
+    pub event_calls: Vec<(u64, bool)>,
     pub refuse: Option<Status>,
     pub workers: Vec<v1::Worker>,
     pub artifacts: Vec<v1::Artifact>,
-    /// So many calls of `Get` are answered once a job is followed; none: all of them.
-    pub gets_left: Option<u32>,
-    /// The others hang, and so do events that are followed; else they are refused, as by a coordinator that restarts.
-    pub hangs: bool,
-    /// How many others there were.
-    pub gets_unanswered: u32,
+    /// Number of calls of `Get` that are answered after a job is followed; `None`: all.
+    pub gets_to_answer: Option<u32>,
+    /// Whether the other calls of `Get`, and followed events, hang. Otherwise they are refused, as by a coordinator
+    /// that restarts.
+    pub hang: bool,
+    /// Number of calls of `Get` that were not answered.
+    pub unanswered_gets: u32,
 }
 
-/// A coordinator that says what it is told to.
+/// A coordinator with scripted answers.
 #[derive(Clone, Default)]
-pub struct Fake(pub Arc<Mutex<Told>>);
+pub struct FakeCoordinator(pub Arc<Mutex<FakeState>>);
 
-impl Fake {
+impl FakeCoordinator {
     pub async fn serve(&self) -> SocketAddr {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -171,28 +172,28 @@ impl Fake {
         address
     }
 
-    fn told<T>(&self, answer: impl FnOnce(&mut Told) -> T) -> Result<Response<T>, Status> {
-        let mut told = self.0.lock().unwrap();
-        match &told.refuse {
+    fn reply_with<T>(&self, answer: impl FnOnce(&mut FakeState) -> T) -> Result<Response<T>, Status> {
+        let mut state = self.0.lock().unwrap();
+        match &state.refuse {
             Some(status) => Err(status.clone()),
-            None => Ok(Response::new(answer(&mut told))),
+            None => Ok(Response::new(answer(&mut state))),
         }
     }
 
-    /// Whether this call of `Get` is one of the others.
-    fn leaves_unanswered(&self) -> bool {
-        let mut told = self.0.lock().unwrap();
-        let followed = told.asked.iter().any(|(_, follow)| *follow);
-        match told.gets_left.filter(|_| followed) {
-            Some(0) => told.gets_unanswered += 1,
-            Some(left) => told.gets_left = Some(left - 1),
+    /// Counts a call of `Get`, and returns whether it is not to be answered.
+    fn is_unanswered_get(&self) -> bool {
+        let mut state = self.0.lock().unwrap();
+        let followed = state.event_calls.iter().any(|(_, follow)| *follow);
+        match state.gets_to_answer.filter(|_| followed) {
+            Some(0) => state.unanswered_gets += 1,
+            Some(left) => state.gets_to_answer = Some(left - 1),
             None => {}
         }
-        told.gets_unanswered > 0
+        state.unanswered_gets > 0
     }
 
     fn job(&self, id: &str) -> Result<Response<v1::Job>, Status> {
-        let jobs = self.told(|told| told.jobs.clone())?.into_inner();
+        let jobs = self.reply_with(|state| state.jobs.clone())?.into_inner();
         let found = jobs.into_iter().find(|job| job.id.starts_with(id) || job.name == id);
         found
             .map(Response::new)
@@ -203,11 +204,11 @@ impl Fake {
 type Events = Pin<Box<dyn tokio_stream::Stream<Item = Result<v1::JobEvent, Status>> + Send>>;
 
 #[tonic::async_trait]
-impl jobs_server::Jobs for Fake {
+impl jobs_server::Jobs for FakeCoordinator {
     type EventsStream = Events;
 
     async fn info(&self, _: Request<v1::InfoRequest>) -> Result<Response<v1::InfoReply>, Status> {
-        self.told(|_| v1::InfoReply {
+        self.reply_with(|_| v1::InfoReply {
             version: "0.1.0".to_owned(),
             protocol: 1,
             started_ms: 1_700_000_000_000,
@@ -226,9 +227,9 @@ impl jobs_server::Jobs for Fake {
     }
 
     async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
-        if self.leaves_unanswered() {
-            let hangs = self.0.lock().unwrap().hangs;
-            if hangs {
+        if self.is_unanswered_get() {
+            let hang = self.0.lock().unwrap().hang;
+            if hang {
                 std::future::pending::<()>().await;
             }
             return Err(Status::unavailable("it restarts"));
@@ -241,8 +242,8 @@ impl jobs_server::Jobs for Fake {
     }
 
     async fn list(&self, _: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
-        self.told(|told| v1::ListJobsReply {
-            jobs: told.jobs.clone(),
+        self.reply_with(|state| v1::ListJobsReply {
+            jobs: state.jobs.clone(),
             ..Default::default()
         })
     }
@@ -287,15 +288,15 @@ impl jobs_server::Jobs for Fake {
 
     async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Events>, Status> {
         let request = request.into_inner();
-        let script = self.told(|told| {
-            told.asked.push((request.cursor, request.follow));
-            let hangs = told.hangs && request.follow;
-            (told.scripts.pop_front().unwrap_or_default(), hangs)
+        let script = self.reply_with(|state| {
+            state.event_calls.push((request.cursor, request.follow));
+            let hang = state.hang && request.follow;
+            (state.scripts.pop_front().unwrap_or_default(), hang)
         })?;
-        let ((events, end), hangs) = script.into_inner();
+        let ((events, end), hang) = script.into_inner();
         let items = events.into_iter().map(Ok).chain(end.map(Err)).collect::<Vec<_>>();
         let items = tokio_stream::iter(items);
-        let items: Events = match hangs {
+        let items: Events = match hang {
             true => Box::pin(items.chain(tokio_stream::pending())),
             false => Box::pin(items),
         };
@@ -303,16 +304,16 @@ impl jobs_server::Jobs for Fake {
     }
 
     async fn artifacts(&self, _: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
-        self.told(|told| v1::ArtifactsReply {
+        self.reply_with(|state| v1::ArtifactsReply {
             job_id: "j1".to_owned(),
-            artifacts: told.artifacts.clone(),
+            artifacts: state.artifacts.clone(),
             ..Default::default()
         })
     }
 
     async fn list_workers(&self, _: Request<v1::ListWorkersRequest>) -> Result<Response<v1::ListWorkersReply>, Status> {
-        self.told(|told| v1::ListWorkersReply {
-            workers: told.workers.clone(),
+        self.reply_with(|state| v1::ListWorkersReply {
+            workers: state.workers.clone(),
             ..Default::default()
         })
     }

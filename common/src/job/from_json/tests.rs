@@ -52,7 +52,7 @@ fn what_reading_refuses_is_refused_in_json_too_with_its_place() {
             json!("../x"),
             "config.name: `../x` cannot name a folder",
         ),
-        ("/name".to_owned(), json!("/etc/cron.d/x"), "a '/' has no place here"),
+        ("/name".to_owned(), json!("/etc/cron.d/x"), "a '/' is not allowed here"),
         (
             format!("{train}/name"),
             json!("../../x"),

@@ -1,4 +1,4 @@
-//! Bytes out of the store.
+//! Downloads.
 
 use super::{ObjectBlobs, retry};
 use crate::fsutil::{self, FsError};
@@ -81,7 +81,7 @@ impl ObjectBlobs {
 
     pub(super) async fn fetch_range(&self, hash: ContentHash, range: Range<u64>) -> Result<Bytes, StorageError> {
         let key = self.key(hash);
-        // Taken before the clock runs: who waits for his turn has no trouble with storage.
+        // Acquired before the timeouts start, because waiting for a permit is not a storage problem.
         let _permit = self.transfers.acquire().await;
         let attempt = || async {
             let options = GetOptions {

@@ -1,20 +1,22 @@
 //! Blobs in an object store: `file://`, `s3://`, `gs://`, `az://`, `memory://`.
 //!
-//! A blob lies under `blobs/ab/<hash>`, below the address's own path. Keys never contain a name that a user chose.
+//! The key of a blob is `blobs/ab/<hash>` below the path of the address. Keys never contain names chosen by users.
 //!
-//! Requests are small: bodies travel in parts of [`Options::part_bytes`], downloads by range and uploads by
-//! multipart, so that a hang or a cut costs one part. Every request is tried again with growing pauses until
-//! it succeeds or [`Options::budget`] has passed without success; `object_store`'s own retries are switched
-//! off, so that there is one mechanism and one bound. A multipart upload becomes visible when it is completed,
-//! which happens only after the content's hash was checked; one that is given up is aborted. (One whose process
-//! was killed stays invisible; buckets have a lifecycle rule that removes such parts.)
+//! Requests are small: bodies are transferred in parts of [`Options::part_bytes`], by range requests and multipart uploads, so
+//! that a stalled connection costs one part. Requests are retried with exponential backoff until they succeed or
+//! [`Options::budget`] has passed; `object_store`'s own retries are disabled, so that there is one mechanism and one limit. A
+//! multipart upload is completed, and so becomes visible, only after the content's hash was checked; otherwise it is aborted.
+//! (Parts of a killed process remain invisible; a lifecycle rule of the bucket should remove them.)
 //!
-//! On `file://` a blob is written beside its place, synced and renamed, so that "stored" means durable.
+//! On `file://` a blob is written to a temporary file, synced and renamed, so that stored blobs are durable.
 
 mod fetch;
 mod open;
+mod options;
 mod retry;
 mod send;
+
+pub use options::Options;
 
 use super::{BlobInfo, BlobStore, StorageError};
 use crate::hash::ContentHash;
@@ -24,77 +26,27 @@ use futures::stream::{self, StreamExt, TryStreamExt};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
+use open::BLOBS_FOLDER;
 use retry::Retry;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// How many questions "is it there?" are asked at once: they are small, and a data set has thousands.
-const HEADS_AT_ONCE: usize = 16;
-/// The folder of all blobs.
-const BLOBS: &str = "blobs";
-
-/// How patient a store is, and what it is configured with.
-#[derive(Clone)]
-pub struct Options {
-    /// A request without a body, or a download that stalls, is given up and tried again after this time. Default 30 s.
-    pub quick_timeout: Duration,
-    /// One whole part of a body may take this long, a smaller body accordingly less, but not less than
-    /// [`Self::quick_timeout`]. Default 180 s: with the other defaults, a line of 1.5 Mbit/s suffices.
-    pub transfer_timeout: Duration,
-    /// A request that has not succeeded for this long fails for good. Default 300 s.
-    pub budget: Duration,
-    /// Pause before the first retry; it doubles with each. Default 200 ms.
-    pub first_wait: Duration,
-    /// Longest pause. Default 10 s.
-    pub longest_wait: Duration,
-    /// Bodies are moved in parts of this size; S3 demands at least 5 MiB. Default 8 MiB.
-    pub part_bytes: usize,
-    /// How many parts are under way at once, over all calls; each is held in memory. Default 4.
-    pub in_flight: usize,
-    /// Settings that go before the environment: `aws_endpoint`, `aws_access_key_id`, … as `object_store` names them.
-    pub settings: BTreeMap<String, String>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            quick_timeout: Duration::from_secs(30),
-            transfer_timeout: Duration::from_secs(180),
-            budget: Duration::from_secs(300),
-            first_wait: Duration::from_millis(200),
-            longest_wait: Duration::from_secs(10),
-            part_bytes: 8 << 20,
-            in_flight: 4,
-            settings: BTreeMap::new(),
-        }
-    }
-}
-
-impl std::fmt::Debug for Options {
-    /// Names of settings only: the values may be secret.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let settings: Vec<_> = self.settings.keys().collect();
-        f.debug_struct("Options")
-            .field("budget", &self.budget)
-            .field("settings", &settings)
-            .finish_non_exhaustive()
-    }
-}
+/// Number of concurrent HEAD requests. They are small, and a data set has thousands of files.
+const CONCURRENT_HEADS: usize = 16;
 
 /// A [`BlobStore`] over `object_store`. Cheap to clone.
 #[derive(Clone)]
 pub struct ObjectBlobs {
     store: Arc<dyn ObjectStore>,
-    /// How large bodies are stored, where the store has a way for that.
+    /// The multipart interface, if the store has one.
     multipart: Option<Arc<dyn MultipartStore>>,
-    /// `file://`: the folder.
+    /// The folder of a `file://` store.
     folder: Option<PathBuf>,
     prefix: Key,
-    /// The address without credentials, for messages.
+    /// The address without credentials, for error messages.
     address: String,
     retry: Retry,
     quick_timeout: Duration,
@@ -114,13 +66,13 @@ impl std::fmt::Debug for ObjectBlobs {
 }
 
 impl ObjectBlobs {
-    /// Opens a store by its address. Nothing is contacted yet.
+    /// Opens a store by its address. Makes no request yet.
     ///
-    /// - `file:///srv/aitk` or an absolute path: a folder, created where needed.
+    /// - `file:///srv/aitk` or an absolute path: a folder, created if necessary.
     /// - `s3://bucket/prefix`: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, ….
     /// - `gs://bucket/prefix`: `GOOGLE_APPLICATION_CREDENTIALS`, `GOOGLE_BASE_URL`, ….
     /// - `az://container/prefix`: `AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_ENDPOINT`, ….
-    /// - `memory://`: gone with the process, for tests.
+    /// - `memory://`: in memory, for tests.
     ///
     /// An endpoint with plain `http` is accepted on loopback, and elsewhere with `AWS_ALLOW_HTTP=true`,
     /// `GOOGLE_ALLOW_HTTP=true` or `AZURE_ALLOW_HTTP=true`. The whole list is in `docs/storage.md`.
@@ -131,7 +83,7 @@ impl ObjectBlobs {
         Self::open_with(address, &Options::default())
     }
 
-    /// [`Self::open`] with other patience and explicit settings.
+    /// [`Self::open`] with other timeouts and explicit settings.
     ///
     /// # Errors
     /// As [`Self::open`].
@@ -169,8 +121,8 @@ impl ObjectBlobs {
         self.folder.as_deref()
     }
 
-    /// How long a body of this size may take: a small one that hangs must not cost the time of a large one.
-    fn body_limit(&self, bytes: usize) -> Duration {
+    /// The timeout of a body of this size. Smaller bodies have shorter timeouts.
+    fn body_timeout(&self, bytes: usize) -> Duration {
         let share = (bytes as f64 / self.part_bytes as f64).min(1.0);
         let more = self.transfer_timeout.saturating_sub(self.quick_timeout);
         self.quick_timeout + more.mul_f64(share)
@@ -178,15 +130,19 @@ impl ObjectBlobs {
 
     fn key(&self, hash: ContentHash) -> Key {
         let hex = hash.to_hex();
-        self.prefix.clone().join(BLOBS).join(&hex[..2]).join(hex.as_str())
+        self.prefix
+            .clone()
+            .join(BLOBS_FOLDER)
+            .join(&hex[..2])
+            .join(hex.as_str())
     }
 
     fn file(folder: &Path, hash: ContentHash) -> PathBuf {
         let hex = hash.to_hex();
-        folder.join(BLOBS).join(&hex[..2]).join(hex)
+        folder.join(BLOBS_FOLDER).join(&hex[..2]).join(hex)
     }
 
-    /// What is known of the blob, if it is there.
+    /// The metadata of a blob, if it exists.
     async fn head(&self, hash: ContentHash) -> Result<Option<ObjectMeta>, StorageError> {
         let key = self.key(hash);
         self.retry
@@ -194,7 +150,7 @@ impl ObjectBlobs {
             .await
     }
 
-    /// The blob's size, if it is there.
+    /// The size of a blob, if it exists.
     async fn length(&self, hash: ContentHash) -> Result<Option<u64>, StorageError> {
         Ok(self.head(hash).await?.map(|meta| meta.size))
     }
@@ -205,7 +161,7 @@ impl BlobStore for ObjectBlobs {
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError> {
         stream::iter(hashes.to_vec())
             .map(|hash| async move { Ok(self.head(hash).await?.is_some()) })
-            .buffered(HEADS_AT_ONCE)
+            .buffered(CONCURRENT_HEADS)
             .try_collect()
             .await
     }
@@ -243,8 +199,8 @@ impl BlobStore for ObjectBlobs {
     }
 
     async fn list(&self) -> Result<Vec<BlobInfo>, StorageError> {
-        let prefix = self.prefix.clone().join(BLOBS);
-        // A listing is many requests, one per thousand blobs; the bound is on each page, the retry on the whole.
+        let prefix = self.prefix.clone().join(BLOBS_FOLDER);
+        // A listing is one request per thousand blobs. The timeout applies to each page, retries to the whole listing.
         let attempt = || async {
             let mut found = Vec::new();
             let mut pages = self.store.list(Some(&prefix));
@@ -252,7 +208,7 @@ impl BlobStore for ObjectBlobs {
                 let next = tokio::time::timeout(self.quick_timeout, pages.next()).await;
                 match next.map_err(|_| retry::stalled("the listing stalled"))? {
                     None => return Ok(found),
-                    Some(meta) => found.extend(info(&meta?)),
+                    Some(meta) => found.extend(blob_info(&meta?)),
                 }
             }
         };
@@ -264,7 +220,12 @@ impl BlobStore for ObjectBlobs {
     }
 
     async fn stored(&self, hash: ContentHash) -> Result<Option<jiff::Timestamp>, StorageError> {
-        Ok(self.head(hash).await?.as_ref().and_then(info).map(|blob| blob.stored))
+        Ok(self
+            .head(hash)
+            .await?
+            .as_ref()
+            .and_then(blob_info)
+            .map(|blob| blob.stored))
     }
 
     async fn sweep(&self, age: Duration) -> Result<usize, StorageError> {
@@ -272,7 +233,7 @@ impl BlobStore for ObjectBlobs {
             return Ok(0);
         };
         super::blocking("remove unfinished uploads", move || {
-            let Ok(folders) = std::fs::read_dir(folder.join(BLOBS)) else {
+            let Ok(folders) = std::fs::read_dir(folder.join(BLOBS_FOLDER)) else {
                 return Ok(0);
             };
             let mut removed = 0;
@@ -285,8 +246,8 @@ impl BlobStore for ObjectBlobs {
     }
 }
 
-/// What a listed object is; nothing for objects that are no blobs.
-fn info(meta: &ObjectMeta) -> Option<BlobInfo> {
+/// Converts a listed object; none for objects that are not blobs.
+fn blob_info(meta: &ObjectMeta) -> Option<BlobInfo> {
     let hash = ContentHash::parse(meta.location.filename()?).ok()?;
     let stored = jiff::Timestamp::from_second(meta.last_modified.timestamp()).ok()?;
     Some(BlobInfo {

@@ -1,7 +1,8 @@
-//! From an address to a store.
+//! Opens a store by its address.
 
-use super::{Options, StorageError};
+use super::options::Options;
 use crate::fsutil;
+use crate::storage::StorageError;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
@@ -24,8 +25,10 @@ pub(super) struct Opened {
     pub(super) address: String,
 }
 
+/// The folder of all blobs, below the path of the address.
+pub(super) const BLOBS_FOLDER: &str = "blobs";
 const EXPECTED: &str = "expected file:///folder, s3://bucket, gs://bucket, az://container or an absolute path";
-/// How long a connection may take to come about.
+/// The time limit for establishing a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) fn open(address: &str, options: &Options) -> Result<Opened, StorageError> {
@@ -90,10 +93,10 @@ fn cloud<S: ObjectStore + MultipartStore>(store: S, prefix: Key, address: String
 
 fn open_folder(folder: &Path, shown: &str) -> Result<Opened, StorageError> {
     fsutil::create_dir_all(folder)?;
-    // What killed processes left half-written. It was never visible as a blob.
-    for entry in fs::read_dir(folder.join(super::BLOBS)).into_iter().flatten().flatten() {
+    // Removes unfinished files of killed processes, which were never visible as blobs.
+    for entry in fs::read_dir(folder.join(BLOBS_FOLDER)).into_iter().flatten().flatten() {
         if let Err(error) = fsutil::sweep(&entry.path(), Duration::ZERO) {
-            tracing::warn!(%error, "leftovers in the storage folder were not removed");
+            tracing::warn!(%error, "could not remove unfinished files in the storage folder");
         }
     }
     let store = LocalFileSystem::new_with_prefix(folder).map_err(|error| refuse(shown, &error.to_string()))?;
@@ -123,9 +126,7 @@ fn s3(bucket: &str, options: &Options, shown: &str) -> Result<AmazonS3Builder, S
         AmazonS3ConfigKey::WebIdentityTokenFile,
     ];
     if sources.iter().all(|source| builder.get_config_value(source).is_none()) {
-        tracing::warn!(
-            "AWS_ACCESS_KEY_ID is not set: asking for the role of this machine, which only works inside AWS"
-        );
+        tracing::warn!("AWS_ACCESS_KEY_ID is not set; using the IAM role of this machine, which works only inside AWS");
     }
     let allow_http = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
     let endpoint = builder.get_config_value(&AmazonS3ConfigKey::S3Endpoint);
@@ -173,8 +174,8 @@ fn azure(container: &str, options: &Options, shown: &str) -> Result<MicrosoftAzu
     Ok(builder)
 }
 
-/// Whether the client has to be told that plain `http` is meant: an endpoint on this machine. Elsewhere the user must
-/// have allowed it. `names` are the variables of the endpoint and of the permission.
+/// Whether plain `http` must be enabled in the client, for an endpoint on this machine. For other machines the user must have
+/// allowed it. `names` are the environment variables of the endpoint and of the permission.
 fn needs_plain_http(
     endpoint: Option<String>,
     allowed: Option<String>,
@@ -211,7 +212,7 @@ fn is_loopback(url: &Url) -> bool {
     }
 }
 
-/// Time limits of a single request, and what the caller sets; the latter win.
+/// The timeouts of a single request and the caller's settings, which take precedence.
 fn settings(options: &Options) -> Vec<(String, String)> {
     let timeout = options.transfer_timeout.max(options.quick_timeout);
     let connect = CONNECT_TIMEOUT.min(options.quick_timeout);
@@ -228,7 +229,7 @@ fn settings(options: &Options) -> Vec<(String, String)> {
     settings
 }
 
-/// Retries are ours: see the module.
+/// Disables `object_store`'s retries; see [`super::retry`].
 fn no_retry() -> RetryConfig {
     RetryConfig {
         max_retries: 0,
@@ -236,7 +237,7 @@ fn no_retry() -> RetryConfig {
     }
 }
 
-/// TLS is built without a default provider; whoever comes first chooses, and all of ours choose the same.
+/// Installs ring as the TLS provider. rustls is built without a default provider, and the first installation wins.
 fn use_ring() {
     let _ = rustls::crypto::ring::default_provider().install_default();
 }
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_that_cannot_be_meant_are_refused_without_showing_credentials() {
+    fn invalid_addresses_are_refused_without_showing_credentials() {
         for bad in [
             "",
             "blobs",
@@ -295,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_http_is_for_loopback_or_for_who_asks_for_it() {
+    fn plain_http_requires_loopback_or_permission() {
         let lan = ("aws_endpoint", "http://192.168.0.9:9000");
         assert!(open("s3://b", &with(&[lan])).is_err());
         assert!(open("s3://b", &with(&[lan, ("aws_allow_http", "true")])).is_ok());

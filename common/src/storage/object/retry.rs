@@ -1,14 +1,14 @@
-//! The one place where a request is tried again.
+//! Retries of storage requests.
 
-use super::StorageError;
 use crate::fsutil::FsError;
+use crate::storage::StorageError;
 use std::error::Error as StdError;
 use std::fmt::Write;
 use std::future::Future;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How long, and with which pauses, a request is tried again.
+/// The retry policy of requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Retry {
     pub(super) budget: Duration,
@@ -17,8 +17,8 @@ pub(super) struct Retry {
 }
 
 impl Retry {
-    /// Runs `attempt` until it succeeds, fails for good, or the budget is used up. One attempt may take
-    /// `limit`. `None` means that the object is not there.
+    /// Runs `attempt` until it succeeds, fails permanently, or the budget is used up. `limit` is the timeout of one attempt. `None`
+    /// means that the object does not exist.
     pub(super) async fn run<T, F, A>(
         &self,
         what: &'static str,
@@ -38,7 +38,7 @@ impl Retry {
                 Ok(Err(object_store::Error::NotFound { source, .. })) if !is_missing_container(source.as_ref()) => {
                     return Ok(None);
                 }
-                Ok(Err(error)) => transient(what, error)?,
+                Ok(Err(error)) => transient_message(what, error)?,
                 Err(_) => "no answer in time".to_owned(),
             };
             let pause = jittered(wait);
@@ -49,14 +49,14 @@ impl Retry {
                     message,
                 });
             }
-            tracing::warn!(what, pause_ms = pause.as_millis(), error = %message, "object storage has trouble; trying again");
+            tracing::warn!(what, pause_ms = pause.as_millis(), error = %message, "object storage failed; retrying");
             tokio::time::sleep(pause).await;
             wait = (wait * 2).min(self.longest_wait);
         }
     }
 }
 
-/// An error that is worth another try.
+/// A retryable error.
 pub(super) fn stalled(message: &str) -> object_store::Error {
     object_store::Error::Generic {
         store: "aitk",
@@ -64,21 +64,21 @@ pub(super) fn stalled(message: &str) -> object_store::Error {
     }
 }
 
-/// The message of an error that another try may cure; any other becomes the final error.
-fn transient(what: &'static str, error: object_store::Error) -> Result<String, StorageError> {
+/// Returns the message of a retryable error. Other errors become the final error.
+fn transient_message(what: &'static str, error: object_store::Error) -> Result<String, StorageError> {
     use object_store::Error as E;
-    let message = chain(&error);
+    let message = error_chain(&error);
     if let Some(io) = io_error(&error) {
         return Err(FsError::new(what, "in the storage folder", io).into());
     }
     match error {
         E::PermissionDenied { .. } | E::Unauthenticated { .. } => Err(StorageError::Denied { what, message }),
-        E::Generic { .. } | E::JoinError { .. } if client_error(&message).is_none() => Ok(message),
+        E::Generic { .. } | E::JoinError { .. } if client_error_status(&message).is_none() => Ok(message),
         _ => Err(StorageError::Failed { what, message }),
     }
 }
 
-/// A local file's error within a store's error. A network error is none: it comes wrapped by the HTTP client.
+/// Finds the error of a local file within a store's error. Network errors, which are wrapped by the HTTP client, do not count.
 fn io_error(error: &object_store::Error) -> Option<std::io::Error> {
     let mut current: Option<&(dyn StdError + 'static)> = Some(error);
     while let Some(error) = current {
@@ -96,15 +96,15 @@ fn io_error(error: &object_store::Error) -> Option<std::io::Error> {
     None
 }
 
-/// The HTTP status of an answer that says that our request is wrong. `object_store` keeps the status to itself,
-/// so it is read from its text; 408 and 429 are the server's trouble.
-fn client_error(message: &str) -> Option<u16> {
+/// Parses the HTTP status of a permanent client error from the message, because `object_store` does not expose it. 408 and 429
+/// are retryable.
+fn client_error_status(message: &str) -> Option<u16> {
     let (_, rest) = message.split_once("status code: ")?;
     let status: u16 = rest.get(..3)?.parse().ok()?;
     ((400..500).contains(&status) && status != 408 && status != 429).then_some(status)
 }
 
-/// Whether the bucket or container itself is what is missing.
+/// Whether the bucket or container itself does not exist.
 fn is_missing_container(source: &(dyn StdError + 'static)) -> bool {
     let text = source.to_string();
     [
@@ -116,8 +116,8 @@ fn is_missing_container(source: &(dyn StdError + 'static)) -> bool {
     .any(|sign| text.contains(sign))
 }
 
-/// An error and its causes on one line, each said once.
-fn chain(error: &dyn StdError) -> String {
+/// Formats an error and its causes on one line, without repetitions.
+fn error_chain(error: &dyn StdError) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -136,7 +136,7 @@ fn chain(error: &dyn StdError) -> String {
     line
 }
 
-/// Half to all of the pause, so that many clients do not come back at the same instant.
+/// A random pause between half of `wait` and `wait`, so that clients do not retry at the same time.
 fn jittered(wait: Duration) -> Duration {
     let random = u32::from(uuid::Uuid::new_v4().as_bytes()[0]);
     wait / 2 + (wait / 2) * random / 255
@@ -153,7 +153,7 @@ mod tests {
     };
 
     #[tokio::test]
-    async fn a_hang_and_endless_errors_both_end_within_the_budget() {
+    async fn hangs_and_repeated_errors_fail_within_the_budget() {
         let begin = Instant::now();
         let hang = QUICK
             .run(
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_another_try_cannot_change_is_not_tried_again() {
+    async fn permanent_errors_are_not_retried() {
         let mut tries = 0;
         let result = QUICK
             .run("test", Duration::from_secs(1), || {
@@ -191,8 +191,8 @@ mod tests {
             matches!(result, Err(StorageError::Denied { .. })) && tries == 1,
             "{result:?}"
         );
-        assert_eq!(client_error("… status code: 400 Bad Request: x"), Some(400));
-        assert_eq!(client_error("… status code: 429 Too Many Requests"), None);
-        assert_eq!(client_error("… status code: 500 x"), None);
+        assert_eq!(client_error_status("… status code: 400 Bad Request: x"), Some(400));
+        assert_eq!(client_error_status("… status code: 429 Too Many Requests"), None);
+        assert_eq!(client_error_status("… status code: 500 x"), None);
     }
 }

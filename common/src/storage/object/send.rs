@@ -1,4 +1,4 @@
-//! Bytes into the store.
+//! Uploads.
 
 use super::ObjectBlobs;
 use crate::fsutil::{self, FsError};
@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const WHAT: &str = "store a blob";
-/// S3 accepts 10,000 parts; larger files get larger parts.
+/// S3 accepts 10,000 parts. Larger files get larger parts.
 const MAX_PARTS: u64 = 9_000;
-/// How long giving up a multipart upload may take.
-const ABORT_LIMIT: Duration = Duration::from_secs(10);
+/// The timeout for aborting a multipart upload.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ObjectBlobs {
     pub(super) async fn send_file(&self, hash: ContentHash, path: &Path) -> Result<(), StorageError> {
@@ -46,18 +46,18 @@ impl ObjectBlobs {
     }
 
     pub(super) async fn send_bytes(&self, hash: ContentHash, bytes: Bytes) -> Result<(), StorageError> {
-        check(hash, ContentHash::of(&bytes), "what was to be stored")?;
+        check_hash(hash, ContentHash::of(&bytes), "the bytes to be stored")?;
         if let Some(folder) = &self.folder {
             let target = Self::file(folder, hash);
             return blocking(WHAT, move || {
-                write_blob(&target, hash, "what was to be stored", bytes.as_ref())
+                write_blob(&target, hash, "the bytes to be stored", bytes.as_ref())
             })
             .await;
         }
         let key = self.key(hash);
-        let limit = self.body_limit(bytes.len());
+        let limit = self.body_timeout(bytes.len());
         let payload = PutPayload::from(bytes);
-        // Taken before the clock runs: who waits for his turn has no trouble with storage.
+        // Acquired before the timeouts start, because waiting for a permit is not a storage problem.
         let _permit = self.transfers.acquire().await;
         let attempt = || self.store.put(&key, payload.clone());
         self.retry
@@ -67,7 +67,7 @@ impl ObjectBlobs {
         Ok(())
     }
 
-    /// Sends a large file part by part; the object appears when all are there and the hash is right.
+    /// Uploads a large file in parts. The object appears when all parts are uploaded and the hash is correct.
     async fn send_parts(
         &self,
         multipart: &Arc<dyn MultipartStore>,
@@ -96,10 +96,10 @@ impl ObjectBlobs {
         let mut left = length;
         while left > 0 || !under_way.is_empty() {
             if left > 0 && under_way.len() < self.in_flight {
-                let (back, bytes) = read_part(path, file, part_bytes.min(left)).await?;
-                file = back;
+                let (returned, bytes) = read_part(path, file, part_bytes.min(left)).await?;
+                file = returned;
                 if bytes.is_empty() {
-                    // It became shorter while it was read: the hash will tell.
+                    // The file became shorter while it was read; the hash check will fail.
                     left = 0;
                     continue;
                 }
@@ -114,7 +114,7 @@ impl ObjectBlobs {
             }
         }
         drop(under_way);
-        check(
+        check_hash(
             hash,
             ContentHash::from_digest(hasher.finalize().into()),
             &path.display().to_string(),
@@ -131,18 +131,18 @@ impl ObjectBlobs {
         index: usize,
         payload: PutPayload,
     ) -> Result<(usize, PartId), StorageError> {
-        let limit = self.body_limit(payload.content_length());
+        let limit = self.body_timeout(payload.content_length());
         let _permit = self.transfers.acquire().await;
         let attempt = || multipart.put_part(key, id, index, payload.clone());
         let part = self.retry.run(WHAT, limit, attempt).await?;
         let part = part.ok_or_else(|| StorageError::Failed {
             what: WHAT,
-            message: "the upload was removed by somebody while it was under way; try again".to_owned(),
+            message: "the multipart upload no longer exists; another program removed it. Try again".to_owned(),
         })?;
         Ok((index, part))
     }
 
-    /// Makes the object visible. An answer that got lost is no failure: then the object is there.
+    /// Completes the upload, which makes the object visible. If the response was lost but the object exists, that is a success.
     async fn complete(
         &self,
         mut upload: Upload,
@@ -166,12 +166,12 @@ impl ObjectBlobs {
         result?;
         Err(StorageError::Failed {
             what: WHAT,
-            message: "the upload was lost before it was completed; try again".to_owned(),
+            message: "the multipart upload disappeared before it was completed; try again".to_owned(),
         })
     }
 }
 
-/// A multipart upload; dropped before its end, it is aborted.
+/// A multipart upload. It is aborted if it is dropped before it is completed.
 struct Upload {
     store: Arc<dyn MultipartStore>,
     key: Key,
@@ -184,9 +184,9 @@ impl Drop for Upload {
             return;
         };
         let (store, key) = (Arc::clone(&self.store), self.key.clone());
-        // Best effort: the parts are invisible anyway.
+        // Best effort; the parts are invisible.
         runtime.spawn(async move {
-            let _ = tokio::time::timeout(ABORT_LIMIT, store.abort_multipart(&key, &id)).await;
+            let _ = tokio::time::timeout(ABORT_TIMEOUT, store.abort_multipart(&key, &id)).await;
         });
     }
 }
@@ -198,7 +198,7 @@ fn open(path: &Path) -> Result<(File, u64), FsError> {
     Ok((file, length))
 }
 
-/// Reads up to `length` bytes; gives the file back.
+/// Reads up to `length` bytes. Returns the file too.
 async fn read_part(path: &Path, mut file: File, length: u64) -> Result<(File, Bytes), StorageError> {
     let path = path.to_owned();
     blocking(WHAT, move || {
@@ -212,7 +212,7 @@ async fn read_part(path: &Path, mut file: File, length: u64) -> Result<(File, By
     .await
 }
 
-/// Copies into a blob file of a `file://` store: checked, synced, then visible.
+/// Writes a blob file of a `file://` store: checked, synced, then renamed.
 fn write_blob(target: &PathBuf, hash: ContentHash, what: &str, mut source: impl Read) -> Result<(), StorageError> {
     let folder = fsutil::folder_of(target);
     fsutil::create_dir_all(folder)?;
@@ -230,12 +230,12 @@ fn write_blob(target: &PathBuf, hash: ContentHash, what: &str, mut source: impl 
         hasher.update(&buffer[..read]);
         temporary.as_file().write_all(&buffer[..read]).map_err(fail)?;
     }
-    check(hash, ContentHash::from_digest(hasher.finalize().into()), what)?;
+    check_hash(hash, ContentHash::from_digest(hasher.finalize().into()), what)?;
     temporary.as_file().sync_all().map_err(fail)?;
     Ok(fsutil::publish(temporary, target)?)
 }
 
-fn check(expected: ContentHash, found: ContentHash, what: &str) -> Result<(), StorageError> {
+fn check_hash(expected: ContentHash, found: ContentHash, what: &str) -> Result<(), StorageError> {
     if expected == found {
         return Ok(());
     }

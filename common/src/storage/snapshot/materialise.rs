@@ -1,4 +1,4 @@
-//! A snapshot into a folder.
+//! Downloads a snapshot to a folder.
 
 use super::{MAX_LIST_BYTES, Progress, Snapshot};
 use crate::fsutil::{self, FsError, TemporaryFolder, names};
@@ -10,19 +10,19 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// How many files are fetched at once.
+/// Number of concurrent downloads.
 const FILES_AT_ONCE: usize = 8;
 
-/// Puts the files of snapshot `id` into the folder `target`, and returns the list. A `target` that exists is
-/// complete, because it appears by one rename; it is left as it is.
+/// Downloads the files of snapshot `id` to the folder `target`, and returns the list. An existing `target` is complete,
+/// because it is created by one rename, and is reused.
 ///
-/// Contents go through `cache`, a folder of blobs on this machine that many snapshots share, and are hard links
-/// from there where the file system can. So `target` and all that is in it are read-only. Each cached blob is verified before it is used again.
+/// Blobs are downloaded to `cache`, a local folder that many snapshots share, and hard-linked from there if the file system
+/// supports it. So `target` and its files are read-only. A cached blob is verified before it is reused.
 ///
-/// Safe against others that do the same at the same time, in this process or another.
+/// Safe for concurrent calls, in this process or in others.
 ///
 /// # Errors
-/// As the store says; [`StorageError::Local`] when a disk is full. `target` does not exist then.
+/// The errors of the store; [`StorageError::Local`] when a disk is full. `target` does not exist then.
 pub async fn materialise(
     store: &dyn BlobStore,
     id: ContentHash,
@@ -35,34 +35,39 @@ pub async fn materialise(
         return Ok(snapshot);
     }
     let sizes: BTreeMap<ContentHash, u64> = snapshot.files.iter().map(|file| (file.sha256, file.bytes)).collect();
-    let mut so_far = Progress {
+    let mut done = Progress {
         files_total: sizes.len() as u64,
         bytes_total: sizes.values().sum(),
         ..Progress::default()
     };
-    progress(so_far);
+    progress(done);
     let mut fetched = stream::iter(sizes)
-        .map(|(hash, bytes)| async move { into_cache(store, hash, bytes, cache).await.map(|()| bytes) })
+        .map(|(hash, bytes)| async move { fetch_to_cache(store, hash, bytes, cache).await.map(|()| bytes) })
         .buffer_unordered(FILES_AT_ONCE);
     while let Some(bytes) = fetched.next().await {
-        so_far.files += 1;
-        so_far.bytes += bytes?;
-        progress(so_far);
+        done.files += 1;
+        done.bytes += bytes?;
+        progress(done);
     }
     drop(fetched);
 
     let (list, cache, target) = (snapshot.clone(), cache.to_owned(), target.to_owned());
-    crate::storage::blocking("put the files in place", move || lay_out(&list, &cache, &target)).await?;
+    crate::storage::blocking("put the files in place", move || create_target(&list, &cache, &target)).await?;
     Ok(snapshot)
 }
 
-/// Where a blob lies in a cache: directly in it, so that one [`fsutil::sweep`] finds what was left unfinished.
-fn cached(cache: &Path, hash: ContentHash) -> PathBuf {
+/// The path of a blob in the cache. Blobs are directly in the folder, so that one [`fsutil::sweep`] finds unfinished ones.
+fn cache_path(cache: &Path, hash: ContentHash) -> PathBuf {
     cache.join(hash.to_hex())
 }
 
-async fn into_cache(store: &dyn BlobStore, hash: ContentHash, bytes: u64, cache: &Path) -> Result<(), StorageError> {
-    let path = cached(cache, hash);
+async fn fetch_to_cache(
+    store: &dyn BlobStore,
+    hash: ContentHash,
+    bytes: u64,
+    cache: &Path,
+) -> Result<(), StorageError> {
+    let path = cache_path(cache, hash);
     let existing = path.clone();
     let is_there = crate::storage::blocking("read the cache", move || {
         fsutil::create_dir_all(fsutil::folder_of(&existing))?;
@@ -83,20 +88,20 @@ async fn into_cache(store: &dyn BlobStore, hash: ContentHash, bytes: u64, cache:
     Ok(())
 }
 
-fn lay_out(snapshot: &Snapshot, cache: &Path, target: &Path) -> Result<(), StorageError> {
+fn create_target(snapshot: &Snapshot, cache: &Path, target: &Path) -> Result<(), StorageError> {
     let parent = fsutil::folder_of(target);
     let staging = TemporaryFolder::new(parent, "snapshot")?;
-    fill(snapshot, cache, staging.path())?;
+    link_files(snapshot, cache, staging.path())?;
     super::make_read_only(staging.path())?;
     match fs::rename(staging.path(), target) {
         Ok(()) => Ok(fsutil::sync_dir(parent)?),
-        // Somebody else was faster, with the same files.
+        // A concurrent call has created it with the same files.
         Err(_) if target.is_dir() => Ok(()),
         Err(error) => Err(FsError::new("put in place", target, error).into()),
     }
 }
 
-fn fill(snapshot: &Snapshot, cache: &Path, staging: &Path) -> Result<(), StorageError> {
+fn link_files(snapshot: &Snapshot, cache: &Path, staging: &Path) -> Result<(), StorageError> {
     let mut folders = BTreeSet::from([staging.to_owned()]);
     for file in &snapshot.files {
         let path = names::below(staging, &file.path)?;
@@ -108,15 +113,15 @@ fn fill(snapshot: &Snapshot, cache: &Path, staging: &Path) -> Result<(), Storage
                 .take_while(|inner| *inner != staging)
                 .map(Path::to_owned),
         );
-        let source = cached(cache, file.sha256);
+        let source = cache_path(cache, file.sha256);
         let fail = |error: io::Error| FsError::new("write", &path, error);
         if fs::hard_link(&source, &path).is_err() {
-            // Another disk, too many links, or a file system without them.
+            // Another disk, too many links, or a file system without hard links.
             fs::copy(&source, &path).map_err(fail)?;
             File::open(&path).and_then(|copy| copy.sync_all()).map_err(fail)?;
         }
     }
-    // A power cut must not leave a folder with its final name and without its files.
+    // Otherwise a power cut could leave a folder with its final name but without its files.
     for folder in &folders {
         fsutil::sync_dir(folder)?;
     }

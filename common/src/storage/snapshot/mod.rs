@@ -1,13 +1,12 @@
-//! Snapshots: an immutable, content-addressed copy of a data set, a model folder, or a single file.
+//! Snapshots: immutable, content-addressed copies of data sets, model folders, or single files.
 //!
-//! A snapshot is a list of files with sizes and hashes, as canonical JSON; it is itself a blob, and its hash is
-//! the snapshot's id. Two folders with the same files have the same id, wherever they lie.
+//! A snapshot is a list of files with sizes and hashes, as canonical JSON. The list is a blob itself, and its hash is
+//! the snapshot's id. Folders with the same files have the same id.
 //!
-//! - [`scan`] reads a folder (or a file) and hashes it.
-//! - [`upload`] sends the contents that the store does not have, each once, and the list last: so an id that is
-//!   in the store has all its files there.
-//! - [`materialise`] puts the files into a folder again, through a cache of blobs on this machine.
-//! - [`verify`] says whether such a folder still is what was sent.
+//! - [`scan`] hashes the files of a folder (or a single file).
+//! - [`upload`] uploads the missing contents, each once, and the list last. So all files of an existing list exist.
+//! - [`materialise`] downloads the files to a folder, through a local cache of blobs.
+//! - [`verify`] checks that such a folder still matches the snapshot.
 
 mod materialise;
 mod scan;
@@ -26,18 +25,18 @@ use crate::hash::ContentHash;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The largest list that is read: some 300,000 files.
+/// The size limit of a list: some 300,000 files.
 pub const MAX_LIST_BYTES: u64 = 64 << 20;
-/// How a list says what it is.
+/// The format identifier of a list.
 const FORMAT: &str = "aitk-snapshot-1";
 
-/// The list of files.
+/// The list of a snapshot's files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Snapshot {
-    /// Says that this is a snapshot, and in which format.
+    /// The format identifier.
     format: String,
-    /// Whether it was a single file rather than a folder; then there is exactly one entry, of that name.
+    /// Whether the source was a single file. Then there is exactly one entry, with its name.
     pub is_file: bool,
     /// Sorted by path.
     pub files: Vec<SnapshotFile>,
@@ -47,29 +46,29 @@ pub struct Snapshot {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SnapshotFile {
-    /// Relative, `/` between parts, acceptable to [`names::check`].
+    /// Relative path with `/` between components; valid for [`names::check`].
     pub path: String,
-    /// Its size.
+    /// Its size in bytes.
     pub bytes: u64,
     /// The hash of its content.
     pub sha256: ContentHash,
 }
 
-/// How far a long operation is.
+/// The progress of a long operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Files done.
     pub files: u64,
-    /// Files in all; 0 while that is not known.
+    /// Total number of files; 0 if unknown.
     pub files_total: u64,
     /// Bytes done.
     pub bytes: u64,
-    /// Bytes in all; 0 while that is not known.
+    /// Total number of bytes; 0 if unknown.
     pub bytes_total: u64,
 }
 
 impl Snapshot {
-    /// Makes a list of files; checks it as a list from outside is checked.
+    /// Creates a list of files. It is checked like an untrusted list.
     ///
     /// # Errors
     /// [`StorageError::Malformed`] or [`StorageError::Name`].
@@ -87,7 +86,7 @@ impl Snapshot {
     /// The canonical text: compact JSON, files sorted.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
-        // Plain data with text keys: this cannot fail, and an empty text would be refused by every reader.
+        // Serialising plain data with string keys cannot fail. Readers would reject the empty text.
         serde_json::to_vec(self).unwrap_or_default()
     }
 
@@ -97,17 +96,17 @@ impl Snapshot {
         ContentHash::of(&self.to_bytes())
     }
 
-    /// Reads a list that came out of a store.
+    /// Parses and checks a list from a store.
     ///
     /// # Errors
-    /// [`StorageError::Malformed`] when it is no snapshot, is not sorted, or two of its files would be one.
+    /// [`StorageError::Malformed`] when it is not a snapshot, is not sorted, or has colliding paths.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, StorageError> {
         let snapshot: Self = serde_json::from_slice(bytes).map_err(|error| malformed(&error.to_string()))?;
         snapshot.check()?;
         Ok(snapshot)
     }
 
-    /// What to hand to whoever named the original: the folder itself, or the one file in it.
+    /// The local path that replaces the original: the folder itself, or the single file in it.
     ///
     /// # Errors
     /// [`StorageError::Name`].
@@ -118,7 +117,7 @@ impl Snapshot {
         }
     }
 
-    /// Bytes of all files together.
+    /// Total size of all files in bytes.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
         self.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes))
@@ -132,7 +131,10 @@ impl Snapshot {
             )));
         }
         if self.is_file && self.files.len() != 1 {
-            return Err(malformed("a single file with several entries"));
+            return Err(malformed(&format!(
+                "it is a single file, but has {} entries",
+                self.files.len()
+            )));
         }
         for file in &self.files {
             names::check(&file.path)?;
@@ -147,7 +149,7 @@ impl Snapshot {
     }
 }
 
-/// Refuses names that are one file where case does not count (Macs), and a file that is also a folder.
+/// Checks that no two paths differ only in case (they are one file on macOS), and that no file is also a folder.
 fn check_collisions<'a>(paths: impl Iterator<Item = &'a str>) -> Result<(), StorageError> {
     let mut folded: Vec<(String, &str)> = paths.map(|path| (path.to_lowercase(), path)).collect();
     folded.sort();
@@ -155,7 +157,7 @@ fn check_collisions<'a>(paths: impl Iterator<Item = &'a str>) -> Result<(), Stor
     for pair in folded.windows(2) {
         if pair[0].0 == pair[1].0 {
             let message = format!(
-                "{:?} and {:?} differ in upper and lower case only, which is one file on a Mac; rename one of them",
+                "{:?} and {:?} differ only in upper and lower case, so they are the same file on macOS; rename one of them",
                 pair[0].1, pair[1].1
             );
             return Err(malformed(&message));
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_of_finding_does_not_change_the_id() {
+    fn the_id_does_not_depend_on_the_order_of_files() {
         let one = Snapshot::new(vec![file("b"), file("a/c")], false).unwrap();
         let two = Snapshot::new(vec![file("a/c"), file("b")], false).unwrap();
         assert_eq!(one.id(), two.id());
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_cannot_be_files_are_refused() {
+    fn invalid_lists_are_refused() {
         for bad in [
             &["../a"][..],
             &["a", "a"],

@@ -1,4 +1,4 @@
-//! From a folder to a list of its files.
+//! Lists and hashes the files of a folder.
 
 use super::{Progress, Snapshot, SnapshotFile};
 use crate::fsutil::names::{self, BadName};
@@ -10,27 +10,27 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Folders that ai-toolkit fills beside the images: derived, so never sent.
-const CACHES: [&str; 3] = ["_latent_cache", "_t_e_cache", "_clip_vision_cache"];
-/// Deeper folders are a mistake, or a loop of links.
+/// Cache folders that ai-toolkit creates next to the images. They are derived data and never uploaded.
+const CACHE_FOLDERS: [&str; 3] = ["_latent_cache", "_t_e_cache", "_clip_vision_cache"];
+/// The depth limit. Deeper folders are usually a loop of links.
 const MAX_DEPTH: usize = 32;
-/// More files are refused; see [`super::MAX_LIST_BYTES`].
+/// The limit of files; see [`super::MAX_LIST_BYTES`].
 const MAX_FILES: usize = 300_000;
 
-/// A snapshot and where its files lie.
+/// A snapshot and the local paths of its contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scanned {
     /// The list.
     pub snapshot: Snapshot,
-    /// One file on this machine for each distinct content.
+    /// One local file for each distinct content.
     pub sources: BTreeMap<ContentHash, PathBuf>,
 }
 
-/// Lists and hashes a folder, or a single file. Blocking.
+/// Lists and hashes the files of a folder, or a single file. Blocking.
 ///
-/// Left out: names that begin with a dot, and ai-toolkit's cache folders. A symbolic link is followed when it
-/// stays inside the folder; one that leaves it is an error, because what it points to is not part of the data.
-/// A model in Hugging Face's cache is all links to the contents beside it: these are part of it.
+/// Hidden files and ai-toolkit's cache folders are skipped. Symbolic links are followed within the folder; a link that leaves
+/// it is an error, because its target is not part of the data. A model in Hugging Face's cache consists of links to its `blobs`
+/// folder, which are followed too.
 ///
 /// # Errors
 /// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
@@ -39,13 +39,13 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
     let kind = fs::metadata(&root)
         .map_err(|error| FsError::new("read", path, error))?
         .file_type();
-    if let Some(what) = regular::special(kind) {
-        return Err(special(path, what).into());
+    if let Some(what) = regular::special_kind(kind) {
+        return Err(special_file(path, what).into());
     }
     let is_file = kind.is_file();
     let mut found = Vec::new();
     if is_file {
-        // The name that the user gave counts, not that of a link's target.
+        // The name that the user gave, not that of a link's target.
         let name = path
             .file_name()
             .and_then(|name| name.to_str())
@@ -53,19 +53,19 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
         names::check_part(name)?;
         found.push((name.to_owned(), root));
     } else {
-        let bounds = Bounds {
-            contents: contents_of(&root),
+        let bounds = LinkBounds {
+            blobs: hub_blobs_folder(&root),
             root: root.clone(),
         };
         walk(&bounds, &root, "", 0, &mut found)?;
     }
     found.sort();
 
-    let mut so_far = Progress {
+    let mut done = Progress {
         files_total: found.len() as u64,
         ..Progress::default()
     };
-    so_far.bytes_total = found
+    done.bytes_total = found
         .iter()
         .filter_map(|(_, file)| fs::metadata(file).ok())
         .map(|meta| meta.len())
@@ -73,17 +73,17 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
     let mut files = Vec::with_capacity(found.len());
     let mut sources = BTreeMap::new();
     for (name, file) in found {
-        progress(so_far);
+        progress(done);
         let hashed = regular::open(&file).and_then(|(file, _)| {
-            ContentHash::of_reader(Counted {
+            ContentHash::of_reader(ReportProgress {
                 file,
-                so_far,
+                done,
                 progress: &mut *progress,
             })
         });
         let (sha256, bytes) = hashed.map_err(|error| FsError::new("read", &file, error))?;
-        so_far.files += 1;
-        so_far.bytes += bytes;
+        done.files += 1;
+        done.bytes += bytes;
         files.push(SnapshotFile {
             path: name,
             bytes,
@@ -91,39 +91,39 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
         });
         sources.entry(sha256).or_insert(file);
     }
-    progress(so_far);
+    progress(done);
     Ok(Scanned {
         snapshot: Snapshot::new(files, is_file)?,
         sources,
     })
 }
 
-/// A file whose progress is told while it is read: one may be most of a model.
-struct Counted<'a, R> {
+/// Reports progress while a file is read, because a single file may be most of a model.
+struct ReportProgress<'a, R> {
     file: R,
-    so_far: Progress,
+    done: Progress,
     progress: &'a mut dyn FnMut(Progress),
 }
 
-impl<R: Read> Read for Counted<'_, R> {
+impl<R: Read> Read for ReportProgress<'_, R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let read = self.file.read(buffer)?;
-        self.so_far.bytes += read as u64;
-        (self.progress)(self.so_far);
+        self.done.bytes += read as u64;
+        (self.progress)(self.done);
         Ok(read)
     }
 }
 
-/// Where links may lead. Both are real paths.
-struct Bounds {
-    /// The folder itself.
+/// The folders in which link targets may be. Both are canonical paths.
+struct LinkBounds {
+    /// The scanned folder.
     root: PathBuf,
-    /// The contents that a model in Hugging Face's cache consists of.
-    contents: Option<PathBuf>,
+    /// The `blobs` folder of a model in Hugging Face's cache.
+    blobs: Option<PathBuf>,
 }
 
-/// The folder of the contents of `…/models--ORG--NAME/snapshots/COMMIT`.
-fn contents_of(root: &Path) -> Option<PathBuf> {
+/// The `blobs` folder of `…/models--ORG--NAME/snapshots/COMMIT` in Hugging Face's cache.
+fn hub_blobs_folder(root: &Path) -> Option<PathBuf> {
     let snapshots = root.parent()?;
     let repository = snapshots.parent()?;
     let is_model = repository.file_name()?.to_str()?.starts_with("models--");
@@ -131,7 +131,7 @@ fn contents_of(root: &Path) -> Option<PathBuf> {
 }
 
 fn walk(
-    bounds: &Bounds,
+    bounds: &LinkBounds,
     folder: &Path,
     prefix: &str,
     depth: usize,
@@ -142,7 +142,7 @@ fn walk(
         let entry = entry.map_err(fail)?;
         let path = entry.path();
         let name = entry.file_name();
-        if name.as_encoded_bytes().starts_with(b".") || CACHES.iter().any(|cache| name == *cache) {
+        if name.as_encoded_bytes().starts_with(b".") || CACHE_FOLDERS.iter().any(|cache| name == *cache) {
             continue;
         }
         let name = name.into_string().map_err(|_| not_text(&path))?;
@@ -154,13 +154,13 @@ fn walk(
         names::check(&relative)?;
         let kind = entry.file_type().map_err(fail)?;
         let target = if kind.is_symlink() {
-            bounds.inside(&path, &relative)?
+            bounds.resolve(&path, &relative)?
         } else {
             path
         };
         if target.is_dir() {
             if depth >= MAX_DEPTH {
-                let reason = "it lies more than 32 folders deep; is there a link that points to its own folder?";
+                let reason = "it is more than 32 folders deep; check for a link that points to its own folder";
                 return Err(BadName { name: relative, reason }.into());
             }
             walk(bounds, &target, &relative, depth + 1, found)?;
@@ -173,23 +173,23 @@ fn walk(
             }
             found.push((relative, target));
         } else {
-            // Nothing is left out without a word: whoever put it there may take it for data.
+            // An error, because users may expect the file to be part of the data.
             let kind = fs::metadata(&target)
                 .map_err(|error| FsError::new("read", &target, error))?
                 .file_type();
-            return Err(special(&target, regular::special(kind).unwrap_or("a special file")).into());
+            return Err(special_file(&target, regular::special_kind(kind).unwrap_or("a special file")).into());
         }
     }
     Ok(())
 }
 
-impl Bounds {
-    /// Where a link leads, when that is inside.
-    fn inside(&self, link: &Path, relative: &str) -> Result<PathBuf, StorageError> {
+impl LinkBounds {
+    /// Resolves a link whose target is within the bounds.
+    fn resolve(&self, link: &Path, relative: &str) -> Result<PathBuf, StorageError> {
         let target = fs::canonicalize(link).map_err(|error| FsError::new("follow the link", link, error))?;
-        // Each of its contents is one file.
-        let is_content = target.parent() == self.contents.as_deref() && target.is_file();
-        if target.starts_with(&self.root) || is_content {
+        // Blobs are files directly in their folder.
+        let is_blob = target.parent() == self.blobs.as_deref() && target.is_file();
+        if target.starts_with(&self.root) || is_blob {
             return Ok(target);
         }
         let reason = "it is a symbolic link that leaves the folder; copy the file instead, or name its real folder";
@@ -201,9 +201,9 @@ impl Bounds {
     }
 }
 
-fn special(path: &Path, what: &str) -> FsError {
-    let reason = format!("it is {what}, which holds no data; take it out of the folder, or name another file");
-    FsError::new("send", path, io::Error::new(io::ErrorKind::InvalidData, reason))
+fn special_file(path: &Path, what: &str) -> FsError {
+    let reason = format!("it is {what}, which cannot be uploaded; move it out of the folder, or name another file");
+    FsError::new("upload", path, io::Error::new(io::ErrorKind::InvalidData, reason))
 }
 
 fn not_text(path: &Path) -> BadName {
@@ -224,8 +224,8 @@ mod tests {
         Ok(scanned.snapshot.files.into_iter().map(|file| file.path).collect())
     }
 
-    /// A repository in Hugging Face's cache. The answer is the folder of its commit.
-    fn cached(hub: &Path, name: &str) -> PathBuf {
+    /// Creates a repository in Hugging Face's cache format. Returns the folder of its commit.
+    fn hub_repository(hub: &Path, name: &str) -> PathBuf {
         let commit = hub.join(name).join("snapshots/0123abcd");
         fs::create_dir_all(commit.join("unet")).unwrap();
         fs::create_dir_all(hub.join(name).join("blobs")).unwrap();
@@ -238,22 +238,22 @@ mod tests {
     }
 
     #[test]
-    fn a_model_in_the_cache_of_the_hub_is_sent_with_its_contents() {
+    fn a_model_in_the_hub_cache_is_scanned_with_its_blobs() {
         let place = tempfile::tempdir().unwrap();
-        let commit = cached(place.path(), "models--org--name");
-        let whole = ["model_index.json", "unet/model.safetensors"]
+        let commit = hub_repository(place.path(), "models--org--name");
+        let expected = ["model_index.json", "unet/model.safetensors"]
             .map(str::to_owned)
             .to_vec();
-        assert_eq!(names(&commit), Ok(whole.clone()));
+        assert_eq!(names(&commit), Ok(expected.clone()));
         let scanned = scan(&commit, &mut |_| {}).unwrap();
         assert_eq!(scanned.snapshot.files[1].sha256, ContentHash::of(b"weights"));
-        // Whoever names it by another way means the same folder.
+        // A link to the folder gives the same result.
         symlink(&commit, place.path().join("newest")).unwrap();
-        assert_eq!(names(&place.path().join("newest")), Ok(whole));
+        assert_eq!(names(&place.path().join("newest")), Ok(expected));
 
         let secret = place.path().join("secret");
         fs::write(&secret, "x").unwrap();
-        cached(place.path(), "models--org--other");
+        hub_repository(place.path(), "models--org--other");
         fs::create_dir(place.path().join("models--org--name/blobs/deep")).unwrap();
         fs::write(place.path().join("models--org--name/blobs/deep/cc"), "x").unwrap();
         symlink(&secret, place.path().join("models--org--name/blobs/dd")).unwrap();
@@ -275,13 +275,13 @@ mod tests {
     }
 
     #[test]
-    fn only_models_of_the_cache_may_lead_to_what_lies_beside_them() {
+    fn only_models_in_the_hub_cache_may_link_to_their_blobs_folder() {
         let place = tempfile::tempdir().unwrap();
         for name in ["datasets--org--name", "models", "mine"] {
-            let commit = cached(place.path(), name);
+            let commit = hub_repository(place.path(), name);
             assert!(names(&commit).unwrap_err().contains("leaves the folder"), "{name}");
         }
-        let commit = cached(place.path(), "models--org--name");
+        let commit = hub_repository(place.path(), "models--org--name");
         let moved = place.path().join("models--org--name/copies");
         fs::rename(commit.parent().unwrap(), &moved).unwrap();
         assert!(
@@ -289,8 +289,8 @@ mod tests {
                 .unwrap_err()
                 .contains("leaves the folder")
         );
-        // Contents that lie elsewhere are not those of the repository.
-        let commit = cached(place.path(), "models--org--linked");
+        // A `blobs` folder that is a link itself is not accepted.
+        let commit = hub_repository(place.path(), "models--org--linked");
         let blobs = place.path().join("models--org--linked/blobs");
         fs::rename(&blobs, place.path().join("elsewhere")).unwrap();
         symlink(place.path().join("elsewhere"), &blobs).unwrap();

@@ -1,4 +1,4 @@
-//! A scanned folder into a store.
+//! Uploads a scanned folder.
 
 use super::{Progress, Scanned};
 use crate::hash::ContentHash;
@@ -7,29 +7,29 @@ use bytes::Bytes;
 use futures::stream::{self, StreamExt};
 use std::collections::BTreeMap;
 
-/// How many blobs are asked for in one question.
+/// Number of blobs in one [`BlobStore::has`] call.
 pub(crate) const HAS_BATCH: usize = 500;
-/// How many files are under way at once.
+/// Number of concurrent uploads.
 const FILES_AT_ONCE: usize = 8;
 
-/// What an upload did.
+/// The result of an upload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Uploaded {
     /// The snapshot's id.
     pub id: ContentHash,
-    /// Distinct contents that were sent.
+    /// Distinct contents uploaded.
     pub files_sent: u64,
-    /// Their bytes.
+    /// Bytes uploaded.
     pub bytes_sent: u64,
-    /// Bytes of distinct contents that were there already.
+    /// Bytes of distinct contents that existed already.
     pub bytes_present: u64,
 }
 
-/// Sends what the store does not have: each distinct content once, the list last. The progress counts distinct
-/// contents; what is there already counts as done.
+/// Uploads the missing contents, each distinct one once, and then the list. The progress counts distinct contents; existing
+/// ones count as done.
 ///
 /// # Errors
-/// [`StorageError::Corrupt`] when a file changed since it was scanned; otherwise as the store says.
+/// [`StorageError::Corrupt`] when a file changed since it was scanned; otherwise the errors of the store.
 pub async fn upload(
     store: &dyn BlobStore,
     scanned: &Scanned,
@@ -49,22 +49,22 @@ pub async fn upload(
         bytes_sent: 0,
         bytes_present: 0,
     };
-    let mut so_far = Progress {
+    let mut done = Progress {
         files_total: sizes.len() as u64,
         bytes_total: sizes.values().sum(),
         ..Progress::default()
     };
-    progress(so_far);
+    progress(done);
 
     let missing = missing(store, sizes.keys().copied().collect()).await?;
     for (hash, bytes) in &sizes {
         if !missing.contains(hash) {
             uploaded.bytes_present += bytes;
-            so_far.files += 1;
-            so_far.bytes += bytes;
+            done.files += 1;
+            done.bytes += bytes;
         }
     }
-    progress(so_far);
+    progress(done);
 
     let mut sent = stream::iter(missing)
         .map(|hash| async move {
@@ -76,9 +76,9 @@ pub async fn upload(
         let bytes = sizes.get(&hash?).copied().unwrap_or(0);
         uploaded.files_sent += 1;
         uploaded.bytes_sent += bytes;
-        so_far.files += 1;
-        so_far.bytes += bytes;
-        progress(so_far);
+        done.files += 1;
+        done.bytes += bytes;
+        progress(done);
     }
     if !store.has(&[id]).await?.first().copied().unwrap_or(false) {
         store.put_bytes(id, list).await?;
@@ -86,14 +86,14 @@ pub async fn upload(
     Ok(uploaded)
 }
 
-/// Which of these the store does not have, in the order given.
+/// Returns those of these blobs that the store lacks, in the same order.
 pub(crate) async fn missing(store: &dyn BlobStore, hashes: Vec<ContentHash>) -> Result<Vec<ContentHash>, StorageError> {
     let mut missing = Vec::new();
     for batch in hashes.chunks(HAS_BATCH) {
         let present = store.has(batch).await?;
         if present.len() != batch.len() {
             let message = format!(
-                "it was asked for {} blobs and answered for {}",
+                "the request was for {} blobs and the response for {}",
                 batch.len(),
                 present.len()
             );

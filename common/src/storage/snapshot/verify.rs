@@ -1,4 +1,4 @@
-//! Whether a materialised snapshot still is what was sent.
+//! Verifies a materialised snapshot.
 
 use super::Snapshot;
 use crate::fsutil::{FsError, names};
@@ -9,17 +9,17 @@ use std::fs::{self, File, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// What a tree looked like when its contents were last hashed.
+/// The state of a tree when its contents were last hashed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TreeRecord {
-    /// When, in seconds since 1970.
+    /// The time of hashing in seconds since 1970.
     pub hashed_at: u64,
-    /// When each file was changed last, in nanoseconds since 1970.
+    /// Modification time of each file in nanoseconds since 1970.
     modified: BTreeMap<String, u64>,
 }
 
 impl TreeRecord {
-    /// Whether the contents were hashed longer ago than `age`, or in the future.
+    /// Whether the contents were hashed at least `age` ago, or in the future.
     #[must_use]
     pub fn is_older(&self, age: Duration, now: SystemTime) -> bool {
         now.duration_since(UNIX_EPOCH + Duration::from_secs(self.hashed_at))
@@ -27,7 +27,7 @@ impl TreeRecord {
     }
 }
 
-/// A tree that is not what was sent.
+/// A difference between a tree and its snapshot.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {problem}", path.display())]
 pub struct TreeError {
@@ -44,8 +44,8 @@ impl TreeError {
     }
 }
 
-/// Checks that `tree` holds the files of the snapshot and nothing else: names, kinds and sizes, and the times of the record. Without
-/// a record the contents are hashed, too. Returns the record to keep.
+/// Checks that `tree` contains exactly the files of the snapshot: names, file types and sizes, and the modification times in the
+/// record. Without a record the contents are hashed. Returns the record for the next call.
 ///
 /// # Errors
 /// [`TreeError`] names the first difference.
@@ -57,10 +57,14 @@ pub fn verify(snapshot: &Snapshot, tree: &Path, record: Option<&TreeRecord>) -> 
         let path = names::below(tree, &file.path).map_err(|error| unreadable(tree, &error))?;
         let data = fs::symlink_metadata(&path).map_err(|error| unreadable(&path, &error))?;
         if !data.is_file() || data.len() != file.bytes {
-            let problem = format!("expected a regular file of {} bytes, found {}", file.bytes, kind(&data));
+            let problem = format!(
+                "expected a regular file of {} bytes, found {}",
+                file.bytes,
+                describe(&data)
+            );
             return Err(TreeError::new(&path, problem));
         }
-        let time = time_of(&data);
+        let time = modified_nanos(&data);
         match record {
             Some(record) if record.modified.get(&file.path) != Some(&time) => {
                 return Err(TreeError::new(&path, "it was changed after it was verified"));
@@ -70,7 +74,7 @@ pub fn verify(snapshot: &Snapshot, tree: &Path, record: Option<&TreeRecord>) -> 
                 let hashed = File::open(&path).and_then(ContentHash::of_reader);
                 let (found, _) = hashed.map_err(|error| unreadable(&path, &error))?;
                 if found != file.sha256 {
-                    return Err(TreeError::new(&path, "its content is not what was sent"));
+                    return Err(TreeError::new(&path, "its content differs from the snapshot"));
                 }
             }
         }
@@ -78,7 +82,7 @@ pub fn verify(snapshot: &Snapshot, tree: &Path, record: Option<&TreeRecord>) -> 
         let inside = path.ancestors().take_while(|part| *part != tree);
         expected.extend(inside.map(Path::to_owned));
     }
-    no_others(tree, &expected)?;
+    check_no_extra_files(tree, &expected)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     Ok(TreeRecord {
         hashed_at: record.map_or(now.as_secs(), |record| record.hashed_at),
@@ -86,22 +90,22 @@ pub fn verify(snapshot: &Snapshot, tree: &Path, record: Option<&TreeRecord>) -> 
     })
 }
 
-fn no_others(folder: &Path, expected: &BTreeSet<PathBuf>) -> Result<(), TreeError> {
+fn check_no_extra_files(folder: &Path, expected: &BTreeSet<PathBuf>) -> Result<(), TreeError> {
     let unreadable = |error: std::io::Error| TreeError::new(folder, error.to_string());
     for entry in fs::read_dir(folder).map_err(unreadable)? {
         let entry = entry.map_err(unreadable)?;
         let path = entry.path();
         if !expected.contains(&path) {
-            return Err(TreeError::new(&path, "it was not sent"));
+            return Err(TreeError::new(&path, "it is not part of the snapshot"));
         }
         if entry.file_type().map_err(unreadable)?.is_dir() {
-            no_others(&path, expected)?;
+            check_no_extra_files(&path, expected)?;
         }
     }
     Ok(())
 }
 
-fn kind(data: &Metadata) -> String {
+fn describe(data: &Metadata) -> String {
     match (data.is_file(), data.is_dir()) {
         (true, _) => format!("one of {}", data.len()),
         (_, true) => "a folder".to_owned(),
@@ -109,7 +113,7 @@ fn kind(data: &Metadata) -> String {
     }
 }
 
-fn time_of(data: &Metadata) -> u64 {
+fn modified_nanos(data: &Metadata) -> u64 {
     let since = data
         .modified()
         .ok()
@@ -117,8 +121,8 @@ fn time_of(data: &Metadata) -> u64 {
     u64::try_from(since.unwrap_or_default().as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Takes the right to write from every file and folder of a tree, so that a mistake does not change what others use. The
-/// administrator's programs are not held by it.
+/// Makes every file and folder of a tree read-only, so that programs do not change shared files by mistake. Root can still
+/// change them.
 ///
 /// # Errors
 /// [`FsError`].

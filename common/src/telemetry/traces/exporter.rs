@@ -1,4 +1,4 @@
-//! The way to the collector, and what is said when it is broken.
+//! The connection to the collector, and log messages about its outages.
 
 use opentelemetry::Key;
 use opentelemetry_otlp::{ExporterBuildError, SpanExporter, WithExportConfig};
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// A queue with a thread that empties it. None when it could not be set up; then that is logged.
+/// Starts a batch processor: a queue and a thread that exports it. None if that fails, which is logged.
 pub(super) fn processor(
     service: &'static str,
     endpoint: Option<&str>,
@@ -17,23 +17,23 @@ pub(super) fn processor(
 ) -> Option<Arc<BatchSpanProcessor>> {
     match exporter(endpoint) {
         Ok(exporter) => {
-            let watched = Watched {
+            let exporter = MonitoredExporter {
                 exporter,
                 outage: outage.clone(),
             };
-            let mut processor = BatchSpanProcessor::builder(watched).build();
+            let mut processor = BatchSpanProcessor::builder(exporter).build();
             processor.set_resource(&resource(service));
             Some(Arc::new(processor))
         }
         Err(error) => {
-            outage.begins(&error.to_string());
+            outage.start(&error.to_string());
             None
         }
     }
 }
 
 fn exporter(endpoint: Option<&str>) -> Result<SpanExporter, ExporterBuildError> {
-    // As everywhere here: TLS by ring. Somebody else may have said so before.
+    // TLS uses ring, as in all of aitk. Fails if a provider is installed already, which is fine.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let builder = SpanExporter::builder().with_http();
     match endpoint {
@@ -43,35 +43,35 @@ fn exporter(endpoint: Option<&str>) -> Result<SpanExporter, ExporterBuildError> 
     .build()
 }
 
-/// Who the spans are from. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` go before the name we would give.
+/// The resource of the spans. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` take precedence over `service`.
 fn resource(service: &'static str) -> Resource {
-    let given = Resource::builder().build();
-    let named = given.get(&Key::from_static_str("service.name"));
-    if named.is_some_and(|name| !name.as_str().starts_with("unknown_service")) {
-        return given;
+    let from_env = Resource::builder().build();
+    let name = from_env.get(&Key::from_static_str("service.name"));
+    if name.is_some_and(|name| !name.as_str().starts_with("unknown_service")) {
+        return from_env;
     }
     Resource::builder().with_service_name(service).build()
 }
 
-/// What became of spans so far.
+/// Numbers of spans so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpanCounts {
-    /// Written down.
+    /// Recorded spans.
     pub recorded: u64,
-    /// The collector has them.
+    /// Spans that the collector accepted.
     pub sent: u64,
-    /// Sent, and not taken by the collector. What is in none of the two waits, or found no room in the queue.
+    /// Spans whose export failed. Recorded spans that are neither sent nor lost are queued, or were dropped because the queue
+    /// was full.
     pub lost: u64,
 }
 
-/// Whether spans arrive: said once when they do not, and once when they do again.
+/// Tracks whether exports succeed. Logs one message when they begin to fail and one when they succeed again.
 #[derive(Debug)]
 pub(super) struct Outage {
     endpoint: String,
-    /// Name and password that stand in the address, if they do.
+    /// User name and password in the endpoint URL, if any.
     secret: Option<String>,
-    lasts: AtomicBool,
-    /// Spans that were written down, that arrived, and that were sent and did not arrive.
+    is_active: AtomicBool,
     recorded: AtomicU64,
     sent: AtomicU64,
     lost: AtomicU64,
@@ -85,7 +85,7 @@ impl Outage {
         Self {
             endpoint: endpoint.to_owned(),
             secret,
-            lasts: AtomicBool::new(false),
+            is_active: AtomicBool::new(false),
             recorded: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             lost: AtomicU64::new(0),
@@ -97,7 +97,7 @@ impl Outage {
     }
 
     pub(super) fn counts(&self) -> SpanCounts {
-        // The order matters: what is sent was recorded before.
+        // `recorded` is read last, so that it is never smaller than `sent`.
         let (sent, lost) = (self.sent.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed));
         SpanCounts {
             recorded: self.recorded.load(Ordering::Relaxed),
@@ -106,21 +106,22 @@ impl Outage {
         }
     }
 
-    /// They do not arrive, and why.
-    pub(super) fn begins(&self, why: &str) {
-        if !self.lasts.swap(true, Ordering::Relaxed) {
-            let said = format!(
-                "traces do not reach {}: {why}; they are dropped, jobs go on",
+    /// Notes a failed export. The first one of an outage is logged.
+    pub(super) fn start(&self, why: &str) {
+        if !self.is_active.swap(true, Ordering::Relaxed) {
+            let message = format!(
+                "traces do not reach {}: {why}; they are dropped, jobs continue",
                 self.endpoint
             );
-            tracing::warn!("{}", self.without_secret(said));
+            tracing::warn!("{}", self.without_secret(message));
         }
     }
 
-    fn ends(&self) {
-        if self.lasts.swap(false, Ordering::Relaxed) {
-            let said = format!("traces reach {} again", self.endpoint);
-            tracing::info!("{}", self.without_secret(said));
+    /// Notes a successful export. The first one after an outage is logged.
+    fn end(&self) {
+        if self.is_active.swap(false, Ordering::Relaxed) {
+            let message = format!("traces reach {} again", self.endpoint);
+            tracing::info!("{}", self.without_secret(message));
         }
     }
 
@@ -132,25 +133,25 @@ impl Outage {
     }
 }
 
-/// An exporter whose failures are told once.
+/// A [`SpanExporter`] that reports its results to an [`Outage`].
 #[derive(Debug)]
-struct Watched {
+struct MonitoredExporter {
     exporter: SpanExporter,
     outage: Arc<Outage>,
 }
 
-impl trace::SpanExporter for Watched {
+impl trace::SpanExporter for MonitoredExporter {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
         let spans = batch.len() as u64;
         let sent = trace::SpanExporter::export(&self.exporter, batch).await;
         match &sent {
             Ok(()) => {
                 self.outage.sent.fetch_add(spans, Ordering::Relaxed);
-                self.outage.ends();
+                self.outage.end();
             }
             Err(error) => {
                 self.outage.lost.fetch_add(spans, Ordering::Relaxed);
-                self.outage.begins(&error.to_string());
+                self.outage.start(&error.to_string());
             }
         }
         sent
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_password_in_the_address_is_not_said() {
+    fn a_password_in_the_endpoint_is_not_logged() {
         let outage = Outage::new("https://anna:s3cret@tempo.lab/v1/traces");
         let text = outage.without_secret("https://anna:s3cret@tempo.lab refused".to_owned());
         assert_eq!(text, "https://…@tempo.lab refused");

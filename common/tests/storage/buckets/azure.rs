@@ -1,6 +1,6 @@
-//! `az://` against a server that speaks the Blob service's protocol, such as Azurite.
+//! Tests of `az://` against a Blob service server such as Azurite.
 //!
-//! Run when `AITK_TEST_AZURE_ENDPOINT` says where one is, with the account in its path as for Azurite:
+//! They run if `AITK_TEST_AZURE_ENDPOINT` is set, with the account in its path as for Azurite:
 //!
 //! ```text
 //! npx azurite-blob --blobPort 10000 --location /tmp/azurite
@@ -13,7 +13,7 @@ use object_store::azure::{AzureAccessKey, AzureAuthorizer, AzureCredential};
 use object_store::client::{HttpRequest, HttpRequestBody};
 use url::Url;
 
-/// Azurite's, which everybody knows.
+/// Azurite's public default account.
 const ACCOUNT: &str = "devstoreaccount1";
 const KEY: &str = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==";
 
@@ -25,7 +25,7 @@ fn settings(endpoint: &str) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// A fresh container; `None`, and a word about it, where there is no server.
+/// Creates a new container. Prints a message and returns `None` without a server.
 async fn bucket() -> Option<Bucket> {
     let Some(endpoint) = std::env::var("AITK_TEST_AZURE_ENDPOINT")
         .ok()
@@ -45,7 +45,7 @@ async fn bucket() -> Option<Bucket> {
     })
 }
 
-/// Creates a container, which `object_store` leaves to others.
+/// Creates a container, which `object_store` cannot do.
 async fn create(url: &str) {
     let mut request = HttpRequest::new(HttpRequestBody::empty());
     *request.method_mut() = "PUT".parse().unwrap();
@@ -63,46 +63,46 @@ async fn create(url: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn blobs_go_in_and_come_out() {
+async fn blobs_round_trip() {
     let Some(bucket) = bucket().await else { return };
-    contract::blobs_go_in_and_come_out(&bucket).await;
+    contract::blobs_round_trip(&bucket).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_checkpoint_travels() {
+async fn a_checkpoint_round_trips() {
     let Some(bucket) = bucket().await else { return };
-    contract::a_checkpoint_travels(&bucket).await;
+    contract::a_checkpoint_round_trips(&bucket).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_outage_is_sat_out() {
+async fn requests_are_retried_during_an_outage() {
     let Some(bucket) = bucket().await else { return };
-    contract::an_outage_is_sat_out(&bucket).await;
+    contract::requests_are_retried_during_an_outage(&bucket).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn trouble_without_end_is_said() {
+async fn permanent_failures_are_errors() {
     let Some(bucket) = bucket().await else { return };
-    contract::trouble_without_end_is_said(&bucket).await;
+    contract::permanent_failures_are_errors(&bucket).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upload_that_is_cut_off_leaves_no_half_object() {
+async fn an_interrupted_upload_leaves_no_partial_object() {
     let Some(bucket) = bucket().await else { return };
-    contract::an_upload_that_is_cut_off_leaves_no_half_object(&bucket).await;
+    contract::an_interrupted_upload_leaves_no_partial_object(&bucket).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_download_that_is_cut_off_goes_on() {
+async fn an_interrupted_download_continues() {
     let Some(bucket) = bucket().await else { return };
-    contract::a_download_that_is_cut_off_goes_on(&bucket).await;
+    contract::an_interrupted_download_continues(&bucket).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_keys_and_a_missing_container_are_said_at_once() {
+async fn wrong_keys_and_a_missing_container_are_errors_without_retries() {
     let Some(mut bucket) = bucket().await else { return };
     let (hash, bytes) = blob(9, 10);
-    let mut options = bucket.impatient(&format!("http://{}", bucket.server));
+    let mut options = bucket.short_timeouts(&format!("http://{}", bucket.server));
     let wrong = "d3Jvbmc=".to_owned();
     options.settings.insert("azure_storage_account_key".to_owned(), wrong);
     let error = bucket.open(&options).put_bytes(hash, bytes.clone()).await.unwrap_err();

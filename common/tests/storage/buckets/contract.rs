@@ -1,4 +1,4 @@
-//! What every bucket must do, whoever serves it: straight, and through a proxy that misbehaves.
+//! Tests that every bucket must pass, connected directly and through a faulty proxy.
 
 use super::proxy::{Mode, Proxy};
 use super::{Bucket, MIB, blob};
@@ -7,8 +7,8 @@ use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError, checkpoints};
 use std::time::{Duration, Instant};
 
-/// Small ones, empty ones, and large ones in parts.
-pub(super) async fn blobs_go_in_and_come_out(bucket: &Bucket) {
+/// Blobs of all sizes round-trip: empty, small, and large ones in parts.
+pub(super) async fn blobs_round_trip(bucket: &Bucket) {
     let store = bucket.direct();
     let place = tempfile::tempdir().unwrap();
     let sizes = [0, 1, 5 * MIB, 5 * MIB + 1, 17 * MIB + 3];
@@ -53,8 +53,8 @@ pub(super) async fn blobs_go_in_and_come_out(bucket: &Bucket) {
     assert_eq!(store.has(&hashes[..2]).await.unwrap(), [true, false]);
 }
 
-/// A folder with a manifest goes in and comes out the same.
-pub(super) async fn a_checkpoint_travels(bucket: &Bucket) {
+/// A checkpoint round-trips.
+pub(super) async fn a_checkpoint_round_trips(bucket: &Bucket) {
     let store = bucket.direct();
     let place = tempfile::tempdir().unwrap();
     let folder = save(&place.path().join("here"), 7, 50_000);
@@ -73,15 +73,14 @@ pub(super) async fn a_checkpoint_travels(bucket: &Bucket) {
     );
 }
 
-/// With the default patience; `AITK_TEST_OUTAGE_SECONDS` makes it longer.
-pub(super) async fn an_outage_is_sat_out(bucket: &Bucket) {
-    // The default patience, and an outage as long as asked for.
+/// Requests are retried during an outage, with the default timeouts. `AITK_TEST_OUTAGE_SECONDS` sets its length.
+pub(super) async fn requests_are_retried_during_an_outage(bucket: &Bucket) {
     let seconds = std::env::var("AITK_TEST_OUTAGE_SECONDS")
         .ok()
         .and_then(|text| text.parse().ok())
         .unwrap_or(3);
-    let proxy = Proxy::start(&bucket.server, Mode::Answer500).await;
-    let store = bucket.patient(&proxy.endpoint());
+    let proxy = Proxy::start(&bucket.server, Mode::Respond500).await;
+    let store = bucket.with_default_timeouts(&proxy.endpoint());
     let (hash, bytes) = blob(1, 20 * MIB);
     let place = tempfile::tempdir().unwrap();
     std::fs::write(place.path().join("source"), &bytes).unwrap();
@@ -97,14 +96,14 @@ pub(super) async fn an_outage_is_sat_out(bucket: &Bucket) {
     println!("a put through {seconds} s of 500 took {took:?}");
     assert!(
         took >= Duration::from_secs(seconds),
-        "it did not wait for the end of the outage"
+        "it returned before the end of the outage"
     );
 
     // An outage in the middle of a download.
-    proxy.set(Mode::CutAnswersAfter(MIB));
+    proxy.set(Mode::CutResponsesAfter(MIB));
     let outage = async {
         tokio::time::sleep(Duration::from_millis(300)).await;
-        proxy.set(Mode::Answer500);
+        proxy.set(Mode::Respond500);
         tokio::time::sleep(Duration::from_secs(1)).await;
         proxy.set(Mode::Pass);
     };
@@ -113,13 +112,13 @@ pub(super) async fn an_outage_is_sat_out(bucket: &Bucket) {
     assert_eq!(std::fs::read(&target).unwrap(), bytes);
 }
 
-/// 500, a hang, a closed port, and answers that are cut: when the patience is over, each is an error.
-pub(super) async fn trouble_without_end_is_said(bucket: &Bucket) {
+/// Permanent 500s, hangs, closed ports and truncated responses give errors after the time limit.
+pub(super) async fn permanent_failures_are_errors(bucket: &Bucket) {
     let (hash, bytes) = blob(2, 6 * MIB);
     bucket.direct().put_bytes(hash, bytes).await.unwrap();
     let (other, other_bytes) = blob(3, 100_000);
     let (large, large_bytes) = blob(4, 11 * MIB);
-    for mode in [Mode::Answer500, Mode::Hang, Mode::Refuse, Mode::CutAnswersAfter(40)] {
+    for mode in [Mode::Respond500, Mode::Hang, Mode::Refuse, Mode::CutResponsesAfter(40)] {
         let proxy = Proxy::start(&bucket.server, mode).await;
         let store = bucket.through(&proxy);
         let place = tempfile::tempdir().unwrap();
@@ -150,12 +149,12 @@ pub(super) async fn trouble_without_end_is_said(bucket: &Bucket) {
     assert_eq!(
         present,
         [true, false],
-        "what was there stays, and nothing half is there"
+        "the existing blob remains, and no partial blob exists"
     );
 }
 
-/// Neither of a small one nor of one in parts.
-pub(super) async fn an_upload_that_is_cut_off_leaves_no_half_object(bucket: &Bucket) {
+/// Applies to small uploads and to multipart uploads.
+pub(super) async fn an_interrupted_upload_leaves_no_partial_object(bucket: &Bucket) {
     let place = tempfile::tempdir().unwrap();
     for (seed, size) in [(5, 4 * MIB), (6, 12 * MIB)] {
         let (hash, bytes) = blob(seed, size);
@@ -168,21 +167,21 @@ pub(super) async fn an_upload_that_is_cut_off_leaves_no_half_object(bucket: &Buc
         assert_eq!(bucket.direct().has(&[hash]).await.unwrap(), [false]);
         // The same call afterwards succeeds.
         proxy.set(Mode::Pass);
-        let store = bucket.patient(&proxy.endpoint());
+        let store = bucket.with_default_timeouts(&proxy.endpoint());
         store.put_file(hash, &source).await.unwrap();
         assert_eq!(store.get_bytes(hash, u64::MAX).await.unwrap(), bytes);
     }
 }
 
-/// Where it was: what came is not fetched again.
-pub(super) async fn a_download_that_is_cut_off_goes_on(bucket: &Bucket) {
+/// A broken download continues; received parts are not downloaded again.
+pub(super) async fn an_interrupted_download_continues(bucket: &Bucket) {
     let (hash, bytes) = blob(8, 16 * MIB);
     bucket.direct().put_bytes(hash, bytes.clone()).await.unwrap();
-    let proxy = Proxy::start(&bucket.server, Mode::CutAnswersOnce(3 * MIB, 4)).await;
+    let proxy = Proxy::start(&bucket.server, Mode::CutFirstResponses(3 * MIB, 4)).await;
     let place = tempfile::tempdir().unwrap();
     let target = place.path().join("target");
     bucket
-        .patient(&proxy.endpoint())
+        .with_default_timeouts(&proxy.endpoint())
         .get_to_file(hash, &target)
         .await
         .unwrap();

@@ -1,4 +1,4 @@
-//! Buckets: what holds for all of them ([`contract`]), and for each kind what is its own.
+//! Tests of buckets: those that apply to every provider ([`contract`]), and those of single providers.
 
 mod azure;
 mod contract;
@@ -16,27 +16,27 @@ use std::time::Duration;
 
 const MIB: usize = 1 << 20;
 
-/// A bucket and how it is reached.
+/// A bucket and its connection settings.
 struct Bucket {
     /// As in `--storage`.
     address: String,
-    /// `host:port` of whoever serves it, over plain HTTP.
+    /// `host:port` of the server, which uses plain HTTP.
     server: String,
-    /// What a client is told that talks to this `http://host:port`.
+    /// The client settings for a server at this `http://host:port`.
     settings: fn(&str) -> Vec<(&'static str, String)>,
 }
 
 impl Bucket {
-    /// Straight.
+    /// A store that is connected directly.
     fn direct(&self) -> ObjectBlobs {
-        self.patient(&format!("http://{}", self.server))
+        self.with_default_timeouts(&format!("http://{}", self.server))
     }
 
-    /// With the patience that users get.
-    fn patient(&self, endpoint: &str) -> ObjectBlobs {
+    /// A store with the default timeouts.
+    fn with_default_timeouts(&self, endpoint: &str) -> ObjectBlobs {
         let Options {
             settings, part_bytes, ..
-        } = self.impatient(endpoint);
+        } = self.short_timeouts(endpoint);
         self.open(&Options {
             settings,
             part_bytes,
@@ -44,17 +44,17 @@ impl Bucket {
         })
     }
 
-    /// Through a proxy, with little patience.
+    /// A store behind a proxy, with short timeouts.
     fn through(&self, proxy: &Proxy) -> ObjectBlobs {
-        self.open(&self.impatient(&proxy.endpoint()))
+        self.open(&self.short_timeouts(&proxy.endpoint()))
     }
 
     fn open(&self, options: &Options) -> ObjectBlobs {
         ObjectBlobs::open_with(&self.address, options).unwrap()
     }
 
-    /// So that trouble without end ends soon: a request 1 s, everything 4 s.
-    fn impatient(&self, endpoint: &str) -> Options {
+    /// Options with short timeouts: 1 s per request, 4 s in total.
+    fn short_timeouts(&self, endpoint: &str) -> Options {
         let settings = (self.settings)(endpoint);
         Options {
             quick_timeout: Duration::from_millis(700),
@@ -73,7 +73,7 @@ impl Bucket {
 }
 
 fn blob(seed: u64, length: usize) -> (ContentHash, Bytes) {
-    // Pseudo-random in blocks: quick to make, and no two parts alike.
+    // A repeated pseudo-random block with a counter: fast to generate, and all parts differ.
     let block = Random::new(seed).bytes(4096);
     let mut bytes = Vec::with_capacity(length);
     while bytes.len() < length {

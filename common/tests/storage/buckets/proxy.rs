@@ -1,4 +1,4 @@
-//! A TCP proxy that misbehaves on demand. A change of mode ends the connections made under the one before.
+//! A TCP proxy that injects faults. Changing the mode closes the existing connections.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,24 +7,24 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-/// What happens to a connection.
+/// The fault to inject into connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Everything passes.
+    /// No fault.
     Pass,
-    /// Every request is answered with 500.
-    Answer500,
-    /// Every request is answered with 404, because there is no such bucket.
-    AnswerNoBucket,
-    /// Requests are taken and never answered.
+    /// Responds to every request with 500.
+    Respond500,
+    /// Responds to every request with 404 because the bucket does not exist.
+    RespondNoBucket,
+    /// Reads requests and never responds.
     Hang,
-    /// The connection is closed at once.
+    /// Closes the connection immediately.
     Refuse,
-    /// The connection is closed after that many bytes from the server.
-    CutAnswersAfter(usize),
-    /// The same, for that many connections; the later ones pass.
-    CutAnswersOnce(usize, usize),
-    /// The connection is closed after that many bytes from the client.
+    /// Closes the connection after this many bytes from the server.
+    CutResponsesAfter(usize),
+    /// Closes the connection after this many bytes from the server, for this many connections. Later ones are not cut.
+    CutFirstResponses(usize, usize),
+    /// Closes the connection after this many bytes from the client.
     CutRequestsAfter(usize),
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Proxy {
 }
 
 impl Proxy {
-    /// In front of `host:port`.
+    /// Starts a proxy in front of `host:port`.
     pub(super) async fn start(server: &str, mode: Mode) -> Self {
         let server = server.to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -80,13 +80,13 @@ async fn serve(mut client: TcpStream, server: &str, mode: Mode, cuts: &AtomicUsi
             while client.read(&mut sink).await.is_ok_and(|read| read > 0) {}
             return;
         }
-        Mode::Answer500 => return answer(client, "500 Internal Server Error", "").await,
-        Mode::AnswerNoBucket => return answer(client, "404 Not Found", NO_BUCKET).await,
+        Mode::Respond500 => return respond(client, "500 Internal Server Error", "").await,
+        Mode::RespondNoBucket => return respond(client, "404 Not Found", NO_BUCKET).await,
         Mode::Pass => (usize::MAX, usize::MAX),
-        Mode::CutAnswersAfter(bytes) => (usize::MAX, bytes),
-        Mode::CutAnswersOnce(bytes, times) => {
-            let is_one = cuts.fetch_add(1, Ordering::Relaxed) < times;
-            (usize::MAX, if is_one { bytes } else { usize::MAX })
+        Mode::CutResponsesAfter(bytes) => (usize::MAX, bytes),
+        Mode::CutFirstResponses(bytes, times) => {
+            let is_cut = cuts.fetch_add(1, Ordering::Relaxed) < times;
+            (usize::MAX, if is_cut { bytes } else { usize::MAX })
         }
         Mode::CutRequestsAfter(bytes) => (bytes, usize::MAX),
     };
@@ -96,12 +96,12 @@ async fn serve(mut client: TcpStream, server: &str, mode: Mode, cuts: &AtomicUsi
     let (mut client_read, mut client_write) = client.split();
     let (mut server_read, mut server_write) = upstream.split();
     tokio::select! {
-        () = pump(&mut client_read, &mut server_write, from_client) => {}
-        () = pump(&mut server_read, &mut client_write, from_server) => {}
+        () = forward(&mut client_read, &mut server_write, from_client) => {}
+        () = forward(&mut server_read, &mut client_write, from_server) => {}
     }
 }
 
-async fn pump(from: &mut (impl AsyncReadExt + Unpin), to: &mut (impl AsyncWriteExt + Unpin), mut left: usize) {
+async fn forward(from: &mut (impl AsyncReadExt + Unpin), to: &mut (impl AsyncWriteExt + Unpin), mut left: usize) {
     let mut buffer = vec![0; 65_536];
     while left > 0 {
         let end = buffer.len().min(left);
@@ -117,8 +117,8 @@ async fn pump(from: &mut (impl AsyncReadExt + Unpin), to: &mut (impl AsyncWriteE
 
 const NO_BUCKET: &str = "<?xml version=\"1.0\"?><Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>";
 
-/// Reads the head of one request, answers, and takes the rest until the client has heard.
-async fn answer(mut client: TcpStream, status: &str, body: &str) {
+/// Reads the head of one request, responds, and then reads until the client closes the connection.
+async fn respond(mut client: TcpStream, status: &str, body: &str) {
     let mut head = Vec::new();
     let mut buffer = vec![0; 65_536];
     while !head.windows(4).any(|end| end == b"\r\n\r\n") {
@@ -128,8 +128,8 @@ async fn answer(mut client: TcpStream, status: &str, body: &str) {
         }
     }
     let length = body.len();
-    let answer = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}");
-    let _ = client.write_all(answer.as_bytes()).await;
+    let response = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}");
+    let _ = client.write_all(response.as_bytes()).await;
     let _ = client.shutdown().await;
     while client.read(&mut buffer).await.is_ok_and(|read| read > 0) {}
 }

@@ -1,7 +1,7 @@
-//! A real S3 server (`s3s-fs`), straight and through a proxy that misbehaves.
+//! Tests against an S3 server (`s3s-fs`), connected directly and through a faulty proxy.
 //!
 //! The server is the one of the whole-system tests (`tests/src/bin/s3-server.rs`), which `cargo test --workspace`
-//! builds, or the one that `AITK_S3S_FS` names. Where there is none these tests say that they were skipped, and fail in CI.
+//! builds, or the one that `AITK_S3S_FS` names. Without a server these tests print that they are skipped; in CI they fail.
 
 use super::proxy::{Mode, Proxy};
 use super::server::{self, Server};
@@ -25,54 +25,54 @@ fn bucket(server: &Server) -> Bucket {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn blobs_go_in_and_come_out() {
+async fn blobs_round_trip() {
     let Some(server) = Server::start() else { return };
-    contract::blobs_go_in_and_come_out(&bucket(&server)).await;
+    contract::blobs_round_trip(&bucket(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_checkpoint_travels() {
+async fn a_checkpoint_round_trips() {
     let Some(server) = Server::start() else { return };
-    contract::a_checkpoint_travels(&bucket(&server)).await;
+    contract::a_checkpoint_round_trips(&bucket(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_outage_is_sat_out() {
+async fn requests_are_retried_during_an_outage() {
     let Some(server) = Server::start() else { return };
-    contract::an_outage_is_sat_out(&bucket(&server)).await;
+    contract::requests_are_retried_during_an_outage(&bucket(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn trouble_without_end_is_said() {
+async fn permanent_failures_are_errors() {
     let Some(server) = Server::start() else { return };
-    contract::trouble_without_end_is_said(&bucket(&server)).await;
+    contract::permanent_failures_are_errors(&bucket(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_upload_that_is_cut_off_leaves_no_half_object() {
+async fn an_interrupted_upload_leaves_no_partial_object() {
     let Some(server) = Server::start() else { return };
-    contract::an_upload_that_is_cut_off_leaves_no_half_object(&bucket(&server)).await;
+    contract::an_interrupted_upload_leaves_no_partial_object(&bucket(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_download_that_is_cut_off_goes_on() {
+async fn an_interrupted_download_continues() {
     let Some(server) = Server::start() else { return };
-    contract::a_download_that_is_cut_off_goes_on(&bucket(&server)).await;
+    contract::an_interrupted_download_continues(&bucket(&server)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wrong_keys_and_a_missing_bucket_are_said_at_once() {
+async fn wrong_keys_and_a_missing_bucket_are_errors_without_retries() {
     let Some(server) = Server::start() else { return };
     let bucket = bucket(&server);
     let (hash, bytes) = blob(9, 10);
-    // The test server makes missing buckets, real ones do not.
-    let proxy = Proxy::start(&bucket.server, Mode::AnswerNoBucket).await;
+    // The test server creates missing buckets; real servers do not.
+    let proxy = Proxy::start(&bucket.server, Mode::RespondNoBucket).await;
     let error = bucket.through(&proxy).put_bytes(hash, bytes.clone()).await.unwrap_err();
     assert!(
         matches!(error, StorageError::Failed { .. }) && error.to_string().contains("bucket"),
         "{error}"
     );
-    let mut options = bucket.impatient(&server.endpoint());
+    let mut options = bucket.short_timeouts(&server.endpoint());
     options
         .settings
         .insert("aws_secret_access_key".to_owned(), "wrong".to_owned());
@@ -83,7 +83,7 @@ async fn wrong_keys_and_a_missing_bucket_are_said_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_blob_that_rots_in_the_bucket_is_refused() {
+async fn a_blob_damaged_in_the_bucket_is_refused() {
     let Some(server) = Server::start() else { return };
     let (hash, bytes) = blob(10, 7 * MIB);
     let store = bucket(&server).direct();

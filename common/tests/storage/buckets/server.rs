@@ -1,4 +1,4 @@
-//! The S3 server as a child process with its own folder and port.
+//! Runs the S3 server as a child process with its own folder and port.
 
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -15,12 +15,12 @@ pub(super) struct Server {
 }
 
 impl Server {
-    /// Starts a server with an empty bucket named `bucket`; `None`, and a word about it, where there is no server.
+    /// Starts a server with an empty bucket named `bucket`. Prints a message and returns `None` if there is no server program.
     pub(super) fn start() -> Option<Self> {
         Self::start_with(&["--access-key", KEY, "--secret-key", SECRET])
     }
 
-    /// One that anybody may use.
+    /// Starts a server without access control.
     pub(super) fn start_open() -> Option<Self> {
         Self::start_with(&[])
     }
@@ -33,7 +33,7 @@ impl Server {
             );
             return None;
         };
-        // Somebody else may take the port between our looking and the server's binding.
+        // Another program may take the port before the server binds it.
         (0..5)
             .find_map(|_| Self::try_start(&program, keys))
             .or_else(|| panic!("{} does not start", program.display()))
@@ -84,7 +84,8 @@ impl Drop for Server {
     }
 }
 
-/// `AITK_S3S_FS`, else the server of the whole-system tests, which lies beside this test's folder, else the `PATH`.
+/// The server program: `AITK_S3S_FS`, else the server of the whole-system tests in the parent of this test's folder, else one in
+/// the `PATH`.
 fn program() -> Option<PathBuf> {
     if let Some(named) = std::env::var_os("AITK_S3S_FS").filter(|named| !named.is_empty()) {
         return Some(PathBuf::from(named));

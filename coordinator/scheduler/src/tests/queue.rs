@@ -357,7 +357,7 @@ fn a_running_job_is_not_busy_with_itself() {
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert_eq!(forecast.summary, "running for 1 s on w1 cpu");
     assert_eq!(forecast.devices.len(), 1);
-    let text = &forecast.devices[0].words;
+    let text = &forecast.devices[0].description;
     assert!(text.ends_with("; runs here") && !text.contains("busy"), "{text}");
 }
 

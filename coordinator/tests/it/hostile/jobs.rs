@@ -96,7 +96,10 @@ async fn a_job_with_paths_of_other_files_is_refused_and_audited() {
     assert_eq!(refusal.who, "mallory");
 
     // The same for a member of an array; then no job of the array exists.
-    let member = |job_json: String| NewMember { job_json, twin: 0 };
+    let member = |job_json: String| NewMember {
+        job_json,
+        seed_group: 0,
+    };
     let (malicious, _) = &attacks[0];
     let request = v1::SubmitArrayRequest {
         shared: Some(submission("shared").into()),

@@ -4,7 +4,7 @@ use super::{Trust, within};
 use crate::support::daemon::Daemon;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::WorkerRequest;
-use aitk_common::security::join::{self, Invitation};
+use aitk_common::security::join::{self, JoinToken};
 use aitk_proto::client::{Credentials, connect, connect_with};
 use aitk_proto::v1;
 use std::path::Path;
@@ -47,7 +47,7 @@ async fn the_commands_set_up_a_coordinator_a_worker_and_a_user() {
         success && stderr.contains(&format!("aitk-worker join https://HOST:{port} TOKEN")) && !stderr.contains(&text),
         "{text} {stderr}"
     );
-    let invitation = Invitation::parse_join(&text).unwrap();
+    let invitation = JoinToken::parse(&text).unwrap();
     let request = WorkerRequest::new(None).unwrap();
     let wire = v1::JoinRequest {
         request: Some(request.request.into()),
@@ -55,7 +55,7 @@ async fn the_commands_set_up_a_coordinator_a_worker_and_a_user() {
     };
     let clients = within(connect(&url, &text, None)).await.unwrap();
     let reply = within(clients.workers.clone().join(wire)).await.unwrap().into_inner();
-    let credentials = Credentials::certified(
+    let credentials = Credentials::with_certificate(
         reply.certificate.unwrap().certificate,
         request.key_pem,
         Trust::Authority(invitation.ca),

@@ -78,7 +78,7 @@ async fn a_repeated_join_with_the_same_key_gets_the_same_certificate() {
     let first = join(&server, &request).await.unwrap();
     // As if the answer had been lost. It also works after a restart.
     let server = server.restart().await;
-    let repeated = WorkerRequest::again(&request.key_pem, Some(&UserName::new("box"))).unwrap();
+    let repeated = WorkerRequest::with_key_pem(&request.key_pem, Some(&UserName::new("box"))).unwrap();
     let second = join(&server, &repeated).await.unwrap();
     assert_eq!(first.worker_id, second.worker_id);
     assert_eq!(

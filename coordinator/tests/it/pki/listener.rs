@@ -212,7 +212,7 @@ async fn an_incomplete_authority_prevents_the_start() {
     assert!(error.to_string().contains("aitk-coordinator init"), "{error}");
     let first = init(dir.path(), &["gpu.lab".into()]).unwrap();
     let repeated = init(dir.path(), &["other.lab".into()]).unwrap();
-    assert!(first.new && !repeated.new && first.hash == repeated.hash);
+    assert!(first.created && !repeated.created && first.hash == repeated.hash);
     let folder = ca_folder(dir.path());
     assert_eq!(std::fs::read_to_string(folder.join("hostnames")).unwrap(), "gpu.lab\n");
     let config_with = |pki| Config {

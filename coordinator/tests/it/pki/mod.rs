@@ -44,7 +44,7 @@ impl PkiServer {
     pub(crate) async fn start_with(change: impl FnOnce(&mut PkiConfig)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let ca = init(dir.path(), &[]).unwrap();
-        assert!(ca.new);
+        assert!(ca.created);
         let mut pki = PkiConfig::new(ca_folder(dir.path()));
         change(&mut pki);
         let config = Config {
@@ -154,7 +154,7 @@ impl PkiServer {
 
 impl JoinedWorker {
     pub(crate) async fn connect(&self, server: &PkiServer) -> Result<Clients, ConnectError> {
-        let credentials = Credentials::certified(&self.certificate, &self.key, self.trust.clone());
+        let credentials = Credentials::with_certificate(&self.certificate, &self.key, self.trust.clone());
         within(connect_with(&server.url(), credentials, None)).await
     }
 

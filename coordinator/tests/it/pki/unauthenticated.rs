@@ -76,7 +76,7 @@ async fn our_authoritys_certificate_for_another_purpose_is_refused() {
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
     });
     worker_with(&server, servers).try_call(&server).await.unwrap_err();
-    wait_for_audit_line(&server, "a server's", |line| line.detail.contains("none of a worker")).await;
+    wait_for_audit_line(&server, "a server's", |line| line.detail.contains("not a worker's")).await;
     // Signed with the authority's key, but with an unknown enrolment or none.
     let unknown = |id: &'static str| {
         move |params: &mut CertificateParams| {
@@ -114,7 +114,7 @@ async fn our_authoritys_certificate_for_another_purpose_is_refused() {
         )];
     });
     let problem = worker_with(&server, stolen).try_call(&server).await.unwrap_err();
-    assert!(problem.contains("a name that is not the worker's"), "{problem}");
+    assert!(problem.contains("does not have the worker's name"), "{problem}");
     good.try_call(&server).await.unwrap();
     within(server.running.shutdown()).await;
 }

@@ -1,4 +1,4 @@
-//! CLIP's text side: tokenizer and encoder.
+//! CLIP's tokenizer and text encoder.
 
 mod special;
 mod text;

@@ -1,5 +1,5 @@
-//! The special tokens of a `tokenizer/` folder, and those that were added to its vocabulary (textual inversion,
-//! DreamBooth), from all the files in which transformers keeps or kept them. Which file wins is decided as in
+//! The special tokens of a `tokenizer/` folder, and the tokens that were added to its vocabulary (textual inversion,
+//! DreamBooth), from all files in which versions of transformers store them. The precedence of the files is that of
 //! transformers 5.23, `PreTrainedTokenizerBase._from_pretrained`.
 
 use crate::error::{EngineError, Result};
@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 use tokenizers::{AddedToken, Tokenizer};
 
 const CONFIG: &str = "tokenizer_config.json";
-const MAP: &str = "special_tokens_map.json";
+const TOKENS_MAP: &str = "special_tokens_map.json";
 const ADDED: &str = "added_tokens.json";
-/// Longer prompts than any text encoder of CLIP's kind takes.
-const LONGEST: u64 = 4096;
-/// Tokens with a role of their own, in the order in which transformers adds them.
-const NAMED: [&str; 7] = [
+/// A `model_max_length` above this is ignored: no CLIP text encoder takes prompts of this length.
+const MAX_PROMPT_LENGTH: u64 = 4096;
+/// The roles of special tokens, in the order in which transformers adds the tokens.
+const ROLES: [&str; 7] = [
     "bos_token",
     "eos_token",
     "unk_token",
@@ -25,21 +25,21 @@ const NAMED: [&str; 7] = [
     "mask_token",
 ];
 
-/// What a folder says of its tokens.
-pub(super) struct Special {
+/// The special and added tokens of a folder.
+pub(super) struct SpecialTokens {
     folder: PathBuf,
     settings: serde_json::Map<String, Value>,
     added: BTreeMap<u32, AddedToken>,
 }
 
-impl Special {
-    /// Reads what there is; every file may be missing.
+impl SpecialTokens {
+    /// Reads the files that exist; each may be missing.
     pub(super) fn read(folder: &Path) -> Result<Self> {
         let object = |file: &str| match folder.join(file) {
             path if !path.is_file() => Ok(serde_json::Map::new()),
             path => match config::read_json(&path)? {
                 Value::Object(object) => Ok(object),
-                _ => Err(EngineError::model_config(path, "it is not a JSON object")),
+                _ => Err(EngineError::model_config(path, "expected a JSON object")),
             },
         };
         let mut special = Self {
@@ -52,16 +52,19 @@ impl Special {
             for (id, value) in decoder {
                 let pair = id.parse().ok().zip(token(value, false));
                 let (id, token) = pair.ok_or_else(|| {
-                    special.wrong(CONFIG, format!("added_tokens_decoder: `{id}` is no id with a token"))
+                    special.config_error(
+                        CONFIG,
+                        format!("added_tokens_decoder: the entry `{id}` is not an id with a token"),
+                    )
                 })?;
                 added.insert(id, token);
             }
         } else {
-            special.settings.extend(object(MAP)?);
-            let names: Vec<String> = special.named().into_iter().map(|token| token.content).collect();
+            special.settings.extend(object(TOKENS_MAP)?);
+            let names: Vec<String> = special.role_tokens().into_iter().map(|token| token.content).collect();
             for (text, id) in object(ADDED)? {
                 let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-                let id = id.ok_or_else(|| special.wrong(ADDED, format!("`{text}` has no id")))?;
+                let id = id.ok_or_else(|| special.config_error(ADDED, format!("`{text}` has no id")))?;
                 let is_special = names.contains(&text);
                 added.insert(id, AddedToken::from(text, is_special));
             }
@@ -70,13 +73,13 @@ impl Special {
         Ok(special)
     }
 
-    fn wrong(&self, file: &str, problem: String) -> EngineError {
+    fn config_error(&self, file: &str, problem: String) -> EngineError {
         EngineError::model_config(self.folder.join(file), problem)
     }
 
-    /// The tokens with a role, CLIP's own where the folder names none.
-    fn named(&self) -> Vec<AddedToken> {
-        let named = NAMED.into_iter().filter_map(|key| self.role(key));
+    /// The special tokens, with CLIP's defaults for roles that the folder does not set.
+    fn role_tokens(&self) -> Vec<AddedToken> {
+        let named = ROLES.into_iter().filter_map(|key| self.role(key));
         let more = ["additional_special_tokens", "extra_special_tokens"];
         let more = more
             .into_iter()
@@ -92,26 +95,26 @@ impl Special {
             "eos_token" | "unk_token" | "pad_token" => Some("<|endoftext|>"),
             _ => None,
         };
-        let given = self.settings.get(key).and_then(|value| token(value, true));
-        given.or_else(|| default.map(|text| AddedToken::from(text, true)))
+        let token = self.settings.get(key).and_then(|value| token(value, true));
+        token.or_else(|| default.map(|text| AddedToken::from(text, true)))
     }
 
-    /// Gives all of them to a tokenizer.
+    /// Adds all tokens to a tokenizer.
     ///
     /// # Errors
-    /// When an added token does not get the id that it had: then the files do not belong together.
-    pub(super) fn give_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
-        let named = self.named();
+    /// When an added token gets another id than the files say: then the vocabulary is that of another model.
+    pub(super) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
+        let named = self.role_tokens();
         let known = tokenizer.get_added_tokens_decoder();
-        let fresh = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
-        for token in self.added.values().filter(fresh) {
+        let is_new = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
+        for token in self.added.values().filter(is_new) {
             let mut token = token.clone();
             token.special |= named.iter().any(|named| named.content == token.content);
             tokenizer.add_tokens(&[token]);
         }
         let known = tokenizer.get_added_tokens_decoder();
-        let fresh = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
-        for token in named.iter().filter(fresh) {
+        let is_new = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
+        for token in named.iter().filter(is_new) {
             tokenizer.add_special_tokens(std::slice::from_ref(token));
         }
         for (id, token) in &self.added {
@@ -119,15 +122,15 @@ impl Special {
             if got != Some(*id) {
                 let got = got.map_or("none".to_owned(), |id| id.to_string());
                 let text = &token.content;
-                return Err(self.wrong(
+                return Err(self.config_error(
                     if self.settings.contains_key("added_tokens_decoder") {
                         CONFIG
                     } else {
                         ADDED
                     },
                     format!(
-                        "the added token `{text}` should have the id {id} and gets {got}: this file and the vocabulary \
-                         do not belong together"
+                        "the added token `{text}` should have the id {id}, but gets {got}: this file and the vocabulary \
+                         belong to different models"
                     ),
                 ));
             }
@@ -138,22 +141,25 @@ impl Special {
     /// The id of the token with this role.
     ///
     /// # Errors
-    /// When the tokenizer does not have it.
+    /// When the vocabulary does not contain the token.
     pub(super) fn id(&self, key: &str, tokenizer: &Tokenizer) -> Result<u32> {
         let text = self.role(key).map(|token| token.content).unwrap_or_default();
         let id = tokenizer.token_to_id(&text);
-        id.ok_or_else(|| self.wrong(CONFIG, format!("{key} `{text}` is not in the vocabulary")))
+        id.ok_or_else(|| self.config_error(CONFIG, format!("{key} `{text}` is not in the vocabulary")))
     }
 
-    /// How many ids a prompt becomes: what the folder says, as far as its text encoder has positions. CLIP has 77; early
-    /// SD 2 folders give a huge number.
+    /// The number of ids per prompt according to the folder. 77 if the folder has no usable number: early SD 2 folders
+    /// have a huge one.
     pub(super) fn max_length(&self) -> usize {
         let length = self.settings.get("model_max_length").and_then(Value::as_u64);
-        length.filter(|length| *length <= LONGEST).unwrap_or(77).max(2) as usize
+        length
+            .filter(|length| *length <= MAX_PROMPT_LENGTH)
+            .unwrap_or(77)
+            .max(2) as usize
     }
 }
 
-/// A token as text, or with its flags.
+/// Parses a token: a string, or an object with flags.
 fn token(value: &Value, special: bool) -> Option<AddedToken> {
     if let Some(text) = value.as_str() {
         return Some(AddedToken::from(text, special));

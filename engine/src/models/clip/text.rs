@@ -8,27 +8,27 @@ use candle_core::Tensor;
 use serde::Deserialize;
 use std::sync::Arc;
 
-/// `text_encoder/config.json`. Absent keys have the values of SD 1.x.
+/// `text_encoder/config.json`. Missing keys have the values of SD 1.x.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default)]
 pub struct ClipTextConfig {
-    /// Ids the tokenizer has.
+    /// The number of token ids.
     pub vocab_size: usize,
     /// Features per token.
     pub hidden_size: usize,
-    /// Features inside the MLP.
+    /// Features of the MLP's hidden layer.
     pub intermediate_size: usize,
-    /// Layers.
+    /// The number of layers.
     pub num_hidden_layers: usize,
-    /// Heads per layer.
+    /// Attention heads per layer.
     pub num_attention_heads: usize,
-    /// Tokens per prompt.
+    /// The maximum of tokens per prompt.
     pub max_position_embeddings: usize,
     /// `quick_gelu` (CLIP) or `gelu` (OpenCLIP).
     pub hidden_act: String,
-    /// For the layer norms.
+    /// The epsilon of the layer norms.
     pub layer_norm_eps: f64,
-    /// Whether the end of a prompt's words is told to the model; refused, because Stable Diffusion does not.
+    /// Whether padding tokens are masked. Not supported: Stable Diffusion does not mask them.
     pub use_attention_mask: bool,
 }
 
@@ -55,7 +55,7 @@ pub struct ClipTextModel {
     position_embedding: Tensor,
     layers: Vec<Arc<Layer>>,
     final_layer_norm: LayerNorm,
-    /// How the layers are run.
+    /// Whether and where gradient checkpointing is used.
     pub residency: Residency,
 }
 
@@ -74,10 +74,10 @@ struct Layer {
 }
 
 impl ClipTextModel {
-    /// Loads the model; names may begin with `text_model.` (as up to transformers 4) or not (from 5 on).
+    /// Loads the model. Tensor names may have the prefix `text_model.` (up to transformers 4) or not (from 5 on).
     ///
     /// # Errors
-    /// When the config asks for something unknown, or a tensor is missing or has another shape.
+    /// When the config is not supported, or a tensor is missing or has another shape.
     pub fn new(weights: &Weights, config: &ClipTextConfig) -> Result<Self> {
         let activation = Activation::from_name(&config.hidden_act)
             .ok_or_else(|| weights.config_error(format!("hidden_act `{}` is unknown", config.hidden_act)))?;
@@ -130,13 +130,13 @@ impl ClipTextModel {
     /// ids [b, n] (u32, n at most 77) -> the last hidden state after the final norm, [b, n, hidden].
     ///
     /// # Errors
-    /// When an id or the length exceeds the tables.
+    /// When an id is not in the vocabulary, or there are more ids than positions.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let x = self.hidden_states(ids, self.layers.len())?;
         Ok(self.final_layer_norm.forward(&x)?)
     }
 
-    /// As [`Self::forward`], but the last `skip` layers do not run (`clip_skip` of diffusers: 1 leaves out one).
+    /// As [`Self::forward`], without the last `skip` layers (diffusers' `clip_skip`).
     ///
     /// # Errors
     /// As [`Self::forward`].
@@ -170,7 +170,7 @@ impl Layer {
         );
         let attention = Attention {
             causal: true,
-            ..Attention::of(self.heads)
+            ..Attention::new(self.heads)
         };
         let h = attention.forward(&q, &k, &v)?;
         let x = nn::add(x, &self.out_proj.forward(&h)?)?;

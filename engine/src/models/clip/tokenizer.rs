@@ -1,11 +1,11 @@
 //! CLIP's tokenizer.
 //!
-//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier), and files about
-//! special and added tokens (`special.rs`). The rules
-//! are those of transformers' `CLIPTokenizer`: NFC, white space to single blanks, lower case, split by CLIP's pattern,
-//! bytes to printable characters, BPE with `</w>` at the end of a word.
+//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier), and files
+//! with special and added tokens (`special.rs`). The rules are those of transformers' `CLIPTokenizer`: NFC, each white
+//! space to one blank, lower case, split by CLIP's pattern, bytes to printable characters, BPE with `</w>` at the end
+//! of a word.
 
-use super::special::Special;
+use super::special::SpecialTokens;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use candle_core::{Device, Tensor};
@@ -20,14 +20,14 @@ use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 const PATTERN: &str = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
 
-/// What a prompt begins with, and ends.
+/// The tokens at the start and at the end of a prompt.
 const START: &str = "<|startoftext|>";
 const END: &str = "<|endoftext|>";
 
 /// The merges of OpenAI's CLIP: `data/README.md` says where they come from.
 const OPENAI_MERGES: &str = include_str!("../../../data/clip_merges.txt");
 
-/// Turns prompts into ids.
+/// Converts prompts to ids.
 #[derive(Clone, Debug)]
 pub struct ClipTokenizer {
     tokenizer: Tokenizer,
@@ -41,7 +41,7 @@ impl ClipTokenizer {
     /// Opens a `tokenizer/` folder.
     ///
     /// # Errors
-    /// When files are missing or are not a CLIP tokenizer.
+    /// When a file is missing, or the files are not those of a CLIP tokenizer.
     pub fn open(folder: &Path) -> Result<Self> {
         let wrong = |file: &str, e: &dyn std::fmt::Display| EngineError::model_config(folder.join(file), e.to_string());
         let mut tokenizer = if folder.join("tokenizer.json").is_file() {
@@ -56,8 +56,8 @@ impl ClipTokenizer {
             let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy());
             from_vocabulary(bpe).map_err(|e| wrong("vocab.json", &e))?
         };
-        let special = Special::read(folder)?;
-        special.give_to(&mut tokenizer)?;
+        let special = SpecialTokens::read(folder)?;
+        special.add_to(&mut tokenizer)?;
         Ok(Self {
             bos: special.id("bos_token", &tokenizer)?,
             eos: special.id("eos_token", &tokenizer)?,
@@ -67,7 +67,8 @@ impl ClipTokenizer {
         })
     }
 
-    /// The tokenizer of OpenAI's CLIP, which every Stable Diffusion 1.x model has: for checkpoints that bring none.
+    /// The tokenizer of OpenAI's CLIP, which every Stable Diffusion 1.x model uses: for checkpoints without a
+    /// tokenizer.
     ///
     /// # Errors
     /// When the tokenizer cannot be built.
@@ -95,7 +96,7 @@ impl ClipTokenizer {
         })
     }
 
-    /// The files of a `tokenizer/` folder that is [`Self::openai`]: names and texts.
+    /// The names and contents of the files of a `tokenizer/` folder for [`Self::openai`].
     #[must_use]
     pub fn openai_files() -> [(&'static str, String); 4] {
         let ids = openai_vocabulary().into_iter().zip(0u32..);
@@ -115,7 +116,7 @@ impl ClipTokenizer {
         ]
     }
 
-    /// Ids of a prompt without the special tokens at both ends, uncut.
+    /// The ids of a prompt, not truncated and without start and end tokens.
     ///
     /// # Errors
     /// When the tokenizer fails.
@@ -127,7 +128,7 @@ impl ClipTokenizer {
             .to_vec())
     }
 
-    /// Prompts -> ids [b, 77] (u32): start, tokens (cut), end, padding.
+    /// Prompts -> ids [b, 77] (u32): start, tokens (truncated), end, padding.
     ///
     /// # Errors
     /// When the tokenizer fails.
@@ -145,14 +146,14 @@ impl ClipTokenizer {
         Ok(Tensor::from_vec(ids, (texts.len(), self.max_length), &Device::Cpu)?)
     }
 
-    /// The same for a text encoder of this many positions.
+    /// Limits the ids per prompt to the number of positions of a text encoder.
     #[must_use]
-    pub fn at_most(mut self, positions: usize) -> Self {
+    pub fn limited_to(mut self, positions: usize) -> Self {
         self.max_length = self.max_length.min(positions).max(2);
         self
     }
 
-    /// Ids per prompt, special tokens included.
+    /// The number of ids per prompt, with special tokens.
     #[must_use]
     pub fn max_length(&self) -> usize {
         self.max_length
@@ -169,11 +170,12 @@ fn openai_vocabulary() -> Vec<String> {
     let ends = alphabet.iter().map(|c| format!("{c}</w>"));
     let joined = openai_merges().map(|(a, b)| format!("{a}{b}"));
     let special = [START, END].map(str::to_owned);
-    let all = alphabet.iter().map(char::to_string).chain(ends);
-    all.chain(joined).chain(special).collect()
+    let single = alphabet.iter().map(char::to_string).chain(ends);
+    single.chain(joined).chain(special).collect()
 }
 
-/// Bytes as CLIP writes them: printable ones as they are, the others as the letters from U+0100 on; printable ones first.
+/// The characters for bytes in CLIP's vocabulary: printable bytes as they are, then the others as characters from
+/// U+0100 on.
 fn alphabet() -> Vec<char> {
     let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let as_is = (0..=u8::MAX).filter(printable).map(char::from);

@@ -1,9 +1,9 @@
 //! The two kinds of blocks of FLUX.1's transformer, under diffusers' names (`models/transformers/transformer_flux.py`):
-//! first those in which text and image have weights of their own and attend to each other, then those in which both
-//! are one sequence and attention and feed-forward run side by side.
+//! double blocks, in which text and image have separate weights and joint attention, and single blocks, in which both
+//! are one sequence and attention and feed-forward run in parallel.
 
 use crate::error::Result;
-use crate::nn::{self, Activation, Attention, LayerNorm, Linear, Pairs, RmsNorm, Rotary};
+use crate::nn::{self, Activation, Attention, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -26,18 +26,18 @@ impl FluxSizes {
     }
 }
 
-/// Angles for `text` text tokens, all at the origin, and after them an image of `height` x `width` tokens. `axes`: features
-/// of a head that turn with the (unused) first axis, with the row and with the column; 16, 56 and 56 in FLUX.1.
+/// The rotary embedding for `text` text tokens, all at the origin, followed by an image of `height` x `width` tokens.
+/// `axes`: the features of a head for the (unused) first axis, the row and the column; 16, 56 and 56 in FLUX.1.
 ///
 /// # Errors
-/// When one of the axes is odd.
+/// When a number in `axes` is odd.
 pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) -> candle_core::Result<Rotary> {
     let image = (0..height * width).map(|i| vec![0.0, (i / width) as f64, (i % width) as f64]);
     let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(image).collect();
-    Rotary::of_axes(&positions, &axes, 10_000.0, Pairs::Neighbours)
+    Rotary::for_axes(&positions, &axes, 10_000.0, RotaryPairs::Interleaved)
 }
 
-/// A layer norm whose scale and shift come from the conditioning vector, as do `N` minus two other vectors.
+/// A layer norm whose shift and scale are projected from the conditioning vector, with `N - 2` further vectors.
 #[derive(Clone, Debug)]
 struct AdaLayerNorm<const N: usize> {
     linear: Linear,
@@ -51,18 +51,20 @@ impl<const N: usize> AdaLayerNorm<N> {
         Ok(Self { linear, norm })
     }
 
-    /// The norm of x [b, n, c] under temb [b, c], and what is left of the vectors [b, c], whose first two were shift and
-    /// scale.
+    /// Normalises and modulates x [b, n, c] with temb [b, c]. Returns the result and the `N - 2` other vectors [b, c].
     fn forward(&self, x: &Tensor, temb: &Tensor) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
         let vectors = self.linear.forward(&nn::silu(temb)?)?.chunk(N, 1)?;
         let [shift, scale, rest @ ..] = vectors.as_slice() else {
-            candle_core::bail!("a conditioned norm takes two vectors");
+            candle_core::bail!(
+                "an adaptive layer norm needs at least two vectors, found {}",
+                vectors.len()
+            );
         };
         Ok((nn::modulate(&self.norm.forward(x)?, scale, shift)?, rest.to_vec()))
     }
 }
 
-/// Queries, keys and values with a norm over each head.
+/// The projections to queries, keys and values, with a norm over each head of queries and keys.
 #[derive(Clone, Debug)]
 struct Projections {
     q: Linear,
@@ -73,7 +75,7 @@ struct Projections {
 }
 
 impl Projections {
-    /// Loads the layers of these names.
+    /// Loads the layers with these names.
     fn new(weights: &Weights, sizes: FluxSizes, [q, k, v, norm_q, norm_k]: [&str; 5]) -> Result<Self> {
         let width = sizes.width();
         let linear = |name: &str| Linear::new(&weights.pp(name), width, width, true);
@@ -87,7 +89,8 @@ impl Projections {
         })
     }
 
-    fn own(weights: &Weights, sizes: FluxSizes) -> Result<Self> {
+    /// Loads the layers of an image stream or a single block.
+    fn with_default_names(weights: &Weights, sizes: FluxSizes) -> Result<Self> {
         Self::new(weights, sizes, ["to_q", "to_k", "to_v", "norm_q", "norm_k"])
     }
 
@@ -101,12 +104,12 @@ impl Projections {
     }
 }
 
-/// Attention among all tokens, with their positions.
+/// Attention between all tokens, with rotary embeddings.
 fn attend([q, k, v]: &[Tensor; 3], sizes: FluxSizes, rotary: &Rotary) -> candle_core::Result<Tensor> {
-    Attention::of(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
+    Attention::new(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
 }
 
-/// Two linear layers with a GELU (by tanh) between them.
+/// Two linear layers with GELU (tanh) between them.
 #[derive(Clone, Debug)]
 struct FeedForward {
     first: Linear,
@@ -128,7 +131,7 @@ impl FeedForward {
     }
 }
 
-/// What text or image has for itself in a double block.
+/// The layers of one stream, text or image, of a double block.
 #[derive(Clone, Debug)]
 struct Stream {
     norm1: AdaLayerNorm<6>,
@@ -139,18 +142,23 @@ struct Stream {
 }
 
 impl Stream {
-    /// After attention: `attended` is what came out of it, `vectors` what the norm before it left.
-    fn after(&self, x: &Tensor, attended: &Tensor, vectors: &[Tensor]) -> candle_core::Result<Tensor> {
+    /// The layers after attention. `attended` is its result, `vectors` are those that `norm1` returned.
+    fn forward_after_attention(
+        &self,
+        x: &Tensor,
+        attended: &Tensor,
+        vectors: &[Tensor],
+    ) -> candle_core::Result<Tensor> {
         let [gate_attention, shift, scale, gate] = vectors else {
-            candle_core::bail!("a block takes six vectors");
+            candle_core::bail!("a double block needs six vectors, found {}", vectors.len() + 2);
         };
-        let x = nn::gated(x, gate_attention, &self.to_out.forward(attended)?)?;
+        let x = nn::gated_residual(x, gate_attention, &self.to_out.forward(attended)?)?;
         let h = nn::modulate(&self.norm2.forward(&x)?, scale, shift)?;
-        nn::gated(&x, gate, &self.ff.forward(&h)?)
+        nn::gated_residual(&x, gate, &self.ff.forward(&h)?)
     }
 }
 
-/// A block in which text and image have weights of their own.
+/// A double block: text and image have separate weights.
 #[derive(Clone, Debug)]
 pub struct FluxTransformerBlock {
     image: Stream,
@@ -177,7 +185,12 @@ impl FluxTransformerBlock {
         };
         let added = ["add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k"];
         Ok(Self {
-            image: stream("norm1", Projections::own(&attn, sizes)?, "to_out.0", "ff")?,
+            image: stream(
+                "norm1",
+                Projections::with_default_names(&attn, sizes)?,
+                "to_out.0",
+                "ff",
+            )?,
             text: stream(
                 "norm1_context",
                 Projections::new(&attn, sizes, added)?,
@@ -188,10 +201,11 @@ impl FluxTransformerBlock {
         })
     }
 
-    /// x [b, n, c] and text [b, m, c] under temb [b, c] -> the same shapes. `rotary` is of m + n positions, text first.
+    /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. `rotary` has m + n positions,
+    /// text first.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(
         &self,
         x: &Tensor,
@@ -199,21 +213,22 @@ impl FluxTransformerBlock {
         temb: &Tensor,
         rotary: &Rotary,
     ) -> candle_core::Result<(Tensor, Tensor)> {
-        let (h, for_image) = self.image.norm1.forward(x, temb)?;
-        let (h_text, for_text) = self.text.norm1.forward(text, temb)?;
-        let (of_image, of_text) = (self.image.attention.forward(&h)?, self.text.attention.forward(&h_text)?);
-        let joined = |i: usize| nn::cat_channels(&of_text[i], &of_image[i]);
+        let (h, image_vectors) = self.image.norm1.forward(x, temb)?;
+        let (h_text, text_vectors) = self.text.norm1.forward(text, temb)?;
+        let (image_qkv, text_qkv) = (self.image.attention.forward(&h)?, self.text.attention.forward(&h_text)?);
+        let joined = |i: usize| nn::cat_channels(&text_qkv[i], &image_qkv[i]);
         let all = attend(&[joined(0)?, joined(1)?, joined(2)?], self.sizes, rotary)?;
-        let words = text.dim(1)?;
-        let attended = all.narrow(1, words, x.dim(1)?)?;
+        let text_length = text.dim(1)?;
+        let attended = all.narrow(1, text_length, x.dim(1)?)?;
         Ok((
-            self.image.after(x, &attended, &for_image)?,
-            self.text.after(text, &all.narrow(1, 0, words)?, &for_text)?,
+            self.image.forward_after_attention(x, &attended, &image_vectors)?,
+            self.text
+                .forward_after_attention(text, &all.narrow(1, 0, text_length)?, &text_vectors)?,
         ))
     }
 }
 
-/// A block in which text and image are one sequence.
+/// A single block: text and image are one sequence.
 #[derive(Clone, Debug)]
 pub struct FluxSingleTransformerBlock {
     norm: AdaLayerNorm<3>,
@@ -232,25 +247,25 @@ impl FluxSingleTransformerBlock {
         let width = sizes.width();
         Ok(Self {
             norm: AdaLayerNorm::new(&weights.pp("norm"), width)?,
-            attention: Projections::own(&weights.pp("attn"), sizes)?,
+            attention: Projections::with_default_names(&weights.pp("attn"), sizes)?,
             proj_mlp: Linear::new(&weights.pp("proj_mlp"), width, 4 * width, true)?,
             proj_out: Linear::new(&weights.pp("proj_out"), 5 * width, width, true)?,
             sizes,
         })
     }
 
-    /// x [b, n, c], text first, under temb [b, c] -> the same shape. `rotary` is of n positions.
+    /// x [b, n, c], text first, conditioned on temb [b, c] -> the same shape. `rotary` has n positions.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, temb: &Tensor, rotary: &Rotary) -> candle_core::Result<Tensor> {
         let (h, vectors) = self.norm.forward(x, temb)?;
         let [gate] = vectors.as_slice() else {
-            candle_core::bail!("a single block takes three vectors");
+            candle_core::bail!("a single block needs three vectors, found {}", vectors.len() + 2);
         };
         let mlp = Activation::GeluTanh.forward(&self.proj_mlp.forward(&h)?)?;
         let attended = attend(&self.attention.forward(&h)?, self.sizes, rotary)?;
         let h = Tensor::cat(&[&attended, &mlp], 2)?;
-        nn::gated(x, gate, &self.proj_out.forward(&h)?)
+        nn::gated_residual(x, gate, &self.proj_out.forward(&h)?)
     }
 }

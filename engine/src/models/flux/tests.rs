@@ -1,18 +1,18 @@
-//! FLUX's blocks against diffusers (`tests/reference/make_ops.py`), with the gradients of all weights.
+//! Compares FLUX blocks with diffusers (`tests/reference/make_ops.py`), with the gradients of all weights.
 
 use super::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
 use crate::autograd::gradients;
 use crate::nn::cat_channels;
-use crate::nn::reference_tests::{Oracle, close};
+use crate::nn::reference_tests::{Reference, close};
 use crate::testing::fixtures;
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Result, Tensor};
 
 type Block = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
-/// The gradients of a block's inputs and of all its weights.
-fn block_check(case: &str, make: impl Fn(&Weights) -> crate::error::Result<Block>) {
-    let oracle = Oracle::open();
+/// Checks the result of a block and the gradients of its inputs and of all its weights.
+fn check_block(case: &str, make: impl Fn(&Weights) -> crate::error::Result<Block>) {
+    let reference = Reference::open();
     let index = Index::open(fixtures().join("models/ops.safetensors")).unwrap();
     let prefix = format!("{case}/weights.");
     let index = index.renamed(|name, shape| Some((name.strip_prefix(&prefix)?.to_owned(), shape.to_vec())));
@@ -21,16 +21,16 @@ fn block_check(case: &str, make: impl Fn(&Weights) -> crate::error::Result<Block
         let block = make(&weights).unwrap();
         let vars = weights.vars();
         assert_eq!(vars.len(), index.tensors().count(), "every weight is used");
-        oracle.check(case, &["x", "text", "temb"], |x| {
-            // Inputs come in both types, weights in one.
+        reference.check(case, &["x", "text", "temb"], |x| {
+            // The inputs have the dtype of the check, the weights that of this iteration.
             let inputs: Vec<_> = x.iter().map(|x| x.to_dtype(dtype)).collect::<Result<_>>()?;
             block(&inputs)?.to_dtype(x[0].dtype())
         });
-        let inputs = ["x", "text", "temb"].map(|name| oracle.get(case, name, dtype));
-        let probe = oracle.get(case, "probe", dtype);
+        let inputs = ["x", "text", "temb"].map(|name| reference.get(case, name, dtype));
+        let probe = reference.get(case, "probe", dtype);
         let (_, found) = gradients(|| (block(&inputs)? * &probe)?.sum_all()).unwrap();
         for (name, var) in &vars {
-            let expected = oracle.get(case, &format!("d.weights.{name}"), dtype);
+            let expected = reference.get(case, &format!("d.weights.{name}"), dtype);
             close(
                 found.get(var).unwrap(),
                 &expected,
@@ -46,9 +46,9 @@ const SIZES: FluxSizes = FluxSizes {
 };
 
 #[test]
-fn flux_blocks_are_diffusers() {
+fn flux_blocks_match_diffusers() {
     let positions = rotary(4, (2, 3), [4, 6, 6]).unwrap();
-    block_check("flux_double", |weights| {
+    check_block("flux_double", |weights| {
         let block = FluxTransformerBlock::new(weights, SIZES)?;
         let positions = positions.clone();
         Ok(Box::new(move |x| {
@@ -56,7 +56,7 @@ fn flux_blocks_are_diffusers() {
             cat_channels(&text, &image)
         }))
     });
-    block_check("flux_single", |weights| {
+    check_block("flux_single", |weights| {
         let block = FluxSingleTransformerBlock::new(weights, SIZES)?;
         let positions = positions.clone();
         Ok(Box::new(move |x| {

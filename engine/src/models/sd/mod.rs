@@ -1,74 +1,76 @@
-//! Stable Diffusion 1.x: tokenizer, text encoder, U-Net, autoencoder and the settings of its sampler.
+//! Stable Diffusion 1.x: tokenizer, text encoder, U-Net, autoencoder and the scheduler's config.
 //!
-//! From a diffusers folder, or from a single-file checkpoint in the layout of the first release (`ldm`). Weights that are
-//! quantised in their files stay so. A model that was trained is written whole in either form (`save`).
+//! A model is loaded from a diffusers folder, or from a single-file checkpoint in the LDM layout (`ldm`). Weights that
+//! are quantised in their files stay quantised. A trained model can be saved in both formats (`save`).
 
+mod default_configs;
 mod ldm;
-mod meta;
+mod metadata_yaml;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod prequantised_tests;
 mod resume;
 mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;
+mod sd_config;
 mod source;
-mod stock;
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod stored_tests;
 
 #[cfg(test)]
 pub(super) use ldm::split as split_checkpoint;
 pub use resume::saved_step;
 pub use save::{FullModel, META_FILE};
+pub use sd_config::SdConfig;
 pub use source::SdSource;
 
 use crate::error::{EngineError, Result};
-use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::config;
-use crate::models::unet::{UNet2DConditionModel, UNetConfig};
-use crate::models::vae::{self, AutoencoderKl, VaeConfig};
+use crate::models::unet::UNet2DConditionModel;
+use crate::models::vae::{self, AutoencoderKl};
 use crate::weights::{Index, QuantizationConfig, TrainableFilter, Weights};
 use aitk_common::job::QType;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::model_files::{self, Inventory};
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device, Var};
-use serde_json::{Value, json};
-use source::{Component, Part, SmallFiles, text_name};
+use serde_json::Value;
+use source::{Component, ComponentKind, ConfigFiles, prefixed_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// How to load a model.
+/// Options for loading a model.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
-    /// What weights and activations are computed in.
+    /// The dtype of weights and activations.
     pub dtype: DType,
-    /// Where.
+    /// The device.
     pub device: Device,
-    /// For a single-file checkpoint: a diffusers folder whose configs and tokenizer hold. Without it, those of SD 1.x,
-    /// and the tokenizer from a `tokenizer` folder beside the file, else OpenAI's.
+    /// For a single-file checkpoint: a diffusers folder with the configs and the tokenizer. Without it, the configs are
+    /// those of SD 1.x, and the tokenizer is that of a `tokenizer` folder beside the file, else OpenAI's.
     pub config_folder: Option<PathBuf>,
-    /// How the U-Net's layers are quantised; see [`UNET_EXCLUDED`].
+    /// How to quantise the U-Net's layers, except [`UNET_EXCLUDED`].
     pub unet_quantization: Option<QuantizationConfig>,
-    /// How the text encoder's layers are quantised.
+    /// How to quantise the text encoder's layers.
     pub text_encoder_quantization: Option<QuantizationConfig>,
-    /// What stays in memory, and what works in smaller pieces.
-    pub choices: Choices,
-    /// Which of the U-Net's own tensors are trained.
+    /// The choices of the memory profile: what is streamed, tiled and so on.
+    pub choices: MemoryOptions,
+    /// Which tensors of the U-Net are trained.
     pub unet_trained: TrainableFilter,
-    /// The same of the text encoder.
+    /// Which tensors of the text encoder are trained.
     pub text_encoder_trained: TrainableFilter,
-    /// No weights are read: for [`SdModel::check`].
+    /// Reads no weights: for [`SdModel::check`].
     pub layout_only: bool,
 }
 
-/// Layers of a U-Net that are never quantised: they are small, and everything goes through them.
+/// Layers of a U-Net that are never quantised: they are small, and all data passes through them.
 const UNET_EXCLUDED: [&str; 3] = ["conv_in", "conv_out", "time_embedding.*"];
 
 impl LoadOptions {
-    /// f32 on the CPU.
+    /// Options for f32 on the CPU, without quantisation or training.
     #[must_use]
     pub fn cpu() -> Self {
         Self {
@@ -77,18 +79,18 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: None,
             text_encoder_quantization: None,
-            choices: Choices::default(),
+            choices: MemoryOptions::default(),
             unet_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
         }
     }
 
-    /// What a job's `model` section asks for, under the memory profile that was chosen for it.
+    /// Options for a job's `model` section and its memory profile.
     #[must_use]
     pub fn of_job(model: &ModelConfig, profile: MemoryProfile, dtype: DType, device: Device) -> Self {
         let exclude = model.quantize_exclude().unwrap_or_default();
-        let packing = |qtype: Option<QType>, exclude: &[String]| {
+        let quantization = |qtype: Option<QType>, exclude: &[String]| {
             qtype.map(|qtype| QuantizationConfig {
                 qtype,
                 exclude: exclude.to_vec(),
@@ -98,17 +100,17 @@ impl LoadOptions {
             dtype,
             device,
             config_folder: None,
-            unet_quantization: packing(model.quantization(), &exclude),
-            text_encoder_quantization: packing(model.text_encoder_quantization(), &exclude),
-            choices: Choices::of(profile).and(model.memory_choices()),
+            unet_quantization: quantization(model.quantization(), &exclude),
+            text_encoder_quantization: quantization(model.text_encoder_quantization(), &exclude),
+            choices: MemoryOptions::of(profile).merge(model.memory_choices()),
             unet_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
         }
     }
 
-    /// The same, and these tensors of U-Net and text encoder are trained. A part that is trained is neither quantised nor
-    /// left in its file.
+    /// Sets the tensors of U-Net and text encoder that are trained. A trained component is neither quantised nor
+    /// streamed.
     #[must_use]
     pub fn training(mut self, unet: TrainableFilter, text_encoder: TrainableFilter) -> Self {
         if unet != TrainableFilter::Nothing {
@@ -124,91 +126,38 @@ impl LoadOptions {
     }
 }
 
-/// The configs of all components.
-#[derive(Clone, Debug)]
-pub struct SdConfig {
-    /// Of the text encoder.
-    pub text_encoder: ClipTextConfig,
-    /// Of the U-Net.
-    pub unet: UNetConfig,
-    /// Of the autoencoder.
-    pub vae: VaeConfig,
-    /// `scheduler_config.json`, as it is.
-    pub scheduler: Value,
-}
-
-impl Default for SdConfig {
-    /// SD 1.5.
-    fn default() -> Self {
-        Self {
-            text_encoder: ClipTextConfig::default(),
-            unet: UNetConfig::default(),
-            vae: VaeConfig::default(),
-            scheduler: json!({
-                "_class_name": "PNDMScheduler",
-                "beta_end": 0.012,
-                "beta_schedule": "scaled_linear",
-                "beta_start": 0.00085,
-                "num_train_timesteps": 1000,
-                "prediction_type": "epsilon",
-                "set_alpha_to_one": false,
-                "skip_prk_steps": true,
-                "steps_offset": 1,
-                "timestep_spacing": "leading",
-                "trained_betas": null,
-                "clip_sample": false,
-            }),
-        }
-    }
-}
-
-impl SdConfig {
-    /// Reads the configs of a diffusers folder.
-    ///
-    /// # Errors
-    /// When one is missing or wrong.
-    pub fn open(folder: &Path) -> Result<Self> {
-        Ok(Self {
-            text_encoder: config::read(&folder.join("text_encoder/config.json"))?,
-            unet: config::read(&folder.join("unet/config.json"))?,
-            vae: config::read(&folder.join("vae/config.json"))?,
-            scheduler: config::read_json(&folder.join("scheduler/scheduler_config.json"))?,
-        })
-    }
-}
-
 /// A Stable Diffusion model.
 #[derive(Clone, Debug)]
 pub struct SdModel {
-    /// Prompts to ids.
+    /// Converts prompts to ids.
     pub tokenizer: ClipTokenizer,
-    /// Ids to the context.
+    /// Encodes ids to the context.
     pub text_encoder: ClipTextModel,
-    /// Noise prediction.
+    /// Predicts the noise.
     pub unet: UNet2DConditionModel,
-    /// Images to latents and back.
+    /// Encodes images to latents and decodes them.
     pub vae: AutoencoderKl,
-    /// `scheduler_config.json`, as it is.
+    /// `scheduler_config.json`.
     pub scheduler_config: Value,
-    /// Guidance asks the U-Net for the two predictions one after another, which takes half the memory.
+    /// Whether classifier-free guidance runs the U-Net for both predictions one after the other, with half the memory.
     pub sequential_cfg: bool,
-    /// Parts whose files hold quantised weights, and of which kinds.
+    /// The components whose files contain quantised weights, with the formats.
     pub quantised_in_file: Vec<(&'static str, Vec<&'static str>)>,
-    /// The tensors that are trained, by part and name (`unet.conv_in.weight`), sorted.
+    /// The trained tensors, with component and name (`unet.conv_in.weight`), sorted.
     pub trained: Vec<(String, Var)>,
-    /// What it was loaded from, to write it whole.
+    /// Where the model was loaded from, for saving it.
     pub source: Arc<SdSource>,
-    /// The text encoder once more where it is trained, of the same memory and without variables.
+    /// If the text encoder is trained: a copy that shares its memory and has no variables.
     frozen_text_encoder: Option<ClipTextModel>,
-    /// The same of the U-Net.
+    /// If the U-Net is trained: a copy that shares its memory and has no variables.
     frozen_unet: Option<UNet2DConditionModel>,
 }
 
-/// Refuses what is of another family or no base model, as the command line did before anything was sent: a spec may have come
-/// another way.
+/// Refuses a model of another family, or a file that is no base model. The command line checks this before it submits a
+/// job, but a job may come from another client.
 fn check_family(path: &Path) -> Result<()> {
     let identity = model_files::identify(&Inventory::open(path));
-    model_files::check(&path.display().to_string(), ArchName::Sd1, &identity)
+    model_files::check_supported(&path.display().to_string(), ArchName::Sd1, &identity)
         .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
 }
 
@@ -216,7 +165,7 @@ impl SdModel {
     /// Loads a diffusers folder or a single-file checkpoint.
     ///
     /// # Errors
-    /// When `path` is neither, is of another family, or does not fit its config.
+    /// When `path` is neither, is a model of another family, or its tensors do not match its config.
     pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let path = path.as_ref();
         if !path.exists() {
@@ -228,7 +177,7 @@ impl SdModel {
         if path.is_dir() && !path.join("model_index.json").is_file() {
             return Err(EngineError::model_config(
                 path,
-                "not a diffusers model folder: it has no model_index.json (a single-file checkpoint is given by its own path)",
+                "not a diffusers model folder: it has no model_index.json (for a single-file checkpoint, give the path of the file)",
             ));
         }
         check_family(path)?;
@@ -238,8 +187,8 @@ impl SdModel {
         }
     }
 
-    /// Whether a model would load: every tensor is there and has its shape, the parts fit together, the tokenizer can be read.
-    /// Configs and headers are read, and no weights.
+    /// Checks that a model can be loaded: every tensor exists and has the right shape, the components match, the
+    /// tokenizer can be read. Reads configs and headers, but no weights.
     ///
     /// # Errors
     /// As [`Self::load`].
@@ -252,51 +201,51 @@ impl SdModel {
     }
 
     fn load_folder(folder: &Path, options: &LoadOptions) -> Result<Self> {
-        let parts = SdConfig::open(folder)?;
+        let configs = SdConfig::open(folder)?;
         let open = |name: &str| Index::open(folder.join(name));
-        let vae = open("vae")?.renamed(|name, shape| Some((vae::modern_name(name), shape.to_vec())));
+        let vae = open("vae")?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec())));
         let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
-        let unet = ldm::unet_alone(open("unet")?);
-        let base = (folder, SmallFiles::open(folder)?);
-        Self::build(base, parts, tokenizer, [open("text_encoder")?, unet, vae], options)
+        let unet = ldm::standalone_unet(open("unet")?);
+        let base = (folder, ConfigFiles::open(folder)?);
+        Self::build(base, configs, tokenizer, [open("text_encoder")?, unet, vae], options)
     }
 
     fn load_checkpoint(file: &Path, options: &LoadOptions) -> Result<Self> {
         let index = Index::open(file)?;
-        let (parts, mut small) = match &options.config_folder {
-            Some(folder) => (SdConfig::open(folder)?, SmallFiles::open(folder)?),
-            None => (SdConfig::default(), SmallFiles::stock()),
+        let (configs, mut files) = match &options.config_folder {
+            Some(folder) => (SdConfig::open(folder)?, ConfigFiles::open(folder)?),
+            None => (SdConfig::default(), ConfigFiles::defaults()),
         };
-        let components = ldm::split(&index, &parts)?;
-        small.tokenizer = tokenizer_folder(file, options);
-        let tokenizer = match &small.tokenizer {
+        let components = ldm::split(&index, &configs)?;
+        files.tokenizer = tokenizer_folder(file, options);
+        let tokenizer = match &files.tokenizer {
             Some(folder) => ClipTokenizer::open(folder)?,
             None => ClipTokenizer::openai()?,
         };
-        Self::build((file, small), parts, tokenizer, components, options)
+        Self::build((file, files), configs, tokenizer, components, options)
     }
 
     fn build(
-        (path, small): (&Path, SmallFiles),
-        parts: SdConfig,
+        (path, files): (&Path, ConfigFiles),
+        configs: SdConfig,
         tokenizer: ClipTokenizer,
-        parts_of: [Index; 3],
+        components: [Index; 3],
         options: &LoadOptions,
     ) -> Result<Self> {
         let [text_encoder, unet, vae] = match options.layout_only {
-            true => parts_of.map(|index| index.shapes_only()),
-            false => parts_of,
+            true => components.map(|index| index.shapes_only()),
+            false => components,
         };
         let choices = &options.choices;
         let weights =
             |index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
-        let unet_quantization = options.unet_quantization.clone().map(|mut packing| {
-            packing.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
-            packing
+        let unet_quantization = options.unet_quantization.clone().map(|mut quantization| {
+            quantization.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
+            quantization
         });
         let quantised = [("text encoder", &text_encoder), ("U-Net", &unet), ("VAE", &vae)]
-            .map(|(part, index)| (part, index.quantization_kinds().into_iter().collect::<Vec<_>>()));
-        let positions = parts.text_encoder.max_position_embeddings;
+            .map(|(component, index)| (component, index.quantization_kinds().into_iter().collect::<Vec<_>>()));
+        let positions = configs.text_encoder.max_position_embeddings;
         let text_weights = weights(text_encoder, choices.text_streamed)
             .quantize_on_load(options.text_encoder_quantization.clone())
             .training(options.text_encoder_trained.clone());
@@ -305,16 +254,16 @@ impl SdModel {
             .training(options.unet_trained.clone());
         let vae_weights = weights(vae, choices.vae_streamed);
         let mut model = Self {
-            tokenizer: tokenizer.at_most(positions),
-            text_encoder: ClipTextModel::new(&text_weights, &parts.text_encoder)?,
-            unet: UNet2DConditionModel::new(&unet_weights, &parts.unet)?,
-            vae: AutoencoderKl::new(&vae_weights, &parts.vae)?.tiled(choices.vae_tiled),
+            tokenizer: tokenizer.limited_to(positions),
+            text_encoder: ClipTextModel::new(&text_weights, &configs.text_encoder)?,
+            unet: UNet2DConditionModel::new(&unet_weights, &configs.unet)?,
+            vae: AutoencoderKl::new(&vae_weights, &configs.vae)?.tiled(choices.vae_tiled),
             source: Arc::new(SdSource::new(
                 path,
-                small,
+                files,
                 [&text_weights, &unet_weights, &vae_weights],
             )?),
-            scheduler_config: parts.scheduler,
+            scheduler_config: configs.scheduler,
             sequential_cfg: choices.sequential_cfg,
             quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
             trained: Vec::new(),
@@ -322,64 +271,65 @@ impl SdModel {
             frozen_unet: None,
         };
         if options.text_encoder_trained != TrainableFilter::Nothing {
-            model.frozen_text_encoder = Some(ClipTextModel::new(&text_weights.detached(), &parts.text_encoder)?);
+            model.frozen_text_encoder = Some(ClipTextModel::new(&text_weights.detached(), &configs.text_encoder)?);
         }
         if options.unet_trained != TrainableFilter::Nothing {
-            model.frozen_unet = Some(UNet2DConditionModel::new(&unet_weights.detached(), &parts.unet)?);
+            model.frozen_unet = Some(UNet2DConditionModel::new(&unet_weights.detached(), &configs.unet)?);
         }
         let text_encoder = text_weights.vars().into_iter();
-        let text_encoder = text_encoder.map(|(name, var)| (format!("text_encoder.{}", text_name(&name)), var));
+        let text_encoder = text_encoder.map(|(name, var)| (format!("text_encoder.{}", prefixed_name(&name)), var));
         let unet = unet_weights.vars().into_iter();
         let unet = unet.map(|(name, var)| (format!("unet.{name}"), var));
         model.trained = text_encoder.chain(unet).collect();
-        let (context, hidden) = (parts.unet.context_width(), parts.text_encoder.hidden_size);
+        let (context, hidden) = (configs.unet.context_width(), configs.text_encoder.hidden_size);
         if context != Ok(hidden) {
             return Err(EngineError::Unsupported(format!(
-                "the text encoder gives {hidden} features, the U-Net wants {context:?}: not components of one model"
+                "the text encoder has {hidden} features, the U-Net expects {}: they belong to different models",
+                context.map_or_else(|problem| problem, |width| width.to_string())
             )));
         }
-        if parts.unet.in_channels != parts.vae.latent_channels {
+        if configs.unet.in_channels != configs.vae.latent_channels {
             return Err(EngineError::Unsupported(format!(
-                "the U-Net takes {} channels and the autoencoder gives {}: inpainting and depth models do not work yet",
-                parts.unet.in_channels, parts.vae.latent_channels
+                "the U-Net takes {} channels and the autoencoder gives {}: inpainting and depth models are not supported yet",
+                configs.unet.in_channels, configs.vae.latent_channels
             )));
         }
-        if parts.unet.out_channels != parts.unet.in_channels {
+        if configs.unet.out_channels != configs.unet.in_channels {
             return Err(EngineError::Unsupported(format!(
-                "the U-Net takes {} channels and gives {}: models that predict their own variance do not work yet",
-                parts.unet.in_channels, parts.unet.out_channels
+                "the U-Net takes {} channels and gives {}: models that predict the variance are not supported yet",
+                configs.unet.in_channels, configs.unet.out_channels
             )));
         }
         Ok(model)
     }
 
-    /// Takes another VAE instead of the model's own: that of a diffusers `vae/` folder, or of a model folder that has one.
+    /// Replaces the VAE by that of a diffusers `vae/` folder, or of a model folder that has one.
     ///
     /// # Errors
     /// As [`AutoencoderKl::open`].
     pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        let (settings, index) = vae::files(folder)?;
+        let (settings, index) = vae::config_and_index(folder)?;
         let weights = Weights::from_index(index, options.dtype, &options.device).streamed(options.choices.vae_streamed);
         let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.choices.vae_tiled);
         let config = config::read_text(&settings).map_err(|e| EngineError::io(&settings, e))?;
-        Arc::make_mut(&mut self.source).replace_vae(Component::new(Part::Vae, &weights, config)?);
+        Arc::make_mut(&mut self.source).replace_vae(Component::new(ComponentKind::Vae, &weights, config)?);
         self.vae = vae;
         Ok(())
     }
 
-    /// The model to draw with while it is trained: it changes with the weights, but keeps nothing for a backward pass, which
-    /// a forward pass of variables does. None where no weights of its own are trained.
+    /// The model for sampling during training: it shares the trained weights, but saves nothing for a backward pass.
+    /// `None` if no weights of the model itself are trained.
     #[must_use]
     pub fn detach(&self) -> Option<Self> {
         if self.frozen_text_encoder.is_none() && self.frozen_unet.is_none() {
             return None;
         }
         let mut model = self.clone();
-        if let Some(still) = &self.frozen_text_encoder {
-            model.text_encoder = still.clone();
+        if let Some(frozen) = &self.frozen_text_encoder {
+            model.text_encoder = frozen.clone();
         }
-        if let Some(still) = &self.frozen_unet {
-            model.unet = still.clone();
+        if let Some(frozen) = &self.frozen_unet {
+            model.unet = frozen.clone();
         }
         Some(model)
     }
@@ -390,7 +340,7 @@ impl SdModel {
         self.vae.scale_factor()
     }
 
-    /// Width and height in pixels that the model was made for: 512 x 512 for SD 1.5.
+    /// The width and height in pixels that the model was trained on: 512 x 512 for SD 1.5.
     #[must_use]
     pub fn default_size(&self) -> (usize, usize) {
         let (height, width) = self.unet.config().sample_extent();
@@ -398,10 +348,10 @@ impl SdModel {
     }
 }
 
-/// A single file has no tokenizer in it; one of its own may lie beside it.
+/// The `tokenizer` folder for a single-file checkpoint: in the config folder, or beside the file.
 fn tokenizer_folder(file: &Path, options: &LoadOptions) -> Option<PathBuf> {
-    let beside = file.parent().unwrap_or(Path::new("."));
-    let places = [options.config_folder.as_deref(), Some(beside)];
-    let mut folders = places.into_iter().flatten().map(|place| place.join("tokenizer"));
+    let parent = file.parent().unwrap_or(Path::new("."));
+    let parents = [options.config_folder.as_deref(), Some(parent)];
+    let mut folders = parents.into_iter().flatten().map(|parent| parent.join("tokenizer"));
     folders.find(|folder| folder.is_dir())
 }

@@ -1,28 +1,29 @@
-//! Takes the weights of a model that was saved while it was trained.
+//! Resumes training from a saved model.
 
 use super::save::META_FILE;
-use super::source::text_name;
-use super::{SdConfig, SdModel, ldm};
+use super::sd_config::SdConfig;
+use super::source::prefixed_name;
+use super::{SdModel, ldm};
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
 use candle_core::DType;
 use serde_json::Value;
 use std::path::Path;
 
-/// After how many steps a model was saved, if it says so: in the metadata of its file, or beside it in its folder.
+/// The training step at which a model was saved, from the metadata of its file or in its folder. `None` if it has none.
 ///
 /// # Errors
 /// When it cannot be read.
 pub fn saved_step(path: &Path) -> Result<Option<u64>> {
     if path.is_dir() {
-        let notes = path.join(META_FILE);
-        // What makes it a model is written last.
-        let whole = path.join("model_index.json");
-        std::fs::metadata(&whole).map_err(|e| EngineError::io(&whole, e))?;
-        return match std::fs::read_to_string(&notes) {
-            Ok(text) => Ok(step_in(&text)),
+        let metadata = path.join(META_FILE);
+        // `model_index.json` is written last: without it the folder is incomplete.
+        let model_index = path.join("model_index.json");
+        std::fs::metadata(&model_index).map_err(|e| EngineError::io(&model_index, e))?;
+        return match std::fs::read_to_string(&metadata) {
+            Ok(text) => Ok(parse_step(&text)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(error) => Err(EngineError::io(&notes, error)),
+            Err(error) => Err(EngineError::io(&metadata, error)),
         };
     }
     let index = Index::open(path)?;
@@ -31,8 +32,8 @@ pub fn saved_step(path: &Path) -> Result<Option<u64>> {
     Ok(info.and_then(|info| info.get("step")?.as_u64()))
 }
 
-/// The step of `training_info`, a mapping of plain numbers, in one line or several.
-fn step_in(yaml: &str) -> Option<u64> {
+/// The step in `training_info`, a mapping of numbers, on one line or several.
+fn parse_step(yaml: &str) -> Option<u64> {
     let (_, info) = yaml.split_once("training_info:")?;
     let (_, step) = info.split_once("step")?;
     let step = step.trim_start_matches(['"', '\'', ':', ' ']);
@@ -41,11 +42,11 @@ fn step_in(yaml: &str) -> Option<u64> {
 }
 
 impl SdModel {
-    /// Sets what is trained to what a saved model has, a diffusers folder or a file in the layout of the first release.
+    /// Loads the trained tensors from a saved model: a diffusers folder, or a file in the LDM layout.
     ///
     /// # Errors
-    /// When it cannot be read, or lacks a tensor, or has one of another shape; nothing is changed then.
-    pub fn take_trained(&self, path: &Path) -> Result<()> {
+    /// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
+    pub fn load_trained(&self, path: &Path) -> Result<()> {
         let [text_encoder, unet] = if path.is_dir() {
             [Index::open(path.join("text_encoder"))?, Index::open(path.join("unet"))?]
         } else {
@@ -53,18 +54,22 @@ impl SdModel {
             let [text_encoder, unet, _] = ldm::split(&Index::open(path)?, &SdConfig::default())?;
             [text_encoder, unet]
         };
-        let text_encoder = text_encoder.renamed(|name, shape| Some((text_name(name), shape.to_vec())));
-        let mut places = Vec::with_capacity(self.trained.len());
+        let text_encoder = text_encoder.renamed(|name, shape| Some((prefixed_name(name), shape.to_vec())));
+        let mut sources = Vec::with_capacity(self.trained.len());
         for (name, var) in &self.trained {
-            let place = match name.split_once('.') {
+            let source = match name.split_once('.') {
                 Some(("unet", inner)) => (&unet, inner.to_owned()),
-                Some((_, inner)) => (&text_encoder, text_name(inner)),
-                None => return Err(EngineError::Internal(format!("`{name}` belongs to no part"))),
+                Some((_, inner)) => (&text_encoder, prefixed_name(inner)),
+                None => {
+                    return Err(EngineError::Internal(format!(
+                        "the trained tensor `{name}` belongs to no component"
+                    )));
+                }
             };
-            place.0.check_shape(&place.1, var.shape())?;
-            places.push((place, var));
+            source.0.check_shape(&source.1, var.shape())?;
+            sources.push((source, var));
         }
-        for ((index, name), var) in places {
+        for ((index, name), var) in sources {
             var.set(&index.read(&name, DType::F32, var.device())?.contiguous()?)?;
         }
         Ok(())
@@ -73,10 +78,10 @@ impl SdModel {
 
 #[cfg(test)]
 mod tests {
-    use super::step_in;
+    use super::parse_step;
 
     #[test]
-    fn the_step_is_found_in_any_style() {
+    fn the_step_is_found_in_all_yaml_styles() {
         for (text, step) in [
             ("format: pt\ntraining_info:\n  step: 250\n  epoch: 3\n", Some(250)),
             ("training_info:\n  epoch: 3\n  step: 250\nversion: '1'\n", Some(250)),
@@ -84,7 +89,7 @@ mod tests {
             ("training_info: {}\n", None),
             ("step: 5\n", None),
         ] {
-            assert_eq!(step_in(text), step, "{text}");
+            assert_eq!(parse_step(text), step, "{text}");
         }
     }
 }

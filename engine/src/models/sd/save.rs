@@ -1,11 +1,11 @@
-//! Writes a whole model, as one file in the layout of the first release, or as a diffusers folder.
+//! Saves a complete model, as a single file in the LDM layout or as a diffusers folder.
 //!
-//! What was trained is given, and the rest is read from where the model came from, tensor by tensor: at no time is more than
-//! one of them in memory.
+//! Trained tensors are passed in; all others are read from the source of the model, one at a time, so that at most one
+//! of them is in memory.
 
-use super::ldm::OldNames;
-use super::meta;
-use super::source::{Part, SdSource, pretty, text_name};
+use super::ldm::LdmNames;
+use super::metadata_yaml;
+use super::source::{ComponentKind, SdSource, prefixed_name, pretty_json};
 use crate::error::{EngineError, Result};
 use crate::models::clip::ClipTokenizer;
 use crate::models::config;
@@ -18,59 +18,59 @@ use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-/// What the metadata of a folder lies in, as ai-toolkit calls it.
+/// The file with the metadata of a folder, named as in ai-toolkit.
 pub const META_FILE: &str = "aitk_meta.yaml";
 
 /// Features of the text encoder of Stable Diffusion 2.x.
-const WIDTH_OF_SD2: usize = 1024;
+const SD2_TEXT_FEATURES: usize = 1024;
 
-/// A whole model to be written.
+/// A complete model that can be saved.
 #[derive(Debug)]
 pub struct FullModel<'a> {
     source: &'a SdSource,
-    /// By the names that the source has.
-    trained: BTreeMap<(Part, String), &'a Tensor>,
+    /// The trained tensors, by the names of the source.
+    trained: BTreeMap<(ComponentKind, String), &'a Tensor>,
     dtype: DType,
     metadata: BTreeMap<String, String>,
     v_prediction: bool,
 }
 
 impl SdSource {
-    /// Whether the model can be written as one file; better asked before it is trained.
+    /// Checks that the model can be saved as a single file. Call this before training.
     ///
     /// # Errors
-    /// When the layout of the first release has no names for it.
-    pub fn fits_one_file(&self) -> Result<()> {
-        self.old_names().map(drop)
+    /// When the LDM layout has no names for its tensors.
+    pub fn check_single_file(&self) -> Result<()> {
+        self.ldm_names().map(drop)
     }
 
-    fn old_names(&self) -> Result<OldNames> {
-        let index = |part| &self.component(part).index;
-        let no_file = |what: &str| {
+    fn ldm_names(&self) -> Result<LdmNames> {
+        let index = |component_kind| &self.component(component_kind).index;
+        let unsupported = |reason: &str| {
             EngineError::Unsupported(format!(
-                "{}: {what}, so the model cannot be saved as one file: set `save.save_format: diffusers`",
+                "{}: {reason}, so the model cannot be saved as one file: set `save.save_format: diffusers`",
                 self.path().display()
             ))
         };
-        let norm = index(Part::TextEncoder).shape("text_model.final_layer_norm.weight");
-        if norm == Some(&[WIDTH_OF_SD2]) {
-            return Err(no_file(
+        let norm = index(ComponentKind::TextEncoder).shape("text_model.final_layer_norm.weight");
+        if norm == Some(&[SD2_TEXT_FEATURES]) {
+            return Err(unsupported(
                 "Stable Diffusion 2.x has other names for its text encoder in a single file, which aitk does not write",
             ));
         }
-        OldNames::of(index(Part::Unet), index(Part::Vae)).ok_or_else(|| {
-            no_file("the U-Net's blocks have different numbers of layers, for which single files have no names")
+        LdmNames::new(index(ComponentKind::Unet), index(ComponentKind::Vae)).ok_or_else(|| {
+            unsupported("the U-Net's blocks have different numbers of layers, for which single files have no names")
         })
     }
 }
 
 impl<'a> FullModel<'a> {
-    /// `trained` has tensors of the U-Net (`unet.<name in diffusers>`) and of the text encoder
-    /// (`text_encoder.<name in transformers>`, with or without `text_model.`), on any device; all others are those of
-    /// `source`. They are written as `dtype`: f32, f16 or bf16.
+    /// `trained` has tensors of the U-Net (`unet.` and diffusers' name) and of the text encoder (`text_encoder.` and
+    /// transformers' name, with or without `text_model.`), on any device. All other tensors are those of `source`. All
+    /// are saved as `dtype`: f32, f16 or bf16.
     ///
     /// # Errors
-    /// When the model has no tensor of such a name and shape, or `dtype` is another.
+    /// When the model has no tensor with a trained tensor's name and shape, or `dtype` is not one of these.
     pub fn new(
         source: &'a SdSource,
         trained: &'a BTreeMap<String, Tensor>,
@@ -82,35 +82,40 @@ impl<'a> FullModel<'a> {
                 "a model is saved as float32, float16 or bfloat16, not as {dtype:?}"
             )));
         }
-        let mut by_part = BTreeMap::new();
+        let mut by_component = BTreeMap::new();
         for (name, tensor) in trained {
             let unknown = || EngineError::Internal(format!("`{name}` was trained, but the model has no such tensor"));
-            let (part, inner) = match name.split_once('.').ok_or_else(unknown)? {
-                ("unet", inner) => (Part::Unet, inner.to_owned()),
-                ("text_encoder", inner) => (Part::TextEncoder, text_name(inner)),
+            let (component_kind, inner) = match name.split_once('.').ok_or_else(unknown)? {
+                ("unet", inner) => (ComponentKind::Unet, inner.to_owned()),
+                ("text_encoder", inner) => (ComponentKind::TextEncoder, prefixed_name(inner)),
                 _ => return Err(unknown()),
             };
-            let shape = source.component(part).index.shape(&inner).ok_or_else(unknown)?;
+            let shape = source
+                .component(component_kind)
+                .index
+                .shape(&inner)
+                .ok_or_else(unknown)?;
             if shape != tensor.dims() {
                 return Err(EngineError::Internal(format!(
                     "`{name}` was trained with shape {:?}, but the model has {shape:?}",
                     tensor.dims()
                 )));
             }
-            if by_part.insert((part, inner), tensor).is_some() {
+            if by_component.insert((component_kind, inner), tensor).is_some() {
                 return Err(EngineError::Internal(format!("`{name}` was trained under two names")));
             }
         }
         Ok(Self {
             source,
-            trained: by_part,
+            trained: by_component,
             dtype,
             metadata,
             v_prediction: false,
         })
     }
 
-    /// For a model that was trained to predict the velocity whatever its scheduler's config said; a folder then says so.
+    /// If `on`, the scheduler's config in a folder gets the prediction type `v_prediction`, whatever that of the source
+    /// is.
     #[must_use]
     pub fn v_prediction(self, on: bool) -> Self {
         Self {
@@ -119,87 +124,101 @@ impl<'a> FullModel<'a> {
         }
     }
 
-    /// One safetensors file in the layout of the first release, which the programs of that time read too, with the metadata.
+    /// Writes a safetensors file in the LDM layout, with the metadata.
     ///
     /// # Errors
-    /// What `out` says; an [`EngineError`] as [`io::Error::other`] when the model does not fit that layout
-    /// ([`SdSource::fits_one_file`]) or its files cannot be read any more. [`EngineError::io`] gives it back.
+    /// The error of `out`; or an [`EngineError`] as [`io::Error::other`] when the LDM layout does not support the model
+    /// ([`SdSource::check_single_file`]) or its files cannot be read. [`EngineError::io`] unwraps it.
     pub fn write_file(&self, out: &mut dyn Write) -> io::Result<()> {
-        let (layout, places) = self.one_file().map_err(io::Error::other)?;
+        let (layout, entries) = self.single_file_layout().map_err(io::Error::other)?;
         layout.write(out, |name| {
-            let place = places.get(name);
-            let (part, inner, shape) = place.ok_or_else(|| EngineError::Internal(format!("`{name}` is gone")))?;
-            Ok(self.tensor(*part, inner)?.reshape(shape.as_slice())?)
+            let entry = entries.get(name);
+            let (component_kind, inner, shape) =
+                entry.ok_or_else(|| EngineError::Internal(format!("`{name}` is not in the layout of the file")))?;
+            Ok(self.tensor(*component_kind, inner)?.reshape(shape.as_slice())?)
         })
     }
 
-    /// The file's header, and which tensor each of its names is.
-    fn one_file(&self) -> Result<(SafetensorsLayout, BTreeMap<String, OnePlace<'a>>)> {
-        let names = self.source.old_names()?;
+    /// The layout of the file, and the tensor of each of its names.
+    fn single_file_layout(&self) -> Result<(SafetensorsLayout, BTreeMap<String, FileEntry<'a>>)> {
+        let names = self.source.ldm_names()?;
         let mut layout = SafetensorsLayout::new(self.metadata.clone());
-        let mut places = BTreeMap::new();
-        for part in Part::ALL {
-            for (inner, shape) in self.source.component(part).index.tensors() {
-                let old = match part {
-                    Part::TextEncoder => Some((names.text_encoder(inner), shape.to_vec())),
-                    Part::Unet => names.unet(inner).map(|name| (name, shape.to_vec())),
-                    Part::Vae => names.vae(inner, shape),
+        let mut entries = BTreeMap::new();
+        for component_kind in ComponentKind::ALL {
+            for (inner, shape) in self.source.component(component_kind).index.tensors() {
+                let ldm = match component_kind {
+                    ComponentKind::TextEncoder => Some((names.text_encoder(inner), shape.to_vec())),
+                    ComponentKind::Unet => names.unet(inner).map(|name| (name, shape.to_vec())),
+                    ComponentKind::Vae => names.vae(inner, shape),
                 };
-                let (name, shape) = old.ok_or_else(|| {
-                    EngineError::Internal(format!("`{}.{inner}` has no name in a single file", part.folder()))
+                let (name, shape) = ldm.ok_or_else(|| {
+                    EngineError::Internal(format!(
+                        "`{}.{inner}` has no name in a single file",
+                        component_kind.folder()
+                    ))
                 })?;
                 if !layout.add(name.clone(), self.dtype, shape.clone()) {
                     return Err(EngineError::Internal(format!("two tensors would be called `{name}`")));
                 }
-                places.insert(name, (part, inner, shape));
+                entries.insert(name, (component_kind, inner, shape));
             }
         }
-        Ok((layout, places))
+        Ok((layout, entries))
     }
 
-    /// A diffusers folder, into a folder that is empty or not there yet. A reader may see it unfinished: write it beside its
-    /// place and rename it. Every file is synced.
+    /// Writes a diffusers folder, into a folder that is empty or does not exist. This is not atomic: write to a
+    /// temporary folder and rename it. Every file is synced.
     ///
     /// # Errors
-    /// When a file cannot be written, or those that the model came from cannot be read any more.
+    /// When a file cannot be written, or a file of the source cannot be read.
     pub fn write_folder(&self, folder: &Path) -> Result<()> {
-        let place = |name: &str| -> Result<PathBuf> {
+        let subfolder = |name: &str| -> Result<PathBuf> {
             let inner = folder.join(name);
             fsutil::create_dir_all(&inner)?;
             Ok(inner)
         };
-        for part in Part::ALL {
-            let component = self.source.component(part);
-            let inner = place(part.folder())?;
-            text_file(&inner.join("config.json"), &self.config(&component.config)?)?;
-            // transformers refuses files that do not say this.
+        for component_kind in ComponentKind::ALL {
+            let component = self.source.component(component_kind);
+            let inner = subfolder(component_kind.folder())?;
+            write_text_file(&inner.join("config.json"), &self.config(&component.config)?)?;
+            // transformers refuses files without this key.
             let mut layout = SafetensorsLayout::new(BTreeMap::from([("format".to_owned(), "pt".to_owned())]));
             for (name, shape) in component.index.tensors() {
                 layout.add(name, self.dtype, shape);
             }
-            fsutil::write_atomic(&inner.join(part.file()), |out| {
-                layout.write(out, |name| self.tensor(part, name))
+            fsutil::write_atomic(&inner.join(component_kind.file()), |out| {
+                layout.write(out, |name| self.tensor(component_kind, name))
             })?;
         }
-        self.write_tokenizer(&place("tokenizer")?)?;
-        text_file(&place("scheduler")?.join("scheduler_config.json"), &self.scheduler()?)?;
-        text_file(&folder.join(META_FILE), &meta::yaml(&self.metadata))?;
-        // What makes it a model comes last.
-        text_file(&folder.join("model_index.json"), &pretty(&self.source.model_index()))
+        self.write_tokenizer(&subfolder("tokenizer")?)?;
+        write_text_file(
+            &subfolder("scheduler")?.join("scheduler_config.json"),
+            &self.scheduler()?,
+        )?;
+        write_text_file(&folder.join(META_FILE), &metadata_yaml::to_yaml(&self.metadata))?;
+        // The index comes last: a folder without it is incomplete.
+        write_text_file(
+            &folder.join("model_index.json"),
+            &pretty_json(&self.source.model_index()),
+        )
     }
 
-    /// A tensor as it is saved: what was trained, else what the model came with.
-    fn tensor(&self, part: Part, name: &str) -> Result<Tensor> {
-        match self.trained.get(&(part, name.to_owned())) {
-            // Rounded on the CPU, so that the bytes do not depend on the device.
+    /// The tensor to save: the trained one, else that of the source.
+    fn tensor(&self, component_kind: ComponentKind, name: &str) -> Result<Tensor> {
+        match self.trained.get(&(component_kind, name.to_owned())) {
+            // Converted on the CPU, so that the bytes do not depend on the device.
             Some(trained) => Ok(trained.detach().to_device(&Device::Cpu)?.to_dtype(self.dtype)?),
-            None => self.source.component(part).index.read(name, self.dtype, &Device::Cpu),
+            None => self
+                .source
+                .component(component_kind)
+                .index
+                .read(name, self.dtype, &Device::Cpu),
         }
     }
 
-    /// A `config.json` for weights that are saved as `dtype` and are not quantised; as it was where it says so already.
+    /// The `config.json` for weights in `dtype` that are not quantised. Unchanged if the source's is already right.
     fn config(&self, text: &str) -> Result<String> {
-        let mut value = self.parsed(text)?;
+        let mut value = self.parse_config(text)?;
         let mut changed = false;
         if let Some(keys) = value.as_object_mut() {
             changed |= keys.shift_remove("quantization_config").is_some();
@@ -209,37 +228,40 @@ impl<'a> FullModel<'a> {
                 _ => "float32",
             };
             for key in ["dtype", "torch_dtype"] {
-                if let Some(said) = keys.get_mut(key).filter(|said| *said != dtype) {
-                    *said = dtype.into();
+                if let Some(value) = keys.get_mut(key).filter(|value| *value != dtype) {
+                    *value = dtype.into();
                     changed = true;
                 }
             }
         }
-        Ok(if changed { pretty(&value) } else { text.to_owned() })
+        Ok(if changed { pretty_json(&value) } else { text.to_owned() })
     }
 
     fn scheduler(&self) -> Result<String> {
         let text = self.source.scheduler();
-        let mut value = self.parsed(text)?;
+        let mut value = self.parse_config(text)?;
         let key = "prediction_type";
         let Some(keys) = value.as_object_mut().filter(|_| self.v_prediction) else {
             return Ok(text.to_owned());
         };
         keys.insert(key.into(), "v_prediction".into());
-        Ok(pretty(&value))
+        Ok(pretty_json(&value))
     }
 
-    fn parsed(&self, text: &str) -> Result<Value> {
+    fn parse_config(&self, text: &str) -> Result<Value> {
         config::parse_json(text).map_err(|e| {
-            EngineError::model_config(self.source.path(), format!("a config of it is not valid JSON: {e}"))
+            EngineError::model_config(
+                self.source.path(),
+                format!("a config of this model is not valid JSON: {e}"),
+            )
         })
     }
 
-    /// The base's own, or OpenAI's where it brought none.
+    /// Writes the tokenizer of the source, or OpenAI's if the source has none.
     fn write_tokenizer(&self, folder: &Path) -> Result<()> {
         let Some(from) = self.source.tokenizer() else {
             for (name, text) in ClipTokenizer::openai_files() {
-                text_file(&folder.join(name), &text)?;
+                write_text_file(&folder.join(name), &text)?;
             }
             return Ok(());
         };
@@ -257,9 +279,9 @@ impl<'a> FullModel<'a> {
     }
 }
 
-/// The part, the name that its tensor has in the source, and the shape in the file.
-type OnePlace<'a> = (Part, &'a str, Vec<usize>);
+/// A tensor of a single file: its component, its name in the source, and its shape in the file.
+type FileEntry<'a> = (ComponentKind, &'a str, Vec<usize>);
 
-fn text_file(path: &Path, text: &str) -> Result<()> {
+fn write_text_file(path: &Path, text: &str) -> Result<()> {
     Ok(fsutil::write_atomic(path, |out| out.write_all(text.as_bytes()))?)
 }

@@ -1,10 +1,13 @@
-//! Whole models, saved and loaded again. What diffusers makes of the saves: `tests/reference/check_saves.py`.
+//! Saves complete models and loads them again. Diffusers checks the saved models in `tests/reference/check_saves.py`.
 
-use super::ldm::OldNames;
+use super::ldm::LdmNames;
 use super::*;
 use crate::models::unet::PerBlock;
+use crate::models::unet::UNetConfig;
+use crate::models::vae::VaeConfig;
 use crate::testing::{fixtures, quantised_folder};
 use candle_core::Tensor;
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 const CPU: Device = Device::Cpu;
@@ -16,7 +19,7 @@ fn shapes(index: &Index) -> Shapes {
     tensors.map(|(name, shape)| (name.to_owned(), shape.to_vec())).collect()
 }
 
-/// Lines of `name 1x2x3`, of those with this prefix.
+/// Reads the lines `name 1x2x3` with this prefix.
 fn listed(file: &str, prefix: &str) -> Shapes {
     let text = std::fs::read_to_string(fixtures().join("models").join(file)).unwrap();
     let lines = text.lines().filter_map(|line| line.strip_prefix(prefix));
@@ -30,9 +33,9 @@ fn index_of(shapes: &Shapes) -> Index {
     Index::from_shapes(shapes.clone().into_iter())
 }
 
-/// All of a model's tensors under the names of a single file.
-fn in_one_file(text: &Shapes, unet: &Shapes, vae: &Shapes) -> Shapes {
-    let names = OldNames::of(&index_of(unet), &index_of(vae)).unwrap();
+/// The names and shapes of all tensors of a model in a single file.
+fn in_single_file(text: &Shapes, unet: &Shapes, vae: &Shapes) -> Shapes {
+    let names = LdmNames::new(&index_of(unet), &index_of(vae)).unwrap();
     let text = text
         .iter()
         .map(|(name, shape)| (names.text_encoder(name), shape.clone()));
@@ -51,20 +54,20 @@ fn in_one_file(text: &Shapes, unet: &Shapes, vae: &Shapes) -> Shapes {
 }
 
 #[test]
-fn all_names_of_a_full_size_model_are_those_of_the_first_release_and_back() {
+fn the_names_of_a_full_size_model_convert_to_ldm_and_back() {
     let [text, unet, vae] = ["text_encoder ", "unet ", "vae "].map(|part| listed("full_size_names.txt", part));
     assert_eq!((unet.len(), vae.len()), (686, 248));
     let text: Shapes = text
         .into_iter()
-        .map(|(name, shape)| (source::text_name(&name), shape))
+        .map(|(name, shape)| (source::prefixed_name(&name), shape))
         .collect();
-    let old = in_one_file(&text, &unet, &vae);
+    let old = in_single_file(&text, &unet, &vae);
     assert_eq!(old, listed("full_size_ldm_names.txt", ""));
     let back = ldm::split(&index_of(&old), &SdConfig::default()).unwrap();
     assert_eq!(back.each_ref().map(shapes), [text, unet, vae]);
 }
 
-fn made_of(build: impl FnOnce(&Weights)) -> Shapes {
+fn shapes_built_by(build: impl FnOnce(&Weights)) -> Shapes {
     let weights = Weights::init(0, &CPU);
     build(&weights);
     let vars = weights.vars().into_iter();
@@ -72,7 +75,7 @@ fn made_of(build: impl FnOnce(&Weights)) -> Shapes {
 }
 
 #[test]
-fn names_of_other_numbers_of_layers_and_levels_are_old_names_and_back() {
+fn the_names_of_models_of_any_depth_convert_to_ldm_and_back() {
     let text = Shapes::from([("text_model.final_layer_norm.weight".into(), vec![8])]);
     let mut tried = 0;
     for levels in 1..=4 {
@@ -82,12 +85,12 @@ fn names_of_other_numbers_of_layers_and_levels_are_old_names_and_back() {
             norm_num_groups: 2,
             ..Default::default()
         };
-        let vae = made_of(|w| drop(AutoencoderKl::new(w, &vae_config).unwrap()));
+        let vae = shapes_built_by(|w| drop(AutoencoderKl::new(w, &vae_config).unwrap()));
         for layers in 1..=4 {
-            // Bit by bit: which levels have transformers.
-            for attended in 0..1u32 << levels {
+            // Bit i: whether level i has transformers.
+            for with_attention in 0..1u32 << levels {
                 let block = |level: usize, cross: &str, plain: &str| {
-                    let name = if attended >> level & 1 == 1 { cross } else { plain };
+                    let name = if with_attention >> level & 1 == 1 { cross } else { plain };
                     name.to_owned()
                 };
                 let down = |level| block(level, "CrossAttnDownBlock2D", "DownBlock2D");
@@ -103,8 +106,8 @@ fn names_of_other_numbers_of_layers_and_levels_are_old_names_and_back() {
                     norm_num_groups: 2,
                     ..Default::default()
                 };
-                let unet = made_of(|w| drop(UNet2DConditionModel::new(w, &config).unwrap()));
-                let old = in_one_file(&text, &unet, &vae);
+                let unet = shapes_built_by(|w| drop(UNet2DConditionModel::new(w, &config).unwrap()));
+                let old = in_single_file(&text, &unet, &vae);
                 let parts = SdConfig {
                     vae: vae_config.clone(),
                     ..SdConfig::default()
@@ -119,30 +122,31 @@ fn names_of_other_numbers_of_layers_and_levels_are_old_names_and_back() {
 }
 
 #[test]
-fn the_configs_of_sd_1_say_what_the_defaults_say() {
+fn the_configs_of_sd_1_equal_the_defaults() {
     fn read<T: serde::de::DeserializeOwned>(text: &str) -> T {
         serde_json::from_value(config::parse_json(text).unwrap()).unwrap()
     }
-    let small = SmallFiles::stock();
-    let [text, unet, vae] = &small.configs;
-    let mut said = SdConfig {
+    let files = ConfigFiles::defaults();
+    let [text, unet, vae] = &files.configs;
+    let mut config_value = SdConfig {
         text_encoder: read(text),
         unet: read(unet),
         vae: read(vae),
-        scheduler: read(&small.scheduler),
+        scheduler: read(&files.scheduler),
     };
-    assert_eq!(said.vae.down_block_types.len(), 4);
-    said.vae.down_block_types.clear();
-    said.vae.up_block_types.clear();
-    said.scheduler
+    assert_eq!(config_value.vae.down_block_types.len(), 4);
+    config_value.vae.down_block_types.clear();
+    config_value.vae.up_block_types.clear();
+    config_value
+        .scheduler
         .as_object_mut()
         .unwrap()
         .shift_remove("_diffusers_version");
-    assert_eq!(format!("{said:?}"), format!("{:?}", SdConfig::default()));
+    assert_eq!(format!("{config_value:?}"), format!("{:?}", SdConfig::default()));
 }
 
 #[test]
-fn the_tokenizer_of_openai_is_the_same_from_its_files() {
+fn openai_s_tokenizer_is_the_same_when_loaded_from_its_files() {
     let folder = tempfile::tempdir().unwrap();
     for (name, text) in ClipTokenizer::openai_files() {
         std::fs::write(folder.path().join(name), text).unwrap();
@@ -162,10 +166,10 @@ fn the_tokenizer_of_openai_is_the_same_from_its_files() {
 
 type Numbers = BTreeMap<String, (Vec<usize>, Vec<f32>)>;
 
-/// Every number of a model as its files have it, by part and name.
+/// All values of a model from its files, by component and name.
 fn numbers(source: &SdSource) -> Numbers {
     let mut all = BTreeMap::new();
-    for part in Part::ALL {
+    for part in ComponentKind::ALL {
         let index = &source.component(part).index;
         for (name, shape) in index.tensors() {
             let tensor = index.read(name, DType::F32, &CPU).unwrap();
@@ -177,10 +181,11 @@ fn numbers(source: &SdSource) -> Numbers {
     all
 }
 
-/// Some tensors of the U-Net and the text encoder, changed; as the trainer calls them, and `numbers` after the change.
+/// Changes some tensors of the U-Net and the text encoder. Returns them with the names of the trainer, and all
+/// `numbers` after the change.
 fn trained(source: &SdSource) -> (BTreeMap<String, Tensor>, Numbers) {
-    let (mut trained, mut wanted) = (BTreeMap::new(), numbers(source));
-    for (name, (shape, values)) in &mut wanted {
+    let (mut trained, mut expected) = (BTreeMap::new(), numbers(source));
+    for (name, (shape, values)) in &mut expected {
         if name.starts_with("vae.") || !name.ends_with("conv1.weight") && !name.contains("layers.0.") {
             continue;
         }
@@ -188,7 +193,7 @@ fn trained(source: &SdSource) -> (BTreeMap<String, Tensor>, Numbers) {
             *value = *value * 0.5 + 0.001 * (i % 100) as f32;
         }
         let tensor = Tensor::from_vec(values.clone(), shape.as_slice(), &CPU).unwrap();
-        // Both ways to call it.
+        // Names with and without the prefix.
         let name = match name.contains("mlp.fc1") {
             true => name.replace("text_model.", ""),
             false => name.clone(),
@@ -198,7 +203,7 @@ fn trained(source: &SdSource) -> (BTreeMap<String, Tensor>, Numbers) {
     assert!(trained.keys().any(|name| name.starts_with("unet.")));
     assert!(trained.keys().any(|name| name.starts_with("text_encoder.text_model.")));
     assert!(trained.keys().any(|name| name.starts_with("text_encoder.encoder.")));
-    (trained, wanted)
+    (trained, expected)
 }
 
 fn metadata() -> BTreeMap<String, String> {
@@ -212,7 +217,7 @@ fn write_file(model: &FullModel<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Path and content of every file below a folder.
+/// The path and content of every file in a folder and its subfolders.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     let mut all = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap() {
@@ -239,18 +244,18 @@ fn load(path: &Path, configs: Option<&Path>) -> SdModel {
     SdModel::load(path, &options).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
 }
 
-/// Saves `base` in all forms that it can have, and finds the trained numbers and all others of it there.
-fn round_trip(base: &SdModel, configs: &Path, one_file: bool, keep: Option<&Path>) {
-    let (trained, wanted) = trained(&base.source);
+/// Saves `base` in all formats that support it, loads it again and compares all values.
+fn round_trip(base: &SdModel, configs: &Path, single_file: bool, keep: Option<&Path>) {
+    let (trained, expected) = trained(&base.source);
     let model = FullModel::new(&base.source, &trained, DType::F32, metadata()).unwrap();
-    let place = tempfile::tempdir().unwrap();
-    let place = keep.unwrap_or(place.path());
+    let folder_path = tempfile::tempdir().unwrap();
+    let folder_path = keep.unwrap_or(folder_path.path());
 
-    let folder = place.join("folder");
+    let folder = folder_path.join("folder");
     model.write_folder(&folder).unwrap();
-    let again = load(&folder, None);
-    assert!(numbers(&again.source) == wanted);
-    assert!(again.quantised_in_file.is_empty());
+    let loaded = load(&folder, None);
+    assert!(numbers(&loaded.source) == expected);
+    assert!(loaded.quantised_in_file.is_empty());
     let written = files(&folder);
     for name in [
         "aitk_meta.yaml",
@@ -259,45 +264,45 @@ fn round_trip(base: &SdModel, configs: &Path, one_file: bool, keep: Option<&Path
     ] {
         assert!(written.contains_key(name), "{name} of {:?}", written.keys());
     }
-    let second = place.join("second");
+    let second = folder_path.join("second");
     model.write_folder(&second).unwrap();
     assert!(files(&second) == written);
     std::fs::remove_dir_all(&second).unwrap();
-    // From what was saved the same is saved, by now with nothing to change.
+    // Saving the loaded model again gives the same files.
     let none = BTreeMap::new();
-    let copy = FullModel::new(&again.source, &none, DType::F32, metadata()).unwrap();
+    let copy = FullModel::new(&loaded.source, &none, DType::F32, metadata()).unwrap();
     copy.write_folder(&second).unwrap();
     assert!(files(&second) == written);
     std::fs::remove_dir_all(&second).unwrap();
 
-    if !one_file {
+    if !single_file {
         let error = EngineError::io("x", model.write_file(&mut Vec::new()).unwrap_err());
         assert!(matches!(&error, EngineError::Unsupported(text) if text.contains("save_format: diffusers")));
-        assert!(base.source.fits_one_file().is_err());
+        assert!(base.source.check_single_file().is_err());
         return;
     }
-    base.source.fits_one_file().unwrap();
-    let file = place.join("file.safetensors");
+    base.source.check_single_file().unwrap();
+    let file = folder_path.join("file.safetensors");
     let bytes = write_file(&model);
     assert!(bytes == write_file(&model));
     std::fs::write(&file, &bytes).unwrap();
-    let again = load(&file, Some(configs));
-    assert!(numbers(&again.source) == wanted);
+    let loaded = load(&file, Some(configs));
+    assert!(numbers(&loaded.source) == expected);
     let index = Index::open(&file).unwrap();
     assert_eq!(index.metadata(), metadata().into_iter().collect::<Vec<_>>());
-    assert_eq!(index.tensors().count(), wanted.len());
+    assert_eq!(index.tensors().count(), expected.len());
     for (name, shape) in index.tensors().filter(|(name, _)| name.contains(".mid.attn_1.")) {
         let linear = name.ends_with(".weight") && !name.contains(".norm.");
         assert_eq!(shape.len(), if linear { 4 } else { 1 }, "{name}");
     }
-    let copy = FullModel::new(&again.source, &none, DType::F32, metadata()).unwrap();
+    let copy = FullModel::new(&loaded.source, &none, DType::F32, metadata()).unwrap();
     assert!(write_file(&copy) == bytes);
 }
 
 #[test]
-fn a_folder_is_saved_and_loaded_again_bit_for_bit() {
+fn a_folder_is_saved_and_loaded_bit_for_bit() {
     let keep = std::env::var_os("AITK_KEEP_SAVES").map(PathBuf::from);
-    for (name, one_file) in [
+    for (name, single_file) in [
         ("tiny_sd", true),
         ("odd_models/old", true),
         ("odd_models/distilled", true),
@@ -308,12 +313,12 @@ fn a_folder_is_saved_and_loaded_again_bit_for_bit() {
         if let Some(keep) = &keep {
             std::fs::create_dir_all(keep).unwrap();
         }
-        round_trip(&load(&base, None), &base, one_file, keep.as_deref());
+        round_trip(&load(&base, None), &base, single_file, keep.as_deref());
     }
 }
 
 #[test]
-fn a_single_file_is_saved_and_loaded_again_bit_for_bit() {
+fn a_single_file_is_saved_and_loaded_bit_for_bit() {
     let (file, configs) = (
         fixtures().join("models/tiny_ldm.safetensors"),
         fixtures().join("tiny_sd"),
@@ -322,26 +327,26 @@ fn a_single_file_is_saved_and_loaded_again_bit_for_bit() {
 }
 
 #[test]
-fn what_was_quantised_is_saved_unpacked() {
+fn quantised_weights_are_saved_dequantised() {
     let folder = quantised_folder(
         "text_bitsandbytes.safetensors",
         ("unet_bitsandbytes.safetensors", "model.safetensors"),
     );
     let config = folder.path().join("unet/config.json");
-    let mut said = config::read_json(&config).unwrap();
-    said["quantization_config"] = json!({"load_in_4bit": true});
-    std::fs::write(&config, said.to_string()).unwrap();
+    let mut config_value = config::read_json(&config).unwrap();
+    config_value["quantization_config"] = json!({"load_in_4bit": true});
+    std::fs::write(&config, config_value.to_string()).unwrap();
     let base = load(folder.path(), None);
     assert!(!base.quantised_in_file.is_empty());
     round_trip(&base, folder.path(), true, None);
-    let place = tempfile::tempdir().unwrap();
+    let folder_path = tempfile::tempdir().unwrap();
     let none = BTreeMap::new();
     let model = FullModel::new(&base.source, &none, DType::F16, metadata()).unwrap();
-    model.write_folder(place.path()).unwrap();
-    let said = config::read_json(&place.path().join("unet/config.json")).unwrap();
+    model.write_folder(folder_path.path()).unwrap();
+    let config_value = config::read_json(&folder_path.path().join("unet/config.json")).unwrap();
     assert!(
-        said.get("quantization_config").is_none() && said["norm_num_groups"] == 8,
-        "{said}"
+        config_value.get("quantization_config").is_none() && config_value["norm_num_groups"] == 8,
+        "{config_value}"
     );
     for file in ["checkpoint.gguf", "checkpoint_float8.safetensors"] {
         let base = load(&fixtures().join("prequantised").join(file), Some(folder.path()));
@@ -350,44 +355,44 @@ fn what_was_quantised_is_saved_unpacked() {
 }
 
 #[test]
-fn half_floats_are_rounded_as_candle_rounds_and_the_configs_say_so() {
+fn half_precision_is_rounded_as_by_candle_and_set_in_the_configs() {
     let folder = fixtures().join("tiny_sd");
     let base = load(&folder, None);
-    let (trained, wanted) = trained(&base.source);
-    for (dtype, said) in [(DType::F16, "float16"), (DType::BF16, "bfloat16")] {
-        let place = tempfile::tempdir().unwrap();
+    let (trained, expected) = trained(&base.source);
+    for (dtype, config_value) in [(DType::F16, "float16"), (DType::BF16, "bfloat16")] {
+        let folder_path = tempfile::tempdir().unwrap();
         let model = FullModel::new(&base.source, &trained, dtype, metadata()).unwrap();
-        model.write_folder(place.path()).unwrap();
-        let file = place.path().join("one.safetensors");
+        model.write_folder(folder_path.path()).unwrap();
+        let file = folder_path.path().join("one.safetensors");
         std::fs::write(&file, write_file(&model)).unwrap();
         let rounded = |values: &[f32]| {
             let values = Tensor::new(values, &CPU).unwrap().to_dtype(dtype).unwrap();
             values.to_dtype(DType::F32).unwrap().to_vec1::<f32>().unwrap()
         };
-        for again in [load(place.path(), None), load(&file, Some(&folder))] {
-            for (name, (shape, values)) in numbers(&again.source) {
+        for loaded in [load(folder_path.path(), None), load(&file, Some(&folder))] {
+            for (name, (shape, values)) in numbers(&loaded.source) {
                 assert!(
-                    (shape, values) == (wanted[&name].0.clone(), rounded(&wanted[&name].1)),
+                    (shape, values) == (expected[&name].0.clone(), rounded(&expected[&name].1)),
                     "{name}"
                 );
             }
         }
-        let config = config::read_json(&place.path().join("text_encoder/config.json")).unwrap();
-        assert_eq!(config["dtype"], said);
+        let config = config::read_json(&folder_path.path().join("text_encoder/config.json")).unwrap();
+        assert_eq!(config["dtype"], config_value);
         let bytes = |path: &Path| std::fs::metadata(path).unwrap().len() as usize;
-        let count: usize = wanted.values().map(|(_, values)| values.len()).sum();
+        let count: usize = expected.values().map(|(_, values)| values.len()).sum();
         assert!((2 * count..2 * count + 200_000).contains(&bytes(&file)));
     }
 }
 
 #[test]
-fn a_folder_says_what_is_in_it() {
+fn a_saved_folder_has_the_right_index_and_files() {
     let base = load(&fixtures().join("odd_models/distilled"), None);
     let none = BTreeMap::new();
-    let place = tempfile::tempdir().unwrap();
+    let folder_path = tempfile::tempdir().unwrap();
     let model = FullModel::new(&base.source, &none, DType::F32, metadata()).unwrap();
-    model.v_prediction(true).write_folder(place.path()).unwrap();
-    let read = |name: &str| config::read_json(&place.path().join(name)).unwrap();
+    model.v_prediction(true).write_folder(folder_path.path()).unwrap();
+    let read = |name: &str| config::read_json(&folder_path.path().join(name)).unwrap();
     let index = read("model_index.json");
     let nothing = json!([null, null]);
     assert_eq!(
@@ -400,12 +405,12 @@ fn a_folder_says_what_is_in_it() {
         read("scheduler/scheduler_config.json")["prediction_type"],
         "v_prediction"
     );
-    let text = std::fs::read_to_string(place.path().join(META_FILE)).unwrap();
+    let text = std::fs::read_to_string(folder_path.path().join(META_FILE)).unwrap();
     assert_eq!(text, "format: \"pt\"\ntraining_info:\n  step: 3\n  epoch: 1\n");
-    // Nothing of the base beside: its variants, its samples.
-    let names: BTreeSet<String> = files(place.path()).into_keys().collect();
+    // No other files of the base model, such as variants and samples.
+    let names: BTreeSet<String> = files(folder_path.path()).into_keys().collect();
     let tokenizer = ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"];
-    let wanted = [
+    let expected = [
         META_FILE,
         "model_index.json",
         "scheduler/scheduler_config.json",
@@ -416,14 +421,17 @@ fn a_folder_says_what_is_in_it() {
         "vae/config.json",
         "vae/diffusion_pytorch_model.safetensors",
     ];
-    assert_eq!(names, wanted.into_iter().chain(tokenizer).map(str::to_owned).collect());
+    assert_eq!(
+        names,
+        expected.into_iter().chain(tokenizer).map(str::to_owned).collect()
+    );
 }
 
 #[test]
-fn another_vae_is_saved_in_the_place_of_the_models_own() {
+fn a_replaced_vae_is_saved() {
     let own = fixtures().join("tiny_sd");
     let mut base = load(&own, None);
-    // With the names of 2022, and more levels.
+    // This VAE has the names of 2022 and more levels.
     base.replace_vae(&fixtures().join("odd_models/old"), &LoadOptions::cpu())
         .unwrap();
     let other = load(&fixtures().join("odd_models/old"), None);
@@ -432,20 +440,20 @@ fn another_vae_is_saved_in_the_place_of_the_models_own() {
         all.filter(|(name, _)| name.starts_with("vae.")).collect::<Numbers>()
     };
     assert!(vae(&base.source) == vae(&other.source));
-    let place = tempfile::tempdir().unwrap();
+    let folder_path = tempfile::tempdir().unwrap();
     let none = BTreeMap::new();
     let model = FullModel::new(&base.source, &none, DType::F32, metadata()).unwrap();
-    model.write_folder(place.path()).unwrap();
-    let again = load(place.path(), None);
-    assert!(numbers(&again.source) == numbers(&base.source));
-    assert_eq!(again.vae.scaling_factor, 0.13025);
-    let file = place.path().join("one.safetensors");
+    model.write_folder(folder_path.path()).unwrap();
+    let loaded = load(folder_path.path(), None);
+    assert!(numbers(&loaded.source) == numbers(&base.source));
+    assert_eq!(loaded.vae.scaling_factor, 0.13025);
+    let file = folder_path.path().join("one.safetensors");
     std::fs::write(&file, write_file(&model)).unwrap();
-    assert!(numbers(&load(&file, Some(place.path())).source) == numbers(&base.source));
+    assert!(numbers(&load(&file, Some(folder_path.path())).source) == numbers(&base.source));
 }
 
 #[test]
-fn what_the_model_does_not_have_was_not_trained() {
+fn trained_tensors_that_the_model_does_not_have_are_refused() {
     let base = load(&fixtures().join("tiny_sd"), None);
     let tensor = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &CPU).unwrap();
     let refused = |tensors: &[(&str, Tensor)], dtype: DType| {

@@ -1,24 +1,25 @@
-//! What a model was loaded from, kept so that it can be written whole again: names, small texts and open files, no weights.
+//! The source of a model, for saving it: tensor names, configs and open files, but no weights.
 
-use super::{SdConfig, stock};
+use super::default_configs;
+use super::sd_config::SdConfig;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
 use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
-/// What has weights of its own.
+/// A component with weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Part {
+pub(super) enum ComponentKind {
     TextEncoder,
     Unet,
     Vae,
 }
 
-impl Part {
+impl ComponentKind {
     pub(super) const ALL: [Self; 3] = [Self::TextEncoder, Self::Unet, Self::Vae];
 
-    /// Its folder in diffusers' layout.
+    /// The name of its folder in a diffusers model.
     pub(super) fn folder(self) -> &'static str {
         match self {
             Self::TextEncoder => "text_encoder",
@@ -27,7 +28,7 @@ impl Part {
         }
     }
 
-    /// Its library, and its class there.
+    /// Its library and class in `model_index.json`.
     pub(super) fn class(self) -> [&'static str; 2] {
         match self {
             Self::TextEncoder => ["transformers", "CLIPTextModel"],
@@ -36,7 +37,7 @@ impl Part {
         }
     }
 
-    /// Its weights, in its folder.
+    /// The name of the file with its weights.
     pub(super) fn file(self) -> &'static str {
         match self {
             Self::TextEncoder => "model.safetensors",
@@ -45,29 +46,31 @@ impl Part {
     }
 }
 
-/// The tensors of a part, and what its `config.json` says.
+/// The tensors and the `config.json` of a component.
 #[derive(Clone, Debug)]
 pub(super) struct Component {
-    /// Of just the tensors that the part is made of: diffusers' names today; `text_model.…` in the text encoder.
+    /// The tensors of the component, with diffusers' current names, and with the prefix `text_model.` in the text
+    /// encoder.
     pub(super) index: Index,
     pub(super) config: String,
 }
 
 impl Component {
-    /// Of weights that a model was built from.
-    pub(super) fn new(part: Part, weights: &Weights, config: String) -> Result<Self> {
+    /// From the weights that the component was built from.
+    pub(super) fn new(kind: ComponentKind, weights: &Weights, config: String) -> Result<Self> {
         let index = weights.requested_tensors();
-        let index = index.ok_or_else(|| EngineError::Internal("a model without files has no source".into()))?;
-        let index = match part {
-            Part::TextEncoder => index.renamed(|name, shape| Some((text_name(name), shape.to_vec()))),
-            Part::Unet | Part::Vae => index,
+        let index = index
+            .ok_or_else(|| EngineError::Internal("a model that was not loaded from files cannot be saved".into()))?;
+        let index = match kind {
+            ComponentKind::TextEncoder => index.renamed(|name, shape| Some((prefixed_name(name), shape.to_vec()))),
+            ComponentKind::Unet | ComponentKind::Vae => index,
         };
         Ok(Self { index, config })
     }
 }
 
-/// As transformers has named the text encoder's tensors up to version 4; all versions read these names.
-pub(super) fn text_name(name: &str) -> String {
+/// The name of a text encoder's tensor with the prefix of transformers up to version 4, which all versions can read.
+pub(super) fn prefixed_name(name: &str) -> String {
     const PREFIX: &str = "text_model.";
     match name.starts_with(PREFIX) {
         true => name.to_owned(),
@@ -75,21 +78,21 @@ pub(super) fn text_name(name: &str) -> String {
     }
 }
 
-/// The small files of a model in diffusers' layout.
+/// The configs and the tokenizer of a diffusers model.
 #[derive(Clone, Debug)]
-pub(super) struct SmallFiles {
-    /// The `config.json` of each of [`Part::ALL`].
+pub(super) struct ConfigFiles {
+    /// The `config.json` of each of [`ComponentKind::ALL`].
     pub(super) configs: [String; 3],
     /// `scheduler_config.json`.
     pub(super) scheduler: String,
-    /// `model_index.json`, where there was one.
+    /// `model_index.json`, if the model has one.
     pub(super) model_index: Option<Map<String, Value>>,
-    /// The folder of the tokenizer; OpenAI's where there is none.
+    /// The folder of the tokenizer; `None` for OpenAI's.
     pub(super) tokenizer: Option<PathBuf>,
 }
 
-impl SmallFiles {
-    /// Of a diffusers folder, which may have no `model_index.json`.
+impl ConfigFiles {
+    /// Reads the files of a diffusers folder. `model_index.json` may be missing.
     pub(super) fn open(folder: &Path) -> Result<Self> {
         let read = |file: &str| {
             let path = folder.join(file);
@@ -112,22 +115,27 @@ impl SmallFiles {
         })
     }
 
-    /// Of Stable Diffusion 1.x.
-    pub(super) fn stock() -> Self {
+    /// The files of Stable Diffusion 1.x.
+    pub(super) fn defaults() -> Self {
         let mut scheduler = SdConfig::default().scheduler;
         if let Some(keys) = scheduler.as_object_mut() {
-            keys.insert("_diffusers_version".into(), stock::DIFFUSERS.into());
+            keys.insert("_diffusers_version".into(), default_configs::DIFFUSERS.into());
         }
         Self {
-            configs: [stock::TEXT_ENCODER, stock::UNET, stock::VAE].map(str::to_owned),
-            scheduler: pretty(&scheduler),
+            configs: [
+                default_configs::TEXT_ENCODER,
+                default_configs::UNET,
+                default_configs::VAE,
+            ]
+            .map(str::to_owned),
+            scheduler: pretty_json(&scheduler),
             model_index: None,
             tokenizer: None,
         }
     }
 }
 
-/// Where a model came from.
+/// Where a model was loaded from.
 #[derive(Clone, Debug)]
 pub struct SdSource {
     path: PathBuf,
@@ -138,16 +146,16 @@ pub struct SdSource {
 }
 
 impl SdSource {
-    /// `weights` are those that [`Part::ALL`] were built from.
-    pub(super) fn new(path: &Path, files: SmallFiles, weights: [&Weights; 3]) -> Result<Self> {
+    /// `weights` are those of [`ComponentKind::ALL`], in this order.
+    pub(super) fn new(path: &Path, files: ConfigFiles, weights: [&Weights; 3]) -> Result<Self> {
         let [text_encoder, unet, vae] = files.configs;
         let [text_weights, unet_weights, vae_weights] = weights;
         Ok(Self {
             path: path.to_path_buf(),
             components: [
-                Component::new(Part::TextEncoder, text_weights, text_encoder)?,
-                Component::new(Part::Unet, unet_weights, unet)?,
-                Component::new(Part::Vae, vae_weights, vae)?,
+                Component::new(ComponentKind::TextEncoder, text_weights, text_encoder)?,
+                Component::new(ComponentKind::Unet, unet_weights, unet)?,
+                Component::new(ComponentKind::Vae, vae_weights, vae)?,
             ],
             scheduler: files.scheduler,
             model_index: files.model_index,
@@ -161,21 +169,21 @@ impl SdSource {
         &self.path
     }
 
-    pub(super) fn component(&self, part: Part) -> &Component {
+    pub(super) fn component(&self, kind: ComponentKind) -> &Component {
         let [text_encoder, unet, vae] = &self.components;
-        match part {
-            Part::TextEncoder => text_encoder,
-            Part::Unet => unet,
-            Part::Vae => vae,
+        match kind {
+            ComponentKind::TextEncoder => text_encoder,
+            ComponentKind::Unet => unet,
+            ComponentKind::Vae => vae,
         }
     }
 
-    /// Another VAE than the one of the folder or file.
+    /// Replaces the VAE by one from another folder.
     pub(super) fn replace_vae(&mut self, vae: Component) {
         self.components[2] = vae;
     }
 
-    /// The folder of the tokenizer; none where it is OpenAI's.
+    /// The folder of the tokenizer; `None` for OpenAI's.
     pub(super) fn tokenizer(&self) -> Option<&Path> {
         self.tokenizer.as_deref()
     }
@@ -185,29 +193,29 @@ impl SdSource {
         &self.scheduler
     }
 
-    /// `model_index.json`: of the parts that there are, and no other.
+    /// `model_index.json` with the components that are saved, and no others.
     pub(super) fn model_index(&self) -> Value {
         let mut index = self.model_index.clone().unwrap_or_else(|| {
             let none = json!([null, null]);
             let mut index = Map::new();
-            index.insert("_diffusers_version".into(), stock::DIFFUSERS.into());
+            index.insert("_diffusers_version".into(), default_configs::DIFFUSERS.into());
             index.insert("safety_checker".into(), none.clone());
             index.insert("feature_extractor".into(), none);
             index
         });
-        // A scheduler or a tokenizer may be of one of several classes.
-        let of_base = |key: &str, class: &str| {
+        // There are several classes of schedulers and tokenizers: the entry of the source is kept.
+        let source_entry = |key: &str, class: &str| {
             let pair = index.get(key)?.as_array()?;
             let named = pair.get(1)?.as_str()?.starts_with(class);
             named.then(|| Value::Array(pair.clone()))
         };
-        let tokenizer = of_base("tokenizer", "CLIPTokenizer");
-        let scheduler = of_base("scheduler", "");
+        let tokenizer = source_entry("tokenizer", "CLIPTokenizer");
+        let scheduler = source_entry("scheduler", "");
         for entry in index.values_mut().filter(|entry| entry.is_array()) {
             *entry = json!([null, null]);
         }
-        for part in Part::ALL {
-            index.insert(part.folder().into(), json!(part.class()));
+        for kind in ComponentKind::ALL {
+            index.insert(kind.folder().into(), json!(kind.class()));
         }
         let class = config::parse_json(&self.scheduler).unwrap_or_default();
         let class = class.get("_class_name").and_then(Value::as_str);
@@ -225,7 +233,7 @@ impl SdSource {
     }
 }
 
-/// JSON for people, as a file.
-pub(super) fn pretty(value: &Value) -> String {
+/// JSON with indentation and a newline at the end.
+pub(super) fn pretty_json(value: &Value) -> String {
     format!("{value:#}\n")
 }

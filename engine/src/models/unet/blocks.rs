@@ -1,6 +1,6 @@
 //! The down, middle and up blocks of the U-Net, as steps of a stack.
 
-use super::config::{Plan, UNetConfig};
+use super::config::{BlockParams, UNetConfig};
 use super::resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample, Visitor};
 use super::transformer::{Transformer2d, TransformerSizes};
 use crate::error::Result;
@@ -9,8 +9,14 @@ use crate::residency::{Stack, Value};
 use crate::weights::Weights;
 use std::sync::Arc;
 
-fn resnet(weights: &Weights, config: &UNetConfig, plan: &Plan, inputs: usize, outputs: usize) -> Result<ResnetBlock> {
-    let time = Some(4 * plan.channels[0]);
+fn resnet(
+    weights: &Weights,
+    config: &UNetConfig,
+    params: &BlockParams,
+    inputs: usize,
+    outputs: usize,
+) -> Result<ResnetBlock> {
+    let time = Some(4 * params.channels[0]);
     let sizes = ResnetSizes {
         inputs,
         outputs,
@@ -21,13 +27,18 @@ fn resnet(weights: &Weights, config: &UNetConfig, plan: &Plan, inputs: usize, ou
     ResnetBlock::new(weights, sizes)
 }
 
-/// `like`: the down block whose numbers hold.
-fn transformer(weights: &Weights, config: &UNetConfig, plan: &Plan, like: usize) -> Result<Transformer2d> {
+/// A transformer with the parameters of down block `down_index`.
+fn transformer(
+    weights: &Weights,
+    config: &UNetConfig,
+    params: &BlockParams,
+    down_index: usize,
+) -> Result<Transformer2d> {
     let sizes = TransformerSizes {
-        channels: plan.channels[like],
-        heads: plan.heads[like],
-        context: plan.context[like],
-        layers: plan.transformer_layers[like],
+        channels: params.channels[down_index],
+        heads: params.heads[down_index],
+        context: params.context[down_index],
+        layers: params.transformer_layers[down_index],
         groups: config.norm_num_groups,
         linear: config.use_linear_projection,
     };
@@ -37,16 +48,16 @@ fn transformer(weights: &Weights, config: &UNetConfig, plan: &Plan, like: usize)
 /// Height and width.
 pub(super) type Size = (usize, usize);
 
-/// What every block reads beside the image.
+/// The inputs of every block besides the image.
 #[derive(Clone, Copy)]
-pub(super) struct Conditions {
+pub(super) struct Conditioning {
     /// The time embedding, [b, width].
     pub(super) time: Value,
     /// The text, [b, n, width].
     pub(super) context: Value,
 }
 
-/// Residual blocks, each followed by its transformer, if the block has them.
+/// Residual blocks, each followed by a transformer if the block has attention.
 #[derive(Clone, Debug)]
 struct Layers {
     resnets: Vec<Arc<ResnetBlock>>,
@@ -57,18 +68,26 @@ impl Layers {
     fn new(
         weights: &Weights,
         resnets: impl Iterator<Item = Result<ResnetBlock>>,
-        attended: usize,
+        attention_count: usize,
         transformer: impl Fn(&Weights) -> Result<Transformer2d>,
     ) -> Result<Self> {
-        let attentions = (0..attended).map(|j| Ok(Arc::new(transformer(&weights.pp("attentions").pp(j))?)));
+        let attentions = (0..attention_count).map(|j| Ok(Arc::new(transformer(&weights.pp("attentions").pp(j))?)));
         Ok(Self {
             resnets: resnets.map(|r| r.map(Arc::new)).collect::<Result<_>>()?,
             attentions: attentions.collect::<Result<_>>()?,
         })
     }
 
-    /// Layer `i`: of the image, to which a skip is joined first, if there is one.
-    fn stack(&self, i: usize, path: &str, stack: &mut Stack, x: Value, skip: Option<Value>, c: Conditions) -> Value {
+    /// Adds layer `i` to the stack. If there is a skip connection, it is concatenated to the image first.
+    fn add_steps(
+        &self,
+        i: usize,
+        path: &str,
+        stack: &mut Stack,
+        x: Value,
+        skip: Option<Value>,
+        c: Conditioning,
+    ) -> Value {
         let (name, resnet) = (format!("{path}.resnets.{i}"), Arc::clone(&self.resnets[i]));
         let x = match skip {
             Some(skip) => stack.step(name, [x, skip, c.time], move |[x, skip, time]| {
@@ -102,36 +121,45 @@ pub(super) struct DownBlock {
 }
 
 impl DownBlock {
-    pub(super) fn new(weights: &Weights, config: &UNetConfig, plan: &Plan, i: usize) -> Result<Self> {
-        let outputs = plan.channels[i];
-        let before = if i == 0 { plan.channels[0] } else { plan.channels[i - 1] };
-        let resnets = (0..plan.layers[i]).map(|j| {
-            let inputs = if j == 0 { before } else { outputs };
-            resnet(&weights.pp("resnets").pp(j), config, plan, inputs, outputs)
+    pub(super) fn new(weights: &Weights, config: &UNetConfig, params: &BlockParams, i: usize) -> Result<Self> {
+        let outputs = params.channels[i];
+        let previous = if i == 0 {
+            params.channels[0]
+        } else {
+            params.channels[i - 1]
+        };
+        let resnets = (0..params.layers[i]).map(|j| {
+            let inputs = if j == 0 { previous } else { outputs };
+            resnet(&weights.pp("resnets").pp(j), config, params, inputs, outputs)
         });
-        let attended = if plan.down_attention[i] { plan.layers[i] } else { 0 };
-        let last = i + 1 == plan.channels.len();
-        let place = weights.pp("downsamplers.0");
+        let attention_count = if params.down_attention[i] { params.layers[i] } else { 0 };
+        let last = i + 1 == params.channels.len();
+        let sampler_weights = weights.pp("downsamplers.0");
         let downsampler = if last {
             None
         } else {
-            Some(Arc::new(Downsample::new(&place, outputs, config.downsample_padding)?))
+            Some(Arc::new(Downsample::new(
+                &sampler_weights,
+                outputs,
+                config.downsample_padding,
+            )?))
         };
         Ok(Self {
-            layers: Layers::new(weights, resnets, attended, |w| transformer(w, config, plan, i))?,
+            layers: Layers::new(weights, resnets, attention_count, |w| transformer(w, config, params, i))?,
             downsampler,
         })
     }
 
-    /// Every intermediate image with its size goes to `skips`; the last one goes on.
-    pub(super) fn stack(&self, path: &str, stack: &mut Stack, skips: &mut Vec<(Value, Size)>, c: Conditions) {
+    /// Adds the block to the stack. Its input is the last entry of `skips`; every intermediate result is added to
+    /// `skips`, with its size.
+    pub(super) fn add_steps(&self, path: &str, stack: &mut Stack, skips: &mut Vec<(Value, Size)>, c: Conditioning) {
         let Some(&(mut x, size)) = skips.last() else { return };
         for i in 0..self.layers.resnets.len() {
-            x = self.layers.stack(i, path, stack, x, None, c);
+            x = self.layers.add_steps(i, path, stack, x, None, c);
             skips.push((x, size));
         }
         if let Some(downsampler) = self.downsampler.clone() {
-            let size = downsampler.size_after(size);
+            let size = downsampler.output_size(size);
             x = stack.step(format!("{path}.downsamplers.0"), [x], move |[x]| downsampler.forward(x));
             skips.push((x, size));
         }
@@ -152,18 +180,18 @@ pub(super) struct MidBlock {
 }
 
 impl MidBlock {
-    pub(super) fn new(weights: &Weights, config: &UNetConfig, plan: &Plan) -> Result<Self> {
-        let last = plan.channels.len() - 1;
-        let channels = plan.channels[last];
-        let resnets = (0..2).map(|j| resnet(&weights.pp("resnets").pp(j), config, plan, channels, channels));
+    pub(super) fn new(weights: &Weights, config: &UNetConfig, params: &BlockParams) -> Result<Self> {
+        let last = params.channels.len() - 1;
+        let channels = params.channels[last];
+        let resnets = (0..2).map(|j| resnet(&weights.pp("resnets").pp(j), config, params, channels, channels));
         Ok(Self {
-            layers: Layers::new(weights, resnets, 1, |w| transformer(w, config, plan, last))?,
+            layers: Layers::new(weights, resnets, 1, |w| transformer(w, config, params, last))?,
         })
     }
 
-    pub(super) fn stack(&self, path: &str, stack: &mut Stack, x: Value, c: Conditions) -> Value {
-        let x = self.layers.stack(0, path, stack, x, None, c);
-        self.layers.stack(1, path, stack, x, None, c)
+    pub(super) fn add_steps(&self, path: &str, stack: &mut Stack, x: Value, c: Conditioning) -> Value {
+        let x = self.layers.add_steps(0, path, stack, x, None, c);
+        self.layers.add_steps(1, path, stack, x, None, c)
     }
 
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
@@ -178,47 +206,49 @@ pub(super) struct UpBlock {
 }
 
 impl UpBlock {
-    /// `i` counts the up blocks; the down block opposite has the number `last - i`.
-    pub(super) fn new(weights: &Weights, config: &UNetConfig, plan: &Plan, i: usize) -> Result<Self> {
-        let last = plan.channels.len() - 1;
-        let opposite = last - i;
-        let outputs = plan.channels[opposite];
-        let before = plan.channels[(opposite + 1).min(last)];
-        let deepest_skip = plan.channels[opposite.saturating_sub(1)];
-        let count = plan.layers[opposite] + 1;
+    /// Loads up block `i`. It has the parameters of down block `last - i`.
+    pub(super) fn new(weights: &Weights, config: &UNetConfig, params: &BlockParams, i: usize) -> Result<Self> {
+        let last = params.channels.len() - 1;
+        let down_index = last - i;
+        let outputs = params.channels[down_index];
+        let previous = params.channels[(down_index + 1).min(last)];
+        let deepest_skip = params.channels[down_index.saturating_sub(1)];
+        let count = params.layers[down_index] + 1;
         let resnets = (0..count).map(|j| {
             let skip = if j + 1 == count { deepest_skip } else { outputs };
-            let inputs = if j == 0 { before } else { outputs };
-            resnet(&weights.pp("resnets").pp(j), config, plan, inputs + skip, outputs)
+            let inputs = if j == 0 { previous } else { outputs };
+            resnet(&weights.pp("resnets").pp(j), config, params, inputs + skip, outputs)
         });
-        let attended = if plan.up_attention[i] { count } else { 0 };
-        let place = weights.pp("upsamplers.0");
+        let attention_count = if params.up_attention[i] { count } else { 0 };
+        let sampler_weights = weights.pp("upsamplers.0");
         let upsampler = if i == last {
             None
         } else {
-            Some(Arc::new(Upsample::new(&place, outputs)?))
+            Some(Arc::new(Upsample::new(&sampler_weights, outputs)?))
         };
         Ok(Self {
-            layers: Layers::new(weights, resnets, attended, |w| transformer(w, config, plan, opposite))?,
+            layers: Layers::new(weights, resnets, attention_count, |w| {
+                transformer(w, config, params, down_index)
+            })?,
             upsampler,
         })
     }
 
-    /// Takes its skips from the end of `skips`.
-    pub(super) fn stack(
+    /// Adds the block to the stack. It takes its skip connections from the end of `skips`.
+    pub(super) fn add_steps(
         &self,
         path: &str,
         stack: &mut Stack,
         mut x: Value,
         skips: &mut Vec<(Value, Size)>,
-        c: Conditions,
+        c: Conditioning,
     ) -> Value {
         for i in 0..self.layers.resnets.len() {
             let skip = skips.pop().map(|(skip, _)| skip);
-            x = self.layers.stack(i, path, stack, x, skip, c);
+            x = self.layers.add_steps(i, path, stack, x, skip, c);
         }
         match (self.upsampler.clone(), skips.last()) {
-            // Odd sizes: enlarge to what the next skip has, not to twice the size.
+            // With odd sizes, the result has the size of the next skip connection, not twice the size.
             (Some(upsampler), Some(&(_, size))) => stack.step(format!("{path}.upsamplers.0"), [x], move |[x]| {
                 upsampler.forward(x, size)
             }),

@@ -1,14 +1,14 @@
-//! `unet/config.json`, and what it means block by block.
+//! `unet/config.json`, and the parameters of each block.
 
 use serde::Deserialize;
 
-/// A number, or one per block.
+/// One value for all blocks, or one per block.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 #[serde(untagged)]
 pub enum PerBlock<T> {
-    /// The same everywhere.
+    /// The same value for all blocks.
     One(T),
-    /// One per down block.
+    /// One value per down block.
     Each(Vec<T>),
 }
 
@@ -22,8 +22,8 @@ impl<T: Clone> PerBlock<T> {
     }
 }
 
-/// `unet/config.json`. Absent keys have the values of SD 1.x. Keys for other families are read so that a model that
-/// needs them is refused instead of being run wrongly.
+/// `unet/config.json`. Missing keys have the values of SD 1.x. Keys of other families are read so that a model that
+/// needs them is refused.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the keys are diffusers' own, documented there")]
@@ -122,9 +122,9 @@ impl Default for UNetConfig {
     }
 }
 
-/// The config, checked and spelt out per down block. The up blocks take the same lists from the end.
+/// The parameters of each down block, from a checked config. Up blocks use the same lists in reverse order.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
+pub(super) struct BlockParams {
     pub(super) channels: Vec<usize>,
     pub(super) layers: Vec<usize>,
     pub(super) heads: Vec<usize>,
@@ -136,10 +136,10 @@ pub(super) struct Plan {
 }
 
 impl UNetConfig {
-    /// Features per token of the context.
+    /// The number of features of a context token.
     ///
     /// # Errors
-    /// When the blocks want different widths.
+    /// When blocks have different numbers.
     pub fn context_width(&self) -> Result<usize, String> {
         match &self.cross_attention_dim {
             PerBlock::One(width) => Ok(*width),
@@ -150,7 +150,7 @@ impl UNetConfig {
         }
     }
 
-    /// Height and width of latents that the model was made for.
+    /// The height and width of the latents that the model was trained on.
     #[must_use]
     pub fn sample_extent(&self) -> (usize, usize) {
         match &self.sample_size {
@@ -162,8 +162,8 @@ impl UNetConfig {
         }
     }
 
-    pub(super) fn plan(&self) -> Result<Plan, String> {
-        self.refuse_other_families()?;
+    pub(super) fn block_params(&self) -> Result<BlockParams, String> {
+        self.check_supported()?;
         let blocks = self.block_out_channels.len();
         if blocks == 0 || self.block_out_channels.contains(&0) {
             return Err("`block_out_channels` is empty or has a 0".into());
@@ -186,8 +186,8 @@ impl UNetConfig {
             None => false,
             Some(other) => return Err(format!("mid_block_type {other} is not supported")),
         };
-        // diffusers' name for it is wrong and kept for old configs: without `num_attention_heads`,
-        // `attention_head_dim` is the number of heads.
+        // A misnomer that diffusers keeps for old configs: without `num_attention_heads`, `attention_head_dim` is the
+        // number of heads.
         let heads = self.num_attention_heads.as_ref().unwrap_or(&self.attention_head_dim);
         let heads = heads.expand(blocks, "attention_head_dim")?;
         for (heads, channels) in heads.iter().zip(&self.block_out_channels) {
@@ -195,7 +195,7 @@ impl UNetConfig {
                 return Err(format!("{channels} channels cannot be split into {heads} heads"));
             }
         }
-        Ok(Plan {
+        Ok(BlockParams {
             channels: self.block_out_channels.clone(),
             layers: self.layers_per_block.expand(blocks, "layers_per_block")?,
             heads,
@@ -219,7 +219,7 @@ impl UNetConfig {
         })
     }
 
-    fn refuse_other_families(&self) -> Result<(), String> {
+    fn check_supported(&self) -> Result<(), String> {
         let other = [
             (self.center_input_sample, "center_input_sample"),
             (self.dual_cross_attention, "dual_cross_attention"),

@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu};
 use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
-use blocks::{Conditions, DownBlock, MidBlock, UpBlock};
+use blocks::{Conditioning, DownBlock, MidBlock, UpBlock};
 use candle_core::{D, DType, Tensor};
 
 /// The U-Net.
@@ -28,7 +28,7 @@ pub struct UNet2DConditionModel {
     up_blocks: Vec<UpBlock>,
     conv_norm_out: GroupNorm,
     conv_out: Conv2d,
-    /// How the blocks are run.
+    /// Whether and where gradient checkpointing is used.
     pub residency: Residency,
 }
 
@@ -36,25 +36,25 @@ impl UNet2DConditionModel {
     /// Loads the model.
     ///
     /// # Errors
-    /// When the config asks for something that is not supported, or a tensor is missing or has another shape.
+    /// When the config is not supported, or a tensor is missing or has another shape.
     pub fn new(weights: &Weights, config: &UNetConfig) -> Result<Self> {
-        let plan = config.plan().map_err(|message| weights.config_error(message))?;
-        let first = plan.channels[0];
+        let params = config.block_params().map_err(|message| weights.config_error(message))?;
+        let first = params.channels[0];
         let time_width = 4 * first;
         let embedding = weights.pp("time_embedding");
         let conv = |name: &str, inputs: usize, outputs: usize, kernel: usize| {
             Conv2d::new(&weights.pp(name), inputs, outputs, kernel, 1, kernel / 2)
         };
-        let down_blocks = (0..plan.channels.len())
-            .map(|i| DownBlock::new(&weights.pp("down_blocks").pp(i), config, &plan, i))
+        let down_blocks = (0..params.channels.len())
+            .map(|i| DownBlock::new(&weights.pp("down_blocks").pp(i), config, &params, i))
             .collect::<Result<Vec<_>>>()?;
-        let mid_block = if plan.mid_block {
-            Some(MidBlock::new(&weights.pp("mid_block"), config, &plan)?)
+        let mid_block = if params.mid_block {
+            Some(MidBlock::new(&weights.pp("mid_block"), config, &params)?)
         } else {
             None
         };
-        let up_blocks = (0..plan.channels.len())
-            .map(|i| UpBlock::new(&weights.pp("up_blocks").pp(i), config, &plan, i))
+        let up_blocks = (0..params.channels.len())
+            .map(|i| UpBlock::new(&weights.pp("up_blocks").pp(i), config, &params, i))
             .collect::<Result<Vec<_>>>()?;
         Ok(Self {
             conv_in: conv("conv_in", config.in_channels, first, config.conv_in_kernel)?,
@@ -75,36 +75,36 @@ impl UNet2DConditionModel {
         })
     }
 
-    /// What it was built from.
+    /// The config of the model.
     #[must_use]
     pub fn config(&self) -> &UNetConfig {
         &self.config
     }
 
-    /// sample [b, in, h, w], timesteps [b] (f32, fractions allowed), context [b, n, cross attention width] ->
-    /// the prediction, [b, out, h, w]. Any h and w.
+    /// sample [b, in, h, w], timesteps [b] (f32, may be fractional), context [b, n, cross attention width] -> the
+    /// prediction [b, out, h, w]. Any h and w.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, sample: &Tensor, timesteps: &Tensor, context: &Tensor) -> Result<Tensor> {
         let time = self.time_embedding(timesteps)?.to_dtype(sample.dtype())?;
         let x = self.conv_in.forward(sample)?;
         let size = (x.dim(2)?, x.dim(3)?);
         let mut stack = Stack::new();
         let mut skips = vec![(stack.input(x), size)];
-        let conditions = Conditions {
+        let conditioning = Conditioning {
             time: stack.input(time),
             context: stack.input(context.clone()),
         };
         for (i, block) in self.down_blocks.iter().enumerate() {
-            block.stack(&format!("down_blocks.{i}"), &mut stack, &mut skips, conditions);
+            block.add_steps(&format!("down_blocks.{i}"), &mut stack, &mut skips, conditioning);
         }
         let mut x = skips[skips.len() - 1].0;
         if let Some(block) = &self.mid_block {
-            x = block.stack("mid_block", &mut stack, x, conditions);
+            x = block.add_steps("mid_block", &mut stack, x, conditioning);
         }
         for (i, block) in self.up_blocks.iter().enumerate() {
-            x = block.stack(&format!("up_blocks.{i}"), &mut stack, x, &mut skips, conditions);
+            x = block.add_steps(&format!("up_blocks.{i}"), &mut stack, x, &mut skips, conditioning);
         }
         let x = stack.run(self.residency, x)?;
         let x = self.conv_norm_out.forward_silu(&x)?;

@@ -1,14 +1,14 @@
-//! Residual blocks and changes of size, shared by the U-Net and the VAE.
+//! Residual blocks, downsampling and upsampling, for the U-Net and the VAE.
 
 use crate::error::Result;
 use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, add, add_channels, join, silu, upsample_nearest};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
-/// Called with the path of a layer and the layer.
+/// A function that is called with the path of a layer and the layer.
 pub(crate) type Visitor<'a> = dyn FnMut(&str, LayerMut<'_>) -> Result<()> + 'a;
 
-/// norm, SiLU, conv; the time embedding; norm, SiLU, conv; plus the input.
+/// A residual block: norm, SiLU, conv; plus the time embedding; norm, SiLU, conv; plus the input.
 #[derive(Clone, Debug)]
 pub struct ResnetBlock {
     norm1: GroupNorm,
@@ -22,15 +22,15 @@ pub struct ResnetBlock {
 /// Sizes of a residual block.
 #[derive(Clone, Copy, Debug)]
 pub struct ResnetSizes {
-    /// Channels in.
+    /// Input channels.
     pub inputs: usize,
-    /// Channels out.
+    /// Output channels.
     pub outputs: usize,
-    /// Width of the time embedding, if there is one.
+    /// Features of the time embedding; `None` if the block has none.
     pub time: Option<usize>,
     /// Groups of the norms.
     pub groups: usize,
-    /// For the norms.
+    /// The epsilon of the norms.
     pub eps: f64,
 }
 
@@ -66,7 +66,7 @@ impl ResnetBlock {
     /// x [b, in, h, w], time [b, width] -> [b, out, h, w].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> candle_core::Result<Tensor> {
         let mut h = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
         if let (Some(projection), Some(time)) = (&self.time_emb_proj, time) {
@@ -93,14 +93,15 @@ impl ResnetBlock {
     }
 }
 
-/// Half the size, by a convolution with stride 2.
+/// Downsampling to half the size, by a convolution with stride 2.
 #[derive(Clone, Debug)]
 pub struct Downsample {
     conv: Conv2d,
 }
 
 impl Downsample {
-    /// Loads the block. `padding` 0 means one row below and one column on the right, as the VAE has it.
+    /// Loads the block. With `padding` 0, the input is padded by one row below and one column on the right, as in the
+    /// VAE.
     ///
     /// # Errors
     /// When a tensor is missing or has another shape.
@@ -110,9 +111,9 @@ impl Downsample {
         })
     }
 
-    /// Height and width of the result, for an image of this height and width.
+    /// The height and width of the result for an input of this height and width.
     #[must_use]
-    pub fn size_after(&self, (height, width): (usize, usize)) -> (usize, usize) {
+    pub fn output_size(&self, (height, width): (usize, usize)) -> (usize, usize) {
         let added = (2 * self.conv.padding).max(1);
         let half = |side: usize| (side + added).saturating_sub(3) / 2 + 1;
         (half(height), half(width))
@@ -121,7 +122,7 @@ impl Downsample {
     /// x [b, c, h, w] -> [b, c, about h / 2, about w / 2].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         if self.conv.padding == 0 {
             return self.conv.forward(&x.pad_with_zeros(2, 0, 1)?.pad_with_zeros(3, 0, 1)?);
@@ -134,7 +135,7 @@ impl Downsample {
     }
 }
 
-/// A larger size, by repeating pixels and a convolution.
+/// Nearest-neighbour upsampling, followed by a convolution.
 #[derive(Clone, Debug)]
 pub struct Upsample {
     conv: Conv2d,
@@ -154,7 +155,7 @@ impl Upsample {
     /// x [b, c, h, w] -> [b, c, size].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, size: (usize, usize)) -> candle_core::Result<Tensor> {
         self.conv.forward(&upsample_nearest(x, size.0, size.1)?)
     }

@@ -9,21 +9,21 @@ use candle_core::Tensor;
 /// Sizes of a transformer.
 #[derive(Clone, Copy, Debug)]
 pub struct TransformerSizes {
-    /// Channels of the image, features of a token.
+    /// Channels of the image, which are the features of a token.
     pub channels: usize,
-    /// Heads.
+    /// Attention heads.
     pub heads: usize,
-    /// Features of a token of the context.
+    /// Features of a context token.
     pub context: usize,
-    /// Transformer blocks.
+    /// The number of transformer blocks.
     pub layers: usize,
-    /// Groups of the norm in front.
+    /// Groups of the first norm.
     pub groups: usize,
-    /// Whether the projections in front and behind are linear layers (SD 2.x) or 1 x 1 convolutions (SD 1.x).
+    /// Whether the input and output projections are linear layers (SD 2.x) instead of 1 x 1 convolutions (SD 1.x).
     pub linear: bool,
 }
 
-/// Attention of pixels among themselves and to the context.
+/// A transformer over the pixels of an image, with cross-attention to the context.
 #[derive(Clone, Debug)]
 pub struct Transformer2d {
     norm: GroupNorm,
@@ -112,7 +112,7 @@ impl Transformer2d {
     /// x [b, c, h, w], context [b, n, d] -> [b, c, h, w].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
         let h = self.norm.forward(x)?;
         let mut h = match &self.proj_in {
@@ -169,7 +169,7 @@ impl CrossAttention {
             self.to_k.forward(context)?,
             self.to_v.forward(context)?,
         );
-        self.to_out.forward(&Attention::of(self.heads).forward(&q, &k, &v)?)
+        self.to_out.forward(&Attention::new(self.heads).forward(&q, &k, &v)?)
     }
 
     fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {

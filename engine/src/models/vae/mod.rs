@@ -1,107 +1,24 @@
 //! The KL autoencoder (diffusers' `AutoencoderKL`): images to latents and back.
 
-mod coder;
+mod encoder_decoder;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
-mod tiles;
+mod tiling;
+mod vae_config;
 
 use crate::error::Result;
 use crate::models::config;
 use crate::nn::Conv2d;
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor};
-use coder::{Decoder, Encoder};
-use serde::Deserialize;
+use encoder_decoder::{Decoder, Encoder};
 use std::path::{Path, PathBuf};
-use tiles::Tiling;
+use tiling::Tiling;
 
-/// `vae/config.json`. Absent keys have the values of SD 1.x.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(default)]
-#[expect(missing_docs, reason = "the keys are diffusers' own, documented there")]
-pub struct VaeConfig {
-    pub in_channels: usize,
-    pub out_channels: usize,
-    pub block_out_channels: Vec<usize>,
-    pub layers_per_block: usize,
-    pub latent_channels: usize,
-    pub norm_num_groups: usize,
-    pub act_fn: String,
-    pub down_block_types: Vec<String>,
-    pub up_block_types: Vec<String>,
-    pub scaling_factor: f64,
-    pub shift_factor: Option<f64>,
-    pub use_quant_conv: bool,
-    pub use_post_quant_conv: bool,
-    pub mid_block_add_attention: bool,
-    pub sample_size: SampleSize,
-}
+pub use vae_config::{SampleSize, VaeConfig};
 
-/// One side for both, or height and width, of which the first counts.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(untagged)]
-#[expect(missing_docs, reason = "said above")]
-pub enum SampleSize {
-    One(usize),
-    Two(Vec<usize>),
-}
-
-impl SampleSize {
-    fn side(&self) -> usize {
-        match self {
-            Self::One(side) => *side,
-            Self::Two(sides) => sides.first().copied().unwrap_or(0),
-        }
-    }
-}
-
-impl Default for VaeConfig {
-    fn default() -> Self {
-        Self {
-            in_channels: 3,
-            out_channels: 3,
-            block_out_channels: vec![128, 256, 512, 512],
-            layers_per_block: 2,
-            latent_channels: 4,
-            norm_num_groups: 32,
-            act_fn: "silu".into(),
-            down_block_types: Vec::new(),
-            up_block_types: Vec::new(),
-            scaling_factor: 0.18215,
-            shift_factor: None,
-            use_quant_conv: true,
-            use_post_quant_conv: true,
-            mid_block_add_attention: true,
-            sample_size: SampleSize::One(512),
-        }
-    }
-}
-
-impl VaeConfig {
-    fn check(&self) -> Result<(), String> {
-        let known = |types: &[String], name: &str| types.iter().all(|t| t == name);
-        if self.block_out_channels.is_empty() || self.block_out_channels.contains(&0) {
-            return Err("`block_out_channels` is empty or has a 0".into());
-        }
-        if !known(&self.down_block_types, "DownEncoderBlock2D") || !known(&self.up_block_types, "UpDecoderBlock2D") {
-            return Err("only DownEncoderBlock2D and UpDecoderBlock2D are supported".into());
-        }
-        if !matches!(self.act_fn.as_str(), "silu" | "swish") {
-            return Err(format!("act_fn `{}` is not supported", self.act_fn));
-        }
-        // Latents are multiplied by it and later divided.
-        if self.scaling_factor == 0.0 || !self.scaling_factor.is_finite() {
-            let found = self.scaling_factor;
-            return Err(format!(
-                "`scaling_factor` is {found}, expected a number such as 0.18215, not 0"
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// What the encoder says about each latent number.
+/// The distribution of latents: an independent normal distribution for each element.
 #[derive(Clone, Debug)]
 pub struct DiagonalGaussian {
     /// [b, latent channels, h, w].
@@ -111,7 +28,7 @@ pub struct DiagonalGaussian {
 }
 
 impl DiagonalGaussian {
-    /// mean + standard deviation * noise.
+    /// A sample of the latents: mean + standard deviation * noise.
     ///
     /// # Errors
     /// When the noise has another shape.
@@ -130,17 +47,17 @@ pub struct AutoencoderKl {
     config: VaeConfig,
     /// Latents are multiplied by this before the U-Net sees them.
     pub scaling_factor: f64,
-    /// Taken from latents before they are scaled (0 for SD 1.x).
+    /// Subtracted from latents before they are scaled (0 for SD 1.x).
     pub shift_factor: f64,
-    /// Larger images than the model was made for are done in tiles.
-    tiles: Option<Tiling>,
+    /// The tiles for images that are larger than the model was trained on; `None` disables tiling.
+    tiling: Option<Tiling>,
 }
 
 impl AutoencoderKl {
     /// Loads the model.
     ///
     /// # Errors
-    /// When the config asks for something that is not supported, or a tensor is missing or has another shape.
+    /// When the config is not supported, or a tensor is missing or has another shape.
     pub fn new(weights: &Weights, config: &VaeConfig) -> Result<Self> {
         config.check().map_err(|message| weights.config_error(message))?;
         let latent = config.latent_channels;
@@ -156,16 +73,16 @@ impl AutoencoderKl {
             post_quant_conv: pointwise(config.use_post_quant_conv, "post_quant_conv", latent)?,
             scaling_factor: config.scaling_factor,
             shift_factor: config.shift_factor.unwrap_or(0.0),
-            tiles: None,
+            tiling: None,
             config: config.clone(),
         })
     }
 
-    /// In tiles where an image is larger than the model was made for, or always whole.
+    /// Enables or disables tiling, for images that are larger than the model was trained on.
     #[must_use]
     pub fn tiled(self, on: bool) -> Self {
-        let tiles = on.then(|| Tiling::new(self.config.sample_size.side(), self.scale_factor()));
-        Self { tiles, ..self }
+        let tiling = on.then(|| Tiling::new(self.config.sample_size.side(), self.scale_factor()));
+        Self { tiling, ..self }
     }
 
     /// Opens a diffusers `vae/` folder (or a model folder that has one).
@@ -173,11 +90,11 @@ impl AutoencoderKl {
     /// # Errors
     /// As [`Self::new`], or when files are missing.
     pub fn open(folder: &Path, dtype: DType, device: &Device) -> Result<Self> {
-        let (settings, index) = files(folder)?;
+        let (settings, index) = config_and_index(folder)?;
         Self::new(&Weights::from_index(index, dtype, device), &config::read(&settings)?)
     }
 
-    /// What it was built from.
+    /// The config of the model.
     #[must_use]
     pub fn config(&self) -> &VaeConfig {
         &self.config
@@ -189,14 +106,13 @@ impl AutoencoderKl {
         1 << (self.config.block_out_channels.len() - 1)
     }
 
-    /// images [b, 3, H, W] within -1 ..= 1 -> the distribution of their latents, [b, latent, H / f, W / f].
-    /// Not yet scaled.
+    /// images [b, 3, H, W] within -1 ..= 1 -> the distribution of their unscaled latents, [b, latent, H / f, W / f].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn encode(&self, images: &Tensor) -> Result<DiagonalGaussian> {
-        let moments = match self.tiles.filter(|tiles| tiles.needed(images, tiles.pixels)) {
-            Some(tiles) => tiles.encode(images, |tile| self.moments(tile))?,
+        let moments = match self.tiling.filter(|tiling| tiling.is_needed(images, tiling.pixels)) {
+            Some(tiling) => tiling.encode(images, |tile| self.moments(tile))?,
             None => self.moments(images)?,
         };
         let parts = moments.chunk(2, 1)?;
@@ -209,12 +125,14 @@ impl AutoencoderKl {
     /// latents [b, latent, h, w], unscaled -> images [b, 3, h * f, w * f], about -1 ..= 1.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn decode(&self, latents: &Tensor) -> Result<Tensor> {
-        Ok(match self.tiles.filter(|tiles| tiles.needed(latents, tiles.latents)) {
-            Some(tiles) => tiles.decode(latents, |tile| self.pixels(tile))?,
-            None => self.pixels(latents)?,
-        })
+        Ok(
+            match self.tiling.filter(|tiling| tiling.is_needed(latents, tiling.latents)) {
+                Some(tiling) => tiling.decode(latents, |tile| self.pixels(tile))?,
+                None => self.pixels(latents)?,
+            },
+        )
     }
 
     fn moments(&self, images: &Tensor) -> candle_core::Result<Tensor> {
@@ -234,19 +152,21 @@ impl AutoencoderKl {
     }
 }
 
-/// The config of a diffusers `vae/` folder (or of a model folder that has one), and its tensors under the names of today.
-pub(crate) fn files(folder: &Path) -> Result<(PathBuf, Index)> {
+/// The path of the config and the tensors, under current names, of a diffusers `vae/` folder (or of a model folder that
+/// has one).
+pub(crate) fn config_and_index(folder: &Path) -> Result<(PathBuf, Index)> {
     let inner = folder.join("vae");
     let folder = match inner.join("config.json").is_file() {
         true => &inner,
         false => folder,
     };
-    let index = Index::open(folder)?.renamed(|name, shape| Some((modern_name(name), shape.to_vec())));
+    let index = Index::open(folder)?.renamed(|name, shape| Some((current_name(name), shape.to_vec())));
     Ok((folder.join("config.json"), index))
 }
 
-/// Folders written before diffusers 0.15 (SD 1.5's own among them) name the attention's layers differently.
-pub(crate) fn modern_name(name: &str) -> String {
+/// The current name of a tensor. Folders from before diffusers 0.15 (SD 1.5's own among them) have other names for the
+/// layers of the attention.
+pub(crate) fn current_name(name: &str) -> String {
     if !name.contains(".attentions.") {
         return name.to_owned();
     }

@@ -1,11 +1,11 @@
-//! Tiles, against diffusers (`tests/reference/make_tiles.py`), and configs that are refused.
+//! Compares tiling with diffusers (`tests/reference/make_tiles.py`), and tests configs that are refused.
 
 use super::*;
 use crate::testing::{fixtures, gap, largest};
 use candle_core::safetensors;
 
 #[test]
-fn tiles_are_those_of_diffusers() {
+fn tiling_matches_diffusers() {
     let fixture = safetensors::load(fixtures().join("models/vae_tiles.safetensors"), &Device::Cpu).unwrap();
     let whole = AutoencoderKl::open(&fixtures().join("tiny_sd/vae"), DType::F32, &Device::Cpu).unwrap();
     let tiled = whole.clone().tiled(true);
@@ -16,13 +16,13 @@ fn tiles_are_those_of_diffusers() {
     for (name, found) in [("mean", &encoded.mean), ("logvar", &encoded.logvar)] {
         assert!(gap(found, &fixture[name]) < 1e-4 * largest(&fixture[name]), "{name}");
     }
-    // Not the whole one, but near it.
-    let apart = gap(&decoded, &whole.decode(&fixture["latents"]).unwrap());
-    assert!(apart > 0.0 && apart < 0.5 * largest(expected), "{apart}");
+    // Close to the untiled result, but not equal.
+    let difference = gap(&decoded, &whole.decode(&fixture["latents"]).unwrap());
+    assert!(difference > 0.0 && difference < 0.5 * largest(expected), "{difference}");
 }
 
 #[test]
-fn what_fits_into_a_tile_is_done_whole() {
+fn an_image_that_fits_in_a_tile_is_not_tiled() {
     let whole = AutoencoderKl::open(&fixtures().join("tiny_sd/vae"), DType::F32, &Device::Cpu).unwrap();
     let latents = Tensor::arange(0f32, 4.0 * 32.0 * 32.0, &Device::Cpu)
         .unwrap()
@@ -34,7 +34,7 @@ fn what_fits_into_a_tile_is_done_whole() {
 }
 
 #[test]
-fn a_scale_that_latents_cannot_be_divided_by_is_refused() {
+fn a_scaling_factor_of_zero_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let tiny = fixtures().join("tiny_sd/vae");
     for entry in std::fs::read_dir(&tiny).unwrap() {
@@ -50,9 +50,9 @@ fn a_scale_that_latents_cannot_be_divided_by_is_refused() {
     };
     open(0.5.into()).unwrap();
     let error = open(0.into()).unwrap_err().to_string();
-    let place = folder.path().display().to_string();
+    let folder_name = folder.path().display().to_string();
     assert!(
-        error.contains(&place) && error.contains("`scaling_factor` is 0, expected"),
+        error.contains(&folder_name) && error.contains("`scaling_factor` is 0, expected"),
         "{error}"
     );
 }

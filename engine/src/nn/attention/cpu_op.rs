@@ -1,31 +1,27 @@
-//! Attention on the CPU as an operation: heads and queries shared out to threads.
+//! Attention on the CPU as an operation, parallel over heads and queries.
 
-use super::kernel::{Backward, Forward, Pack, Problem, Room};
-use super::{Attention, Sizes};
+use super::kernel::{Backward, Forward, PackHead, Problem, Scratch};
+use super::sizes::Sizes;
 use crate::autograd::{Input, Operation};
-use crate::nn::cpu::{self, vectorised};
+use crate::nn::cpu::{self, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
 pub(super) struct AttentionOp {
     pub(super) heads: usize,
-    pub(super) key_heads: usize,
+    pub(super) kv_heads: usize,
     pub(super) scale: f32,
     pub(super) causal: bool,
-    /// As of [`Attention`], contiguous f32.
+    /// As [`Attention::bias`](super::Attention::bias), contiguous f32.
     pub(super) bias: Option<Tensor>,
 }
 
-/// Queries that one task takes: a few panels of any vector unit.
-const CHUNK: usize = 128;
+/// Queries per task: a few panels of any vector unit.
+const QUERY_CHUNK: usize = 128;
 
 impl AttentionOp {
     fn sizes(&self, [q, k, v]: [&Shape; 3]) -> candle_core::Result<Sizes> {
-        let attention = Attention {
-            key_heads: self.key_heads,
-            ..Attention::of(self.heads)
-        };
-        Sizes::new(&attention, q, k, v)
+        Sizes::new([self.heads, self.kv_heads], q, k, v)
     }
 
     /// Runs `f` on the elements of the bias.
@@ -36,7 +32,7 @@ impl AttentionOp {
         }
     }
 
-    /// What is computed for a head.
+    /// The sizes and parameters for one head.
     fn problem<'a>(&self, s: Sizes, bias: Option<&'a [f32]>, head: usize) -> Problem<'a> {
         let dims = self.bias.as_ref().map(Tensor::dims).unwrap_or_default();
         Problem {
@@ -49,71 +45,78 @@ impl AttentionOp {
         }
     }
 
-    fn weigh(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
-        // [b, heads, n, width] first, so that every task owns a contiguous piece.
+    /// Computes the result, [b, queries, heads * width].
+    fn forward_heads(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
+        // First [b, heads, n, width], so that the output of every task is contiguous.
         let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
         if by_head.is_empty() {
             return Ok(by_head);
         }
-        let heads: Vec<_> = (0..s.batch * s.key_heads)
+        let heads: Vec<_> = (0..s.batch * s.kv_heads)
             .into_par_iter()
             .map(|head| {
-                vectorised(Pack {
-                    k: s.keys_of_head(k, head),
-                    v: s.keys_of_head(v, head),
+                run_vectorised(PackHead {
+                    k: s.kv_head_matrix(k, head),
+                    v: s.kv_head_matrix(v, head),
                 })
             })
             .collect();
         let mut tasks = Vec::new();
         for (head, part) in by_head.chunks_mut(s.queries * s.width).enumerate() {
-            for (c, y) in part.chunks_mut(CHUNK * s.width).enumerate() {
-                tasks.push((head, c * CHUNK, y));
+            for (c, y) in part.chunks_mut(QUERY_CHUNK * s.width).enumerate() {
+                tasks.push((head, c * QUERY_CHUNK, y));
             }
         }
         self.with_bias(|bias| {
             tasks
                 .into_par_iter()
-                .for_each_init(Room::default, |room, (head, start, y)| {
-                    vectorised(Forward {
+                .for_each_init(Scratch::default, |scratch, (head, start, y)| {
+                    run_vectorised(Forward {
                         problem: self.problem(s, bias, head),
-                        q: s.query_head(q, head),
-                        head: &heads[s.key_head(head)],
+                        q: s.query_head_matrix(q, head),
+                        head: &heads[s.kv_head(head)],
                         start,
                         y,
-                        room,
+                        scratch,
                     });
                 });
         })?;
         Ok(merge_heads(&by_head, s.queries, s.heads, s.width))
     }
 
-    /// The gradients of one head of queries and the keys and values that it looked at, each [rows, width].
-    fn backward_head(s: Sizes, problem: Problem<'_>, head: usize, at: &Point<'_>, room: &mut Room) -> [Vec<f32>; 3] {
-        let key_head = s.key_head(head);
-        vectorised(Backward {
+    /// The gradients of q, k and v of one query head, each [rows, width].
+    fn backward_head(
+        s: Sizes,
+        problem: Problem<'_>,
+        head: usize,
+        inputs: &BackwardInputs<'_>,
+        scratch: &mut Scratch,
+    ) -> [Vec<f32>; 3] {
+        let kv_head = s.kv_head(head);
+        run_vectorised(Backward {
             problem,
-            q: s.query_head(at.q, head),
-            k: s.keys_of_head(at.k, key_head),
-            v: s.keys_of_head(at.v, key_head),
-            dy: s.query_head(at.dy, head),
-            room,
+            q: s.query_head_matrix(inputs.q, head),
+            k: s.kv_head_matrix(inputs.k, kv_head),
+            v: s.kv_head_matrix(inputs.v, kv_head),
+            dy: s.query_head_matrix(inputs.dy, head),
+            scratch,
         })
     }
 
-    /// The gradients of q, k and v by heads.
-    fn backward_heads(&self, s: Sizes, at: &Point<'_>) -> candle_core::Result<[Vec<f32>; 3]> {
+    /// The gradients of q, k and v, each [b, heads, rows, width].
+    fn backward_heads(&self, s: Sizes, inputs: &BackwardInputs<'_>) -> candle_core::Result<[Vec<f32>; 3]> {
         let heads: Vec<[Vec<f32>; 3]> = self.with_bias(|bias| {
             (0..s.batch * s.heads)
                 .into_par_iter()
-                .map_init(Room::default, |room, head| {
-                    Self::backward_head(s, self.problem(s, bias, head), head, at, room)
+                .map_init(Scratch::default, |scratch, head| {
+                    Self::backward_head(s, self.problem(s, bias, head), head, inputs, scratch)
                 })
                 .collect()
         })?;
-        let group = s.heads / s.key_heads;
-        // Those of keys and values are sums over the heads that looked at them.
+        let group = s.heads / s.kv_heads;
+        // The gradients of keys and values are sums over the query heads that use them.
         let summed = |which: usize| -> Vec<f32> {
-            let mut all = Vec::with_capacity(s.batch * s.keys * s.key_heads * s.width);
+            let mut all = Vec::with_capacity(s.batch * s.keys * s.kv_heads * s.width);
             for heads in heads.chunks(group) {
                 let start = all.len();
                 for (i, head) in heads.iter().enumerate() {
@@ -134,8 +137,8 @@ impl AttentionOp {
     }
 }
 
-/// Where the gradient is taken.
-struct Point<'a> {
+/// The inputs of the backward pass.
+struct BackwardInputs<'a> {
     q: &'a [f32],
     k: &'a [f32],
     v: &'a [f32],
@@ -162,27 +165,29 @@ fn merge_heads(by_head: &[f32], length: usize, heads: usize, width: usize) -> Ve
 impl Operation<3> for AttentionOp {
     const NAME: &'static str = "attention";
 
-    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, _: [bool; 3]) -> [bool; 3] {
         [true; 3]
     }
 
     fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
-        Ok((self.weigh(self.sizes(shapes)?, q, k, v)?, shapes[0].clone()))
+        Ok((self.forward_heads(self.sizes(shapes)?, q, k, v)?, shapes[0].clone()))
     }
 
     fn backward(&self, [q, k, v]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
         let shapes = [q.shape(), k.shape(), v.shape()];
         let s = self.sizes(shapes)?;
         let [dq, dk, dv] = q.with(|q| {
-            k.with(|k| v.with(|v| cpu::with_slice(gradient, |dy| self.backward_heads(s, &Point { q, k, v, dy }))))
+            k.with(|k| {
+                v.with(|v| cpu::with_slice(gradient, |dy| self.backward_heads(s, &BackwardInputs { q, k, v, dy })))
+            })
         })?????;
         let whole = |by_head: &[f32], length: usize, heads: usize, shape: &Shape| {
             Tensor::from_vec(merge_heads(by_head, length, heads, s.width), shape, &Device::Cpu).map(Some)
         };
         Ok([
             whole(&dq, s.queries, s.heads, shapes[0])?,
-            whole(&dk, s.keys, s.key_heads, shapes[1])?,
-            whole(&dv, s.keys, s.key_heads, shapes[2])?,
+            whole(&dk, s.keys, s.kv_heads, shapes[1])?,
+            whole(&dv, s.keys, s.kv_heads, shapes[2])?,
         ])
     }
 }

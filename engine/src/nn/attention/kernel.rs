@@ -1,29 +1,30 @@
-//! Attention on the CPU: some queries at a time against all keys.
+//! Attention on the CPU: a panel of queries at a time, with all keys.
 //!
-//! Scores are held transposed, `[keys][queries of a panel]`, one or two vectors of queries wide: so the softmax runs
-//! down whole vectors, what comes out is already packed as a side of the next product, and no more than one such panel
-//! is there per thread. The backward pass computes the scores again, as FlashAttention does (T. Dao and others,
-//! arXiv:2205.14135).
+//! Scores are transposed, `[keys][queries of a panel]`, one or two vectors of queries wide. The softmax then works on
+//! whole vectors, its result is already packed as the operand of the next product, and each thread has one such panel
+//! in memory. The backward pass recomputes the scores, as FlashAttention does (T. Dao and others, arXiv:2205.14135).
 
-use crate::nn::cpu::{Columns, Mat, Rows, Side, Simd, Start, Target, Work, tile, width};
+use crate::nn::cpu::{
+    InitialValue, Kernel, LeftLayout, LeftOperand, Mat, OutputTile, RightOperand, Simd, panel_width, tile,
+};
 use std::ops::Range;
 
-/// Sums over more keys than this are sums of sums, which keeps rounding small.
-const STRETCH: usize = 512;
+/// Sums over more keys than this are sums of partial sums, which reduces the rounding error.
+const KEY_BLOCK: usize = 512;
 
-/// What is added to scores of one head.
+/// The bias of the scores of one head.
 #[derive(Clone, Copy)]
 pub(super) struct Bias<'a> {
-    /// [queries, keys], or [keys], which is the same for all queries.
+    /// [queries, keys]; or [keys], for all queries.
     pub(super) data: &'a [f32],
-    pub(super) of_query: bool,
+    pub(super) per_query: bool,
 }
 
 impl Bias<'_> {
-    /// Adds to `scores` [keys][line] of `queries` queries from `start` on.
+    /// Adds the bias to `scores` [keys][line] of `queries` queries, the first of which is `start`.
     fn add(&self, scores: &mut [f32], line: usize, start: usize, queries: usize) {
         let keys = scores.len() / line;
-        if self.of_query {
+        if self.per_query {
             for query in 0..queries {
                 let bias = &self.data[(start + query) * keys..][..keys];
                 for (score, bias) in scores[query..].iter_mut().step_by(line).zip(bias) {
@@ -38,7 +39,7 @@ impl Bias<'_> {
     }
 }
 
-/// What is computed.
+/// The sizes and parameters of the attention of one head.
 #[derive(Clone, Copy)]
 pub(super) struct Problem<'a> {
     pub(super) queries: usize,
@@ -50,7 +51,7 @@ pub(super) struct Problem<'a> {
     pub(super) bias: Option<Bias<'a>>,
 }
 
-/// The left side of a product in panels of `S::ROWS` rows, `[rows / ROWS][depth][ROWS]`.
+/// The left operand of a product, packed in panels of `S::ROWS` rows, `[rows / ROWS][depth][ROWS]`.
 struct Packed {
     data: Vec<f32>,
     rows: usize,
@@ -63,86 +64,91 @@ impl Packed {
         let (rows, depth) = (matrix.rows, matrix.cols);
         let mut data = vec![0f32; rows * depth];
         for row in (0..rows).step_by(S::ROWS) {
-            let these = row..(row + S::ROWS).min(rows);
-            let panel = &mut data[row * depth..][..these.len() * depth];
-            Rows::pack(&matrix, these, 0..depth, panel);
+            let panel_rows = row..(row + S::ROWS).min(rows);
+            let panel = &mut data[row * depth..][..panel_rows.len() * depth];
+            LeftOperand::pack(&matrix, panel_rows, 0..depth, panel);
         }
         Self { data, rows, depth }
     }
 
-    /// `out[row][0..cols] = start + self * b` over `depth`; `b` is `[depth][width of the panel]` from `depth.start` on.
+    /// Computes `out[row][0..cols] = initial + self * b` over `depth`. `b` is a panel `[depth][width]` from
+    /// `depth.start` on.
     #[inline(always)]
-    #[expect(unsafe_code, reason = "sizes are checked against the slices first")]
-    fn times<S: Simd>(&self, depth: Range<usize>, b: &[f32], cols: usize, out: &mut [f32], start: Start<'_>) {
-        let line = width::<S>(cols);
+    #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
+    fn times<S: Simd>(&self, depth: Range<usize>, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
+        let line = panel_width::<S>(cols);
         assert!(depth.end <= self.depth && b.len() >= depth.len() * line && out.len() >= self.rows * line);
         for row in (0..self.rows).step_by(S::ROWS) {
             let rows = S::ROWS.min(self.rows - row);
             let a = &self.data[row * self.depth + depth.start * rows..];
+            // SAFETY: the assertion checked `depth` and the lengths of `b` and `out`, each in lines of `line` elements.
+            // `a` begins at this panel of `rows` rows and `self.depth` lines, in line `depth.start`.
             unsafe {
-                let target = Target {
+                let target = OutputTile {
                     data: out.as_mut_ptr().add(row * line),
                     stride: line,
                     cols: line,
-                    start,
+                    initial,
                 };
-                tile::<S>(rows, depth.len(), a.as_ptr(), Side::Panel, b.as_ptr(), target);
+                tile::<S>(rows, depth.len(), a.as_ptr(), LeftLayout::Panel, b.as_ptr(), target);
             }
         }
     }
 }
 
-/// What exponentials are to be multiplied with to be probabilities.
+/// The factors that turn exponentials into probabilities.
 struct Softmax {
-    /// One by the sum, for each query of a panel.
+    /// 1 / the sum of exponentials, for each query of a panel.
     inverse: Vec<f32>,
 }
 
 impl Problem<'_> {
-    /// `[depth = width][panel]`: these rows of `matrix` [rows, width], times `factor`.
+    /// Packs these rows of `matrix` [rows, width], times `factor`, as a panel `[width][rows]`.
     #[inline(always)]
-    fn across<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factor: f32, panel: &mut Vec<f32>) {
-        let line = width::<S>(rows.len());
+    fn pack_transposed<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factor: f32, panel: &mut Vec<f32>) {
+        let line = panel_width::<S>(rows.len());
         panel.clear();
         panel.resize(self.width * line, 0.0);
-        Columns::pack(&matrix.t(), rows, 0..self.width, line, panel);
+        RightOperand::pack(&matrix.t(), rows, 0..self.width, line, panel);
         panel.iter_mut().for_each(|value| *value *= factor);
     }
 
-    /// Turns `scores` [keys][line] of `queries` queries from `start` on into exponentials. A query that sees no key gets
-    /// nothing of any.
+    /// Replaces `scores` [keys][line] of `queries` queries, the first of which is `start`, by their exponentials. A
+    /// query for which all keys are masked gets zeros.
     #[inline(always)]
-    #[expect(unsafe_code, reason = "vectors are read and written inside of lines of the slice")]
+    #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
     fn exponentials<S: Simd>(&self, scores: &mut [f32], start: usize, queries: usize) -> Softmax {
-        let line = width::<S>(queries);
+        let line = panel_width::<S>(queries);
         if let Some(bias) = &self.bias {
             bias.add(scores, line, start, queries);
         }
         if self.causal {
             for (key, scores) in scores.chunks_exact_mut(line).enumerate().skip(start + 1) {
-                let hidden = (key - start).min(line);
-                scores[..hidden].fill(f32::NEG_INFINITY);
+                let masked = (key - start).min(line);
+                scores[..masked].fill(f32::NEG_INFINITY);
             }
         }
         let mut inverse = vec![0f32; line];
         for lane in (0..line).step_by(S::LANES) {
+            // SAFETY: each line of `scores`, and `inverse`, has `line` elements, a multiple of `S::LANES`; `lane` is
+            // the start of a vector of it.
             unsafe {
-                let mut highest = S::splat(f32::MIN);
+                let mut max = S::splat(f32::MIN);
                 for scores in scores.chunks_exact(line) {
-                    highest = S::max(highest, S::load(scores.as_ptr().add(lane)));
+                    max = S::max(max, S::load(scores.as_ptr().add(lane)));
                 }
                 let mut sum = S::splat(0.0);
-                for scores in scores.chunks_mut(line * STRETCH) {
+                for scores in scores.chunks_mut(line * KEY_BLOCK) {
                     let mut part = S::splat(0.0);
                     for scores in scores.chunks_exact_mut(line) {
                         let at = scores.as_mut_ptr().add(lane);
-                        let e = S::exp(S::sub(S::load(at), highest));
+                        let e = S::exp(S::sub(S::load(at), max));
                         part = S::add(part, e);
                         S::store(at, e);
                     }
                     sum = S::add(sum, part);
                 }
-                // The highest alone is 1, unless all are hidden.
+                // The exponential of the maximum is 1: the sum is at least 1, unless all keys are masked.
                 let sum = S::max(S::splat(f32::MIN_POSITIVE), sum);
                 S::store(inverse.as_mut_ptr().add(lane), S::div(S::splat(1.0), sum));
             }
@@ -150,22 +156,22 @@ impl Problem<'_> {
         Softmax { inverse }
     }
 
-    /// `a * scores` over all keys, a stretch at a time: `[a.rows][line]`.
+    /// Writes `a * scores`, `[a.rows][line]`, to `out`: the sum over all keys, one block of keys at a time.
     #[inline(always)]
-    fn over_keys<S: Simd>(&self, a: &Packed, scores: &[f32], cols: usize, out: &mut Vec<f32>) {
-        let line = width::<S>(cols);
+    fn sum_over_keys<S: Simd>(&self, a: &Packed, scores: &[f32], cols: usize, out: &mut Vec<f32>) {
+        let line = panel_width::<S>(cols);
         out.clear();
         out.resize(a.rows * line, 0.0);
-        for first in (0..self.keys).step_by(STRETCH) {
-            let depth = first..(first + STRETCH).min(self.keys);
-            a.times::<S>(depth, &scores[first * line..], cols, out, Start::Keep);
+        for first in (0..self.keys).step_by(KEY_BLOCK) {
+            let depth = first..(first + KEY_BLOCK).min(self.keys);
+            a.times::<S>(depth, &scores[first * line..], cols, out, InitialValue::Output);
         }
     }
 
-    /// `out` [keys, width] += `scores` [keys][line], transposed, times `b` [queries, width], whose rows are scaled.
+    /// Adds `scores` [keys][line] times the rows `b` [queries, width], each times its factor, to `out` [keys, width].
     #[inline(always)]
-    #[expect(unsafe_code, reason = "sizes are checked against the slices first")]
-    fn onto_keys<S: Simd>(
+    #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
+    fn add_to_keys<S: Simd>(
         &self,
         scores: &[f32],
         b: (Mat<'_>, Range<usize>),
@@ -174,14 +180,14 @@ impl Problem<'_> {
         out: &mut [f32],
     ) {
         let (matrix, queries) = b;
-        let line = width::<S>(queries.len());
+        let line = panel_width::<S>(queries.len());
         assert!(scores.len() >= self.keys * line && out.len() >= self.keys * self.width);
         for col in (0..self.width).step_by(2 * S::LANES) {
             let cols = col..(col + 2 * S::LANES).min(self.width);
-            let wide = width::<S>(cols.len());
+            let wide = panel_width::<S>(cols.len());
             panel.clear();
             panel.resize(queries.len() * wide, 0.0);
-            Columns::pack(&matrix, cols.clone(), queries.clone(), wide, panel);
+            RightOperand::pack(&matrix, cols.clone(), queries.clone(), wide, panel);
             if let Some(factors) = factors {
                 for (line, factor) in panel.chunks_exact_mut(wide).zip(factors) {
                     line.iter_mut().for_each(|value| *value *= factor);
@@ -189,24 +195,26 @@ impl Problem<'_> {
             }
             for key in (0..self.keys).step_by(S::ROWS) {
                 let rows = S::ROWS.min(self.keys - key);
+                // SAFETY: the assertion checked the lengths of `scores` and `out`. Rows `key..key + rows` and the
+                // columns `cols` lie inside `out`; `panel` has `queries.len()` lines of `wide` elements.
                 unsafe {
-                    let target = Target {
+                    let target = OutputTile {
                         data: out.as_mut_ptr().add(key * self.width + col),
                         stride: self.width,
                         cols: cols.len(),
-                        start: Start::Keep,
+                        initial: InitialValue::Output,
                     };
                     let a = scores.as_ptr().add(key * line);
-                    tile::<S>(rows, queries.len(), a, Side::Rows(line), panel.as_ptr(), target);
+                    tile::<S>(rows, queries.len(), a, LeftLayout::Rows(line), panel.as_ptr(), target);
                 }
             }
         }
     }
 }
 
-/// Writes `[width][line]` as rows of `width`, each times its factor.
+/// Writes `from` `[width][line]` transposed, as rows of `width` elements, each row times its factor.
 #[inline(always)]
-fn turn(from: &[f32], line: usize, factors: Option<&[f32]>, to: &mut [f32], width: usize) {
+fn transpose_scaled(from: &[f32], line: usize, factors: Option<&[f32]>, to: &mut [f32], width: usize) {
     for (i, row) in to.chunks_exact_mut(width).enumerate() {
         let factor = factors.map_or(1.0, |factors| factors[i]);
         for (value, from) in row.iter_mut().zip(from[i..].iter().step_by(line)) {
@@ -215,133 +223,145 @@ fn turn(from: &[f32], line: usize, factors: Option<&[f32]>, to: &mut [f32], widt
     }
 }
 
-/// Keys and values of one head, packed for the forward pass.
-pub(super) struct Head {
+/// The keys and values of one head, packed for the forward pass.
+pub(super) struct PackedHead {
     keys: Packed,
     values: Packed,
 }
 
-/// Packs the keys and values of a head, each [keys, width].
-pub(super) struct Pack<'a> {
+/// The kernel that packs the keys and values of a head, each [keys, width].
+pub(super) struct PackHead<'a> {
     pub(super) k: Mat<'a>,
     pub(super) v: Mat<'a>,
 }
 
-impl Work for Pack<'_> {
-    type Out = Head;
+impl Kernel for PackHead<'_> {
+    type Output = PackedHead;
 
     #[inline(always)]
-    fn run<S: Simd>(self) -> Head {
-        Head {
+    fn run<S: Simd>(self) -> PackedHead {
+        PackedHead {
             keys: Packed::new::<S>(self.k),
             values: Packed::new::<S>(self.v.t()),
         }
     }
 }
 
-/// Room that a thread uses again and again.
+/// Buffers that a thread reuses for all its tasks.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct Scratch {
     scores: Vec<f32>,
     panel: Vec<f32>,
-    turned: Vec<f32>,
+    transposed: Vec<f32>,
 }
 
-/// The forward pass of some queries of one head: `y` [queries from `start` on, width].
+/// The kernel of the forward pass, for the queries of one head from `start` on. Writes `y` [queries, width].
 pub(super) struct Forward<'a> {
     pub(super) problem: Problem<'a>,
-    /// [queries, width], all of the head.
+    /// All queries of the head, [queries, width].
     pub(super) q: Mat<'a>,
-    pub(super) head: &'a Head,
+    pub(super) head: &'a PackedHead,
     pub(super) start: usize,
     pub(super) y: &'a mut [f32],
-    pub(super) room: &'a mut Room,
+    pub(super) scratch: &'a mut Scratch,
 }
 
-impl Work for Forward<'_> {
-    type Out = ();
+impl Kernel for Forward<'_> {
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self) {
-        let (p, room) = (self.problem, self.room);
+        let (p, scratch) = (self.problem, self.scratch);
         for (n, y) in self.y.chunks_mut(2 * S::LANES * p.width).enumerate() {
             let first = self.start + n * 2 * S::LANES;
             let queries = first..first + y.len() / p.width;
-            let (cols, line) = (queries.len(), width::<S>(queries.len()));
-            p.across::<S>(self.q, queries, p.scale, &mut room.panel);
-            room.scores.resize(p.keys * line, 0.0);
-            self.head
-                .keys
-                .times::<S>(0..p.width, &room.panel, cols, &mut room.scores, Start::Zero);
-            let softmax = p.exponentials::<S>(&mut room.scores, first, cols);
-            p.over_keys::<S>(&self.head.values, &room.scores, cols, &mut room.turned);
-            turn(&room.turned, line, Some(&softmax.inverse), y, p.width);
+            let (cols, line) = (queries.len(), panel_width::<S>(queries.len()));
+            p.pack_transposed::<S>(self.q, queries, p.scale, &mut scratch.panel);
+            scratch.scores.resize(p.keys * line, 0.0);
+            self.head.keys.times::<S>(
+                0..p.width,
+                &scratch.panel,
+                cols,
+                &mut scratch.scores,
+                InitialValue::Zero,
+            );
+            let softmax = p.exponentials::<S>(&mut scratch.scores, first, cols);
+            p.sum_over_keys::<S>(&self.head.values, &scratch.scores, cols, &mut scratch.transposed);
+            transpose_scaled(&scratch.transposed, line, Some(&softmax.inverse), y, p.width);
         }
     }
 }
 
-/// The backward pass of one head: the gradients of q, k and v, each [rows, width].
+/// The kernel of the backward pass of one head. Returns the gradients of q, k and v, each [rows, width].
 pub(super) struct Backward<'a> {
     pub(super) problem: Problem<'a>,
     pub(super) q: Mat<'a>,
     pub(super) k: Mat<'a>,
     pub(super) v: Mat<'a>,
     pub(super) dy: Mat<'a>,
-    pub(super) room: &'a mut Room,
+    pub(super) scratch: &'a mut Scratch,
 }
 
-impl Work for Backward<'_> {
-    type Out = [Vec<f32>; 3];
+impl Kernel for Backward<'_> {
+    type Output = [Vec<f32>; 3];
 
     #[inline(always)]
     fn run<S: Simd>(self) -> [Vec<f32>; 3] {
-        let (p, room) = (self.problem, self.room);
+        let (p, scratch) = (self.problem, self.scratch);
         let (mut dq, mut dk, mut dv) = (
             vec![0f32; p.queries * p.width],
             vec![0f32; p.keys * p.width],
             vec![0f32; p.keys * p.width],
         );
         let (keys, values) = (Packed::new::<S>(self.k), Packed::new::<S>(self.v));
-        let keys_turned = Packed::new::<S>(self.k.t());
+        let keys_transposed = Packed::new::<S>(self.k.t());
         let mut grads = Vec::new();
         for (n, dq) in dq.chunks_mut(2 * S::LANES * p.width).enumerate() {
             let first = n * 2 * S::LANES;
             let queries = first..first + dq.len() / p.width;
-            let (cols, line) = (queries.len(), width::<S>(queries.len()));
-            p.across::<S>(self.q, queries.clone(), p.scale, &mut room.panel);
-            room.scores.resize(p.keys * line, 0.0);
-            keys.times::<S>(0..p.width, &room.panel, cols, &mut room.scores, Start::Zero);
-            let softmax = p.exponentials::<S>(&mut room.scores, first, cols);
+            let (cols, line) = (queries.len(), panel_width::<S>(queries.len()));
+            p.pack_transposed::<S>(self.q, queries.clone(), p.scale, &mut scratch.panel);
+            scratch.scores.resize(p.keys * line, 0.0);
+            keys.times::<S>(
+                0..p.width,
+                &scratch.panel,
+                cols,
+                &mut scratch.scores,
+                InitialValue::Zero,
+            );
+            let softmax = p.exponentials::<S>(&mut scratch.scores, first, cols);
 
             let dy = (self.dy, queries.clone());
-            p.onto_keys::<S>(&room.scores, dy, Some(&softmax.inverse), &mut room.panel, &mut dv);
+            p.add_to_keys::<S>(&scratch.scores, dy, Some(&softmax.inverse), &mut scratch.panel, &mut dv);
 
-            p.across::<S>(self.dy, queries.clone(), 1.0, &mut room.panel);
+            p.pack_transposed::<S>(self.dy, queries.clone(), 1.0, &mut scratch.panel);
             grads.resize(p.keys * line, 0.0);
-            values.times::<S>(0..p.width, &room.panel, cols, &mut grads, Start::Zero);
-            p.score_gradients::<S>(&room.scores, &softmax, line, &mut grads);
+            values.times::<S>(0..p.width, &scratch.panel, cols, &mut grads, InitialValue::Zero);
+            p.score_gradients::<S>(&scratch.scores, &softmax, line, &mut grads);
 
-            p.over_keys::<S>(&keys_turned, &grads, cols, &mut room.turned);
-            turn(&room.turned, line, None, dq, p.width);
-            p.onto_keys::<S>(&grads, (self.q, queries), None, &mut room.panel, &mut dk);
+            p.sum_over_keys::<S>(&keys_transposed, &grads, cols, &mut scratch.transposed);
+            transpose_scaled(&scratch.transposed, line, None, dq, p.width);
+            p.add_to_keys::<S>(&grads, (self.q, queries), None, &mut scratch.panel, &mut dk);
         }
         [dq, dk, dv]
     }
 }
 
 impl Problem<'_> {
-    /// From the gradients of probabilities those of q k^T, in place: `[keys][line]` both.
+    /// Replaces the gradients of the probabilities, `[keys][line]`, by those of q k^T.
     #[inline(always)]
-    #[expect(
-        unsafe_code,
-        reason = "vectors are read and written inside of lines of slices of the same length"
-    )]
+    #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
     fn score_gradients<S: Simd>(&self, exponentials: &[f32], softmax: &Softmax, line: usize, grads: &mut [f32]) {
         for lane in (0..line).step_by(S::LANES) {
+            // SAFETY: each line of `exponentials` and `grads`, and `softmax.inverse`, has `line` elements, a multiple
+            // of `S::LANES`; `lane` is the start of a vector of it.
             unsafe {
                 let inverse = S::load(softmax.inverse.as_ptr().add(lane));
                 let mut dot = S::splat(0.0);
-                for (e, grads) in exponentials.chunks(line * STRETCH).zip(grads.chunks(line * STRETCH)) {
+                for (e, grads) in exponentials
+                    .chunks(line * KEY_BLOCK)
+                    .zip(grads.chunks(line * KEY_BLOCK))
+                {
                     let mut part = S::splat(0.0);
                     for (e, grad) in e.chunks_exact(line).zip(grads.chunks_exact(line)) {
                         let (e, grad) = (e.as_ptr().add(lane), grad.as_ptr().add(lane));

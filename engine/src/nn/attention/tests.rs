@@ -1,7 +1,7 @@
-//! Every vector unit of this CPU against the others.
+//! Compares attention on every vector unit of this CPU with the definition in f64.
 
-use super::kernel::{Backward, Bias, Forward, Pack, Problem, Room};
-use crate::nn::cpu::{Mat, Unit, on, units};
+use super::kernel::{Backward, Bias, Forward, PackHead, Problem, Scratch};
+use crate::nn::cpu::{Mat, Unit, available_units, run_on};
 
 fn numbers(seed: usize, length: usize) -> Vec<f32> {
     (0..length)
@@ -9,7 +9,7 @@ fn numbers(seed: usize, length: usize) -> Vec<f32> {
         .collect()
 }
 
-fn results(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
+fn results_on(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let Problem {
         queries, keys, width, ..
     } = problem;
@@ -18,12 +18,12 @@ fn results(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let q = Mat::new(&q, queries, width);
     let (k, v) = (Mat::new(&k, keys, width), Mat::new(&v, keys, width));
     let mut y = vec![0f32; queries * width];
-    let head = on(unit, Pack { k, v });
-    // In two parts, the second of which does not begin where a panel does.
+    let head = run_on(unit, PackHead { k, v });
+    // In two parts. The second part does not begin at the start of a panel.
     let (first, second) = y.split_at_mut(queries / 2 * width);
     for (start, y) in [(0, first), (queries / 2, second)] {
-        let (head, room) = (&head, &mut Room::default());
-        on(
+        let (head, scratch) = (&head, &mut Scratch::default());
+        run_on(
             unit,
             Forward {
                 problem,
@@ -31,13 +31,13 @@ fn results(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
                 head,
                 start,
                 y,
-                room,
+                scratch,
             },
         );
     }
     let dy = Mat::new(&dy, queries, width);
-    let room = &mut Room::default();
-    let grads = on(
+    let scratch = &mut Scratch::default();
+    let grads = run_on(
         unit,
         Backward {
             problem,
@@ -45,14 +45,14 @@ fn results(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
             k,
             v,
             dy,
-            room,
+            scratch,
         },
     );
     std::iter::once(y).chain(grads).collect()
 }
 
-/// By definition, in f64: y, dq, dk, dv.
-fn exact(p: Problem<'_>) -> Vec<Vec<f64>> {
+/// y, dq, dk and dv by definition, in f64.
+fn exact_results(p: Problem<'_>) -> Vec<Vec<f64>> {
     let (n, m, w) = (p.queries, p.keys, p.width);
     let wide = |seed, length| -> Vec<f64> { numbers(seed, length).into_iter().map(f64::from).collect() };
     let (q, k, v, dy) = (wide(1, n * w), wide(2, m * w), wide(3, m * w), wide(4, n * w));
@@ -62,12 +62,12 @@ fn exact(p: Problem<'_>) -> Vec<Vec<f64>> {
     for i in 0..n {
         let seen = if p.causal { (i + 1).min(m) } else { m };
         let bias = |j: usize| match p.bias {
-            Some(bias) if bias.of_query => f64::from(bias.data[i * m + j]),
+            Some(bias) if bias.per_query => f64::from(bias.data[i * m + j]),
             Some(bias) => f64::from(bias.data[j]),
             None => 0.0,
         };
         let e: Vec<f64> = (0..seen).map(|j| (dot(&q, i, &k, j) * scale + bias(j)).exp()).collect();
-        // A query that sees nothing gets nothing.
+        // The result is zero if all keys are masked.
         let sum = e.iter().sum::<f64>().max(1e-30);
         let mean: f64 = (0..seen).map(|j| e[j] / sum * dot(&dy, i, &v, j)).sum();
         for j in 0..seen {
@@ -85,15 +85,15 @@ fn exact(p: Problem<'_>) -> Vec<Vec<f64>> {
 }
 
 #[test]
-fn every_unit_computes_attention() {
-    // Biases hide a key here and there, and all of them from query 2.
+fn attention_is_correct_on_every_vector_unit() {
+    // The bias masks some keys, and all keys for query 2.
     let table: Vec<f32> = (0..33 * 77)
         .map(|i| match (i / 77, i % 77) {
             (2, _) | (_, 0 | 50) => f32::NEG_INFINITY,
             _ => ((i * 31) % 17) as f32 / 8.0 - 1.0,
         })
         .collect();
-    let bias = |data, of_query| Some(Bias { data, of_query });
+    let bias = |data, per_query| Some(Bias { data, per_query });
     for (queries, keys, width, causal, bias) in [
         (1, 1, 1, false, None),
         (5, 3, 8, false, None),
@@ -115,9 +115,9 @@ fn every_unit_computes_attention() {
             bias,
             scale: 1.0 / (width as f32).sqrt(),
         };
-        let expected = exact(problem);
-        for unit in units() {
-            for (which, (got, expected)) in results(unit, problem).iter().zip(&expected).enumerate() {
+        let expected = exact_results(problem);
+        for unit in available_units() {
+            for (which, (got, expected)) in results_on(unit, problem).iter().zip(&expected).enumerate() {
                 let largest = expected.iter().fold(1e-3, |most: f64, v| most.max(v.abs()));
                 let error = got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
                 let error = error.fold(0.0, f64::max) / largest;

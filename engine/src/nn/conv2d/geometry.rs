@@ -1,9 +1,9 @@
-//! The sizes of a convolution, and where the elements of a gradient go back to when its windows overlap with steps.
+//! The sizes of a convolution, its division into tiles, and col2im for gradients of strided convolutions.
 
 use candle_core::Shape;
 use rayon::prelude::*;
 
-/// Zeros above and below, and left and right.
+/// Zero padding along the height and along the width, on both sides each.
 pub(super) type Padding = [usize; 2];
 
 /// The sizes of one convolution.
@@ -19,16 +19,16 @@ pub(super) struct Geometry {
     pub(super) out_h: usize,
     pub(super) out_w: usize,
     pub(super) stride: usize,
-    /// Zeros above and below.
+    /// Zero padding above and below.
     pub(super) padding_h: usize,
-    /// Zeros left and right.
+    /// Zero padding left and right.
     pub(super) padding_w: usize,
 }
 
-/// Elements of the buffer of windows that one tile may have: 4 MiB of f32.
-const TILE: usize = 1 << 20;
+/// The maximum of elements in the window buffer of a tile: 4 MiB of f32.
+const MAX_TILE_ELEMENTS: usize = 1 << 20;
 
-/// A tile: whole images, or some rows of pixels of one image.
+/// A tile of the batch: whole images, or some rows of one image.
 #[derive(Clone, Copy)]
 pub(super) struct Tile {
     pub(super) image: usize,
@@ -45,7 +45,7 @@ impl Geometry {
         let (padded_h, padded_w) = (height + 2 * padding_h, width + 2 * padding_w);
         if inputs != weight_inputs || stride == 0 || padded_h < kernel_h || padded_w < kernel_w {
             candle_core::bail!(
-                "conv2d: input {:?} does not fit weight {:?} with stride {stride} and padding {padding:?}",
+                "conv2d: input {:?} does not match weight {:?} with stride {stride} and padding {padding:?}",
                 x.dims(),
                 weight.dims()
             );
@@ -67,7 +67,7 @@ impl Geometry {
         })
     }
 
-    /// Elements of a window: in * kh * kw.
+    /// The elements of a window: in * kh * kw.
     pub(super) fn depth(&self) -> usize {
         self.inputs * self.kernel_h * self.kernel_w
     }
@@ -76,16 +76,16 @@ impl Geometry {
         self.out_h * self.out_w
     }
 
-    /// The windows of an image are the image itself.
+    /// Whether it is a 1 x 1 convolution without stride and padding: then the windows are the image itself.
     pub(super) fn is_pointwise(&self) -> bool {
         self.kernel_h == 1 && self.kernel_w == 1 && self.stride == 1 && self.padding_h + self.padding_w == 0
     }
 
-    /// The convolution that takes the gradient of the output to that of the input, with the weight turned around: if
-    /// windows move by one.
-    pub(super) fn turned(&self) -> Option<Self> {
-        let inside = self.padding_h < self.kernel_h && self.padding_w < self.kernel_w;
-        (self.stride == 1 && inside).then(|| Self {
+    /// The convolution that computes the gradient of the input from that of the output, with the weight flipped. `None`
+    /// unless the stride is 1.
+    pub(super) fn transposed(&self) -> Option<Self> {
+        let padding_fits = self.padding_h < self.kernel_h && self.padding_w < self.kernel_w;
+        (self.stride == 1 && padding_fits).then(|| Self {
             inputs: self.outputs,
             outputs: self.inputs,
             height: self.out_h,
@@ -100,23 +100,23 @@ impl Geometry {
 
     pub(super) fn tiles(&self) -> Vec<Tile> {
         let image_elements = self.depth() * self.pixels();
-        if image_elements <= TILE || self.is_pointwise() {
-            let together = if self.is_pointwise() && image_elements > TILE {
+        if image_elements <= MAX_TILE_ELEMENTS || self.is_pointwise() {
+            let images_per_tile = if self.is_pointwise() && image_elements > MAX_TILE_ELEMENTS {
                 1
             } else {
-                (TILE / image_elements.max(1)).max(1)
+                (MAX_TILE_ELEMENTS / image_elements.max(1)).max(1)
             };
             return (0..self.batch)
-                .step_by(together)
+                .step_by(images_per_tile)
                 .map(|image| Tile {
                     image,
-                    images: together.min(self.batch - image),
+                    images: images_per_tile.min(self.batch - image),
                     row: 0,
                     rows: self.out_h,
                 })
                 .collect();
         }
-        let rows = (TILE / (self.depth() * self.out_w).max(1)).max(1);
+        let rows = (MAX_TILE_ELEMENTS / (self.depth() * self.out_w).max(1)).max(1);
         (0..self.batch)
             .flat_map(|image| (0..self.out_h).step_by(rows).map(move |row| (image, row)))
             .map(|(image, row)| Tile {
@@ -132,15 +132,15 @@ impl Geometry {
         tile.images * tile.rows * self.out_w
     }
 
-    /// The input row of output row `oy` and kernel row `ky`, if it lies inside.
-    pub(super) fn source(&self, oy: usize, ky: usize) -> Option<usize> {
+    /// The input row for output row `oy` and kernel row `ky`; `None` in the padding.
+    pub(super) fn input_row(&self, oy: usize, ky: usize) -> Option<usize> {
         (oy * self.stride + ky)
             .checked_sub(self.padding_h)
             .filter(|row| *row < self.height)
     }
 
-    /// The output columns whose input column lies inside, for kernel column `kx`.
-    fn inside(&self, kx: usize) -> (usize, usize) {
+    /// The range of output columns whose input column, for kernel column `kx`, is not in the padding.
+    fn valid_columns(&self, kx: usize) -> (usize, usize) {
         let first = self.padding_w.saturating_sub(kx).div_ceil(self.stride).min(self.out_w);
         let end = (self.width + self.padding_w)
             .saturating_sub(kx)
@@ -149,7 +149,8 @@ impl Geometry {
         (first, end.max(first))
     }
 
-    /// Adds `col`, the gradients of windows [depth, columns of the tile], to where the windows lie. `dx` [batch, in, h, w].
+    /// col2im: adds the gradients of windows, `col` [depth, columns of the tile], to their pixels in `dx` [batch, in,
+    /// h, w].
     pub(super) fn col2im(&self, col: &[f32], tile: Tile, dx: &mut [f32]) {
         let columns = self.columns(tile);
         let plane = self.height * self.width;
@@ -160,14 +161,14 @@ impl Geometry {
             let (image, c) = (at / self.inputs, at % self.inputs);
             for tap in 0..taps {
                 let (ky, kx) = (tap / self.kernel_w, tap % self.kernel_w);
-                let (first, end) = self.inside(kx);
+                let (first, end) = self.valid_columns(kx);
                 if first == end {
                     continue;
                 }
                 let from = first * self.stride + kx - self.padding_w;
                 let row = &col[(c * taps + tap) * columns..][..columns];
                 for r in 0..tile.rows {
-                    let Some(iy) = self.source(tile.row + r, ky) else {
+                    let Some(iy) = self.input_row(tile.row + r, ky) else {
                         continue;
                     };
                     let line = &row[(image * tile.rows + r) * self.out_w..][..self.out_w];
@@ -180,7 +181,7 @@ impl Geometry {
         });
     }
 
-    /// Copies the tile's part of `y` [batch, out, pixels] to `flat` [out, columns].
+    /// Copies the elements of the tile from `y` [batch, out, pixels] to `flat` [out, columns].
     pub(super) fn gather(&self, y: &[f32], tile: Tile, flat: &mut [f32]) {
         let (pixels, per_image) = (self.pixels(), tile.rows * self.out_w);
         let columns = self.columns(tile);

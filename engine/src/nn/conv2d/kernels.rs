@@ -1,15 +1,15 @@
 //! The convolution and its gradients as matrix products.
 
 use super::geometry::Geometry;
-use super::windows::{Taps, Turned, Windows};
-use crate::nn::cpu::{self, Mat, MatMut, Product, Rows, Sizes, Start};
+use super::im2col::{FlippedWeight, Im2col, Im2colTransposed};
+use crate::nn::cpu::{self, InitialValue, LeftOperand, Mat, MatMut, Product, Sizes};
 use rayon::prelude::*;
 
-/// Images with fewer pixels of output than this go through one product together.
-const SMALL: usize = 512;
+/// Images with fewer output pixels than this are computed several at a time, in one product.
+const SMALL_IMAGE: usize = 512;
 
 impl Geometry {
-    /// y [batch, out, pixels] of x [batch, in, h, w] and weight [out, in, kh, kw].
+    /// Computes y [batch, out, pixels] from x [batch, in, h, w] and weight [out, in, kh, kw].
     pub(super) fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> candle_core::Result<Vec<f32>> {
         let depth = self.depth();
         let weight = Mat::new(weight, self.outputs, depth);
@@ -35,14 +35,14 @@ impl Geometry {
         Ok(y)
     }
 
-    fn convolve(&self, x: &[f32], weight: &impl Rows, bias: Option<&[f32]>) -> Vec<f32> {
+    fn convolve(&self, x: &[f32], weight: &impl LeftOperand, bias: Option<&[f32]>) -> Vec<f32> {
         let pixels = self.pixels();
         let (image_in, image_out) = (self.inputs * self.height * self.width, self.outputs * pixels);
         let mut y = vec![0f32; self.batch * image_out];
         if y.is_empty() {
             return y;
         }
-        let start = bias.map_or(Start::Zero, Start::Rows);
+        let initial = bias.map_or(InitialValue::Zero, InitialValue::PerRow);
         let run = |x: &[f32], images: usize, out: &mut [f32]| {
             let cols = images * pixels;
             let product = Product {
@@ -52,22 +52,22 @@ impl Geometry {
                     depth: self.depth(),
                 },
                 a: weight,
-                b: &Windows { g: self, x },
-                start,
+                b: &Im2col { g: self, x },
+                initial,
             };
             product.write(out, cols, cpu::threads());
         };
-        if self.batch == 1 || pixels >= SMALL {
+        if self.batch == 1 || pixels >= SMALL_IMAGE {
             for (image, out) in y.chunks_mut(image_out).enumerate() {
                 run(&x[image * image_in..], 1, out);
             }
             return y;
         }
-        let together = (SMALL / pixels).max(1);
-        let mut flat = vec![0f32; together.min(self.batch) * image_out];
-        for (group, y) in y.chunks_mut(together * image_out).enumerate() {
+        let images_per_product = (SMALL_IMAGE / pixels).max(1);
+        let mut flat = vec![0f32; images_per_product.min(self.batch) * image_out];
+        for (group, y) in y.chunks_mut(images_per_product * image_out).enumerate() {
             let images = y.len() / image_out;
-            run(&x[group * together * image_in..], images, &mut flat);
+            run(&x[group * images_per_product * image_in..], images, &mut flat);
             y.par_chunks_mut(pixels)
                 .with_min_len(8)
                 .enumerate()
@@ -79,15 +79,15 @@ impl Geometry {
         y
     }
 
-    /// dx [batch, in, h, w] of weight [out, in, kh, kw] and dy [batch, out, pixels].
+    /// Computes dx [batch, in, h, w] from weight [out, in, kh, kw] and dy [batch, out, pixels].
     pub(super) fn backward_input(&self, weight: &[f32], dy: &[f32]) -> candle_core::Result<Vec<f32>> {
-        if let Some(turned) = self.turned().filter(|_| !self.is_pointwise()) {
-            let weight = Turned {
+        if let Some(transposed) = self.transposed().filter(|_| !self.is_pointwise()) {
+            let weight = FlippedWeight {
                 weight,
                 inputs: self.inputs,
                 taps: self.kernel_h * self.kernel_w,
             };
-            return Ok(turned.convolve(dy, &weight, None));
+            return Ok(transposed.convolve(dy, &weight, None));
         }
         let depth = self.depth();
         let mut dx = vec![0f32; self.batch * self.inputs * self.height * self.width];
@@ -106,7 +106,7 @@ impl Geometry {
         Ok(dx)
     }
 
-    /// dw [out, in, kh, kw] of x [batch, in, h, w] and dy [batch, out, pixels].
+    /// Computes dw [out, in, kh, kw] from x [batch, in, h, w] and dy [batch, out, pixels].
     pub(super) fn backward_weight(&self, x: &[f32], dy: &[f32]) -> Vec<f32> {
         let (pixels, depth) = (self.pixels(), self.depth());
         let mut dw = vec![0f32; self.outputs * depth];
@@ -120,12 +120,16 @@ impl Geometry {
         };
         let images = x.chunks(self.inputs * self.height * self.width);
         for (image, (x, dy)) in images.zip(dy.chunks(self.outputs * pixels)).enumerate() {
-            let start = if image == 0 { Start::Zero } else { Start::Keep };
+            let initial = if image == 0 {
+                InitialValue::Zero
+            } else {
+                InitialValue::Output
+            };
             let product = Product {
                 sizes,
                 a: &Mat::new(dy, self.outputs, pixels),
-                b: &Taps { g: self, x },
-                start,
+                b: &Im2colTransposed { g: self, x },
+                initial,
             };
             product.write(&mut dw, depth, cpu::threads());
         }

@@ -1,11 +1,11 @@
-//! Matrices in slices, and how they are packed for a product.
+//! Matrices in slices, and how they are packed into panels for a product.
 
-use super::product::{Columns, Rows};
+use super::product::{LeftOperand, RightOperand};
 use super::simd::Simd;
 use std::ops::Range;
 
-/// Bytes of a line of the cache.
-const LINE: usize = 64;
+/// Bytes of a cache line.
+const CACHE_LINE: usize = 64;
 
 /// A matrix in a slice.
 #[derive(Clone, Copy)]
@@ -18,7 +18,7 @@ pub(crate) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// Row by row.
+    /// A row-major matrix.
     pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Self {
             data,
@@ -29,7 +29,7 @@ impl<'a> Mat<'a> {
         }
     }
 
-    /// Transposed.
+    /// The transposed matrix, of the same slice.
     pub(crate) fn t(self) -> Self {
         Self {
             data: self.data,
@@ -40,13 +40,13 @@ impl<'a> Mat<'a> {
         }
     }
 
-    /// Whether the slice has all of it.
-    pub(crate) fn is_whole(&self) -> bool {
+    /// Whether the slice contains the whole matrix.
+    pub(crate) fn fits_slice(&self) -> bool {
         extent(self.rows, self.cols, self.row_stride, self.col_stride) <= self.data.len()
     }
 }
 
-/// Elements from the first to the last of a matrix.
+/// The number of elements from the first to the last element of a matrix, with the gaps between.
 pub(crate) fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
     if rows == 0 || cols == 0 {
         0
@@ -55,26 +55,26 @@ pub(crate) fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: us
     }
 }
 
-impl Rows for Mat<'_> {
+impl LeftOperand for Mat<'_> {
     #[inline(always)]
-    fn as_rows(&self) -> Option<(&[f32], usize)> {
+    fn contiguous_rows(&self) -> Option<(&[f32], usize)> {
         (self.col_stride == 1).then_some((self.data, self.row_stride))
     }
 
     #[inline(always)]
-    fn fetch<S: Simd>(&self, rows: Range<usize>, depth: Range<usize>, part: usize, parts: usize) {
+    fn prefetch<S: Simd>(&self, rows: Range<usize>, depth: Range<usize>, part: usize, parts: usize) {
         if self.col_stride != 1 {
             return;
         }
-        let lines = (depth.len() * 4).div_ceil(LINE);
+        let lines = (depth.len() * 4).div_ceil(CACHE_LINE);
         let (from, to) = (
             rows.len() * lines * part / parts,
             rows.len() * lines * (part + 1) / parts,
         );
         for i in from..to {
             let (row, line) = (rows.start + i / lines, i % lines);
-            let at = row * self.row_stride + depth.start + line * (LINE / 4);
-            S::soon(self.data.as_ptr().wrapping_add(at));
+            let at = row * self.row_stride + depth.start + line * (CACHE_LINE / 4);
+            S::prefetch(self.data.as_ptr().wrapping_add(at));
         }
     }
 
@@ -84,63 +84,63 @@ impl Rows for Mat<'_> {
             return;
         }
         let first = rows.start * self.row_stride + depth.start * self.col_stride;
-        let lines = Lines {
+        let lines = StridedLines {
             data: &self.data[first..],
-            line: self.row_stride,
-            along: self.col_stride,
+            line_stride: self.row_stride,
+            depth_stride: self.col_stride,
         };
         lines.pack(rows.len(), rows.len(), depth.len(), panel);
     }
 }
 
-impl Columns for Mat<'_> {
+impl RightOperand for Mat<'_> {
     #[inline(always)]
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
         if depth.is_empty() {
             return;
         }
         let first = cols.start * self.col_stride + depth.start * self.row_stride;
-        let lines = Lines {
+        let lines = StridedLines {
             data: &self.data[first..],
-            line: self.col_stride,
-            along: self.row_stride,
+            line_stride: self.col_stride,
+            depth_stride: self.row_stride,
         };
         lines.pack(cols.len(), width, depth.len(), panel);
     }
 }
 
-/// Lines (rows of the left side, columns of the right) that run along depth.
-struct Lines<'a> {
+/// Lines along depth: the rows of a left operand, or the columns of a right operand.
+struct StridedLines<'a> {
     data: &'a [f32],
-    /// From a line to the next.
-    line: usize,
-    /// From an element of a line to the next.
-    along: usize,
+    /// The distance between lines.
+    line_stride: usize,
+    /// The distance between the elements of a line.
+    depth_stride: usize,
 }
 
-impl Lines<'_> {
-    /// `[depth][width]`.
+impl StridedLines<'_> {
+    /// Writes a panel `[depth][width]`.
     #[inline(always)]
     fn pack(&self, lines: usize, width: usize, depth: usize, panel: &mut [f32]) {
-        if self.line == 1 {
+        if self.line_stride == 1 {
             for (p, to) in panel.chunks_exact_mut(width).take(depth).enumerate() {
-                let from = &self.data[p * self.along..][..lines];
+                let from = &self.data[p * self.depth_stride..][..lines];
                 to[..lines].copy_from_slice(from);
             }
             return;
         }
-        if self.along != 1 {
+        if self.depth_stride != 1 {
             for (p, to) in panel.chunks_exact_mut(width).take(depth).enumerate() {
                 for (i, to) in to[..lines].iter_mut().enumerate() {
-                    *to = self.data[i * self.line + p * self.along];
+                    *to = self.data[i * self.line_stride + p * self.depth_stride];
                 }
             }
             return;
         }
-        // Each line is read as it lies: four elements of four lines at a time, which the compiler turns with shuffles.
+        // Lines are contiguous: four elements of four lines at a time, which the compiler transposes with shuffles.
         let mut i = 0;
         while i + 4 <= lines {
-            let at = |k: usize| self.data[(i + k) * self.line..][..depth].as_chunks::<4>();
+            let at = |k: usize| self.data[(i + k) * self.line_stride..][..depth].as_chunks::<4>();
             let ((a, a_rest), (b, b_rest), (c, c_rest), (d, d_rest)) = (at(0), at(1), at(2), at(3));
             let mut put = |p: usize, values: [f32; 4]| panel[p * width + i..][..4].copy_from_slice(&values);
             for (n, (((a, b), c), d)) in a.iter().zip(b).zip(c).zip(d).enumerate() {
@@ -155,7 +155,7 @@ impl Lines<'_> {
             i += 4;
         }
         for i in i..lines {
-            let from = &self.data[i * self.line..][..depth];
+            let from = &self.data[i * self.line_stride..][..depth];
             for (to, value) in panel[i..].iter_mut().step_by(width).zip(from) {
                 *to = *value;
             }

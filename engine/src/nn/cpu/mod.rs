@@ -1,10 +1,10 @@
-//! What the CPU's own kernels share: vectors, threads, matrix products.
+//! The basis of the kernels for the CPU: SIMD vectors, threads and matrix products.
 //!
-//! The operations of this folder run on `f32` on the CPU; on CUDA and Metal, and for other dtypes, the same
-//! functions are composed from candle's operations. Every sum has a fixed order that does not depend on the number
-//! of threads, so that the same inputs give the same bits.
+//! The kernels run on `f32` on the CPU; on CUDA and Metal, and for other dtypes, the same functions are composed of
+//! candle's operations. The order of every sum is fixed and does not depend on the number of threads, so that the same
+//! inputs give the same bits.
 
-mod lanes;
+mod elementwise;
 mod mat;
 mod product;
 mod simd;
@@ -12,24 +12,24 @@ mod simd;
 mod tests;
 mod tile;
 
-pub(crate) use lanes::{Function, each, each_here};
+pub(crate) use elementwise::{Function, map_parallel, map_serial};
 pub(crate) use mat::Mat;
-pub(crate) use product::{Columns, Product, Rows, Sizes};
-pub(crate) use simd::{Simd, Work, vectorised};
+pub(crate) use product::{LeftOperand, Product, RightOperand, Sizes};
+pub(crate) use simd::{Kernel, Simd, run_vectorised};
 #[cfg(any(test, target_arch = "x86_64"))]
-pub(crate) use simd::{Unit, unit};
+pub(crate) use simd::{Unit, best_unit};
 #[cfg(test)]
-pub(crate) use simd::{on, units};
-pub(crate) use tile::{Side, Start, Target, tile, width};
+pub(crate) use simd::{available_units, run_on};
+pub(crate) use tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 
-pub(crate) use crate::autograd::{runs_here, with_slice};
+pub(crate) use crate::autograd::{is_cpu_f32, with_slice};
 
-/// Threads for one matrix product.
+/// The number of threads for a matrix product.
 pub(crate) fn threads() -> usize {
     rayon::current_num_threads()
 }
 
-/// A matrix to write.
+/// A mutable matrix in a slice.
 pub(crate) struct MatMut<'a> {
     pub(crate) data: &'a mut [f32],
     pub(crate) rows: usize,
@@ -39,12 +39,12 @@ pub(crate) struct MatMut<'a> {
 }
 
 impl<'a> MatMut<'a> {
-    /// Row by row.
+    /// A row-major matrix.
     pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols)
     }
 
-    /// Row by row, each row that far from the one before.
+    /// A row-major matrix whose rows are `row_stride` elements apart.
     pub(crate) fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
         Self {
             data,
@@ -56,7 +56,10 @@ impl<'a> MatMut<'a> {
     }
 }
 
-/// `out = beta * out + alpha * a * b`, on `threads` threads.
+/// Computes `out = beta * out + alpha * a * b` on `threads` threads.
+///
+/// # Errors
+/// When the shapes do not match, or a slice is too short.
 pub(crate) fn gemm(
     out: MatMut<'_>,
     a: Mat<'_>,
@@ -69,8 +72,8 @@ pub(crate) fn gemm(
     let fits = a.cols == b.rows
         && out.rows == a.rows
         && out.cols == b.cols
-        && a.is_whole()
-        && b.is_whole()
+        && a.fits_slice()
+        && b.fits_slice()
         && extent(out.rows, out.cols, out.row_stride, out.col_stride) <= out.data.len();
     if !fits {
         candle_core::bail!(
@@ -88,10 +91,9 @@ pub(crate) fn gemm(
     } else {
         gemm::Parallelism::None
     };
-    #[expect(
-        unsafe_code,
-        reason = "gemm takes raw pointers; the extents of all three slices were checked above"
-    )]
+    #[expect(unsafe_code, reason = "the gemm crate takes raw pointers")]
+    // SAFETY: `fits` checked that all three matrices lie inside their slices; `out` is borrowed mutably, so it overlaps
+    // neither `a` nor `b`.
     unsafe {
         gemm::gemm(
             out.rows,

@@ -1,45 +1,44 @@
-//! Matrix products: cut into tasks, packed into panels, multiplied tile by tile.
+//! Matrix products: divided into blocks, packed into panels, multiplied tile by tile.
 //!
-//! A task makes one block of the result. For every stretch of depth it packs its columns once (they stay in the second
-//! cache) and then its rows, a panel at a time (they stay in the first). The loops are those of K. Goto and R. van de
-//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), each thread on blocks of its own. What the columns
-//! are made of is the business of [`Columns`]: a matrix, or the windows of an image, which are then never written down
-//! as a matrix.
+//! A task computes one block of the result. For each block of depth it packs its columns once (they stay in the L2
+//! cache) and then its rows, one panel at a time (which stays in the L1 cache). The loops are those of K. Goto and R.
+//! van de Geijn, "Anatomy of high-performance matrix multiplication" (2008); each thread works on its own blocks. A
+//! [`RightOperand`] may be a matrix, or the windows of an image, for which no matrix (im2col) is then stored.
 
-use super::simd::{Simd, Unit, Work, on, unit};
-use super::tile::{Side, Start, Target, tile, width};
+use super::simd::{Kernel, Simd, Unit, best_unit, run_on};
+use super::tile::{InitialValue, LeftLayout, OutputTile, panel_width, tile};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// The most of depth that is packed at a time: a panel of rows and one of columns fit the first cache together.
-const DEPTH: usize = 256;
+/// The largest block of depth: a panel of rows and one of columns fit the L1 cache together.
+const DEPTH_BLOCK: usize = 256;
 
-/// The most columns of a task: packed, 1 MiB.
-const COLUMNS: usize = 1024;
+/// The maximum of columns per task: 1 MiB when packed.
+const MAX_COLUMNS: usize = 1024;
 
-/// Lines of panels of columns that are packed before the next panel.
-const LINES: usize = 16;
+/// Lines of depth that are packed of one panel of columns before the next panel.
+const PACKED_LINES: usize = 16;
 
-/// So few panels of columns make it not worth to pack rows that already lie along depth.
-const DIRECT: usize = 3;
+/// Up to this many panels of columns, contiguous rows are read in place instead of packed.
+const MAX_UNPACKED_PANELS: usize = 3;
 
-/// The left side of a product.
-pub(crate) trait Rows: Sync {
-    /// The slice and the distance of its rows, if depth runs along them without gaps.
-    fn as_rows(&self) -> Option<(&[f32], usize)>;
+/// The left operand of a product.
+pub(crate) trait LeftOperand: Sync {
+    /// The elements and the row stride, if the elements of a row are contiguous.
+    fn contiguous_rows(&self) -> Option<(&[f32], usize)>;
 
-    /// Sends for one of so many parts of what will be packed next.
+    /// Prefetches one of `parts` parts of what will be packed next.
     #[inline(always)]
-    fn fetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
+    fn prefetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
 
-    /// Writes `[depth][rows]`: the elements of these rows over this stretch of depth.
+    /// Writes a panel `[depth][rows]`: the elements of these rows in this range of depth.
     fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]);
 }
 
-/// The right side of a product.
-pub(crate) trait Columns: Sync {
-    /// Writes `[depth][width]`: the elements of these columns over this stretch of depth; `width` is at least their
-    /// number, what is beyond them is of no account.
+/// The right operand of a product.
+pub(crate) trait RightOperand: Sync {
+    /// Writes a panel `[depth][width]`: the elements of these columns in this range of depth. `width` is at least the
+    /// number of columns; elements beyond them are ignored.
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]);
 }
 
@@ -52,13 +51,14 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// Into how many parts rows and columns are cut, for this many threads.
-    fn cut(self, threads: usize) -> (usize, usize) {
-        let (mut down, mut across) = (1, self.cols.div_ceil(COLUMNS).max(1));
+    /// Into how many blocks rows and columns are divided, for this many threads.
+    fn blocks(self, threads: usize) -> (usize, usize) {
+        let (mut down, mut across) = (1, self.cols.div_ceil(MAX_COLUMNS).max(1));
         if threads <= 1 || self.rows * self.cols * self.depth < 1 << 16 {
             return (down, across);
         }
-        // Some for every thread, so that none waits long for the last; but not so small that packing outweighs.
+        // Several blocks per thread, so that all threads end at about the same time, but not so small that packing
+        // dominates.
         while down * across < 4 * threads {
             let (rows, cols) = (self.rows / down, self.cols / across);
             if rows >= cols && rows >= 64 {
@@ -75,40 +75,39 @@ impl Sizes {
     }
 }
 
-/// Part `i` of `total` cut into `parts`, in multiples of `grain`.
-fn part(total: usize, parts: usize, grain: usize, i: usize) -> Range<usize> {
+/// Range `i` of `parts` ranges of `0..total`, whose lengths are multiples of `grain`.
+fn sub_range(total: usize, parts: usize, grain: usize, i: usize) -> Range<usize> {
     let length = total.div_ceil(parts).next_multiple_of(grain);
     (i * length).min(total)..((i + 1) * length).min(total)
 }
 
-/// The result of a product, on which tasks write blocks of their own.
-struct Shared(*mut f32);
+/// The result of a product, to which several tasks write.
+struct SharedOutput(*mut f32);
 
-#[expect(
-    unsafe_code,
-    reason = "tasks write blocks that do not overlap, inside a slice that is borrowed for as long"
-)]
-unsafe impl Sync for Shared {}
+#[expect(unsafe_code, reason = "tasks on several threads write to one slice")]
+// SAFETY: each task writes only to its own block, and blocks do not overlap. The slice is borrowed mutably until all
+// tasks are done.
+unsafe impl Sync for SharedOutput {}
 
-/// `start + a * b`.
+/// The product `initial + a * b`.
 pub(crate) struct Product<'a, A, B> {
     pub(crate) sizes: Sizes,
     pub(crate) a: &'a A,
     pub(crate) b: &'a B,
-    pub(crate) start: Start<'a>,
+    pub(crate) initial: InitialValue<'a>,
 }
 
-impl<A: Rows, B: Columns> Product<'_, A, B> {
-    /// Writes it to `out`: rows that lie `stride` apart. On `threads` threads; the bits are the same for any number of
-    /// them.
+impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
+    /// Writes the product to `out`, whose rows are `stride` elements apart, on `threads` threads. The bits do not
+    /// depend on the number of threads.
     ///
     /// # Panics
-    /// When `out`, the start or the left side is too short.
+    /// When `out`, the initial value or the left operand is too short.
     pub(crate) fn write(&self, out: &mut [f32], stride: usize, threads: usize) {
-        self.write_on(unit(), out, stride, threads);
+        self.write_on(best_unit(), out, stride, threads);
     }
 
-    /// The same on this unit.
+    /// As [`Self::write`], on this vector unit.
     pub(super) fn write_on(&self, unit: Unit, out: &mut [f32], stride: usize, threads: usize) {
         let Sizes { rows, cols, depth } = self.sizes;
         if rows == 0 || cols == 0 {
@@ -116,26 +115,29 @@ impl<A: Rows, B: Columns> Product<'_, A, B> {
         }
         assert!(
             stride >= cols && out.len() >= (rows - 1) * stride + cols,
-            "the result of a product has room"
+            "the output of a product is too short"
         );
-        if let Start::Rows(values) = self.start {
-            assert!(values.len() >= rows, "a start has an element for each row");
+        if let InitialValue::PerRow(values) = self.initial {
+            assert!(values.len() >= rows, "the initial values are fewer than the rows");
         }
-        if let Some((data, apart)) = self.a.as_rows() {
-            assert!(data.len() >= (rows - 1) * apart + depth, "the left side is all there");
+        if let Some((data, row_stride)) = self.a.contiguous_rows() {
+            assert!(
+                data.len() >= (rows - 1) * row_stride + depth,
+                "the left operand of a product is too short"
+            );
         }
-        let (down, across) = self.sizes.cut(threads);
-        let shared = Shared(out.as_mut_ptr());
+        let (down, across) = self.sizes.blocks(threads);
+        let shared = SharedOutput(out.as_mut_ptr());
         let run = |buffers: &mut Vec<f32>, i: usize| {
             let block = Block {
                 product: self,
-                parts: (down, across),
-                at: (i % down, i / down),
+                blocks: (down, across),
+                index: (i % down, i / down),
                 out: &shared,
                 stride,
                 buffers,
             };
-            on(unit, block);
+            run_on(unit, block);
         };
         if threads <= 1 || down * across == 1 {
             let mut buffers = Vec::new();
@@ -146,76 +148,84 @@ impl<A: Rows, B: Columns> Product<'_, A, B> {
     }
 }
 
+/// The kernel for one block of a product.
 struct Block<'a, A, B> {
     product: &'a Product<'a, A, B>,
-    parts: (usize, usize),
-    at: (usize, usize),
-    out: &'a Shared,
+    /// The numbers of blocks along rows and columns.
+    blocks: (usize, usize),
+    /// Which block this is.
+    index: (usize, usize),
+    out: &'a SharedOutput,
     stride: usize,
     buffers: &'a mut Vec<f32>,
 }
 
-impl<A: Rows, B: Columns> Work for Block<'_, A, B> {
-    type Out = ();
+impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
+    type Output = ();
 
     #[inline(always)]
-    #[expect(
-        unsafe_code,
-        reason = "the block lies inside of `out`, whose size was checked; panels are as large as `tile` wants them"
-    )]
+    #[expect(unsafe_code, reason = "tiles are written through raw pointers")]
     fn run<S: Simd>(self) {
-        let Product { sizes, a, b, start } = *self.product;
+        let Product { sizes, a, b, initial } = *self.product;
         let wide = 2 * S::LANES;
-        let rows = part(sizes.rows, self.parts.0, S::ROWS, self.at.0);
-        let cols = part(sizes.cols, self.parts.1, wide, self.at.1);
+        let rows = sub_range(sizes.rows, self.blocks.0, S::ROWS, self.index.0);
+        let cols = sub_range(sizes.cols, self.blocks.1, wide, self.index.1);
         if rows.is_empty() || cols.is_empty() {
             return;
         }
-        let stretches = sizes.depth.div_ceil(DEPTH).max(1);
-        let longest = sizes.depth.div_ceil(stretches);
+        let depth_blocks = sizes.depth.div_ceil(DEPTH_BLOCK).max(1);
+        let longest = sizes.depth.div_ceil(depth_blocks);
         let packed_cols = longest * cols.len().next_multiple_of(wide);
         self.buffers.resize(packed_cols + longest * S::ROWS, 0.0);
         let (packed_b, packed_a) = self.buffers.split_at_mut(packed_cols);
-        // For one or two panels it costs more to pack a row than to read it as it lies; for eight it makes no difference.
-        let direct = a.as_rows().filter(|_| cols.len() <= DIRECT * wide && sizes.depth > 0);
-        for stretch in 0..stretches {
-            let depth = part(sizes.depth, stretches, 1, stretch);
-            // A few lines of all panels at a time: what is read lies side by side, where a panel alone would jump from page to
-            // page.
-            for few in depth.clone().step_by(LINES) {
-                let few = few..(few + LINES).min(depth.end);
+        // For one or two panels, packing a row takes longer than reading it in place; for eight there is no difference.
+        let unpacked = a
+            .contiguous_rows()
+            .filter(|_| cols.len() <= MAX_UNPACKED_PANELS * wide && sizes.depth > 0);
+        for depth_block in 0..depth_blocks {
+            let depth = sub_range(sizes.depth, depth_blocks, 1, depth_block);
+            // A few lines of all panels at a time: these are adjacent in memory, while a whole panel would touch many
+            // pages.
+            for line in depth.clone().step_by(PACKED_LINES) {
+                let lines = line..(line + PACKED_LINES).min(depth.end);
                 for col in cols.clone().step_by(wide) {
-                    let these = col..(col + wide).min(cols.end);
-                    let width = width::<S>(these.len());
-                    let first = (col - cols.start) * longest + (few.start - depth.start) * width;
-                    let panel = &mut packed_b[first..][..few.len() * width];
-                    b.pack(these, few.clone(), width, panel);
+                    let panel_cols = col..(col + wide).min(cols.end);
+                    let width = panel_width::<S>(panel_cols.len());
+                    let first = (col - cols.start) * longest + (lines.start - depth.start) * width;
+                    let panel = &mut packed_b[first..][..lines.len() * width];
+                    b.pack(panel_cols, lines.clone(), width, panel);
                 }
             }
             for row in rows.clone().step_by(S::ROWS) {
-                let these = row..(row + S::ROWS).min(rows.end);
-                let (side, left) = match direct {
-                    Some((data, stride)) => (Side::Rows(stride), data[row * stride + depth.start..].as_ptr()),
+                let panel_rows = row..(row + S::ROWS).min(rows.end);
+                let (layout, left) = match unpacked {
+                    Some((data, stride)) => (LeftLayout::Rows(stride), data[row * stride + depth.start..].as_ptr()),
                     None => {
-                        let panel = &mut packed_a[..depth.len() * these.len()];
-                        a.pack(these.clone(), depth.clone(), panel);
-                        (Side::Panel, panel.as_ptr())
+                        let panel = &mut packed_a[..depth.len() * panel_rows.len()];
+                        a.pack(panel_rows.clone(), depth.clone(), panel);
+                        (LeftLayout::Panel, panel.as_ptr())
                     }
                 };
-                let ahead = these.end..(these.end + S::ROWS).min(rows.end);
+                let next_rows = panel_rows.end..(panel_rows.end + S::ROWS).min(rows.end);
                 let tiles = cols.len().div_ceil(wide);
                 for (n, col) in cols.clone().step_by(wide).enumerate() {
-                    a.fetch::<S>(ahead.clone(), depth.clone(), n, tiles);
-                    let begin = if stretch == 0 { start.from(row) } else { Start::Keep };
+                    a.prefetch::<S>(next_rows.clone(), depth.clone(), n, tiles);
+                    let initial = if depth_block == 0 {
+                        initial.at_row(row)
+                    } else {
+                        InitialValue::Output
+                    };
+                    // SAFETY: `write_on` checked the lengths of the output, the initial values and the left operand;
+                    // this block lies inside them. Both packed panels have the size that `tile` requires.
                     unsafe {
-                        let target = Target {
+                        let target = OutputTile {
                             data: self.out.0.add(row * self.stride + col),
                             stride: self.stride,
                             cols: wide.min(cols.end - col),
-                            start: begin,
+                            initial,
                         };
                         let right = packed_b[(col - cols.start) * longest..].as_ptr();
-                        tile::<S>(these.len(), depth.len(), left, side, right, target);
+                        tile::<S>(panel_rows.len(), depth.len(), left, layout, right, target);
                     }
                 }
             }

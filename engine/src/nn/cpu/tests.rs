@@ -1,7 +1,7 @@
-//! Every vector unit of this CPU against plain arithmetic.
+//! Compares every vector unit of this CPU with scalar arithmetic.
 
-use super::lanes::Each;
-use super::simd::{Unit, on, units};
+use super::elementwise::Map;
+use super::simd::{Unit, available_units, run_on};
 use super::*;
 use proptest::prelude::*;
 
@@ -15,44 +15,44 @@ fn numbers(seed: usize, length: usize) -> Vec<f32> {
 struct Exp;
 
 impl Function<1> for Exp {
-    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+    fn eval<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
         S::exp(x)
     }
 }
 
 #[test]
-fn exponentials_are_right_to_the_last_places() {
+fn exp_is_accurate_to_the_last_digits() {
     let x: Vec<f32> = (-8700..=8870).map(|i| i as f32 / 100.0).collect();
-    for unit in units() {
+    for unit in available_units() {
         let mut y = vec![0f32; x.len()];
         let (f, inputs) = (Exp, [&x[..]]);
-        on(unit, Each { f, inputs, y: &mut y });
+        run_on(unit, Map { f, inputs, y: &mut y });
         for (x, y) in x.iter().zip(&y) {
             let exact = f64::from(*x).exp();
             let error = (f64::from(*y) - exact).abs() / exact;
             assert!(error < 3e-7, "{unit:?}: e^{x} is {exact}, not {y}");
         }
-        let odd = [f32::NEG_INFINITY, -200.0, 0.0, 100.0, f32::INFINITY, f32::NAN];
+        let extremes = [f32::NEG_INFINITY, -200.0, 0.0, 100.0, f32::INFINITY, f32::NAN];
         let mut y = [1f32; 6];
-        let inputs = [&odd[..]];
-        on(unit, Each { f, inputs, y: &mut y });
+        let inputs = [&extremes[..]];
+        run_on(unit, Map { f, inputs, y: &mut y });
         assert_eq!(y[..5], [0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY], "{unit:?}");
         assert!(y[5].is_nan(), "{unit:?}");
     }
 }
 
-/// The product on one unit, and what it should be.
-fn check(unit: Unit, sizes: Sizes, turned: (bool, bool), start: u8, threads: usize) -> Vec<f32> {
+/// Computes the product on one unit and compares it with loops in f64. Returns the output.
+fn check_product(unit: Unit, sizes: Sizes, transposed: (bool, bool), initial: u8, threads: usize) -> Vec<f32> {
     let Sizes { rows, cols, depth } = sizes;
     let (a, b, bias) = (numbers(1, rows * depth), numbers(2, depth * cols), numbers(3, rows));
-    let at = |data: &[f32], turned: bool, (i, j): (usize, usize), (n, m): (usize, usize)| {
-        f64::from(if turned { data[j * n + i] } else { data[i * m + j] })
+    let at = |data: &[f32], transposed: bool, (i, j): (usize, usize), (n, m): (usize, usize)| {
+        f64::from(if transposed { data[j * n + i] } else { data[i * m + j] })
     };
-    let left = match turned.0 {
+    let left = match transposed.0 {
         true => Mat::new(&a, depth, rows).t(),
         false => Mat::new(&a, rows, depth),
     };
-    let right = match turned.1 {
+    let right = match transposed.1 {
         true => Mat::new(&b, cols, depth).t(),
         false => Mat::new(&b, depth, cols),
     };
@@ -63,19 +63,19 @@ fn check(unit: Unit, sizes: Sizes, turned: (bool, bool), start: u8, threads: usi
         sizes,
         a: &left,
         b: &right,
-        start: match start {
-            0 => Start::Zero,
-            1 => Start::Keep,
-            _ => Start::Rows(&bias),
+        initial: match initial {
+            0 => InitialValue::Zero,
+            1 => InitialValue::Output,
+            _ => InitialValue::PerRow(&bias),
         },
     };
     product.write_on(unit, &mut out, stride, threads);
     for i in 0..rows {
         for j in 0..cols {
             let sum: f64 = (0..depth)
-                .map(|k| at(&a, turned.0, (i, k), (rows, depth)) * at(&b, turned.1, (k, j), (depth, cols)))
+                .map(|k| at(&a, transposed.0, (i, k), (rows, depth)) * at(&b, transposed.1, (k, j), (depth, cols)))
                 .sum();
-            let begin = match start {
+            let begin = match initial {
                 0 => 0.0,
                 1 => before[i * stride + j],
                 _ => bias[i],
@@ -87,7 +87,7 @@ fn check(unit: Unit, sizes: Sizes, turned: (bool, bool), start: u8, threads: usi
         assert_eq!(
             out[i * stride + cols..][..3],
             before[i * stride + cols..][..3],
-            "beyond the row"
+            "elements beyond the row are unchanged"
         );
     }
     out
@@ -96,29 +96,29 @@ fn check(unit: Unit, sizes: Sizes, turned: (bool, bool), start: u8, threads: usi
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
-    fn products_are_products(
+    fn products_equal_scalar_products(
         rows in 1usize..70, cols in 1usize..150, depth in 0usize..600,
-        turned in any::<(bool, bool)>(), start in 0u8..3,
+        transposed in any::<(bool, bool)>(), initial in 0u8..3,
     ) {
-        for unit in units() {
-            check(unit, Sizes { rows, cols, depth }, turned, start, 1);
+        for unit in available_units() {
+            check_product(unit, Sizes { rows, cols, depth }, transposed, initial, 1);
         }
     }
 }
 
 #[test]
-fn a_product_has_the_same_bits_on_any_number_of_threads() {
+fn a_product_has_the_same_bits_for_any_number_of_threads() {
     let sizes = Sizes {
         rows: 333,
         cols: 1100,
         depth: 270,
     };
-    for unit in units() {
-        let one = check(unit, sizes, (false, true), 2, 1);
+    for unit in available_units() {
+        let one = check_product(unit, sizes, (false, true), 2, 1);
         for threads in [2, 5] {
             assert_eq!(
                 one,
-                check(unit, sizes, (false, true), 2, threads),
+                check_product(unit, sizes, (false, true), 2, threads),
                 "{unit:?}, {threads} threads"
             );
         }

@@ -1,81 +1,78 @@
-//! The innermost piece of a matrix product: a tile of the result that stays in registers.
+//! The micro-kernel of a matrix product: it computes a tile of the result in registers.
 //!
-//! One side comes as a panel of a few rows, `[depth][rows]`; the other as a panel of one or two vectors,
-//! `[depth][width]`, padded with anything. Each element of the result is one chain of multiply-adds in the order of
-//! depth, whatever the tile's shape, so that how a product is cut never changes a bit of it.
-#![expect(
-    unsafe_code,
-    reason = "the inner loop of everything: raw pointers, whose extents callers have checked"
-)]
+//! The left operand is a panel of a few rows, `[depth][rows]`; the right one is a panel of one or two vectors,
+//! `[depth][width]`, with any padding. Each element of the result is one chain of multiply-adds in the order of depth,
+//! whatever the shape of the tile. How a product is divided therefore never changes the bits of the result.
+#![expect(unsafe_code, reason = "the micro-kernel uses raw pointers without bounds checks")]
 
-use super::simd::{Simd, Work};
+use super::simd::{Kernel, Simd};
 
-/// What the sum over depth is added to.
+/// The value to which the sum over depth is added.
 #[derive(Clone, Copy)]
-pub(crate) enum Start<'a> {
-    /// Nothing.
+pub(crate) enum InitialValue<'a> {
+    /// Zero.
     Zero,
-    /// What is there.
-    Keep,
-    /// An element for every row of the result.
-    Rows(&'a [f32]),
+    /// The value that is in the output.
+    Output,
+    /// One value for each row of the result: a bias.
+    PerRow(&'a [f32]),
 }
 
-impl<'a> Start<'a> {
-    /// The same, seen from a part of the result.
+impl<'a> InitialValue<'a> {
+    /// The initial value for the rows of the result from `row` on.
     #[inline(always)]
-    pub(super) fn from(self, row: usize) -> Start<'a> {
+    pub(super) fn at_row(self, row: usize) -> InitialValue<'a> {
         match self {
-            Start::Rows(values) => Start::Rows(values.get(row..).unwrap_or(&[])),
+            InitialValue::PerRow(values) => InitialValue::PerRow(values.get(row..).unwrap_or(&[])),
             other => other,
         }
     }
 }
 
-/// Where a tile goes: rows that lie `stride` apart, `cols` of each.
+/// The output of a tile: `cols` elements of each row; rows are `stride` elements apart.
 #[derive(Clone, Copy)]
-pub(crate) struct Target<'a> {
+pub(crate) struct OutputTile<'a> {
     pub(crate) data: *mut f32,
     pub(crate) stride: usize,
     pub(crate) cols: usize,
-    pub(crate) start: Start<'a>,
+    pub(crate) initial: InitialValue<'a>,
 }
 
-/// How one side lies in memory.
+/// The memory layout of the left operand.
 #[derive(Clone, Copy)]
-pub(crate) enum Side {
+pub(crate) enum LeftLayout {
     /// `[depth][rows]`.
     Panel,
-    /// `[rows][stride]`, depth along a row.
+    /// `[rows][stride]`, with contiguous rows.
     Rows(usize),
 }
 
-/// The width of a panel of `cols` columns: one vector, or two.
+/// The width of a panel for `cols` columns: one vector, or two.
 #[inline(always)]
-pub(crate) fn width<S: Simd>(cols: usize) -> usize {
+pub(crate) fn panel_width<S: Simd>(cols: usize) -> usize {
     if cols <= S::LANES { S::LANES } else { 2 * S::LANES }
 }
 
-/// `target = start + a * b` for a tile of `rows <= S::ROWS` and `target.cols <= 2 * LANES`.
+/// Computes `target = initial + a * b` for a tile with `rows <= S::ROWS` and `target.cols <= 2 * LANES`.
 ///
 /// # Safety
-/// `a` must be good for `depth * rows` elements as `side` lays them out, `b` for `depth * width(cols)`, the target for
-/// its rows; a start must have an element for each of them.
+/// `a` must be valid for reads of `depth * rows` elements in this layout, `b` of `depth * panel_width(cols)` elements,
+/// and the target for reads and writes of all its rows. Initial values per row must be at least `rows`.
 #[inline(always)]
 pub(crate) unsafe fn tile<S: Simd>(
     rows: usize,
     depth: usize,
     a: *const f32,
-    side: Side,
+    layout: LeftLayout,
     b: *const f32,
-    target: Target<'_>,
+    target: OutputTile<'_>,
 ) {
-    // Its many forms are compiled once for a unit, not into each caller.
+    // A call of its own: the kernels for all tile shapes are compiled once per unit instead of into each caller.
     S::call(Tile {
         rows,
         depth,
         a,
-        side,
+        layout,
         b,
         target,
     });
@@ -85,13 +82,13 @@ struct Tile<'a> {
     rows: usize,
     depth: usize,
     a: *const f32,
-    side: Side,
+    layout: LeftLayout,
     b: *const f32,
-    target: Target<'a>,
+    target: OutputTile<'a>,
 }
 
-impl Work for Tile<'_> {
-    type Out = ();
+impl Kernel for Tile<'_> {
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -99,87 +96,94 @@ impl Work for Tile<'_> {
             rows,
             depth,
             a,
-            side,
+            layout,
             b,
             target,
         } = self;
-        macro_rules! forms {
+        macro_rules! dispatch {
             ($($r:literal)*) => {
-                match (rows, width::<S>(target.cols) > S::LANES) {
+                match (rows, panel_width::<S>(target.cols) > S::LANES) {
                     $(
-                        ($r, true) if $r <= S::ROWS => unsafe { fixed::<S, $r, 2>(depth, a, side, b, target) },
-                        ($r, false) if $r <= S::ROWS => unsafe { fixed::<S, $r, 1>(depth, a, side, b, target) },
+                        // SAFETY: the caller of `tile` guarantees that the pointers are valid.
+                        ($r, true) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 2>(depth, a, layout, b, target) },
+                        // SAFETY: as above.
+                        ($r, false) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 1>(depth, a, layout, b, target) },
                     )*
                     _ => {}
                 }
             };
         }
-        forms!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
+        dispatch!(1 2 3 4 5 6 7 8 9 10 11 12 13 14);
     }
 }
 
+/// A tile of `R` rows and `V` vectors per row. As [`tile`].
 #[inline(always)]
-unsafe fn fixed<S: Simd, const R: usize, const V: usize>(
+unsafe fn sized_tile<S: Simd, const R: usize, const V: usize>(
     depth: usize,
     a: *const f32,
-    side: Side,
+    layout: LeftLayout,
     b: *const f32,
-    target: Target<'_>,
+    target: OutputTile<'_>,
 ) {
+    // SAFETY: the caller guarantees that the pointers are valid; a prefetch may use any address.
     unsafe {
-        if matches!(target.start, Start::Keep) {
-            // While the sums are made, what they are added to comes nearer.
+        if matches!(target.initial, InitialValue::Output) {
+            // Loads the output into the cache while the sums are computed.
             for r in 0..R {
                 for v in 0..V {
-                    S::soon(target.data.wrapping_add(r * target.stride + v * S::LANES));
+                    S::prefetch(target.data.wrapping_add(r * target.stride + v * S::LANES));
                 }
             }
         }
-        let sums = match side {
-            Side::Panel => sums::<S, R, V>(depth, a, 1, R, b),
-            Side::Rows(stride) => sums::<S, R, V>(depth, a, stride, 1, b),
+        let sums = match layout {
+            LeftLayout::Panel => accumulate::<S, R, V>(depth, a, 1, R, b),
+            LeftLayout::Rows(stride) => accumulate::<S, R, V>(depth, a, stride, 1, b),
         };
-        write::<S, R, V>(sums, target);
+        store::<S, R, V>(sums, target);
     }
 }
 
-/// How many lines of a panel are fetched ahead, from the second cache.
-const AHEAD: usize = 8;
+/// How many lines of a panel are prefetched from the L2 cache.
+const PREFETCHED_LINES: usize = 8;
 
+/// The sums over depth. Rows of `a` are `row_stride` apart, elements of a row `depth_stride`.
 #[inline(always)]
-unsafe fn sums<S: Simd, const R: usize, const V: usize>(
+unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
     depth: usize,
     mut a: *const f32,
-    row: usize,
-    step: usize,
+    row_stride: usize,
+    depth_stride: usize,
     mut b: *const f32,
 ) -> [[S::V; V]; R] {
+    // SAFETY: the caller guarantees that `a` and `b` are valid; a prefetch may use any address.
     unsafe {
         let mut sums = [[S::splat(0.0); V]; R];
         for _ in 0..depth {
             for v in 0..V {
-                S::soon(b.wrapping_add((AHEAD * V + v) * S::LANES));
+                S::prefetch(b.wrapping_add((PREFETCHED_LINES * V + v) * S::LANES));
             }
             let mut line = [S::splat(0.0); V];
             for (v, line) in line.iter_mut().enumerate() {
                 *line = S::load(b.add(v * S::LANES));
             }
             for (r, sums) in sums.iter_mut().enumerate() {
-                let element = S::splat(*a.add(r * row));
+                let element = S::splat(*a.add(r * row_stride));
                 for (sum, line) in sums.iter_mut().zip(line) {
                     *sum = S::mul_add(element, line, *sum);
                 }
             }
-            a = a.add(step);
+            a = a.add(depth_stride);
             b = b.add(V * S::LANES);
         }
         sums
     }
 }
 
+/// Writes the initial value plus `sums`.
 #[inline(always)]
-unsafe fn write<S: Simd, const R: usize, const V: usize>(sums: [[S::V; V]; R], target: Target<'_>) {
-    // A loop for each start: one loop with a choice inside would send the sums through memory.
+unsafe fn store<S: Simd, const R: usize, const V: usize>(sums: [[S::V; V]; R], target: OutputTile<'_>) {
+    // A loop for each kind of initial value: a choice inside one loop would move the sums from registers to memory.
     macro_rules! lines {
         (|$r:ident, $at:ident, $to:ident, $n:ident| $whole:expr, $part:expr) => {
             if target.cols == V * S::LANES {
@@ -204,11 +208,12 @@ unsafe fn write<S: Simd, const R: usize, const V: usize>(sums: [[S::V; V]; R], t
             }
         };
     }
+    // SAFETY: the caller guarantees that the target is valid, and an initial value exists for each row.
     unsafe {
-        match target.start {
-            Start::Zero => lines!(|r, at, to, n| S::splat(0.0), S::splat(0.0)),
-            Start::Keep => lines!(|r, at, to, n| S::load(to), S::load_first(to, n)),
-            Start::Rows(values) => {
+        match target.initial {
+            InitialValue::Zero => lines!(|r, at, to, n| S::splat(0.0), S::splat(0.0)),
+            InitialValue::Output => lines!(|r, at, to, n| S::load(to), S::load_first(to, n)),
+            InitialValue::PerRow(values) => {
                 let values = values.as_ptr();
                 lines!(|r, at, to, n| S::splat(*values.add(r)), S::splat(*values.add(r)));
             }

@@ -1,17 +1,17 @@
-//! A frozen linear layer with a LoRA: one operation instead of five.
+//! A frozen linear layer fused with a LoRA: one operation instead of five.
 
-use super::{Made, multiply, rows_of, with_bias};
+use super::kernels::{ForwardResult, multiply, rows_of, with_bias};
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
 use crate::nn::low_rank::LowRankSizes;
 use candle_core::{Device, Result, Shape, Tensor};
 
-/// `x (W + scale * up * down)^T + b`, of x [.., in], down [rank, in] and up [out, rank].
+/// `x (W + scale * up * down)^T + b`; x [.., in], down [rank, in], up [out, rank].
 pub(super) struct LowRankLinear {
-    /// Gets no gradient.
+    /// The frozen weight.
     pub(super) weight: Weight,
-    /// Gets no gradient either.
+    /// The frozen bias.
     pub(super) bias: Option<Tensor>,
     pub(super) scale: f32,
 }
@@ -21,7 +21,7 @@ impl LowRankLinear {
         let ((rank, inputs), (outputs, up_rank)) = (down.dims2()?, up.dims2()?);
         if self.weight.dims() != [outputs, inputs] || rank != up_rank || x.dims().last() != Some(&inputs) {
             candle_core::bail!(
-                "a LoRA of {down:?} and {up:?} fits neither weight {:?} nor input {x:?}",
+                "a LoRA with down {down:?} and up {up:?} does not match the weight {:?} and the input {x:?}",
                 self.weight.dims()
             );
         }
@@ -34,7 +34,7 @@ impl LowRankLinear {
     }
 }
 
-/// `a b` of these sizes into a fresh matrix.
+/// Computes `alpha * a * b` into a new matrix.
 fn product(a: Mat<'_>, b: Mat<'_>, alpha: f32) -> Result<Vec<f32>> {
     let mut out = vec![0f32; a.rows * b.cols];
     cpu::gemm(MatMut::new(&mut out, a.rows, b.cols), a, b, 0.0, alpha, cpu::threads())?;
@@ -44,16 +44,16 @@ fn product(a: Mat<'_>, b: Mat<'_>, alpha: f32) -> Result<Vec<f32>> {
 impl Operation<3> for LowRankLinear {
     const NAME: &'static str = "low-rank-linear";
 
-    fn keeps(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
         [down || up, true, true]
     }
 
-    fn forward(&self, [x, down, up]: [&[f32]; 3], [x_shape, down_shape, up_shape]: [&Shape; 3]) -> Made {
+    fn forward(&self, [x, down, up]: [&[f32]; 3], [x_shape, down_shape, up_shape]: [&Shape; 3]) -> ForwardResult {
         let t = self.sizes(x_shape, down_shape, up_shape)?;
         let weight = self.weight.dense()?;
         let run = |weight: &[f32]| with_bias(self.bias.as_ref(), |bias| multiply(x, x_shape, weight, t.outputs, bias));
         cpu::with_slice(&weight, |weight| {
-            if t.is_merged() {
+            if t.should_merge() {
                 return run(&t.merged(weight, down, up, self.scale)?);
             }
             let (mut y, shape) = run(weight)?;
@@ -68,7 +68,7 @@ impl Operation<3> for LowRankLinear {
 
     fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let t = self.sizes(x.shape(), down.shape(), up.shape())?;
-        let (trains, wants_dx) = (down.requires_grad() || up.requires_grad(), x.requires_grad());
+        let (needs_factors, needs_dx) = (down.requires_grad() || up.requires_grad(), x.requires_grad());
         let tensor = |elements: Vec<f32>, shape: &Shape| Tensor::from_vec(elements, shape, &Device::Cpu).map(Some);
         let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
         cpu::with_slice(gradient, |dy| {
@@ -77,11 +77,11 @@ impl Operation<3> for LowRankLinear {
                     let dy = Mat::new(dy, t.rows, t.outputs);
                     let (d_mat, u_mat) = (Mat::new(d, t.rank, t.inputs), Mat::new(u, t.outputs, t.rank));
                     let mut dh = Vec::new();
-                    if trains || (wants_dx && !t.is_merged()) {
+                    if needs_factors || (needs_dx && !t.should_merge()) {
                         dh = product(dy, u_mat, self.scale)?;
                     }
                     let dh = Mat::new(&dh, t.rows, t.rank);
-                    if trains {
+                    if needs_factors {
                         x.with(|x| {
                             let x = Mat::new(x, t.rows, t.inputs);
                             let h = product(x, d_mat.t(), 1.0)?;
@@ -90,12 +90,12 @@ impl Operation<3> for LowRankLinear {
                             candle_core::Result::Ok(())
                         })??;
                     }
-                    if !wants_dx {
+                    if !needs_dx {
                         return Ok(());
                     }
                     let weight = self.weight.dense()?;
                     let back = cpu::with_slice(&weight, |weight| {
-                        if t.is_merged() {
+                        if t.should_merge() {
                             let merged = t.merged(weight, d, u, self.scale)?;
                             return product(dy, Mat::new(&merged, t.outputs, t.inputs), 1.0);
                         }

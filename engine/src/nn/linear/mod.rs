@@ -1,34 +1,34 @@
 //! Linear layers.
 
+mod kernels;
 mod low_rank;
 mod trained;
 
-use super::cpu::{self, Product, Sizes, Start};
+use super::cpu;
 use super::low_rank::FusedLora;
-use super::transpose::turn;
 use super::{LayerAdapter, Weight};
 use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
-use candle_core::{DType, Device, Shape, Tensor};
+use candle_core::{DType, Shape, Tensor};
+use kernels::{ForwardResult, backward_input, multiply, with_bias};
 use low_rank::LowRankLinear;
-use rayon::prelude::*;
 use std::sync::Arc;
 use trained::TrainedLinear;
 
-/// `y = x W^T + b`, with adapters.
+/// A linear layer `y = x W^T + b` with adapters.
 #[derive(Clone, Debug)]
 pub struct Linear {
     /// [out, in].
     pub weight: Weight,
     /// [out].
     pub bias: Option<Tensor>,
-    /// Applied in this order.
+    /// Adapters, applied in this order.
     pub adapters: Vec<Arc<dyn LayerAdapter>>,
 }
 
 impl Linear {
-    /// Loads `weight` ([outputs, inputs]) and, if asked, `bias` ([outputs]).
+    /// Loads `weight` ([outputs, inputs]) and, if `bias` is true, `bias` ([outputs]).
     ///
     /// # Errors
     /// When a tensor is missing or has another shape.
@@ -43,7 +43,7 @@ impl Linear {
         Ok(Self::from_parts(weight, bias))
     }
 
-    /// From tensors: weight [out, in], bias [out].
+    /// A layer from tensors: weight [out, in], bias [out].
     #[must_use]
     pub fn from_parts(weight: impl Into<Weight>, bias: Option<Tensor>) -> Self {
         Self {
@@ -53,13 +53,13 @@ impl Linear {
         }
     }
 
-    /// Features of an input.
+    /// The number of input features.
     #[must_use]
     pub fn in_features(&self) -> usize {
         self.weight.dims().get(1).copied().unwrap_or(0)
     }
 
-    /// Features of an output.
+    /// The number of output features.
     #[must_use]
     pub fn out_features(&self) -> usize {
         self.weight.dims().first().copied().unwrap_or(0)
@@ -68,69 +68,78 @@ impl Linear {
     /// x [.., in] -> [.., out].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let (mut y, others) = match self.changed(x)? {
+        let (mut y, adapters) = match self.forward_fused(x)? {
             Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
-            None => (project(x, &self.weight, self.bias.as_ref())?, self.adapters.as_slice()),
+            None => (
+                linear_with_weight(x, &self.weight, self.bias.as_ref())?,
+                self.adapters.as_slice(),
+            ),
         };
-        for adapter in others {
+        for adapter in adapters {
             y = adapter.apply(x, y)?;
         }
         Ok(y)
     }
 
-    /// With the first adapter, where both are one operation.
-    fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let Some(FusedLora { change, weight, bias }) =
-            FusedLora::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+    /// The layer with its first adapter, as one operation. `None` where they cannot be fused.
+    fn forward_fused(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let Some(FusedLora { delta, weight, bias }) =
+            FusedLora::try_new(x, &self.weight, self.bias.as_ref(), &self.adapters)?
         else {
             return Ok(None);
         };
-        let scale = change.scale as f32;
+        let scale = delta.scale as f32;
         let operation = LowRankLinear { weight, bias, scale };
-        apply([x, &change.down, &change.up], operation).map(Some)
+        apply([x, &delta.down, &delta.up], operation).map(Some)
     }
 }
 
-/// `x W^T + b`: x [.., in], weight [out, in], bias [out] -> [.., out]. Gradients go to whatever is tracked; a frozen
-/// weight costs nothing in the backward pass.
+/// `x W^T + b`: x [.., in], weight [out, in], bias [out] -> [.., out]. All tracked inputs get gradients. For a frozen
+/// weight no gradient is computed.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
-    project(x, &Weight::Plain(weight.clone()), bias)
+    linear_with_weight(x, &Weight::Plain(weight.clone()), bias)
 }
 
-fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     let &[outputs, inputs] = weight.dims() else {
-        candle_core::bail!("linear: {:?} is no weight of two axes", weight.dims());
+        candle_core::bail!("linear: expected a weight of two dimensions, found {:?}", weight.dims());
     };
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
         Some(last) if *last == inputs => *last = outputs,
-        _ => candle_core::bail!("linear: input {:?} does not fit weight {:?}", x.dims(), weight.dims()),
+        _ => candle_core::bail!("linear: input {:?} does not match weight {:?}", x.dims(), weight.dims()),
     }
     if let Some(weight) = weight
-        .frozen()?
-        .filter(|weight| cpu::runs_here(x) && weight.dtype() == DType::F32)
+        .as_frozen()?
+        .filter(|weight| cpu::is_cpu_f32(x) && weight.dtype() == DType::F32)
     {
-        let (inside, outside) = match bias {
-            Some(bias) if !bias.track_op() && cpu::runs_here(bias) && bias.elem_count() == outputs => {
+        let (fused_bias, other_bias) = match bias {
+            Some(bias) if !bias.track_op() && cpu::is_cpu_f32(bias) && bias.elem_count() == outputs => {
                 (Some(bias.contiguous()?), None)
             }
             other => (None, other),
         };
-        let y = apply([x], FrozenLinear { weight, bias: inside })?;
-        return match outside {
+        let y = apply(
+            [x],
+            FrozenLinear {
+                weight,
+                bias: fused_bias,
+            },
+        )?;
+        return match other_bias {
             Some(bias) => y.broadcast_add(bias),
             None => Ok(y),
         };
     }
-    // What is multiplied with is kept until the backward pass: here a weight that is not plain is dense for so long,
-    // unless the part is recomputed.
+    // The operands are saved for the backward pass: here a quantised or streamed weight stays dense until then, unless
+    // gradient checkpointing recomputes this layer.
     let weight = weight.dense()?;
-    if cpu::runs_here(x) && cpu::runs_here(&weight) && bias.is_none_or(cpu::runs_here) {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(&weight) && bias.is_none_or(cpu::is_cpu_f32) {
         return match bias {
             Some(bias) => apply([x, &weight, bias], TrainedLinear),
             None => apply([x, &weight], TrainedLinear),
@@ -148,120 +157,21 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
     }
 }
 
-/// Rows of x [.., width].
-fn rows_of(x: &Shape) -> usize {
-    x.elem_count() / x.dims().last().copied().unwrap_or(1).max(1)
-}
-
-/// Room for [rows, outputs], with the bias in every row, and what a product that is written there multiplies it with.
-fn filled(bias: Option<&[f32]>, rows: usize, outputs: usize) -> candle_core::Result<(Vec<f32>, f32)> {
-    let mut y = vec![0f32; rows * outputs];
-    let Some(bias) = bias.filter(|_| outputs > 0) else {
-        return Ok((y, 0.0));
-    };
-    if bias.len() != outputs {
-        candle_core::bail!("linear: the bias does not have {outputs} elements");
-    }
-    y.par_chunks_mut(outputs)
-        .with_min_len(64)
-        .for_each(|row| row.copy_from_slice(bias));
-    Ok((y, 1.0))
-}
-
-/// x W^T + b: x [.., in], weight [out, in] -> [.., out].
-fn multiply(x: &[f32], shape: &Shape, weight: &[f32], outputs: usize, bias: Option<&[f32]>) -> Made {
-    let (rows, mut dims) = (rows_of(shape), shape.dims().to_vec());
-    let Some(width) = dims.last_mut() else {
-        candle_core::bail!("linear: the input is a single number");
-    };
-    let inputs = std::mem::replace(width, outputs);
-    if rows <= FEW {
-        return Ok((of_few(x, weight, bias, [rows, inputs, outputs])?, dims.into()));
-    }
-    let (mut y, beta) = filled(bias, rows, outputs)?;
-    let out = cpu::MatMut::new(&mut y, rows, outputs);
-    let (x, weight) = (cpu::Mat::new(x, rows, inputs), cpu::Mat::new(weight, outputs, inputs));
-    cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
-    Ok((y, dims.into()))
-}
-
-/// Up to so many rows it takes longer to pack a weight than to multiply with it.
-const FEW: usize = 160;
-
-/// The same with few rows: the other way round, so that each element of the weight is read once, as it lies.
-fn of_few(
-    x: &[f32],
-    weight: &[f32],
-    bias: Option<&[f32]>,
-    [rows, inputs, outputs]: [usize; 3],
-) -> candle_core::Result<Vec<f32>> {
-    if weight.len() != inputs * outputs || bias.is_some_and(|bias| bias.len() != outputs) {
-        candle_core::bail!("linear: weight and bias do not have {inputs} inputs and {outputs} outputs");
-    }
-    let mut turned = vec![0f32; outputs * rows];
-    let product = Product {
-        sizes: Sizes {
-            rows: outputs,
-            cols: rows,
-            depth: inputs,
-        },
-        a: &cpu::Mat::new(weight, outputs, inputs),
-        b: &cpu::Mat::new(x, rows, inputs).t(),
-        start: bias.map_or(Start::Zero, Start::Rows),
-    };
-    product.write(&mut turned, rows, cpu::threads());
-    Ok(turn(&turned, [1, outputs, rows]))
-}
-
-/// Runs `f` on the elements of a bias.
-fn with_bias<R>(
-    bias: Option<&Tensor>,
-    f: impl FnOnce(Option<&[f32]>) -> candle_core::Result<R>,
-) -> candle_core::Result<R> {
-    match bias {
-        Some(bias) => cpu::with_slice(bias, |bias| f(Some(bias)))?,
-        None => f(None),
-    }
-}
-
-type Made = candle_core::Result<(Vec<f32>, Shape)>;
-
-/// The gradient of x: dy W.
-fn backward_input(x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
-    let (outputs, inputs) = weight.dims2()?;
-    let rows = rows_of(x);
-    let mut dx = vec![0f32; rows * inputs];
-    cpu::with_slice(weight, |weight| {
-        cpu::with_slice(gradient, |dy| {
-            let (dy, weight) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(weight, outputs, inputs));
-            cpu::gemm(
-                cpu::MatMut::new(&mut dx, rows, inputs),
-                dy,
-                weight,
-                0.0,
-                1.0,
-                cpu::threads(),
-            )
-        })
-    })???;
-    Tensor::from_vec(dx, x, &Device::Cpu)
-}
-
-/// A product with a weight that gets no gradient. candle's own matmul would compute one and throw it away.
+/// A linear layer whose weight gets no gradient. candle's matmul would compute that gradient and discard it.
 struct FrozenLinear {
     weight: Weight,
-    /// Gets no gradient either.
+    /// The frozen bias.
     bias: Option<Tensor>,
 }
 
 impl Operation<1> for FrozenLinear {
     const NAME: &'static str = "frozen-linear";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 
-    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> Made {
+    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> ForwardResult {
         let weight = self.weight.dense()?;
         let (outputs, _) = weight.dims2()?;
         with_bias(self.bias.as_ref(), |bias| {

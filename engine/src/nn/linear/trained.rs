@@ -1,13 +1,13 @@
-//! A linear layer that is trained: gradients for input, weight and bias.
+//! A linear layer that is trained: gradients of input, weight and bias.
 
-use super::{Made, backward_input, multiply, rows_of};
+use super::kernels::{ForwardResult, backward_input, multiply, rows_of};
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu;
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// A product of which both sides may get a gradient. With candle's own there would be a change of shape before and
-/// after, each of which goes through memory several times in the backward pass.
+/// A linear layer whose input and weight may both get a gradient. With candle's matmul, the reshapes before and after
+/// it would each go through memory several times in the backward pass.
 pub(super) struct TrainedLinear;
 
 impl TrainedLinear {
@@ -33,9 +33,9 @@ impl TrainedLinear {
     }
 }
 
-/// The sum over the rows of x [rows, width]. In an order that does not depend on the number of threads.
+/// Sums x [rows, width] over its rows, in an order that does not depend on the number of threads.
 fn sum_rows(x: &[f32], width: usize) -> Vec<f32> {
-    /// Columns that a task adds up, and rows that it adds before it goes over to greater precision.
+    /// Columns per task, and rows that are summed in f32 before the sum is added in f64.
     const COLUMNS: usize = 256;
     const ROWS: usize = 32;
     let mut sums = vec![0f32; width];
@@ -62,11 +62,11 @@ fn sum_rows(x: &[f32], width: usize) -> Vec<f32> {
 impl Operation<2> for TrainedLinear {
     const NAME: &'static str = "linear";
 
-    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
         [weight, x]
     }
 
-    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
+    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> ForwardResult {
         let (outputs, _) = weight_shape.dims2()?;
         multiply(x, x_shape, weight, outputs, None)
     }
@@ -79,11 +79,11 @@ impl Operation<2> for TrainedLinear {
 impl Operation<3> for TrainedLinear {
     const NAME: &'static str = "linear-bias";
 
-    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
         [weight, x, false]
     }
 
-    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> Made {
+    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> ForwardResult {
         let (outputs, _) = weight_shape.dims2()?;
         multiply(x, x_shape, weight, outputs, Some(bias))
     }

@@ -1,6 +1,6 @@
 //! Group norm, layer norm and RMS norm.
 //!
-//! Each takes its statistics over a row (of all elements of a group, or of the last dimension), then scales and shifts.
+//! Each computes its statistics over a row (the elements of a group, or the last dimension), then scales and shifts.
 
 mod rows;
 
@@ -10,7 +10,7 @@ use crate::autograd::apply;
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{D, DType, Device, Tensor};
-use rows::Rows;
+use rows::RowNorm;
 
 /// Group normalisation over the channels of [b, c, ..].
 #[derive(Clone, Debug)]
@@ -41,7 +41,7 @@ impl GroupNorm {
     }
 
     #[cfg(test)]
-    pub(super) fn of(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
+    pub(super) fn from_parts(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
         Self {
             weight,
             bias,
@@ -53,38 +53,37 @@ impl GroupNorm {
     /// x [b, c, ..] -> the same shape.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.forward_then(x, None)
+        self.forward_with(x, None)
     }
 
-    /// SiLU of the norm, as one operation: what the norm alone gives is neither written down nor kept for the backward
-    /// pass.
+    /// SiLU of the norm, as one operation: the result of the norm is neither stored nor saved for the backward pass.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward_silu(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.forward_then(x, Some(Activation::Silu))
+        self.forward_with(x, Some(Activation::Silu))
     }
 
-    fn forward_then(&self, x: &Tensor, then: Option<Activation>) -> candle_core::Result<Tensor> {
+    fn forward_with(&self, x: &Tensor, activation: Option<Activation>) -> candle_core::Result<Tensor> {
         let channels = x.dim(1)?;
         if channels != self.weight.elem_count() {
             candle_core::bail!(
-                "group norm of {} channels: input {:?}",
+                "group norm of {} channels: the input has the shape {:?}",
                 self.weight.elem_count(),
                 x.dims()
             );
         }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
             let spatial = x.elem_count() / (x.dim(0)? * channels).max(1);
-            let rows = Rows {
+            let rows = RowNorm {
                 length: channels / self.groups * spatial,
                 channels,
                 spatial,
                 eps: self.eps,
-                centred: true,
-                then,
+                subtract_mean: true,
+                activation,
             };
             return apply([x, &self.weight, &self.bias], rows);
         }
@@ -97,8 +96,8 @@ impl GroupNorm {
             .reshape(x.shape())?
             .broadcast_mul(&self.weight.reshape(affine.as_slice())?)?
             .broadcast_add(&self.bias.reshape(affine.as_slice())?)?;
-        match then {
-            Some(then) => then.forward(&y),
+        match activation {
+            Some(activation) => activation.forward(&y),
             None => Ok(y),
         }
     }
@@ -123,7 +122,7 @@ impl LayerNorm {
         Ok(Self { weight, bias, eps })
     }
 
-    /// Without weight and bias: `elementwise_affine=False`.
+    /// A layer norm without weight and bias: `elementwise_affine=False`.
     ///
     /// # Errors
     /// When the device has no memory for a row of ones.
@@ -134,31 +133,31 @@ impl LayerNorm {
     }
 
     #[cfg(test)]
-    pub(super) fn of(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+    pub(super) fn from_parts(weight: Tensor, bias: Tensor, eps: f64) -> Self {
         Self { weight, bias, eps }
     }
 
     /// x [.., features] -> the same shape.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let features = x.dim(D::Minus1)?;
         if features != self.weight.elem_count() {
             candle_core::bail!(
-                "layer norm of {} features: input {:?}",
+                "layer norm of {} features: the input has the shape {:?}",
                 self.weight.elem_count(),
                 x.dims()
             );
         }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
-            let rows = Rows {
+        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
+            let rows = RowNorm {
                 length: features,
                 channels: features,
                 spatial: 1,
                 eps: self.eps,
-                centred: true,
-                then: None,
+                subtract_mean: true,
+                activation: None,
             };
             return apply([x, &self.weight, &self.bias], rows);
         }
@@ -169,11 +168,11 @@ impl LayerNorm {
     }
 }
 
-/// Division by the root mean square over the last dimension, then a weight (B. Zhang and R. Sennrich, arXiv:1910.07467).
+/// RMS normalisation over the last dimension, then a weight (B. Zhang and R. Sennrich, arXiv:1910.07467).
 #[derive(Clone, Debug)]
 pub struct RmsNorm {
     weight: Tensor,
-    /// What is added: nothing.
+    /// The bias: zeros.
     zeros: Tensor,
     eps: f64,
 }
@@ -184,51 +183,57 @@ impl RmsNorm {
     /// # Errors
     /// When it is missing or has another shape.
     pub fn new(weights: &Weights, features: usize, eps: f64) -> Result<Self> {
-        Ok(Self::of(weights.get_with(features, "weight", Init::Ones)?, eps)?)
+        Ok(Self::from_weight(
+            weights.get_with(features, "weight", Init::Ones)?,
+            eps,
+        )?)
     }
 
-    /// With this weight [features].
+    /// An RMS norm with this weight [features].
     ///
     /// # Errors
     /// When the device has no memory for a row of zeros.
-    pub fn of(weight: Tensor, eps: f64) -> candle_core::Result<Self> {
+    pub fn from_weight(weight: Tensor, eps: f64) -> candle_core::Result<Self> {
         let zeros = weight.zeros_like()?.detach();
         Ok(Self { weight, zeros, eps })
     }
 
-    /// Each `features` numbers in a row of x [.., n * features] by themselves: as of [.., n, features], in the shape that
-    /// x has. So the heads of a query are normalised without being taken apart.
+    /// Normalises x [.., n * features] as [.., n, features] and keeps its shape: the heads of a query are normalised
+    /// without a reshape.
     ///
     /// # Errors
-    /// When the last dimension is no multiple of the features.
+    /// When the last dimension is not a multiple of the features.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let features = self.weight.elem_count();
         if features == 0 || !x.dim(D::Minus1)?.is_multiple_of(features) {
-            candle_core::bail!("RMS norm of {features} features: input {:?}", x.dims());
+            candle_core::bail!(
+                "RMS norm of {features} features: the input has the shape {:?}",
+                x.dims()
+            );
         }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
-            let rows = Rows {
+        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
+            let rows = RowNorm {
                 length: features,
                 channels: features,
                 spatial: 1,
                 eps: self.eps,
-                centred: false,
-                then: None,
+                subtract_mean: false,
+                activation: None,
             };
             return apply([x, &self.weight, &self.zeros], rows);
         }
         let rows = x.reshape(((), features))?.to_dtype(DType::F32)?;
-        let size = (rows.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?;
-        rows.broadcast_div(&size)?
+        let root_mean_square = (rows.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?;
+        rows.broadcast_div(&root_mean_square)?
             .to_dtype(x.dtype())?
             .broadcast_mul(&self.weight)?
             .reshape(x.shape())
     }
 }
 
-/// (x - mean) / sqrt(variance + eps) over the last dimension, by candle's operations.
+/// (x - mean) / sqrt(variance + eps) over the last dimension, with candle's operations.
 fn normalise(x: &Tensor, eps: f64) -> candle_core::Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
-    centred.broadcast_div(&(variance + eps)?.sqrt()?)
+    let subtract_mean = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = subtract_mean.sqr()?.mean_keepdim(D::Minus1)?;
+    subtract_mean.broadcast_div(&(variance + eps)?.sqrt()?)
 }

@@ -1,71 +1,70 @@
-//! Norms on the CPU. Sums run in f64, one row on one thread, so that the result does not depend on the number of
-//! threads.
+//! Norms on the CPU. One thread sums each row, in f64, so the result does not depend on the number of threads.
 
 use crate::autograd::{Input, Operation};
 use crate::nn::activation::Activation;
-use crate::nn::cpu::{self, Function, Simd, Work, each_here, vectorised};
+use crate::nn::cpu::{self, Function, Kernel, Simd, map_serial, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// Rows of `length` elements; element `i` of the whole tensor belongs to channel `i / spatial % channels`.
-pub(super) struct Rows {
+/// Normalises rows of `length` elements. Element `i` of the tensor belongs to channel `i / spatial % channels`.
+pub(super) struct RowNorm {
     pub(super) length: usize,
     pub(super) channels: usize,
     pub(super) spatial: usize,
     pub(super) eps: f64,
-    /// Whether the mean is taken away first; what is divided by is the root mean square in any case.
-    pub(super) centred: bool,
-    /// What the result goes through.
-    pub(super) then: Option<Activation>,
+    /// Whether the mean of a row is subtracted first. Rows are then divided by their root mean square.
+    pub(super) subtract_mean: bool,
+    /// The activation that is applied to the result.
+    pub(super) activation: Option<Activation>,
 }
 
-/// `mul * x + add`, and what that goes through.
+/// `activation(mul * x + add)`.
 #[derive(Clone, Copy)]
 struct Affine {
     mul: f32,
     add: f32,
-    then: Option<Activation>,
+    activation: Option<Activation>,
 }
 
 impl Function<1> for Affine {
     #[inline(always)]
-    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+    fn eval<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
         let y = S::mul_add(x, S::splat(self.mul), S::splat(self.add));
-        match self.then {
-            Some(then) => then.value::<S>(y),
+        match self.activation {
+            Some(activation) => activation.value::<S>(y),
             None => y,
         }
     }
 }
 
-/// The gradient of what came before `then`.
+/// The gradient before the activation.
 impl Function<2> for Affine {
     #[inline(always)]
-    fn of<S: Simd>(self, [x, dy]: [S::V; 2]) -> S::V {
+    fn eval<S: Simd>(self, [x, dy]: [S::V; 2]) -> S::V {
         let y = S::mul_add(x, S::splat(self.mul), S::splat(self.add));
-        match self.then {
-            Some(then) => S::mul(dy, then.derivative::<S>(y)),
+        match self.activation {
+            Some(activation) => S::mul(dy, activation.derivative::<S>(y)),
             None => dy,
         }
     }
 }
 
-impl Rows {
-    /// What becomes of a channel's elements, with the mean of its row and 1 / sqrt(variance + eps).
+impl RowNorm {
+    /// The function for the elements of a channel, from the mean of its row and 1 / sqrt(variance + eps).
     fn affine(&self, (mean, scale): (f32, f32), weight: f32, bias: f32) -> Affine {
         Affine {
             mul: scale * weight,
             add: bias - mean * scale * weight,
-            then: self.then,
+            activation: self.activation,
         }
     }
 
-    /// Mean and 1 / sqrt(variance + eps).
+    /// The mean and 1 / sqrt(variance + eps) of a row.
     fn statistics(&self, row: &[f32]) -> (f32, f32) {
-        vectorised(Statistics {
+        run_vectorised(Statistics {
             row,
             eps: self.eps,
-            centred: self.centred,
+            subtract_mean: self.subtract_mean,
         })
     }
 
@@ -75,11 +74,11 @@ impl Rows {
     }
 }
 
-impl Operation<3> for Rows {
+impl Operation<3> for RowNorm {
     const NAME: &'static str = "norm";
 
-    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
-        [true, true, self.then.is_some()]
+    fn saved_inputs(&self, _: [bool; 3]) -> [bool; 3] {
+        [true, true, self.activation.is_some()]
     }
 
     fn forward(
@@ -95,7 +94,7 @@ impl Operation<3> for Rows {
                 .for_each(|(r, (y, x))| {
                     let (mean, scale) = self.statistics(x);
                     let first = self.first_channel(r);
-                    if self.spatial == 1 && self.then.is_none() {
+                    if self.spatial == 1 && self.activation.is_none() {
                         let (weight, bias) = (&weight[first..], &bias[first..]);
                         for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
                             *y = (x - mean) * scale * w + b;
@@ -103,7 +102,7 @@ impl Operation<3> for Rows {
                         return;
                     }
                     for (i, (y, x)) in y.chunks_mut(self.spatial).zip(x.chunks(self.spatial)).enumerate() {
-                        each_here(self.affine((mean, scale), weight[first + i], bias[first + i]), [x], y);
+                        map_serial(self.affine((mean, scale), weight[first + i], bias[first + i]), [x], y);
                     }
                 });
         }
@@ -115,7 +114,7 @@ impl Operation<3> for Rows {
         let shape = x.shape();
         let mut dx = vec![0f32; shape.elem_count()];
         let (mut dw, mut db) = (vec![0f64; self.channels], vec![0f64; self.channels]);
-        let biases = match self.then {
+        let biases = match self.activation {
             Some(_) => bias.with(<[f32]>::to_vec)?,
             None => Vec::new(),
         };
@@ -128,18 +127,18 @@ impl Operation<3> for Rows {
                     let inputs = x.par_chunks(self.length).zip(dy.par_chunks(self.length));
                     dx.par_chunks_mut(self.length).zip(inputs).enumerate().for_each_init(
                         Vec::new,
-                        |room, (r, (dx, (x, dy)))| {
+                        |scratch, (r, (dx, (x, dy)))| {
                             let first = self.first_channel(r);
-                            let dy = self.before(first, x, dy, (weight, &biases), room);
+                            let dy = self.gradient_before_activation(first, x, dy, (weight, &biases), scratch);
                             self.backward_row(first, x, dy, weight, dx);
                         },
                     );
                     if affine {
-                        let mut room = Vec::new();
+                        let mut scratch = Vec::new();
                         for (r, (x, dy)) in x.chunks(self.length).zip(dy.chunks(self.length)).enumerate() {
                             let (mean, scale) = self.statistics(x);
                             let first = self.first_channel(r);
-                            let dy = self.before(first, x, dy, (weight, &biases), &mut room);
+                            let dy = self.gradient_before_activation(first, x, dy, (weight, &biases), &mut scratch);
                             for (i, (x, dy)) in x.chunks(self.spatial).zip(dy.chunks(self.spatial)).enumerate() {
                                 let (mut w, mut b) = (0f64, 0f64);
                                 for (x, dy) in x.iter().zip(dy) {
@@ -163,56 +162,58 @@ impl Operation<3> for Rows {
     }
 }
 
-impl Rows {
-    /// The gradient before the activation, of a row; in `room` if there is an activation.
-    fn before<'a>(
+impl RowNorm {
+    /// The gradient of a row before the activation; stored in `scratch` if there is an activation.
+    fn gradient_before_activation<'a>(
         &self,
         first: usize,
         x: &[f32],
         dy: &'a [f32],
         (weight, bias): (&[f32], &[f32]),
-        room: &'a mut Vec<f32>,
+        scratch: &'a mut Vec<f32>,
     ) -> &'a [f32] {
-        if self.then.is_none() {
+        if self.activation.is_none() {
             return dy;
         }
         let statistics = self.statistics(x);
-        room.resize(x.len(), 0.0);
-        let channels = room
+        scratch.resize(x.len(), 0.0);
+        let channels = scratch
             .chunks_mut(self.spatial)
             .zip(x.chunks(self.spatial))
             .zip(dy.chunks(self.spatial));
         for (i, ((to, x), dy)) in channels.enumerate() {
-            each_here(self.affine(statistics, weight[first + i], bias[first + i]), [x, dy], to);
+            map_serial(self.affine(statistics, weight[first + i], bias[first + i]), [x, dy], to);
         }
-        room
+        scratch
     }
 
-    /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; without mean(g) if not centred.
+    /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; without mean(g) if the mean is not
+    /// subtracted.
     fn backward_row(&self, first: usize, x: &[f32], dy: &[f32], weight: &[f32], dx: &mut [f32]) {
         let (mean, scale) = self.statistics(x);
-        vectorised(BackwardRow {
+        run_vectorised(BackwardRow {
             x,
             dy,
             dx,
             weight: &weight[first..],
             spatial: self.spatial,
-            centred: self.centred,
+            subtract_mean: self.subtract_mean,
             mean,
             scale,
         });
     }
 }
 
-/// Partial sums: so many that the CPU need not wait for one addition before the next, in an order of their own.
-const PARTS: usize = 16;
+/// The number of partial sums, in a fixed order: enough that the CPU does not wait for an addition before the next.
+const ACCUMULATORS: usize = 16;
 
+/// Adds `f` of the elements to the partial sums.
 #[inline(always)]
-fn sum<const N: usize>(inputs: [&[f32]; N], parts: &mut [f64; PARTS], f: impl Fn([f32; N]) -> f32) {
+fn accumulate<const N: usize>(inputs: [&[f32]; N], parts: &mut [f64; ACCUMULATORS], f: impl Fn([f32; N]) -> f32) {
     let length = inputs.iter().map(|x| x.len()).min().unwrap_or(0);
-    let whole = length - length % PARTS;
-    for at in (0..whole).step_by(PARTS) {
-        let blocks = inputs.map(|x| &x[at..at + PARTS]);
+    let whole = length - length % ACCUMULATORS;
+    for at in (0..whole).step_by(ACCUMULATORS) {
+        let blocks = inputs.map(|x| &x[at..at + ACCUMULATORS]);
         for (i, part) in parts.iter_mut().enumerate() {
             *part += f64::from(f(blocks.map(|block| block[i])));
         }
@@ -225,23 +226,23 @@ fn sum<const N: usize>(inputs: [&[f32]; N], parts: &mut [f64; PARTS], f: impl Fn
 struct Statistics<'a> {
     row: &'a [f32],
     eps: f64,
-    centred: bool,
+    subtract_mean: bool,
 }
 
-impl Work for Statistics<'_> {
-    type Out = (f32, f32);
+impl Kernel for Statistics<'_> {
+    type Output = (f32, f32);
 
     #[inline(always)]
     fn run<S: Simd>(self) -> (f32, f32) {
         let n = self.row.len().max(1) as f64;
-        let (mut total, mut squares) = ([0f64; PARTS], [0f64; PARTS]);
-        if self.centred {
-            sum([self.row], &mut total, |[v]| v);
+        let (mut total, mut squares) = ([0f64; ACCUMULATORS], [0f64; ACCUMULATORS]);
+        if self.subtract_mean {
+            accumulate([self.row], &mut total, |[v]| v);
         }
         let mean = total.iter().sum::<f64>() / n;
-        // Of what is left when the mean is taken away: squares of large numbers would cancel.
+        // The squares of the differences from the mean: a difference of sums of large squares would lose precision.
         let centre = mean as f32;
-        sum([self.row], &mut squares, |[v]| (v - centre) * (v - centre));
+        accumulate([self.row], &mut squares, |[v]| (v - centre) * (v - centre));
         let variance = squares.iter().sum::<f64>() / n - (mean - f64::from(centre)).powi(2);
         (centre, (1.0 / (variance.max(0.0) + self.eps).sqrt()) as f32)
     }
@@ -251,16 +252,16 @@ struct BackwardRow<'a> {
     x: &'a [f32],
     dy: &'a [f32],
     dx: &'a mut [f32],
-    /// From the row's first channel on.
+    /// The weights from the row's first channel on.
     weight: &'a [f32],
     spatial: usize,
-    centred: bool,
+    subtract_mean: bool,
     mean: f32,
     scale: f32,
 }
 
-impl Work for BackwardRow<'_> {
-    type Out = ();
+impl Kernel for BackwardRow<'_> {
+    type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self) {
@@ -270,20 +271,20 @@ impl Work for BackwardRow<'_> {
             dx,
             weight,
             spatial,
-            centred,
+            subtract_mean,
             mean,
             scale,
         } = self;
-        let (mut g_sum, mut gx_sum) = ([0f64; PARTS], [0f64; PARTS]);
+        let (mut g_sum, mut gx_sum) = ([0f64; ACCUMULATORS], [0f64; ACCUMULATORS]);
         let n = x.len() as f64;
-        let means = |g: [f64; PARTS], gx: [f64; PARTS]| {
-            // What a mean that is not taken away would send back.
-            let g = if centred { g.iter().sum::<f64>() / n } else { 0.0 };
+        let means = |g: [f64; ACCUMULATORS], gx: [f64; ACCUMULATORS]| {
+            // Zero if the mean is not subtracted: then it has no gradient.
+            let g = if subtract_mean { g.iter().sum::<f64>() / n } else { 0.0 };
             (g as f32, (gx.iter().sum::<f64>() / n) as f32)
         };
         if spatial == 1 {
-            sum([dy, weight], &mut g_sum, |[dy, w]| dy * w);
-            sum([dy, weight, x], &mut gx_sum, |[dy, w, x]| dy * w * (x - mean) * scale);
+            accumulate([dy, weight], &mut g_sum, |[dy, w]| dy * w);
+            accumulate([dy, weight, x], &mut gx_sum, |[dy, w, x]| dy * w * (x - mean) * scale);
             let (mean_g, mean_gx) = means(g_sum, gx_sum);
             for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
                 *dx = scale * (dy * w - mean_g - (x - mean) * scale * mean_gx);
@@ -292,8 +293,8 @@ impl Work for BackwardRow<'_> {
         }
         let channels = || x.chunks(spatial).zip(dy.chunks(spatial)).zip(weight);
         for ((x, dy), w) in channels() {
-            sum([dy], &mut g_sum, |[dy]| dy * w);
-            sum([dy, x], &mut gx_sum, |[dy, x]| dy * w * (x - mean) * scale);
+            accumulate([dy], &mut g_sum, |[dy]| dy * w);
+            accumulate([dy, x], &mut gx_sum, |[dy, x]| dy * w * (x - mean) * scale);
         }
         let (mean_g, mean_gx) = means(g_sum, gx_sum);
         for (((x, dy), w), dx) in channels().zip(dx.chunks_mut(spatial)) {

@@ -1,14 +1,14 @@
-//! Codes and scales: our own kinds, int8, float8 and nf4, and those in which files come.
+//! Quantisation to codes with scales: int8, float8 and nf4, and other formats of files.
 
 use aitk_common::job::QType;
 use half::f16;
 use rayon::prelude::*;
 
-/// Weights of nf4 that share a scale, as in bitsandbytes.
+/// The number of nf4 weights with a common scale, as in bitsandbytes.
 pub(super) const NF4_BLOCK: usize = 64;
-/// What a scale may be at the least: a row of zeros has one, too.
-const SMALLEST: f32 = 1e-12;
-/// Weights that one thread unpacks at a time; a multiple of [`NF4_BLOCK`].
+/// The smallest scale; a row of zeros has it.
+const MIN_SCALE: f32 = 1e-12;
+/// Weights that one task dequantises; a multiple of [`NF4_BLOCK`].
 const STRIPE: usize = 1 << 14;
 
 /// The normal-float table: quantiles of the normal distribution, with a zero (QLoRA, appendix E).
@@ -31,24 +31,24 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// What the codes of a weight stand for.
+/// The format of the codes of a quantised weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Code {
-    /// A byte, of which 128 is 0.
+    /// An unsigned byte with an offset: 128 is zero.
     Int8,
-    /// A byte, in two's complement.
+    /// A signed byte.
     Signed,
-    /// An 8-bit float of 4 bits of exponent and 3 of mantissa, without infinities.
+    /// An 8-bit float with 4 bits of exponent and 3 of mantissa, without infinities.
     E4m3,
-    /// An 8-bit float of 5 bits of exponent and 2 of mantissa: the upper half of a half float.
+    /// An 8-bit float with 5 bits of exponent and 2 of mantissa: the upper byte of a half float.
     E5m2,
-    /// Two in a byte, the first in its upper half: places in a table.
+    /// Four bits, an index of this table. Two in a byte, the first in its upper half.
     Four([f32; 16]),
 }
 
 impl Code {
-    /// Those of a kind that we pack ourselves; none for GGUF's blocks.
-    pub(super) fn of(qtype: QType) -> Option<Self> {
+    /// The format of the codes of `qtype`; `None` for GGUF's blocks.
+    pub(super) fn from_qtype(qtype: QType) -> Option<Self> {
         match qtype {
             QType::Int8 => Some(Self::Int8),
             QType::Float8 => Some(Self::E4m3),
@@ -57,7 +57,7 @@ impl Code {
         }
     }
 
-    /// Codes in a byte.
+    /// The number of codes in a byte.
     #[must_use]
     pub fn per_byte(&self) -> usize {
         match self {
@@ -82,8 +82,8 @@ impl Code {
     }
 }
 
-/// Codes and scales. The last scale may be for fewer weights.
-pub(super) fn pack(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, Vec<f32>) {
+/// Quantises `values` to codes and scales. The last scale may be for fewer weights.
+pub(super) fn quantize(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, Vec<f32>) {
     let largest = match qtype {
         QType::Nf4 => 1.0,
         QType::Float8 => 448.0,
@@ -93,7 +93,7 @@ pub(super) fn pack(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, 
         .par_chunks(per_scale.max(1))
         .map(|block| {
             let absmax = block.iter().fold(0f32, |most, value| most.max(value.abs()));
-            let scale = (absmax / largest).max(SMALLEST);
+            let scale = (absmax / largest).max(MIN_SCALE);
             let scaled = block.iter().map(|value| value / scale);
             let codes = match qtype {
                 QType::Nf4 => {
@@ -115,12 +115,12 @@ pub(super) fn pack(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, 
     (blocks.into_iter().flat_map(|(_, codes)| codes).collect(), scales)
 }
 
-/// `count` weights from their codes.
-pub(super) fn unpack(code: &Code, codes: &[u8], scales: &[f32], per_scale: usize, count: usize) -> Vec<f32> {
+/// Computes `count` weights from their codes and scales.
+pub(super) fn dequantize(code: &Code, codes: &[u8], scales: &[f32], per_scale: usize, count: usize) -> Vec<f32> {
     let table = code.table();
     let mut values = vec![0f32; count];
     let value = |code: u8| table.get(usize::from(code)).copied().unwrap_or(0.0);
-    // Threads get whole rows, or whole blocks.
+    // Tasks get whole rows or whole blocks.
     let stripe = STRIPE.next_multiple_of(per_scale.max(1));
     values
         .par_chunks_mut(stripe)
@@ -149,24 +149,24 @@ pub(super) fn unpack(code: &Code, codes: &[u8], scales: &[f32], per_scale: usize
     values
 }
 
-/// The code whose value is nearest: how many of the middles between neighbours lie below.
+/// The code with the nearest value: the number of midpoints between neighbouring values that are smaller than `value`.
 fn nearest_nf4(value: f32) -> u8 {
     NF4.windows(2)
         .map(|pair| u8::from(value > f32::midpoint(pair[0], pair[1])))
         .sum()
 }
 
-/// Rounds to the nearest number with 4 bits of exponent and 3 of mantissa, ties to even; what is too large becomes 448.
+/// Rounds to the nearest number with 4 bits of exponent and 3 of mantissa, ties to even; larger numbers become 448.
 fn to_e4m3(value: f32) -> u8 {
     let sign = if value.is_sign_negative() { 0x80 } else { 0 };
     let size = value.abs();
     let code = if size < 1.0 / 64.0 {
-        // Below the smallest normal number the steps are 2^-9 wide.
+        // Below the smallest normal number, the distance between numbers is 2^-9.
         (size * 512.0).round_ties_even() as u32
     } else {
         let bits = size.to_bits();
         let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
-        // The exponent's offset is 127 there and 7 here.
+        // The exponent's bias is 127 in f32 and 7 here.
         (rounded >> 20).saturating_sub(120 << 3)
     };
     sign | code.min(0x7E) as u8
@@ -187,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_float8_number_comes_back_and_what_is_between_goes_to_the_nearest() {
+    fn float8_numbers_are_exact_and_others_round_to_the_nearest() {
         let numbers: Vec<f32> = (0..0x7F).map(from_e4m3).collect();
         assert!(numbers.is_sorted() && numbers[0x7E] == 448.0, "{numbers:?}");
         for (code, number) in numbers.iter().enumerate() {
@@ -206,11 +206,11 @@ mod tests {
     }
 
     #[test]
-    fn four_bits_hold_the_nearest_of_sixteen_and_odd_counts_fit() {
+    fn nf4_rounds_to_the_nearest_value_and_allows_odd_counts() {
         let values: Vec<f32> = (0..133).map(|i| ((i * 37) as f32).sin()).collect();
-        let (codes, scales) = pack(QType::Nf4, &values, NF4_BLOCK);
+        let (codes, scales) = quantize(QType::Nf4, &values, NF4_BLOCK);
         assert_eq!((codes.len(), scales.len()), (67, 3));
-        let back = unpack(&Code::Four(NF4), &codes, &scales, NF4_BLOCK, values.len());
+        let back = dequantize(&Code::Four(NF4), &codes, &scales, NF4_BLOCK, values.len());
         for ((at, value), back) in values.iter().enumerate().zip(&back) {
             let scale = scales[at / NF4_BLOCK];
             let nearest = NF4
@@ -223,9 +223,9 @@ mod tests {
             );
         }
         for qtype in [QType::Nf4, QType::Int8, QType::Float8] {
-            let (codes, scales) = pack(qtype, &[0.0; 8], 8);
-            let code = Code::of(qtype).unwrap();
-            assert_eq!(unpack(&code, &codes, &scales, 8, 8), [0.0; 8], "{qtype}");
+            let (codes, scales) = quantize(qtype, &[0.0; 8], 8);
+            let code = Code::from_qtype(qtype).unwrap();
+            assert_eq!(dequantize(&code, &codes, &scales, 8, 8), [0.0; 8], "{qtype}");
         }
     }
 }

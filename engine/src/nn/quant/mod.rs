@@ -1,5 +1,5 @@
-//! Quantised weights: kept in 4 to 8 bits, unpacked layer by layer when they are used, forwards and again backwards, so
-//! that the dense weight of one layer exists at a time. Gradients go through them to what is before, never into them.
+//! Quantised weights: stored in 4 to 8 bits and dequantised layer by layer at each use, in the forward and the backward
+//! pass. At most one layer's dense weight is in memory at a time. Quantised weights get no gradient.
 //!
 //! | name | a weight is | extra |
 //! |---|---|---|
@@ -9,8 +9,8 @@
 //! | `q8_0` | GGUF: 8 bits, a half-float scale per 32 | |
 //! | `q4_k` | GGUF: 4 bits in super-blocks of 256; rows that are no multiple of 256 take `q8_0` | |
 //!
-//! These are packed here. What a file holds in few bits comes as it is: other blocks of GGUF, float8 with scales for
-//! runs of weights or none, and the 4 and 8 bits of bitsandbytes.
+//! These formats are quantised here. Weights that are quantised in their files stay as they are: other block formats of
+//! GGUF, float8 with or without scales, and the 4 and 8 bits of bitsandbytes.
 
 mod codes;
 #[cfg(test)]
@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 pub use codes::Code;
 
-/// A weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]` in a few bits.
+/// A quantised weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]`.
 pub struct Quantized {
     kind: &'static str,
     shape: Vec<usize>,
@@ -33,23 +33,24 @@ pub struct Quantized {
     data: Data,
 }
 
-/// A weight as codes and scales, on its way from a file.
+/// A quantised weight from a file, as codes and scales.
 #[derive(Clone, Debug)]
 pub struct Codes {
-    /// What a code stands for.
+    /// The values of the codes.
     pub code: Code,
     /// The codes.
     pub bytes: Vec<u8>,
-    /// A scale for each run of weights.
+    /// A scale for each block of weights.
     pub scales: Vec<f32>,
-    /// How long a run is; the last may be shorter.
+    /// The number of weights of a block; the last block may be shorter.
     pub per_scale: usize,
 }
 
-// With CUDA a QTensor takes 232 bytes, in a few hundred layers.
+// With CUDA, a QTensor takes 232 bytes; a model has a few hundred layers.
 #[allow(clippy::large_enum_variant)]
 enum Data {
-    /// A byte each, or two in a byte with the first in its upper half; f32 scales, each for as many weights in a row.
+    /// One code per byte, or two with the first in the upper half; f32 scales, each for `per_scale` consecutive
+    /// weights.
     Codes {
         code: Code,
         codes: Tensor,
@@ -67,11 +68,11 @@ impl std::fmt::Debug for Quantized {
 }
 
 impl Quantized {
-    /// Packs a weight; `None` when this kind has no room for its shape (GGUF wants rows of a multiple of 32).
+    /// Quantises a weight. `None` if the format does not support its shape (GGUF needs rows of a multiple of 32).
     ///
     /// # Errors
-    /// When the arithmetic fails.
-    pub fn pack(weight: &Tensor, qtype: QType) -> candle_core::Result<Option<Arc<Self>>> {
+    /// When an operation fails.
+    pub fn quantize(weight: &Tensor, qtype: QType) -> candle_core::Result<Option<Arc<Self>>> {
         let shape = weight.dims().to_vec();
         let outputs = shape.first().copied().unwrap_or(0);
         let count = weight.elem_count();
@@ -80,9 +81,9 @@ impl Quantized {
         }
         let (dtype, device) = (weight.dtype(), weight.device().clone());
         let inputs = count / outputs;
-        // Quantized on the CPU wherever it lies: once, and to the same bits everywhere.
+        // Always on the CPU: it is done once, and gives the same bits for every device.
         let plain = weight.detach().to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-        let data = match Code::of(qtype) {
+        let data = match Code::from_qtype(qtype) {
             None => {
                 let kind = match qtype {
                     QType::Q4K if inputs.is_multiple_of(256) => GgmlDType::Q4K,
@@ -97,7 +98,7 @@ impl Quantized {
             Some(code) => {
                 let values = plain.flatten_all()?.to_vec1::<f32>()?;
                 let per_scale = if qtype == QType::Nf4 { codes::NF4_BLOCK } else { inputs };
-                let (bytes, scales) = codes::pack(qtype, &values, per_scale);
+                let (bytes, scales) = codes::quantize(qtype, &values, per_scale);
                 let (length, blocks) = (bytes.len(), scales.len());
                 Data::Codes {
                     code,
@@ -116,11 +117,11 @@ impl Quantized {
         })))
     }
 
-    /// A weight that comes as codes, each run of `per_scale` of them with a scale of its own. `kind` is its name in
-    /// messages, `dtype` what it is unpacked to.
+    /// A weight from codes and scales. `kind` is the name of the format in messages, `dtype` the dtype of the dense
+    /// weight.
     ///
     /// # Errors
-    /// When there are not as many codes and scales as the shape wants, or the device has no memory for them.
+    /// When the numbers of codes and scales do not match the shape, or the device has no memory for them.
     pub fn from_codes(
         kind: &'static str,
         codes: Codes,
@@ -142,7 +143,9 @@ impl Quantized {
             || length != count.div_ceil(per_byte)
             || blocks != count.div_ceil(per_scale)
         {
-            candle_core::bail!("{length} bytes and {blocks} scales, each for {per_scale}, are no {kind} of {shape:?}");
+            candle_core::bail!(
+                "{length} bytes and {blocks} scales for {per_scale} weights each do not match a {kind} weight of shape {shape:?}"
+            );
         }
         Ok(Arc::new(Self {
             kind,
@@ -158,10 +161,10 @@ impl Quantized {
         }))
     }
 
-    /// A weight that comes as GGUF's blocks; they follow each other whatever the shape is.
+    /// A weight from consecutive blocks of GGUF.
     ///
     /// # Errors
-    /// When there are not as many blocks as the shape wants, or the device has no memory for them.
+    /// When the number of blocks does not match the shape, or the device has no memory for them.
     pub fn from_blocks(
         kind: &'static str,
         block: GgmlDType,
@@ -173,10 +176,10 @@ impl Quantized {
         let count: usize = shape.iter().product();
         let (size, length) = (block.block_size(), bytes.len());
         if count == 0 || !count.is_multiple_of(size) || length != count / size * block.type_size() {
-            candle_core::bail!("{length} bytes are no {kind} of {shape:?}");
+            candle_core::bail!("{length} bytes do not match a {kind} weight of shape {shape:?}");
         }
         if bytes.as_ptr().align_offset(align_of::<f32>()) != 0 {
-            candle_core::bail!("the bytes of a {kind} lie askew in memory");
+            candle_core::bail!("the bytes of a {kind} weight are not aligned to 4 bytes");
         }
         let blocks = QTensor::new(QStorage::from_data(Cow::Borrowed(bytes), device, block)?, count)?;
         Ok(Arc::new(Self {
@@ -188,7 +191,7 @@ impl Quantized {
         }))
     }
 
-    /// What kind it is, as it is called in files and configs.
+    /// The name of the format, as in files and configs.
     #[must_use]
     pub fn kind(&self) -> &'static str {
         self.kind
@@ -200,19 +203,19 @@ impl Quantized {
         &self.shape
     }
 
-    /// What it is unpacked to.
+    /// The dtype of the dense weight.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where it lies.
+    /// The device of the weight.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// Memory that it takes.
+    /// The bytes of memory that it takes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match &self.data {
@@ -221,11 +224,11 @@ impl Quantized {
         }
     }
 
-    /// The weight as it was, but for what the few bits lost.
+    /// The dense weight, in [`Self::dtype`].
     ///
     /// # Errors
     /// When the device has no memory for it.
-    pub fn unpack(&self) -> candle_core::Result<Tensor> {
+    pub fn dequantize(&self) -> candle_core::Result<Tensor> {
         let flat = match &self.data {
             Data::Gguf(blocks) => blocks.dequantize(&self.device)?,
             Data::Codes {
@@ -236,7 +239,9 @@ impl Quantized {
             } if self.device.is_cpu() => {
                 let count = self.shape.iter().product();
                 let values = with_bytes(codes, |codes| {
-                    super::cpu::with_slice(scales, |scales| codes::unpack(code, codes, scales, *per_scale, count))
+                    super::cpu::with_slice(scales, |scales| {
+                        codes::dequantize(code, codes, scales, *per_scale, count)
+                    })
                 })??;
                 Tensor::from_vec(values, count, &self.device)?
             }
@@ -245,13 +250,13 @@ impl Quantized {
                 codes,
                 scales,
                 per_scale,
-            } => self.unpack_anywhere(code, codes, scales, *per_scale)?,
+            } => self.dequantize_with_candle(code, codes, scales, *per_scale)?,
         };
         flat.reshape(self.shape.as_slice())?.to_dtype(self.dtype)
     }
 
-    /// The same of candle's operations, on any device.
-    fn unpack_anywhere(
+    /// The dense weight, computed with candle's operations on any device.
+    fn dequantize_with_candle(
         &self,
         code: &Code,
         codes: &Tensor,
@@ -271,9 +276,9 @@ impl Quantized {
             _ => codes.clone(),
         };
         let blocks = scales.elem_count();
-        // The last block may be short: it is filled up, and cut off again.
+        // The last block may be shorter: it is padded, and the padding is cut off at the end.
         let missing = (blocks * per_scale).saturating_sub(codes.elem_count());
-        // The largest number of an index's type means "none" to candle, and 255 is a code.
+        // candle takes the largest value of the index type as "no index", and 255 is a code.
         let codes = codes.to_dtype(DType::U32)?;
         let values = table.index_select(&codes, 0)?.pad_with_zeros(0, 0, missing)?;
         let values = values.narrow(0, 0, blocks * per_scale)?.reshape((blocks, per_scale))?;
@@ -288,7 +293,7 @@ fn with_bytes<R>(x: &Tensor, f: impl FnOnce(&[u8]) -> R) -> candle_core::Result<
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(CpuStorage::U8(data)), Some((start, end))) => match data.get(start..end) {
             Some(data) => Ok(f(data)),
-            None => candle_core::bail!("layout exceeds storage"),
+            None => candle_core::bail!("the layout of a tensor exceeds its storage"),
         },
         _ => candle_core::bail!("expected contiguous bytes on the CPU"),
     }

@@ -19,7 +19,7 @@ fn flat(x: &Tensor) -> Vec<f32> {
     x.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-fn relative(found: &Tensor, expected: &Tensor) -> f64 {
+fn relative_error(found: &Tensor, expected: &Tensor) -> f64 {
     let norm = |x: &[f32]| x.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
     let (found, expected) = (flat(found), flat(expected));
     assert_eq!(found.len(), expected.len());
@@ -27,9 +27,9 @@ fn relative(found: &Tensor, expected: &Tensor) -> f64 {
     norm(&difference) / norm(&expected)
 }
 
-/// Against `tests/reference/make_quant.py`: bitsandbytes, torchao, gguf-py.
+/// Compares with bitsandbytes, torchao and gguf-py: `tests/reference/make_quant.py`.
 #[test]
-fn weights_come_back_as_from_the_reference_libraries() {
+fn dequantised_weights_match_the_reference_libraries() {
     // The script draws the input from the same generator, after the weight.
     let mut generator = TorchGenerator::manual_seed(11);
     let weight: Vec<f32> = generator.randn(96 * 256).iter().map(|value| value * 0.05).collect();
@@ -38,59 +38,67 @@ fn weights_come_back_as_from_the_reference_libraries() {
     let y = x.matmul(&weight.t().unwrap()).unwrap();
     let errors = std::fs::read(fixtures().join("quant/errors.json")).unwrap();
     let errors: BTreeMap<String, f64> = serde_json::from_slice(&errors).unwrap();
-    let kept = candle_core::safetensors::load(fixtures().join("quant/reference.safetensors"), &Device::Cpu).unwrap();
+    let expected =
+        candle_core::safetensors::load(fixtures().join("quant/reference.safetensors"), &Device::Cpu).unwrap();
     for (name, theirs) in &errors {
         let qtype = QType::from_name(name).unwrap();
-        let back = Quantized::pack(&weight, qtype).unwrap().unwrap().unpack().unwrap();
-        let ours = relative(&x.matmul(&back.t().unwrap()).unwrap(), &y);
+        let back = Quantized::quantize(&weight, qtype)
+            .unwrap()
+            .unwrap()
+            .dequantize()
+            .unwrap();
+        let ours = relative_error(&x.matmul(&back.t().unwrap()).unwrap(), &y);
         assert!(ours <= theirs * 1.0001, "{name}: an error of {ours}, theirs {theirs}");
         let every_seventh: Vec<f32> = flat(&back).into_iter().step_by(7).collect();
         let every_seventh = Tensor::new(every_seventh, &Device::Cpu).unwrap();
-        let apart = relative(&every_seventh, &kept[name]);
-        assert!(apart < 1e-6, "{name}: {apart} from the reference's weights");
+        let difference = relative_error(&every_seventh, &expected[name]);
+        assert!(difference < 1e-6, "{name}: {difference} from the reference's weights");
     }
     assert_eq!(errors.len(), 4);
 }
 
-/// The bound and the numbers of llama.cpp's own test of its formats (tests/test-quantize-fns.cpp).
+/// With the bound and the values of llama.cpp's test of its formats (tests/test-quantize-fns.cpp).
 #[test]
-fn blocks_of_gguf_are_as_exact_as_llama_cpp_wants_them() {
+fn the_error_of_gguf_blocks_is_within_the_bound_of_llama_cpp() {
     let values: Vec<f32> = (0..32 * 128).map(|i| 0.1 + 2.0 * (i as f32).cos()).collect();
     let weight = Tensor::from_vec(values.clone(), (16, 256), &Device::Cpu).unwrap();
     for qtype in [QType::Q8_0, QType::Q4K] {
-        let packed = Quantized::pack(&weight, qtype).unwrap().unwrap();
-        let back = flat(&packed.unpack().unwrap());
+        let quantized = Quantized::quantize(&weight, qtype).unwrap().unwrap();
+        let back = flat(&quantized.dequantize().unwrap());
         let sum: f64 = values.iter().zip(&back).map(|(a, b)| f64::from(a - b).powi(2)).sum();
         let error = sum.sqrt() / values.len() as f64;
         assert!(error < 0.002, "{qtype}: {error}");
-        let bytes = packed.bytes() as f64 / values.len() as f64;
+        let bytes = quantized.bytes() as f64 / values.len() as f64;
         assert!((bytes - qtype.bytes()).abs() < 1e-3, "{qtype}: {bytes}");
     }
 }
 
 #[test]
-fn a_packed_layer_computes_with_what_comes_back_forwards_and_backwards() {
+fn a_quantised_layer_matches_the_dequantised_layer_forward_and_backward() {
     for qtype in ALL {
         let (weight, bias) = (randn(1, &[24, 96], 0.1), randn(2, &[24], 0.1));
-        let packed = Quantized::pack(&weight, qtype).unwrap().unwrap();
-        let back = packed.unpack().unwrap();
-        assert!(relative(&back, &weight) < 0.12, "{qtype}");
-        let layer = Linear::from_parts(Weight::Quantized(packed), Some(bias.clone()));
+        let quantized = Quantized::quantize(&weight, qtype).unwrap().unwrap();
+        let back = quantized.dequantize().unwrap();
+        assert!(relative_error(&back, &weight) < 0.12, "{qtype}");
+        let layer = Linear::from_parts(Weight::Quantized(quantized), Some(bias.clone()));
         assert_eq!((layer.in_features(), layer.out_features()), (96, 24));
         let x = Var::from_tensor(&randn(3, &[2, 5, 96], 1.0)).unwrap();
         let compare = |found: Tensor, expected: Tensor| {
             let gradient = |y: &Tensor| y.sqr().unwrap().backward().unwrap().get(&x).unwrap().clone();
-            assert!(relative(&found, &expected) < 1e-6, "{qtype}");
-            assert!(relative(&gradient(&found), &gradient(&expected)) < 1e-6, "{qtype}");
+            assert!(relative_error(&found, &expected) < 1e-6, "{qtype}");
+            assert!(
+                relative_error(&gradient(&found), &gradient(&expected)) < 1e-6,
+                "{qtype}"
+            );
         };
         compare(layer.forward(&x).unwrap(), linear(&x, &back, Some(&bias)).unwrap());
     }
     for qtype in ALL {
         let (weight, bias) = (randn(4, &[8, 32, 3, 3], 0.1), randn(5, &[8], 0.1));
-        let packed = Quantized::pack(&weight, qtype).unwrap().unwrap();
-        let back = packed.unpack().unwrap();
+        let quantized = Quantized::quantize(&weight, qtype).unwrap().unwrap();
+        let back = quantized.dequantize().unwrap();
         let layer = Conv2d {
-            weight: Weight::Quantized(packed),
+            weight: Weight::Quantized(quantized),
             bias: Some(bias.clone()),
             stride: 2,
             padding: 1,
@@ -102,52 +110,61 @@ fn a_packed_layer_computes_with_what_comes_back_forwards_and_backwards() {
             layer.forward(&x).unwrap(),
             conv2d(&x, &back, Some(&bias), 2, 1).unwrap(),
         );
-        assert!(relative(&found, &expected) < 1e-6, "{qtype}");
-        assert!(relative(&gradient(&found), &gradient(&expected)) < 1e-6, "{qtype}");
+        assert!(relative_error(&found, &expected) < 1e-6, "{qtype}");
+        assert!(
+            relative_error(&gradient(&found), &gradient(&expected)) < 1e-6,
+            "{qtype}"
+        );
     }
 }
 
 #[test]
-fn candles_operations_unpack_to_the_same_numbers() {
+fn candles_operations_dequantise_to_the_same_values() {
     for (qtype, shape) in [
         (QType::Int8, [5, 33]),
         (QType::Float8, [4, 31]),
         (QType::Nf4, [7, 45]),
         (QType::Nf4, [4, 64]),
     ] {
-        let packed = Quantized::pack(&randn(7, &shape, 0.3), qtype).unwrap().unwrap();
+        let quantized = Quantized::quantize(&randn(7, &shape, 0.3), qtype).unwrap().unwrap();
         let Data::Codes {
             code,
             codes,
             scales,
             per_scale,
-        } = &packed.data
+        } = &quantized.data
         else {
             panic!("{qtype} has codes")
         };
-        let composed = packed.unpack_anywhere(code, codes, scales, *per_scale).unwrap();
-        assert_eq!(flat(&composed), flat(&packed.unpack().unwrap()), "{qtype} {shape:?}");
+        let composed = quantized
+            .dequantize_with_candle(code, codes, scales, *per_scale)
+            .unwrap();
+        assert_eq!(
+            flat(&composed),
+            flat(&quantized.dequantize().unwrap()),
+            "{qtype} {shape:?}"
+        );
     }
 }
 
 #[test]
-fn shapes_that_do_not_fit_stay_as_they_are() {
+fn shapes_that_a_format_does_not_support_are_not_quantised() {
     let odd = randn(8, &[4, 33], 1.0);
-    assert!(Quantized::pack(&odd, QType::Q4K).unwrap().is_none());
+    assert!(Quantized::quantize(&odd, QType::Q4K).unwrap().is_none());
     assert!(
-        Quantized::pack(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap(), QType::Nf4)
+        Quantized::quantize(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap(), QType::Nf4)
             .unwrap()
             .is_none()
     );
     let half = randn(8, &[4, 64], 1.0).to_dtype(DType::BF16).unwrap();
-    let packed = Quantized::pack(&half, QType::Int8).unwrap().unwrap();
-    assert_eq!(packed.unpack().unwrap().dtype(), DType::BF16);
+    let quantized = Quantized::quantize(&half, QType::Int8).unwrap().unwrap();
+    assert_eq!(quantized.dequantize().unwrap().dtype(), DType::BF16);
 }
 
-/// How many layers are packed, and what all of them take.
-fn count(model: &mut SdModel) -> (Vec<String>, usize) {
+/// The names of the layers that are not quantised, and the bytes of all layers.
+fn plain_layers_and_bytes(model: &mut SdModel) -> (Vec<String>, usize) {
     let (mut plain, mut bytes) = (Vec::new(), 0);
-    let mut look = |name: &str, layer: LayerMut<'_>| {
+    let mut visit = |name: &str, layer: LayerMut<'_>| {
         let weight = match layer {
             LayerMut::Linear(layer) => &layer.weight,
             LayerMut::Conv2d(layer) => &layer.weight,
@@ -158,12 +175,12 @@ fn count(model: &mut SdModel) -> (Vec<String>, usize) {
         }
         Ok(())
     };
-    model.unet.visit_layers(&mut look).unwrap();
+    model.unet.visit_layers(&mut visit).unwrap();
     (plain, bytes)
 }
 
 #[test]
-fn a_model_is_packed_as_it_is_read_but_for_what_is_left_out() {
+fn a_model_is_quantised_on_load_except_for_excluded_layers() {
     let options = LoadOptions {
         unet_quantization: Some(QuantizationConfig {
             qtype: QType::Int8,
@@ -171,24 +188,24 @@ fn a_model_is_packed_as_it_is_read_but_for_what_is_left_out() {
         }),
         ..LoadOptions::cpu()
     };
-    let mut packed = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
-    let mut whole = tiny_sd();
-    let (plain, bytes) = count(&mut packed);
-    let (_, before) = count(&mut whole);
+    let mut quantized = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
+    let mut dense = tiny_sd();
+    let (plain, bytes) = plain_layers_and_bytes(&mut quantized);
+    let (_, before) = plain_layers_and_bytes(&mut dense);
     assert!(plain.iter().any(|name| name == "conv_in") && plain.iter().any(|name| name == "conv_out"));
     assert!(plain.iter().any(|name| name.ends_with(".attn1.to_q")), "{plain:?}");
-    let left_out = |name: &str| name.starts_with("time_embedding.") || name.ends_with(".attn1.to_q");
+    let excluded = |name: &str| name.starts_with("time_embedding.") || name.ends_with(".attn1.to_q");
     assert!(
-        plain.iter().all(|name| name.starts_with("conv_") || left_out(name)),
+        plain.iter().all(|name| name.starts_with("conv_") || excluded(name)),
         "{plain:?}"
     );
     assert!(bytes * 2 < before, "{bytes} of {before}");
-    let config = whole.unet.config();
+    let config = dense.unet.config();
     let (height, width) = config.sample_extent();
     let x = randn(9, &[1, config.in_channels, height, width], 1.0);
     let context = randn(10, &[1, 7, config.context_width().unwrap()], 1.0);
     let step = Tensor::new(&[500f32], &Device::Cpu).unwrap();
-    let expected = whole.unet.forward(&x, &step, &context).unwrap();
-    let error = relative(&packed.unet.forward(&x, &step, &context).unwrap(), &expected);
+    let expected = dense.unet.forward(&x, &step, &context).unwrap();
+    let error = relative_error(&quantized.unet.forward(&x, &step, &context).unwrap(), &expected);
     assert!(error > 0.0 && error < 0.05, "{error}");
 }

@@ -7,18 +7,16 @@
 
 mod codec;
 mod quant_map;
+mod scalar;
 #[cfg(target_arch = "x86_64")]
 mod simd;
 
 pub(super) use codec::{decode, encode};
-pub(super) use quant_map::QuantMap;
+pub(super) use quant_map::{BLOCK, QuantMap};
 
 use super::state_tensor::StateTensor;
 use candle_core::{D, DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
-
-/// Elements that share a scale.
-pub(super) const BLOCK: usize = 256;
 
 /// A tensor in 8 bits: one code per element and one scale per block.
 pub(super) struct BlockwiseTensor {
@@ -104,9 +102,9 @@ impl BlockwiseTensor {
         let count = values.elem_count();
         let rows = rows_of_blocks(&values.flatten_all()?)?;
         let absmax = rows.abs()?.max(D::Minus1)?;
-        // As in `codec::scale_factors`: scales whose reciprocal would be infinite are multiplied by a constant first.
+        // As in `scalar::scale_factors`: scales whose reciprocal would be infinite are multiplied by a constant first.
         let is_tiny = absmax.lt(f64::from(f32::MIN_POSITIVE))?.to_dtype(DType::F32)?;
-        let first = ((is_tiny * f64::from(codec::TINY_SCALE))? + 1.0)?;
+        let first = ((is_tiny * f64::from(scalar::TINY_SCALE))? + 1.0)?;
         let is_zero = absmax.eq(0f64)?.to_dtype(DType::F32)?;
         let second = ((&absmax * &first)? + is_zero)?.recip()?;
         let x = rows

@@ -8,6 +8,9 @@
 
 use std::sync::OnceLock;
 
+/// Elements that share a scale.
+pub(crate) const BLOCK: usize = 256;
+
 /// The low bits of a float that are dropped to get its cell: a cell covers 2^15 floats.
 const CELL_BITS: u32 = 15;
 /// Cells start at 2^-23, below the smallest bound of both tables.
@@ -94,7 +97,7 @@ impl DecadeLines {
 }
 
 /// A table of 256 values, with an index to find the nearest one.
-pub(in super::super) struct QuantMap {
+pub(crate) struct QuantMap {
     pub(super) signed: bool,
     pub(super) lines: DecadeLines,
     pub(super) values: [f32; 256],
@@ -106,13 +109,13 @@ pub(in super::super) struct QuantMap {
 
 impl QuantMap {
     /// The map for signed numbers.
-    pub(in super::super) fn signed() -> &'static Self {
+    pub(crate) fn signed() -> &'static Self {
         static MAP: OnceLock<QuantMap> = OnceLock::new();
         MAP.get_or_init(|| Self::new(true))
     }
 
     /// The map for numbers that are not negative.
-    pub(in super::super) fn unsigned() -> &'static Self {
+    pub(crate) fn unsigned() -> &'static Self {
         static MAP: OnceLock<QuantMap> = OnceLock::new();
         MAP.get_or_init(|| Self::new(false))
     }
@@ -148,7 +151,7 @@ impl QuantMap {
 
     /// The value of each code.
     #[cfg(test)]
-    pub(in super::super) fn values(&self) -> &[f32; 256] {
+    pub(crate) fn values(&self) -> &[f32; 256] {
         &self.values
     }
 
@@ -211,7 +214,7 @@ impl DecadeLines {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
-    use super::super::{BLOCK, codec};
+    use super::super::scalar;
     use super::*;
     use crate::rng::TorchGenerator;
 
@@ -279,11 +282,11 @@ mod tests {
             }
             let blocks = numbers.len().div_ceil(BLOCK);
             let (mut codes, mut absmax) = (vec![0; numbers.len()], vec![0.0; blocks]);
-            codec::encode_by_table(quant_map, &numbers, &mut codes, &mut absmax);
+            scalar::encode_by_table(quant_map, &numbers, &mut codes, &mut absmax);
             let mut values = vec![0.0; numbers.len()];
-            codec::decode_by_table(quant_map, &codes, &absmax, &mut values);
+            scalar::decode_by_table(quant_map, &codes, &absmax, &mut values);
             #[cfg(target_arch = "x86_64")]
-            for unit in crate::nn::cpu::units() {
+            for unit in crate::nn::cpu::available_units() {
                 use super::super::simd;
                 let (mut simd_codes, mut scales) = (vec![0; numbers.len()], vec![0.0; blocks]);
                 simd::encode(unit, quant_map, &numbers, &mut simd_codes, &mut scales, &[]);

@@ -1,8 +1,7 @@
 //! The 8-bit codec with SIMD instructions of x86-64: AVX2 (8 elements at a time) or AVX-512 (16).
 
-use super::BLOCK;
-use super::codec::{abs_max, decode_block, decode_by_table, encode_block, encode_by_table, scale_factors};
-use super::quant_map::{ByExponent, QuantMap};
+use super::quant_map::{BLOCK, ByExponent, QuantMap};
+use super::scalar::{abs_max, decode_block, decode_by_table, encode_block, encode_by_table, scale_factors};
 use crate::nn::cpu::Unit;
 use crate::optim::kernels::prefetch_at;
 use std::arch::x86_64::*;

@@ -1,4 +1,4 @@
-//! What a run trains on: its data sets, and which batch has its turn.
+//! The data sets of a run, and the batch of each step.
 
 use super::super::Context;
 use super::options;
@@ -11,41 +11,41 @@ use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
 use std::collections::BTreeSet;
 
-/// The data sets of a run and their batches. Training sets and regularisation sets have epochs of their own.
-pub(super) struct Data {
+/// The data sets of a run and their batches. Training sets and regularisation sets have separate epochs.
+pub(super) struct TrainingData {
     pub(super) datasets: Vec<Dataset>,
-    /// Of the training sets.
+    /// Batches of the training sets.
     pub(super) batches: Vec<Batch>,
-    /// Of the regularisation sets.
+    /// Batches of the regularisation sets.
     pub(super) regularisation: Vec<Batch>,
     seed: u64,
-    /// Steps that were looked at, and how many of them took regularisation images.
-    counted: (u64, u64),
+    /// A cached count: a number of steps, and how many of them use regularisation images.
+    counted_steps: (u64, u64),
 }
 
-/// What one micro-batch trains on.
-pub(super) struct Turn {
+/// The batch of one micro-batch, with its weight.
+pub(super) struct StepBatch {
     pub(super) batch: Batch,
     /// Loss weight of its items.
     pub(super) weight: f64,
 }
 
-/// Whether step `number` takes regularisation images where there are any.
-pub(super) fn takes_regularisation(number: u64, process: &TrainerProcess) -> bool {
+/// Whether step `number` uses regularisation images if there are any.
+pub(super) fn uses_regularisation(number: u64, process: &TrainerProcess) -> bool {
     let saves = process.save.is_due(number);
     let samples = process.sample.is_due(number) && !process.train.disable_sampling;
     number.is_multiple_of(2) && !saves && !samples
 }
 
-impl Data {
-    /// Opens every data set of the config. A mistake in the data shows here, before the model is loaded.
+impl TrainingData {
+    /// Opens every data set of the config. Errors in the data are reported here, before the model is loaded.
     pub(super) fn open(process: &TrainerProcess, seed: u64, cx: &mut Context<'_>) -> Result<Self> {
-        let (mut datasets, mut said) = (Vec::new(), BTreeSet::new());
-        for options in options::datasets(process, cx)? {
+        let (mut datasets, mut logged_warnings) = (Vec::new(), BTreeSet::new());
+        for options in options::dataset_options(process, cx)? {
             let (dataset, warnings) = Dataset::open(options, process.model.arch.name.bucket_divisibility(), seed)?;
-            // The same files at several resolutions have the same to be said of them.
+            // The same files at several resolutions give the same warnings.
             for warning in warnings {
-                if said.insert(warning.clone()) {
+                if logged_warnings.insert(warning.clone()) {
                     cx.log("warn", warning);
                 }
             }
@@ -64,7 +64,7 @@ impl Data {
             batches,
             regularisation,
             seed,
-            counted: (0, 0),
+            counted_steps: (0, 0),
         };
         let mut text = format!(
             "{} training images in {} batches",
@@ -82,71 +82,72 @@ impl Data {
         Ok(data)
     }
 
+    /// The number of training images, or of regularisation images.
     fn count(&self, regularisation: bool) -> usize {
-        let own = |d: &&Dataset| d.options.regularisation == regularisation;
-        self.datasets.iter().filter(own).map(|d| d.items.len()).sum()
+        let is_selected = |d: &&Dataset| d.options.regularisation == regularisation;
+        self.datasets.iter().filter(is_selected).map(|d| d.items.len()).sum()
     }
 
-    /// Whether step `number` (counted from 1, as saves are named) takes regularisation images: every even one does,
-    /// except where a save or samples are due.
+    /// Whether step `number` (counted from 1, as in the names of saves) uses regularisation images: every even step
+    /// does, unless a save or samples are due.
     fn is_regularisation(&self, number: u64, process: &TrainerProcess) -> bool {
-        !self.regularisation.is_empty() && takes_regularisation(number, process)
+        !self.regularisation.is_empty() && uses_regularisation(number, process)
     }
 
-    /// How many of the first `steps` steps took training images, and how many took regularisation images.
-    fn taken(&mut self, steps: u64, process: &TrainerProcess) -> (u64, u64) {
+    /// How many of the first `steps` steps use training images, and how many use regularisation images.
+    fn steps_by_kind(&mut self, steps: u64, process: &TrainerProcess) -> (u64, u64) {
         if self.regularisation.is_empty() {
             return (steps, 0);
         }
-        if self.counted.0 > steps {
-            self.counted = (0, 0);
+        if self.counted_steps.0 > steps {
+            self.counted_steps = (0, 0);
         }
-        let (from, before) = self.counted;
+        let (from, before) = self.counted_steps;
         let new = (from + 1..=steps)
             .filter(|n| self.is_regularisation(*n, process))
             .count();
-        self.counted = (steps, before + new as u64);
-        (steps - self.counted.1, self.counted.1)
+        self.counted_steps = (steps, before + new as u64);
+        (steps - self.counted_steps.1, self.counted_steps.1)
     }
 
-    /// Passes over the training sets that are complete after `steps` steps.
+    /// The number of complete epochs of the training sets after `steps` steps.
     pub(super) fn epoch(&mut self, steps: u64, process: &TrainerProcess) -> u64 {
-        let micro_batches = self.taken(steps, process).0 * process.train.gradient_accumulation.max(1);
+        let micro_batches = self.steps_by_kind(steps, process).0 * process.train.gradient_accumulation.max(1);
         micro_batches / (self.batches.len() as u64).max(1)
     }
 
-    /// Whether this step ends with an update of the weights: always, except with the legacy accumulation, where each
-    /// micro-batch counts as a step (-1: an update at the end of each epoch of the training sets).
-    pub(super) fn updates(&mut self, step: u64, process: &TrainerProcess) -> bool {
+    /// Whether this step ends with an update of the weights. Always true without `gradient_accumulation_steps`, where
+    /// each micro-batch counts as a step (-1: an update at the end of each epoch of the training sets).
+    pub(super) fn updates_weights(&mut self, step: u64, process: &TrainerProcess) -> bool {
         match process.train.gradient_accumulation_steps {
             n if n < 0 => {
-                let plain = self.taken(step + 1, process).0;
-                !self.is_regularisation(step + 1, process) && plain.is_multiple_of(self.batches.len() as u64)
+                let training_steps = self.steps_by_kind(step + 1, process).0;
+                !self.is_regularisation(step + 1, process) && training_steps.is_multiple_of(self.batches.len() as u64)
             }
             n => (step + 1).is_multiple_of(n.max(1) as u64),
         }
     }
 
-    /// What micro-batch `micro` of step `step` (from 0) trains on.
-    pub(super) fn turn(&mut self, step: u64, micro: u64, process: &TrainerProcess) -> Turn {
+    /// The batch of micro-batch `micro` of step `step` (both from 0).
+    pub(super) fn batch_of_step(&mut self, step: u64, micro: u64, process: &TrainerProcess) -> StepBatch {
         let regularisation = self.is_regularisation(step + 1, process);
-        let (plain, regular) = self.taken(step, process);
+        let (training_steps, regularisation_steps) = self.steps_by_kind(step, process);
         let (list, steps_before, weight) = if regularisation {
-            (&self.regularisation, regular, process.train.reg_weight)
+            (&self.regularisation, regularisation_steps, process.train.reg_weight)
         } else {
-            (&self.batches, plain, 1.0)
+            (&self.batches, training_steps, 1.0)
         };
         let count = list.len() as u64;
         let index = steps_before * process.train.gradient_accumulation.max(1) + micro;
         let order = epoch_order(list.len(), self.seed, index / count, regularisation);
         let batch = list[order[(index % count) as usize]].clone();
-        Turn {
+        StepBatch {
             weight: weight * self.datasets[batch.dataset].options.loss_multiplier,
             batch,
         }
     }
 
-    /// The captions of a batch as they are trained. Draws from the micro-batch's generator.
+    /// The changed captions of a batch. Draws from the micro-batch's generator.
     pub(super) fn captions(
         &self,
         batch: &Batch,
@@ -157,7 +158,7 @@ impl Data {
         let rules = &dataset.options.captions;
         let caption = |i: &usize| {
             if process.train.unload_text_encoder {
-                // Nothing but the trigger word, and for regularisation not even that.
+                // Only the trigger word is trained; regularisation sets have an empty caption.
                 let trigger = process.trigger_word.clone().filter(|_| !rules.regularisation);
                 return trigger.unwrap_or_default();
             }

@@ -1,9 +1,10 @@
-//! 8-bit optimizers on the demo's task (`config/demo`): they must learn what the 32-bit ones learn.
+//! 8-bit optimizers reach the loss of the 32-bit ones on the demo's training (`config/demo`).
 //!
-//! In short; `AITK_OPTIMIZER_STEPS=500 cargo test --release -p aitk-engine --lib eight_bit -- --nocapture` is the long form.
-//! It gave (2026-11-22): adamw8bit -0.27 %, adamw8 -0.33 %, lion8bit -0.20 %, prodigy8bit +0.14 % of the loss in 32 bits.
+//! This is a short run; `AITK_OPTIMIZER_STEPS=500 cargo test --release -p aitk-engine --lib eight_bit -- --nocapture`
+//! is the long one. It gave (2026-11-22): adamw8bit -0.27 %, adamw8 -0.33 %, lion8bit -0.20 %, prodigy8bit +0.14 %
+//! relative to the loss in 32 bits.
 
-use super::tests::{go, logs, losses, spec};
+use super::tests::{logs, losses, run_spec, spec};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::dtype::DType;
@@ -13,10 +14,10 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::values::{Float, OneOrMany};
 use std::path::Path;
 
-/// The demo's config, as far as it says how to learn.
+/// The training options of the demo's config.
 fn demo(root: &Path, optimizer: OptimizerName, lr: f64, steps: u64) -> TrainerProcess {
     let files = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/demo");
-    // A run leaves a note of sizes beside the images.
+    // A run writes its cache of image sizes next to the images, so they are copied.
     let images = root.join("images");
     std::fs::create_dir_all(&images).unwrap();
     for entry in std::fs::read_dir(files.join("dataset")).unwrap() {
@@ -51,7 +52,7 @@ fn demo(root: &Path, optimizer: OptimizerName, lr: f64, steps: u64) -> TrainerPr
     train.gradient_checkpointing = false;
     train.disable_sampling = true;
     if lr >= 0.1 {
-        // Without these Prodigy goes too far here, in 32 bits as in 8.
+        // Without these options Prodigy diverges here, in 32 bits too.
         for option in ["use_bias_correction", "safeguard_warmup"] {
             train.optimizer_params.insert(option.into(), true.into());
         }
@@ -64,9 +65,9 @@ fn demo(root: &Path, optimizer: OptimizerName, lr: f64, steps: u64) -> TrainerPr
 }
 
 /// The mean loss of the last fifth of the steps.
-fn end(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
+fn final_loss(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
     let dir = tempfile::tempdir().unwrap();
-    let (outcome, events) = go(&spec(demo(dir.path(), optimizer, lr, steps)));
+    let (outcome, events) = run_spec(&spec(demo(dir.path(), optimizer, lr, steps)));
     assert_eq!(outcome, Outcome::Completed, "{optimizer}: {}", logs(&events));
     let losses = losses(&events);
     assert_eq!(losses.len() as u64, steps);
@@ -75,21 +76,24 @@ fn end(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
 }
 
 #[test]
-fn they_end_where_32_bits_end() {
+fn eight_bit_optimizers_reach_the_loss_of_32_bit_ones() {
     use OptimizerName::*;
-    let asked = std::env::var("AITK_OPTIMIZER_STEPS").ok();
-    let steps = asked.map_or(20, |steps| steps.parse().unwrap());
-    for (full, lr, eights) in [
+    let configured = std::env::var("AITK_OPTIMIZER_STEPS").ok();
+    let steps = configured.map_or(20, |steps| steps.parse().unwrap());
+    for (full, lr, eight_bit_optimizers) in [
         (AdamW, 1e-3, &[AdamW8Bit, AdamW8][..]),
         (Lion, 2e-4, &[Lion8Bit]),
         (Prodigy, 1.0, &[Prodigy8Bit]),
     ] {
-        let want = end(full, lr, steps);
-        println!("{full}: {want:.5} after {steps} steps");
-        for eight in eights {
-            let got = end(*eight, lr, steps);
-            println!("{eight}: {got:.5}, {:+.2} %", (got / want - 1.0) * 100.0);
-            assert!((got / want - 1.0).abs() < 0.02, "{eight}: {got}, {full}: {want}");
+        let expected = final_loss(full, lr, steps);
+        println!("{full}: {expected:.5} after {steps} steps");
+        for eight_bit in eight_bit_optimizers {
+            let found = final_loss(*eight_bit, lr, steps);
+            println!("{eight_bit}: {found:.5}, {:+.2} %", (found / expected - 1.0) * 100.0);
+            assert!(
+                (found / expected - 1.0).abs() < 0.02,
+                "{eight_bit}: {found}, {full}: {expected}"
+            );
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The run folder (section 15): names, retention.
+//! The run folder (section 15 of the config reference): file names, the lock, retention.
 
 use super::super::Context;
-use super::write::files_of;
+use super::write::files_in_save;
 use crate::error::{EngineError, Result};
 use aitk_common::checkpoint::CheckpointError;
 use aitk_common::fsutil;
@@ -14,44 +14,44 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// `<output root>/<process name>/`, whose files begin with the job's name.
+/// The run folder `<output root>/<process name>/`. The names of its saves begin with the job's name.
 #[derive(Clone, Debug)]
 pub(super) struct RunFolder {
-    /// What artifact names are relative to.
+    /// The output root, which artifact names are relative to.
     pub(super) root: PathBuf,
     /// The run folder.
     pub(super) path: PathBuf,
-    /// The config in it.
+    /// The config file in it.
     pub(super) config: PathBuf,
     job: String,
-    /// Saves are folders.
+    /// Whether saves are folders.
     folders: bool,
-    /// Held while the run works here.
+    /// Keeps the folder locked during the run.
     _lock: Arc<File>,
 }
 
-/// The folder of the images.
+/// The name of the folder of sample images.
 pub(super) const SAMPLES: &str = "samples";
-/// How long another run in the same folder is waited for.
-const OTHER_RUN: Duration = Duration::from_secs(12);
-/// Checkpoints that stay on disk: the newest, and the one before, in case a disk damages the newest.
-const CHECKPOINTS: usize = 2;
+/// How long to wait for another run in the same folder.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(12);
+/// How many checkpoints are kept on disk: the newest, and the one before in case the newest is damaged.
+const KEPT_CHECKPOINTS: usize = 2;
 
 impl RunFolder {
-    /// Creates the folder and writes the config as its user wrote it: `${VAR}` stays unexpanded, so that no secret
-    /// gets into it (quirk 25).
+    /// Creates and locks the folder and writes the config as the user wrote it: `${VAR}` is not expanded, so that the
+    /// file holds no secrets (quirk 25 of the config reference).
     pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
         let name = process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job);
         for (key, name) in [("config.name", job.as_str()), ("name", name)] {
-            // They were checked when the job was read. Here they become paths.
+            // Job validation checks them too; they are checked again because they become paths here.
             naming::check_name(name).map_err(|why| EngineError::bad_input(format!("{key}: {why}")))?;
         }
         let path = root.join(name);
         fsutil::create_dir_all(&path)?;
         let lock = lock(&path, cx)?;
-        // What a run left half-written that was killed.
+        // Remove unfinished files of a run that was killed.
         for folder in [&path, &path.join(SAMPLES)] {
             fsutil::sweep(folder, Duration::ZERO)?;
         }
@@ -71,17 +71,17 @@ impl RunFolder {
         })
     }
 
-    /// Where exact states lie.
+    /// The folder of the checkpoints (exact states).
     pub(super) fn checkpoints(&self) -> PathBuf {
         self.path.join(".aitk/checkpoints")
     }
 
-    /// Where images lie.
+    /// The folder of the sample images.
     pub(super) fn samples(&self) -> PathBuf {
         self.path.join(SAMPLES)
     }
 
-    /// Whether a save is a folder, and not one file.
+    /// Whether a save is a folder instead of a file.
     pub(super) fn saves_folders(&self) -> bool {
         self.folders
     }
@@ -94,17 +94,17 @@ impl RunFolder {
         }
     }
 
-    /// The save of a step: a file or a folder.
+    /// The path of the save of a step: a file or a folder.
     pub(super) fn step_save(&self, step: u64) -> PathBuf {
         self.path.join(self.save_name(Some(step)))
     }
 
-    /// The save at the end.
+    /// The path of the final save.
     pub(super) fn final_save(&self) -> PathBuf {
         self.path.join(self.save_name(None))
     }
 
-    /// All saves of this run: step saves with their steps, and the final one without.
+    /// All saves of this run: step saves with their step, and the final save with `None`.
     pub(super) fn saves(&self) -> Vec<(Option<u64>, PathBuf)> {
         let mut out = Vec::new();
         for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
@@ -118,21 +118,27 @@ impl RunFolder {
         out
     }
 
-    /// Removes old step saves and old checkpoints, as if there were none of the steps `apart`. The answer names the files that are
-    /// gone, also of a save that another machine made and that falls out of the kept ones now.
-    pub(super) fn retain(&self, process: &TrainerProcess, step: u64, apart: &[u64]) -> Result<Vec<PathBuf>> {
-        aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), CHECKPOINTS).map_err(checkpoint_error)?;
+    /// Removes old step saves and old checkpoints. Saves of the steps `excluded` are neither counted nor removed.
+    /// Returns the removed files, including those of an expired save that another machine made and that is not on this
+    /// disk.
+    pub(super) fn apply_retention(
+        &self,
+        process: &TrainerProcess,
+        step: u64,
+        excluded: &[u64],
+    ) -> Result<Vec<PathBuf>> {
+        aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), KEPT_CHECKPOINTS).map_err(checkpoint_error)?;
         let keep = process.save.max_step_saves_to_keep;
         if keep == 0 {
             return Ok(Vec::new());
         }
         let steps = self.saves().into_iter().filter_map(|(s, _)| s);
-        let steps = steps.filter(|s| *s <= step && !apart.contains(s));
-        let here = naming::expired(&steps.collect::<Vec<_>>(), keep);
-        let mut gone = Vec::new();
-        for old in &here {
+        let steps = steps.filter(|s| *s <= step && !excluded.contains(s));
+        let expired = naming::expired(&steps.collect::<Vec<_>>(), keep);
+        let mut removed = Vec::new();
+        for old in &expired {
             let save = self.step_save(*old);
-            gone.extend(files_of(&save));
+            removed.extend(files_in_save(&save));
             fsutil::remove(&save)?;
             // ai-toolkit removes a config of the same stem too.
             let yaml = self
@@ -143,49 +149,51 @@ impl RunFolder {
                 fsutil::remove(&yaml)?;
             }
         }
-        let elsewhere = process
+        let expired_elsewhere = process
             .save
             .save_every
             .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
-        let elsewhere = elsewhere.filter(|old| *old > 0 && !here.contains(old) && !apart.contains(old));
-        if let Some(old) = elsewhere.filter(|old| !self.step_save(*old).exists()) {
-            // It had the files that this step's has.
+        let expired_elsewhere =
+            expired_elsewhere.filter(|old| *old > 0 && !expired.contains(old) && !excluded.contains(old));
+        if let Some(old) = expired_elsewhere.filter(|old| !self.step_save(*old).exists()) {
+            // It had the same files as the save of this step.
             let (this, old) = (self.step_save(step), self.step_save(old));
-            let inside = files_of(&this).into_iter();
-            gone.extend(inside.map(|file| match file.strip_prefix(&this) {
+            let inside = files_in_save(&this).into_iter();
+            removed.extend(inside.map(|file| match file.strip_prefix(&this) {
                 Ok(below) if !below.as_os_str().is_empty() => old.join(below),
                 _ => old.clone(),
             }));
         }
-        Ok(gone)
+        Ok(removed)
     }
 }
 
-/// Two runs at once in one folder would overwrite each other's files. A run that was just killed may take a moment to end.
+/// Locks the folder, because two runs in one folder would overwrite each other's files. It waits a while for a run that
+/// was killed just before.
 fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
-    let own = folder.join(".aitk");
-    fsutil::create_dir_all(&own)?;
-    let path = own.join("lock");
+    let lock_folder = folder.join(".aitk");
+    fsutil::create_dir_all(&lock_folder)?;
+    let path = lock_folder.join("lock");
     let file = File::create(&path).map_err(|error| EngineError::io(&path, error))?;
-    let began = Instant::now();
-    let mut said = false;
+    let start = Instant::now();
+    let mut logged = false;
     loop {
         match file.try_lock() {
             Ok(()) => return Ok(Arc::new(file)),
-            // A file system without locks.
+            // The file system has no locks.
             Err(TryLockError::Error(error)) => {
                 tracing::debug!(%error, path = %path.display(), "the run folder cannot be locked");
                 return Ok(Arc::new(file));
             }
-            Err(TryLockError::WouldBlock) if began.elapsed() < OTHER_RUN && !cx.stop.is_set() => {
-                if !std::mem::replace(&mut said, true) {
+            Err(TryLockError::WouldBlock) if start.elapsed() < LOCK_TIMEOUT && !cx.stop.is_set() => {
+                if !std::mem::replace(&mut logged, true) {
                     cx.log("info", format!("waiting for another run in {}", folder.display()));
                 }
                 std::thread::sleep(Duration::from_millis(100));
             }
             Err(TryLockError::WouldBlock) => {
                 return Err(EngineError::bad_input(format!(
-                    "{}: another run works in this folder; stop it, or give this one another `config.name`",
+                    "{}: another run is using this folder; stop it, or give this job another `config.name`",
                     folder.display()
                 )));
             }
@@ -193,7 +201,7 @@ fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
     }
 }
 
-/// A checkpoint error as the engine's.
+/// Converts a checkpoint error to the engine's error.
 pub(super) fn checkpoint_error(error: CheckpointError) -> EngineError {
     match error {
         CheckpointError::Fs(error) => error.into(),

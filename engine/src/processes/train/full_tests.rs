@@ -1,7 +1,7 @@
 //! Whole runs of full fine-tunes on the tiny model.
 
-use super::tests::{go, logs, lora as saved, losses, spec, stop_at, trainer};
-use super::write::files_of;
+use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use super::write::files_in_save;
 use crate::models::sd::{LoadOptions, SdModel, saved_step};
 use crate::testing::{fixtures, gap};
 use crate::weights::Index;
@@ -29,21 +29,21 @@ fn tensors(path: &Path) -> BTreeMap<String, Tensor> {
     names.iter().map(|name| (name.clone(), read(name))).collect()
 }
 
-fn artifacts(events: &[ChildEvent], wanted: &str) -> Vec<String> {
+fn artifacts(events: &[ChildEvent], expected_kind: &str) -> Vec<String> {
     let name = |e: &ChildEvent| match e {
-        ChildEvent::Artifact { name, kind, .. } if kind == wanted => Some(name.clone()),
-        ChildEvent::ArtifactRemoved { name } if wanted == "removed" => Some(name.clone()),
+        ChildEvent::Artifact { name, kind, .. } if kind == expected_kind => Some(name.clone()),
+        ChildEvent::ArtifactRemoved { name } if expected_kind == "removed" => Some(name.clone()),
         _ => None,
     };
     events.iter().filter_map(name).collect()
 }
 
 #[test]
-fn a_whole_model_is_trained_and_saved_as_one_file() {
+fn a_full_finetune_is_saved_as_one_file() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = full(dir.path(), 6);
     process.train.train_text_encoder = true;
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("a full fine-tune of"), "{}", logs(&events));
     assert_eq!(
@@ -56,9 +56,9 @@ fn a_whole_model_is_trained_and_saved_as_one_file() {
     assert_eq!(saved_step(&path).unwrap(), Some(6));
     let trained = tensors(&path);
     let base = tensors(&fixtures().join("tiny_sd/vae"));
-    let still = |name: &str| trained[&format!("first_stage_model.{name}")].clone();
+    let frozen = |name: &str| trained[&format!("first_stage_model.{name}")].clone();
     assert_eq!(
-        gap(&still("encoder.conv_in.weight"), &base["encoder.conv_in.weight"]),
+        gap(&frozen("encoder.conv_in.weight"), &base["encoder.conv_in.weight"]),
         0.0
     );
     for (part, old) in [
@@ -70,66 +70,73 @@ fn a_whole_model_is_trained_and_saved_as_one_file() {
     ] {
         let base = tensors(&fixtures().join("tiny_sd").join(part));
         let same = |t: &Tensor| t.dims() == trained[old].dims() && gap(t, &trained[old]) == 0.0;
-        assert!(!base.values().any(same), "{old} is as it was");
+        assert!(!base.values().any(same), "{old} did not change");
     }
 }
 
 #[test]
-fn stopping_and_every_memory_profile_come_to_the_same_bits() {
-    let straight = tempfile::tempdir().unwrap();
-    let mut process = full(straight.path(), 5);
+fn resuming_and_memory_profiles_do_not_change_the_bits() {
+    let uninterrupted_dir = tempfile::tempdir().unwrap();
+    let mut process = full(uninterrupted_dir.path(), 5);
     process.train.ema_config.use_ema = true;
     process.train.max_grad_norm = 0.5;
-    let whole = go(&spec(process.clone()));
-    assert_eq!(whole.0, Outcome::Completed, "{}", logs(&whole.1));
+    let uninterrupted = run_spec(&spec(process.clone()));
+    assert_eq!(uninterrupted.0, Outcome::Completed, "{}", logs(&uninterrupted.1));
     for profile in [MemoryProfile::CpuOnly, MemoryProfile::GpuPoor, MemoryProfile::Extreme] {
-        let broken = tempfile::tempdir().unwrap();
+        let interrupted_dir = tempfile::tempdir().unwrap();
         let mut same = process.clone();
-        let other = full(broken.path(), 5);
+        let other = full(interrupted_dir.path(), 5);
         same.training_folder = other.training_folder;
         same.datasets[0].folder_path = other.datasets[0].folder_path.clone();
         let mut spec = spec(same);
         spec.profile = profile;
         let (outcome, first) = stop_at(&spec, 2);
         assert_eq!(outcome, Outcome::stopped());
-        let (outcome, second) = go(&spec);
+        let (outcome, second) = run_spec(&spec);
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
         let all: Vec<f64> = losses(&first).into_iter().chain(losses(&second)).collect();
-        assert_eq!(all, losses(&whole.1), "{profile:?}");
-        assert!(saved(broken.path()) == saved(straight.path()), "{profile:?}");
+        assert_eq!(all, losses(&uninterrupted.1), "{profile:?}");
+        assert!(
+            saved_lora(interrupted_dir.path()) == saved_lora(uninterrupted_dir.path()),
+            "{profile:?}"
+        );
     }
 }
 
 #[test]
-fn folders_are_diffusers_folders_that_come_and_go_whole() {
+fn saves_as_diffusers_folders_are_written_and_removed_completely() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = full(dir.path(), 6);
     process.save.save_format = SaveFormat::Diffusers;
     process.save.save_every = Some(2);
     process.save.max_step_saves_to_keep = 1;
-    let (outcome, events) = go(&spec(process.clone()));
+    let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let out = dir.path().join("out/tiny");
     let model = SdModel::load(out.join("tiny"), &LoadOptions::cpu()).unwrap();
     assert_eq!(model.default_size(), crate::testing::tiny_sd().default_size());
     assert!(!out.join("tiny_000000002").exists() && out.join("tiny_000000004").is_dir());
-    let made = artifacts(&events, "model");
-    let gone = artifacts(&events, "removed");
+    let written = artifacts(&events, "model");
+    let removed = artifacts(&events, "removed");
     let of = |names: &[String], save: &str| names.iter().filter(|n| n.starts_with(&format!("tiny/{save}/"))).count();
-    let files = files_of(&out.join("tiny")).len();
-    assert!(files > 8 && made.contains(&"tiny/tiny/unet/diffusion_pytorch_model.safetensors".to_owned()));
+    let files = files_in_save(&out.join("tiny")).len();
+    assert!(files > 8 && written.contains(&"tiny/tiny/unet/diffusion_pytorch_model.safetensors".to_owned()));
     for save in ["tiny_000000002", "tiny_000000004", "tiny"] {
-        assert_eq!(of(&made, save), files, "{made:?}");
+        assert_eq!(of(&written, save), files, "{written:?}");
     }
-    assert_eq!((of(&gone, "tiny_000000002"), gone.len()), (files, files), "{gone:?}");
+    assert_eq!(
+        (of(&removed, "tiny_000000002"), removed.len()),
+        (files, files),
+        "{removed:?}"
+    );
 
-    // Of another program's run there is the folder alone: its weights and step are taken.
+    // A folder of another program has no checkpoint: its weights and step are used.
     std::fs::remove_dir_all(out.join(".aitk")).unwrap();
     std::fs::remove_dir_all(out.join("tiny")).unwrap();
     process.train.steps = 5;
     process.train.lr = 0.0;
     process.train.optimizer_params = serde_json::json!({"weight_decay": 0.0}).as_object().unwrap().clone();
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert_eq!(losses(&events).len(), 1, "{}", logs(&events));
     assert!(logs(&events).contains("tiny_000000004 (step 4)"), "{}", logs(&events));
@@ -141,26 +148,26 @@ fn folders_are_diffusers_folders_that_come_and_go_whole() {
 }
 
 #[test]
-fn only_what_was_chosen_is_trained() {
+fn only_the_selected_parameters_are_trained() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = full(dir.path(), 2);
     process.save.save_format = SaveFormat::Diffusers;
     process.model.only_if_contains = Some(OneOrMany(vec!["attn2".into(), "conv_in".into()]));
     process.model.ignore_if_contains = Some(OneOrMany(vec!["bias".into()]));
-    // What is not trained of a part that is stays as precise as it was.
+    // A component that is trained in part is not quantised.
     process.model.quantize = true;
-    let (outcome, events) = go(&spec(process.clone()));
+    let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("not quantised"), "{}", logs(&events));
     let base = tensors(&fixtures().join("tiny_sd/unet"));
     for (name, t) in tensors(&dir.path().join("out/tiny/tiny/unet")) {
-        let chosen = (name.contains("attn2") || name.contains("conv_in")) && !name.contains("bias");
-        assert_eq!(gap(&t, &base[&name]) > 0.0, chosen, "{name}");
+        let is_selected = (name.contains("attn2") || name.contains("conv_in")) && !name.contains("bias");
+        assert_eq!(gap(&t, &base[&name]) > 0.0, is_selected, "{name}");
     }
 
     process.model.only_if_contains = Some(OneOrMany(vec!["no_such_layer".into()]));
     process.name = Some("other".into());
-    let (outcome, _) = go(&spec(process));
+    let (outcome, _) = run_spec(&spec(process));
     let Outcome::Failed { cause, message } = outcome else {
         panic!("{outcome:?}");
     };
@@ -169,14 +176,14 @@ fn only_what_was_chosen_is_trained() {
 }
 
 #[test]
-fn a_folder_of_a_lora_is_not_gone_on_in() {
+fn a_full_finetune_does_not_resume_in_the_folder_of_a_lora() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 2);
-    let (outcome, _) = go(&spec(process.clone()));
+    let (outcome, _) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed);
     process.network = None;
     process.train.steps = 3;
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     let Outcome::Failed { cause, message } = outcome else {
         panic!("{outcome:?}: {}", logs(&events));
     };

@@ -1,4 +1,4 @@
-//! What the config says, as the engine's own types.
+//! Converts the config to the engine's types.
 
 use super::super::Context;
 use super::folder::SAMPLES;
@@ -18,9 +18,9 @@ use sha2::{Digest, Sha256};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// Refuses what would train something else than was asked for. The job was checked before it was accepted; this holds
-/// for specs that come another way.
-pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
+/// Checks that the engine can train what the config says. Jobs are checked before they are accepted; this protects
+/// against specs from other sources.
+pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()> {
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
     if !matches!(process.model.arch.name, ArchName::Sd1) {
         return unsupported(format!(
@@ -30,14 +30,14 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     }
     if process.network.is_none() && process.model.lora_path.is_some() {
         return unsupported(
-            "model.lora_path: a full fine-tune would not have the LoRA in what it saves; train with a `network` section, or \
+            "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
              start from a model into which the LoRA was merged"
                 .into(),
         );
     }
     if process.network.is_none() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
-            "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder keeps its images there"
+            "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
     }
     if !process.train.train_text_encoder && !process.train.train_unet {
@@ -50,28 +50,28 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     }
     if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
         return Err(EngineError::bad_input(
-            "`train.gradient_accumulation` and `train.gradient_accumulation_steps` exclude each other; keep the first",
+            "`train.gradient_accumulation` and `train.gradient_accumulation_steps` cannot be used together; remove `train.gradient_accumulation_steps`",
         ));
     }
     Ok(())
 }
 
-/// An alpha as it counts: 0 stands for the rank, as in ai-toolkit (`toolkit/lora_special.py`) and kohya's scripts.
-fn alpha(given: f64, rank: u32) -> f64 {
-    match given == 0.0 {
+/// The effective alpha: 0 means the rank, as in ai-toolkit (`toolkit/lora_special.py`) and kohya's scripts.
+fn effective_alpha(configured: f64, rank: u32) -> f64 {
+    match configured == 0.0 {
         true => f64::from(rank),
-        false => given,
+        false => configured,
     }
 }
 
-/// The network section.
-pub(super) fn network(network: &NetworkConfig) -> LoraConfig {
+/// Converts the `network` section.
+pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
     let kwargs = &network.network_kwargs;
     LoraConfig {
         rank: network.linear as usize,
-        alpha: alpha(network.linear_alpha, network.linear),
+        alpha: effective_alpha(network.linear_alpha, network.linear),
         conv_rank: network.conv.map(|r| r as usize),
-        conv_alpha: alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
+        conv_alpha: effective_alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
         dropout: network.dropout.unwrap_or(0.0),
         only_if_contains: kwargs
             .only_if_contains
@@ -82,8 +82,8 @@ pub(super) fn network(network: &NetworkConfig) -> LoraConfig {
     }
 }
 
-/// The data sets, one per resolution.
-pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec<DatasetOptions>> {
+/// Converts the data sets, one per resolution.
+pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec<DatasetOptions>> {
     let mut out = Vec::new();
     for dataset in process.split_datasets() {
         let path = dataset
@@ -93,7 +93,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             TextSource::List(list) => list.clone(),
             TextSource::File(file) if file.is_empty() => Vec::new(),
             TextSource::File(file) => {
-                let path = cx.local(file)?;
+                let path = cx.local_path(file)?;
                 let text = regular::read_text(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
                 text.lines()
                     .map(str::trim)
@@ -103,9 +103,9 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             }
         };
         let masks = dataset.mask_path.as_ref().filter(|_| !dataset.alpha_mask);
-        let masks = masks.map(|path| cx.local(path)).transpose()?;
+        let masks = masks.map(|path| cx.local_path(path)).transpose()?;
         out.push(DatasetOptions {
-            path: cx.local(path)?,
+            path: cx.local_path(path)?,
             derived: cx.spec.derived.get(path).cloned(),
             resolution: dataset.resolution.first().copied().unwrap_or(512),
             batch_size: dataset.batch_size.unwrap_or(process.train.batch_size).max(1) as usize,
@@ -132,7 +132,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             flip_x: dataset.flip_x,
             flip_y: dataset.flip_y,
             masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then_some(MaskOptions {
-                // The image's own transparency wins, as in ai-toolkit.
+                // The image's alpha channel has precedence over a mask file, as in ai-toolkit.
                 folder: masks,
                 invert: dataset.invert_mask,
                 min_value: dataset.mask_min_value,
@@ -141,14 +141,14 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             loss_multiplier: dataset.loss_multiplier,
             cache_latents: dataset.cache_latents,
             cache_latents_to_disk: dataset.cache_latents_to_disk,
-            enclosed: cx.is_enclosed(),
+            stay_in_folder: cx.has_staged_inputs(),
         });
     }
     Ok(out)
 }
 
-/// How the loss is computed.
-pub(super) fn loss(process: &TrainerProcess) -> LossOptions {
+/// Converts the options of the loss.
+pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
     let train = &process.train;
     let positive = |g: Option<f64>| g.filter(|g| *g > 1e-6);
     LossOptions {
@@ -162,10 +162,10 @@ pub(super) fn loss(process: &TrainerProcess) -> LossOptions {
     }
 }
 
-/// How noise and time steps are drawn.
-pub(super) fn noise(process: &TrainerProcess, table: usize) -> NoiseOptions {
+/// Converts the options of drawing noise and time steps. `schedule_steps`: training time steps of the model's schedule.
+pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> NoiseOptions {
     let train = &process.train;
-    let table = train.num_train_timesteps.min(table as u32).max(1);
+    let table = train.num_train_timesteps.min(schedule_steps as u32).max(1);
     NoiseOptions {
         preference: match train.content_or_style {
             ContentOrStyle::Balanced => NoiseLevelPreference::Balanced,
@@ -188,7 +188,7 @@ pub(super) fn latent_space(process: &TrainerProcess) -> String {
     }
 }
 
-/// What tells the weights of a VAE from others: sizes and samples of its files.
+/// A fingerprint of a VAE's weights: a hash of the names, sizes and samples of its files.
 pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
     let inner = path.join("vae");
     let folder = if inner.is_dir() { inner } else { path.to_path_buf() };

@@ -1,7 +1,7 @@
-//! The LoRAs of `tests/fixtures/our_lora`, with which diffusers draws (`tests/reference/make_our_lora.py`): they are what
-//! this trainer makes.
+//! The LoRAs in `tests/fixtures/our_lora`, with which diffusers generates images (`tests/reference/make_our_lora.py`),
+//! are what this trainer makes.
 
-use super::tests::{go, spec, trainer};
+use super::tests::{run_spec, spec, trainer};
 use crate::adapters::LoraFile;
 use crate::testing::{fixtures, gap};
 use aitk_common::attempt::Outcome;
@@ -9,12 +9,12 @@ use aitk_common::job::dtype::DType;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
 
-/// Weights move by up to 0.05 in these runs. Other CPUs round otherwise, and AdamW makes the most of it.
-const ALLOWED: f32 = 5e-4;
+/// Weights change by up to 0.05 in these runs. Other CPUs round differently, and AdamW amplifies that.
+const TOLERANCE: f32 = 5e-4;
 
-/// Trains, and compares with the fixture: every name, type and shape, and every number within `ALLOWED`. With
-/// `AITK_UPDATE_GOLDEN=1` it becomes the fixture.
-fn check(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
+/// Trains, and compares with the fixture: every name, type and shape, and every number within `TOLERANCE`. With
+/// `AITK_UPDATE_GOLDEN=1` the result replaces the fixture.
+fn check_against_fixture(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 10);
     process.train.lr = 5e-3;
@@ -22,7 +22,7 @@ fn check(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
     change(&mut process);
     let mut spec = spec(process);
     spec.job["name"] = name.into();
-    let (outcome, events) = go(&spec);
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed, "{events:?}");
     let made = dir.path().join(format!("out/{name}/{name}.safetensors"));
     let path = fixtures().join(format!("our_lora/{name}.safetensors"));
@@ -34,7 +34,7 @@ fn check(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
         let bytes = std::fs::read(path).unwrap();
         let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let mut header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).unwrap();
-        // The hashes are of the last bit, the software has a version.
+        // The hashes change with the last bit, and `software` has the version.
         let metadata = header["__metadata__"].as_object_mut().unwrap();
         for key in ["sshs_model_hash", "sshs_legacy_hash", "software"] {
             assert!(metadata.remove(key).is_some(), "{key}");
@@ -42,36 +42,36 @@ fn check(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
         header
     };
     assert_eq!(header(&made), header(&path));
-    let (made, kept) = (LoraFile::open(&made).unwrap(), LoraFile::open(&path).unwrap());
+    let (made, expected) = (LoraFile::open(&made).unwrap(), LoraFile::open(&path).unwrap());
     let mut worst = 0f32;
-    for (a, b) in made.modules.iter().zip(&kept.modules) {
+    for (a, b) in made.modules.iter().zip(&expected.modules) {
         assert_eq!(a.tensors.alpha, b.tensors.alpha);
         for (a, b) in [(&a.tensors.down, &b.tensors.down), (&a.tensors.up, &b.tensors.up)] {
             worst = worst.max(gap(a, b));
         }
     }
     assert!(
-        worst < ALLOWED,
+        worst < TOLERANCE,
         "{name}: a weight differs by {worst}; has the trainer changed?"
     );
 }
 
 #[test]
-fn linear_layers_in_half_precision() {
-    check("linear", |process| {
+fn a_lora_on_linear_layers_in_half_precision() {
+    check_against_fixture("linear", |process| {
         process.network.as_mut().unwrap().linear_alpha = 2.0;
         process.save.dtype = DType::F16;
     });
 }
 
 #[test]
-fn the_text_encoder_too() {
-    check("text", |process| process.train.train_text_encoder = true);
+fn a_lora_on_the_text_encoder_too() {
+    check_against_fixture("text", |process| process.train.train_text_encoder = true);
 }
 
 #[test]
-fn convolutions_too() {
-    check("conv", |process| {
+fn a_lora_on_convolutions_too() {
+    check_against_fixture("conv", |process| {
         let network = process.network.as_mut().unwrap();
         (network.conv, network.conv_alpha) = (Some(3), Some(1.5));
     });

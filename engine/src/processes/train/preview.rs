@@ -1,8 +1,8 @@
-//! What a training comes to, told before anything is loaded or sent: `aitk validate`.
+//! A preview of a training before anything is loaded or sent: `aitk validate`.
 
-use super::data::takes_regularisation;
+use super::data::uses_regularisation;
 use super::options;
-use crate::data::{Contents, DatasetOptions, DatasetReport};
+use crate::data::{DatasetContents, DatasetOptions, DatasetReport};
 use crate::error::{EngineError, Result};
 use crate::processes::{Context, LogFile, StopSignal};
 use aitk_common::attempt::AttemptSpec;
@@ -13,44 +13,45 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Steps whose regularisation turns are counted one by one; of more, every second one is taken for such.
-const COUNTED: u64 = 1_000_000;
+/// Up to this many steps, those that use regularisation images are counted one by one; above, half of the steps are
+/// assumed to.
+const MAX_COUNTED_STEPS: u64 = 1_000_000;
 
-/// What the data of a training comes to.
+/// A preview of the data of a training.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TrainingPreview {
-    /// Each data set at each resolution.
+    /// The report on each data set at each resolution.
     pub datasets: Vec<DatasetReport>,
-    /// What would end the training before its first step.
+    /// Errors that would fail the training before its first step.
     pub problems: Vec<String>,
-    /// Steps that the config asks for.
+    /// Steps in the config.
     pub steps: u64,
-    /// Batches of one pass over the training sets.
+    /// Batches per epoch of the training sets.
     pub batches: u64,
-    /// Steps of one pass; none without a training set that can be read.
+    /// Steps per epoch. `None` if no training set can be read.
     pub steps_per_epoch: Option<f64>,
-    /// Passes that the steps make.
+    /// Epochs that the steps make.
     pub epochs: Option<f64>,
 }
 
-/// Looks at the data of a training as the training does: the same files, captions and buckets. `inputs` says where the paths
-/// of the config lie. Nothing is decoded, and nothing is written.
+/// Reads the data of a training as the training does: the same files, captions and buckets. `inputs`: the local path of
+/// each path in the config. No image is decoded, and nothing is written.
 #[must_use]
 pub fn preview(job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String, PathBuf>) -> TrainingPreview {
     let mut preview = TrainingPreview {
         steps: process.train.steps,
         ..TrainingPreview::default()
     };
-    if let Err(error) = preview.look(job, process, inputs) {
+    if let Err(error) = preview.read_data(job, process, inputs) {
         preview.problems.push(error.to_string());
     }
     preview
 }
 
 impl TrainingPreview {
-    fn look(&mut self, job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String, PathBuf>) -> Result<()> {
-        options::check(process, &job.name)?;
-        let spec = in_place(inputs)?;
+    fn read_data(&mut self, job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String, PathBuf>) -> Result<()> {
+        options::check_supported(process, &job.name)?;
+        let spec = in_place_attempt(inputs)?;
         let mut events = Vec::new();
         let cx = Context {
             spec: &spec,
@@ -61,25 +62,27 @@ impl TrainingPreview {
         };
         let names = process.split_datasets();
         let divisibility = process.model.arch.name.bucket_divisibility();
-        // A list of resolutions is a data set for each, of the same files.
-        let mut looked: Vec<(DatasetOptions, Contents)> = Vec::new();
-        let same = |a: &DatasetOptions, b: &DatasetOptions| {
+        // An entry with several resolutions gives one data set for each, with the same files.
+        let mut contents_by_options: Vec<(DatasetOptions, DatasetContents)> = Vec::new();
+        let reads_same_files = |a: &DatasetOptions, b: &DatasetOptions| {
             (&a.path, &a.caption_ext, &a.default_caption, a.short_captions)
                 == (&b.path, &b.caption_ext, &b.default_caption, b.short_captions)
         };
-        for (options, section) in options::datasets(process, &cx)?.into_iter().zip(&names) {
-            let known = looked.iter().position(|(other, _)| same(other, &options));
-            let contents = match known {
-                Some(known) => Ok(known),
-                None => Contents::read(&options).map(|contents| {
-                    looked.push((options.clone(), contents));
-                    looked.len() - 1
+        for (options, section) in options::dataset_options(process, &cx)?.into_iter().zip(&names) {
+            let position = contents_by_options
+                .iter()
+                .position(|(other, _)| reads_same_files(other, &options));
+            let contents = match position {
+                Some(position) => Ok(position),
+                None => DatasetContents::read(&options).map(|contents| {
+                    contents_by_options.push((options.clone(), contents));
+                    contents_by_options.len() - 1
                 }),
             };
             let name = section.path().unwrap_or_default();
-            let report = contents.and_then(|at| match looked.get(at) {
-                Some((_, contents)) => DatasetReport::at(&options, name, divisibility, contents),
-                None => DatasetReport::of(&options, name, divisibility),
+            let report = contents.and_then(|index| match contents_by_options.get(index) {
+                Some((_, contents)) => DatasetReport::from_contents(&options, name, divisibility, contents),
+                None => DatasetReport::read(&options, name, divisibility),
             });
             match report {
                 Ok(report) => self.datasets.push(report),
@@ -88,8 +91,8 @@ impl TrainingPreview {
                 Err(error) => self.problems.push(error.to_string()),
             }
         }
-        let plain = self.datasets.iter().filter(|set| !set.regularisation);
-        self.batches = plain.map(|set| set.batches).sum();
+        let training_sets = self.datasets.iter().filter(|set| !set.regularisation);
+        self.batches = training_sets.map(|set| set.batches).sum();
         if self.batches == 0 {
             if self.problems.is_empty() {
                 return Err(EngineError::bad_input(match names.is_empty() {
@@ -99,29 +102,30 @@ impl TrainingPreview {
             }
             return Ok(());
         }
-        let accumulated = process.train.gradient_accumulation.max(1);
+        let micro_batches = process.train.gradient_accumulation.max(1);
         #[allow(clippy::cast_precision_loss)]
-        let per_epoch = self.batches as f64 / accumulated as f64;
-        let regularised = self.datasets.iter().any(|set| set.regularisation);
-        let plain_steps = match (regularised, self.steps) {
+        let per_epoch = self.batches as f64 / micro_batches as f64;
+        let has_regularisation = self.datasets.iter().any(|set| set.regularisation);
+        let training_steps = match (has_regularisation, self.steps) {
             (false, steps) => steps,
-            (true, steps) if steps > COUNTED => steps / 2,
-            (true, steps) => (1..=steps).filter(|step| !takes_regularisation(*step, process)).count() as u64,
+            (true, steps) if steps > MAX_COUNTED_STEPS => steps / 2,
+            (true, steps) => (1..=steps).filter(|step| !uses_regularisation(*step, process)).count() as u64,
         };
         self.steps_per_epoch = Some(per_epoch);
         #[allow(clippy::cast_precision_loss)]
-        let epochs = plain_steps as f64 / per_epoch;
+        let epochs = training_steps as f64 / per_epoch;
         self.epochs = Some(epochs);
         Ok(())
     }
 }
 
-/// An attempt that runs in place. Made of text, so that fields with a default need not be known here.
-fn in_place(inputs: &BTreeMap<String, PathBuf>) -> Result<AttemptSpec> {
+/// The spec of an attempt that runs in place. It is parsed from JSON, so that fields with defaults are not listed here.
+fn in_place_attempt(inputs: &BTreeMap<String, PathBuf>) -> Result<AttemptSpec> {
     let spec = json!({
         "job_id": "validate", "attempt_id": "validate", "epoch": 1, "job": {}, "config_text": "", "config_format": "yaml",
         "inputs": inputs, "output_root": null, "resume_from": null, "device": {"kind": "cpu", "index": 0},
         "profile": "cpu_only", "seed": 0,
     });
-    serde_json::from_value(spec).map_err(|error| EngineError::Internal(format!("an attempt that looks ahead: {error}")))
+    serde_json::from_value(spec)
+        .map_err(|error| EngineError::Internal(format!("cannot make the spec of a preview: {error}")))
 }

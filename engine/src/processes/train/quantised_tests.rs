@@ -1,6 +1,6 @@
-//! LoRAs on a base whose weights are quantised.
+//! LoRAs on a quantised base model.
 
-use super::tests::{go, logs, lora, losses, spec, stop_at, trainer};
+use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
@@ -14,13 +14,13 @@ fn quantised(root: &Path, qtype: &str) -> TrainerProcess {
 }
 
 fn train(process: TrainerProcess) -> Vec<f64> {
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     losses(&events)
 }
 
 #[test]
-fn a_lora_learns_on_a_quantised_base_what_it_learns_on_the_whole_one() {
+fn losses_on_a_quantised_base_are_close_to_those_on_the_full_one() {
     let whole = tempfile::tempdir().unwrap();
     let expected = train(trainer(whole.path(), 12));
     assert_eq!(expected.len(), 12);
@@ -29,22 +29,25 @@ fn a_lora_learns_on_a_quantised_base_what_it_learns_on_the_whole_one() {
         let found = train(quantised(dir.path(), qtype));
         assert_ne!(found, expected, "{qtype}");
         for (found, expected) in found.iter().zip(&expected) {
-            let apart = (found / expected - 1.0).abs();
+            let difference = (found / expected - 1.0).abs();
             assert!(
-                apart < bound,
-                "{qtype}: a loss of {found}, {expected} on the whole base"
+                difference < bound,
+                "{qtype}: a loss of {found}, {expected} on the full-precision base"
             );
         }
     }
 }
 
 #[test]
-fn it_goes_on_bit_for_bit_where_it_stopped() {
-    let (quiet, stopped) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    train(quantised(quiet.path(), "nf4"));
+fn a_run_on_a_quantised_base_resumes_exactly() {
+    let (uninterrupted, stopped) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    train(quantised(uninterrupted.path(), "nf4"));
     let spec = spec(quantised(stopped.path(), "nf4"));
     let (outcome, events) = stop_at(&spec, 6);
     assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
-    assert_eq!(go(&spec).0, Outcome::Completed);
-    assert!(lora(quiet.path()) == lora(stopped.path()), "the LoRAs differ");
+    assert_eq!(run_spec(&spec).0, Outcome::Completed);
+    assert!(
+        saved_lora(uninterrupted.path()) == saved_lora(stopped.path()),
+        "the LoRAs differ"
+    );
 }

@@ -1,4 +1,4 @@
-//! What a run keeps of its steps: `metrics.jsonl`, and the curve that is drawn from it.
+//! The metrics of a run's steps: `metrics.jsonl`, and the plot of the loss.
 
 use super::super::Context;
 use super::Run;
@@ -15,80 +15,81 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The losses so far, as a file of a checkpoint: a run that goes on elsewhere has the whole curve.
+/// The role of the checkpoint file with all losses so far, so that a run resumed on another machine has the whole
+/// curve.
 pub(super) const ROLE: &str = "losses";
 
-/// The numbers of a run's steps, on disk and in memory.
-pub(super) struct StepRecord {
+/// Records the metrics of a run's steps on disk and in memory.
+pub(super) struct StepRecorder {
     path: PathBuf,
     file: Option<File>,
-    /// What the checkpoint knows that the run goes on from.
-    known: Vec<StepMetrics>,
-    begun: Instant,
+    /// The metrics in the checkpoint from which the run resumes.
+    earlier: Vec<StepMetrics>,
+    start: Instant,
     steps: Vec<u64>,
     losses: Vec<f64>,
-    rates: Vec<f64>,
-    /// When a line was last told, and at which step.
-    told: (Instant, u64),
+    learning_rates: Vec<f64>,
+    /// Time and step of the last call of [`Self::seconds_per_step`].
+    last_report: (Instant, u64),
 }
 
-impl StepRecord {
-    /// Of a run folder. Nothing is read or written before [`Self::open`].
+impl StepRecorder {
+    /// A recorder for a run folder. Nothing is read or written before [`Self::open`].
     pub(super) fn new(folder: &Path) -> Self {
         let now = Instant::now();
         Self {
             path: folder.join(METRICS_FILE),
             file: None,
-            known: Vec::new(),
-            begun: now,
+            earlier: Vec::new(),
+            start: now,
             steps: Vec::new(),
             losses: Vec::new(),
-            rates: Vec::new(),
-            told: (now, 0),
+            learning_rates: Vec::new(),
+            last_report: (now, 0),
         }
     }
 
-    /// The run goes on from this checkpoint.
-    pub(super) fn take(&mut self, checkpoint: &Checkpoint) {
-        self.known = losses_of(checkpoint);
+    /// Takes over the metrics in the checkpoint from which the run resumes.
+    pub(super) fn load_checkpoint(&mut self, checkpoint: &Checkpoint) {
+        self.earlier = losses_of(checkpoint);
     }
 
-    /// Goes on after `start` steps: what the file has of later ones is removed, what it lacks of earlier ones comes from
-    /// the checkpoint.
-    pub(super) fn open(&mut self, start: u64) -> Result<()> {
+    /// Opens the file to continue after step `start_step`: lines of later steps are removed, and missing earlier ones
+    /// are added from the checkpoint.
+    pub(super) fn open(&mut self, start_step: u64) -> Result<()> {
         let failed = |error| EngineError::io(&self.path, error);
-        let mut known: BTreeMap<u64, StepMetrics> = self.known.drain(..).map(|one| (one.step, one)).collect();
+        let mut earlier: BTreeMap<u64, StepMetrics> = self.earlier.drain(..).map(|entry| (entry.step, entry)).collect();
         if self.path.is_file() {
-            let here = step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)?;
-            known.extend(here.into_iter().map(|one| (one.step, one)));
+            let on_disk = step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)?;
+            earlier.extend(on_disk.into_iter().map(|entry| (entry.step, entry)));
         }
-        known.retain(|step, _| *step <= start);
+        earlier.retain(|step, _| *step <= start_step);
         fsutil::write_atomic(&self.path, |out| {
-            for one in known.values() {
-                writeln!(out, "{}", serde_json::to_string(one)?)?;
+            for entry in earlier.values() {
+                writeln!(out, "{}", serde_json::to_string(entry)?)?;
             }
             Ok(())
         })?;
         self.file = Some(File::options().append(true).open(&self.path).map_err(failed)?);
-        self.steps = known.keys().copied().collect();
-        self.losses = known.values().map(|one| one.loss().unwrap_or(f64::NAN)).collect();
-        let rate = |one: &StepMetrics| one.values.get("lr").copied().unwrap_or(f64::NAN);
-        self.rates = known.values().map(rate).collect();
-        self.begin(start);
+        self.steps = earlier.keys().copied().collect();
+        self.losses = earlier.values().map(|entry| entry.loss().unwrap_or(f64::NAN)).collect();
+        let rate = |entry: &StepMetrics| entry.values.get("lr").copied().unwrap_or(f64::NAN);
+        self.learning_rates = earlier.values().map(rate).collect();
+        self.begin(start_step);
         Ok(())
     }
 
-    /// Training begins, or goes on after something else: seconds count from here.
+    /// Starts the clock: seconds are counted from here.
     pub(super) fn begin(&mut self, step: u64) {
-        self.begun = Instant::now();
-        self.told = (self.begun, step);
+        self.start = Instant::now();
+        self.last_report = (self.start, step);
     }
 
-    /// Keeps the numbers of a step. The answer is a warning, once, when they cannot be written.
+    /// Records the metrics of a step. Returns a warning, once, if the file cannot be written.
     pub(super) fn step(&mut self, step: u64, report: &StepReport) -> Option<String> {
         self.steps.push(step);
         self.losses.push(report.loss);
-        self.rates.push(report.lr);
+        self.learning_rates.push(report.lr);
         let mut values = BTreeMap::from([("loss".to_owned(), report.loss), ("lr".to_owned(), report.lr)]);
         if let Some(norm) = report.grad_norm {
             values.insert("grad_norm".to_owned(), norm);
@@ -97,32 +98,33 @@ impl StepRecord {
             step,
             values,
             time: step_metrics::now(),
-            seconds: Some((self.begun.elapsed().as_secs_f64() * 1000.0).round() / 1000.0),
+            seconds: Some((self.start.elapsed().as_secs_f64() * 1000.0).round() / 1000.0),
             memory: resident_bytes(),
         };
         let file = self.file.as_mut()?;
         let text = serde_json::to_string(&line).unwrap_or_default();
-        // One call: a kill does not leave half a line.
+        // A single write, so that a kill leaves no partial line.
         match file.write_all(format!("{text}\n").as_bytes()) {
             Ok(()) => None,
             Err(error) => {
                 self.file = None;
                 Some(format!(
-                    "{}: cannot be written any more: {error}; training goes on",
+                    "{}: cannot write metrics: {error}; training continues without them",
                     self.path.display()
                 ))
             }
         }
     }
 
-    /// Wall time of a step since the last time this was asked.
+    /// Mean wall time per step since the last call.
     pub(super) fn seconds_per_step(&mut self, step: u64) -> Option<f64> {
-        let (then, before) = std::mem::replace(&mut self.told, (Instant::now(), step));
-        let steps = step.checked_sub(before).filter(|steps| *steps > 0)?;
-        Some(then.elapsed().as_secs_f64() / steps as f64)
+        let (last_time, last_step) = std::mem::replace(&mut self.last_report, (Instant::now(), step));
+        let steps = step.checked_sub(last_step).filter(|steps| *steps > 0)?;
+        Some(last_time.elapsed().as_secs_f64() / steps as f64)
     }
 
-    /// As tensors of a checkpoint. No times, so that the same steps make the same bytes.
+    /// The losses and learning rates as tensors of a checkpoint. Times are left out, so that the same steps give the
+    /// same bytes.
     pub(super) fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let steps: Vec<i64> = self
             .steps
@@ -132,7 +134,7 @@ impl StepRecord {
         Ok(BTreeMap::from([
             ("step".to_owned(), Tensor::new(steps, &Device::Cpu)?),
             ("loss".to_owned(), Tensor::new(self.losses.clone(), &Device::Cpu)?),
-            ("lr".to_owned(), Tensor::new(self.rates.clone(), &Device::Cpu)?),
+            ("lr".to_owned(), Tensor::new(self.learning_rates.clone(), &Device::Cpu)?),
         ]))
     }
 
@@ -150,38 +152,38 @@ impl StepRecord {
 }
 
 impl Run<'_> {
-    /// Draws the curve of the loss and announces it. Not being able to is no reason to stop.
-    pub(super) fn draw_losses(&self, cx: &mut Context<'_>, step: u64) {
-        let Some(png) = self.record.png(&format!("{}   {step} steps", cx.job.name)) else {
+    /// Writes the plot of the loss and emits it. An error is only logged.
+    pub(super) fn write_loss_plot(&self, cx: &mut Context<'_>, step: u64) {
+        let Some(png) = self.metrics.png(&format!("{}   {step} steps", cx.job.name)) else {
             return;
         };
         let path = self.folder.path.join(PLOT_FILE);
         match fsutil::write_atomic(&path, |out| out.write_all(&png)) {
             Ok(()) => cx.artifact("plot", &self.folder.root, &path, Some(step), None),
-            Err(error) => cx.log("warn", format!("the curve of the loss is not drawn: {error}")),
+            Err(error) => cx.log("warn", format!("cannot write the plot of the loss: {error}")),
         }
     }
 }
 
-/// What a checkpoint knows of the steps before it; nothing in one of an earlier version.
+/// Reads the metrics of earlier steps from a checkpoint; empty for a checkpoint of an earlier version.
 fn losses_of(checkpoint: &Checkpoint) -> Vec<StepMetrics> {
     let read = || -> Option<Vec<StepMetrics>> {
         let tensors = candle_core::safetensors::load(checkpoint.file_with_role(ROLE)?, &Device::Cpu).ok()?;
         let steps = tensors.get("step")?.to_vec1::<i64>().ok()?;
         let column = |name: &str| tensors.get(name)?.to_vec1::<f64>().ok();
-        let (losses, rates) = (column("loss")?, column("lr")?);
-        let rows = steps.into_iter().zip(losses).zip(rates);
-        let one = |((step, loss), rate): ((i64, f64), f64)| StepMetrics {
+        let (losses, learning_rates) = (column("loss")?, column("lr")?);
+        let rows = steps.into_iter().zip(losses).zip(learning_rates);
+        let entry = |((step, loss), rate): ((i64, f64), f64)| StepMetrics {
             step: u64::try_from(step).unwrap_or(0),
             values: BTreeMap::from([("loss".to_owned(), loss), ("lr".to_owned(), rate)]),
             ..StepMetrics::default()
         };
-        Some(rows.map(one).collect())
+        Some(rows.map(entry).collect())
     };
     read().unwrap_or_default()
 }
 
-/// Bytes of memory that this process has; none where the system does not tell a file.
+/// The resident memory of this process in bytes; `None` where there is no `/proc`.
 fn resident_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
@@ -205,14 +207,18 @@ mod tests {
 
     fn steps(folder: &Path) -> Vec<u64> {
         let file = File::open(folder.join(METRICS_FILE)).unwrap();
-        step_metrics::read(file).unwrap().iter().map(|one| one.step).collect()
+        step_metrics::read(file)
+            .unwrap()
+            .iter()
+            .map(|entry| entry.step)
+            .collect()
     }
 
     #[test]
-    fn a_run_that_goes_back_replaces_what_came_after() {
+    fn resuming_from_an_earlier_step_replaces_later_lines() {
         let folder = tempfile::tempdir().unwrap();
         let open = |start| {
-            let mut record = StepRecord::new(folder.path());
+            let mut record = StepRecorder::new(folder.path());
             record.open(start).unwrap();
             record
         };
@@ -221,11 +227,11 @@ mod tests {
             assert_eq!(record.step(step, &report(0.5)), None);
         }
         assert_eq!(steps(folder.path()), [1, 2, 3, 4, 5, 6, 7]);
-        let mut again = open(5);
-        assert_eq!(again.losses.len(), 5);
-        again.step(6, &report(0.25));
+        let mut resumed = open(5);
+        assert_eq!(resumed.losses.len(), 5);
+        resumed.step(6, &report(0.25));
         assert_eq!(steps(folder.path()), [1, 2, 3, 4, 5, 6]);
-        // A run that begins anew has nothing of the one before.
+        // A run that starts from the beginning keeps no line.
         open(0);
         assert_eq!(steps(folder.path()), [0_u64; 0]);
     }

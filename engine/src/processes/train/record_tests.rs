@@ -1,6 +1,6 @@
-//! What a run keeps of its steps is the same whether it was interrupted or not, here and elsewhere.
+//! The recorded metrics of a run are the same with and without interruptions, also on another machine.
 
-use super::tests::{go, losses, spec, stop_at, trainer};
+use super::tests::{losses, run_spec, spec, stop_at, trainer};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::JobSpec;
 use aitk_common::step_metrics::{LOG_FILE, METRICS_FILE, PLOT_FILE, StepMetrics, read};
@@ -16,20 +16,19 @@ fn curve(root: &Path) -> Vec<u8> {
 }
 
 #[test]
-fn an_interrupted_run_has_the_steps_and_the_curve_of_one_that_was_not() {
-    let straight = tempfile::tempdir().unwrap();
-    let (outcome, events) = go(&spec(trainer(straight.path(), 9)));
+fn an_interrupted_run_has_the_metrics_and_the_plot_of_an_uninterrupted_one() {
+    let uninterrupted = tempfile::tempdir().unwrap();
+    let (outcome, events) = run_spec(&spec(trainer(uninterrupted.path(), 9)));
     assert_eq!(outcome, Outcome::Completed);
-    let whole = metrics(straight.path());
+    let all = metrics(uninterrupted.path());
     assert_eq!(
-        whole.iter().map(|one| one.step).collect::<Vec<_>>(),
+        all.iter().map(|one| one.step).collect::<Vec<_>>(),
         (1..=9).collect::<Vec<_>>()
     );
-    let told: Vec<f64> = whole.iter().filter_map(StepMetrics::loss).collect();
-    assert_eq!(told, losses(&events));
+    let reported: Vec<f64> = all.iter().filter_map(StepMetrics::loss).collect();
+    assert_eq!(reported, losses(&events));
     assert!(
-        whole
-            .iter()
+        all.iter()
             .all(|one| one.values["lr"] > 0.0 && !one.time.is_empty() && one.seconds.is_some())
     );
     let plots = |events: &[ChildEvent]| {
@@ -38,20 +37,20 @@ fn an_interrupted_run_has_the_steps_and_the_curve_of_one_that_was_not() {
     };
     assert_eq!(plots(&events), 3, "at the saves of steps 4 and 8, and at the end");
 
-    // Stopped within, and gone on with in the same folder.
-    let broken = tempfile::tempdir().unwrap();
-    let process = trainer(broken.path(), 9);
+    // Interrupted and resumed in the same folder.
+    let interrupted = tempfile::tempdir().unwrap();
+    let process = trainer(interrupted.path(), 9);
     stop_at(&spec(process.clone()), 6);
-    assert_eq!(metrics(broken.path()).len(), 6);
-    assert_eq!(go(&spec(process)).0, Outcome::Completed);
+    assert_eq!(metrics(interrupted.path()).len(), 6);
+    assert_eq!(run_spec(&spec(process)).0, Outcome::Completed);
     let losses_of = |root: &Path| metrics(root).iter().filter_map(StepMetrics::loss).collect::<Vec<_>>();
-    assert_eq!(losses_of(broken.path()), told);
-    assert_eq!(curve(broken.path()), curve(straight.path()));
-    let log = std::fs::read_to_string(broken.path().join("out/tiny").join(LOG_FILE)).unwrap();
+    assert_eq!(losses_of(interrupted.path()), reported);
+    assert_eq!(curve(interrupted.path()), curve(uninterrupted.path()));
+    let log = std::fs::read_to_string(interrupted.path().join("out/tiny").join(LOG_FILE)).unwrap();
     for expected in [
         "step 6/9  loss ",
         "stopped after step 6",
-        "going on from step 6",
+        "resuming from step 6",
         "step 7/9  loss ",
         "completed",
     ] {
@@ -60,26 +59,26 @@ fn an_interrupted_run_has_the_steps_and_the_curve_of_one_that_was_not() {
 
     // On another machine, from an earlier checkpoint alone.
     let other = tempfile::tempdir().unwrap();
-    let mut elsewhere = spec(trainer(straight.path(), 9));
-    // Staged where they lie: a job that is not local reads its inputs only.
+    let mut elsewhere = spec(trainer(uninterrupted.path(), 9));
+    // The inputs are staged where they are, because a job that does not run in place reads only its inputs.
     let job: JobSpec = serde_json::from_value(elsewhere.job.clone()).unwrap();
     elsewhere.inputs = (job.inputs().into_iter())
         .map(|input| (input.config_path.clone(), input.config_path.into()))
         .collect();
     elsewhere.output_root = Some(other.path().join("out"));
-    elsewhere.resume_from = Some(straight.path().join("out/tiny/.aitk/checkpoints/step_000000008"));
-    assert_eq!(go(&elsewhere).0, Outcome::Completed);
-    assert_eq!(losses_of(other.path()), told);
-    assert_eq!(curve(other.path()), curve(straight.path()));
+    elsewhere.resume_from = Some(uninterrupted.path().join("out/tiny/.aitk/checkpoints/step_000000008"));
+    assert_eq!(run_spec(&elsewhere).0, Outcome::Completed);
+    assert_eq!(losses_of(other.path()), reported);
+    assert_eq!(curve(other.path()), curve(uninterrupted.path()));
 }
 
 #[test]
-fn log_every_decides_what_is_told_and_not_what_is_kept() {
+fn log_every_decides_which_steps_are_emitted_but_all_are_recorded() {
     let folder = tempfile::tempdir().unwrap();
     let mut process = trainer(folder.path(), 7);
     process.logging.log_every = Some(3);
-    let (_, events) = go(&spec(process));
-    let told: Vec<u64> = events
+    let (_, events) = run_spec(&spec(process));
+    let reported: Vec<u64> = events
         .iter()
         .filter_map(|event| match event {
             ChildEvent::Metrics { step, values } => {
@@ -89,6 +88,6 @@ fn log_every_decides_what_is_told_and_not_what_is_kept() {
             _ => None,
         })
         .collect();
-    assert_eq!(told, [3, 6, 7]);
+    assert_eq!(reported, [3, 6, 7]);
     assert_eq!(metrics(folder.path()).len(), 7);
 }

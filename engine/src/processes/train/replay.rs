@@ -1,7 +1,7 @@
-//! A whole job against `tests/reference/make_replay.py`: from image files to the LoRA, by Pillow, diffusers and peft in
-//! float64, which make every input again from the rules in writing.
+//! Compares a whole job, from image files to the LoRA, with `tests/reference/make_replay.py`, which computes it with
+//! Pillow, diffusers and peft in float64 from the documented rules.
 
-use super::tests::{go, logs, losses, spec, trainer};
+use super::tests::{logs, losses, run_spec, spec, trainer};
 use crate::testing::{fixtures, gap, largest};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::values::OneOrMany;
@@ -13,8 +13,8 @@ fn replay(name: &str) -> std::path::PathBuf {
     fixtures().join("replay").join(name)
 }
 
-/// The latent of `p<i>` that the run left beside its image.
-fn cached(data: &Path, stem: &str) -> candle_core::Tensor {
+/// The latent of image `stem` in the run's cache.
+fn cached_latent(data: &Path, stem: &str) -> candle_core::Tensor {
     let entries = std::fs::read_dir(data.join("_latent_cache")).unwrap();
     let prefix = format!("{stem}_");
     let of = |e: &std::fs::DirEntry| e.file_name().to_string_lossy().starts_with(&prefix);
@@ -23,7 +23,7 @@ fn cached(data: &Path, stem: &str) -> candle_core::Tensor {
 }
 
 #[test]
-fn a_job_from_images_is_the_references() {
+fn a_whole_job_matches_the_reference() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 14);
     let data = dir.path().join("images");
@@ -35,39 +35,39 @@ fn a_job_from_images_is_the_references() {
     process.datasets[0].folder_path = Some(data.display().to_string());
     process.datasets[0].resolution = OneOrMany(vec![64]);
     process.datasets[0].shuffle_tokens = false;
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
 
     let report: Value = serde_json::from_slice(&std::fs::read(replay("expected.json")).unwrap()).unwrap();
-    let want = candle_core::safetensors::load(replay("expected.safetensors"), &Device::Cpu).unwrap();
-    // What goes in.
+    let expected = candle_core::safetensors::load(replay("expected.safetensors"), &Device::Cpu).unwrap();
+    // Inputs.
     let mut images = 0;
-    for (name, latent) in &want {
+    for (name, latent) in &expected {
         let Some(stem) = name.strip_prefix("latent/") else {
             continue;
         };
-        let far = gap(&cached(&data, stem), latent) / largest(latent);
-        assert!(far < 1e-5, "the latent of {stem} differs by {far:.1e}");
+        let difference = gap(&cached_latent(&data, stem), latent) / largest(latent);
+        assert!(difference < 1e-5, "the latent of {stem} differs by {difference:.1e}");
         images += 1;
     }
     assert_eq!(images, 7);
-    // What comes out.
-    let want_losses: Vec<f64> = serde_json::from_value(report["losses"].clone()).unwrap();
-    let got = losses(&events);
-    assert_eq!(got.len(), want_losses.len());
-    let far = got
+    // Results.
+    let expected_losses: Vec<f64> = serde_json::from_value(report["losses"].clone()).unwrap();
+    let found = losses(&events);
+    assert_eq!(found.len(), expected_losses.len());
+    let difference = found
         .iter()
-        .zip(&want_losses)
+        .zip(&expected_losses)
         .map(|(a, b)| (a / b - 1.0).abs())
         .fold(0.0, f64::max);
     let lora = candle_core::safetensors::load(dir.path().join("out/tiny/tiny.safetensors"), &Device::Cpu).unwrap();
-    let finals: Vec<_> = want.keys().filter(|k| k.starts_with("final/")).collect();
+    let finals: Vec<_> = expected.keys().filter(|k| k.starts_with("final/")).collect();
     assert_eq!(lora.len(), finals.len());
     let worst = lora
         .iter()
-        .map(|(name, t)| gap(t, &want[&format!("final/{name}")]))
+        .map(|(name, t)| gap(t, &expected[&format!("final/{name}")]))
         .fold(0.0, f32::max);
-    println!("losses differ by {far:.1e}, weights by {worst:.1e}");
-    assert!(far < 1e-5, "a loss differs by {far:.1e}");
+    println!("losses differ by {difference:.1e}, weights by {worst:.1e}");
+    assert!(difference < 1e-5, "a loss differs by {difference:.1e}");
     assert!(worst < 1e-4, "a weight differs by {worst:.1e}");
 }

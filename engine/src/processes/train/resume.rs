@@ -1,7 +1,8 @@
-//! Where a run begins, and the exact states it leaves behind.
+//! Finds where a run resumes, and writes checkpoints (exact states).
 //!
-//! Order: the checkpoint that the attempt was given, else the newest whole checkpoint of the run folder, else its
-//! newest save by step (a half-finished folder of ai-toolkit), else `network.pretrained_lora_path`, else fresh.
+//! A run resumes from the first of these that exists: the checkpoint in the attempt's spec, the newest complete
+//! checkpoint in the run folder, its newest save by step (of an unfinished ai-toolkit run),
+//! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::Context;
 use super::Run;
@@ -20,53 +21,57 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Version of the trainer's part of a manifest.
+/// Version of the trainer's state in a manifest.
 const STATE_VERSION: u64 = 1;
-/// Its keys for what a run has only where something happened: steps that were lost, and step saves to remove.
-const LOST: &str = "lost_steps";
-const INTERRUPTED: &str = "interrupted_saves";
+/// Optional keys of the state: the number of last steps in a row that were not finite, and interrupted steps whose
+/// saves are to be removed.
+const NON_FINITE_KEY: &str = "lost_steps";
+const INTERRUPTED_KEY: &str = "interrupted_saves";
 
-/// The seed of the run that this one goes on from, if it goes on from an exact state.
-pub(super) fn seed_so_far(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
+/// The seed in the checkpoint from which the run resumes, if there is one.
+pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
     let checkpoint = match &spec.resume_from {
-        Some(given) => Checkpoint::open(given).ok()?,
+        Some(path) => Checkpoint::open(path).ok()?,
         None => Checkpoint::scan(&folder.checkpoints()).ok()?.newest?,
     };
     checkpoint.state().get("seed")?.as_u64()
 }
 
 impl Run<'_> {
-    /// Finds the state to go on from and takes it.
+    /// Finds the state to resume from and restores it.
     pub(super) fn resume(&mut self, cx: &mut Context<'_>) -> Result<()> {
         if let Some(folder) = &cx.spec.resume_from {
             let checkpoint = Checkpoint::open(folder).map_err(checkpoint_error)?;
-            self.take(&checkpoint).map_err(|e| {
+            self.restore(&checkpoint).map_err(|e| {
                 EngineError::bad_input(format!(
                     "the job's checkpoint of step {} cannot be used: {e}",
                     checkpoint.step()
                 ))
             })?;
-            self.note_changes(&checkpoint, cx);
-            cx.log("info", format!("going on from the checkpoint of step {}", self.start));
-        } else if !self.resume_here(cx)?
+            self.warn_about_changes(&checkpoint, cx);
+            cx.log(
+                "info",
+                format!("resuming from the checkpoint of step {}", self.start_step),
+            );
+        } else if !self.resume_from_run_folder(cx)?
             && let Some(path) = self
                 .process
                 .network
                 .as_ref()
                 .and_then(|n| n.pretrained_lora_path.as_deref())
         {
-            let path = cx.local(path)?;
-            self.take_lora(&path, cx)?;
+            let path = cx.local_path(path)?;
+            self.load_lora(&path, cx)?;
             cx.log("info", format!("starting from the weights of {}", path.display()));
         }
         if let Some(step) = self.process.train.start_step {
-            self.start = step;
+            self.start_step = step;
         }
         Ok(())
     }
 
-    /// Looks into the run folder. `false`: nothing to go on from.
-    fn resume_here(&mut self, cx: &mut Context<'_>) -> Result<bool> {
+    /// Resumes from the run folder. `false`: there is no state in it.
+    fn resume_from_run_folder(&mut self, cx: &mut Context<'_>) -> Result<bool> {
         let scan = Checkpoint::scan(&self.folder.checkpoints()).map_err(checkpoint_error)?;
         for (folder, error) in &scan.rejected {
             cx.log("warn", format!("{}: {error}", folder.display()));
@@ -77,24 +82,24 @@ impl Run<'_> {
                 cx.log(
                     "info",
                     format!(
-                        "there is a newer save, but only the checkpoint of step {} is exact",
+                        "there is a newer save, but only the checkpoint of step {} has the exact state",
                         checkpoint.step()
                     ),
                 );
             }
-            match self.take(&checkpoint) {
+            match self.restore(&checkpoint) {
                 Ok(()) => {
-                    self.note_changes(&checkpoint, cx);
+                    self.warn_about_changes(&checkpoint, cx);
                     cx.log(
                         "info",
-                        format!("going on from step {}, with the optimizer's state", self.start),
+                        format!("resuming from step {}, with the optimizer's state", self.start_step),
                     );
                     return Ok(true);
                 }
                 Err(error) => cx.log(
                     "warn",
                     format!(
-                        "the checkpoint of step {} does not fit this config ({error}); trying its last save",
+                        "the checkpoint of step {} does not fit this config ({error}); trying the newest save instead",
                         checkpoint.step()
                     ),
                 ),
@@ -104,48 +109,49 @@ impl Run<'_> {
             return Ok(false);
         };
         match self.target {
-            Target::Lora(_) => self.take_lora(&path, cx)?,
+            Target::Lora(_) => self.load_lora(&path, cx)?,
             Target::Model(_) => {
-                self.model.take_trained(&path).map_err(|error| {
+                self.model.load_trained(&path).map_err(|error| {
                     EngineError::bad_input(format!(
-                        "{error}. It is the newest save of the run folder, and this full fine-tune cannot go on from it: move it \
+                        "{error}. It is the newest save of the run folder, and this full fine-tune cannot resume from it: move it \
                          away, or give the run another `config.name`"
                     ))
                 })?;
-                // The average starts from these weights too.
+                // A new trainer, so that the EMA starts from these weights too.
                 self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
             }
         }
-        self.start = step;
+        self.start_step = step;
         cx.log(
             "info",
-            format!("going on from {} (step {step}), with a fresh optimizer", path.display()),
+            format!("resuming from {} (step {step}), with a fresh optimizer", path.display()),
         );
         Ok(true)
     }
 
-    /// The newest save of the run folder by step, the step as it says itself.
+    /// The newest save of the run folder by step. The step in the file has precedence over the one in its name.
     fn newest_save(&self, cx: &mut Context<'_>) -> Option<(u64, PathBuf)> {
         let mut newest: Option<(u64, PathBuf)> = None;
-        for (named, path) in self.folder.saves() {
+        for (step_in_name, path) in self.folder.saves() {
             let step = match self.target {
                 Target::Lora(_) => LoraFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
                 Target::Model(_) => saved_step(&path),
             };
             match step {
                 Ok(step) => {
-                    let step = step.or(named).unwrap_or(0);
+                    let step = step.or(step_in_name).unwrap_or(0);
                     if newest.as_ref().is_none_or(|(best, _)| step > *best) {
                         newest = Some((step, path));
                     }
                 }
-                Err(error) => cx.log("warn", format!("passing over a save that cannot be read: {error}")),
+                Err(error) => cx.log("warn", format!("skipping a save that cannot be read: {error}")),
             }
         }
         newest
     }
 
-    fn take_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
+    /// Loads the weights of a LoRA file and makes a new trainer.
+    fn load_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
         let Target::Lora(network) = &self.target else {
             return Err(EngineError::Internal("a LoRA for a full fine-tune".into()));
         };
@@ -154,7 +160,7 @@ impl Run<'_> {
             cx.log(
                 "warn",
                 format!(
-                    "{} layers have another rank: filled up with fresh rows or cut",
+                    "{} layers have another rank: their weights are truncated or extended with new rows",
                     report.resized
                 ),
             );
@@ -162,25 +168,28 @@ impl Run<'_> {
         if !report.missing.is_empty() {
             cx.log(
                 "warn",
-                format!("{} layers are not in the file and start fresh", report.missing.len()),
+                format!(
+                    "{} layers are not in the file and start with new weights",
+                    report.missing.len()
+                ),
             );
         }
         if let Some(first) = report.unknown.first() {
             cx.log(
                 "warn",
                 format!(
-                    "{} names in the file fit nothing here, such as `{first}`",
+                    "{} names in the file match no layer and are ignored, such as `{first}`",
                     report.unknown.len()
                 ),
             );
         }
-        // The average starts from these weights too.
+        // A new trainer, so that the EMA starts from these weights too.
         self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
         Ok(())
     }
 
-    /// Takes a whole state, or nothing of it.
-    fn take(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+    /// Restores the complete state of a checkpoint.
+    fn restore(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         let state = checkpoint.state();
         let number = |key: &str| state.get(key).and_then(Value::as_u64);
         if number("state_version") != Some(STATE_VERSION) {
@@ -190,7 +199,7 @@ impl Run<'_> {
         let optimizer = self.process.train.optimizer.name();
         if text("optimizer") != optimizer {
             return Err(EngineError::bad_input(format!(
-                "its optimizer is {}, the job's is {optimizer}",
+                "its optimizer is {}, but the job uses {optimizer}",
                 text("optimizer")
             )));
         }
@@ -201,7 +210,7 @@ impl Run<'_> {
             let map = candle_core::safetensors::load(&path, &Device::Cpu)?;
             Ok(Some(map.into_iter().collect()))
         };
-        // Gone before the rest is read, which for a whole model is twice as large.
+        // The weights are dropped before the rest is read, which is twice as large for a full fine-tune.
         match read("weights")? {
             Some(weights) => self.trainer.restore_weights(&weights)?,
             None => return Err(EngineError::bad_input("it has no weights")),
@@ -210,29 +219,29 @@ impl Run<'_> {
         for role in ["optimizer", "ema", "gradients"] {
             tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
         }
-        // Made anew, so that a moving average which the checkpoint lacks begins with these weights.
+        // A new trainer, so that an EMA that is not in the checkpoint starts from these weights.
         self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
         self.trainer
             .restore_state(tensors, number("ema_updates").unwrap_or(0))?;
-        self.start = checkpoint.step();
-        self.checkpointed = Some(checkpoint.step());
-        self.lost = number(LOST).unwrap_or(0);
-        let interrupted = state.get(INTERRUPTED).and_then(Value::as_array);
-        self.interrupted = interrupted.into_iter().flatten().filter_map(Value::as_u64).collect();
-        self.record.take(checkpoint);
+        self.start_step = checkpoint.step();
+        self.last_checkpoint = Some(checkpoint.step());
+        self.non_finite_steps = number(NON_FINITE_KEY).unwrap_or(0);
+        let interrupted = state.get(INTERRUPTED_KEY).and_then(Value::as_array);
+        self.interrupted_saves = interrupted.into_iter().flatten().filter_map(Value::as_u64).collect();
+        self.metrics.load_checkpoint(checkpoint);
         Ok(())
     }
 
-    /// Says when the run goes on with another seed, config or data than it began with.
-    fn note_changes(&self, checkpoint: &Checkpoint, cx: &mut Context<'_>) {
-        let now = self.identity();
+    /// Warns when the seed, the config or the data changed since the checkpoint.
+    fn warn_about_changes(&self, checkpoint: &Checkpoint, cx: &mut Context<'_>) {
+        let current = self.identity();
         for (key, what) in [("seed", "seed"), ("config", "training settings"), ("data", "data set")] {
-            let (then, now) = (checkpoint.state().get(key), now.get(key));
-            if then != now {
+            let (earlier, current) = (checkpoint.state().get(key), current.get(key));
+            if earlier != current {
                 cx.log(
                     "warn",
                     format!(
-                        "the {what} changed since step {}: the run goes on with the new one",
+                        "the {what} changed since step {}: the run continues with the new one",
                         checkpoint.step()
                     ),
                 );
@@ -240,10 +249,11 @@ impl Run<'_> {
         }
     }
 
-    /// What must be the same for the same result.
+    /// The seed, and hashes of the config and the data, which must be the same for the same result.
     fn identity(&self) -> Map<String, Value> {
         let mut train = serde_json::to_value(&self.process.train).unwrap_or_default();
-        // More steps are the usual wish, and change nothing before them unless the schedule counts them.
+        // Users often raise `steps` to train longer, which does not change earlier steps unless the learning rate
+        // schedule uses it.
         if let Some(map) = train.as_object_mut() {
             map.remove("steps");
         }
@@ -272,12 +282,12 @@ impl Run<'_> {
         map
     }
 
-    /// Writes the exact state after `step` steps and announces it.
+    /// Writes a checkpoint after `step` steps and emits it.
     pub(super) fn checkpoint(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         if !self.trainer.weights_are_finite()? {
             return Err(EngineError::bad_input(format!(
-                "after step {step} the trained weights are not finite numbers, so they are not saved; what was saved before stays. \
-                 `train.lr` is too high, or the base model or the LoRA that it started from is damaged"
+                "after step {step} the trained weights are not finite numbers, so they are not saved. Either `train.lr` is too high, \
+                 or the base model or the LoRA that training started from is damaged. Earlier saves are kept"
             )));
         }
         let (parts, ema_updates) = self.trainer.state()?;
@@ -292,8 +302,8 @@ impl Run<'_> {
                 })
                 .map_err(checkpoint_error)?;
         }
-        if !self.record.is_empty() {
-            let losses = self.record.tensors()?;
+        if !self.metrics.is_empty() {
+            let losses = self.metrics.tensors()?;
             writer
                 .add_file("losses.safetensors", record::ROLE, |out| {
                     write_tensors(out, &losses, &BTreeMap::new())
@@ -304,14 +314,14 @@ impl Run<'_> {
         state.insert("state_version".into(), STATE_VERSION.into());
         state.insert("optimizer".into(), self.process.train.optimizer.name().into());
         state.insert("ema_updates".into(), ema_updates.into());
-        if self.lost > 0 {
-            state.insert(LOST.into(), self.lost.into());
+        if self.non_finite_steps > 0 {
+            state.insert(NON_FINITE_KEY.into(), self.non_finite_steps.into());
         }
-        if !self.interrupted.is_empty() {
-            state.insert(INTERRUPTED.into(), self.interrupted.clone().into());
+        if !self.interrupted_saves.is_empty() {
+            state.insert(INTERRUPTED_KEY.into(), self.interrupted_saves.clone().into());
         }
         let path = writer.commit(state).map_err(checkpoint_error)?;
-        self.checkpointed = Some(step);
+        self.last_checkpoint = Some(step);
         cx.events.emit(ChildEvent::Checkpoint { path, step });
         Ok(())
     }

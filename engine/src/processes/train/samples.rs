@@ -1,11 +1,11 @@
-//! Images made while training.
+//! Sample images during training.
 
 use super::super::Context;
 use super::super::rate::Progress;
 use super::Run;
 use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
-use crate::pipelines::{SampleSettings, sample_prompts};
+use crate::pipelines::{SampleSettings, generate_images};
 use aitk_common::fsutil;
 use aitk_common::job::naming;
 use std::cell::RefCell;
@@ -14,30 +14,30 @@ use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 impl Run<'_> {
-    /// Whether every image of this step lies in the run folder.
+    /// Whether all sample images of this step are in the run folder.
     pub(super) fn has_samples(&self, step: u64) -> bool {
         let section = &self.process.sample;
-        let wanted = section.requests(self.process.trigger_word.as_deref()).len();
-        let suffix = suffix(&section.format).unwrap_or(FALLBACK);
+        let count = section.requests(self.process.trigger_word.as_deref()).len();
+        let suffix = suffix(&section.format).unwrap_or(FALLBACK_FORMAT);
         let entries = std::fs::read_dir(self.folder.samples()).into_iter().flatten().flatten();
         let files: Vec<String> = entries
             .map(|entry| entry.file_name().to_string_lossy().into_owned())
             .collect();
-        (0..wanted).all(|index| {
+        (0..count).all(|index| {
             let name = naming::sample_tail(step, index, suffix);
-            files.iter().any(|file| is_image(file, &name))
+            files.iter().any(|file| is_sample(file, &name))
         })
     }
 
-    /// Makes the images of the `sample` section (`first_sample` once, before the first step) with the weights of
-    /// this moment, as `samples/<unix ms>__<step>_<index>.<format>`. `false`: asked to stop meanwhile; images that
-    /// are done stay.
+    /// Samples the images of the `sample` section (`first_sample` once, before the first step) with the current
+    /// weights, as `samples/<unix ms>__<step>_<index>.<format>`. Returns `false` when the run should stop; finished
+    /// images are kept.
     pub(super) fn sample(&mut self, cx: &mut Context<'_>, step: u64, first: bool) -> Result<bool> {
         let section = match &self.process.first_sample {
             Some(section) if first => section,
             _ => &self.process.sample,
         };
-        let at = step;
+        let training_step = step;
         let requests = section.requests(self.process.trigger_word.as_deref());
         if requests.is_empty() || self.process.train.disable_sampling {
             return Ok(true);
@@ -46,16 +46,18 @@ impl Run<'_> {
             let format = &section.format;
             cx.log(
                 "warn",
-                format!("samples are images here: {FALLBACK} instead of `{format}`"),
+                format!(
+                    "the sample format `{format}` is not an image format that aitk writes; using {FALLBACK_FORMAT}"
+                ),
             );
-            FALLBACK
+            FALLBACK_FORMAT
         });
         let format = Format::from_suffix(suffix)?;
         cx.phase("sampling");
         let folder = self.folder.samples();
         fsutil::create_dir_all(&folder)?;
         let root = self.folder.root.clone();
-        self.with_averages(|run| {
+        self.with_ema_weights(|run| {
             let settings = SampleSettings {
                 device: &run.compute.device,
                 dtype: run.compute.dtype,
@@ -65,20 +67,20 @@ impl Run<'_> {
                 job_seed: run.seed,
             };
             let stop = cx.stop.clone();
-            let begun = Instant::now();
-            let mut clock = Progress::new();
+            let start = Instant::now();
+            let mut progress = Progress::new();
             let mut steps = 0;
-            // Both the steps and the images tell something.
+            // Both callbacks emit events.
             let cx = RefCell::new(cx);
-            let detach = run.model.detach();
-            let finished = sample_prompts(
-                detach.as_ref().unwrap_or(&run.model),
+            let detached = run.model.detach();
+            let completed = generate_images(
+                detached.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
                 &mut |done, all| {
-                    // Asked before each step.
+                    // Called before each step.
                     if done > 0 {
-                        clock.step(&mut cx.borrow_mut(), done as u64, all as u64);
+                        progress.step(&mut cx.borrow_mut(), done as u64, all as u64);
                     }
                     steps = all;
                     !stop.is_set()
@@ -92,49 +94,49 @@ impl Run<'_> {
                     let text = format!("{} --seed {seed}", request.prompt);
                     let bytes = encode(&image, format, &[("parameters", &text)])?;
                     fsutil::write_atomic(&path, |out| out.write_all(&bytes))?;
-                    remove_others(&folder, &naming::sample_tail(step, index, suffix), &path);
+                    remove_older_samples(&folder, &naming::sample_tail(step, index, suffix), &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
                     Ok(())
                 },
             )?;
-            if finished {
-                let (seconds, count) = (begun.elapsed().as_secs_f64(), requests.len());
-                let (each, step) = (seconds / count as f64, seconds / steps.max(1) as f64);
+            if completed {
+                let (seconds, count) = (start.elapsed().as_secs_f64(), requests.len());
+                let (per_image, per_step) = (seconds / count as f64, seconds / steps.max(1) as f64);
                 let cx = cx.into_inner();
                 cx.log(
                     "info",
-                    format!("samples of step {at}: {count} in {seconds:.1} s, {each:.2} s per image, {step:.2} s per sampling step"),
+                    format!("samples of step {training_step}: {count} in {seconds:.1} s, {per_image:.2} s per image, {per_step:.2} s per sampling step"),
                 );
             }
-            Ok::<bool, EngineError>(finished)
+            Ok::<bool, EngineError>(completed)
         })
     }
 }
 
-/// The format where the config asks for something that is no image.
-const FALLBACK: &str = "jpg";
+/// The format that is used if the config names one that aitk does not write.
+const FALLBACK_FORMAT: &str = "jpg";
 
-/// The ending of images in this format.
+/// The file suffix of an image format. `None`: aitk does not write it.
 fn suffix(format: &str) -> Option<&str> {
     matches!(format, "jpg" | "jpeg" | "png" | "webp").then_some(format)
 }
 
-/// Whether a file is the image of this step and index (`__000000010_0.png`), made at any moment.
-fn is_image(file: &str, name: &str) -> bool {
+/// Whether a file is the image whose name ends with this step and index (`__000000010_0.png`), at any time.
+fn is_sample(file: &str, name: &str) -> bool {
     file.strip_suffix(name)
         .is_some_and(|stamp| !stamp.is_empty() && stamp.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Removes earlier images of the same step and index, which a run leaves that had to do a step again.
-fn remove_others(folder: &Path, name: &str, keep: &Path) {
+/// Removes earlier images of the same step and index, which are left when a run repeats a step.
+fn remove_older_samples(folder: &Path, name: &str, keep: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name().to_string_lossy().into_owned();
-        if is_image(&file, name)
+        if is_sample(&file, name)
             && path != keep
             && let Err(error) = fsutil::remove(&path)
         {
-            tracing::warn!(%error, "an older sample stays");
+            tracing::warn!(%error, "cannot remove an older sample");
         }
     }
 }

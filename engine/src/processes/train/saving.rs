@@ -1,19 +1,20 @@
-//! How a run ends, and what it saves on the way.
+//! Saves during a run, and the end of a run.
 
 use super::super::{Context, artifact_name};
 use super::Run;
-use super::write::files_of;
+use super::write::files_in_save;
 use crate::error::Result;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;
 use std::path::Path;
 
 impl Run<'_> {
-    pub(super) fn stopped(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
-        if step > self.start && self.checkpointed != Some(step) {
-            if cx.is_enclosed() && !self.process.save.is_due(step) {
-                // Retention keeps what an undisturbed run would have kept.
-                self.save_only(cx, step)?;
+    /// Saves the state of an interrupted run, if it is not saved yet.
+    pub(super) fn save_and_stop(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
+        if step > self.start_step && self.last_checkpoint != Some(step) {
+            if cx.has_staged_inputs() && !self.process.save.is_due(step) {
+                // No retention here, so that the kept saves are those of a run without interruption.
+                self.save_without_retention(cx, step)?;
             } else {
                 self.save(cx, step)?;
             }
@@ -22,79 +23,85 @@ impl Run<'_> {
         Ok(Outcome::stopped())
     }
 
-    /// The exact state, the last images, and then the final save, which says that the run is complete: until it is
-    /// there, the same command does the rest again.
+    /// Writes the last checkpoint, the last samples and the final save, in this order. The final save marks the run as
+    /// complete: until it exists, running the same job again repeats the rest.
     pub(super) fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
-        if self.checkpointed != Some(steps) {
+        if self.last_checkpoint != Some(steps) {
             cx.phase("saving");
             self.checkpoint(cx, steps)?;
         }
         if !self.sample(cx, steps, false)? {
             return Ok(Outcome::stopped());
         }
-        // The images told their own progress.
+        // Sampling emitted its own progress.
         cx.events.emit(ChildEvent::Progress {
             done: steps,
             total: steps,
             seconds_per_step: None,
         });
         cx.phase("saving");
-        self.draw_losses(cx, steps);
+        self.write_loss_plot(cx, steps);
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;
-        self.remove_interrupted(cx, &path)?;
+        self.remove_interrupted_saves(cx, &path)?;
         Ok(Outcome::Completed)
     }
 
-    /// Tells of the final save of a run that was complete before this attempt, and removes what that had no time for.
-    pub(super) fn announce_final(&mut self, cx: &mut Context<'_>) -> Result<()> {
+    /// Emits the final save of a run that was complete before this attempt, and removes interrupted saves that are
+    /// left.
+    pub(super) fn emit_final_save(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let path = self.folder.final_save();
-        self.announce(cx, &path, self.process.train.steps);
-        self.remove_interrupted(cx, &path)
+        self.emit_save(cx, &path, self.process.train.steps);
+        self.remove_interrupted_saves(cx, &path)
     }
 
-    /// A step save: the exact state, the LoRA or model, and then what retention removes. In this order, so that a kill in
-    /// between leaves a state to go on from: from weights alone the run would go on without the optimizer's state.
+    /// Makes a step save: writes the checkpoint, then the LoRA or model, then applies retention. In this order, so that
+    /// a kill in between leaves a checkpoint; from weights alone the run would resume without the optimizer's state.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        self.save_only(cx, step)?;
-        self.retain(cx, step)
+        self.save_without_retention(cx, step)?;
+        self.apply_retention(cx, step)
     }
 
-    fn save_only(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+    /// Writes the checkpoint of a step, then its save and the plot of the loss.
+    fn save_without_retention(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
         let save = self.folder.step_save(step);
         self.write_save(cx, &save, step)?;
-        self.remove_interrupted(cx, &save)?;
-        self.draw_losses(cx, step);
+        self.remove_interrupted_saves(cx, &save)?;
+        self.write_loss_plot(cx, step);
         Ok(())
     }
 
-    /// A run that goes on from where another attempt was interrupted, between two saves, has no use for that attempt's step save
-    /// once it has one of its own: in the end the job has the files of an undisturbed run. Before that it may be the newest that
-    /// the job has. A run in place keeps it, for whoever interrupted it.
-    pub(super) fn note_interruption(&mut self, cx: &Context<'_>) {
-        if !cx.is_enclosed() {
-            self.interrupted.clear();
+    /// Records the step save of an interrupted attempt, to remove it after the next save. At the end the job has the
+    /// same files as a run without interruption; until the next save it may be the newest save of the job. A run in
+    /// place keeps it for the user who interrupted the run.
+    pub(super) fn record_interruption(&mut self, cx: &Context<'_>) {
+        if !cx.has_staged_inputs() {
+            self.interrupted_saves.clear();
             return;
         }
-        // At the end there is a final save, and none of the step.
-        let between = !self.process.save.is_due(self.start) && self.start != self.process.train.steps;
-        if self.checkpointed == Some(self.start) && between && !self.interrupted.contains(&self.start) {
-            self.interrupted.push(self.start);
+        // At the last step there is a final save and no step save.
+        let is_extra_save = !self.process.save.is_due(self.start_step) && self.start_step != self.process.train.steps;
+        if self.last_checkpoint == Some(self.start_step)
+            && is_extra_save
+            && !self.interrupted_saves.contains(&self.start_step)
+        {
+            self.interrupted_saves.push(self.start_step);
         }
     }
 
-    /// Removes the step saves of attempts that were interrupted. `like`: a save that is there now and has the same files, where a
-    /// save is a folder, whose files this machine may never have seen.
+    /// Removes the step saves of interrupted attempts. `like`: an existing save. If saves are folders, it tells the
+    /// names of the files, which may not be on this machine.
     ///
-    /// What is announced before the next checkpoint cannot be lost with it; what is lost with this one, the checkpoint knows.
-    fn remove_interrupted(&mut self, cx: &mut Context<'_>, like: &Path) -> Result<()> {
-        let files = files_of(like);
-        for step in std::mem::take(&mut self.interrupted) {
+    /// The removals are emitted before the next checkpoint, so they cannot be lost: if this attempt is killed earlier,
+    /// the last checkpoint still lists these saves.
+    fn remove_interrupted_saves(&mut self, cx: &mut Context<'_>, like: &Path) -> Result<()> {
+        let files = files_in_save(like);
+        for step in std::mem::take(&mut self.interrupted_saves) {
             let save = self.folder.step_save(step);
-            // A run that was sent back by `train.start_step` may have come there again.
+            // A run that went back with `train.start_step` may have reached this step again.
             if save == like {
                 continue;
             }
@@ -111,36 +118,39 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Removes what retention does not keep after the save of this step.
-    fn retain(&self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        for removed in self.folder.retain(self.process, step, &self.interrupted)? {
+    /// Applies retention after the save of this step.
+    fn apply_retention(&self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        for removed in self
+            .folder
+            .apply_retention(self.process, step, &self.interrupted_saves)?
+        {
             let name = artifact_name(&self.folder.root, &removed);
             cx.events.emit(ChildEvent::ArtifactRemoved { name });
         }
         Ok(())
     }
 
-    /// What follows the exact state of a step and was lost when the run was killed right after it: the step's save, the
-    /// removal of older ones, and the step's images.
-    pub(super) fn make_up(&mut self, cx: &mut Context<'_>) -> Result<()> {
-        let step = self.start;
-        let exact = self.checkpointed == Some(step);
-        if exact && self.process.save.is_due(step) {
+    /// Does what is missing after the last checkpoint because the run was killed right after it: the step's save,
+    /// retention, and the step's samples.
+    pub(super) fn finish_last_checkpoint(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let step = self.start_step;
+        let from_checkpoint = self.last_checkpoint == Some(step);
+        if from_checkpoint && self.process.save.is_due(step) {
             let save = self.folder.step_save(step);
             if !save.exists() {
                 self.write_save(cx, &save, step)?;
             }
-            self.remove_interrupted(cx, &save)?;
+            self.remove_interrupted_saves(cx, &save)?;
         }
-        self.retain(cx, step)?;
+        self.apply_retention(cx, step)?;
         if self.process.sample.is_due(step) && !self.has_samples(step) {
             self.sample(cx, step, false)?;
         }
         Ok(())
     }
 
-    /// Runs `f` with the EMA weights in place, where EMA is on.
-    pub(super) fn with_averages<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+    /// Runs `f` with the EMA weights swapped in, if EMA is on.
+    pub(super) fn with_ema_weights<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(ema) = self.trainer.ema() {
             ema.swap_in().map_err(crate::training::optim_error)?;
         }

@@ -1,6 +1,6 @@
-//! What a run trains: a LoRA beside the model's layers, or the model's own weights.
+//! The trained parameters of a run: a LoRA, or the model's own weights.
 
-use super::{Context, options, parts};
+use super::{Context, components, options};
 use crate::adapters::{Component, LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
 use crate::models::sd::SdModel;
@@ -12,24 +12,24 @@ use aitk_common::job::save::SaveFormat;
 use aitk_common::job::values::OneOrMany;
 use std::sync::Arc;
 
-/// What trains.
+/// The trained parameters.
 pub(super) enum Target {
-    /// The small weights of a `network` section.
+    /// The LoRA of a `network` section.
     Lora(LoraNetwork),
-    /// The model itself: a full fine-tune.
+    /// The model's own weights: a full fine-tune.
     Model(Vec<Param>),
 }
 
-/// Which tensors of U-Net and text encoder themselves are trained: none, where there is a network.
-pub(super) fn of_the_model(process: &TrainerProcess) -> [TrainableFilter; 2] {
+/// Which tensors of the U-Net and the text encoder are trained. None if there is a `network` section.
+pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] {
     let list = |names: &Option<OneOrMany<String>>| names.as_ref().map(|names| names.0.clone()).unwrap_or_default();
-    let chosen = TrainableFilter::Names {
+    let by_name = TrainableFilter::Names {
         only_if_contains: list(&process.model.only_if_contains),
         ignore_if_contains: list(&process.model.ignore_if_contains),
     };
     [process.train.train_unet, process.train.train_text_encoder].map(|on| {
         if on && process.network.is_none() {
-            chosen.clone()
+            by_name.clone()
         } else {
             TrainableFilter::Nothing
         }
@@ -37,14 +37,14 @@ pub(super) fn of_the_model(process: &TrainerProcess) -> [TrainableFilter; 2] {
 }
 
 impl Target {
-    /// Of a model that was just loaded. A LoRA is hooked into its layers.
-    pub(super) fn of(process: &TrainerProcess, model: &mut SdModel, seed: u64, cx: &mut Context<'_>) -> Result<Self> {
+    /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
+    pub(super) fn new(process: &TrainerProcess, model: &mut SdModel, seed: u64, cx: &mut Context<'_>) -> Result<Self> {
         let Some(network) = &process.network else {
-            return Self::model(process, model, cx);
+            return Self::full_finetune(process, model, cx);
         };
-        let config = options::network(network);
+        let config = options::lora_config(network);
         let mut generator = generator_for(seed, "network", 0, 0);
-        let mut trained = Vec::from(parts(model));
+        let mut trained = Vec::from(components(model));
         trained.retain(|(component, _)| match component {
             Component::TextEncoder => process.train.train_text_encoder,
             Component::Unet => process.train.train_unet,
@@ -52,7 +52,8 @@ impl Target {
         Ok(Self::Lora(LoraNetwork::attach(&config, &mut trained, &mut generator)?))
     }
 
-    fn model(process: &TrainerProcess, model: &SdModel, cx: &mut Context<'_>) -> Result<Self> {
+    /// The model's own weights that are trained.
+    fn full_finetune(process: &TrainerProcess, model: &SdModel, cx: &mut Context<'_>) -> Result<Self> {
         let params: Vec<Param> = model
             .trained
             .iter()
@@ -63,24 +64,24 @@ impl Target {
             .collect();
         if params.is_empty() {
             return Err(EngineError::bad_input(
-                "no parameter is left to train; look at `model.only_if_contains` and `model.ignore_if_contains`, which name \
-                 parameters as diffusers does (`down_blocks.0.attentions.0`)",
+                "no parameter is left to train; check `model.only_if_contains` and `model.ignore_if_contains`, which match \
+                 parameter names of diffusers (`down_blocks.0.attentions.0`)",
             ));
         }
         if process.save.save_format == SaveFormat::Safetensors {
-            // Better now than after the training.
-            model.source.fits_one_file()?;
+            // Checked now instead of after the training.
+            model.source.check_single_file()?;
         }
-        let numbers: usize = params.iter().map(|p| p.var.elem_count()).sum();
+        let weights: usize = params.iter().map(|p| p.var.elem_count()).sum();
         cx.log(
             "info",
             format!(
                 "no `network` section: a full fine-tune of {:.1} million weights in {} tensors",
-                numbers as f64 / 1e6,
+                weights as f64 / 1e6,
                 params.len()
             ),
         );
-        let packed = [
+        let quantization = [
             (
                 process.train.train_unet,
                 process.model.quantization(),
@@ -92,19 +93,19 @@ impl Target {
                 "quantize_te: the text encoder",
             ),
         ];
-        for (_, _, part) in packed
+        for (_, _, part) in quantization
             .into_iter()
             .filter(|(trained, qtype, _)| *trained && qtype.is_some())
         {
             cx.log(
                 "warn",
-                format!("model.{part} itself is trained, so it is not quantised"),
+                format!("model.{part} is trained itself, so it is not quantised"),
             );
         }
         Ok(Self::Model(params))
     }
 
-    /// What trains, in a fixed order.
+    /// The trained parameters, in a fixed order.
     pub(super) fn params(&self) -> Vec<Param> {
         match self {
             Self::Lora(network) => network.params(),
@@ -112,7 +113,7 @@ impl Target {
         }
     }
 
-    /// Whether the text encoder changes.
+    /// Whether the text encoder is trained.
     pub(super) fn covers_text_encoder(&self) -> bool {
         match self {
             Self::Lora(network) => network.covers_text_encoder(),
@@ -120,7 +121,7 @@ impl Target {
         }
     }
 
-    /// Strength and mode of a LoRA's layers.
+    /// The handle that sets the strength and mode of a LoRA.
     pub(super) fn handle(&self) -> Option<&Arc<LoraHandle>> {
         match self {
             Self::Lora(network) => Some(&network.handle),

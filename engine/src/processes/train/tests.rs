@@ -1,4 +1,4 @@
-//! Whole runs of the trainer on the tiny model.
+//! Whole training runs on the tiny model.
 
 use crate::processes::{StopSignal, run};
 use crate::testing::{attempt, fixtures, in_own_folder};
@@ -73,7 +73,7 @@ pub(super) fn spec(process: TrainerProcess) -> AttemptSpec {
     attempt(&job, "job: extension # ${SECRET}\n")
 }
 
-pub(super) fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+pub(super) fn run_spec(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     let mut events = Vec::new();
     let outcome = run(spec, &mut events, &StopSignal::new());
     (outcome, events)
@@ -95,7 +95,7 @@ pub(super) fn logs(events: &[ChildEvent]) -> String {
     events.iter().filter_map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// Stops a run once it announced progress of a step.
+/// Stops a run once it emitted the metrics of a step.
 struct StopAt {
     step: u64,
     signal: StopSignal,
@@ -122,15 +122,15 @@ pub(super) fn stop_at(spec: &AttemptSpec, step: u64) -> (Outcome, Vec<ChildEvent
     (outcome, sink.events)
 }
 
-pub(super) fn lora(root: &Path) -> Vec<u8> {
+pub(super) fn saved_lora(root: &Path) -> Vec<u8> {
     std::fs::read(root.join("out/tiny/tiny.safetensors")).unwrap()
 }
 
 #[test]
-fn a_run_leaves_the_folder_of_the_reference() {
+fn a_run_writes_the_files_of_the_config_reference() {
     let dir = tempfile::tempdir().unwrap();
     let spec = spec(trainer(dir.path(), 10));
-    let (outcome, events) = go(&spec);
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let out = dir.path().join("out/tiny");
     for name in [
@@ -167,12 +167,12 @@ fn a_run_leaves_the_folder_of_the_reference() {
         ]
     );
 
-    // Again: nothing is left to do, and nothing is written.
+    // The same job again: nothing is left to do, and nothing is written.
     let before = std::fs::metadata(out.join("tiny.safetensors"))
         .unwrap()
         .modified()
         .unwrap();
-    let (outcome, events) = go(&spec);
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed);
     assert!(losses(&events).is_empty() && logs(&events).contains("nothing is left"));
     assert_eq!(
@@ -185,65 +185,69 @@ fn a_run_leaves_the_folder_of_the_reference() {
 }
 
 #[test]
-fn stopping_and_going_on_changes_no_bit() {
-    let straight = tempfile::tempdir().unwrap();
-    let mut process = trainer(straight.path(), 9);
+fn a_resumed_run_has_the_same_bits_as_an_uninterrupted_one() {
+    let uninterrupted_dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(uninterrupted_dir.path(), 9);
     process.train.ema_config.use_ema = true;
     process.train.noise_offset = 0.05;
     process.network.as_mut().unwrap().dropout = Some(0.1);
     process.train.lr_scheduler_params = serde_json::json!({"num_warmup_steps": 3}).as_object().unwrap().clone();
-    let whole = go(&spec(process.clone()));
-    assert_eq!(whole.0, Outcome::Completed, "{}", logs(&whole.1));
+    let uninterrupted = run_spec(&spec(process.clone()));
+    assert_eq!(uninterrupted.0, Outcome::Completed, "{}", logs(&uninterrupted.1));
 
     for stop in [1, 5] {
-        let broken = tempfile::tempdir().unwrap();
+        let interrupted_dir = tempfile::tempdir().unwrap();
         let mut same = process.clone();
-        let other = trainer(broken.path(), 9);
+        let other = trainer(interrupted_dir.path(), 9);
         same.training_folder = other.training_folder;
         same.datasets[0].folder_path = other.datasets[0].folder_path.clone();
         let spec = spec(same);
         let (outcome, first) = stop_at(&spec, stop);
         assert_eq!(outcome, Outcome::stopped());
-        let (outcome, second) = go(&spec);
+        let (outcome, second) = run_spec(&spec);
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
         assert!(!logs(&second).contains("changed"), "{}", logs(&second));
         let all: Vec<f64> = losses(&first).into_iter().chain(losses(&second)).collect();
-        assert_eq!(all, losses(&whole.1));
-        assert_eq!(lora(broken.path()), lora(straight.path()), "stopped at {stop}");
+        assert_eq!(all, losses(&uninterrupted.1));
+        assert_eq!(
+            saved_lora(interrupted_dir.path()),
+            saved_lora(uninterrupted_dir.path()),
+            "stopped at {stop}"
+        );
     }
 }
 
 #[test]
-fn a_stop_within_an_accumulation_keeps_its_gradients() {
-    let straight = tempfile::tempdir().unwrap();
-    let mut process = trainer(straight.path(), 7);
+fn a_stop_during_gradient_accumulation_keeps_the_gradients() {
+    let uninterrupted_dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(uninterrupted_dir.path(), 7);
     process.train.gradient_accumulation_steps = 3;
-    assert_eq!(go(&spec(process.clone())).0, Outcome::Completed);
-    let broken = tempfile::tempdir().unwrap();
-    process.training_folder = trainer(broken.path(), 7).training_folder;
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
+    let interrupted_dir = tempfile::tempdir().unwrap();
+    process.training_folder = trainer(interrupted_dir.path(), 7).training_folder;
     assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::stopped());
-    assert_eq!(go(&spec(process)).0, Outcome::Completed);
-    assert_eq!(lora(broken.path()), lora(straight.path()));
+    assert_eq!(run_spec(&spec(process)).0, Outcome::Completed);
+    assert_eq!(saved_lora(interrupted_dir.path()), saved_lora(uninterrupted_dir.path()));
 }
 
 #[test]
-fn another_machine_goes_on_from_a_checkpoint_alone() {
+fn another_machine_resumes_from_a_checkpoint_alone() {
     let one = tempfile::tempdir().unwrap();
     let process = trainer(one.path(), 8);
-    assert_eq!(go(&spec(process.clone())).0, Outcome::Completed);
+    assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
     let checkpoint = one.path().join("out/tiny/.aitk/checkpoints/step_000000004");
     assert!(checkpoint.is_dir());
     let two = tempfile::tempdir().unwrap();
     let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(checkpoint);
-    let (outcome, events) = go(&other);
+    let (outcome, events) = run_spec(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert_eq!(losses(&events).len(), 4);
-    assert_eq!(lora(two.path()), lora(one.path()));
+    assert_eq!(saved_lora(two.path()), saved_lora(one.path()));
 }
 
 #[test]
-fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
+fn saves_retention_and_samples_missing_after_a_kill_are_made_on_resume() {
     use aitk_common::job::sample::SampleItem;
     let one = tempfile::tempdir().unwrap();
     let mut process = trainer(one.path(), 8);
@@ -259,29 +263,29 @@ fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
         ..SampleItem::default()
     }];
     assert_eq!(stop_at(&spec(process.clone()), 4).0, Outcome::stopped());
-    // Another machine, with the checkpoint alone: the one before said neither what it removed nor what it drew.
+    // Another machine has only the checkpoint: the first one emitted neither removed files nor samples.
     let two = tempfile::tempdir().unwrap();
     let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000004"));
-    let (outcome, events) = go(&other);
+    let (outcome, events) = run_spec(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let removed = |name: &str| {
-        let is = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name: gone } if gone == name);
-        events.iter().any(is)
+        let is_removal = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name: removed_name } if removed_name == name);
+        events.iter().any(is_removal)
     };
     assert!(removed("tiny/tiny_000000002.safetensors") && removed("tiny/tiny_000000004.safetensors"));
-    let drawn =
+    let has_sample =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "sample");
-    assert!(events.iter().any(drawn));
+    assert!(events.iter().any(has_sample));
     let saved =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "lora");
     assert!(events.iter().any(saved));
-    // Where they are there already, they are not drawn again.
-    assert!(!go(&other).1.iter().any(drawn));
+    // Existing samples are not sampled again.
+    assert!(!run_spec(&other).1.iter().any(has_sample));
 }
 
 #[test]
-fn what_an_interruption_saved_is_gone_when_another_machine_goes_on() {
+fn the_save_of_an_interruption_is_removed_after_another_machine_resumes() {
     let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let mut process = trainer(one.path(), 8);
     process.save.save_every = Some(2);
@@ -291,44 +295,44 @@ fn what_an_interruption_saved_is_gone_when_another_machine_goes_on() {
     assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
     let removed = |events: &[ChildEvent], step: u64| {
         let file = format!("tiny/tiny_{step:09}.safetensors");
-        let is = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name } if *name == file);
-        events.iter().any(is)
+        let is_removal = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name } if *name == file);
+        events.iter().any(is_removal)
     };
-    // Retention goes by the saves that are due.
+    // Retention counts only the saves that were due.
     assert!(removed(&events, 2) && !removed(&events, 4));
     let saved =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(5), .. } if kind == "lora");
-    assert!(events.iter().any(saved), "whoever stopped it has its LoRA");
+    assert!(events.iter().any(saved), "the user who stopped the run gets its LoRA");
     let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000005"));
-    let (outcome, events) = go(&other);
+    let (outcome, events) = run_spec(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(removed(&events, 5) && removed(&events, 4) && !removed(&events, 6));
     let saved =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(6), .. } if kind == "lora");
     let newer = events.iter().position(saved).unwrap();
-    assert!(!removed(&events[..newer], 5), "until then it is the newest");
+    assert!(!removed(&events[..newer], 5), "it is the newest save until then");
     let last_checkpoint = events
         .iter()
         .rposition(|event| matches!(event, ChildEvent::Checkpoint { .. }));
     assert!(
         removed(&events[..last_checkpoint.unwrap()], 5),
-        "before anything more is committed"
+        "it is removed before the next checkpoint is committed"
     );
 
-    // Killed right after the checkpoint of that save: nobody was told that the other one is gone.
+    // The second attempt was killed right after the checkpoint of that save, so the removal was not emitted.
     let three = tempfile::tempdir().unwrap();
     let mut third = in_own_folder(other.clone(), &three.path().join("out"));
     third.resume_from = Some(two.path().join("out/tiny/.aitk/checkpoints/step_000000006"));
-    let (outcome, events) = go(&third);
+    let (outcome, events) = run_spec(&third);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let newer = events.iter().position(saved).unwrap();
     assert!(!removed(&events[..newer], 5) && removed(&events, 5));
 }
 
-/// An attempt that is stopped before its first step, or fails, leaves the job what it had.
+/// An attempt that is stopped before its first step, or fails, removes no save of the job.
 #[test]
-fn what_an_interruption_saved_is_there_until_something_newer_is() {
+fn the_save_of_an_interruption_is_kept_until_the_next_save() {
     struct StopInTraining(StopSignal, Vec<ChildEvent>);
     impl crate::processes::EventSink for StopInTraining {
         fn emit(&mut self, event: ChildEvent) {
@@ -357,13 +361,13 @@ fn what_an_interruption_saved_is_there_until_something_newer_is() {
     assert_eq!(run(&other, &mut sink, &signal), Outcome::stopped());
     assert!(logs(&sink.1).contains("stopped after step 5"), "{}", logs(&sink.1));
     assert_eq!(removed(&sink.1), [""; 0]);
-    let (outcome, events) = go(&other);
+    let (outcome, events) = run_spec(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert_eq!(removed(&events), ["tiny/tiny_000000005.safetensors"]);
 }
 
 #[test]
-fn retention_does_not_count_what_an_interruption_saved() {
+fn retention_does_not_count_the_save_of_an_interruption() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 6);
     process.save.save_every = Some(2);
@@ -372,14 +376,14 @@ fn retention_does_not_count_what_an_interruption_saved() {
     assert_eq!(stop_at(&spec, 5).0, Outcome::stopped());
     let saved = |step: u64| dir.path().join(format!("out/tiny/tiny_{step:09}.safetensors")).exists();
     assert!(!saved(2) && saved(4) && saved(5));
-    let (outcome, events) = go(&spec);
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    assert!(saved(4) && !saved(5), "as of an undisturbed run");
+    assert!(saved(4) && !saved(5), "the saves of a run without interruption");
 }
 
-/// Whenever a LoRA is there, the exact state of its step is: a run that is killed at the worst moment goes on exactly.
+/// A LoRA exists only if the checkpoint of its step exists, so a run that is killed at any moment resumes exactly.
 #[test]
-fn no_lora_is_there_before_the_state_of_its_step() {
+fn a_lora_is_written_only_after_the_checkpoint_of_its_step() {
     struct Watch(std::path::PathBuf, usize);
     impl crate::processes::EventSink for Watch {
         fn emit(&mut self, event: ChildEvent) {
@@ -393,10 +397,10 @@ fn no_lora_is_there_before_the_state_of_its_step() {
             }
         }
     }
-    let whole = tempfile::tempdir().unwrap();
-    let mut process = trainer(whole.path(), 5);
+    let uninterrupted = tempfile::tempdir().unwrap();
+    let mut process = trainer(uninterrupted.path(), 5);
     process.save.save_every = Some(2);
-    let out = whole.path().join("out/tiny");
+    let out = uninterrupted.path().join("out/tiny");
     let mut watch = Watch(out.clone(), 0);
     assert_eq!(
         run(&spec(process.clone()), &mut watch, &StopSignal::new()),
@@ -404,24 +408,24 @@ fn no_lora_is_there_before_the_state_of_its_step() {
     );
     assert!(watch.1 > 2);
 
-    // Killed between the state and the LoRA of the first save.
-    let cut = tempfile::tempdir().unwrap();
-    let mut process = trainer(cut.path(), 5);
+    // The run was killed between the checkpoint and the LoRA of the first save.
+    let killed = tempfile::tempdir().unwrap();
+    let mut process = trainer(killed.path(), 5);
     process.save.save_every = Some(2);
     assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::stopped());
     let first = "out/tiny/tiny_000000002.safetensors";
-    std::fs::remove_file(cut.path().join(first)).unwrap();
-    let (outcome, events) = go(&spec(process));
+    std::fs::remove_file(killed.path().join(first)).unwrap();
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert_eq!(losses(&events).len(), 3, "steps 3, 4 and 5");
     for name in [first, "out/tiny/tiny.safetensors"] {
         let read = |root: &Path| std::fs::read(root.join(name)).unwrap();
-        assert!(read(cut.path()) == read(whole.path()), "{name} differs");
+        assert!(read(killed.path()) == read(uninterrupted.path()), "{name} differs");
     }
 }
 
 #[test]
-fn a_half_finished_folder_of_ai_toolkit_goes_on() {
+fn a_run_resumes_in_an_unfinished_folder_of_ai_toolkit() {
     let dir = tempfile::tempdir().unwrap();
     let process = trainer(dir.path(), 8);
     let spec = spec(process);
@@ -429,7 +433,7 @@ fn a_half_finished_folder_of_ai_toolkit_goes_on() {
     assert_eq!(outcome, Outcome::stopped());
     std::fs::remove_dir_all(dir.path().join("out/tiny/.aitk")).unwrap();
     std::fs::write(dir.path().join("out/tiny/optimizer.pt"), b"a pickle of torch").unwrap();
-    let (outcome, events) = go(&spec);
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed);
     assert!(
         logs(&events).contains("step 5") && logs(&events).contains("fresh optimizer"),
@@ -440,79 +444,79 @@ fn a_half_finished_folder_of_ai_toolkit_goes_on() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
+fn a_damaged_checkpoint_is_skipped_for_the_previous_one() {
     let dir = tempfile::tempdir().unwrap();
     let spec = spec(trainer(dir.path(), 12));
     stop_at(&spec, 9);
-    let broken = dir
+    let interrupted_dir = dir
         .path()
         .join("out/tiny/.aitk/checkpoints/step_000000009/weights.safetensors");
-    let bytes = std::fs::read(&broken).unwrap();
-    std::fs::write(&broken, &bytes[..bytes.len() - 1]).unwrap();
-    let (outcome, events) = go(&spec);
+    let bytes = std::fs::read(&interrupted_dir).unwrap();
+    std::fs::write(&interrupted_dir, &bytes[..bytes.len() - 1]).unwrap();
+    let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed);
-    assert!(logs(&events).contains("going on from step 8"), "{}", logs(&events));
+    assert!(logs(&events).contains("resuming from step 8"), "{}", logs(&events));
 }
 
 #[test]
-fn another_rank_takes_the_weights_and_a_fresh_optimizer() {
+fn after_a_change_of_rank_the_weights_are_used_with_a_fresh_optimizer() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 8);
     stop_at(&spec(process.clone()), 5);
     process.network.as_mut().unwrap().linear = 6;
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("another rank"), "{}", logs(&events));
 }
 
 #[test]
-fn a_seed_that_was_left_open_stays_when_the_run_goes_on() {
+fn a_resumed_run_keeps_its_random_seed() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 8);
     process.training_seed = None;
     let first = spec(process);
     stop_at(&first, 5);
-    // Another `aitk run` of the same config: the coordinator has drawn another seed.
-    let mut again = first.clone();
-    again.seed = first.seed + 1;
-    let (outcome, events) = go(&again);
+    // Another `aitk run` of the same config: the coordinator chose another seed.
+    let mut second = first.clone();
+    second.seed = first.seed + 1;
+    let (outcome, events) = run_spec(&second);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(!logs(&events).contains("changed"), "{}", logs(&events));
 }
 
 #[test]
-fn what_changed_since_the_checkpoint_is_said() {
+fn changes_since_the_checkpoint_are_logged() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 8);
     stop_at(&spec(process.clone()), 5);
     process.train.ema_config.use_ema = true;
     process.training_seed = Some(43);
-    let (outcome, events) = go(&spec(process.clone()));
+    let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    let said = logs(&events);
+    let log = logs(&events);
     assert!(
-        said.contains("the seed changed") && said.contains("the training settings changed"),
-        "{said}"
+        log.contains("the seed changed") && log.contains("the training settings changed"),
+        "{log}"
     );
     assert!(
-        said.contains("going on from step 5, with the optimizer's state"),
-        "{said}"
+        log.contains("resuming from step 5, with the optimizer's state"),
+        "{log}"
     );
-    // More steps go on from the end, exactly.
+    // With more steps the run resumes exactly at its end.
     process.train.steps = 10;
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed);
     assert_eq!(losses(&events).len(), 2);
     assert!(!logs(&events).contains("changed"), "{}", logs(&events));
 }
 
 #[test]
-fn retention_keeps_the_newest_and_says_what_went() {
+fn retention_keeps_the_newest_saves_and_emits_the_removed_ones() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 9);
     process.save.save_every = Some(2);
     process.save.max_step_saves_to_keep = 2;
-    let (_, events) = go(&spec(process));
+    let (_, events) = run_spec(&spec(process));
     let removed: Vec<&str> = events
         .iter()
         .filter_map(|e| match e {
@@ -530,14 +534,14 @@ fn retention_keeps_the_newest_and_says_what_went() {
 }
 
 #[test]
-fn a_run_that_cannot_learn_ends_and_says_so() {
-    // Step after step without a loss, and a few of them, which leave weights that are no numbers.
+fn a_run_without_finite_weights_fails_with_a_message() {
+    // Many steps without a finite loss, and a few, which leave weights that are not finite.
     for (steps, max_grad_norm) in [(60, 0.0), (6, 1.0)] {
         let dir = tempfile::tempdir().unwrap();
         let mut process = trainer(dir.path(), steps);
         process.train.lr = 1e30;
         process.train.max_grad_norm = max_grad_norm;
-        let (outcome, events) = go(&spec(process));
+        let (outcome, events) = run_spec(&spec(process));
         let Outcome::Failed {
             cause: FailureCause::BadInput,
             message,
@@ -553,40 +557,40 @@ fn a_run_that_cannot_learn_ends_and_says_so() {
 }
 
 #[test]
-fn a_lost_step_fails_a_run_only_where_no_step_was_another() {
-    // Infinite as float32, and with it the noise.
-    let hopeless = 1e300;
+fn non_finite_steps_fail_a_run_only_if_there_are_no_others() {
+    // It is infinite in float32, and so is the noise.
+    let infinite_offset = 1e300;
     let learned = tempfile::tempdir().unwrap();
     let mut process = trainer(learned.path(), 6);
     assert_eq!(stop_at(&spec(process.clone()), 5).0, Outcome::stopped());
-    process.train.noise_offset = hopeless;
-    let (outcome, events) = go(&spec(process));
+    process.train.noise_offset = infinite_offset;
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("not a finite number"), "{}", logs(&events));
 
-    // Those before an interruption count.
+    // Steps before an interruption count.
     let nothing = tempfile::tempdir().unwrap();
     let mut process = trainer(nothing.path(), 3);
-    process.train.noise_offset = hopeless;
+    process.train.noise_offset = infinite_offset;
     assert_eq!(stop_at(&spec(process.clone()), 1).0, Outcome::stopped());
-    let (outcome, events) = go(&spec(process));
-    let is_told = |message: &str| message.contains("3 steps in a row") && message.contains("nothing was learned");
+    let (outcome, events) = run_spec(&spec(process));
+    let is_expected = |message: &str| message.contains("3 steps in a row") && message.contains("nothing was learned");
     assert!(
-        matches!(&outcome, Outcome::Failed { message, .. } if is_told(message)),
+        matches!(&outcome, Outcome::Failed { message, .. } if is_expected(message)),
         "{outcome:?}: {}",
         logs(&events)
     );
 }
 
 #[test]
-fn two_runs_do_not_share_a_folder() {
+fn two_runs_cannot_use_one_folder() {
     let dir = tempfile::tempdir().unwrap();
     let spec = spec(trainer(dir.path(), 2));
     let own = dir.path().join("out/tiny/.aitk");
     std::fs::create_dir_all(&own).unwrap();
     let other = std::fs::File::create(own.join("lock")).unwrap();
     other.lock().unwrap();
-    // Asked to stop, so that it does not wait for the other one.
+    // The stop flag is set, so that it does not wait for the other run.
     let stop = StopSignal::new();
     stop.stop();
     let outcome = run(&spec, &mut Vec::new(), &stop);
@@ -596,21 +600,21 @@ fn two_runs_do_not_share_a_folder() {
         "{outcome:?}"
     );
     drop(other);
-    assert_eq!(go(&spec).0, Outcome::Completed);
+    assert_eq!(run_spec(&spec).0, Outcome::Completed);
 }
 
 #[test]
-fn bad_data_is_one_clear_error() {
+fn bad_data_is_an_error_that_names_the_file() {
     let dir = tempfile::tempdir().unwrap();
     let process = trainer(dir.path(), 2);
     let data = dir.path().join("data");
-    let fail = |process: TrainerProcess, words: &[&str]| match go(&spec(process)).0 {
+    let fail = |process: TrainerProcess, parts: &[&str]| match run_spec(&spec(process)).0 {
         Outcome::Failed {
             cause: FailureCause::BadInput,
             message,
         } => {
-            for word in words {
-                assert!(message.contains(word), "\"{word}\" is not in: {message}");
+            for part in parts {
+                assert!(message.contains(part), "\"{part}\" is not in: {message}");
             }
         }
         other => panic!("{other:?}"),
@@ -631,22 +635,22 @@ fn bad_data_is_one_clear_error() {
     std::fs::write(empty.join("zero.png"), b"").unwrap();
     fail(none, &["zero.png", "0 bytes"]);
 
-    // One bad file among good ones is passed over; an image cut off in its middle is named.
+    // One unreadable file among good ones is skipped; a truncated image is an error.
     std::fs::write(data.join("zero.png"), b"").unwrap();
-    let (outcome, events) = go(&spec(process.clone()));
+    let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed);
     assert!(logs(&events).contains("zero.png"));
-    let whole = std::fs::read(data.join("p1.png")).unwrap();
-    std::fs::write(data.join("p1.png"), &whole[..whole.len() / 2]).unwrap();
+    let uninterrupted = std::fs::read(data.join("p1.png")).unwrap();
+    std::fs::write(data.join("p1.png"), &uninterrupted[..uninterrupted.len() / 2]).unwrap();
     std::fs::remove_dir_all(dir.path().join("out")).unwrap();
     fail(process, &["p1.png", "cut off"]);
 }
 
 #[test]
-fn samples_show_the_way_and_change_nothing() {
+fn samples_are_written_and_do_not_change_the_training() {
     use aitk_common::job::sample::SampleItem;
     let plain = tempfile::tempdir().unwrap();
-    assert_eq!(go(&spec(trainer(plain.path(), 4))).0, Outcome::Completed);
+    assert_eq!(run_spec(&spec(trainer(plain.path(), 4))).0, Outcome::Completed);
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 4);
     process.train.disable_sampling = false;
@@ -666,7 +670,7 @@ fn samples_show_the_way_and_change_nothing() {
             ..SampleItem::default()
         },
     ];
-    let (outcome, events) = go(&spec(process));
+    let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let mut steps = Vec::new();
     for event in &events {
@@ -690,5 +694,5 @@ fn samples_show_the_way_and_change_nothing() {
         }
     }
     assert_eq!(steps, [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]);
-    assert_eq!(lora(dir.path()), lora(plain.path()));
+    assert_eq!(saved_lora(dir.path()), saved_lora(plain.path()));
 }

@@ -1,4 +1,4 @@
-//! One save: a LoRA, a whole model as one file, or a whole model as a diffusers folder.
+//! Writes saves: a LoRA, a whole model as one file, or a whole model as a diffusers folder.
 
 use super::super::Context;
 use super::Run;
@@ -17,14 +17,13 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 impl Run<'_> {
-    /// Writes what is trained as it is after `step` steps to a file or folder of the run folder, in `save.dtype`, with the
-    /// metadata of section 14.6, and announces it. The bytes depend on the weights, the config and the step, on nothing
-    /// else.
+    /// Writes the trained weights after `step` steps to a file or folder in `save.dtype`, with the metadata of section
+    /// 14.6 of the config reference, and emits it. The bytes depend only on the weights, the config and the step.
     pub(super) fn write_save(&mut self, cx: &mut Context<'_>, path: &Path, step: u64) -> Result<()> {
         let epoch = self.data.epoch(step, self.process);
         let metadata = metadata(self.process, cx.job, step, epoch);
-        self.with_averages(|run| run.write(path, metadata))?;
-        self.announce(cx, path, step);
+        self.with_ema_weights(|run| run.write(path, metadata))?;
+        self.emit_save(cx, path, step);
         Ok(())
     }
 
@@ -49,26 +48,26 @@ impl Run<'_> {
         let unfinished = TemporaryFolder::new(fsutil::folder_of(path), "save")?;
         let inner = unfinished.path().join("model");
         model.write_folder(&inner)?;
-        // One from before the run went back to an earlier step.
+        // A save of the same step, if the run went back to an earlier step.
         fsutil::remove(path)?;
         std::fs::rename(&inner, path).map_err(|error| EngineError::io(path, error))?;
         Ok(fsutil::sync_dir(fsutil::folder_of(path))?)
     }
 
-    /// Tells of the files of a save.
-    pub(super) fn announce(&self, cx: &mut Context<'_>, path: &Path, step: u64) {
+    /// Emits the files of a save.
+    pub(super) fn emit_save(&self, cx: &mut Context<'_>, path: &Path, step: u64) {
         let kind = match &self.target {
             Target::Lora(_) => "lora",
             Target::Model(_) => "model",
         };
-        for file in files_of(path) {
+        for file in files_in_save(path) {
             cx.artifact(kind, &self.folder.root, &file, Some(step), None);
         }
     }
 }
 
-/// The files of a save, which may be one; in their order.
-pub(super) fn files_of(save: &Path) -> Vec<PathBuf> {
+/// The files of a save, sorted. A save that is a file is its only file.
+pub(super) fn files_in_save(save: &Path) -> Vec<PathBuf> {
     if !save.is_dir() {
         return vec![save.to_owned()];
     }
@@ -79,9 +78,10 @@ pub(super) fn files_of(save: &Path) -> Vec<PathBuf> {
         .map(|entry| entry.path())
         .collect();
     inside.sort();
-    inside.iter().flat_map(|path| files_of(path)).collect()
+    inside.iter().flat_map(|path| files_in_save(path)).collect()
 }
 
+/// The dtype of saves.
 fn dtype(process: &TrainerProcess) -> Result<DType> {
     match process.save.dtype {
         SaveDType::F32 => Ok(DType::F32),
@@ -93,6 +93,7 @@ fn dtype(process: &TrainerProcess) -> Result<DType> {
     }
 }
 
+/// The metadata of a save.
 fn metadata(process: &TrainerProcess, job: &JobSpec, step: u64, epoch: u64) -> BTreeMap<String, String> {
     let mut metadata = BTreeMap::new();
     for (key, value) in &job.meta {

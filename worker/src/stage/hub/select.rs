@@ -1,35 +1,35 @@
-//! Which files of a repository make up the model.
+//! Selects the files of a repository that make up the model.
 
 use aitk_common::hash::ContentHash;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::Deserialize;
 use std::collections::BTreeSet;
 
-/// Parts of a pipeline that we never run.
-const LEFT_OUT: [&str; 2] = ["safety_checker", "feature_extractor"];
+/// Components of a pipeline that we never run.
+const UNUSED_COMPONENTS: [&str; 2] = ["safety_checker", "feature_extractor"];
 
-/// A file of a repository.
+/// A file in a repository.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Remote {
+pub(super) struct RemoteFile {
     pub(super) name: String,
     pub(super) bytes: u64,
-    /// Only for big files.
+    /// The hash, which the hub gives only for large files.
     pub(super) hash: Option<ContentHash>,
 }
 
-/// A repository at one revision.
+/// The files of a repository at one revision.
 #[derive(Clone, Debug)]
-pub(super) struct Listed {
+pub(super) struct Listing {
     pub(super) revision: String,
-    /// Only who accepted its terms may have its files, although everybody may list them.
+    /// Whether only users who accepted its terms may download its files; everybody may list them.
     pub(super) is_gated: bool,
-    pub(super) files: Vec<Remote>,
+    pub(super) files: Vec<RemoteFile>,
 }
 
 #[derive(Deserialize)]
 struct Answer {
     sha: String,
-    /// `false`, or how access is asked for: `"auto"`, `"manual"`.
+    /// `false`, or how access is granted: `"auto"`, `"manual"`.
     #[serde(default)]
     gated: serde_json::Value,
     #[serde(default)]
@@ -49,23 +49,23 @@ struct Lfs {
     size: u64,
 }
 
-impl Listed {
-    /// Reads the hub's answer.
+impl Listing {
+    /// Parses the hub's answer.
     pub(super) fn parse(text: &[u8]) -> Result<Self, String> {
         let answer: Answer =
-            serde_json::from_slice(text).map_err(|error| format!("the hub's answer is not understood: {error}"))?;
-        // It becomes part of a path.
+            serde_json::from_slice(text).map_err(|error| format!("the hub's answer cannot be parsed: {error}"))?;
+        // The revision becomes part of a path.
         if answer.sha.len() > 64 || answer.sha.is_empty() || !answer.sha.bytes().all(|b| b.is_ascii_hexdigit()) {
             return Err("the hub names no revision".to_owned());
         }
         let file = |sibling: Sibling| {
             let bytes = sibling.lfs.as_ref().map(|lfs| lfs.size).or(sibling.size);
-            let bytes = bytes.ok_or_else(|| format!("the hub does not say how long {} is", sibling.rfilename))?;
+            let bytes = bytes.ok_or_else(|| format!("the hub gives no size for {}", sibling.rfilename))?;
             let hash = match sibling.lfs {
                 Some(lfs) => Some(ContentHash::parse(&lfs.sha256).map_err(|error| error.to_string())?),
                 None => None,
             };
-            Ok(Remote {
+            Ok(RemoteFile {
                 name: sibling.rfilename,
                 bytes,
                 hash,
@@ -80,13 +80,13 @@ impl Listed {
     }
 }
 
-/// The file that says which folders there are.
-pub(super) fn index_of(listed: &Listed) -> Option<&Remote> {
-    listed.files.iter().find(|file| file.name == "model_index.json")
+/// The file that lists the pipeline's components.
+pub(super) fn index_file(listing: &Listing) -> Option<&RemoteFile> {
+    listing.files.iter().find(|file| file.name == "model_index.json")
 }
 
-/// Refuses configs, tokenizers and lists that are larger than any is: they are read whole.
-pub(super) fn refuse_large_text(file: &Remote) -> Result<(), String> {
+/// Refuses configs, tokenizers and lists that are too large, because they are read as a whole.
+pub(super) fn check_text_size(file: &RemoteFile) -> Result<(), String> {
     let is_text = [".json", ".txt"].iter().any(|ending| file.name.ends_with(ending));
     if is_text && file.bytes > MAX_TEXT_FILE_BYTES {
         return Err(format!(
@@ -97,31 +97,31 @@ pub(super) fn refuse_large_text(file: &Remote) -> Result<(), String> {
     Ok(())
 }
 
-/// The files to fetch besides the index.
-pub(super) fn files<'a>(listed: &'a Listed, index: &[u8]) -> Result<Vec<&'a Remote>, String> {
+/// Selects the files to fetch, besides the index.
+pub(super) fn pipeline_files<'a>(listing: &'a Listing, index: &[u8]) -> Result<Vec<&'a RemoteFile>, String> {
     let index: serde_json::Map<String, serde_json::Value> =
-        serde_json::from_slice(index).map_err(|error| format!("its model_index.json is not understood: {error}"))?;
-    let part = |file: &Remote| {
+        serde_json::from_slice(index).map_err(|error| format!("its model_index.json cannot be parsed: {error}"))?;
+    let is_component_file = |file: &RemoteFile| {
         let Some((folder, name)) = file.name.split_once('/') else {
             return false;
         };
-        index.contains_key(folder) && !LEFT_OUT.contains(&folder) && !name.contains('/')
+        index.contains_key(folder) && !UNUSED_COMPONENTS.contains(&folder) && !name.contains('/')
     };
-    pick(listed, part)
+    select_files(listing, is_component_file)
 }
 
-/// The files of a repository that is one part of a pipeline, such as a VAE: all of it lies at the top.
-pub(super) fn single_part(listed: &Listed) -> Result<Vec<&Remote>, String> {
-    if !listed.files.iter().any(|file| file.name == "config.json") {
+/// Selects the files of a repository that is a single component, such as a VAE: all its files are at the top level.
+pub(super) fn component_files(listing: &Listing) -> Result<Vec<&RemoteFile>, String> {
+    if !listing.files.iter().any(|file| file.name == "config.json") {
         return Err("it has neither model_index.json nor config.json".to_owned());
     }
-    pick(listed, |file| !file.name.contains('/'))
+    select_files(listing, |file| !file.name.contains('/'))
 }
 
-/// Of the files that `belongs` admits, those that we read: of several variants the plain one.
-fn pick(listed: &Listed, belongs: impl Fn(&Remote) -> bool) -> Result<Vec<&Remote>, String> {
-    let names: BTreeSet<&str> = listed.files.iter().map(|file| file.name.as_str()).collect();
-    let wanted: Vec<&Remote> = listed
+/// Selects those files that `belongs` accepts and that we read; of several variants, the plain one.
+fn select_files(listing: &Listing, belongs: impl Fn(&RemoteFile) -> bool) -> Result<Vec<&RemoteFile>, String> {
+    let names: BTreeSet<&str> = listing.files.iter().map(|file| file.name.as_str()).collect();
+    let selected: Vec<&RemoteFile> = listing
         .files
         .iter()
         .filter(|file| {
@@ -130,26 +130,27 @@ fn pick(listed: &Listed, belongs: impl Fn(&Remote) -> bool) -> Result<Vec<&Remot
                 .any(|ending| file.name.ends_with(ending));
             belongs(file)
                 && (kind || is_only_gguf(&names, &file.name))
-                && !plain_version(&file.name).is_some_and(|plain| has(&names, &plain))
+                && !plain_version(&file.name).is_some_and(|plain| has_plain_version(&names, &plain))
         })
         .collect();
-    wanted.iter().try_for_each(|file| refuse_large_text(file))?;
+    selected.iter().try_for_each(|file| check_text_size(file))?;
     let weights = [".safetensors", ".gguf"];
-    if !wanted
+    if !selected
         .iter()
         .any(|file| weights.iter().any(|ending| file.name.ends_with(ending)))
     {
-        let several = names.iter().filter(|name| name.ends_with(".gguf")).count() > 1;
-        return Err(match several {
+        let has_several = names.iter().filter(|name| name.ends_with(".gguf")).count() > 1;
+        return Err(match has_several {
             true => "it has several GGUF files, and nothing says which to take: download one and give its path",
             false => "it has no safetensors or GGUF file; models in pickle files (.bin, .ckpt) are refused",
         }
         .to_owned());
     }
-    Ok(wanted)
+    Ok(selected)
 }
 
-/// Whether this is a part's one GGUF file, where it has no safetensors: of several nobody said which.
+/// Returns whether this is the only GGUF file of a component without safetensors; with several, the choice would be
+/// ambiguous.
 fn is_only_gguf(names: &BTreeSet<&str>, name: &str) -> bool {
     let folder = |name: &str| {
         name.rsplit_once('/')
@@ -171,8 +172,8 @@ fn plain_version(name: &str) -> Option<String> {
     Some(plain.to_owned())
 }
 
-/// Whether the plain version is there, in one file or in shards.
-fn has(names: &BTreeSet<&str>, plain: &str) -> bool {
+/// Returns whether the plain version exists, in one file or in shards.
+fn has_plain_version(names: &BTreeSet<&str>, plain: &str) -> bool {
     [".safetensors", ".safetensors.index.json"]
         .iter()
         .any(|ending| names.contains(format!("{plain}{ending}").as_str()))
@@ -182,29 +183,29 @@ fn has(names: &BTreeSet<&str>, plain: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// What is fetched of a pipeline with these files.
+    /// The files that are fetched of a pipeline with these files.
     fn fetched(names: &[&str]) -> Result<Vec<String>, String> {
-        let file = |name: &&str| Remote {
+        let file = |name: &&str| RemoteFile {
             name: (*name).to_owned(),
             bytes: 1,
             hash: None,
         };
-        let listed = Listed {
+        let listing = Listing {
             revision: "0".to_owned(),
             is_gated: false,
             files: names.iter().map(file).collect(),
         };
-        let files = files(&listed, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
+        let files = pipeline_files(&listing, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
         Ok(files.into_iter().map(|file| file.name.clone()).collect())
     }
 
     #[test]
-    fn a_config_that_is_no_config_is_not_fetched() {
-        let listed = |bytes: u64| Listed {
+    fn a_config_that_is_too_large_is_refused() {
+        let listing = |bytes: u64| Listing {
             revision: "0a".into(),
             is_gated: false,
             files: [("unet/config.json", bytes), ("unet/m.safetensors", u64::MAX)]
-                .map(|(name, bytes)| Remote {
+                .map(|(name, bytes)| RemoteFile {
                     name: name.to_owned(),
                     bytes,
                     hash: None,
@@ -212,10 +213,12 @@ mod tests {
                 .to_vec(),
         };
         assert_eq!(
-            files(&listed(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#).unwrap().len(),
+            pipeline_files(&listing(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#)
+                .unwrap()
+                .len(),
             2
         );
-        let error = files(&listed(MAX_TEXT_FILE_BYTES + 1), br#"{"unet": []}"#).unwrap_err();
+        let error = pipeline_files(&listing(MAX_TEXT_FILE_BYTES + 1), br#"{"unet": []}"#).unwrap_err();
         assert!(
             error.contains("unet/config.json") && error.contains("at most"),
             "{error}"
@@ -223,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gguf_file_is_fetched_where_it_is_the_only_weights() {
+    fn a_gguf_file_is_fetched_if_it_is_the_only_weights() {
         let config = "unet/config.json";
         assert_eq!(
             fetched(&[config, "unet/m-q8_0.gguf", "vae/x.gguf"]),
@@ -234,8 +237,8 @@ mod tests {
             fetched(&[config, "unet/m-q8_0.gguf", plain]),
             Ok(vec![config.to_owned(), plain.to_owned()])
         );
-        let several = fetched(&[config, "unet/m-q8_0.gguf", "unet/m-q4_k.gguf"]).unwrap_err();
-        assert!(several.contains("several GGUF files"), "{several}");
+        let has_several = fetched(&[config, "unet/m-q8_0.gguf", "unet/m-q4_k.gguf"]).unwrap_err();
+        assert!(has_several.contains("several GGUF files"), "{has_several}");
         let none = fetched(&[config, "unet/m.bin"]).unwrap_err();
         assert!(none.contains("no safetensors or GGUF file"), "{none}");
     }

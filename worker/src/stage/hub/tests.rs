@@ -1,4 +1,4 @@
-//! Against a small server that knows how to misbehave.
+//! The hub client against a small server with faults.
 
 use super::*;
 use serde_json::json;
@@ -8,25 +8,25 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 #[derive(Default)]
-struct Site {
-    /// Path -> content.
+struct ServerState {
+    /// Content by path.
     files: BTreeMap<String, Vec<u8>>,
-    /// Answered for everything, when set.
+    /// The HTTP status of every answer, if set.
     status: Option<u16>,
-    /// Breaks off after half of this path, once.
+    /// Closes the connection after half of this path, once.
     cut: Option<String>,
     requests: Vec<String>,
-    /// Nothing is there for who shows no token.
+    /// Requests without a token are refused.
     private: bool,
-    /// Everybody may list, and who shows a token may read.
+    /// Requests without a token may list, but not read.
     gated: bool,
-    /// Requests that showed a token.
+    /// The number of requests with a token.
     tokens: usize,
 }
 
-/// A model that a job names which somebody submitted.
-fn of_others(repo: &str) -> Wanted<'_> {
-    Wanted {
+/// A model for a job that another user submitted.
+fn submitted_by_others(repo: &str) -> ModelRequest<'_> {
+    ModelRequest {
         repo,
         revision: None,
         in_place: false,
@@ -34,7 +34,7 @@ fn of_others(repo: &str) -> Wanted<'_> {
 }
 
 struct Server {
-    site: Arc<Mutex<Site>>,
+    state: Arc<Mutex<ServerState>>,
     url: String,
     task: tokio::task::JoinHandle<()>,
 }
@@ -43,19 +43,19 @@ impl Server {
     async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let site = Arc::new(Mutex::new(Site::default()));
-        let shared = Arc::clone(&site);
+        let state = Arc::new(Mutex::new(ServerState::default()));
+        let shared = Arc::clone(&state);
         let task = tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 tokio::spawn(serve(stream, Arc::clone(&shared)));
             }
         });
-        Self { site, url, task }
+        Self { state, url, task }
     }
 
-    /// A repository `org/tiny` with these files; those that end in safetensors are announced with their hash.
+    /// Publishes `org/tiny` with these files; those that end in safetensors are announced with their hash.
     fn publish(&self, files: &[(&str, &[u8])]) {
-        let mut site = self.site.lock().unwrap();
+        let mut state = self.state.lock().unwrap();
         let siblings: Vec<_> = files
             .iter()
             .map(|(name, content)| match name.ends_with(".safetensors") {
@@ -65,19 +65,20 @@ impl Server {
             })
             .collect();
         let list = json!({"sha": "abc123", "siblings": siblings}).to_string();
-        site.files.insert(
+        state.files.insert(
             "/api/models/org/tiny/revision/main?blobs=true".to_owned(),
             list.into_bytes(),
         );
         for (name, content) in files {
-            site.files
+            state
+                .files
                 .insert(format!("/org/tiny/resolve/abc123/{name}"), content.to_vec());
         }
     }
 
     fn hub(&self, folder: &Path) -> Hub {
         Hub {
-            first_wait: Duration::from_millis(1),
+            first_delay: Duration::from_millis(1),
             ..Hub::new(
                 folder.to_owned(),
                 self.url.clone(),
@@ -87,32 +88,34 @@ impl Server {
         }
     }
 
-    /// A hub with a token whose owner lists these.
-    fn hub_that_allows(&self, folder: &Path, list: &str) -> Hub {
+    /// A hub with a token and this allow list.
+    fn hub_with_allow_list(&self, folder: &Path, list: &str) -> Hub {
         Hub {
-            allow: AllowList::parse(&[list.to_owned()]).unwrap(),
+            allow_list: AllowList::parse(&[list.to_owned()]).unwrap(),
             ..self.hub(folder)
         }
     }
 
-    /// `org/tiny` as it is at a commit; `main` stays what it is.
+    /// Publishes `org/tiny` at a commit; `main` stays unchanged.
     fn publish_at(&self, commit: &str, files: &[(&str, &[u8])]) {
         let siblings: Vec<_> = files
             .iter()
             .map(|(name, content)| json!({"rfilename": name, "size": content.len()}))
             .collect();
         let list = json!({"sha": commit, "siblings": siblings}).to_string().into_bytes();
-        let mut site = self.site.lock().unwrap();
-        site.files
+        let mut state = self.state.lock().unwrap();
+        state
+            .files
             .insert(format!("/api/models/org/tiny/revision/{commit}?blobs=true"), list);
         for (name, content) in files {
-            site.files
+            state
+                .files
                 .insert(format!("/org/tiny/resolve/{commit}/{name}"), content.to_vec());
         }
     }
 
     fn requests(&self) -> Vec<String> {
-        std::mem::take(&mut self.site.lock().unwrap().requests)
+        std::mem::take(&mut self.state.lock().unwrap().requests)
     }
 }
 
@@ -122,8 +125,8 @@ impl Drop for Server {
     }
 }
 
-/// One request a connection.
-async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
+/// Serves one request per connection.
+async fn serve(mut stream: TcpStream, state: Arc<Mutex<ServerState>>) {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
         match stream.read_u8().await {
@@ -138,19 +141,19 @@ async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
         .split_once("range: bytes=")
         .and_then(|(_, rest)| rest.split('-').next().and_then(|from| from.parse::<usize>().ok()));
     let (answer, body) = {
-        let mut site = site.lock().unwrap();
+        let mut state = state.lock().unwrap();
         let has_token = head.to_lowercase().contains("authorization: bearer t\r\n");
-        site.tokens += usize::from(has_token);
-        let is_hidden = !has_token && (site.private || (site.gated && !path.starts_with("/api/")));
+        state.tokens += usize::from(has_token);
+        let is_hidden = !has_token && (state.private || (state.gated && !path.starts_with("/api/")));
         if is_hidden {
-            site.status = Some(401);
+            state.status = Some(401);
         }
-        site.requests.push(match from {
+        state.requests.push(match from {
             Some(from) => format!("{path} from {from}"),
             None => path.clone(),
         });
-        let status = site.status.take_if(|_| is_hidden).or(site.status);
-        match (status, site.files.get(&path).cloned()) {
+        let status = state.status.take_if(|_| is_hidden).or(state.status);
+        match (status, state.files.get(&path).cloned()) {
             (Some(status), _) => (format!("HTTP/1.1 {status} x\r\nContent-Length: 0\r\n"), Vec::new()),
             (None, None) => ("HTTP/1.1 404 x\r\nContent-Length: 0\r\n".to_owned(), Vec::new()),
             (None, Some(content)) => {
@@ -164,7 +167,7 @@ async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
                     rest.len(),
                     range.unwrap_or_default()
                 );
-                let cut = site.cut.take_if(|cut| *cut == path).is_some();
+                let cut = state.cut.take_if(|cut| *cut == path).is_some();
                 let sent = if cut { rest[..rest.len() / 2].to_vec() } else { rest };
                 (answer, sent)
             }
@@ -182,7 +185,7 @@ const INDEX: &[u8] =
     "safety_checker": ["s", "Z"]}"#;
 
 #[tokio::test]
-async fn a_model_is_fetched_once_and_a_broken_download_goes_on() {
+async fn a_model_is_fetched_once_and_an_interrupted_download_is_resumed() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
     let weights: Vec<u8> = (0..100_000_u32).flat_map(|at| at.to_le_bytes()).collect();
@@ -198,9 +201,9 @@ async fn a_model_is_fetched_once_and_a_broken_download_goes_on() {
         ("safety_checker/model.safetensors", b"no"),
     ]);
     let big = "/org/tiny/resolve/abc123/unet/diffusion_pytorch_model.safetensors".to_owned();
-    server.site.lock().unwrap().cut = Some(big.clone());
+    server.state.lock().unwrap().cut = Some(big.clone());
     let hub = server.hub(folder.path());
-    let model = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
+    let model = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
     assert_eq!(
         std::fs::read(model.join("unet/diffusion_pytorch_model.safetensors")).unwrap(),
         weights
@@ -223,42 +226,53 @@ async fn a_model_is_fetched_once_and_a_broken_download_goes_on() {
         "{requests:?}"
     );
 
-    assert_eq!(hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap(), model);
+    assert_eq!(
+        hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap(),
+        model
+    );
     assert_eq!(server.requests().len(), 1);
-    server.site.lock().unwrap().status = Some(503);
-    assert_eq!(hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap(), model);
+    server.state.lock().unwrap().status = Some(503);
+    assert_eq!(
+        hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap(),
+        model
+    );
     assert!(matches!(
-        hub.fetch(&of_others("org/other"), &|_| {}).await,
+        hub.fetch(&submitted_by_others("org/other"), &|_| {}).await,
         Err(HubError::Unavailable { .. })
     ));
 }
 
 #[tokio::test]
-async fn what_is_not_as_announced_is_not_used() {
+async fn files_that_differ_from_the_announcement_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
     server.publish(&[("model_index.json", INDEX), ("unet/model.safetensors", b"right")]);
     let key = "/org/tiny/resolve/abc123/unet/model.safetensors".to_owned();
-    server.site.lock().unwrap().files.insert(key.clone(), b"wrong".to_vec());
+    server
+        .state
+        .lock()
+        .unwrap()
+        .files
+        .insert(key.clone(), b"wrong".to_vec());
     let hub = server.hub(folder.path());
-    let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+    let error = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap_err();
     assert!(
         matches!(&error, HubError::Damaged { file, .. } if file == "unet/model.safetensors"),
         "{error}"
     );
     server
-        .site
+        .state
         .lock()
         .unwrap()
         .files
         .insert(key, b"right and more".to_vec());
     assert!(matches!(
-        hub.fetch(&of_others("org/tiny"), &|_| {}).await,
+        hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await,
         Err(HubError::Damaged { .. })
     ));
 
     server.publish(&[("model_index.json", INDEX), ("unet/model.bin", b"pickle")]);
-    let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+    let error = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap_err();
     assert!(
         matches!(&error, HubError::Layout { problem, .. } if problem.contains("pickle")),
         "{error}"
@@ -268,15 +282,15 @@ async fn what_is_not_as_announced_is_not_used() {
         ("unet/model.safetensors", b"x"),
         ("unet/..\\x.json", b"x"),
     ]);
-    let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+    let error = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap_err();
     assert!(matches!(&error, HubError::Layout { .. }), "{error}");
     server.publish(&[("config.json", b"{}"), ("vae.safetensors", b"x"), ("sub/y.json", b"{}")]);
-    let part = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
+    let part = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
     assert!(part.join("vae.safetensors").exists() && !part.join("sub").exists());
     for (status, expected) in [(401, "licence"), (404, "not found")] {
-        server.site.lock().unwrap().status = Some(status);
+        server.state.lock().unwrap().status = Some(status);
         let message = hub
-            .fetch(&of_others("org/tiny"), &|_| {})
+            .fetch(&submitted_by_others("org/tiny"), &|_| {})
             .await
             .unwrap_err()
             .to_string();
@@ -285,7 +299,7 @@ async fn what_is_not_as_announced_is_not_used() {
 }
 
 #[tokio::test]
-async fn the_commit_of_the_job_is_fetched_whatever_main_is_by_now() {
+async fn the_commit_of_the_job_is_fetched_even_if_main_has_moved() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
     let (old, new) = ("a".repeat(40), "b".repeat(40));
@@ -294,22 +308,22 @@ async fn the_commit_of_the_job_is_fetched_whatever_main_is_by_now() {
     server.publish_at(&new, &files(b"new"));
     server.publish(&files(b"main"));
     let hub = server.hub(folder.path());
-    let at = |revision| Wanted {
+    let at = |revision| ModelRequest {
         revision,
-        ..of_others("org/tiny")
+        ..submitted_by_others("org/tiny")
     };
     for (revision, content) in [
         (Some(old.as_str()), b"old".as_slice()),
         (Some(&new), b"new"),
         (None, b"main"),
-        // A retry, after everything else was fetched.
+        // A retry, after other versions were fetched.
         (Some(&old), b"old"),
     ] {
         let path = hub.fetch(&at(revision), &|_| {}).await.unwrap();
         assert_eq!(std::fs::read(path.join("model.safetensors")).unwrap(), content);
     }
-    // Without a connection a job gets its commit or nothing.
-    server.site.lock().unwrap().status = Some(503);
+    // If the hub is unreachable, a job gets its commit or an error.
+    server.state.lock().unwrap().status = Some(503);
     let path = hub.fetch(&at(Some(&old)), &|_| {}).await.unwrap();
     assert_eq!(std::fs::read(path.join("model.safetensors")).unwrap(), b"old");
     let absent = "c".repeat(40);
@@ -317,11 +331,11 @@ async fn the_commit_of_the_job_is_fetched_whatever_main_is_by_now() {
         hub.fetch(&at(Some(&absent)), &|_| {}).await,
         Err(HubError::Unavailable { .. })
     ));
-    // A hub that answers with another commit is not believed.
-    server.site.lock().unwrap().status = None;
+    // An answer for another commit is an error.
+    server.state.lock().unwrap().status = None;
     let list = json!({"sha": new, "siblings": []}).to_string().into_bytes();
     server
-        .site
+        .state
         .lock()
         .unwrap()
         .files
@@ -331,23 +345,23 @@ async fn the_commit_of_the_job_is_fetched_whatever_main_is_by_now() {
 }
 
 #[tokio::test]
-async fn the_token_opens_what_its_owner_lists_and_nothing_else() {
+async fn the_token_is_used_only_for_repositories_that_its_owner_lists() {
     for gated in [false, true] {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::start().await;
         server.publish(&[("config.json", b"{}"), ("model.safetensors", b"secret")]);
         if gated {
             let list = "/api/models/org/tiny/revision/main?blobs=true";
-            let mut site = server.site.lock().unwrap();
-            let open = String::from_utf8(site.files[list].clone()).unwrap();
+            let mut state = server.state.lock().unwrap();
+            let open = String::from_utf8(state.files[list].clone()).unwrap();
             let closed = open.replacen('{', r#"{"gated":"auto","#, 1);
-            site.files.insert(list.to_owned(), closed.into_bytes());
-            site.gated = true;
+            state.files.insert(list.to_owned(), closed.into_bytes());
+            state.gated = true;
         } else {
-            server.site.lock().unwrap().private = true;
+            server.state.lock().unwrap().private = true;
         }
         let refused = |hub: Hub| async move {
-            let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+            let error = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap_err();
             assert!(
                 matches!(error, HubError::NotFound { .. } | HubError::Denied { .. })
                     && error.to_string().contains("--hub-allow"),
@@ -355,29 +369,32 @@ async fn the_token_opens_what_its_owner_lists_and_nothing_else() {
             );
         };
         refused(server.hub(folder.path())).await;
-        refused(server.hub_that_allows(folder.path(), "other/*")).await;
-        assert_eq!(server.site.lock().unwrap().tokens, 0, "the token was shown");
+        refused(server.hub_with_allow_list(folder.path(), "other/*")).await;
+        assert_eq!(server.state.lock().unwrap().tokens, 0, "the token was sent");
 
-        let listed = server.hub_that_allows(folder.path(), "org/*");
-        let path = listed.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
+        let listed = server.hub_with_allow_list(folder.path(), "org/*");
+        let path = listed.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
         assert_eq!(std::fs::read(path.join("model.safetensors")).unwrap(), b"secret");
-        assert!(server.site.lock().unwrap().tokens > 0);
-        // What lies here now is still not for everybody, with a connection and without.
+        assert!(server.state.lock().unwrap().tokens > 0);
+        // The cached model is still private, with a connection and without.
         refused(server.hub(folder.path())).await;
-        server.site.lock().unwrap().status = Some(503);
+        server.state.lock().unwrap().status = Some(503);
         assert!(
             server
                 .hub(folder.path())
-                .fetch(&of_others("org/tiny"), &|_| {})
+                .fetch(&submitted_by_others("org/tiny"), &|_| {})
                 .await
                 .is_err()
         );
-        assert_eq!(listed.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap(), path);
-        // The user's own job, in place, has the user's token.
-        server.site.lock().unwrap().status = None;
-        let own = Wanted {
+        assert_eq!(
+            listed.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap(),
+            path
+        );
+        // The user's own job runs in place and may use the token.
+        server.state.lock().unwrap().status = None;
+        let own = ModelRequest {
             in_place: true,
-            ..of_others("org/tiny")
+            ..submitted_by_others("org/tiny")
         };
         assert_eq!(server.hub(folder.path()).fetch(&own, &|_| {}).await.unwrap(), path);
     }
@@ -388,13 +405,13 @@ async fn public_models_are_fetched_without_the_token() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
     server.publish(&[("config.json", b"{}"), ("model.safetensors", b"x")]);
-    let hub = server.hub_that_allows(folder.path(), "org/*");
-    hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
-    assert_eq!(server.site.lock().unwrap().tokens, 0);
+    let hub = server.hub_with_allow_list(folder.path(), "org/*");
+    hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap();
+    assert_eq!(server.state.lock().unwrap().tokens, 0);
 }
 
 #[tokio::test]
-async fn a_page_that_is_not_the_hubs_says_nothing_of_a_model() {
+async fn an_answer_that_is_not_json_means_that_the_hub_is_unavailable() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
     let hub = server.hub(folder.path());
@@ -403,11 +420,11 @@ async fn a_page_that_is_not_the_hubs_says_nothing_of_a_model() {
         (r#"{"sha": "abc1"#, true),
         (r#"{"sha": 7}"#, false),
     ] {
-        server.site.lock().unwrap().files.insert(
+        server.state.lock().unwrap().files.insert(
             "/api/models/org/tiny/revision/main?blobs=true".to_owned(),
             page.as_bytes().to_vec(),
         );
-        let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+        let error = hub.fetch(&submitted_by_others("org/tiny"), &|_| {}).await.unwrap_err();
         assert_eq!(
             matches!(error, HubError::Unavailable { .. }),
             is_away,
@@ -417,7 +434,7 @@ async fn a_page_that_is_not_the_hubs_says_nothing_of_a_model() {
 }
 
 #[tokio::test]
-async fn a_users_token_opens_models_for_their_jobs_alone() {
+async fn models_fetched_with_a_users_token_are_for_their_jobs_only() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
     server.publish(&[
@@ -426,37 +443,40 @@ async fn a_users_token_opens_models_for_their_jobs_alone() {
         ("unet/diffusion_pytorch_model.safetensors", b"weights"),
         ("tokenizer/merges.txt", b""),
     ]);
-    server.site.lock().unwrap().private = true;
+    server.state.lock().unwrap().private = true;
     // The worker has no token of its own.
     let hub = Hub {
         token: None,
         ..server.hub(folder.path())
     };
     let (anna, ben) = (UserName::new("anna"), UserName::new("ben"));
-    let wanted = of_others("org/tiny");
-    let denied = hub.fetch(&wanted, &|_| {}).await.unwrap_err();
+    let request = submitted_by_others("org/tiny");
+    let denied = hub.fetch(&request, &|_| {}).await.unwrap_err();
     assert!(denied.to_string().contains("cluster.hub_token"), "{denied}");
-    server.site.lock().unwrap().status = None;
-    let model = hub.fetch_for(&anna, "t", &wanted, &|_| {}).await.unwrap();
+    server.state.lock().unwrap().status = None;
+    let model = hub.fetch_for(&anna, "t", &request, &|_| {}).await.unwrap();
     assert!(
         model.starts_with(folder.path().join("users").join(ContentHash::of(b"anna").to_hex())),
         "{}",
         model.display()
     );
     for token in ["wrong", ""] {
-        server.site.lock().unwrap().status = None;
-        assert!(hub.fetch_for(&ben, token, &wanted, &|_| {}).await.is_err());
+        server.state.lock().unwrap().status = None;
+        assert!(hub.fetch_for(&ben, token, &request, &|_| {}).await.is_err());
     }
-    server.site.lock().unwrap().status = None;
-    assert!(hub.fetch(&wanted, &|_| {}).await.is_err(), "what she fetched is hers");
-    // Without a connection she has what is here, and nobody else.
-    server.site.lock().unwrap().status = Some(503);
-    assert_eq!(hub.fetch_for(&anna, "t", &wanted, &|_| {}).await.unwrap(), model);
-    assert!(hub.fetch_for(&ben, "t", &wanted, &|_| {}).await.is_err());
+    server.state.lock().unwrap().status = None;
+    assert!(
+        hub.fetch(&request, &|_| {}).await.is_err(),
+        "a model fetched with a user's token is private"
+    );
+    // If the hub is unreachable, only she may use the cached model.
+    server.state.lock().unwrap().status = Some(503);
+    assert_eq!(hub.fetch_for(&anna, "t", &request, &|_| {}).await.unwrap(), model);
+    assert!(hub.fetch_for(&ben, "t", &request, &|_| {}).await.is_err());
 }
 
 #[test]
-fn a_folder_of_the_cache_says_its_commit() {
+fn the_commit_is_read_from_the_name_of_the_cached_folder() {
     let commit = "0a".repeat(20);
     let at = |name: &str| commit_of(&Path::new("/hub").join(name)).map(str::to_owned);
     assert_eq!(at(&format!("org--tiny@{commit}")), Some(commit.clone()));

@@ -1,15 +1,15 @@
-//! Valid jobs with one value turned hostile, through what the coordinator checks, what the worker checks, and, for some of
-//! those that pass, through a real attempt, beside files that no job may touch.
+//! Valid jobs with one hostile value, passed through the coordinator's checks, the worker's checks and, for some of
+//! those that pass, a real attempt, beside files that no job may touch.
 //!
-//! The other tests include a short form. The long one, with how many and from which seed:
+//! The normal test run is short. To run more, set the number of jobs and the seed:
 //!
 //! ```text
 //! AITK_HOSTILE_JOBS=100000 AITK_HOSTILE_SEED=1 cargo test -p aitk-worker --test it hostile_jobs -- --nocapture
 //! ```
-#![allow(clippy::print_stdout, reason = "figures for whoever asks for them")]
+#![allow(clippy::print_stdout, reason = "prints figures for --nocapture")]
 
-mod draw;
-mod watch;
+mod canary;
+mod job_generator;
 
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{DeviceKind, DeviceRef};
@@ -18,31 +18,31 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId};
 use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_worker::runner::{self, Launch, Spawner, Wanted};
-use draw::{Dice, INPUTS, Space};
+use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
+use canary::{Canary, MARK, list_files, marked_files};
+use job_generator::{INPUTS, JobGenerator, Rng};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use watch::{Canary, MARK, listing, marked};
 
 const FIXTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures");
-/// Jobs of the short form.
+/// Jobs of the short run.
 const JOBS: usize = 2_000;
-/// Attempts of the short form; the long one makes one for so many jobs.
+/// Attempts of the short run; the long one makes one per `JOBS_PER_ATTEMPT` jobs.
 const ATTEMPTS: usize = 6;
 const JOBS_PER_ATTEMPT: usize = 500;
-/// An attempt that does what it was asked for may take as long as it likes; nobody waits for it here.
+/// An attempt may run longer than this; the test then kills it.
 const ATTEMPT_TIME: Duration = Duration::from_secs(3);
-/// What checking jobs may take of memory.
+/// The memory that checking jobs may use, in bytes.
 const MEMORY: u64 = 1 << 30;
 
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// Bytes that this process held at most; none where the kernel does not say.
-fn peak() -> Option<u64> {
+/// The peak memory of this process, in bytes; `None` if the kernel does not report it.
+fn peak_memory() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? << 10)
@@ -82,14 +82,14 @@ fn assignment(submission: &Submission) -> Assignment {
         },
         profile: MemoryProfile::CpuOnly,
         seed: 7,
-        drawn: Vec::new(),
+        generated: Vec::new(),
         trace: None,
         owner: None,
     }
 }
 
-/// What is true of every job that passes, however it was made.
-fn is_harmless(job: &Value) {
+/// Checks the properties of every job that passes.
+fn assert_harmless(job: &Value) {
     let spec = JobSpec::from_value(job).unwrap();
     let mut names = vec![spec.name.as_str()];
     names.extend(spec.process.iter().filter_map(|process| process.name()));
@@ -108,16 +108,16 @@ fn is_harmless(job: &Value) {
     }
 }
 
-/// Attempts on the tiny model, each in a folder of its own beside the canary.
-struct Bench {
+/// Runs attempts on the tiny model, each in a folder of its own beside the canary.
+struct AttemptRunner {
     root: tempfile::TempDir,
     staged: BTreeMap<String, PathBuf>,
     spawner: Spawner,
-    made: usize,
+    attempts_run: usize,
     completed: usize,
 }
 
-impl Bench {
+impl AttemptRunner {
     fn new() -> Self {
         let root = tempfile::tempdir().unwrap();
         let staged = root.path().join("staged");
@@ -141,15 +141,15 @@ impl Bench {
             root,
             staged: inputs.into(),
             spawner: Spawner::start(tokio::runtime::Handle::current()).unwrap(),
-            made: 0,
+            attempts_run: 0,
             completed: 0,
         }
     }
 
-    /// Runs one, and looks through all that it said and wrote.
+    /// Runs an attempt, and checks all its messages and files.
     async fn attempt(&mut self, job: &Value) {
-        self.made += 1;
-        let folder = self.root.path().join("attempts").join(self.made.to_string());
+        self.attempts_run += 1;
+        let folder = self.root.path().join("attempts").join(self.attempts_run.to_string());
         for part in ["tmp", "output"] {
             std::fs::create_dir_all(folder.join(part)).unwrap();
         }
@@ -168,34 +168,34 @@ impl Bench {
             grace: ATTEMPT_TIME,
             memory_limited: true,
             cuda_cache: None,
-            groups: None,
+            control_groups: None,
             sandbox_profile: None,
             progress_timeout: None,
         };
-        let (wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
-        let (events, mut heard) = tokio::sync::mpsc::channel(64);
+        let (desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
+        let (events, mut event_receiver) = tokio::sync::mpsc::channel(64);
         let listen = async {
-            let mut said = Vec::new();
-            while let Some(event) = heard.recv().await {
-                said.push(serde_json::to_string(&event).unwrap());
+            let mut messages = Vec::new();
+            while let Some(event) = event_receiver.recv().await {
+                messages.push(serde_json::to_string(&event).unwrap());
             }
-            said
+            messages
         };
         let end = async {
             tokio::time::sleep(ATTEMPT_TIME).await;
-            wanted.send_replace(Wanted::Kill);
+            desired.send_replace(DesiredState::Kill);
             std::future::pending::<()>().await;
         };
-        let ran = async { tokio::join!(runner::run(&self.spawner, launch, wishes, events), listen) };
-        let (outcome, said) = tokio::select! {
+        let ran = async { tokio::join!(runner::run(&self.spawner, launch, desired_rx, events), listen) };
+        let (outcome, messages) = tokio::select! {
             ran = ran => ran,
             () = end => unreachable!(),
         };
         self.completed += usize::from(outcome == Outcome::Completed);
-        let told = format!("{outcome:?}\n{}", said.join("\n"));
-        assert!(!told.contains(MARK), "{told}");
-        assert!(!told.contains("a fault in aitk"), "{told}\n{job}");
-        assert_eq!(marked(&folder), Vec::<PathBuf>::new());
+        let output = format!("{outcome:?}\n{}", messages.join("\n"));
+        assert!(!output.contains(MARK), "{output}");
+        assert!(!output.contains("a fault in aitk"), "{output}\n{job}");
+        assert_eq!(marked_files(&folder), Vec::<PathBuf>::new());
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }
@@ -213,32 +213,32 @@ fn copy(from: &Path, to: &Path) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_hostile_value_reaches_nothing_and_breaks_nothing() {
+async fn jobs_with_a_hostile_value_access_and_break_nothing() {
     let jobs = number("AITK_HOSTILE_JOBS").map_or(JOBS, |jobs| usize::try_from(jobs).unwrap());
     let seed = number("AITK_HOSTILE_SEED").unwrap_or(1);
     let attempts = if jobs > JOBS { jobs / JOBS_PER_ATTEMPT } else { ATTEMPTS };
-    let mut bench = Bench::new();
-    let root = bench.root.path().to_owned();
-    let canary = Canary::place(&root.join("canary"));
+    let mut attempt_runner = AttemptRunner::new();
+    let root = attempt_runner.root.path().to_owned();
+    let canary = Canary::create(&root.join("canary"));
     let pipe = root.join("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    let space = Space::new(&root.join("canary"), "../../canary", &pipe);
-    let mut dice = Dice(seed);
-    let (mut accepted, mut refused, mut waiting) = (0_usize, BTreeMap::<String, usize>::new(), 0_usize);
+    let generator = JobGenerator::new(&root.join("canary"), "../../canary", &pipe);
+    let mut rng = Rng(seed);
+    let (mut accepted, mut refused, mut since_attempt) = (0_usize, BTreeMap::<String, usize>::new(), 0_usize);
     let mut slowest = Duration::ZERO;
-    let began = Instant::now();
+    let started_at = Instant::now();
     for number in 0..jobs {
-        let valid = space.valid(&mut dice);
-        let (job, what) = space.hostile(valid, &mut dice);
+        let valid = generator.valid(&mut rng);
+        let (job, change) = generator.hostile(valid, &mut rng);
         let submission = submission(&job);
-        let one = Instant::now();
+        let check_started = Instant::now();
         let at_coordinator = aitk_coordinator::check_submission(&submission);
-        slowest = slowest.max(one.elapsed());
+        slowest = slowest.max(check_started.elapsed());
         let at_worker = aitk_worker::check_assignment(&assignment(&submission));
         match at_coordinator {
             Err(problem) => {
-                assert!(!problem.is_empty() && problem.len() < 8_000, "{what}: {problem}");
-                let kind = what
+                assert!(!problem.is_empty() && problem.len() < 8_000, "{change}: {problem}");
+                let kind = change
                     .split(" -> ")
                     .next()
                     .unwrap_or_default()
@@ -249,34 +249,34 @@ async fn one_hostile_value_reaches_nothing_and_breaks_nothing() {
             }
             Ok(()) => {
                 accepted += 1;
-                waiting += 1;
-                // The worker is of the same version, so it knows no rule more; of its own it checks all of them again.
-                assert!(at_worker.is_ok(), "{what}: {at_worker:?}");
-                is_harmless(&job);
-                // Texts most of all become paths.
-                let due = bench.made * jobs < attempts * number || bench.made == 0;
-                if due && waiting > 0 && (what.contains("-> \"") || waiting > 20) {
-                    waiting = 0;
-                    bench.attempt(&job).await;
+                since_attempt += 1;
+                // The worker has the same version, so it knows no more rules; it checks all of them again.
+                assert!(at_worker.is_ok(), "{change}: {at_worker:?}");
+                assert_harmless(&job);
+                // Texts are the most likely to become paths.
+                let due = attempt_runner.attempts_run * jobs < attempts * number || attempt_runner.attempts_run == 0;
+                if due && since_attempt > 0 && (change.contains("-> \"") || since_attempt > 20) {
+                    since_attempt = 0;
+                    attempt_runner.attempt(&job).await;
                     canary
-                        .is_untouched()
-                        .unwrap_or_else(|how| panic!("{what}: {how}\n{job}"));
+                        .check_untouched()
+                        .unwrap_or_else(|how| panic!("{change}: {how}\n{job}"));
                 }
             }
         }
     }
-    // One that nothing was done to comes through: what is refused is refused for a reason.
-    let plain = space.valid(&mut Dice(0));
+    // An unchanged job passes.
+    let plain = generator.valid(&mut Rng(0));
     aitk_coordinator::check_submission(&submission(&plain)).unwrap();
-    canary.is_untouched().unwrap();
-    let own = listing(&root).into_keys().filter(|path| {
+    canary.check_untouched().unwrap();
+    let unexpected = list_files(&root).into_keys().filter(|path| {
         let below = path.strip_prefix(&root).unwrap();
         !["staged", "canary", "attempts", "pipe"]
             .iter()
             .any(|known| below.starts_with(known))
     });
     assert_eq!(
-        own.collect::<Vec<_>>(),
+        unexpected.collect::<Vec<_>>(),
         Vec::<PathBuf>::new(),
         "files beside the attempts"
     );
@@ -284,31 +284,35 @@ async fn one_hostile_value_reaches_nothing_and_breaks_nothing() {
     println!(
         "{jobs} jobs from seed {seed} in {:?}: {accepted} accepted, {refused_in_all} refused by their first key {refused:?}; {} attempts, \
          {} of them completed; slowest check {slowest:?}; peak {} MiB",
-        began.elapsed(),
-        bench.made,
-        bench.completed,
-        peak().unwrap_or(0) >> 20,
+        started_at.elapsed(),
+        attempt_runner.attempts_run,
+        attempt_runner.completed,
+        peak_memory().unwrap_or(0) >> 20,
     );
     assert!(
         accepted > jobs / 20 && refused_in_all > jobs / 4,
         "{accepted} of {jobs} were accepted"
     );
-    assert!(bench.made >= attempts.min(4), "{} attempts", bench.made);
-    if let Some(peak) = peak() {
-        assert!(peak < MEMORY, "{peak} bytes");
+    assert!(
+        attempt_runner.attempts_run >= attempts.min(4),
+        "{} attempts",
+        attempt_runner.attempts_run
+    );
+    if let Some(peak_memory) = peak_memory() {
+        assert!(peak_memory < MEMORY, "{peak_memory} bytes");
     }
 }
 
-/// The watch itself would see it.
+/// The canary detects access.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_touched_canary_is_seen() {
+fn access_to_the_canary_is_detected() {
     let folder = tempfile::tempdir().unwrap();
-    let canary = Canary::place(&folder.path().join("canary"));
-    canary.is_untouched().unwrap();
-    assert_eq!(marked(folder.path()).len(), 4);
-    canary.is_untouched().unwrap_err();
-    let other = Canary::place(&folder.path().join("other"));
+    let canary = Canary::create(&folder.path().join("canary"));
+    canary.check_untouched().unwrap();
+    assert_eq!(marked_files(folder.path()).len(), 4);
+    canary.check_untouched().unwrap_err();
+    let other = Canary::create(&folder.path().join("other"));
     std::fs::write(folder.path().join("other/home/new"), "x").unwrap();
-    other.is_untouched().unwrap_err();
+    other.check_untouched().unwrap_err();
 }

@@ -1,4 +1,4 @@
-//! A coordinator in this process, and workers whose children are shell scripts.
+//! Test support: a coordinator in this process, and workers whose children are shell scripts.
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::CheckpointWriter;
@@ -18,20 +18,20 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long anything may take: no test waits for it to pass.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
-/// Far more than a crowded machine holds up a beat, or a worker that looks for its coordinator again.
+/// The time-out of every wait; no test waits for it to pass.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
+/// Far longer than a heartbeat or a reconnection takes on a loaded machine.
 const LEASE: Duration = Duration::from_secs(10);
 
-/// A job as reading its config makes it, whose model is the input `model`.
+/// A parsed job whose model is the input `model`.
 pub(crate) const JOB: &str = r#"{"job":"generate","name":"n","meta":{},"config":{},"cluster":{},"process":[{"type":"to_folder","kind":{"generate":{
     "output_folder":"out","model":{"name_or_path":"model"},"generate":{"prompts":["a cat"]}}}}]}"#;
 
-/// A job that trains.
+/// A training job.
 const TRAINING: &str = r#"{"job":"extension","name":"n","meta":{},"config":{},"cluster":{},"process":[{"type":"sd_trainer","kind":{"train":{
     "training_folder":"out","model":{"arch":"sd1","name_or_path":"model","dtype":"float32"},"network":{},"datasets":[{"folder_path":"data"}]}}}]}"#;
 
-/// Stores what passes for a model where scripts take the part of children; its snapshot.
+/// Uploads a placeholder model for tests whose children are scripts. Returns its snapshot.
 pub(crate) async fn put_model(store: &dyn BlobStore) -> ContentHash {
     let content = b"a model".as_slice();
     let file = SnapshotFile {
@@ -48,7 +48,7 @@ pub(crate) async fn put_model(store: &dyn BlobStore) -> ContentHash {
     snapshot.id()
 }
 
-pub(crate) struct Lab {
+pub(crate) struct TestCluster {
     pub(crate) folder: tempfile::TempDir,
     pub(crate) coordinator: Option<aitk_coordinator::Running>,
     pub(crate) addr: SocketAddr,
@@ -56,16 +56,16 @@ pub(crate) struct Lab {
     pub(crate) traces: Traces,
 }
 
-impl Lab {
+impl TestCluster {
     pub(crate) async fn start() -> Self {
-        Self::traced(Traces::default()).await
+        Self::start_with_traces(Traces::default()).await
     }
 
-    /// One whose coordinator and workers send their spans there.
-    pub(crate) async fn traced(traces: Traces) -> Self {
+    /// Starts a coordinator that, like its workers, sends spans to `traces`.
+    pub(crate) async fn start_with_traces(traces: Traces) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        let coordinator = coordinator(folder.path(), any, &traces).await;
+        let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
+        let coordinator = coordinator(folder.path(), any_port, &traces).await;
         let (addr, token) = (coordinator.addr, coordinator.token.clone());
         Self {
             folder,
@@ -76,12 +76,12 @@ impl Lab {
         }
     }
 
-    /// Ends the coordinator; what it had acknowledged is on its disk.
+    /// Stops the coordinator; its data stays on disk.
     pub(crate) async fn stop_coordinator(&mut self) {
         self.coordinator.take().unwrap().shutdown().await;
     }
 
-    /// Starts it again, at the same address.
+    /// Restarts the coordinator at the same address.
     pub(crate) async fn start_coordinator(&mut self) {
         self.coordinator = Some(coordinator(self.folder.path(), self.addr, &self.traces).await);
     }
@@ -98,10 +98,10 @@ impl Lab {
         self.folder.path().join(name)
     }
 
-    /// A worker whose children run this script: `$2` is the specification, `$PWD` the attempt's folder.
+    /// Starts a worker whose children run this script: `$2` is the specification, `$PWD` the attempt's folder.
     pub(crate) async fn worker(&self, name: &str, script: &str) -> Running {
         let worker = aitk_worker::start(self.config(name, script)).await.unwrap();
-        connected(&worker).await;
+        wait_until_connected(&worker).await;
         worker
     }
 
@@ -110,18 +110,18 @@ impl Lab {
         config.name = name.to_owned();
         config.devices = vec![device()];
         config.attempt_command = ["sh", "-c", script].map(Into::into).to_vec();
-        config.grace = Duration::from_secs(5);
-        config.shutdown_patience = Duration::from_secs(10);
+        config.grace = Duration::from_secs(60);
+        config.shutdown_patience = TIMEOUT;
         config.traces.clone_from(&self.traces);
         config
     }
 
     pub(crate) async fn submit(&self, inputs: HashMap<String, String>, local: bool) -> String {
-        self.submit_in(None, inputs, local).await
+        self.submit_in_trace(None, inputs, local).await
     }
 
     /// Submits a job that is part of a trace.
-    pub(crate) async fn submit_in(
+    pub(crate) async fn submit_in_trace(
         &self,
         trace: Option<TraceContext>,
         inputs: HashMap<String, String>,
@@ -141,7 +141,7 @@ impl Lab {
             ..v1::SubmitRequest::default()
         };
         let mut request = tonic::Request::new(request);
-        aitk_proto::trace::put(request.metadata_mut(), trace);
+        aitk_proto::trace::insert(request.metadata_mut(), trace);
         self.clients()
             .await
             .jobs
@@ -152,7 +152,7 @@ impl Lab {
             .job_id
     }
 
-    /// Submits a job that trains: what is said of its end goes by its checkpoints.
+    /// Submits a training job: the reason of its end names its checkpoints.
     pub(crate) async fn submit_training(&self) -> String {
         let store = RemoteBlobs::new(&self.clients().await);
         let input = put_model(&store).await.to_hex();
@@ -160,7 +160,7 @@ impl Lab {
             config_text: "job: extension".into(),
             config_format: "yaml".into(),
             job_json: TRAINING.into(),
-            // What is done with them is up to the script that takes the part of its child.
+            // The script decides what happens with the inputs.
             inputs: HashMap::from([("model".to_owned(), input.clone()), ("data".to_owned(), input)]),
             ..v1::SubmitRequest::default()
         };
@@ -189,12 +189,12 @@ impl Lab {
             .unwrap()
     }
 
-    /// Waits until the job is as wanted.
-    pub(crate) async fn until(&self, id: &str, what: &str, wanted: impl Fn(&JobView) -> bool) -> JobView {
-        let deadline = Instant::now() + PATIENCE;
+    /// Waits until a condition on the job is true. `what` describes it.
+    pub(crate) async fn wait_until(&self, id: &str, what: &str, is_true: impl Fn(&JobView) -> bool) -> JobView {
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let job = self.job(id).await;
-            if wanted(&job) {
+            if is_true(&job) {
                 return job;
             }
             assert!(
@@ -206,8 +206,8 @@ impl Lab {
         }
     }
 
-    pub(crate) async fn until_state(&self, id: &str, state: JobState) -> JobView {
-        self.until(id, state.name(), |job| job.state == state).await
+    pub(crate) async fn wait_for_state(&self, id: &str, state: JobState) -> JobView {
+        self.wait_until(id, state.name(), |job| job.state == state).await
     }
 
     /// Every log line of the job.
@@ -227,7 +227,7 @@ impl Lab {
         lines
     }
 
-    /// A complete checkpoint on disk, for a script to announce.
+    /// Makes a complete checkpoint on disk, for a script to announce.
     pub(crate) fn checkpoint(&self, step: u64) -> PathBuf {
         let parent = self.path("made");
         std::fs::create_dir_all(&parent).unwrap();
@@ -238,8 +238,8 @@ impl Lab {
         writer.commit(serde_json::Map::new()).unwrap()
     }
 
-    /// Nothing is left of any attempt of this worker.
-    pub(crate) fn nothing_left(&self, worker: &str) -> bool {
+    /// Returns whether the worker has no folders of attempts.
+    pub(crate) fn has_no_attempt_folders(&self, worker: &str) -> bool {
         std::fs::read_dir(self.path(worker).join("attempts"))
             .unwrap()
             .next()
@@ -252,9 +252,9 @@ async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_c
     config.bind = bind;
     config.lease = LEASE;
     config.traces.clone_from(traces);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
-        // Somebody's connection may have the port of the one before for a moment.
+        // Another connection may hold the port for a moment.
         match aitk_coordinator::start(config.clone()).await {
             Ok(running) => return running,
             Err(error) => assert!(Instant::now() < deadline, "{error}"),
@@ -263,9 +263,9 @@ async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_c
     }
 }
 
-/// Starts a worker in the folder of one that was dropped a moment ago, as soon as that one has let it go.
-pub(crate) async fn start_again(config: Config) -> Running {
-    let deadline = Instant::now() + PATIENCE;
+/// Starts a worker in the folder of a worker that was just dropped, as soon as the lock is free.
+pub(crate) async fn restart_worker(config: Config) -> Running {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         match aitk_worker::start(config.clone()).await {
             Ok(worker) => return worker,
@@ -275,19 +275,19 @@ pub(crate) async fn start_again(config: Config) -> Running {
     }
 }
 
-pub(crate) async fn connected(worker: &Running) {
+pub(crate) async fn wait_until_connected(worker: &Running) {
     let mut status = worker.status();
     let waiting = status.wait_for(|status| matches!(status, Status::Connected(_)));
-    tokio::time::timeout(PATIENCE, waiting)
+    tokio::time::timeout(TIMEOUT, waiting)
         .await
         .expect("the worker does not connect")
         .unwrap();
 }
 
-/// Waits for something that is not told by anybody.
-pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !holds() {
+/// Polls until a condition is true.
+pub(crate) async fn eventually(what: &str, mut is_true: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TIMEOUT;
+    while !is_true() {
         assert!(Instant::now() < deadline, "{what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -309,13 +309,13 @@ pub(crate) fn device() -> Device {
     }
 }
 
-/// Shell lines that say an event.
-pub(crate) fn say(event: serde_json::Value) -> String {
+/// Shell code that emits an event.
+pub(crate) fn emit(event: serde_json::Value) -> String {
     format!("echo '{event}'\n")
 }
 
-/// Shell lines that take over a checkpoint (see [`Lab::checkpoint`]) into the attempt's own folder, and announce it.
-pub(crate) fn saved(checkpoint: &Path, step: u64) -> String {
+/// Shell code that copies a checkpoint (see [`TestCluster::checkpoint`]) into the attempt's folder, and announces it.
+pub(crate) fn emit_checkpoint(checkpoint: &Path, step: u64) -> String {
     let name = checkpoint.file_name().unwrap().to_str().unwrap();
     let event = serde_json::json!({"event": "checkpoint", "path": "HERE", "step": step}).to_string();
     let event = event.replace("HERE", &format!("'\"$PWD\"'/output/{name}"));
@@ -325,8 +325,8 @@ pub(crate) fn saved(checkpoint: &Path, step: u64) -> String {
     )
 }
 
-pub(crate) fn finished(outcome: &str) -> String {
-    say(serde_json::json!({ "event": "finished", "outcome": { "outcome": outcome } }))
+pub(crate) fn emit_finished(outcome: &str) -> String {
+    emit(serde_json::json!({ "event": "finished", "outcome": { "outcome": outcome } }))
 }
 
 pub(crate) fn wait_for(path: &Path) -> String {

@@ -272,12 +272,12 @@ fn run_case(case: &Case) -> Result<(), String> {
     // The forecast for a second job like it.
     let second = world.state.forecast_new_job(&case.job.requirements());
     let mut lines = vec![view.state.name().to_owned(), view.reason.clone(), explained.summary];
-    lines.extend(explained.devices.into_iter().map(|device| device.words));
+    lines.extend(explained.devices.into_iter().map(|device| device.description));
     lines.extend(
         second
             .devices
             .into_iter()
-            .map(|device| device.words.replace("busy with j (j)", "free")),
+            .map(|device| device.description.replace("busy with j (j)", "free")),
     );
     for text in case.explanation {
         if !lines.iter().any(|line| line.contains(text)) {
@@ -348,7 +348,11 @@ fn a_forecast_describes_every_device() {
     world.submit("j2", lora("flux").requirements());
     let forecast = world.state.explain_job(world.now, &JobId::new("j2")).unwrap();
     assert_eq!(forecast.summary, "next in line; the one device that fits is busy");
-    let texts: Vec<&str> = forecast.devices.iter().map(|device| device.words.as_str()).collect();
+    let texts: Vec<&str> = forecast
+        .devices
+        .iter()
+        .map(|device| device.description.as_str())
+        .collect();
     assert_eq!(texts.len(), 3);
     assert!(
         texts[0].starts_with("4090 cuda:0: gpu_poor (")
@@ -408,7 +412,7 @@ fn speeds_are_measured_from_completed_attempts() {
     assert!(persisted, "what was learned survives a restart");
     let forecast = world.state.forecast_new_job(&lora("sd1").requirements());
     assert!(
-        forecast.devices[0].measured && forecast.devices[0].words.contains("about 3 min 20 s)"),
+        forecast.devices[0].measured && forecast.devices[0].description.contains("about 3 min 20 s)"),
         "{forecast:?}"
     );
 }

@@ -280,7 +280,7 @@ fn only_higher_levels_take_a_reserved_device(bed: &mut TestBed) {
         .devices;
     assert!(
         devices.iter().any(|device| device
-            .words
+            .description
             .ends_with("reserved for j-1 (j-1), which moves here from a slower device")),
         "{devices:?}"
     );

@@ -1,11 +1,11 @@
-//! The names of a U-Net's tensors, those of the first release and diffusers', into each other.
+//! Conversion of the names of a U-Net's tensors between LDM and diffusers.
 //!
-//! The first release counts blocks through all levels, where every level has equally many residual blocks.
+//! LDM numbers blocks through all levels, and every level has the same number of residual blocks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What lies before, between and behind the levels: the old name, and the new one.
-const AROUND: [(&str, &str); 5] = [
+/// The layers outside the levels: the LDM name, and diffusers' name.
+const OUTER_LAYERS: [(&str, &str); 5] = [
     ("input_blocks.0.0.", "conv_in."),
     ("time_embed.0.", "time_embedding.linear_1."),
     ("time_embed.2.", "time_embedding.linear_2."),
@@ -13,8 +13,8 @@ const AROUND: [(&str, &str); 5] = [
     ("out.2.", "conv_out."),
 ];
 
-/// The layers of a residual block: the old name, and the new one.
-const RESIDUAL: [(&str, &str); 6] = [
+/// The layers of a residual block: the LDM name, and diffusers' name.
+const RESNET_LAYERS: [(&str, &str); 6] = [
     ("in_layers.0.", "norm1."),
     ("in_layers.2.", "conv1."),
     ("emb_layers.1.", "time_emb_proj."),
@@ -23,8 +23,9 @@ const RESIDUAL: [(&str, &str); 6] = [
     ("skip_connection.", "conv_shortcut."),
 ];
 
-/// Residual blocks per level of a U-Net with old names: the first downsampler stands right behind those of the first level.
-pub(super) fn layers<'a>(names: impl Iterator<Item = &'a str>) -> usize {
+/// The number of residual blocks per level of a U-Net with LDM names: the first downsampler follows the blocks of the
+/// first level.
+pub(super) fn layers_per_level<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     let (mut last, mut downsampler) = (0, None);
     for name in names {
         let mut parts = name.split('.');
@@ -40,10 +41,10 @@ pub(super) fn layers<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     downsampler.map_or(last, |block| block.saturating_sub(1))
 }
 
-/// diffusers' name of a tensor.
-pub(super) fn new_name(name: &str, layers: usize) -> Option<String> {
-    if let Some((old, new)) = AROUND.iter().find(|(old, _)| name.starts_with(old)) {
-        return Some(format!("{new}{}", &name[old.len()..]));
+/// diffusers' name of a tensor with this LDM name.
+pub(super) fn to_diffusers(name: &str, layers: usize) -> Option<String> {
+    if let Some((ldm, diffusers)) = OUTER_LAYERS.iter().find(|(ldm, _)| name.starts_with(ldm)) {
+        return Some(format!("{diffusers}{}", &name[ldm.len()..]));
     }
     let parts: Vec<&str> = name.split('.').collect();
     let number = |i: usize| parts.get(i).and_then(|part| part.parse::<usize>().ok());
@@ -55,12 +56,12 @@ pub(super) fn new_name(name: &str, layers: usize) -> Option<String> {
             if parts.get(3) == Some(&"op") {
                 return Some(format!("down_blocks.{level}.downsamplers.0.conv.{}", rest(4)));
             }
-            new_inner(&format!("down_blocks.{level}"), layer, part, &rest(3))
+            layer_to_diffusers(&format!("down_blocks.{level}"), layer, part, &rest(3))
         }
         "middle_block" => match number(1)? {
-            0 => new_inner("mid_block", 0, 0, &rest(2)),
-            1 => new_inner("mid_block", 0, 1, &rest(2)),
-            2 => new_inner("mid_block", 1, 0, &rest(2)),
+            0 => layer_to_diffusers("mid_block", 0, 0, &rest(2)),
+            1 => layer_to_diffusers("mid_block", 0, 1, &rest(2)),
+            2 => layer_to_diffusers("mid_block", 1, 0, &rest(2)),
             _ => None,
         },
         "output_blocks" => {
@@ -69,35 +70,35 @@ pub(super) fn new_name(name: &str, layers: usize) -> Option<String> {
             if parts.get(3) == Some(&"conv") {
                 return Some(format!("up_blocks.{level}.upsamplers.0.conv.{}", rest(4)));
             }
-            new_inner(&format!("up_blocks.{level}"), layer, part, &rest(3))
+            layer_to_diffusers(&format!("up_blocks.{level}"), layer, part, &rest(3))
         }
         _ => None,
     }
 }
 
-/// A residual block (part 0) or a transformer (part 1) of a level.
-fn new_inner(block: &str, layer: usize, part: usize, rest: &str) -> Option<String> {
+/// diffusers' name of a tensor in a residual block (part 0) or a transformer (part 1) of a block.
+fn layer_to_diffusers(block: &str, layer: usize, part: usize, rest: &str) -> Option<String> {
     if part == 1 {
         return Some(format!("{block}.attentions.{layer}.{rest}"));
     }
-    let (old, new) = RESIDUAL.iter().find(|(old, _)| rest.starts_with(old))?;
-    Some(format!("{block}.resnets.{layer}.{new}{}", &rest[old.len()..]))
+    let (ldm, diffusers) = RESNET_LAYERS.iter().find(|(ldm, _)| rest.starts_with(ldm))?;
+    Some(format!("{block}.resnets.{layer}.{diffusers}{}", &rest[ldm.len()..]))
 }
 
-/// What the old names of a U-Net depend on.
+/// The parameters of the LDM names of a U-Net.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Levels {
-    /// Residual blocks of each level on the way down; on the way up there is one more.
+    /// Residual blocks of each level in the down path; a level of the up path has one more.
     layers: usize,
-    /// Levels on the way up that have transformers.
-    attended: BTreeSet<usize>,
+    /// Levels of the up path with transformers.
+    with_attention: BTreeSet<usize>,
 }
 
 impl Levels {
-    /// From diffusers' names. None where levels differ in their numbers of residual blocks, for which there are no old names.
-    pub(super) fn of<'a>(names: impl Iterator<Item = &'a str>) -> Option<Self> {
+    /// From diffusers' names. `None` if levels have different numbers of residual blocks: LDM has no names for these.
+    pub(super) fn new<'a>(names: impl Iterator<Item = &'a str>) -> Option<Self> {
         let mut layers: BTreeMap<(&str, usize), usize> = BTreeMap::new();
-        let mut attended = BTreeSet::new();
+        let mut with_attention = BTreeSet::new();
         for name in names {
             let parts: Vec<&str> = name.splitn(5, '.').collect();
             let [side @ ("down_blocks" | "up_blocks"), level, kind, layer, _] = *parts.as_slice() else {
@@ -110,7 +111,7 @@ impl Levels {
                     *count = (*count).max(layer + 1);
                 }
                 ("attentions", "up_blocks") => {
-                    attended.insert(level);
+                    with_attention.insert(level);
                 }
                 _ => {}
             }
@@ -121,15 +122,15 @@ impl Levels {
             .all(|((side, _), count)| *count == first + usize::from(*side == "up_blocks"));
         equal.then_some(Self {
             layers: first,
-            attended,
+            with_attention,
         })
     }
 }
 
-/// The first release's name of a tensor.
-pub(super) fn old_name(name: &str, levels: &Levels) -> Option<String> {
-    if let Some((old, new)) = AROUND.iter().find(|(_, new)| name.starts_with(new)) {
-        return Some(format!("{old}{}", &name[new.len()..]));
+/// The LDM name of a tensor with this diffusers name.
+pub(super) fn to_ldm(name: &str, levels: &Levels) -> Option<String> {
+    if let Some((ldm, diffusers)) = OUTER_LAYERS.iter().find(|(_, diffusers)| name.starts_with(diffusers)) {
+        return Some(format!("{ldm}{}", &name[diffusers.len()..]));
     }
     let parts: Vec<&str> = name.split('.').collect();
     let number = |i: usize| parts.get(i).and_then(|part| part.parse::<usize>().ok());
@@ -137,7 +138,7 @@ pub(super) fn old_name(name: &str, levels: &Levels) -> Option<String> {
     let layers = levels.layers;
     match *parts.as_slice() {
         ["mid_block", kind, _, ..] => {
-            let (part, rest) = old_inner(kind, &rest(3))?;
+            let (part, rest) = layer_to_ldm(kind, &rest(3))?;
             let block = match (part, number(2)?) {
                 (0, 0) => 0,
                 (1, 0) => 1,
@@ -153,30 +154,32 @@ pub(super) fn old_name(name: &str, levels: &Levels) -> Option<String> {
         ["up_blocks", _, "upsamplers", "0", "conv", ..] => {
             let level = number(1)?;
             let block = level * (layers + 1) + layers;
-            let part = if levels.attended.contains(&level) { 2 } else { 1 };
+            let part = if levels.with_attention.contains(&level) { 2 } else { 1 };
             Some(format!("output_blocks.{block}.{part}.conv.{}", rest(5)))
         }
         [side @ ("down_blocks" | "up_blocks"), _, kind, _, ..] => {
-            let (part, rest) = old_inner(kind, &rest(4))?;
+            let (part, rest) = layer_to_ldm(kind, &rest(4))?;
             let (level, layer) = (number(1)?, number(3)?);
-            let (old, before) = match side {
-                // The first convolution is counted too.
+            let (prefix, offset) = match side {
+                // LDM counts the first convolution as block 0.
                 "down_blocks" => ("input_blocks", 1),
                 _ => ("output_blocks", 0),
             };
-            let block = level * (layers + 1) + layer + before;
-            Some(format!("{old}.{block}.{part}.{rest}"))
+            let block = level * (layers + 1) + layer + offset;
+            Some(format!("{prefix}.{block}.{part}.{rest}"))
         }
         _ => None,
     }
 }
 
-fn old_inner(kind: &str, rest: &str) -> Option<(usize, String)> {
+fn layer_to_ldm(kind: &str, rest: &str) -> Option<(usize, String)> {
     match kind {
         "attentions" => Some((1, rest.to_owned())),
         "resnets" => {
-            let (old, new) = RESIDUAL.iter().find(|(_, new)| rest.starts_with(new))?;
-            Some((0, format!("{old}{}", &rest[new.len()..])))
+            let (ldm, diffusers) = RESNET_LAYERS
+                .iter()
+                .find(|(_, diffusers)| rest.starts_with(diffusers))?;
+            Some((0, format!("{ldm}{}", &rest[diffusers.len()..])))
         }
         _ => None,
     }

@@ -1,8 +1,8 @@
-//! The names of an autoencoder's tensors, those of the first release and diffusers', into each other.
+//! Conversion of the names of an autoencoder's tensors between LDM and diffusers.
 //!
-//! The first release counts the decoder's levels from the image, diffusers in the order they run.
+//! LDM numbers the decoder's levels from the image, diffusers in the order in which they run.
 
-/// The attention in the middle: the old name of a layer, and the new one.
+/// The layers of the mid block's attention: the LDM name, and diffusers' name.
 const ATTENTION: [(&str, &str); 5] = [
     ("norm", "group_norm"),
     ("q", "to_q"),
@@ -11,8 +11,8 @@ const ATTENTION: [(&str, &str); 5] = [
     ("proj_out", "to_out.0"),
 ];
 
-/// diffusers' name of a tensor, in a model with so many levels.
-pub(super) fn new_name(name: &str, levels: usize) -> Option<String> {
+/// diffusers' name of a tensor with this LDM name, in a model with this number of levels.
+pub(super) fn to_diffusers(name: &str, levels: usize) -> Option<String> {
     let parts: Vec<&str> = name.split('.').collect();
     let (half, rest) = (*parts.first()?, parts.get(1..)?);
     if matches!(half, "quant_conv" | "post_quant_conv") {
@@ -22,17 +22,17 @@ pub(super) fn new_name(name: &str, levels: usize) -> Option<String> {
         return None;
     }
     let tail = |from: usize| rest.get(from..).map(|rest| rest.join(".")).unwrap_or_default();
-    let place = match rest {
+    let inner = match rest {
         ["conv_in" | "conv_out", ..] => tail(0),
         ["norm_out", ..] => format!("conv_norm_out.{}", tail(1)),
         ["mid", "block_1", ..] => format!("mid_block.resnets.0.{}", tail(2)),
         ["mid", "block_2", ..] => format!("mid_block.resnets.1.{}", tail(2)),
         ["mid", "attn_1", layer, ..] => {
-            let (_, layer) = ATTENTION.iter().find(|(old, _)| old == layer)?;
+            let (_, layer) = ATTENTION.iter().find(|(ldm, _)| ldm == layer)?;
             format!("mid_block.attentions.0.{layer}.{}", tail(3))
         }
         [side @ ("down" | "up"), level, kind, ..] => {
-            let level = other_level(side, level, levels)?;
+            let level = convert_level(side, level, levels)?;
             match *kind {
                 "block" => format!(
                     "{side}_blocks.{level}.resnets.{}",
@@ -44,11 +44,11 @@ pub(super) fn new_name(name: &str, levels: usize) -> Option<String> {
         }
         _ => return None,
     };
-    Some(format!("{half}.{place}"))
+    Some(format!("{half}.{inner}"))
 }
 
-/// The first release's name of a tensor, in a model with so many levels.
-pub(super) fn old_name(name: &str, levels: usize) -> Option<String> {
+/// The LDM name of a tensor with this diffusers name, in a model with this number of levels.
+pub(super) fn to_ldm(name: &str, levels: usize) -> Option<String> {
     let parts: Vec<&str> = name.split('.').collect();
     let (half, rest) = (*parts.first()?, parts.get(1..)?);
     if matches!(half, "quant_conv" | "post_quant_conv") {
@@ -58,19 +58,19 @@ pub(super) fn old_name(name: &str, levels: usize) -> Option<String> {
         return None;
     }
     let tail = |from: usize| rest.get(from..).map(|rest| rest.join(".")).unwrap_or_default();
-    let place = match rest {
+    let inner = match rest {
         ["conv_in" | "conv_out", ..] => tail(0),
         ["conv_norm_out", ..] => format!("norm_out.{}", tail(1)),
         ["mid_block", "resnets", "0", ..] => format!("mid.block_1.{}", tail(3)),
         ["mid_block", "resnets", "1", ..] => format!("mid.block_2.{}", tail(3)),
         ["mid_block", "attentions", "0", ..] => {
             let layer = tail(3);
-            let (old, new) = ATTENTION.iter().find(|(_, new)| layer.starts_with(new))?;
-            format!("mid.attn_1.{old}{}", &layer[new.len()..])
+            let (ldm, diffusers) = ATTENTION.iter().find(|(_, diffusers)| layer.starts_with(diffusers))?;
+            format!("mid.attn_1.{ldm}{}", &layer[diffusers.len()..])
         }
         [side @ ("down_blocks" | "up_blocks"), level, kind, ..] => {
             let side = side.trim_end_matches("_blocks");
-            let level = other_level(side, level, levels)?;
+            let level = convert_level(side, level, levels)?;
             match *kind {
                 "resnets" => format!(
                     "{side}.{level}.block.{}",
@@ -84,11 +84,11 @@ pub(super) fn old_name(name: &str, levels: usize) -> Option<String> {
         }
         _ => return None,
     };
-    Some(format!("{half}.{place}"))
+    Some(format!("{half}.{inner}"))
 }
 
-/// The same level as the other one counts it.
-fn other_level(side: &str, level: &str, levels: usize) -> Option<usize> {
+/// Converts the number of a level between both conventions.
+fn convert_level(side: &str, level: &str, levels: usize) -> Option<usize> {
     let level: usize = level.parse().ok()?;
     match side {
         "up" => levels.checked_sub(level + 1),

@@ -1,0 +1,352 @@
+//! Counts the parameters of a model's components from the headers of its files. Weights are not read.
+
+use super::headers::{Storage, Tensor, tensors};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::Path;
+
+/// Number of parameters of each component of a model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ParameterCounts {
+    /// The U-Net or transformer.
+    pub denoiser: u64,
+    /// All text encoders.
+    pub text: u64,
+    /// The VAE.
+    pub vae: u64,
+    /// The denoiser's parameters that its files store in a compact format.
+    #[serde(default)]
+    pub denoiser_stored: CompactWeights,
+    /// The text encoders' parameters that their files store in a compact format.
+    #[serde(default)]
+    pub text_stored: CompactWeights,
+    /// The VAE's parameters that its files store in a compact format.
+    #[serde(default)]
+    pub vae_stored: CompactWeights,
+}
+
+/// Parameters that files store with fewer bits than the compute dtype, and that keep these bits in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct CompactWeights {
+    /// Parameters of quantised weights, which stay in memory under every profile.
+    pub quantised: u64,
+    /// Size of the quantised weights in bytes, with their scales.
+    pub bytes: u64,
+    /// Parameters of a GGUF file's 16-bit weights. A CPU keeps them in 16 bits, or streams them like other weights.
+    pub halves: u64,
+}
+
+/// Parameter counts of a component.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Count {
+    total: u64,
+    stored: CompactWeights,
+}
+
+impl ParameterCounts {
+    /// Counts the parameters of a diffusers folder or a single safetensors or GGUF file. `None` when the path is neither, or
+    /// has no denoiser.
+    #[must_use]
+    pub fn read(path: &Path) -> Option<Self> {
+        let [denoiser, text, vae] = if path.is_dir() {
+            let component = |names: &[&str]| {
+                let counts = names.iter().map(|name| parameters_below(&path.join(name)));
+                counts.fold(Count::default(), Count::add)
+            };
+            [
+                component(&["unet", "transformer"]),
+                component(&["text_encoder", "text_encoder_2", "text_encoder_3"]),
+                component(&["vae"]),
+            ]
+        } else {
+            Self::of_file(path).ok()?
+        };
+        let counted = Self {
+            denoiser: denoiser.total,
+            text: text.total,
+            vae: vae.total,
+            denoiser_stored: denoiser.stored,
+            text_stored: text.stored,
+            vae_stored: vae.stored,
+        };
+        (counted.denoiser > 0).then_some(counted)
+    }
+
+    fn of_file(path: &Path) -> io::Result<[Count; 3]> {
+        let mut parts: [BTreeMap<String, Tensor>; 3] = Default::default();
+        for (name, tensor) in tensors(path)? {
+            // Prefixes of the original Stable Diffusion checkpoints. Other tensors belong to the denoiser.
+            let part = if name.starts_with("first_stage_model.") || name.starts_with("vae.") {
+                2
+            } else if ["cond_stage_model.", "conditioner.", "text_encoders."]
+                .iter()
+                .any(|prefix| name.starts_with(prefix))
+            {
+                1
+            } else {
+                0
+            };
+            parts[part].insert(name, tensor);
+        }
+        Ok(parts.map(|tensors| Count::of(&tensors)))
+    }
+}
+
+impl Count {
+    fn add(self, other: Self) -> Self {
+        let (one, two) = (self.stored, other.stored);
+        Self {
+            total: self.total.saturating_add(other.total),
+            stored: CompactWeights {
+                quantised: one.quantised.saturating_add(two.quantised),
+                bytes: one.bytes.saturating_add(two.bytes),
+                halves: one.halves.saturating_add(two.halves),
+            },
+        }
+    }
+
+    fn of(tensors: &BTreeMap<String, Tensor>) -> Self {
+        let each = tensors
+            .iter()
+            .map(|(name, tensor)| Self::of_tensor(name, tensor, tensors));
+        each.fold(Self::default(), Self::add)
+    }
+
+    /// Counts one tensor. Names of sibling tensors show how it is quantised (see `engine/src/weights/quantized.rs`).
+    fn of_tensor(name: &str, tensor: &Tensor, all: &BTreeMap<String, Tensor>) -> Self {
+        if is_quantization_metadata(name) {
+            return Self::default();
+        }
+        let count = tensor.count();
+        let plain = Self {
+            total: count,
+            stored: CompactWeights::default(),
+        };
+        // Embedding tables and one-dimensional tensors are dequantised when they are loaded.
+        let table = ["token_embedding", "position_embedding"]
+            .iter()
+            .any(|table| name.contains(table));
+        let sibling = |ending: &str| all.get(&format!("{}{ending}", name.strip_suffix("weight")?));
+        let outputs = tensor.shape.first().copied().unwrap_or(1);
+        let quantised = |parameters: u64, bytes: u64, scales: u64| Self {
+            total: parameters,
+            stored: CompactWeights {
+                quantised: parameters,
+                bytes: bytes.saturating_add(scales.saturating_mul(4)),
+                halves: 0,
+            },
+        };
+        let flat = tensor.shape.len() < 2;
+        match tensor.storage {
+            Storage::Half if !table && !flat => Self {
+                total: count,
+                stored: CompactWeights {
+                    halves: count,
+                    ..CompactWeights::default()
+                },
+            },
+            Storage::Blocks(block, bytes) if !table && !flat => {
+                quantised(count, (count / block).saturating_mul(bytes), 0)
+            }
+            Storage::Float8 if !table && !flat => {
+                let scale = sibling("scale_weight").or_else(|| sibling("weight_scale"));
+                quantised(count, count, scale.map_or(outputs, |scale| scale.count().max(outputs)))
+            }
+            Storage::Signed => match sibling("SCB") {
+                Some(_) => quantised(count, count, outputs),
+                None => plain,
+            },
+            // Two weights per byte; the scales of the blocks are dequantised.
+            Storage::Bytes => match sibling("weight.absmax") {
+                Some(scales) => quantised(count.saturating_mul(2), count, scales.count()),
+                None => plain,
+            },
+            _ => plain,
+        }
+    }
+}
+
+/// Whether a tensor holds the scales or other metadata of a quantised weight, which are counted with that weight.
+fn is_quantization_metadata(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    let names = [
+        "absmax",
+        "quant_map",
+        "nested_absmax",
+        "nested_quant_map",
+        "SCB",
+        "weight_format",
+        "scale_weight",
+        "weight_scale",
+        "scale_input",
+        "input_scale",
+        "scaled_fp8",
+        "comfy_quant",
+    ];
+    name.contains(".quant_state.") || names.contains(&last)
+}
+
+/// Counts the parameters in a component's folder: the sum of its shards, or the largest file, because the others are the same
+/// weights in another dtype. GGUF files count only if there are no others.
+fn parameters_below(folder: &Path) -> Count {
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Count::default();
+    };
+    let mut shards = BTreeMap::new();
+    let (mut largest, mut gguf) = (Count::default(), Count::default());
+    // At equal parameter counts, the one that takes more memory.
+    let larger = |one: Count, two: Count| {
+        let size = |count: &Count| (count.total, u64::MAX - count.stored.quantised);
+        if size(&one) >= size(&two) { one } else { two }
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_gguf = name.ends_with(".gguf");
+        if !is_gguf && !name.ends_with(".safetensors") {
+            continue;
+        }
+        let Ok(tensors) = tensors(&entry.path()) else {
+            continue;
+        };
+        if is_gguf {
+            gguf = larger(gguf, Count::of(&tensors));
+        } else if name.contains("-of-") {
+            shards.extend(tensors);
+        } else {
+            largest = larger(largest, Count::of(&tensors));
+        }
+    }
+    let found = larger(largest, Count::of(&shards));
+    if found.total > 0 { found } else { gguf }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(path: &Path, header: &str) {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+
+    #[test]
+    fn folders_and_single_files_are_counted_from_their_headers() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        write(&at("m/unet/a-00001-of-00002.safetensors"), r#"{"w":{"shape":[10,10]}}"#);
+        write(&at("m/unet/a-00002-of-00002.safetensors"), r#"{"v":{"shape":[5]}}"#);
+        write(&at("m/text_encoder/model.safetensors"), r#"{"w":{"shape":[7]}}"#);
+        write(&at("m/vae/d.safetensors"), r#"{"w":{"shape":[3]}}"#);
+        write(&at("m/vae/d.fp16.safetensors"), r#"{"w":{"shape":[3]}}"#);
+        let whole = ParameterCounts {
+            denoiser: 105,
+            text: 7,
+            vae: 3,
+            ..ParameterCounts::default()
+        };
+        assert_eq!(ParameterCounts::read(&at("m")), Some(whole));
+        let single = r#"{"__metadata__":{"a":"b"},"model.diffusion_model.w":{"shape":[2,2]},"first_stage_model.w":{"shape":[6]},"cond_stage_model.w":{"shape":[]}}"#;
+        write(&at("one.safetensors"), single);
+        let counted = ParameterCounts {
+            denoiser: 4,
+            text: 1,
+            vae: 6,
+            ..ParameterCounts::default()
+        };
+        assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
+    }
+
+    #[test]
+    fn files_that_are_no_model_give_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("x.safetensors");
+        for bytes in [
+            &b""[..],
+            b"\xff\xff\xff\xff\xff\xff\xff\xff",
+            b"\x02\0\0\0\0\0\0\0[]",
+            b"\x05\0\0\0\0\0\0\0{",
+        ] {
+            std::fs::write(&file, bytes).unwrap();
+            assert_eq!(ParameterCounts::read(&file), None, "{bytes:?}");
+        }
+        assert_eq!(ParameterCounts::read(&folder.path().join("nothing")), None);
+        assert_eq!(ParameterCounts::read(folder.path()), None);
+    }
+
+    #[test]
+    fn quantised_weights_are_counted_with_their_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let entry = |name: &str, dtype: &str, shape: &str| format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape}}}"#);
+        let header = |entries: &[String]| format!("{{{}}}", entries.join(","));
+        let float8 = header(&[
+            entry("model.diffusion_model.a.weight", "F8_E4M3", "[10,64]"),
+            entry("model.diffusion_model.a.scale_weight", "F32", "[10,2,1]"),
+            entry("model.diffusion_model.a.bias", "F16", "[10]"),
+            entry("cond_stage_model.token_embedding.weight", "F8_E4M3", "[9,64]"),
+            entry("first_stage_model.b.weight", "F8_E5M2", "[4,4,3,3]"),
+            entry("scaled_fp8", "F8_E4M3", "[2]"),
+        ]);
+        write(&at("one.safetensors"), &float8);
+        let stored = |quantised, bytes| CompactWeights {
+            quantised,
+            bytes,
+            halves: 0,
+        };
+        let counted = ParameterCounts {
+            denoiser: 650,
+            text: 576,
+            vae: 144,
+            denoiser_stored: stored(640, 640 + 80),
+            text_stored: CompactWeights::default(),
+            vae_stored: stored(144, 144 + 16),
+        };
+        assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
+        // A weight and its scales may be in different shards.
+        let first = header(&[
+            entry("a.weight", "U8", "[320,1]"),
+            entry("a.weight.quant_map", "F32", "[16]"),
+            entry("b.weight", "I8", "[10,20]"),
+            entry("c.weight", "F32", "[10,20]"),
+        ]);
+        let second = header(&[
+            entry("a.weight.absmax", "U8", "[10]"),
+            entry("a.weight.nested_absmax", "F32", "[1]"),
+            entry("a.weight.quant_state.bitsandbytes__nf4", "U8", "[99]"),
+            entry("b.SCB", "F32", "[10]"),
+        ]);
+        write(&at("m/unet/x-00001-of-00002.safetensors"), &first);
+        write(&at("m/unet/x-00002-of-00002.safetensors"), &second);
+        let folder = ParameterCounts::read(&at("m")).unwrap();
+        assert_eq!(
+            (folder.denoiser, folder.denoiser_stored),
+            (640 + 200 + 200, stored(840, 320 + 40 + 200 + 40))
+        );
+    }
+
+    /// The fixtures are written by the `gguf` library (`tests/reference/make_prequantised.py`).
+    #[test]
+    fn gguf_files_are_counted() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/prequantised");
+        let whole = ParameterCounts::read(&fixtures.join("checkpoint.gguf")).unwrap();
+        let float8 = ParameterCounts::read(&fixtures.join("checkpoint_float8.safetensors")).unwrap();
+        assert_eq!(
+            [whole.denoiser, whole.text, whole.vae],
+            [float8.denoiser, float8.text, float8.vae]
+        );
+        let CompactWeights {
+            quantised,
+            bytes,
+            halves,
+        } = whole.denoiser_stored;
+        assert!(quantised > 0 && halves > quantised && quantised + halves < whole.denoiser);
+        assert!((0.3..0.9).contains(&(bytes as f64 / quantised as f64)));
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("unet")).unwrap();
+        std::fs::copy(fixtures.join("unet_comfy.gguf"), folder.path().join("unet/a.gguf")).unwrap();
+        assert_eq!(ParameterCounts::read(folder.path()).unwrap().denoiser, whole.denoiser);
+    }
+}

@@ -1,0 +1,52 @@
+//! Options of an object store.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Timeouts, retry limits and settings of a store.
+#[derive(Clone)]
+pub struct Options {
+    /// The timeout of requests without a body, and of stalled downloads; they are retried. Default 30 s.
+    pub quick_timeout: Duration,
+    /// The timeout of a whole part of a body. Smaller bodies have a proportional timeout of at least
+    /// [`Self::quick_timeout`]. Default 180 s: with the other defaults, 1.5 Mbit/s are sufficient.
+    pub transfer_timeout: Duration,
+    /// The total time for a request and its retries. Default 300 s.
+    pub budget: Duration,
+    /// The pause before the first retry, which doubles with each retry. Default 200 ms.
+    pub first_wait: Duration,
+    /// The longest pause. Default 10 s.
+    pub longest_wait: Duration,
+    /// The part size of transfers; S3 requires at least 5 MiB. Default 8 MiB.
+    pub part_bytes: usize,
+    /// Number of concurrent part transfers over all calls. Each part is held in memory. Default 4.
+    pub in_flight: usize,
+    /// Settings that take precedence over the environment, with `object_store`'s names: `aws_endpoint`, `aws_access_key_id`, ….
+    pub settings: BTreeMap<String, String>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            quick_timeout: Duration::from_secs(30),
+            transfer_timeout: Duration::from_secs(180),
+            budget: Duration::from_secs(300),
+            first_wait: Duration::from_millis(200),
+            longest_wait: Duration::from_secs(10),
+            part_bytes: 8 << 20,
+            in_flight: 4,
+            settings: BTreeMap::new(),
+        }
+    }
+}
+
+impl std::fmt::Debug for Options {
+    /// Shows only the names of settings, because their values may be secret.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let settings: Vec<_> = self.settings.keys().collect();
+        f.debug_struct("Options")
+            .field("budget", &self.budget)
+            .field("settings", &settings)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,99 @@
+//! A running coordinator and its shutdown.
+
+use super::error::RunError;
+use super::local_resources::LocalResources;
+use crate::error_chain::error_chain;
+use crate::store::{Store, StoreError};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+/// How long open calls may take to end at a shutdown; then they are cancelled.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A running coordinator. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
+#[derive(Debug)]
+pub struct Running {
+    /// Address of its listener.
+    pub addr: SocketAddr,
+    /// The administrator's token.
+    pub token: String,
+    /// File with the token, unless it was given in the config.
+    pub token_file: Option<PathBuf>,
+    /// Address of metrics and health.
+    pub metrics: Option<SocketAddr>,
+    /// Whether its listener uses TLS.
+    pub tls: bool,
+    pub(super) stop: watch::Sender<bool>,
+    pub(super) server: JoinHandle<Result<(), tonic::transport::Error>>,
+    pub(super) runner: JoinHandle<Result<(), StoreError>>,
+    pub(super) collecting: JoinHandle<()>,
+    pub(super) auditing: JoinHandle<()>,
+    /// Renews the listener's own certificate.
+    pub(super) renewing: Option<JoinHandle<()>>,
+    pub(super) leading: JoinHandle<StoreError>,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) _local: LocalResources,
+}
+
+impl Running {
+    /// Returns the URL for clients on this machine.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("{}://{}", if self.tls { "https" } else { "http" }, self.addr)
+    }
+
+    /// Waits until the coordinator fails permanently.
+    pub async fn failed(&mut self) -> RunError {
+        tokio::select! {
+            result = &mut self.runner => match result {
+                Ok(Err(error)) => RunError::Store(error),
+                Ok(Ok(())) => RunError::Serve("the queue ended".into()),
+                Err(error) => RunError::Serve(error.to_string()),
+            },
+            result = &mut self.leading => match result {
+                Ok(error) => RunError::Store(error),
+                Err(error) => RunError::Serve(error.to_string()),
+            },
+            result = &mut self.server => RunError::Serve(match result {
+                Ok(Ok(())) => "it ended".into(),
+                Ok(Err(error)) => error_chain(&error),
+                Err(error) => error.to_string(),
+            }),
+        }
+    }
+
+    /// Ends sessions and streams, waits a few seconds for open calls, then closes the database. Acknowledged changes
+    /// are already stored.
+    pub async fn shutdown(mut self) {
+        let _ = self.stop.send(true);
+        // Stopping a collection at any point is safe: it only deleted unneeded blobs.
+        self.collecting.abort();
+        if let Some(renewing) = &self.renewing {
+            renewing.abort();
+        }
+        if !finished_in_time(&mut self.server).await {
+            tracing::warn!("some calls did not end in time; cancelling them");
+            self.server.abort();
+            finished_in_time(&mut self.server).await;
+        }
+        // All handles to the scheduler are dropped soon. A hanging task is aborted: its callers got no answer.
+        if !finished_in_time(&mut self.runner).await {
+            self.runner.abort();
+            finished_in_time(&mut self.runner).await;
+        }
+        self.leading.abort();
+        // Recent refusals are still written to the audit log.
+        finished_in_time(&mut self.auditing).await;
+        self.store.close().await;
+    }
+}
+
+/// Waits for the end of a task, up to [`SHUTDOWN_TIMEOUT`]. Returns whether it ended. A task that has already finished
+/// must not be polled again, because its result may have been taken.
+async fn finished_in_time<T>(task: &mut JoinHandle<T>) -> bool {
+    task.is_finished() || tokio::time::timeout(SHUTDOWN_TIMEOUT, task).await.is_ok()
+}

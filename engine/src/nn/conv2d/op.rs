@@ -1,0 +1,143 @@
+//! The convolution on the CPU as an operation with gradients.
+
+use super::geometry::{Geometry, Padding};
+use crate::autograd::{Input, Operation};
+use crate::nn::{Weight, cpu};
+use candle_core::{Device, Shape, Tensor};
+
+type ForwardResult = candle_core::Result<(Vec<f32>, Shape)>;
+
+/// A convolution: an operation of three tensors if the bias is trained, else of two.
+pub(super) struct ConvOp {
+    pub(super) stride: usize,
+    pub(super) padding: Padding,
+    pub(super) bias: Option<Tensor>,
+}
+
+impl ConvOp {
+    pub(super) fn run(
+        &self,
+        (x, x_shape): (&[f32], &Shape),
+        (weight, weight_shape): (&[f32], &Shape),
+        bias: Option<&[f32]>,
+    ) -> ForwardResult {
+        let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?;
+        if bias.is_some_and(|bias| bias.len() != g.outputs) {
+            candle_core::bail!(
+                "conv2d: the bias has {} elements, expected {}",
+                bias.map_or(0, <[f32]>::len),
+                g.outputs
+            );
+        }
+        Ok((
+            g.forward(x, weight, bias)?,
+            (g.batch, g.outputs, g.out_h, g.out_w).into(),
+        ))
+    }
+
+    /// Computes the gradient of x.
+    pub(super) fn backward_input(&self, x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        let g = Geometry::new(x, weight.shape(), self.stride, self.padding)?;
+        let dx = cpu::with_slice(weight, |w| cpu::with_slice(gradient, |dy| g.backward_input(w, dy)))???;
+        Tensor::from_vec(dx, x, &Device::Cpu)
+    }
+
+    /// Computes the gradients of x and weight.
+    pub(super) fn gradients(
+        &self,
+        x: &Input,
+        weight: &Input,
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 2]> {
+        let dx = if x.requires_grad() {
+            Some(self.backward_input(x.shape(), weight.tensor()?, gradient)?)
+        } else {
+            None
+        };
+        if !weight.requires_grad() {
+            return Ok([dx, None]);
+        }
+        let g = Geometry::new(x.shape(), weight.shape(), self.stride, self.padding)?;
+        let dw = x.with(|x| cpu::with_slice(gradient, |dy| g.backward_weight(x, dy)))??;
+        Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])
+    }
+}
+
+impl Operation<2> for ConvOp {
+    const NAME: &'static str = "conv2d";
+
+    fn saved_inputs(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+        [weight, x]
+    }
+
+    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> ForwardResult {
+        let (x, weight) = ((x, x_shape), (weight, weight_shape));
+        match &self.bias {
+            Some(bias) => cpu::with_slice(bias, |bias| self.run(x, weight, Some(bias)))?,
+            None => self.run(x, weight, None),
+        }
+    }
+
+    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        self.gradients(x, weight, gradient)
+    }
+}
+
+/// A convolution whose weight gets no gradient, and is dequantised or read at each use.
+pub(super) struct FrozenConv {
+    pub(super) op: ConvOp,
+    pub(super) weight: Weight,
+}
+
+impl Operation<1> for FrozenConv {
+    const NAME: &'static str = "conv2d-frozen";
+
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
+        [false]
+    }
+
+    fn forward(&self, [x]: [&[f32]; 1], [x_shape]: [&Shape; 1]) -> ForwardResult {
+        let weight = self.weight.dense()?;
+        let shape = Shape::from(self.weight.dims());
+        cpu::with_slice(&weight, |weight| {
+            Operation::<2>::forward(&self.op, [x, weight], [x_shape, &shape])
+        })?
+    }
+
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let dx = self.op.backward_input(x.shape(), &self.weight.dense()?, gradient)?;
+        Ok([Some(dx)])
+    }
+}
+
+impl Operation<3> for ConvOp {
+    const NAME: &'static str = "conv2d-bias";
+
+    fn saved_inputs(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+        [weight, x, false]
+    }
+
+    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> ForwardResult {
+        self.run((x, x_shape), (weight, weight_shape), Some(bias))
+    }
+
+    fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [dx, dw] = self.gradients(x, weight, gradient)?;
+        let outputs = bias.shape().elem_count();
+        let pixels = gradient.dim(2)? * gradient.dim(3)?;
+        let mut db = vec![0f64; outputs];
+        cpu::with_slice(gradient, |dy| {
+            for (at, plane) in dy.chunks(pixels.max(1)).enumerate() {
+                // Eight partial sums: fast, and always in the same order.
+                let mut parts = [0f32; 8];
+                let (blocks, rest) = plane.as_chunks::<8>();
+                blocks
+                    .iter()
+                    .for_each(|block| parts.iter_mut().zip(block).for_each(|(sum, v)| *sum += v));
+                db[at % outputs] += parts.iter().chain(rest).map(|v| f64::from(*v)).sum::<f64>();
+            }
+        })?;
+        let db: Vec<f32> = db.into_iter().map(|v| v as f32).collect();
+        Ok([dx, dw, Some(Tensor::from_vec(db, outputs, &Device::Cpu)?)])
+    }
+}

@@ -1,0 +1,115 @@
+//! The matrix products of linear layers on the CPU.
+
+use crate::nn::cpu::{self, InitialValue, Product, Sizes};
+use crate::nn::transpose::transpose_slice;
+use candle_core::{Device, Shape, Tensor};
+use rayon::prelude::*;
+
+/// The number of rows of x [.., width].
+pub(super) fn rows_of(x: &Shape) -> usize {
+    x.elem_count() / x.dims().last().copied().unwrap_or(1).max(1)
+}
+
+/// An output [rows, outputs] with the bias in every row, and the factor `beta` for a product that is added to it.
+fn output_with_bias(bias: Option<&[f32]>, rows: usize, outputs: usize) -> candle_core::Result<(Vec<f32>, f32)> {
+    let mut y = vec![0f32; rows * outputs];
+    let Some(bias) = bias.filter(|_| outputs > 0) else {
+        return Ok((y, 0.0));
+    };
+    if bias.len() != outputs {
+        candle_core::bail!("linear: the bias has {} elements, expected {outputs}", bias.len());
+    }
+    y.par_chunks_mut(outputs)
+        .with_min_len(64)
+        .for_each(|row| row.copy_from_slice(bias));
+    Ok((y, 1.0))
+}
+
+/// x W^T + b: x [.., in], weight [out, in] -> [.., out].
+pub(super) fn multiply(
+    x: &[f32],
+    shape: &Shape,
+    weight: &[f32],
+    outputs: usize,
+    bias: Option<&[f32]>,
+) -> ForwardResult {
+    let (rows, mut dims) = (rows_of(shape), shape.dims().to_vec());
+    let Some(width) = dims.last_mut() else {
+        candle_core::bail!("linear: the input is a scalar");
+    };
+    let inputs = std::mem::replace(width, outputs);
+    if rows <= FEW_ROWS {
+        return Ok((
+            multiply_few_rows(x, weight, bias, [rows, inputs, outputs])?,
+            dims.into(),
+        ));
+    }
+    let (mut y, beta) = output_with_bias(bias, rows, outputs)?;
+    let out = cpu::MatMut::new(&mut y, rows, outputs);
+    let (x, weight) = (cpu::Mat::new(x, rows, inputs), cpu::Mat::new(weight, outputs, inputs));
+    cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
+    Ok((y, dims.into()))
+}
+
+/// Up to this number of rows, packing the weight takes longer than multiplying with it.
+const FEW_ROWS: usize = 160;
+
+/// [`multiply`] for few rows. It computes the transposed result, so that each element of the weight is read once, in
+/// place.
+fn multiply_few_rows(
+    x: &[f32],
+    weight: &[f32],
+    bias: Option<&[f32]>,
+    [rows, inputs, outputs]: [usize; 3],
+) -> candle_core::Result<Vec<f32>> {
+    if weight.len() != inputs * outputs || bias.is_some_and(|bias| bias.len() != outputs) {
+        candle_core::bail!("linear: weight and bias do not match {inputs} inputs and {outputs} outputs");
+    }
+    let mut transposed = vec![0f32; outputs * rows];
+    let product = Product {
+        sizes: Sizes {
+            rows: outputs,
+            cols: rows,
+            depth: inputs,
+        },
+        a: &cpu::Mat::new(weight, outputs, inputs),
+        b: &cpu::Mat::new(x, rows, inputs).t(),
+        initial: bias.map_or(InitialValue::Zero, InitialValue::PerRow),
+    };
+    product.write(&mut transposed, rows, cpu::threads());
+    Ok(transpose_slice(&transposed, [1, outputs, rows]))
+}
+
+/// Runs `f` on the elements of the bias.
+pub(super) fn with_bias<R>(
+    bias: Option<&Tensor>,
+    f: impl FnOnce(Option<&[f32]>) -> candle_core::Result<R>,
+) -> candle_core::Result<R> {
+    match bias {
+        Some(bias) => cpu::with_slice(bias, |bias| f(Some(bias)))?,
+        None => f(None),
+    }
+}
+
+pub(super) type ForwardResult = candle_core::Result<(Vec<f32>, Shape)>;
+
+/// Computes the gradient of x: dy W.
+pub(super) fn backward_input(x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+    let (outputs, inputs) = weight.dims2()?;
+    let rows = rows_of(x);
+    let mut dx = vec![0f32; rows * inputs];
+    cpu::with_slice(weight, |weight| {
+        cpu::with_slice(gradient, |dy| {
+            let (dy, weight) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(weight, outputs, inputs));
+            cpu::gemm(
+                cpu::MatMut::new(&mut dx, rows, inputs),
+                dy,
+                weight,
+                0.0,
+                1.0,
+                cpu::threads(),
+            )
+        })
+    })???;
+    Tensor::from_vec(dx, x, &Device::Cpu)
+}

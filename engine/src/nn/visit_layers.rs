@@ -1,0 +1,32 @@
+//! How a model shows its layers to adapters.
+
+use super::{Conv2d, Linear};
+use crate::error::Result;
+
+/// A layer to which adapters can be added.
+#[derive(Debug)]
+pub enum LayerMut<'a> {
+    /// A linear layer.
+    Linear(&'a mut Linear),
+    /// A convolution.
+    Conv2d(&'a mut Conv2d),
+}
+
+/// A model whose layers can be visited by name.
+pub trait VisitLayers {
+    /// Calls `f` with every linear layer and convolution and its dotted diffusers path
+    /// (`down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q`), always in the same order.
+    ///
+    /// # Errors
+    /// The first error of `f`, which ends the visit.
+    fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()>;
+}
+
+/// Joins a path and a name with a dot; only the name if the path is empty.
+pub(crate) fn join(path: &str, name: &str) -> String {
+    if path.is_empty() {
+        name.to_owned()
+    } else {
+        format!("{path}.{name}")
+    }
+}

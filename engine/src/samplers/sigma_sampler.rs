@@ -1,0 +1,45 @@
+//! The common part of the samplers that work on noise levels (euler, euler_a, lms); each of them is an [`UpdateRule`].
+
+use super::sigmas::SigmaSchedule;
+use super::{Sampler, SamplerError, SamplerStep};
+use candle_core::Tensor;
+
+/// How a sampler steps from one noise level to the next.
+pub(super) trait UpdateRule: Send {
+    /// The sample at noise level `step.index + 1`. `derivative`: of the sample at level `step.index`, by the level.
+    fn step(
+        &mut self,
+        schedule: &SigmaSchedule,
+        derivative: Tensor,
+        step: SamplerStep<'_>,
+    ) -> Result<Tensor, SamplerError>;
+}
+
+/// An update rule with its noise levels.
+pub(super) struct SigmaSampler<R> {
+    pub(super) schedule: SigmaSchedule,
+    pub(super) rule: R,
+}
+
+impl<R: UpdateRule> Sampler for SigmaSampler<R> {
+    fn timesteps(&self) -> &[f64] {
+        &self.schedule.timesteps
+    }
+
+    fn init_noise_sigma(&self) -> f64 {
+        self.schedule.init_noise_sigma
+    }
+
+    fn scale_model_input(&self, sample: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
+        self.schedule.scale_model_input(sample, index)
+    }
+
+    fn step(&mut self, step: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
+        let derivative = self.schedule.derivative(step.index, step.output, step.sample)?;
+        self.rule.step(&self.schedule, derivative, step)
+    }
+
+    fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
+        self.schedule.add_noise(original, noise, index)
+    }
+}

@@ -1,0 +1,39 @@
+//! What the header of a weights file says, whatever its format.
+
+use super::bytes::FloatFormat;
+use candle_core::quantized::GgmlDType;
+use std::collections::BTreeMap;
+
+/// How a tensor is stored in its file.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum StorageType {
+    /// One float per element.
+    Floats(FloatFormat),
+    /// One 16-bit float per element in a GGUF file; a layer may use them without conversion.
+    GgufHalf(FloatFormat),
+    /// Quantised blocks in a GGUF file, and the name of their type.
+    GgmlBlocks(GgmlDType, &'static str),
+    /// Bytes (U8).
+    Bytes,
+    /// Signed 8-bit integers.
+    Int8,
+    /// An unsupported type, by its name in the file.
+    Unsupported(String),
+}
+
+/// The storage type, the shape and the byte range of a tensor in its file.
+#[derive(Clone, Debug)]
+pub(super) struct StoredTensor {
+    pub(super) storage: StorageType,
+    pub(super) shape: Vec<usize>,
+    pub(super) start: usize,
+    pub(super) end: usize,
+}
+
+/// The content of a file's header.
+#[derive(Default)]
+pub(super) struct FileHeader {
+    pub(super) tensors: BTreeMap<String, StoredTensor>,
+    /// The free-form metadata.
+    pub(super) metadata: BTreeMap<String, String>,
+}

@@ -1,0 +1,130 @@
+//! Downloads one file: starts or resumes it, verifies it, and gives it its final name.
+
+use super::client::{HubClient, HubError, Source};
+use super::select::RemoteFile;
+use aitk_common::fsutil::{self, FsError};
+use aitk_common::hash::ContentHash;
+use reqwest::StatusCode;
+use reqwest::header::{CONTENT_RANGE, RANGE};
+use std::fs::File;
+use std::path::Path;
+use tokio::io::AsyncWriteExt;
+
+/// Fetches the missing part of `file`; when it is complete, verifies it and renames it.
+pub(super) async fn download(
+    hub: &HubClient,
+    source: &Source<'_>,
+    url: &str,
+    file: &RemoteFile,
+    path: &Path,
+) -> Result<(), HubError> {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    let part = Path::new(&part);
+    let received = std::fs::metadata(part).map_or(0, |data| data.len());
+    if received > file.bytes {
+        fsutil::remove(part)?;
+        return Box::pin(download(hub, source, url, file, path)).await;
+    }
+    if received < file.bytes || file.bytes == 0 {
+        receive(hub, source, url, file, part, received).await?;
+    }
+    let (check, expected) = (part.to_owned(), file.clone());
+    let checked = tokio::task::spawn_blocking(move || verify(&check, &expected)).await;
+    let problem = match checked {
+        Ok(Ok(problem)) => problem,
+        Ok(Err(error)) => return Err(error.into()),
+        Err(error) => Some(error.to_string()),
+    };
+    if let Some(problem) = problem {
+        fsutil::remove(part)?;
+        return Err(HubError::Damaged {
+            file: file.name.clone(),
+            problem,
+        });
+    }
+    std::fs::rename(part, path).map_err(|error| FsError::new("publish", path, error))?;
+    Ok(fsutil::sync_dir(fsutil::folder_of(path))?)
+}
+
+async fn receive(
+    hub: &HubClient,
+    source: &Source<'_>,
+    url: &str,
+    file: &RemoteFile,
+    part: &Path,
+    received: u64,
+) -> Result<(), HubError> {
+    let mut request = hub.get(url, source.token)?;
+    if received > 0 {
+        request = request.header(RANGE, format!("bytes={received}-"));
+    }
+    let mut response = request
+        .send()
+        .await
+        .map_err(|error| hub.connection_error(&file.name, &error))?;
+    let is_partial = response.status() == StatusCode::PARTIAL_CONTENT
+        && response
+            .headers()
+            .get(CONTENT_RANGE)
+            .and_then(|range| range.to_str().ok())
+            .is_some_and(|range| {
+                range
+                    .strip_prefix("bytes ")
+                    .and_then(|range| range.split_once('-'))
+                    .map(|(from, _)| from.parse())
+                    == Some(Ok(received))
+            });
+    if !is_partial && response.status() != StatusCode::OK {
+        return Err(hub.status_error(source.repo, &file.name, response.status()));
+    }
+    let failed = |error| FsError::new("write", part, error);
+    let mut options = tokio::fs::OpenOptions::new();
+    options
+        .create(true)
+        .write(true)
+        .append(is_partial)
+        .truncate(!is_partial);
+    let mut out = options.open(part).await.map_err(failed)?;
+    let mut length = if is_partial { received } else { 0 };
+    while let Some(bytes) = response
+        .chunk()
+        .await
+        .map_err(|error| hub.connection_error(&file.name, &error))?
+    {
+        length += bytes.len() as u64;
+        if length > file.bytes {
+            // More bytes than announced: this is another file.
+            drop(out);
+            fsutil::remove(part)?;
+            let problem = format!("more than the announced {} bytes", file.bytes);
+            return Err(HubError::Damaged {
+                file: file.name.clone(),
+                problem,
+            });
+        }
+        out.write_all(&bytes).await.map_err(failed)?;
+    }
+    out.sync_all().await.map_err(failed)?;
+    if length < file.bytes {
+        let problem = format!("the connection broke after {length} of {} bytes", file.bytes);
+        return Err(HubError::Unavailable {
+            what: file.name.clone(),
+            problem,
+        });
+    }
+    Ok(())
+}
+
+/// Returns what is wrong with the file, if anything.
+fn verify(path: &Path, expected: &RemoteFile) -> Result<Option<String>, FsError> {
+    let read = File::open(path).and_then(ContentHash::of_reader);
+    let (found, bytes) = read.map_err(|error| FsError::new("read", path, error))?;
+    if bytes != expected.bytes {
+        return Ok(Some(format!("{bytes} bytes instead of {}", expected.bytes)));
+    }
+    match expected.hash {
+        Some(hash) if hash != found => Ok(Some(format!("its SHA-256 is {found} instead of {hash}"))),
+        _ => Ok(None),
+    }
+}
