@@ -1,4 +1,4 @@
-//! Captions, prompts with flags, and the sizes that images are brought to.
+//! Captions, prompts with flags, and the sizes of buckets.
 
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
@@ -7,7 +7,7 @@ use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan_bucket, pl
 use aitk_engine::rng::TorchGenerator;
 use std::path::Path;
 
-/// The first byte chooses which of them.
+/// The first byte selects what is tested.
 pub fn run(data: &[u8]) {
     let mut input = Unstructured::new(data);
     match input.byte() % 5 {
@@ -21,14 +21,14 @@ pub fn run(data: &[u8]) {
 
 /// The caption file beside an image.
 fn file(bytes: &[u8], extension: &str) {
-    let beside = |path: &Path, default: Option<&str>| read_caption(&path.with_extension("png"), extension, default);
+    let read = |path: &Path, default: Option<&str>| read_caption(&path.with_extension("png"), extension, default);
     with_file(&format!("caption{extension}"), bytes, |path| {
-        let (bare, filled) = (beside(path, None), beside(path, Some("a default")));
-        match (bare, filled) {
-            (Err(error), Err(_)) => assert!(!error.to_string().is_empty(), "an error without a word"),
-            (Ok(bare), Ok(filled)) if bare.trim().is_empty() => assert_eq!(filled, "a default"),
-            (Ok(bare), Ok(filled)) => assert_eq!(bare, filled),
-            (bare, filled) => panic!("the default decides whether a file is read: {bare:?}, {filled:?}"),
+        let (without, with) = (read(path, None), read(path, Some("a default")));
+        match (without, with) {
+            (Err(error), Err(_)) => assert!(!error.to_string().is_empty(), "an empty error message"),
+            (Ok(without), Ok(with)) if without.trim().is_empty() => assert_eq!(with, "a default"),
+            (Ok(without), Ok(with)) => assert_eq!(without, with),
+            (without, with) => panic!("the default changes whether the file can be read: {without:?}, {with:?}"),
         }
     });
 }
@@ -62,14 +62,14 @@ fn caption(input: &mut Unstructured<'_>) {
     let caption = || build_caption(&text, &rules, &mut TorchGenerator::manual_seed(seed));
     let once = caption();
     assert_eq!(once, caption(), "the same seed gives the same caption");
-    // Each token once, each mark at most replaced by the trigger: no rule lets a caption grow without bound.
+    // Each token is used once, and each placeholder is replaced by the trigger, so the caption's length is bounded.
     let longest = rules.trigger.as_deref().unwrap_or_default().len();
     let triggers: usize = rules.random_triggers.iter().map(|word| word.len() + 2).sum();
     let bound = (text.len() + triggers + 2) * 4 + (text.len() + 1) * (longest + 2);
     assert!(once.len() <= bound + 64, "{} bytes out of {}", once.len(), text.len());
 }
 
-/// A side of an image: small, absurd, or anything.
+/// The side of an image: small, huge, or any number.
 fn side(input: &mut Unstructured<'_>) -> u32 {
     match input.byte() % 6 {
         0 => u32::from(input.byte()),
@@ -83,12 +83,12 @@ fn side(input: &mut Unstructured<'_>) -> u32 {
 fn buckets(input: &mut Unstructured<'_>) {
     let (width, height, resolution) = (side(input), side(input), side(input));
     let divisibility = [1, 2, 8, 16, 32, 64, 0, side(input)][input.below(8)];
-    inside(&plan_bucket(width, height, resolution, divisibility, input.flag()));
-    inside(&plan_square(width, height, resolution));
+    assert_crop_is_inside(&plan_bucket(width, height, resolution, divisibility, input.flag()));
+    assert_crop_is_inside(&plan_square(width, height, resolution));
 }
 
-/// The cut lies inside of the scaled image.
-fn inside(plan: &BucketPlan) {
+/// The crop lies inside the scaled image.
+fn assert_crop_is_inside(plan: &BucketPlan) {
     for (bucket, scaled, crop) in [
         (plan.bucket.0, plan.scale_to.0, plan.crop.0),
         (plan.bucket.1, plan.scale_to.1, plan.crop.1),
@@ -96,7 +96,7 @@ fn inside(plan: &BucketPlan) {
         let end = crop.checked_add(bucket);
         assert!(
             end.is_some_and(|end| end <= scaled),
-            "cut outside of the image: {plan:?}"
+            "the crop is outside of the image: {plan:?}"
         );
     }
 }

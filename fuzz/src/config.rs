@@ -1,4 +1,4 @@
-//! A job config, whatever its bytes: never a panic, and what is understood survives the way into the queue.
+//! Any bytes as a job config: parsing never panics, and a parsed job stays the same when it is serialised and read again.
 
 use super::unstructured::Unstructured;
 use aitk_common::job::{Format, JobSpec, LoadOptions, parse};
@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 
 const FORMATS: [Format; 3] = [Format::Yaml, Format::Json, Format::Jsonc];
 
-/// The first byte says how the text is written, whether it has a name of its own, and whether the others are the text
-/// or changes of one that is good.
+/// The first byte selects the format, whether the name is overridden, and whether the other bytes are the text or mutations of
+/// a valid config.
 pub fn run(data: &[u8]) {
     let mut input = Unstructured::new(data);
     let first = input.byte();
@@ -17,7 +17,7 @@ pub fn run(data: &[u8]) {
         let Ok(text) = str::from_utf8(input.rest()) else { return };
         (text.to_owned(), FORMATS[usize::from(first & 0x3f) % 3])
     } else {
-        (changed(&mut input), Format::Yaml)
+        (mutate_valid_config(&mut input), Format::Yaml)
     };
     let options = LoadOptions {
         name_override: (first & 0x40 != 0).then_some("given"),
@@ -25,22 +25,22 @@ pub fn run(data: &[u8]) {
         ..LoadOptions::default()
     };
     match parse(&text, format, Some("fuzz.yaml"), &options) {
-        Err(error) => assert!(!error.to_string().trim().is_empty(), "an error without a word"),
+        Err(error) => assert!(!error.to_string().trim().is_empty(), "an empty error message"),
         Ok(job) => {
             let _ = job.spec.unsupported().to_string();
             let _ = job.spec.inputs();
-            // As the queue keeps it.
-            let text = serde_json::to_vec(&job.spec).expect("a job is written as JSON");
-            let value: serde_json::Value = serde_json::from_slice(&text).expect("which is JSON");
+            // As the coordinator stores it.
+            let text = serde_json::to_vec(&job.spec).expect("a job can be serialised");
+            let value: serde_json::Value = serde_json::from_slice(&text).expect("a serialised job is valid JSON");
             if let Some(demand) = Demand::of_job(&value, None) {
                 assert!(demand.units().is_finite(), "{demand:?}");
             }
-            let back: JobSpec = serde_json::from_slice(&text).expect("and read back");
-            // By their texts: a NaN is not equal to itself.
-            if serde_json::to_vec(&back).expect("a job is written as JSON") != text {
+            let back: JobSpec = serde_json::from_slice(&text).expect("a serialised job can be read");
+            // Their JSON is compared, because NaN is not equal to itself.
+            if serde_json::to_vec(&back).expect("a job can be serialised") != text {
                 panic!("{:#?}\nbecame\n{back:#?}", job.spec);
             }
-            // What reading gives is what a coordinator takes.
+            // A coordinator accepts every job that parsing returns.
             if let Err(error) = JobSpec::from_value(&value) {
                 panic!("{:#?}\nis refused: {error}", job.spec);
             }
@@ -48,8 +48,8 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// Good configs, one section after another, in the few lines that are worth changing.
-const GOOD: [&str; 3] = [
+/// Short valid configs that are mutated.
+const VALID: [&str; 3] = [
     "job: extension
 config:
   name: one
@@ -109,7 +109,7 @@ config:
 ",
 ];
 
-/// What a value becomes.
+/// Replacements for values.
 const VALUES: [&str; 32] = [
     "",
     "null",
@@ -145,7 +145,7 @@ const VALUES: [&str; 32] = [
     "|-",
 ];
 
-/// Every key that there is, from the page that is made from their declarations.
+/// Every config key, from the generated documentation page.
 fn keys() -> &'static Vec<&'static str> {
     static KEYS: OnceLock<Vec<&'static str>> = OnceLock::new();
     KEYS.get_or_init(|| {
@@ -160,22 +160,22 @@ fn keys() -> &'static Vec<&'static str> {
     })
 }
 
-/// A good config with a few lines changed, doubled, left out or put in.
-fn changed(input: &mut Unstructured<'_>) -> String {
-    let mut lines: Vec<String> = input.pick(&GOOD).lines().map(str::to_owned).collect();
+/// A valid config with a few lines changed, duplicated, removed or inserted.
+fn mutate_valid_config(input: &mut Unstructured<'_>) -> String {
+    let mut lines: Vec<String> = input.pick(&VALID).lines().map(str::to_owned).collect();
     for _ in 0..8 {
         if input.is_empty() || lines.is_empty() {
             break;
         }
         let at = input.below(lines.len());
-        let deed = input.byte() % 8;
-        match deed {
+        let mutation = input.byte() % 8;
+        match mutation {
             0 => drop(lines.remove(at)),
             1 => lines.insert(at, lines[at].clone()),
             2 => lines[at].insert_str(0, input.pick(&[" ", "  ", "- ", "#", "\t"])),
             _ => {
                 let indent: String = lines[at].chars().take_while(|c| matches!(c, ' ' | '-')).collect();
-                let key = if deed < 5 {
+                let key = if mutation < 5 {
                     lines[at]
                         .split(':')
                         .next()
@@ -193,7 +193,7 @@ fn changed(input: &mut Unstructured<'_>) -> String {
                     (*input.pick(&VALUES)).to_owned()
                 };
                 let line = format!("{indent}{key}: {value}");
-                if deed < 6 {
+                if mutation < 6 {
                     lines[at] = line;
                 } else {
                     lines.insert(at + 1, line.replacen('-', " ", 1));

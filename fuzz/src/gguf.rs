@@ -1,5 +1,5 @@
-//! A GGUF file, whatever its bytes: refused with a reason, or every tensor that it names lies in it and can be had, and the
-//! planner counts the same.
+//! Any bytes as a GGUF file: either refused with an error, or every tensor in its header lies inside the file and can be read, and
+//! the planner counts the same number of elements.
 
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
@@ -7,8 +7,8 @@ use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_engine::weights::{Index, Init, Weights};
 use candle_core::{DType, Device};
 
-/// Kinds of ggml, some of which are none, and numbers and bytes of their blocks.
-const KINDS: [(u32, u64, u64); 12] = [
+/// ggml types, some of them invalid, with the elements and bytes of a block.
+const GGML_TYPES: [(u32, u64, u64); 12] = [
     (0, 1, 4),
     (1, 1, 2),
     (2, 32, 18),
@@ -23,7 +23,7 @@ const KINDS: [(u32, u64, u64); 12] = [
     (99, 1, 1),
 ];
 
-/// The first byte says whether the others are a file, what comes behind its first bytes, or what builds one.
+/// The first byte selects whether the others are a file, a file without its magic and version, or decisions that build a file.
 pub fn run(data: &[u8]) {
     let Some((&first, bytes)) = data.split_first() else {
         return;
@@ -31,7 +31,7 @@ pub fn run(data: &[u8]) {
     match first % 4 {
         0 => read(bytes),
         1 => read(&[b"GGUF\x03\0\0\0", bytes, &[0; 64]].concat()),
-        _ => read(&built(&mut Unstructured::new(bytes))),
+        _ => read(&build(&mut Unstructured::new(bytes))),
     }
 }
 
@@ -39,67 +39,74 @@ fn read(file: &[u8]) {
     with_file("weights.gguf", file, |path| {
         let counts = ParameterCounts::read(path);
         match Index::open(path) {
-            Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
+            Err(error) => assert!(!error.to_string().is_empty(), "an empty error message"),
             Ok(index) => {
                 let _ = (index.metadata(), index.quantization_kinds());
-                let counted = tensors(&index, file.len());
+                let elements = read_tensors(&index, file.len());
                 if file.starts_with(b"GGUF") {
-                    let all = |one: ParameterCounts| one.denoiser.saturating_add(one.text).saturating_add(one.vae);
-                    let found = counts.map_or(0, all);
-                    // One without a denoiser is no model.
-                    assert!(counts.is_none() || found == counted, "{found} of {counted}");
+                    let total = |counts: ParameterCounts| {
+                        counts.denoiser.saturating_add(counts.text).saturating_add(counts.vae)
+                    };
+                    let found = counts.map_or(0, total);
+                    // The planner returns nothing for a file without a denoiser.
+                    assert!(
+                        counts.is_none() || found == elements,
+                        "the planner counts {found} of {elements} elements"
+                    );
                 }
             }
         }
     });
 }
 
-/// Every tensor can be had in its shape, by itself and as the weight of a layer, unless its kind is unknown. How many numbers
-/// they have together.
-fn tensors(index: &Index, length: usize) -> u64 {
+/// Reads every tensor, by itself and as the weight of a layer, unless its type is unknown. Returns the total number of elements.
+fn read_tensors(index: &Index, length: usize) -> u64 {
     let renamed = index.renamed(|name, shape| Some((format!("{name}.weight"), shape.to_vec())));
     let plain = Weights::from_index(index.clone(), DType::F32, &Device::Cpu);
     let layers = Weights::from_index(renamed, DType::F32, &Device::Cpu);
-    let (mut all, mut readable) = (0_u64, 0);
+    let (mut total, mut readable) = (0_u64, 0);
     for (name, shape) in index.tensors() {
         let count = shape.iter().try_fold(1_usize, |count, side| count.checked_mul(*side));
-        let count = count.expect("a count of elements");
-        all = all.saturating_add(count as u64);
+        let count = count.expect("the number of elements fits into usize");
+        total = total.saturating_add(count as u64);
         match plain.get(shape, name) {
             Err(error) => assert!(error.to_string().contains("is stored as"), "{name}: {error}"),
             Ok(tensor) => {
                 readable += count;
                 assert_eq!(tensor.dims(), shape);
-                // A place without a name is the root.
+                // An empty prefix is the root.
                 if name.is_empty() {
                     continue;
                 }
                 let weight = layers
                     .pp(name)
                     .layer(shape, Init::Zeros)
-                    .expect("what can be read is a layer");
+                    .expect("a readable tensor can be a layer's weight");
                 assert_eq!(weight.dims(), shape);
-                assert_eq!(weight.dense().expect("a layer is unpacked").dims(), shape);
+                assert_eq!(weight.dense().expect("a weight can be dequantised").dims(), shape);
             }
         }
     }
-    // The smallest kind takes 84 bytes for 256.
-    assert!(readable <= length.saturating_mul(4), "tensors larger than their file");
-    all
+    // The smallest type uses 84 bytes for 256 elements.
+    assert!(
+        readable <= length.saturating_mul(4),
+        "the tensors are larger than their file"
+    );
+    total
 }
 
-/// A file whose tensors follow each other as they should, with something wrong here and there.
-fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
+/// A file whose tensors follow each other without gaps, with a few random errors.
+fn build(input: &mut Unstructured<'_>) -> Vec<u8> {
     let mut file = b"GGUF".to_vec();
     let version = if input.one_in(16) { input.byte() } else { 3 };
     file.extend(u32::from(version).to_le_bytes());
     let (tensors, pairs) = (input.below(5) as u64, input.below(4) as u64);
     for count in [tensors, pairs] {
-        let said = if input.one_in(32) { input.number() } else { count };
-        file.extend(said.to_le_bytes());
+        let written = if input.one_in(32) { input.number() } else { count };
+        file.extend(written.to_le_bytes());
     }
     for _ in 0..pairs {
-        pair(input, &mut file);
+        write_metadata(input, &mut file);
     }
     let mut offset = 0_u64;
     for index in 0..tensors {
@@ -108,8 +115,8 @@ fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
             1 => "t0".to_owned(),
             _ => format!("t{index}"),
         };
-        text(&mut file, &name);
-        let (kind, block, bytes) = KINDS[input.below(KINDS.len())];
+        write_string(&mut file, &name);
+        let (ggml_type, block, bytes) = GGML_TYPES[input.below(GGML_TYPES.len())];
         let mut sides: Vec<u64> = (0..input.below(4)).map(|_| 1 + u64::from(input.byte() % 3)).collect();
         if let Some(first) = sides.first_mut() {
             *first *= block;
@@ -119,16 +126,16 @@ fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
         }
         file.extend((sides.len() as u32).to_le_bytes());
         sides.iter().for_each(|side| file.extend(side.to_le_bytes()));
-        file.extend(kind.to_le_bytes());
-        let said = if input.one_in(32) { input.number() } else { offset };
-        file.extend(said.to_le_bytes());
+        file.extend(ggml_type.to_le_bytes());
+        let written = if input.one_in(32) { input.number() } else { offset };
+        file.extend(written.to_le_bytes());
         let count = sides.iter().fold(1, |all: u64, side| all.wrapping_mul(*side));
         offset = offset
             .wrapping_add((count / block).wrapping_mul(bytes))
             .wrapping_add(31)
             & !31;
     }
-    // Small files hold their data; no file of ours is large.
+    // The data is at most 8 KiB, so that files stay small.
     let length = usize::try_from(offset).unwrap_or(0).min(8192);
     file.resize(file.len().next_multiple_of(32) + length, input.byte());
     if input.one_in(16) {
@@ -137,24 +144,25 @@ fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
     file
 }
 
-fn text(file: &mut Vec<u8>, text: &str) {
+/// Appends a string.
+fn write_string(file: &mut Vec<u8>, text: &str) {
     file.extend((text.len() as u64).to_le_bytes());
     file.extend(text.as_bytes());
 }
 
-/// An entry of the metadata.
-fn pair(input: &mut Unstructured<'_>, file: &mut Vec<u8>) {
+/// Appends a metadata entry.
+fn write_metadata(input: &mut Unstructured<'_>, file: &mut Vec<u8>) {
     let key = input.pick(&[
         "general.alignment",
         "comfy.gguf.orig_shape.t0",
         "comfy.gguf.orig_shape.t1",
         "x",
     ]);
-    text(file, key);
+    write_string(file, key);
     match input.byte() % 6 {
         0 => {
             file.extend(8_u32.to_le_bytes());
-            text(file, "words");
+            write_string(file, "words");
         }
         1 => {
             file.extend(4_u32.to_le_bytes());
@@ -164,7 +172,7 @@ fn pair(input: &mut Unstructured<'_>, file: &mut Vec<u8>) {
         2 => {
             file.extend([9_u32, 8].map(u32::to_le_bytes).concat());
             file.extend(1_u64.to_le_bytes());
-            text(file, "word");
+            write_string(file, "word");
         }
         3 => {
             let kind = u32::from(input.byte() % 16);

@@ -1,4 +1,4 @@
-//! The texts that say what a checkpoint consists of, and jobs as the queue keeps them.
+//! Checkpoint manifests, and jobs as the coordinator stores them.
 
 use super::unstructured::Unstructured;
 use aitk_common::checkpoint::Manifest;
@@ -7,15 +7,15 @@ use aitk_common::job::JobSpec;
 use aitk_common::plan::demand::Demand;
 use std::path::Path;
 
-/// The first byte says what the others are.
+/// The first byte selects what the others are.
 pub fn run(data: &[u8]) {
     let Some((&first, bytes)) = data.split_first() else {
         return;
     };
     match first % 4 {
         0 => manifest(bytes),
-        1 => manifest(&sealed(bytes)),
-        2 => manifest(&sealed(&built(&mut Unstructured::new(bytes)))),
+        1 => manifest(&with_digest(bytes)),
+        2 => manifest(&with_digest(&build(&mut Unstructured::new(bytes)))),
         _ => job(bytes),
     }
 }
@@ -23,34 +23,34 @@ pub fn run(data: &[u8]) {
 fn manifest(bytes: &[u8]) {
     let name = Path::new("manifest.json");
     match Manifest::from_text(bytes, name) {
-        Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
+        Err(error) => assert!(!error.to_string().is_empty(), "an empty error message"),
         Ok(manifest) => {
             let _ = manifest.total_bytes();
             for file in &manifest.files {
-                inside(&file.path);
+                assert_path_is_inside(&file.path);
             }
-            let text = manifest.to_text().expect("what was read can be written");
+            let text = manifest.to_text().expect("a parsed manifest can be serialised");
             assert_eq!(
-                Manifest::from_text(text.as_bytes(), name).expect("and read back"),
+                Manifest::from_text(text.as_bytes(), name).expect("a serialised manifest can be parsed"),
                 manifest
             );
         }
     }
 }
 
-/// A name that was accepted stays below its folder, whatever system reads it.
-fn inside(path: &str) {
+/// An accepted path stays below its folder on every operating system.
+fn assert_path_is_inside(path: &str) {
     let bad = |part: &str| part.is_empty() || part == "." || part == "..";
     assert!(!path.split(['/', '\\']).any(bad), "{path:?} leaves its folder");
 }
 
-/// With the right digest behind it: no fuzzer would ever guess one.
-fn sealed(open: &[u8]) -> Vec<u8> {
-    let digest = ContentHash::of(&[open, b"}"].concat());
-    [open, format!(",\"digest\":\"{digest}\"}}\n").as_bytes()].concat()
+/// Appends the correct digest, which a fuzzer could not guess.
+fn with_digest(text: &[u8]) -> Vec<u8> {
+    let digest = ContentHash::of(&[text, b"}"].concat());
+    [text, format!(",\"digest\":\"{digest}\"}}\n").as_bytes()].concat()
 }
 
-/// A job as the queue keeps it: whatever version wrote it, its demand is read key by key.
+/// A stored job of any version: its demand is computed from single keys.
 fn job(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes) {
         if let Some(demand) = Demand::of_job(&value, None) {
@@ -127,8 +127,8 @@ fn files(input: &mut Unstructured<'_>) -> String {
     files.join(",")
 }
 
-/// A manifest's text up to its digest, most of it as it should be.
-fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
+/// A mostly valid manifest without its digest.
+fn build(input: &mut Unstructured<'_>) -> Vec<u8> {
     let version = if input.one_in(16) { json(input, 0) } else { "1".into() };
     let created = match input.byte() % 6 {
         0 => serde_json::Value::String(input.chars()).to_string(),

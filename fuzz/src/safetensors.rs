@@ -1,11 +1,12 @@
-//! A weights file, whatever its bytes: refused with a reason, or every tensor that it names lies in it.
+//! Any bytes as a safetensors file: either refused with an error, or every tensor in its header lies inside the file.
 
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
 use aitk_engine::weights::{Index, Weights};
 use candle_core::{DType, Device};
 
-/// The first byte says whether the others are a file, a header whose length is right, or what builds one.
+/// The first byte selects whether the others are a file, a header (with a correct length in front), or decisions that build a
+/// file.
 pub fn run(data: &[u8]) {
     let Some((&first, bytes)) = data.split_first() else {
         return;
@@ -13,13 +14,13 @@ pub fn run(data: &[u8]) {
     match first % 4 {
         0 => read(bytes),
         1 => read(&framed(bytes, &[0; 64])),
-        _ => read(&built(&mut Unstructured::new(bytes))),
+        _ => read(&build(&mut Unstructured::new(bytes))),
     }
 }
 
 fn read(file: &[u8]) {
     with_file("weights.safetensors", file, |path| match Index::open(path) {
-        Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
+        Err(error) => assert!(!error.to_string().is_empty(), "an empty error message"),
         Ok(index) => {
             let _ = index.metadata();
             let mut elements = 0_usize;
@@ -28,20 +29,20 @@ fn read(file: &[u8]) {
                 let count = shape.iter().try_fold(1_usize, |count, side| count.checked_mul(*side));
                 elements = count
                     .and_then(|count| elements.checked_add(count))
-                    .expect("a count of elements");
+                    .expect("the number of elements fits into usize");
             }
-            // The smallest kind of number has 4 bits.
+            // The smallest dtype has 4 bits.
             assert!(
                 elements <= file.len().saturating_mul(2),
-                "tensors larger than their file"
+                "the tensors are larger than their file"
             );
-            tensors(&index);
+            read_tensors(&index);
         }
     });
 }
 
-/// Every tensor of floats can be had, in the shape that the file gives it.
-fn tensors(index: &Index) {
+/// Every float tensor can be read, with the shape from the header.
+fn read_tensors(index: &Index) {
     let weights = Weights::from_index(index.clone(), DType::F32, &Device::Cpu);
     for (name, shape) in index.tensors() {
         match weights.get(shape, name) {
@@ -51,13 +52,13 @@ fn tensors(index: &Index) {
     }
 }
 
-/// A header with its length in front and data behind it.
+/// A file with the header's length, the header and the data.
 fn framed(header: &[u8], data: &[u8]) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes(), header, data].concat()
 }
 
-/// A file whose tensors follow each other as they should, with something wrong here and there.
-fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
+/// A file whose tensors follow each other without gaps, with a few random errors.
+fn build(input: &mut Unstructured<'_>) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut end = 0_u64;
     if input.one_in(4) {
@@ -100,7 +101,7 @@ fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
     }
     let mut header = format!("{{{}}}", entries.join(",")).into_bytes();
     header.extend(std::iter::repeat_n(b' ', input.below(9)));
-    // Small files hold their data; no file of ours is large.
+    // The data is at most 4 KiB, so that files stay small.
     let length = usize::try_from(end).unwrap_or(0).min(4096);
     let mut file = framed(&header, &vec![0; length]);
     if input.one_in(16) {

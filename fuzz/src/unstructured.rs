@@ -1,11 +1,11 @@
-//! What a fuzzer's bytes decide: numbers, choices and texts, drawn one after another.
+//! Decodes a fuzzer's bytes into numbers, choices and texts, one after another.
 //!
-//! Ours, in a few lines, so that the ordinary tests replay the corpora without a fuzzer's libraries. When the bytes are
-//! used up every draw is the first choice, so a short input ends soon.
+//! A small version of the `arbitrary` crate's type, so that the ordinary tests can replay the corpora without a fuzzer's
+//! libraries. When the bytes are used up, every value is the first choice, so short inputs end early.
 
-#![allow(dead_code, reason = "each target draws what it needs")]
+#![allow(dead_code, reason = "each target uses some of the methods")]
 
-/// Draws from bytes.
+/// A source of values that are decoded from bytes.
 pub struct Unstructured<'a>(&'a [u8]);
 
 impl<'a> Unstructured<'a> {
@@ -17,14 +17,14 @@ impl<'a> Unstructured<'a> {
         self.0.is_empty()
     }
 
-    /// What was not drawn yet.
+    /// Takes all remaining bytes.
     pub fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.0)
     }
 
-    /// At most so many bytes.
-    pub fn bytes(&mut self, most: usize) -> &'a [u8] {
-        let (taken, rest) = self.0.split_at(most.min(self.0.len()));
+    /// Takes at most `count` bytes.
+    pub fn bytes(&mut self, count: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(count.min(self.0.len()));
         self.0 = rest;
         taken
     }
@@ -33,14 +33,14 @@ impl<'a> Unstructured<'a> {
         self.bytes(1).first().copied().unwrap_or(0)
     }
 
-    /// 0 up to, not including, `end`.
+    /// A number below `end`.
     pub fn below(&mut self, end: usize) -> usize {
         usize::from(self.byte()) % end.max(1)
     }
 
-    /// Rarely true: one time in `of`.
-    pub fn one_in(&mut self, of: u8) -> bool {
-        self.byte() % of == of - 1
+    /// True for one of `count` byte values.
+    pub fn one_in(&mut self, count: u8) -> bool {
+        self.byte() % count == count - 1
     }
 
     pub fn flag(&mut self) -> bool {
@@ -54,7 +54,7 @@ impl<'a> Unstructured<'a> {
             .fold(0, |number, byte| number << 8 | u64::from(*byte))
     }
 
-    /// A number as peers that mean harm send it, or a plain one.
+    /// A small number, or an extreme one as a malicious peer would send it.
     pub fn number(&mut self) -> u64 {
         match self.byte() {
             kind @ 0..160 => u64::from(kind % 16),
@@ -67,7 +67,7 @@ impl<'a> Unstructured<'a> {
         }
     }
 
-    /// A number with a point, or none at all.
+    /// A floating-point number, possibly infinite or NaN.
     pub fn real(&mut self) -> f64 {
         match self.byte() % 8 {
             0 => 0.0,
@@ -85,7 +85,7 @@ impl<'a> Unstructured<'a> {
         from[self.below(from.len())]
     }
 
-    /// Any characters, a few of them.
+    /// A short text of any characters.
     pub fn chars(&mut self) -> String {
         let length = usize::from(self.byte() % 24);
         String::from_utf8_lossy(self.bytes(length)).into_owned()

@@ -1,4 +1,4 @@
-//! Somebody who follows a job with `aitk watch --json` while a test does other things.
+//! Follows a job with `aitk watch --json` while a test does other things.
 
 use crate::UNREACHABLE;
 use crate::chaos::events::Event;
@@ -29,42 +29,42 @@ impl Follower {
         }
     }
 
-    /// Everything so far.
+    /// All events so far.
     pub fn events(&mut self) -> &[Event] {
-        self.news();
+        self.new_events();
         &self.events
     }
 
-    /// What came since the last look.
-    pub fn news(&mut self) -> &[Event] {
+    /// The events since the last call.
+    pub fn new_events(&mut self) -> &[Event] {
         let before = self.events.len();
         let lines = self.lines.lines();
         self.events.extend(lines.iter().filter_map(|line| Event::read(line)));
         &self.events[before..]
     }
 
-    /// Whether the job has ended: what comes with the next look is the last.
-    pub fn is_ended(&mut self) -> bool {
-        self.process.ended()
+    /// Whether the job has ended. The next call of [`Self::new_events`] then returns the last events.
+    pub fn has_ended(&mut self) -> bool {
+        self.process.has_ended()
     }
 
-    /// Whether it ended because it never reached anybody: the addresses were all away when it began.
-    pub fn found_nobody(&mut self) -> bool {
+    /// Whether it exited without an event because no coordinator could be reached when it started.
+    pub fn was_unreachable(&mut self) -> bool {
         self.process.exit_code() == Some(UNREACHABLE) && self.events().is_empty()
     }
 
-    /// The newest attempt.
-    pub fn attempt(&mut self) -> Option<Event> {
+    /// The assignment of the newest attempt.
+    pub fn newest_attempt(&mut self) -> Option<Event> {
         self.events().iter().rfind(|event| event.is_assignment()).cloned()
     }
 
-    /// Waits for an event.
+    /// Waits for an event for which `matches` is true.
     ///
     /// # Panics
-    /// When it does not come in time.
-    pub fn wait(&mut self, what: &str, limit: Duration, logs: &[&Process], wanted: impl Fn(&Event) -> bool) -> Event {
+    /// After `limit`.
+    pub fn wait(&mut self, what: &str, limit: Duration, logs: &[&Process], matches: impl Fn(&Event) -> bool) -> Event {
         eventually(what, limit, logs, || {
-            self.events().iter().find(|event| wanted(event)).cloned()
+            self.events().iter().find(|event| matches(event)).cloned()
         })
     }
 }

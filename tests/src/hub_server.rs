@@ -1,9 +1,9 @@
-//! A hub of models as that of Hugging Face, over folders, that goes wrong on demand, see [`crate::faulty`].
+//! A model hub like that of Hugging Face, over folders, that injects faults on demand, see [`crate::faulty_server`].
 //!
-//! `ORG/NAME` is the folder `ORG/NAME` below its root. Each time that `main` is asked for it is at another commit, and every
-//! commit has the same files: who wants a model has to fetch it, whoever else had it before.
+//! The repository `ORG/NAME` is the folder `ORG/NAME` below its root. Each request for the revision `main` returns a new commit,
+//! and every commit has the same files. So every client has to fetch the model, even if it is in a cache.
 
-use crate::faulty::{self, BoxError};
+use crate::faulty_server::{self, BoxError};
 use hyper::header::{CONTENT_RANGE, RANGE};
 use hyper::{Request, Response, StatusCode};
 use serde_json::json;
@@ -16,13 +16,13 @@ use tokio::net::TcpListener;
 /// How the server is set up.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Where to listen.
+    /// The address to listen on.
     pub address: SocketAddr,
-    /// The file that says what goes wrong; none: nothing does.
+    /// The file with the current fault; `None` for no faults.
     pub fault_file: Option<PathBuf>,
     /// The folder with a folder for each organisation.
     pub root: PathBuf,
-    /// The first commit. One that is started again goes on where nobody was before.
+    /// The number of the first commit. A restarted server gets a higher one, so that its commits are new.
     pub first_commit: u64,
 }
 
@@ -33,11 +33,11 @@ pub struct Settings {
 pub async fn serve(settings: Settings) -> anyhow::Result<()> {
     let listener = TcpListener::bind(settings.address).await?;
     let (root, commits) = (settings.root, Arc::new(AtomicU64::new(settings.first_commit)));
-    let service: faulty::Service = Arc::new(move |request| {
+    let service: faulty_server::Service = Arc::new(move |request| {
         let (root, commits) = (root.clone(), commits.clone());
         Box::pin(async move { answer(&root, &commits, &request).await })
     });
-    faulty::serve(listener, settings.fault_file, service).await
+    faulty_server::serve(listener, settings.fault_file, service).await
 }
 
 /// The name of a commit.
@@ -67,11 +67,11 @@ async fn answer(
             )
             .await
         }
-        _ => Ok(nothing()),
+        _ => Ok(not_found()),
     }
 }
 
-fn nothing() -> Response<s3s::Body> {
+fn not_found() -> Response<s3s::Body> {
     let mut answer = Response::new(s3s::Body::empty());
     *answer.status_mut() = StatusCode::NOT_FOUND;
     answer
@@ -96,12 +96,12 @@ fn list(folder: &Path, sha: &str) -> Result<Response<s3s::Body>, BoxError> {
     Ok(Response::new(s3s::Body::from(text)))
 }
 
-/// A file, or what `bytes=FROM-` or `bytes=FROM-TO` asks for of it.
+/// A file, or the part of it that the range `bytes=FROM-` or `bytes=FROM-TO` asks for.
 async fn file(path: &Path, range: Option<&str>) -> Result<Response<s3s::Body>, BoxError> {
-    let is_plain = path.components().all(|part| !matches!(part, Component::ParentDir));
+    let is_inside = path.components().all(|part| !matches!(part, Component::ParentDir));
     let bytes = match tokio::fs::read(path).await {
-        Ok(bytes) if is_plain => bytes,
-        _ => return Ok(nothing()),
+        Ok(bytes) if is_inside => bytes,
+        _ => return Ok(not_found()),
     };
     let Some((from, to)) = range.and_then(|range| range.strip_prefix("bytes=")?.split_once('-')) else {
         return Ok(Response::new(s3s::Body::from(hyper::body::Bytes::from(bytes))));
@@ -115,9 +115,9 @@ async fn file(path: &Path, range: Option<&str>) -> Result<Response<s3s::Body>, B
     let to = to
         .parse()
         .map_or(size, |last: usize| (last.saturating_add(1)).min(size));
-    let said = format!("bytes {from}-{}/{size}", to - 1);
+    let content_range = format!("bytes {from}-{}/{size}", to - 1);
     *answer.status_mut() = StatusCode::PARTIAL_CONTENT;
-    answer.headers_mut().insert(CONTENT_RANGE, said.parse()?);
+    answer.headers_mut().insert(CONTENT_RANGE, content_range.parse()?);
     let part = hyper::body::Bytes::from(bytes).slice(from..to.max(from));
     Ok(answer.map(|_| s3s::Body::from(part)))
 }

@@ -1,21 +1,21 @@
-//! Job configs and data sets for the tests: the tiny SD 1.x model of the fixtures and a few drawn images.
+//! Job configs and data sets for the tests: the tiny SD 1.x model of the fixtures and a few synthetic images.
 
-use crate::place::Place;
+use crate::namespaces::Namespaces;
 use crate::programs::{program, repository};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The tiny model with random weights that the fixtures ship.
+/// The folder of the tiny model with random weights in the fixtures.
 #[must_use]
 pub fn tiny_model() -> PathBuf {
     repository().join("tests/fixtures/tiny_sd")
 }
 
-/// Draws `count` small images with captions into `folder`.
+/// Writes `count` small images with captions into `folder`.
 ///
 /// # Panics
 /// When the folder cannot be written.
-pub fn draw_dataset(folder: &Path, count: u32) {
+pub fn write_dataset(folder: &Path, count: u32) {
     std::fs::create_dir_all(folder).expect("the folder can be made");
     for number in 0..count {
         let image = image::RgbImage::from_fn(64, 64, |x, y| {
@@ -33,11 +33,11 @@ pub fn draw_dataset(folder: &Path, count: u32) {
     }
 }
 
-/// `aitk run CONFIG` in `folder` of `place`; the folder is its home as well: nothing of the user who runs the tests
-/// gets in.
+/// The command `aitk run CONFIG` in `folder`. The folder is also its home directory, so files of the user who runs the tests have
+/// no effect.
 #[must_use]
-pub fn run(place: &Place, folder: &Path, config: &str) -> Command {
-    let mut command = place.command(program("aitk"), folder);
+pub fn run_command(namespaces: &Namespaces, folder: &Path, config: &str) -> Command {
+    let mut command = namespaces.command(program("aitk"), folder);
     command
         .args(["run", config])
         .env("HOME", folder)
@@ -45,7 +45,7 @@ pub fn run(place: &Place, folder: &Path, config: &str) -> Command {
     command
 }
 
-/// Runs `job.yaml` in `folder` to its end, with no server and nobody who disturbs it.
+/// Runs `job.yaml` in `folder` to its end, without a server and without faults.
 ///
 /// # Panics
 /// When it fails.
@@ -53,19 +53,21 @@ pub fn run_undisturbed(folder: &Path) -> Output {
     run_config(folder, "job.yaml")
 }
 
-/// The same for another config in `folder`.
+/// Like [`run_undisturbed`], for another config in `folder`.
 ///
 /// # Panics
 /// When it fails.
 pub fn run_config(folder: &Path, config: &str) -> Output {
-    let output = run(&Place::Here, folder, config).output().expect("aitk starts");
+    let output = run_command(&Namespaces::Host, folder, config)
+        .output()
+        .expect("aitk starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     output
 }
 
-/// A training config in the shape that ai-toolkit users have.
+/// A training config as ai-toolkit users write it.
 #[must_use]
-pub fn training(name: &str, folder: &Path, steps: u32, save_every: u32) -> String {
+pub fn training_config(name: &str, folder: &Path, steps: u32, save_every: u32) -> String {
     let model = tiny_model();
     format!(
         r#"---
@@ -117,9 +119,9 @@ config:
     )
 }
 
-/// A config that draws three prompts `repeats` times into `folder`, perhaps cut into this many parts.
+/// A config that generates three prompts `repeats` times into `folder`, split into `parts` if given.
 #[must_use]
-pub fn images(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {
+pub fn image_config(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {
     let split = parts.map_or(String::new(), |parts| format!("cluster:\n  split: {parts}\n"));
     format!(
         r#"---

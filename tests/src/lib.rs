@@ -1,18 +1,18 @@
-//! The scaffolding of the whole-system tests: real programs, a real S3 server, real signals.
+//! Support code of the whole-system tests: real processes, a real S3 server, real signals.
 //!
-//! Every process is started by the test that needs it, stopped by its id when its guard is dropped, and writes
-//! its output to a file whose tail is shown when a wait times out.
+//! Each test starts the processes that it needs. Dropping a [`processes::Process`] kills it. Each process writes its output to
+//! a file, whose last lines are printed when a wait times out.
 
 pub mod chaos;
+pub mod coordinators;
 pub mod disks;
-pub mod faulty;
+pub mod faulty_server;
 pub mod follower;
 pub mod hub;
 pub mod hub_server;
 pub mod jobs;
-pub mod members;
+pub mod namespaces;
 pub mod network;
-pub mod place;
 pub mod pool;
 pub mod postgres;
 pub mod processes;
@@ -24,27 +24,27 @@ pub mod skip;
 
 use std::time::{Duration, Instant};
 
-/// The exit code of a command that reached nobody.
+/// The exit code of a command that could not reach a coordinator.
 const UNREACHABLE: i32 = 5;
 
-/// Waits until `ready` gives a value; panics with `what` and the given logs' tails after `limit`.
+/// Calls `poll` until it returns a value. After `limit` it panics with `what` and the tails of the logs.
 ///
 /// # Panics
-/// When the time is over.
+/// After `limit`.
 pub fn eventually<T>(
     what: &str,
     limit: Duration,
     logs: &[&processes::Process],
-    mut ready: impl FnMut() -> Option<T>,
+    mut poll: impl FnMut() -> Option<T>,
 ) -> T {
     let start = Instant::now();
     loop {
-        if let Some(value) = ready() {
+        if let Some(value) = poll() {
             return value;
         }
         if start.elapsed() > limit {
             let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
-            panic!("waited {limit:?} in vain for: {what}\n{}", tails.join("\n"));
+            panic!("timed out after {limit:?} waiting for {what}\n{}", tails.join("\n"));
         }
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -1,11 +1,11 @@
-//! Networks of their own for coordinator and workers, with lines between them that can be cut in either direction.
+//! Network namespaces for coordinator and workers, with links that can be cut in either direction.
 //!
-//! One namespace is the hub; everything in it answers on [`HUB`]. Each worker's namespace has a line (a veth pair) to
-//! the hub. A direction of a line is cut by giving the sender a wrong hardware address for the other end: packets go
-//! out and are dropped on the other side, silently, as with a broken switch. This needs root and iproute2, and nothing
-//! of the network that the machine itself uses is touched.
+//! One namespace is the hub; all servers in it have the address [`HUB`]. Each worker's namespace has a link (a veth pair) to the
+//! hub. A direction of a link is cut by giving the sender a wrong hardware address for the other end: packets are sent and
+//! silently dropped at the other end, as with a broken switch. This needs root and iproute2, and does not touch the network of
+//! the machine itself.
 
-use crate::place::Place;
+use crate::namespaces::Namespaces;
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
@@ -14,12 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The address of everything in the hub.
+/// The address of all servers in the hub.
 pub const HUB: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 77, 0, 1));
-/// Nobody has it.
-const NOBODY: &str = "02:00:00:00:00:99";
+/// A hardware address that no device has.
+const UNUSED_MAC: &str = "02:00:00:00:00:99";
 
-/// Which way packets go.
+/// The direction of packets on a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the worker to the hub.
@@ -28,51 +28,51 @@ pub enum Direction {
     Down,
 }
 
-/// The namespaces and the lines. Gone when dropped.
+/// The namespaces and the links. Removed when dropped.
 pub struct Network {
     prefix: String,
-    lines: u8,
+    links: u8,
 }
 
 impl Network {
-    /// A hub and this many lines.
+    /// Creates a hub and this many links, which are numbered from 1.
     ///
     /// # Errors
-    /// Why this machine does not let us.
-    pub fn new(lines: u8) -> Result<Self, String> {
+    /// Why this machine does not permit it.
+    pub fn new(links: u8) -> Result<Self, String> {
         if !nix::unistd::Uid::effective().is_root() {
             return Err("network namespaces need root".to_owned());
         }
         let network = Self {
             prefix: format!("aitk-{}", std::process::id()),
-            lines,
+            links,
         };
         let hub = network.hub_name();
         ip(&["netns", "add", &hub])?;
         ip(&["-n", &hub, "link", "set", "lo", "up"])?;
         ip(&["-n", &hub, "address", "add", &format!("{HUB}/32"), "dev", "lo"])?;
-        for line in 1..=lines {
-            network.add_line(line)?;
+        for link in 1..=links {
+            network.add_link(link)?;
         }
         Ok(network)
     }
 
-    fn add_line(&self, line: u8) -> Result<(), String> {
-        let (hub, end) = (self.hub_name(), self.end_name(line));
-        let up = format!("line{line}");
+    fn add_link(&self, link: u8) -> Result<(), String> {
+        let (hub, end) = (self.hub_name(), self.end_name(link));
+        let up = format!("link{link}");
         ip(&["netns", "add", &end])?;
         ip(&["-n", &end, "link", "set", "lo", "up"])?;
         #[rustfmt::skip]
-        ip(&["-n", &hub, "link", "add", &up, "address", &mac(line, Direction::Up), "type", "veth",
-             "peer", "name", "line", "address", &mac(line, Direction::Down), "netns", &end])?;
-        for (namespace, device, address) in [(&hub, up.as_str(), 1), (&end, "line", 2)] {
-            let address = format!("10.77.{line}.{address}/24");
+        ip(&["-n", &hub, "link", "add", &up, "address", &mac(link, Direction::Up), "type", "veth",
+             "peer", "name", "uplink", "address", &mac(link, Direction::Down), "netns", &end])?;
+        for (namespace, device, address) in [(&hub, up.as_str(), 1), (&end, "uplink", 2)] {
+            let address = format!("10.77.{link}.{address}/24");
             ip(&["-n", namespace, "address", "add", &address, "dev", device])?;
             ip(&["-n", namespace, "link", "set", device, "up"])?;
         }
-        ip(&["-n", &end, "route", "add", "default", "via", &format!("10.77.{line}.1")])?;
+        ip(&["-n", &end, "route", "add", "default", "via", &format!("10.77.{link}.1")])?;
         for direction in [Direction::Up, Direction::Down] {
-            self.set(line, direction, true);
+            self.set_link(link, direction, true);
         }
         Ok(())
     }
@@ -81,52 +81,52 @@ impl Network {
         format!("{}-hub", self.prefix)
     }
 
-    fn end_name(&self, line: u8) -> String {
-        format!("{}-{line}", self.prefix)
+    fn end_name(&self, link: u8) -> String {
+        format!("{}-{link}", self.prefix)
     }
 
-    /// Where coordinator and storage run.
+    /// The namespace of coordinator and storage.
     #[must_use]
-    pub fn hub(&self) -> Place {
-        Place::Network(self.hub_name())
+    pub fn hub(&self) -> Namespaces {
+        Namespaces::Network(self.hub_name())
     }
 
-    /// Where the worker at the end of a line runs.
+    /// The namespace of the worker at the end of a link.
     #[must_use]
-    pub fn end(&self, line: u8) -> Place {
-        Place::Network(self.end_name(line))
+    pub fn worker_end(&self, link: u8) -> Namespaces {
+        Namespaces::Network(self.end_name(link))
     }
 
-    /// Lets packets through in this direction, or no longer.
+    /// Lets packets through in this direction, or drops them.
     ///
     /// # Panics
     /// When the system refuses.
-    pub fn set(&self, line: u8, direction: Direction, whole: bool) {
-        let namespace = self.sender(line, direction);
+    pub fn set_link(&self, link: u8, direction: Direction, is_up: bool) {
+        let namespace = self.sender(link, direction);
         let mut arguments = vec!["-n".to_owned(), namespace];
-        arguments.extend(neighbour(line, direction, whole).split(' ').map(str::to_owned));
+        arguments.extend(neighbour(link, direction, is_up).split(' ').map(str::to_owned));
         let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-        ip(&arguments).expect("the line can be switched");
+        ip(&arguments).expect("the link can be switched");
     }
 
-    fn sender(&self, line: u8, direction: Direction) -> String {
+    fn sender(&self, link: u8, direction: Direction) -> String {
         match direction {
-            Direction::Up => self.end_name(line),
+            Direction::Up => self.end_name(link),
             Direction::Down => self.hub_name(),
         }
     }
 
-    /// A bad line: until the guard goes, packets get lost in both directions, in bursts of `lost` out of every `period`.
+    /// Drops all packets in both directions for `lost` out of every `period`, until the returned guard is dropped.
     ///
     /// # Panics
     /// When the system refuses.
     #[must_use]
-    pub fn lossy(&self, line: u8, lost: Duration, period: Duration) -> Loss {
+    pub fn lose_packets(&self, link: u8, lost: Duration, period: Duration) -> Loss {
         let stop = Arc::new(AtomicBool::new(false));
         let threads = [Direction::Up, Direction::Down].map(|direction| {
-            // One process for all switches: starting one for each would be the slow part.
-            let mut switch = Command::new("ip")
-                .args(["-n", &self.sender(line, direction), "-force", "-batch", "-"])
+            // One `ip` process for all changes, because starting one for each would be too slow.
+            let mut ip = Command::new("ip")
+                .args(["-n", &self.sender(link, direction), "-force", "-batch", "-"])
                 .stdin(Stdio::piped())
                 .stderr(Stdio::null())
                 .spawn()
@@ -134,13 +134,13 @@ impl Network {
             let stop = stop.clone();
             std::thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    say(&mut switch, &neighbour(line, direction, false));
+                    write_command(&mut ip, &neighbour(link, direction, false));
                     std::thread::sleep(lost);
-                    say(&mut switch, &neighbour(line, direction, true));
+                    write_command(&mut ip, &neighbour(link, direction, true));
                     std::thread::sleep(period.saturating_sub(lost));
                 }
-                drop(switch.stdin.take());
-                let _ = switch.wait();
+                drop(ip.stdin.take());
+                let _ = ip.wait();
             })
         });
         Loss {
@@ -152,14 +152,14 @@ impl Network {
 
 impl Drop for Network {
     fn drop(&mut self) {
-        for line in 1..=self.lines {
-            let _ = ip(&["netns", "delete", &self.end_name(line)]);
+        for link in 1..=self.links {
+            let _ = ip(&["netns", "delete", &self.end_name(link)]);
         }
         let _ = ip(&["netns", "delete", &self.hub_name()]);
     }
 }
 
-/// A line that loses packets. Whole again when dropped.
+/// A link that loses packets. The loss ends when this is dropped.
 pub struct Loss {
     stop: Arc<AtomicBool>,
     threads: Option<[JoinHandle<()>; 2]>,
@@ -174,29 +174,33 @@ impl Drop for Loss {
     }
 }
 
-fn say(switch: &mut Child, line: &str) {
-    if let Some(pipe) = switch.stdin.as_mut() {
-        let _ = writeln!(pipe, "{line}").and_then(|()| pipe.flush());
+fn write_command(ip: &mut Child, command: &str) {
+    if let Some(pipe) = ip.stdin.as_mut() {
+        let _ = writeln!(pipe, "{command}").and_then(|()| pipe.flush());
     }
 }
 
 /// The hardware address of the end that packets in this direction arrive at.
-fn mac(line: u8, direction: Direction) -> String {
+fn mac(link: u8, direction: Direction) -> String {
     let end = match direction {
         Direction::Up => 1,
         Direction::Down => 2,
     };
-    format!("02:00:00:00:{line:02x}:{end:02x}")
+    format!("02:00:00:00:{link:02x}:{end:02x}")
 }
 
-/// What the sender of this direction is told about the other end.
-fn neighbour(line: u8, direction: Direction, whole: bool) -> String {
+/// The `ip` command that sets the other end's hardware address at the sender of this direction.
+fn neighbour(link: u8, direction: Direction, is_up: bool) -> String {
     let (address, device) = match direction {
-        Direction::Up => (1, "line".to_owned()),
-        Direction::Down => (2, format!("line{line}")),
+        Direction::Up => (1, "uplink".to_owned()),
+        Direction::Down => (2, format!("link{link}")),
     };
-    let mac = if whole { mac(line, direction) } else { NOBODY.to_owned() };
-    format!("neighbour replace 10.77.{line}.{address} lladdr {mac} dev {device} nud permanent")
+    let mac = if is_up {
+        mac(link, direction)
+    } else {
+        UNUSED_MAC.to_owned()
+    };
+    format!("neighbour replace 10.77.{link}.{address} lladdr {mac} dev {device} nud permanent")
 }
 
 fn ip(arguments: &[&str]) -> Result<(), String> {
@@ -205,6 +209,6 @@ fn ip(arguments: &[&str]) -> Result<(), String> {
     if output.status.success() {
         return Ok(());
     }
-    let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Err(format!("ip {}: {why}", arguments.join(" ")))
+    let stderr = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    Err(format!("ip {}: {stderr}", arguments.join(" ")))
 }

@@ -1,6 +1,6 @@
-//! A pool: one coordinator, its workers, and the folder they all live in.
+//! A pool: one coordinator, its workers, and the folder with all their files.
 
-use crate::place::Place;
+use crate::namespaces::Namespaces;
 use crate::processes::{Process, free_address, wait_for_port};
 use crate::programs::program;
 use std::ffi::OsStr;
@@ -12,68 +12,68 @@ use std::time::Duration;
 /// How a pool is set up.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// Everything lies below it.
+    /// The folder with all files of the pool.
     pub folder: PathBuf,
-    /// As in `--storage`; none: a folder of the coordinator.
+    /// The value of `--storage`; `None` for a folder of the coordinator.
     pub storage: Option<String>,
-    /// Goes to every process of the pool.
+    /// Environment variables of every process of the pool.
     pub environment: Vec<(String, String)>,
-    /// Goes to the coordinator only.
-    pub own_environment: Vec<(String, String)>,
-    /// How long an attempt lives without a beat.
+    /// Environment variables of the coordinator only.
+    pub coordinator_environment: Vec<(String, String)>,
+    /// How long an attempt is kept without heartbeats.
     pub lease: Duration,
-    /// Failed tries in a row that are followed by another.
+    /// How many failed attempts in a row are repeated.
     pub retries: u32,
-    /// Where the coordinator listens.
+    /// The address of the coordinator.
     pub address: SocketAddr,
-    /// Certificate and key of the coordinator, when it has TLS.
+    /// Certificate and key of the coordinator, if it has TLS.
     pub tls: Option<(PathBuf, PathBuf)>,
-    /// Where the coordinator and `aitk` run.
-    pub place: Place,
+    /// The namespaces of the coordinator and `aitk`.
+    pub namespaces: Namespaces,
     /// A disk of its own for the coordinator's data folder.
     pub data_disk: Option<DataDisk>,
-    /// How long a job may show no progress before its worker ends it; none: as long as workers let it by themselves.
+    /// How long a job may make no progress before its worker ends it; `None` for the worker's default.
     pub progress_timeout: Option<Duration>,
-    /// Each worker has a token of its own, in a file that can be written anew; without, all have the coordinator's.
+    /// Whether each worker has a token of its own, in a file that can be replaced. Otherwise all use the coordinator's.
     pub worker_tokens: bool,
-    /// Of several coordinators: what workers and clients have instead of this one's address and token.
+    /// With several coordinators: the addresses and the token that workers and clients use.
     pub endpoint: Option<Endpoint>,
 }
 
-/// A disk for the data folder of a coordinator. Its holder keeps it for as long as the coordinator needs it.
+/// A disk for the data folder of a coordinator. The owner of the `SmallDisk` keeps it mounted.
 #[derive(Clone, Debug)]
 pub struct DataDisk {
-    /// Where those run who see it.
-    pub place: Place,
-    /// The folder as everybody else reaches it.
+    /// The namespaces in which the disk is visible.
+    pub namespaces: Namespaces,
+    /// The path of the folder from outside these namespaces.
     pub seen_from_here: PathBuf,
-    /// MiB of it that the coordinator keeps for its database.
+    /// MiB of it that the coordinator reserves for its database.
     pub reserve_mib: u64,
 }
 
-/// How workers and clients reach several coordinators that have an authority.
+/// How workers and clients reach several coordinators with a certificate authority.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
-    /// All their addresses.
+    /// All their addresses, separated by commas.
     pub servers: String,
-    /// The file with the token, which names the authority.
+    /// The file with the token, which contains the authority's hash.
     pub token: PathBuf,
 }
 
 impl Setup {
-    /// On loopback, without anything special; a lease of 6 seconds.
+    /// Defaults: on loopback, with a lease of 6 seconds.
     #[must_use]
     pub fn new(folder: &Path) -> Self {
         Self {
             folder: folder.to_path_buf(),
             storage: None,
             environment: Vec::new(),
-            own_environment: Vec::new(),
+            coordinator_environment: Vec::new(),
             lease: Duration::from_secs(6),
             retries: 3,
             address: free_address(),
             tls: None,
-            place: Place::Here,
+            namespaces: Namespaces::Host,
             data_disk: None,
             progress_timeout: None,
             worker_tokens: false,
@@ -90,7 +90,7 @@ impl Setup {
         }
     }
 
-    /// With this storage, for whoever has this environment.
+    /// Sets the storage and the environment variables that give access to it.
     #[must_use]
     pub fn storage(mut self, url: String, environment: Vec<(String, String)>) -> Self {
         self.storage = Some(url);
@@ -107,7 +107,7 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Starts a coordinator in `folder`. `storage` as in `--storage`; `environment` goes to every process of the pool.
+    /// Starts a coordinator in `folder`. `storage` is the value of `--storage`; all processes get `environment`.
     #[must_use]
     pub fn start(folder: &Path, storage: Option<String>, environment: Vec<(String, String)>) -> Self {
         Self::start_with(Setup {
@@ -124,7 +124,7 @@ impl Pool {
         Self { setup, coordinator }
     }
 
-    /// Workers and clients go through this endpoint from now on.
+    /// Lets workers and clients use this endpoint from now on.
     pub fn set_endpoint(&mut self, endpoint: Endpoint) {
         self.setup.endpoint = Some(endpoint);
     }
@@ -135,7 +135,7 @@ impl Pool {
         self.coordinator = start_coordinator(&self.setup);
     }
 
-    /// The same, without waiting until it answers.
+    /// Like [`Self::restart_coordinator`], without waiting until it answers.
     pub fn spawn_coordinator(&mut self) {
         self.coordinator.kill();
         self.coordinator = spawn_coordinator(&self.setup);
@@ -144,15 +144,15 @@ impl Pool {
     /// Starts a worker with its own data folder.
     #[must_use]
     pub fn worker(&self, name: &str) -> Process {
-        self.worker_in(name, &Place::Here)
+        self.worker_in(name, &Namespaces::Host)
     }
 
-    /// Starts a worker somewhere.
+    /// Starts a worker in these namespaces.
     #[must_use]
-    pub fn worker_in(&self, name: &str, place: &Place) -> Process {
-        let mut command = self.command_in("aitk-worker", place);
+    pub fn worker_in(&self, name: &str, namespaces: &Namespaces) -> Process {
+        let mut command = self.command_in("aitk-worker", namespaces);
         if self.setup.endpoint.is_some() {
-            // It has joined: address, name and certificate lie in its folder.
+            // It has joined: its folder contains the addresses, its name and its certificate.
             command.env_remove("AITK_SERVER").env_remove("AITK_TOKEN_FILE");
         } else {
             command.arg("--name").arg(name);
@@ -187,13 +187,13 @@ impl Pool {
         self.setup.data_dir()
     }
 
-    /// How it is set up.
+    /// The settings of the pool.
     #[must_use]
     pub fn setup(&self) -> &Setup {
         &self.setup
     }
 
-    /// Runs `aitk` against this pool to its end.
+    /// Runs `aitk` against this pool and waits for its end.
     ///
     /// # Panics
     /// When it does not start.
@@ -202,7 +202,7 @@ impl Pool {
         self.command("aitk").args(arguments).output().expect("aitk starts")
     }
 
-    /// Runs `aitk` and gives its standard output.
+    /// Runs `aitk` and returns its standard output.
     ///
     /// # Panics
     /// When it fails.
@@ -218,10 +218,10 @@ impl Pool {
         String::from_utf8(output.stdout).expect("aitk writes UTF-8")
     }
 
-    /// Runs `aitk … --json` and reads what it says.
+    /// Runs `aitk … --json` and parses its output.
     ///
     /// # Panics
-    /// When it fails, or says no JSON.
+    /// When it fails, or does not print JSON.
     pub fn aitk_json<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> serde_json::Value {
         let text = self.aitk_ok(arguments);
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
@@ -230,15 +230,15 @@ impl Pool {
     /// One of our programs with the pool's address, token and environment.
     #[must_use]
     pub fn command(&self, name: &str) -> Command {
-        self.command_in(name, &self.setup.place)
+        self.command_in(name, &self.setup.namespaces)
     }
 
-    /// The same somewhere else.
+    /// Like [`Self::command`], in these namespaces.
     #[must_use]
-    pub fn command_in(&self, name: &str, place: &Place) -> Command {
+    pub fn command_in(&self, name: &str, namespaces: &Namespaces) -> Command {
         let setup = &self.setup;
         let folder = &setup.folder;
-        let mut command = place.command(program(name), folder);
+        let mut command = namespaces.command(program(name), folder);
         let scheme = if setup.tls.is_some() { "https" } else { "http" };
         let (servers, token) = match &setup.endpoint {
             Some(endpoint) => (endpoint.servers.clone(), endpoint.token.clone()),
@@ -262,18 +262,21 @@ impl Pool {
 
 fn start_coordinator(setup: &Setup) -> Process {
     let process = spawn_coordinator(setup);
-    if setup.place == Place::Here {
+    if setup.namespaces == Namespaces::Host {
         wait_for_port(setup.address, &process);
     } else {
-        // Of several, one stands by.
-        wait_for_words(&["the coordinator answers", "this coordinator stands by"], &process);
+        // With several coordinators, one is a standby.
+        wait_for_log(&["the coordinator answers", "this coordinator stands by"], &process);
     }
     process
 }
 
 fn spawn_coordinator(setup: &Setup) -> Process {
-    let place = setup.data_disk.as_ref().map_or(&setup.place, |disk| &disk.place);
-    let mut command = place.command(program("aitk-coordinator"), &setup.folder);
+    let namespaces = setup
+        .data_disk
+        .as_ref()
+        .map_or(&setup.namespaces, |disk| &disk.namespaces);
+    let mut command = namespaces.command(program("aitk-coordinator"), &setup.folder);
     if let Some(disk) = &setup.data_disk {
         command.args(["--disk-reserve-mib", &disk.reserve_mib.to_string()]);
     }
@@ -287,16 +290,16 @@ fn spawn_coordinator(setup: &Setup) -> Process {
     if let Some((certificate, key)) = &setup.tls {
         command.arg("--tls-cert").arg(certificate).arg("--tls-key").arg(key);
     }
-    let environment = setup.environment.iter().chain(&setup.own_environment);
+    let environment = setup.environment.iter().chain(&setup.coordinator_environment);
     command.envs(environment.map(|(key, value)| (key, value)));
     Process::start("coordinator", &setup.folder, &mut command)
 }
 
-/// Waits until a process says one of these in its log.
-fn wait_for_words(words: &[&str], process: &Process) {
+/// Waits until the log of a process contains one of these texts.
+fn wait_for_log(texts: &[&str], process: &Process) {
     let mut log = process.log_from_start();
-    let said = |line: &String| words.iter().any(|words| line.contains(words));
-    crate::eventually(words[0], Duration::from_secs(30), &[process], || {
-        log.lines().iter().any(said).then_some(())
+    let matches = |line: &String| texts.iter().any(|text| line.contains(text));
+    crate::eventually(texts[0], Duration::from_secs(30), &[process], || {
+        log.lines().iter().any(matches).then_some(())
     });
 }

@@ -1,9 +1,9 @@
-//! A PostgreSQL server for one test: its own folder, a Unix socket, no network. It can be stopped in two ways and started
-//! again, and its disk can be slow.
+//! A PostgreSQL server for one test, with a folder of its own and a Unix socket instead of TCP. It can be stopped in two modes
+//! and started again, and its disk can be throttled.
 
 use crate::disks::SmallDisk;
 use crate::eventually;
-use crate::place::Place;
+use crate::namespaces::Namespaces;
 use crate::processes::Process;
 use nix::sys::signal::Signal;
 use std::os::unix::fs::{MetadataExt, chown};
@@ -11,24 +11,24 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Must never be seen in a log or an error.
+/// The database password. It must not appear in any log or error.
 pub const PASSWORD: &str = "geheimes-passwort";
-/// PostgreSQL refuses to run as root; a test that does becomes this user, who owns nothing else.
+/// The user `nobody`. PostgreSQL refuses to run as root, so tests that run as root start it as this user.
 const NOBODY: u32 = 65534;
-/// More than it ever needs here; the file behind it is as large as what is written.
+/// The size of its disk, more than the tests need. The image file is sparse.
 const DISK: u64 = 1 << 30;
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// How it ends.
+/// A shutdown mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
-    /// Every connection is ended, everything is written: `pg_ctl stop -m fast`.
+    /// Closes all connections and writes everything: `pg_ctl stop -m fast`.
     Fast,
-    /// Without a goodbye, to be repaired at the next start: `pg_ctl stop -m immediate`.
+    /// Without a clean shutdown, so that the next start recovers: `pg_ctl stop -m immediate`.
     Immediate,
 }
 
-/// A running server. Gone when dropped.
+/// A server. It is stopped when dropped.
 pub struct Postgres {
     programs: PathBuf,
     as_nobody: bool,
@@ -38,7 +38,7 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// Starts a server, on a disk of its own if it is to have one and the machine grants it.
+    /// Starts a server. With `with_disk` it gets a disk of its own, if the machine permits it.
     ///
     /// # Errors
     /// Where PostgreSQL is not installed.
@@ -49,8 +49,8 @@ impl Postgres {
         let Some(programs) = programs() else {
             return Err("PostgreSQL is not installed (Debian: `apt-get install postgresql`)".to_owned());
         };
-        let folder = tempfile::tempdir().expect("there is room for a database");
-        // Our own folder belongs to root only when we are root.
+        let folder = tempfile::tempdir().expect("a temporary folder can be created");
+        // A folder that we create belongs to root only when we are root.
         let as_nobody = std::fs::metadata(folder.path()).expect("the folder is there").uid() == 0;
         let mut server = Self {
             programs,
@@ -59,19 +59,19 @@ impl Postgres {
             disk: None,
             folder,
         };
-        let room = server.folder.path().join("disk");
-        std::fs::create_dir(&room).expect("the folder can be made");
+        let disk_folder = server.folder.path().join("disk");
+        std::fs::create_dir(&disk_folder).expect("the folder can be made");
         if with_disk {
-            server.disk = SmallDisk::on_device(&room, DISK, &server.folder.path().join("image")).ok();
+            server.disk = SmallDisk::on_device(&disk_folder, DISK, &server.folder.path().join("image")).ok();
         }
         let password = server.folder.path().join("password");
         std::fs::write(&password, PASSWORD).expect("the password can be written");
-        server.own(&[server.folder.path(), &password, &server.room()]);
+        server.change_owner(&[server.folder.path(), &password, &server.data_disk()]);
         server.init(&password);
         server.serve();
-        let ready = server.room().join("data/postmaster.pid");
+        let ready = server.data_disk().join("data/postmaster.pid");
         eventually("PostgreSQL to start", LIMIT, &[], || {
-            // It writes "ready" into its pid file when it answers.
+            // The server writes "ready" into its pid file when it accepts connections.
             std::fs::read_to_string(&ready)
                 .is_ok_and(|text| text.contains("ready"))
                 .then_some(())
@@ -79,15 +79,15 @@ impl Postgres {
         Ok(server)
     }
 
-    /// Its disk as this process sees it.
-    fn room(&self) -> PathBuf {
+    /// The path of its disk for this process.
+    fn data_disk(&self) -> PathBuf {
         match &self.disk {
             Some(disk) => disk.seen_from_here(),
             None => self.folder.path().join("disk"),
         }
     }
 
-    fn own(&self, paths: &[&Path]) {
+    fn change_owner(&self, paths: &[&Path]) {
         if self.as_nobody {
             for path in paths {
                 chown(path, Some(NOBODY), Some(NOBODY)).expect("root may give files away");
@@ -96,7 +96,7 @@ impl Postgres {
     }
 
     fn init(&self, password: &Path) {
-        let made = self
+        let initdb = self
             .command("initdb")
             .arg("-D")
             .arg(self.folder.path().join("disk/data"))
@@ -105,17 +105,17 @@ impl Postgres {
             .arg(format!("--pwfile={}", password.display()))
             .output()
             .expect("initdb starts");
-        let said = String::from_utf8_lossy(&made.stderr);
-        assert!(made.status.success(), "initdb: {said}");
+        let stderr = String::from_utf8_lossy(&initdb.stderr);
+        assert!(initdb.status.success(), "initdb: {stderr}");
     }
 
     fn command(&self, name: &str) -> Command {
-        let place = self.disk.as_ref().map_or(Place::Here, SmallDisk::place);
+        let namespaces = self.disk.as_ref().map_or(Namespaces::Host, SmallDisk::namespaces);
         let program = self.programs.join(name);
         if !self.as_nobody {
-            return place.command(program, Path::new("/"));
+            return namespaces.command(program, Path::new("/"));
         }
-        let mut command = place.command("setpriv", Path::new("/"));
+        let mut command = namespaces.command("setpriv", Path::new("/"));
         command.args([format!("--reuid={NOBODY}"), format!("--regid={NOBODY}")]);
         command.arg("--clear-groups").arg(program);
         command
@@ -129,14 +129,14 @@ impl Postgres {
         self.server = Some(Process::start("postgres", folder, &mut command));
     }
 
-    /// The address of its database, with the password in it.
+    /// The URL of its database, including the password.
     #[must_use]
     pub fn url(&self) -> String {
         let folder = self.folder.path().display();
         format!("postgres://aitk:{PASSWORD}@localhost/postgres?host={folder}")
     }
 
-    /// Its disk, when it has one of its own.
+    /// Its own disk, if it has one.
     #[must_use]
     pub fn disk(&self) -> Option<&SmallDisk> {
         self.disk.as_ref()
@@ -154,7 +154,7 @@ impl Postgres {
     /// When it does not end.
     pub fn stop(&mut self, how: Stop) {
         if let Some(mut server) = self.server.take() {
-            // To the first process, which ends the others.
+            // Sent to the first process, which ends the others.
             server.signal(match how {
                 Stop::Fast => Signal::SIGINT,
                 Stop::Immediate => Signal::SIGQUIT,
@@ -163,14 +163,14 @@ impl Postgres {
         }
     }
 
-    /// Starts it again where it was stopped, or ended; does not wait for it to answer.
+    /// Starts it again if it does not run. Does not wait until it answers.
     pub fn start_again(&mut self) {
-        if self.server.as_mut().is_none_or(Process::ended) {
+        if self.server.as_mut().is_none_or(Process::has_ended) {
             self.serve();
         }
     }
 
-    /// What it said.
+    /// The tail of its log.
     #[must_use]
     pub fn tail(&self) -> String {
         self.server.as_ref().map(Process::tail).unwrap_or_default()
@@ -180,9 +180,9 @@ impl Postgres {
 impl Drop for Postgres {
     fn drop(&mut self) {
         if let Some(disk) = &self.disk {
-            disk.slow(None);
+            disk.throttle(None);
         }
-        // Not by SIGKILL, which would leave the others and their shared memory.
+        // SIGKILL would leave the other processes and their shared memory.
         if !std::thread::panicking() {
             self.stop(Stop::Immediate);
         } else if let Some(server) = &self.server {
@@ -192,7 +192,7 @@ impl Drop for Postgres {
     }
 }
 
-/// Where the programs lie: the newest version that Debian installed, else on the `PATH`.
+/// The folder with the programs: of the newest version that Debian installed, else one on the `PATH`.
 fn programs() -> Option<PathBuf> {
     let complete = |bin: &PathBuf| bin.join("postgres").is_file() && bin.join("initdb").is_file();
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();

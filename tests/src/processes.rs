@@ -1,4 +1,4 @@
-//! Child processes with an owner: started here, stopped by id, their output kept in a file.
+//! Child processes that are killed when dropped, with their output in a file.
 
 use crate::eventually;
 use nix::sys::signal::{Signal, kill};
@@ -16,12 +16,12 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
-    /// Where its own part of the log begins: one that is started again goes on in the same file.
+    /// The offset of its own part of the log. A restarted process appends to the same file.
     log_start: u64,
 }
 
 impl Process {
-    /// Starts `command`, both outputs going to `folder/<name>.log`.
+    /// Starts `command`. Its standard output and error go to `folder/<name>.log`.
     ///
     /// # Panics
     /// When it does not start.
@@ -57,34 +57,34 @@ impl Process {
     }
 
     /// Whether it has ended.
-    pub fn ended(&mut self) -> bool {
+    pub fn has_ended(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
-    /// Its exit code, once it has ended by itself.
+    /// Its exit code; `None` while it runs, or when a signal ended it.
     pub fn exit_code(&mut self) -> Option<i32> {
         self.child.try_wait().ok().flatten().and_then(|status| status.code())
     }
 
-    /// SIGKILL, then waits for the end.
+    /// Kills it (SIGKILL) and waits for its end.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// SIGTERM, then waits for the end.
+    /// Terminates it (SIGTERM), waits for its end, and returns the exit code.
     ///
     /// # Panics
-    /// When it does not end in time.
+    /// When it has not ended after `limit`.
     pub fn terminate(&mut self, limit: Duration) -> Option<i32> {
         self.signal(Signal::SIGTERM);
         self.wait(limit)
     }
 
-    /// Waits for the end, and gives the exit code.
+    /// Waits for its end and returns the exit code.
     ///
     /// # Panics
-    /// When it does not end in time.
+    /// When it has not ended after `limit`.
     pub fn wait(&mut self, limit: Duration) -> Option<i32> {
         let start = std::time::Instant::now();
         loop {
@@ -101,11 +101,11 @@ impl Process {
         }
     }
 
-    /// The ids of the processes that this one started and that still live.
+    /// The ids of the running processes that this one started.
     #[must_use]
     pub fn children(&self) -> Vec<u32> {
         let path = format!("/proc/{0}/task/{0}/children", self.child.id());
-        // Threads other than the first may be the parents: ask them all.
+        // Any thread may be the parent, so all are read.
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
         let Ok(tasks) = tasks else {
             return read_ids(Path::new(&path));
@@ -116,19 +116,19 @@ impl Process {
             .collect()
     }
 
-    /// Its log so far, with that of those before it under the same name.
+    /// The whole log file, including that of earlier processes with the same name.
     #[must_use]
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// What comes from now on in its log.
+    /// Follows its log from now on.
     #[must_use]
     pub fn tail_from_now(&self) -> LogTail {
         LogTail::new(&self.log, std::fs::metadata(&self.log).map_or(0, |data| data.len()))
     }
 
-    /// Its own log, from its start.
+    /// Follows its own log from its start.
     #[must_use]
     pub fn log_from_start(&self) -> LogTail {
         LogTail::new(&self.log, self.log_start)
@@ -152,7 +152,7 @@ pub struct LogTail {
 }
 
 impl LogTail {
-    /// Reads this file from this byte on.
+    /// Reads this file from this offset.
     #[must_use]
     pub fn new(path: &Path, offset: u64) -> Self {
         Self {
@@ -161,7 +161,7 @@ impl LogTail {
         }
     }
 
-    /// The whole lines that were added since the last call.
+    /// The complete lines that were added since the last call.
     pub fn lines(&mut self) -> Vec<String> {
         let mut added = Vec::new();
         let read = File::open(&self.path).and_then(|mut file| {
@@ -189,18 +189,18 @@ impl Drop for Process {
     }
 }
 
-/// Sends a signal to a process that the test started, or that one of those started.
+/// Sends a signal to a process. Only for processes that the test or its processes started.
 pub fn send(id: u32, signal: Signal) {
     if let Ok(id) = i32::try_from(id) {
         let _ = kill(Pid::from_raw(id), signal);
     }
 }
 
-/// How long a process has computed, in the ticks of the system's clock.
+/// The CPU time of a process in clock ticks; 0 if it does not exist.
 #[must_use]
-pub fn processor_time(id: u32) -> u64 {
+pub fn cpu_time(id: u32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
-    // After the name, which may hold anything: state is the first field, user and system time the 12th and 13th.
+    // Fields after the name, which may contain anything: the state is the first, user and system time the 12th and 13th.
     let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
     fields
         .skip(11)
@@ -209,16 +209,16 @@ pub fn processor_time(id: u32) -> u64 {
         .sum()
 }
 
-/// Whether a process with this id still runs (a zombie does not).
+/// Whether a process with this id runs. A zombie does not.
 #[must_use]
-pub fn alive(id: u32) -> bool {
+pub fn is_alive(id: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
     let state = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().next());
     state.is_some_and(|state| state != "Z" && state != "X")
 }
 
-/// A loopback address that nobody listens on, and that nobody else is given before it is used: a port below those that the system
-/// hands out by itself, to connections as well, and another one for each call.
+/// A loopback address with a free port. The port is outside the range from which the system assigns ports, and each call returns
+/// another one, so it stays free until the caller uses it.
 ///
 /// # Panics
 /// When the machine has no free port.
@@ -227,11 +227,11 @@ pub fn free_address() -> SocketAddr {
     static CALLS: AtomicU32 = AtomicU32::new(0);
     const FIRST: u32 = 10_000;
     const PORTS: u32 = 20_000;
-    // Test programs that run at the same time begin at different places.
+    // Parallel test programs begin at different ports.
     let begin = std::process::id().wrapping_mul(7919);
     for _ in 0..PORTS {
         let number = begin.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)) % PORTS;
-        let port = u16::try_from(FIRST + number).expect("a port");
+        let port = u16::try_from(FIRST + number).expect("the port is below 65536");
         if let Ok(listener) = TcpListener::bind(("127.0.0.1", port)) {
             return listener.local_addr().expect("a listener has an address");
         }
@@ -239,26 +239,26 @@ pub fn free_address() -> SocketAddr {
     panic!("no port is free")
 }
 
-/// Waits until somebody listens on the address.
+/// Waits until a process listens on the address.
 pub fn wait_for_port(address: SocketAddr, owner: &Process) {
     eventually(
-        &format!("somebody to listen on {address}"),
+        &format!("a listener on {address}"),
         Duration::from_secs(30),
         &[owner],
         || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok(),
     );
 }
 
-/// The processes on this machine whose command line holds this text, ours left out.
+/// The running processes whose command line contains this text, except this one: ids and command lines.
 #[must_use]
-pub fn processes_about(text: &str) -> Vec<(u32, String)> {
+pub fn processes_with_argument(text: &str) -> Vec<(u32, String)> {
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     entries
         .filter_map(|entry| {
             let id: u32 = entry.file_name().to_str()?.parse().ok()?;
             let line = std::fs::read(entry.path().join("cmdline")).ok()?;
             let line = String::from_utf8_lossy(&line).replace('\0', " ");
-            (id != std::process::id() && line.contains(text) && alive(id)).then_some((id, line))
+            (id != std::process::id() && line.contains(text) && is_alive(id)).then_some((id, line))
         })
         .collect()
 }

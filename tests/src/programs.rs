@@ -1,4 +1,4 @@
-//! Where the programs under test are: built once per test run, in the same target folder and profile.
+//! The paths of the programs under test. They are built once per test run, in the same target folder and profile.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,18 +15,18 @@ pub fn repository() -> &'static Path {
 /// The path of one of our programs: `aitk`, `aitk-coordinator` or `aitk-worker`.
 ///
 /// Cargo builds the programs of a package only for that package's own tests, so the first call
-/// builds them here. `AITK_TEST_PROGRAMS` names a folder that has them already.
+/// builds them here. If `AITK_TEST_PROGRAMS` is set, it names a folder with the built programs.
 ///
 /// # Panics
 /// When they do not build.
 #[must_use]
 pub fn program(name: &str) -> PathBuf {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    let find = || match std::env::var_os("AITK_TEST_PROGRAMS") {
+    let find_folder = || match std::env::var_os("AITK_TEST_PROGRAMS") {
         Some(folder) if !folder.is_empty() => PathBuf::from(folder),
         _ => build(),
     };
-    FOLDER.get_or_init(find).join(name)
+    FOLDER.get_or_init(find_folder).join(name)
 }
 
 fn build() -> PathBuf {
@@ -43,11 +43,11 @@ fn build() -> PathBuf {
         Some(other) => other,
     };
     let mut cargo = Command::new(env!("CARGO"));
-    // What cargo told this test about its own package would make build scripts that watch those variables (ring's does)
-    // run again, and with them everything that depends on them.
+    // Cargo sets variables about the test's own package. Build scripts that watch them (ring's does) would run again, and
+    // everything that depends on them would be rebuilt.
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        let ours = [
+        let prefixes = [
             "CARGO_PKG_",
             "CARGO_MANIFEST_",
             "CARGO_BIN_",
@@ -55,14 +55,14 @@ fn build() -> PathBuf {
             "CARGO_PRIMARY_",
             "OUT_DIR",
         ];
-        if ours.iter().any(|prefix| text.starts_with(prefix)) {
+        if prefixes.iter().any(|prefix| text.starts_with(prefix)) {
             cargo.env_remove(&name);
         }
     }
     let status = cargo
         .current_dir(repository())
         // The same selection as `cargo test --workspace`: another one would have other features of the shared
-        // dependencies and build them all again.
+        // dependencies and rebuild them.
         .args([
             "build",
             "--quiet",

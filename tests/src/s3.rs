@@ -1,6 +1,6 @@
-//! A real S3 server with one bucket, `aitk`, its switches and its log.
+//! A real S3 server with one bucket, `aitk`, that can be given faults and whose requests can be counted.
 
-use crate::place::Place;
+use crate::namespaces::Namespaces;
 use crate::processes::{Process, free_address, wait_for_port};
 use crate::server_fault::ServerFault;
 use std::net::SocketAddr;
@@ -12,18 +12,18 @@ pub struct S3 {
     address: SocketAddr,
     /// The server.
     pub process: Process,
-    /// Where it keeps its objects.
+    /// The folder of its buckets.
     pub root: PathBuf,
 }
 
-/// What the server was asked to do, from its log.
+/// Requests to the server, counted from its log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Requests that send something.
+    /// `PUT` and `POST` requests.
     pub puts: u64,
     /// Bytes of their bodies.
     pub bytes_in: u64,
-    /// Requests that fetch something.
+    /// `GET` requests.
     pub gets: u64,
     /// All requests.
     pub requests: u64,
@@ -33,22 +33,22 @@ impl S3 {
     /// Starts the server program at `program` (`env!("CARGO_BIN_EXE_s3-server")` in a test) below `folder`.
     ///
     /// # Panics
-    /// When its folders cannot be made.
+    /// When its folders cannot be created.
     #[must_use]
     pub fn start(program: &str, folder: &Path) -> Self {
-        Self::start_in(program, folder, free_address(), &Place::Here)
+        Self::start_in(program, folder, free_address(), &Namespaces::Host)
     }
 
-    /// Starts it somewhere.
+    /// Starts it in these namespaces.
     ///
     /// # Panics
-    /// When its folders cannot be made.
+    /// When its folders cannot be created.
     #[must_use]
-    pub fn start_in(program: &str, folder: &Path, address: SocketAddr, place: &Place) -> Self {
+    pub fn start_in(program: &str, folder: &Path, address: SocketAddr, namespaces: &Namespaces) -> Self {
         let root = folder.join("s3");
         std::fs::create_dir_all(root.join("aitk")).expect("the bucket's folder can be made");
         let fault_file = folder.join("s3-fault");
-        let mut command = place.command(program, folder);
+        let mut command = namespaces.command(program, folder);
         command.args(["--host", &address.ip().to_string()]);
         command.args(["--port", &address.port().to_string()]);
         command.arg("--fault-file").arg(&fault_file);
@@ -56,7 +56,7 @@ impl S3 {
             .args(["--access-key", "test-key", "--secret-key", "test-secret"])
             .arg(&root);
         let process = Process::start("s3", folder, &mut command);
-        if *place == Place::Here {
+        if *namespaces == Namespaces::Host {
             wait_for_port(address, &process);
         }
         Self {
@@ -67,13 +67,13 @@ impl S3 {
         }
     }
 
-    /// What `--storage` wants.
+    /// The value for `--storage`.
     #[must_use]
     pub fn url(&self) -> String {
         "s3://aitk".to_owned()
     }
 
-    /// What coordinator and workers find in their environment.
+    /// The environment variables for coordinator and workers.
     #[must_use]
     pub fn environment(&self) -> Vec<(String, String)> {
         [
@@ -88,11 +88,11 @@ impl S3 {
         .collect()
     }
 
-    /// From now on this goes wrong.
+    /// Sets the current fault.
     ///
     /// # Panics
-    /// When the switch cannot be written.
-    pub fn set(&self, fault: ServerFault) {
+    /// When the fault file cannot be written.
+    pub fn set_fault(&self, fault: ServerFault) {
         fault.write(&self.fault_file);
     }
 
@@ -105,14 +105,14 @@ impl S3 {
             .count()
     }
 
-    /// What was asked so far, as far as it is over.
+    /// The requests so far.
     #[must_use]
     pub fn traffic(&self) -> Traffic {
         let log = self.process.log();
         let mut traffic = Traffic::default();
         for line in log.lines() {
-            let words: Vec<&str> = line.split_whitespace().collect();
-            match words.as_slice() {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            match fields.as_slice() {
                 ["begin", _, "PUT" | "POST", _] => {
                     (traffic.puts, traffic.requests) = (traffic.puts + 1, traffic.requests + 1)
                 }

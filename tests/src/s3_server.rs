@@ -1,6 +1,6 @@
-//! A real S3 server over a folder (the `s3s-fs` crate) that goes wrong on demand, see [`crate::faulty`].
+//! A real S3 server over a folder (the `s3s-fs` crate) that injects faults on demand, see [`crate::faulty_server`].
 
-use crate::faulty::{self, BoxError};
+use crate::faulty_server::{self, BoxError};
 use s3s::auth::SimpleAuth;
 use s3s::service::S3ServiceBuilder;
 use s3s_fs::FileSystem;
@@ -12,11 +12,11 @@ use tokio::net::TcpListener;
 /// How the server is set up.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Where to listen.
+    /// The address to listen on.
     pub address: SocketAddr,
-    /// The file that says what goes wrong; none: nothing does.
+    /// The file with the current fault; `None` for no faults.
     pub fault_file: Option<PathBuf>,
-    /// The only access key and its secret; none: everybody may do everything.
+    /// The only access key and its secret; `None` to allow every request.
     pub keys: Option<(String, String)>,
     /// The folder with one sub-folder per bucket.
     pub root: PathBuf,
@@ -35,16 +35,16 @@ pub async fn serve(settings: Settings) -> anyhow::Result<()> {
     }
     let service = builder.build();
     let listener = TcpListener::bind(settings.address).await?;
-    let service: faulty::Service = Arc::new(move |mut request| {
+    let service: faulty_server::Service = Arc::new(move |mut request| {
         let service = service.clone();
         Box::pin(async move {
             if open {
-                // Nobody asks for it; one without a signature would only be misunderstood.
+                // Without keys a signature cannot be checked, so it is removed.
                 request.headers_mut().remove(hyper::header::AUTHORIZATION);
             }
             let answer = service.call(request).await;
             answer.map_err(|error| BoxError::from(format!("{error:?}")))
         })
     });
-    faulty::serve(listener, settings.fault_file, service).await
+    faulty_server::serve(listener, settings.fault_file, service).await
 }

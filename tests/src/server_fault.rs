@@ -1,56 +1,56 @@
-//! What goes wrong with a server of the tests: a word in a file.
+//! The current fault of a test server, as text in a file.
 
 use std::fmt;
 use std::path::Path;
 
-/// What goes wrong with every request that begins now.
+/// A fault of every request that begins now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServerFault {
-    /// Nothing.
+    /// No fault.
     #[default]
     None,
-    /// `fail`: it is answered with status 500.
+    /// `fail`: status 500.
     Fail,
-    /// `flaky N`: every N-th one is.
+    /// `flaky N`: status 500 for every N-th request.
     Flaky(u64),
-    /// `hang`: it is never answered; when the hanging ends, its connection is cut.
+    /// `hang`: no answer; the connection is cut when the fault ends.
     Hang,
-    /// `late`: it is answered when the hanging ends.
+    /// `late`: the answer comes when the fault ends.
     Late,
     /// `cut-upload N`: the connection is cut after N bytes of the request's body.
     CutUpload(u64),
     /// `cut-answer N`: the connection is cut after N bytes of the answer's body.
     CutAnswer(u64),
-    /// `slow N`: bodies travel at N bytes per second.
+    /// `slow N`: bodies are sent and received at N bytes per second.
     Slow(u64),
 }
 
 impl ServerFault {
-    /// Reads the file. No file, or nothing sensible in it, is no fault.
+    /// Reads the file. A missing or invalid file means no fault.
     #[must_use]
     pub fn read(file: &Path) -> Self {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         Self::parse(&text).unwrap_or_default()
     }
 
-    /// Writes the file: from now on this goes wrong.
+    /// Writes the file: requests have this fault from now on.
     ///
     /// # Panics
     /// When it cannot be written.
     pub fn write(self, file: &Path) {
-        // Whole at every moment: a reader in between must not see nothing.
-        let beside = file.with_extension("next");
-        std::fs::write(&beside, self.to_string()).expect("the switch can be written");
-        std::fs::rename(beside, file).expect("the switch can be put in place");
+        // Replaced atomically, so that a reader never sees an empty file.
+        let temporary = file.with_extension("next");
+        std::fs::write(&temporary, self.to_string()).expect("the fault file can be written");
+        std::fs::rename(temporary, file).expect("the fault file can be replaced");
     }
 
-    /// Reads the word and its number.
+    /// Parses the text of the file.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
-        let mut words = text.split_whitespace();
-        let word = words.next()?;
-        let mut number = || words.next()?.parse().ok();
-        Some(match word {
+        let mut fields = text.split_whitespace();
+        let name = fields.next()?;
+        let mut number = || fields.next()?.parse().ok();
+        Some(match name {
             "none" => Self::None,
             "fail" => Self::Fail,
             "flaky" => Self::Flaky(number()?),
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_written_fault_is_read_again() {
         for fault in [
             ServerFault::None,
             ServerFault::Fail,

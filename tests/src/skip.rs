@@ -1,9 +1,9 @@
-//! How a test says that this machine cannot run it. Files of other crates include this one with `#[path]`.
+//! Reports a test that this machine cannot run. Files of other crates include this one with `#[path]`.
 
 use std::fmt::Display;
 use std::io::Write;
 
-/// Writes that the current test is skipped, and why, to the standard error stream.
+/// Writes to standard error that the current test is skipped, and why.
 ///
 /// `requirement` is one of the words that `.ci/run` knows; it counts these lines and fails where the machine has what the test
 /// requires.

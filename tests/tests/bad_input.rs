@@ -1,33 +1,36 @@
-//! Bad input gets one clear error: what, where, what was expected; no panic, a documented exit code, nothing half written.
+//! Invalid input fails with an error that names what and where, without a panic and without a result.
 
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use aitk_tests::jobs::{self, draw_dataset, tiny_model, training};
-use aitk_tests::place::Place;
+use aitk_tests::jobs::{self, tiny_model, training_config, write_dataset};
+use aitk_tests::namespaces::Namespaces;
 use std::fs;
 use std::path::Path;
 use std::process::Output;
 
 fn run(folder: &Path) -> Output {
-    jobs::run(&Place::Here, folder, "job.yaml")
+    jobs::run_command(&Namespaces::Host, folder, "job.yaml")
         .env_remove("AITK_UNSET_VARIABLE")
         .output()
         .unwrap()
 }
 
-/// Runs the prepared job and expects it to fail with all of these words in its message.
-fn refused(what: &str, words: &[&str], prepare: impl FnOnce(&Path)) {
+/// Changes a valid job with `prepare`, runs it, and expects it to fail with an error that contains all of these texts.
+fn assert_refused(what: &str, texts: &[&str], prepare: impl FnOnce(&Path)) {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    draw_dataset(&root.join("dataset"), 2);
-    fs::write(root.join("job.yaml"), training("bad", root, 2, 100)).unwrap();
+    write_dataset(&root.join("dataset"), 2);
+    fs::write(root.join("job.yaml"), training_config("bad", root, 2, 100)).unwrap();
     prepare(root);
     let output = run(root);
     let err = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success(), "{what}: it was accepted\n{err}");
     assert!(!err.contains("panicked"), "{what}: {err}");
-    for word in words {
-        assert!(err.contains(word), "{what}: the message does not say {word:?}\n{err}");
+    for text in texts {
+        assert!(
+            err.contains(text),
+            "{what}: the message does not contain {text:?}\n{err}"
+        );
     }
     assert!(!root.join("bad/bad.safetensors").exists(), "{what}: a LoRA was written");
 }
@@ -58,7 +61,7 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// A PNG whose header promises this size; of its data only the beginning is there.
+/// A PNG with this size in its header and only the beginning of its data.
 fn png_header(width: u32, height: u32) -> Vec<u8> {
     let mut head = Vec::new();
     head.extend(width.to_be_bytes());
@@ -75,67 +78,67 @@ fn png_header(width: u32, height: u32) -> Vec<u8> {
 }
 
 #[test]
-fn configs() {
-    refused("a tab", &["job.yaml", "tab"], |root| {
+fn invalid_configs_are_refused() {
+    assert_refused("a tab", &["job.yaml", "tab"], |root| {
         edit(root, "      network:", "\t     network:")
     });
-    refused("a duplicate key", &["job.yaml", "steps"], |root| {
+    assert_refused("a duplicate key", &["job.yaml", "steps"], |root| {
         edit(root, "        steps: 2", "        steps: 2\n        steps: 3")
     });
-    refused("a wrong type", &["job.yaml", "steps", "many"], |root| {
+    assert_refused("a wrong type", &["job.yaml", "steps", "many"], |root| {
         edit(root, "steps: 2", "steps: many")
     });
-    refused("an unset variable", &["AITK_UNSET_VARIABLE"], |root| {
+    assert_refused("an unset variable", &["AITK_UNSET_VARIABLE"], |root| {
         edit(root, "\"zorb\"", "\"${AITK_UNSET_VARIABLE}\"")
     });
-    refused("a key with a slip", &["batch_sise", "batch_size"], |root| {
+    assert_refused("a misspelt key", &["batch_sise", "batch_size"], |root| {
         edit(root, "batch_size: 2", "batch_sise: 2")
     });
-    refused("an unknown architecture", &["sd9", "sd1"], |root| {
+    assert_refused("an unknown architecture", &["sd9", "sd1"], |root| {
         edit(root, "arch: sd1", "arch: sd9")
     });
-    refused("no such model", &["no/such/model"], |root| {
+    assert_refused("no such model", &["no/such/model"], |root| {
         edit(root, &tiny_model().display().to_string(), "/no/such/model");
     });
 }
 
 #[test]
-fn data_sets() {
-    refused("an empty data set", &["dataset"], |root| {
+fn invalid_data_sets_are_refused() {
+    assert_refused("an empty data set", &["dataset"], |root| {
         fs::remove_dir_all(root.join("dataset")).unwrap();
         fs::create_dir(root.join("dataset")).unwrap();
     });
-    refused("a missing folder", &["dataset"], |root| {
+    assert_refused("a missing folder", &["dataset"], |root| {
         fs::remove_dir_all(root.join("dataset")).unwrap()
     });
-    refused("images of 0 bytes", &["000.png"], |root| {
+    assert_refused("images of 0 bytes", &["000.png"], |root| {
         for name in ["000.png", "001.png"] {
             fs::write(root.join("dataset").join(name), b"").unwrap();
         }
     });
-    refused("images of 30,000 x 30,000", &["000.png", "30000"], |root| {
+    assert_refused("images of 30,000 x 30,000", &["000.png", "30000"], |root| {
         for name in ["000.png", "001.png"] {
             fs::write(root.join("dataset").join(name), png_header(30_000, 30_000)).unwrap();
         }
     });
-    refused("a caption that is not UTF-8", &["000.txt", "UTF-8"], |root| {
+    assert_refused("a caption that is not UTF-8", &["000.txt", "UTF-8"], |root| {
         fs::write(root.join("dataset/000.txt"), b"caf\xe9").unwrap();
     });
 }
 
 #[test]
-fn models() {
+fn invalid_models_are_refused() {
     let unet = "unet/diffusion_pytorch_model.safetensors";
-    refused("a truncated file", &[unet], |root| {
+    assert_refused("a truncated file", &[unet], |root| {
         let path = copy_model(root).join(unet);
         let bytes = fs::read(&path).unwrap();
         fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
     });
-    refused("a mislabelled file", &[unet], |root| {
+    assert_refused("a mislabelled file", &[unet], |root| {
         let path = copy_model(root).join(unet);
         fs::write(path, b"PK\x03\x04 this is a zip archive, whatever its name says").unwrap();
     });
-    refused("a missing tensor", &["conv_in.weight"], |root| {
+    assert_refused("a missing tensor", &["conv_in.weight"], |root| {
         let path = copy_model(root).join(unet);
         let bytes = fs::read(&path).unwrap();
         let at = bytes
@@ -146,14 +149,14 @@ fn models() {
         changed[at..at + 14].copy_from_slice(b"conv_xx.weight");
         fs::write(path, changed).unwrap();
     });
-    refused("another shape", &["shape"], |root| {
+    assert_refused("another shape", &["shape"], |root| {
         let path = copy_model(root).join("unet/config.json");
         let text = fs::read_to_string(&path).unwrap();
         let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
         config["cross_attention_dim"] = 48.into();
         fs::write(path, config.to_string()).unwrap();
     });
-    refused("a pickle checkpoint", &["ckpt", "safetensors"], |root| {
+    assert_refused("a pickle checkpoint", &["ckpt", "safetensors"], |root| {
         fs::write(root.join("model.ckpt"), b"\x80\x02}q\x00.").unwrap();
         edit(
             root,
@@ -163,8 +166,8 @@ fn models() {
     });
 }
 
-/// An image of this side, with these wishes about the machine.
-fn drawing(name: &str, root: &Path, side: u32, cluster: &str) -> String {
+/// A job that generates one square image with this side, with this `cluster` section.
+fn generate_config(name: &str, root: &Path, side: u32, cluster: &str) -> String {
     format!(
         "job: generate\nconfig:\n  name: {name}\n  process:\n  - type: to_folder\n    output_folder: {}\n    model: \
          {{name_or_path: {}, arch: sd1, dtype: float32}}\n    generate: {{sampler: ddim, sample_steps: 1, width: {side}, \
@@ -176,27 +179,27 @@ fn drawing(name: &str, root: &Path, side: u32, cluster: &str) -> String {
 
 #[cfg(target_os = "linux")]
 #[test]
-fn a_memory_budget_that_is_too_small_ends_the_attempt_with_the_numbers() {
+fn a_too_small_memory_budget_ends_the_attempt_with_an_error_that_has_the_numbers() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     let tight = "cluster: {memory_profile: cpu_only, memory_budget: 128MiB}";
-    fs::write(root.join("job.yaml"), drawing("large", root, 1536, tight)).unwrap();
-    fs::write(root.join("next.yaml"), drawing("small", root, 64, "")).unwrap();
-    let output = jobs::run(&Place::Here, root, "job.yaml")
+    fs::write(root.join("job.yaml"), generate_config("large", root, 1536, tight)).unwrap();
+    fs::write(root.join("next.yaml"), generate_config("small", root, 64, "")).unwrap();
+    let output = jobs::run_command(&Namespaces::Host, root, "job.yaml")
         .args(["next.yaml", "--recover"])
         .output()
         .unwrap();
     let err = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && !err.contains("panicked"), "{err}");
-    for words in [
+    for text in [
         "not enough memory",
         "memory profile cpu_only, predicted to need",
         "0.12 GiB is allowed (`cluster.memory_budget`)",
         "next to try is `cluster.memory_profile: balanced`",
     ] {
-        assert!(err.contains(words), "{words}: {err}");
+        assert!(err.contains(text), "{text}: {err}");
     }
-    // The one after it has what it needs.
-    let drawn = fs::read_dir(root.join("small")).map(Iterator::count).unwrap_or(0);
-    assert!(drawn > 0, "{err}");
+    // The next job runs.
+    let images = fs::read_dir(root.join("small")).map(Iterator::count).unwrap_or(0);
+    assert!(images > 0, "{err}");
 }

@@ -1,21 +1,21 @@
-//! Machines die, freeze and come back, and lines, disks, storage and the database go wrong, at random moments: every job ends
-//! with the result of an undisturbed run, none is lost or done twice, and nothing is left behind.
+//! Processes are killed or frozen, and links, disks, storage and the database fail at random moments: every job still ends with
+//! the result of a run without faults, no job is lost or runs twice, and no files or processes are left.
 //!
-//! A few fixed rounds by default. The long form ends after so many faults that were really made, with outages of up to 20
-//! seconds and machines that are frozen for minutes:
+//! By default a few fixed rounds run. The long form ends after this many injected faults, with outages of up to 20 seconds and
+//! processes that are frozen for minutes:
 //!
 //! ```text
 //! AITK_CHAOS_FAULTS=500 cargo test --release --workspace --test chaos -- --nocapture
 //! ```
 //!
-//! `AITK_CHAOS_SEED` is the seed of the first round (the following ones count up), `AITK_CHAOS_ROUNDS` the most rounds: a round
-//! that failed runs again with its seed and `AITK_CHAOS_ROUNDS=1`. The seed decides what happens and what it waits for; how
-//! far a process has come by then is up to the machine.
+//! `AITK_CHAOS_SEED` is the seed of the first round (later rounds count up), `AITK_CHAOS_ROUNDS` the largest number of rounds. To
+//! repeat a failed round, set its seed and `AITK_CHAOS_ROUNDS=1`. The seed determines the faults and their triggers, but not
+//! the exact state of each process at that moment.
 
-#![allow(clippy::print_stdout, reason = "a long test says how far it is")]
+#![allow(clippy::print_stdout, reason = "a long test prints its progress")]
 
-use aitk_tests::chaos::plan::{Plan, Terms};
-use aitk_tests::chaos::round::{Ended, run};
+use aitk_tests::chaos::plan::{Plan, RoundConfig};
+use aitk_tests::chaos::round::{RoundOutcome, run};
 use aitk_tests::chaos::{Cluster, Servers, check};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,22 +26,23 @@ const SERVERS: Servers = Servers {
     hub: env!("CARGO_BIN_EXE_hub-server"),
 };
 
-/// Of the short form: machines that die and freeze; a full disk of the coordinator, a refused worker and a child that hangs.
-const SHORT: [u64; 2] = [1, 124];
+/// Seeds of the short form. They cover killed and frozen processes, a full coordinator disk, a revoked worker and a hanging
+/// child.
+const SHORT_SEEDS: [u64; 2] = [1, 124];
 
-/// After so many rounds in which something did not hold, no more are run.
-const ENOUGH: usize = 5;
+/// The test stops after this many rounds with violations.
+const MAX_FAILED_ROUNDS: usize = 5;
 
-fn number(name: &str) -> Option<u64> {
+fn number_from_env(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.trim().parse().ok()
 }
 
-/// A folder that stays when the test fails, for a look at its logs.
+/// A temporary folder that is kept when the test fails, because of its logs.
 struct Folder(Option<tempfile::TempDir>);
 
 impl Folder {
     fn new() -> Self {
-        Self(Some(tempfile::tempdir().expect("there is room for the test")))
+        Self(Some(tempfile::tempdir().expect("a temporary folder can be created")))
     }
 
     fn path(&self) -> PathBuf {
@@ -54,14 +55,14 @@ impl Folder {
 impl Drop for Folder {
     fn drop(&mut self) {
         if let Some(folder) = self.0.take().filter(|_| std::thread::panicking()) {
-            println!("everything lies in {}", folder.keep().display());
+            println!("the files are kept in {}", folder.keep().display());
         }
     }
 }
 
-/// What was done in all rounds.
+/// Totals of all rounds.
 #[derive(Default)]
-struct Sum {
+struct Totals {
     rounds: usize,
     jobs: usize,
     attempts: usize,
@@ -70,26 +71,26 @@ struct Sum {
     kinds: BTreeMap<&'static str, usize>,
 }
 
-impl Sum {
-    fn made(&self) -> usize {
+impl Totals {
+    fn faults(&self) -> usize {
         self.kinds.values().sum()
     }
 
-    fn add(&mut self, ended: &Ended) {
+    fn add(&mut self, outcome: &RoundOutcome) {
         self.rounds += 1;
-        self.jobs += ended.jobs.iter().map(|job| job.members.len()).sum::<usize>();
-        self.attempts += ended.attempts();
-        self.checkpoints += ended.count(|event| event.kind() == "checkpoint");
-        self.submissions += ended.jobs.iter().map(|job| job.tries).sum::<u32>();
-        for (_, fault) in &ended.made {
-            *self.kinds.entry(fault.what.kind()).or_default() += 1;
+        self.jobs += outcome.jobs.iter().map(|job| job.members.len()).sum::<usize>();
+        self.attempts += outcome.attempts();
+        self.checkpoints += outcome.count(|event| event.kind() == "checkpoint");
+        self.submissions += outcome.jobs.iter().map(|job| job.submissions).sum::<u32>();
+        for (_, fault) in &outcome.injected {
+            *self.kinds.entry(fault.kind.name()).or_default() += 1;
         }
     }
 
     fn print(&self, begun: Instant) {
         println!(
             "{} faults in {} rounds: {} jobs ({} submissions), {} attempts, {} checkpoints, {:.0} s",
-            self.made(),
+            self.faults(),
             self.rounds,
             self.jobs,
             self.submissions,
@@ -103,49 +104,55 @@ impl Sum {
     }
 }
 
-/// Runs rounds with these seeds until so many faults were made, and looks after each that everything holds.
-fn rounds(cluster: &mut Cluster, seeds: impl Iterator<Item = u64>, terms: &Terms, faults: usize, root: &Path) {
-    let (mut sum, mut violations, begun) = (Sum::default(), Vec::new(), Instant::now());
+/// Runs rounds with these seeds until `faults` faults were injected, and checks all invariants after each.
+fn run_rounds(
+    cluster: &mut Cluster,
+    seeds: impl Iterator<Item = u64>,
+    config: &RoundConfig,
+    faults: usize,
+    root: &Path,
+) {
+    let (mut totals, mut violations, begun) = (Totals::default(), Vec::new(), Instant::now());
     for seed in seeds {
-        if sum.made() >= faults {
+        if totals.faults() >= faults {
             break;
         }
-        let plan = Plan::draw(seed, terms, cluster.means());
-        println!("round {}, {plan}", sum.rounds + 1);
-        let ended = run(cluster, &plan, terms, faults - sum.made());
-        let made: Vec<String> = ended
-            .made
+        let plan = Plan::draw(seed, config, cluster.capabilities());
+        println!("round {}, {plan}", totals.rounds + 1);
+        let outcome = run(cluster, &plan, config, faults - totals.faults());
+        let injected: Vec<String> = outcome
+            .injected
             .iter()
             .map(|(at, fault)| format!("{:.1} s {fault}", at.as_secs_f64()))
             .collect();
-        sum.add(&ended);
+        totals.add(&outcome);
         println!(
-            "  {:.1} s, {} jobs, {} attempts, {} of {} faults made; {} faults so far, {:.0} s",
-            ended.took.as_secs_f64(),
-            ended.jobs.len(),
-            ended.attempts(),
-            made.len(),
+            "  {:.1} s, {} jobs, {} attempts, {} of {} faults injected; {} faults so far, {:.0} s",
+            outcome.duration.as_secs_f64(),
+            outcome.jobs.len(),
+            outcome.attempts(),
+            injected.len(),
             plan.faults.len(),
-            sum.made(),
+            totals.faults(),
             begun.elapsed().as_secs_f64()
         );
-        let found = check::violations(cluster, &ended);
+        let found = check::violations(cluster, &outcome);
         if !found.is_empty() {
-            // The next rounds may say more about it.
+            // Continue: later rounds may show more about the violation.
             println!(
-                "VIOLATION: {}\n\nmade:\n{}\n\nrun it again with AITK_CHAOS_SEED={seed} AITK_CHAOS_ROUNDS=1; everything lies in {}\n{}",
+                "VIOLATION: {}\n\ninjected:\n{}\n\nto repeat it, set AITK_CHAOS_SEED={seed} AITK_CHAOS_ROUNDS=1; its files are in {}\n{}",
                 found.join("\n"),
-                made.join("\n"),
+                injected.join("\n"),
                 root.display(),
                 cluster.tails()
             );
             violations.push(format!("seed {seed}: {}", found.join("\n")));
-            if violations.len() >= ENOUGH || ended.stuck.is_some() {
+            if violations.len() >= MAX_FAILED_ROUNDS || outcome.stuck.is_some() {
                 break;
             }
         }
     }
-    sum.print(begun);
+    totals.print(begun);
     assert!(
         violations.is_empty(),
         "{} rounds with violations:\n{}",
@@ -153,7 +160,7 @@ fn rounds(cluster: &mut Cluster, seeds: impl Iterator<Item = u64>, terms: &Terms
         violations.join("\n")
     );
     for machine in &mut cluster.machines {
-        let process = machine.process.as_mut().expect("every machine is up");
+        let process = machine.process.as_mut().expect("every worker runs");
         assert_eq!(
             process.terminate(Duration::from_secs(20)),
             Some(0),
@@ -164,11 +171,11 @@ fn rounds(cluster: &mut Cluster, seeds: impl Iterator<Item = u64>, terms: &Terms
 }
 
 #[test]
-fn whatever_happens_the_result_is_the_same_and_nothing_is_left_behind() {
+fn random_faults_do_not_change_the_result_and_leave_nothing_behind() {
     let folder = Folder::new();
     let root = folder.path();
-    let mut cluster = Cluster::plain(SERVERS, &root);
-    let terms = Terms {
+    let mut cluster = Cluster::small(SERVERS, &root);
+    let config = RoundConfig {
         lease: cluster.pool().setup().lease,
         outage: Duration::from_secs(3),
         faults: (2, 5),
@@ -178,16 +185,19 @@ fn whatever_happens_the_result_is_the_same_and_nothing_is_left_behind() {
         minutes: false,
         limit: Duration::from_secs(420),
     };
-    rounds(&mut cluster, SHORT.into_iter(), &terms, usize::MAX, &root);
+    run_rounds(&mut cluster, SHORT_SEEDS.into_iter(), &config, usize::MAX, &root);
 }
 
 #[test]
-fn a_cluster_survives_everything_at_once() {
+fn a_full_cluster_survives_simultaneous_faults() {
     let folder = Folder::new();
     let root = folder.path();
-    let mut cluster = Cluster::whole(SERVERS, &root);
-    let (faults, most) = (number("AITK_CHAOS_FAULTS"), number("AITK_CHAOS_ROUNDS"));
-    let short = Terms {
+    let mut cluster = Cluster::full(SERVERS, &root);
+    let (faults, max_rounds) = (
+        number_from_env("AITK_CHAOS_FAULTS"),
+        number_from_env("AITK_CHAOS_ROUNDS"),
+    );
+    let short = RoundConfig {
         lease: cluster.pool().setup().lease,
         outage: Duration::from_secs(3),
         faults: (8, 8),
@@ -197,10 +207,10 @@ fn a_cluster_survives_everything_at_once() {
         minutes: false,
         limit: Duration::from_secs(420),
     };
-    if faults.is_none() && most.is_none() {
-        return rounds(&mut cluster, [4].into_iter(), &short, usize::MAX, &root);
+    if faults.is_none() && max_rounds.is_none() {
+        return run_rounds(&mut cluster, [4].into_iter(), &short, usize::MAX, &root);
     }
-    let long = Terms {
+    let long = RoundConfig {
         outage: Duration::from_secs(20),
         faults: (30, 44),
         tracks: 3,
@@ -210,10 +220,10 @@ fn a_cluster_survives_everything_at_once() {
         ..short
     };
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let first = number("AITK_CHAOS_SEED").unwrap_or(now.as_secs());
-    let seeds = first..first + most.unwrap_or(u64::from(u32::MAX));
+    let first = number_from_env("AITK_CHAOS_SEED").unwrap_or(now.as_secs());
+    let seeds = first..first + max_rounds.unwrap_or(u64::from(u32::MAX));
     let faults = faults
         .and_then(|faults| usize::try_from(faults).ok())
         .unwrap_or(usize::MAX);
-    rounds(&mut cluster, seeds, &long, faults, &root);
+    run_rounds(&mut cluster, seeds, &long, faults, &root);
 }

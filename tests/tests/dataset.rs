@@ -1,15 +1,15 @@
-//! A data set of 1,000 files goes to an S3 server: each byte once, and nothing the second time, counted by the server.
+//! A data set of 1,000 files is uploaded to an S3 server: each byte once, and nothing the second time, counted by the server.
 
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use aitk_tests::jobs::training;
+use aitk_tests::jobs::training_config;
 use aitk_tests::pool::{Pool, Setup};
 use aitk_tests::s3::S3;
 use std::path::Path;
 
-/// 500 images with captions, 1,000 files; some images are there twice under different names. Returns the bytes of
-/// their distinct contents.
-fn draw(folder: &Path) -> u64 {
+/// Writes 500 images with captions, 1,000 files, some of them with the same content. Returns the total bytes of the distinct
+/// contents.
+fn write_dataset(folder: &Path) -> u64 {
     std::fs::create_dir_all(folder).unwrap();
     let mut distinct = std::collections::BTreeMap::new();
     for number in 0..500_u32 {
@@ -36,12 +36,12 @@ fn draw(folder: &Path) -> u64 {
 fn a_thousand_files_are_sent_once_and_then_not_at_all() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();
-    let distinct = draw(&root.join("dataset"));
-    std::fs::write(root.join("job.yaml"), training("shapes", &root, 2, 100)).unwrap();
+    let distinct = write_dataset(&root.join("dataset"));
+    std::fs::write(root.join("job.yaml"), training_config("shapes", &root, 2, 100)).unwrap();
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), &root);
     let pool = Pool::start_with(Setup::new(&root).storage(s3.url(), s3.environment()));
 
-    // Everything that is stored beside the data set: the model's files and the lists.
+    // The data set, the model's files and the snapshots.
     let submitted = pool.aitk_json(["submit", "job.yaml", "--json"]);
     let first = s3.traffic();
     let stored: u64 = blobs(&s3.root.join("aitk/blobs")).iter().sum();
@@ -71,7 +71,7 @@ fn a_thousand_files_are_sent_once_and_then_not_at_all() {
         "nothing is sent again"
     );
 
-    // One changed caption: that caption, and the new list.
+    // One changed caption: only the caption and the new snapshot are uploaded.
     std::fs::write(root.join("dataset/0007.txt"), "a new caption").unwrap();
     pool.aitk_ok(["submit", "job.yaml"]);
     assert_eq!(s3.traffic().puts, first.puts + 2);

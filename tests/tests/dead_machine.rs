@@ -1,11 +1,12 @@
-//! Machines die: a worker, the coordinator, the object store. The job goes on and its result is the same, bit for bit.
+//! A worker and the coordinator are killed, and the object storage fails. The job goes on and its result is the same, bit for
+//! bit.
 
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use aitk_tests::eventually;
-use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
+use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
 use aitk_tests::pool::Pool;
-use aitk_tests::processes::{Process, alive};
+use aitk_tests::processes::{Process, is_alive};
 use aitk_tests::s3::S3;
 use aitk_tests::server_fault::ServerFault;
 use std::path::Path;
@@ -15,25 +16,33 @@ const STEPS: u32 = 24;
 const SAVE_EVERY: u32 = 4;
 const LIMIT: Duration = Duration::from_secs(300);
 
-/// The LoRA of a run that nobody disturbed, made by `aitk run`.
-fn undisturbed(root: &Path) -> Vec<u8> {
+/// The LoRA of a run without faults, made by `aitk run`.
+fn expected_lora(root: &Path) -> Vec<u8> {
     let folder = root.join("undisturbed");
-    draw_dataset(&folder.join("dataset"), 4);
-    std::fs::write(folder.join("job.yaml"), training("shapes", &folder, STEPS, SAVE_EVERY)).unwrap();
+    write_dataset(&folder.join("dataset"), 4);
+    std::fs::write(
+        folder.join("job.yaml"),
+        training_config("shapes", &folder, STEPS, SAVE_EVERY),
+    )
+    .unwrap();
     run_undisturbed(&folder);
     std::fs::read(folder.join("shapes/shapes.safetensors")).unwrap()
 }
 
-struct Scene {
+struct TestRun {
     pool: Pool,
     id: String,
     root: std::path::PathBuf,
 }
 
-impl Scene {
+impl TestRun {
     fn start(root: &Path, s3: &S3) -> Self {
-        draw_dataset(&root.join("dataset"), 4);
-        std::fs::write(root.join("job.yaml"), training("shapes", root, STEPS, SAVE_EVERY)).unwrap();
+        write_dataset(&root.join("dataset"), 4);
+        std::fs::write(
+            root.join("job.yaml"),
+            training_config("shapes", root, STEPS, SAVE_EVERY),
+        )
+        .unwrap();
         let pool = Pool::start(root, Some(s3.url()), s3.environment());
         let id = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
         Self {
@@ -44,7 +53,7 @@ impl Scene {
     }
 
     /// Waits until a checkpoint of this step or a later one is committed.
-    fn committed(&self, step: u32, logs: &[&Process]) {
+    fn wait_for_checkpoint(&self, step: u32, logs: &[&Process]) {
         eventually(&format!("a checkpoint at step {step}"), LIMIT, logs, || {
             let job: serde_json::Value = serde_json::from_str(&self.pool.aitk_ok(["ps", "-a", "--json"])).ok()?;
             let found = find_number(&job, "checkpoint_step")?;
@@ -52,7 +61,7 @@ impl Scene {
         });
     }
 
-    fn finished(&self, logs: &[&Process]) -> Vec<u8> {
+    fn wait_for_lora(&self, logs: &[&Process]) -> Vec<u8> {
         let waited = self.pool.aitk(["wait", &self.id, "--timeout", "300"]);
         let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
         let err = String::from_utf8_lossy(&waited.stderr);
@@ -79,48 +88,48 @@ fn find_number(value: &serde_json::Value, key: &str) -> Option<u64> {
 }
 
 #[test]
-fn a_killed_worker_a_killed_coordinator_and_a_failing_store_change_nothing() {
+fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let expected = undisturbed(root);
+    let expected = expected_lora(root);
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
-    let mut scene = Scene::start(root, &s3);
+    let mut run = TestRun::start(root, &s3);
 
-    // The first worker dies with its child, at whatever step it happens to be after the first checkpoint.
-    let mut first = scene.pool.worker("first");
-    scene.committed(SAVE_EVERY, &[&first, &scene.pool.coordinator]);
+    // The first worker is killed at an arbitrary step after the first checkpoint; its child process must end with it.
+    let mut first = run.pool.worker("first");
+    run.wait_for_checkpoint(SAVE_EVERY, &[&first, &run.pool.coordinator]);
     let orphans = first.children();
     assert!(!orphans.is_empty(), "an attempt is a child process");
     first.kill();
     eventually(
-        "the dead worker's child to end",
+        "the killed worker's child to end",
         Duration::from_secs(10),
         &[&first],
-        || orphans.iter().all(|id| !alive(*id)).then_some(()),
+        || orphans.iter().all(|id| !is_alive(*id)).then_some(()),
     );
 
-    // The second goes on from the checkpoint, on what would be another machine. Meanwhile the coordinator dies…
-    let mut second = scene.pool.worker("second");
-    scene.committed(2 * SAVE_EVERY, &[&second, &scene.pool.coordinator]);
-    scene.pool.restart_coordinator();
+    // The second worker, with a data folder of its own, continues from the checkpoint. Meanwhile the coordinator is killed.
+    let mut second = run.pool.worker("second");
+    run.wait_for_checkpoint(2 * SAVE_EVERY, &[&second, &run.pool.coordinator]);
+    run.pool.restart_coordinator();
 
-    // … and the store answers 500 for 30 seconds.
-    s3.set(ServerFault::Fail);
+    // The storage answers every request with status 500 for 30 seconds.
+    s3.set_fault(ServerFault::Fail);
     std::thread::sleep(Duration::from_secs(30));
-    s3.set(ServerFault::None);
+    s3.set_fault(ServerFault::None);
 
-    let lora = scene.finished(&[&second]);
+    let lora = run.wait_for_lora(&[&second]);
     assert!(
         lora == expected,
-        "the LoRA differs from the undisturbed run's\n{}",
+        "the LoRA differs from that of a run without faults\n{}",
         second.tail()
     );
 
-    // Nothing is left behind: no attempt folder on the worker, no half object in the store.
+    // No child process and no attempt folder is left.
     let children = second.children();
     assert_eq!(second.terminate(Duration::from_secs(20)), Some(0), "{}", second.tail());
-    assert!(children.iter().all(|id| !alive(*id)));
-    let attempts = scene.root.join("second/attempts");
+    assert!(children.iter().all(|id| !is_alive(*id)));
+    let attempts = run.root.join("second/attempts");
     let left = std::fs::read_dir(&attempts).map(Iterator::count).unwrap_or(0);
     assert_eq!(left, 0, "{} is not empty", attempts.display());
 }

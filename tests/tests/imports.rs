@@ -1,9 +1,9 @@
-//! Imports run one way: no file of a crate imports from a file that imports from it, directly or through others.
+//! Files of a crate have no import cycles: no file imports from a file that imports from it, directly or indirectly.
 //!
-//!     cargo test -p aitk-tests --test imports -- --nocapture     # prints the circles that are left
+//!     cargo test -p aitk-tests --test imports -- --nocapture     # prints the remaining cycles
 //!
-//! Files are read as Rust's own grammar has them. A name that a module only passes on (`pub use`) is an import of the file
-//! that defines it. Tests are left out. Methods are not followed: `impl State` in several files ties none of them to another.
+//! Files are parsed with `syn`. A re-export (`pub use`) counts as an import from the file that defines the name. Tests are left
+//! out. Methods are not resolved: `impl State` in several files makes no dependency between them.
 
 use proc_macro2::{TokenStream, TokenTree};
 use quote::ToTokens;
@@ -11,32 +11,31 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use syn::{Attribute, Item, UseTree, Visibility};
 
-/// Files that are in a circle, for each crate that still has some. A crate that is not named has none, and these numbers
-/// only ever become smaller.
-const LEFT: [(&str, usize); 3] = [("common", 11), ("engine", 78), ("tests", 9)];
+/// The number of files in import cycles, for each crate that still has some. These numbers may only become smaller.
+const ALLOWED: [(&str, usize); 3] = [("common", 11), ("engine", 78), ("tests", 9)];
 
 type Name = Vec<String>;
 
 /// A name that a file imports.
 struct Import {
-    /// As it is written: `super::a::B`.
+    /// The path as written: `super::a::B`.
     path: Name,
-    /// What it is called here; `*` for all names.
+    /// The imported name in this file; `*` for a glob import.
     name: String,
-    passed_on: bool,
+    is_reexport: bool,
 }
 
 struct File {
     path: PathBuf,
     imports: Vec<Import>,
-    /// Paths that stand in the code: `crate::a::b`.
+    /// Paths in the code: `crate::a::b`.
     paths: BTreeSet<Name>,
-    /// All words of the code.
-    words: BTreeSet<String>,
+    /// All identifiers in the code.
+    identifiers: BTreeSet<String>,
     defined: BTreeSet<String>,
 }
 
-/// The files of a crate by the names of their modules.
+/// The files of a crate by their module paths.
 #[derive(Default)]
 struct Crate(BTreeMap<Name, File>);
 
@@ -77,24 +76,30 @@ fn defined(item: &Item) -> Option<String> {
     })
 }
 
-fn imports(tree: &UseTree, before: &[String], passed_on: bool, all: &mut Vec<Import>) {
+fn imports(tree: &UseTree, before: &[String], is_reexport: bool, all: &mut Vec<Import>) {
     let with = |last: String| [before, &[last]].concat();
-    let mut add = |path: Name, name: String| all.push(Import { path, name, passed_on });
+    let mut add = |path: Name, name: String| {
+        all.push(Import {
+            path,
+            name,
+            is_reexport,
+        })
+    };
     match tree {
-        UseTree::Path(path) => imports(&path.tree, &with(path.ident.to_string()), passed_on, all),
+        UseTree::Path(path) => imports(&path.tree, &with(path.ident.to_string()), is_reexport, all),
         UseTree::Name(name) if name.ident == "self" => add(before.to_vec(), before.last().cloned().unwrap_or_default()),
         UseTree::Name(name) => add(with(name.ident.to_string()), name.ident.to_string()),
         UseTree::Rename(name) => add(with(name.ident.to_string()), name.rename.to_string()),
         UseTree::Glob(_) => add(before.to_vec(), "*".into()),
         UseTree::Group(group) => {
             for tree in &group.items {
-                imports(tree, before, passed_on, all);
+                imports(tree, before, is_reexport, all);
             }
         }
     }
 }
 
-/// Reads words, and paths of several words, inside macros as well.
+/// Collects identifiers and paths, inside macros as well.
 fn read_tokens(tokens: TokenStream, file: &mut File) {
     let mut path: Name = Vec::new();
     let mut colons = 0;
@@ -102,7 +107,7 @@ fn read_tokens(tokens: TokenStream, file: &mut File) {
         match token {
             TokenTree::Ident(word) => {
                 let word = word.to_string();
-                file.words.insert(word.clone());
+                file.identifiers.insert(word.clone());
                 if colons != 2 {
                     file.paths.insert(std::mem::take(&mut path));
                 }
@@ -143,15 +148,15 @@ impl Crate {
             path: path.to_owned(),
             imports: Vec::new(),
             paths: BTreeSet::new(),
-            words: BTreeSet::new(),
+            identifiers: BTreeSet::new(),
             defined: BTreeSet::new(),
         };
         for item in parsed.items.iter().filter(|item| !is_test(attributes(item))) {
             file.defined.extend(defined(item));
             match item {
                 Item::Use(item) => {
-                    let passed_on = !matches!(item.vis, Visibility::Inherited);
-                    imports(&item.tree, &[], passed_on, &mut file.imports);
+                    let is_reexport = !matches!(item.vis, Visibility::Inherited);
+                    imports(&item.tree, &[], is_reexport, &mut file.imports);
                 }
                 Item::Mod(item) if item.content.is_none() => {
                     let module = item.ident.to_string();
@@ -166,7 +171,7 @@ impl Crate {
         self.0.insert(name, file);
     }
 
-    /// A path as the crate's root has it; none when it leads out of the crate.
+    /// A path relative to the crate's root; `None` if it leads out of the crate.
     fn absolute(&self, here: &[String], path: &[String]) -> Option<Name> {
         let mut base = here.to_vec();
         let mut rest = path;
@@ -192,15 +197,15 @@ impl Crate {
         Some(base)
     }
 
-    /// The module that defines what a path names; the second is false when the path names a module itself.
+    /// The module that defines the item of a path. The second value is false if the path names a module itself.
     fn resolve(&self, path: &[String], depth: u32) -> (Name, bool) {
         let known = (0..=path.len()).rev().find(|end| self.0.contains_key(&path[..*end]));
         let (module, rest) = path.split_at(known.unwrap_or(0));
         let (Some(first), Some(file)) = (rest.first(), self.0.get(module)) else {
             return (module.to_vec(), false);
         };
-        let passed_on = file.imports.iter().filter(|import| import.passed_on && depth < 8);
-        for import in passed_on {
+        let is_reexport = file.imports.iter().filter(|import| import.is_reexport && depth < 8);
+        for import in is_reexport {
             let Some(target) = self.absolute(module, &import.path) else {
                 continue;
             };
@@ -215,30 +220,30 @@ impl Crate {
         (module.to_vec(), true)
     }
 
-    /// What a file needs of others: their names, with an example.
-    fn needs(&self, name: &Name) -> BTreeMap<Name, String> {
+    /// The modules that a file depends on, each with an example of a name.
+    fn dependencies(&self, name: &Name) -> BTreeMap<Name, String> {
         let file = &self.0[name];
-        let mut needed = BTreeMap::new();
+        let mut dependencies = BTreeMap::new();
         let mut add = |target: Name, what: &str| {
             if target != *name {
-                needed.entry(target).or_insert_with(|| what.to_owned());
+                dependencies.entry(target).or_insert_with(|| what.to_owned());
             }
         };
-        // Modules that are imported under a name, and those below this one.
+        // Imported modules by their names.
         let mut modules: BTreeMap<String, Name> = BTreeMap::new();
         for import in &file.imports {
             let Some(path) = self.absolute(name, &import.path) else {
                 continue;
             };
-            // What is only passed on is needed by whoever imports it from here.
-            if import.passed_on && !file.words.contains(&import.name) {
+            // A name that is only re-exported is a dependency of the file that imports it from here.
+            if import.is_reexport && !file.identifiers.contains(&import.name) {
                 continue;
             }
             match self.resolve(&path, 0) {
                 (module, false) if import.name != "*" => {
                     modules.insert(import.name.clone(), module);
                 }
-                (_, false) if import.passed_on => {}
+                (_, false) if import.is_reexport => {}
                 (module, _) => add(module, &import.name),
             }
         }
@@ -252,13 +257,13 @@ impl Crate {
                 add(module, &path.join("::"));
             }
         }
-        needed
+        dependencies
     }
 
-    /// Files that reach themselves.
-    fn circles(&self) -> Vec<String> {
+    /// Descriptions of the files that depend on themselves indirectly.
+    fn cycles(&self) -> Vec<String> {
         let needs: BTreeMap<&Name, BTreeMap<Name, String>> =
-            self.0.keys().map(|name| (name, self.needs(name))).collect();
+            self.0.keys().map(|name| (name, self.dependencies(name))).collect();
         let reached = |from: &Name| {
             let mut reached: BTreeSet<&Name> = BTreeSet::new();
             let mut next: Vec<&Name> = needs[from].keys().collect();
@@ -270,7 +275,7 @@ impl Crate {
             reached
         };
         let all: BTreeMap<&Name, BTreeSet<&Name>> = needs.keys().map(|name| (*name, reached(name))).collect();
-        let mut circles = Vec::new();
+        let mut cycles = Vec::new();
         for (name, reached) in &all {
             if !reached.contains(name) {
                 continue;
@@ -281,14 +286,18 @@ impl Crate {
             let back: Vec<String> = back
                 .map(|(other, what)| format!("{} ({what})", other.join("::")))
                 .collect();
-            circles.push(format!("{} needs {}", self.0[*name].path.display(), back.join(", ")));
+            cycles.push(format!(
+                "{} depends on {}",
+                self.0[*name].path.display(),
+                back.join(", ")
+            ));
         }
-        circles
+        cycles
     }
 }
 
 #[test]
-fn no_file_imports_itself_through_others() {
+fn the_number_of_files_in_import_cycles_does_not_grow() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let crates = [
         "cli",
@@ -301,26 +310,29 @@ fn no_file_imports_itself_through_others() {
         "worker",
     ];
     let mut wrong = Vec::new();
-    for one in crates {
-        let src = root.join(one).join("src");
+    for name in crates {
+        let src = root.join(name).join("src");
         let roots = ["lib.rs", "main.rs"].map(|file| src.join(file));
-        let circles: Vec<String> = roots
+        let cycles: Vec<String> = roots
             .iter()
             .filter(|root| root.is_file())
-            .flat_map(|root| Crate::read(root).circles())
+            .flat_map(|root| Crate::read(root).cycles())
             .collect();
-        for line in &circles {
+        for line in &cycles {
             println!("{line}");
         }
-        let left = LEFT.iter().find(|(name, _)| *name == one).map_or(0, |(_, left)| *left);
-        match circles.len() {
+        let left = ALLOWED
+            .iter()
+            .find(|(other, _)| *other == name)
+            .map_or(0, |(_, left)| *left);
+        match cycles.len() {
             found if found == left => {}
             found if found < left => wrong.push(format!(
-                "{one}: {found} files are left in circles; write that number into LEFT"
+                "{name}: {found} files are in import cycles, fewer than allowed; write that number into ALLOWED"
             )),
             found => wrong.push(format!(
-                "{one}: {found} files import each other, {left} did:\n{}",
-                circles.join("\n")
+                "{name}: {found} files are in import cycles, at most {left} are allowed:\n{}",
+                cycles.join("\n")
             )),
         }
     }
@@ -328,7 +340,7 @@ fn no_file_imports_itself_through_others() {
 }
 
 #[test]
-fn a_circle_is_found_and_a_name_that_is_passed_on_makes_none() {
+fn a_cycle_is_found_and_a_reexport_makes_none() {
     let folder = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();
     write(
@@ -338,18 +350,18 @@ fn a_circle_is_found_and_a_name_that_is_passed_on_makes_none() {
     write("a.rs", "pub struct One;");
     write("b.rs", "use crate::One; pub fn two() -> One { One }");
     write("c.rs", "pub fn three() { println!(\"{:?}\", crate::b::two()); }");
-    let circles = || Crate::read(&folder.path().join("lib.rs")).circles().len();
-    assert_eq!(circles(), 0);
+    let cycles = || Crate::read(&folder.path().join("lib.rs")).cycles().len();
+    assert_eq!(cycles(), 0);
     write(
         "b.rs",
         "use crate::One; pub fn two() -> One { format!(\"{:?}\", super::c::three()); One }",
     );
-    assert_eq!(circles(), 2);
+    assert_eq!(cycles(), 2);
     write(
         "a.rs",
         "#[cfg(test)] mod tests { fn f() { crate::b::two(); } }\npub struct One;",
     );
-    assert_eq!(circles(), 2);
+    assert_eq!(cycles(), 2);
     write("a.rs", "pub struct One; impl One { fn f() { crate::b::two(); } }");
-    assert_eq!(circles(), 3);
+    assert_eq!(cycles(), 3);
 }

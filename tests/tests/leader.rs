@@ -1,16 +1,16 @@
-//! Two coordinators on one PostgreSQL, with an authority of their own: the leader dies in the middle of a training run, and
-//! nobody else notices.
+//! Two coordinators on one PostgreSQL, with a certificate authority of their own: the leader is killed during a training run,
+//! and the run is not interrupted.
 
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
-    reason = "a test may stop where it stands, and says what it skipped"
+    reason = "a test fails by panicking, and prints what it skips"
 )]
 
+use aitk_tests::coordinators;
 use aitk_tests::eventually;
-use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
-use aitk_tests::members;
-use aitk_tests::place::Place;
+use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
+use aitk_tests::namespaces::Namespaces;
 use aitk_tests::pool::Setup;
 use aitk_tests::postgres::Postgres;
 use std::time::Duration;
@@ -27,20 +27,24 @@ fn a_leader_that_dies_does_not_interrupt_an_attempt() {
     };
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let quiet = root.join("undisturbed");
-    draw_dataset(&quiet.join("dataset"), 4);
-    std::fs::write(quiet.join("job.yaml"), training("shapes", &quiet, STEPS, SAVE_EVERY)).unwrap();
-    run_undisturbed(&quiet);
-    let expected = std::fs::read(quiet.join("shapes/shapes.safetensors")).unwrap();
+    let undisturbed = root.join("undisturbed");
+    write_dataset(&undisturbed.join("dataset"), 4);
+    std::fs::write(
+        undisturbed.join("job.yaml"),
+        training_config("shapes", &undisturbed, STEPS, SAVE_EVERY),
+    )
+    .unwrap();
+    run_undisturbed(&undisturbed);
+    let expected = std::fs::read(undisturbed.join("shapes/shapes.safetensors")).unwrap();
 
     std::fs::create_dir_all(root.join("blobs")).unwrap();
     let setup = |name| Setup {
         storage: Some(format!("file://{}", root.join("blobs").display())),
         ..Setup::new(&root.join(name))
     };
-    let mut pools = members::start(&server.url(), vec![setup("first"), setup("second")]);
+    let mut pools = coordinators::start(&server.url(), vec![setup("first"), setup("second")]);
     let (second, mut first) = (pools.pop().unwrap(), pools.pop().unwrap());
-    members::join(&second, "box", &Place::Here);
+    coordinators::join(&second, "box", &Namespaces::Host);
     let worker = second.worker("box");
     let aitk = |arguments: &[&str]| {
         let output = second.aitk(arguments);
@@ -49,14 +53,20 @@ fn a_leader_that_dies_does_not_interrupt_an_attempt() {
             .success()
             .then(|| String::from_utf8(output.stdout).unwrap())
     };
-    let scene = second.setup().folder.clone();
-    draw_dataset(&scene.join("dataset"), 4);
-    std::fs::write(scene.join("job.yaml"), training("shapes", &scene, STEPS, SAVE_EVERY)).unwrap();
-    let id = eventually("an id", LIMIT, &[&second.coordinator], || aitk(&["submit", "job.yaml"]));
+    let client_folder = second.setup().folder.clone();
+    write_dataset(&client_folder.join("dataset"), 4);
+    std::fs::write(
+        client_folder.join("job.yaml"),
+        training_config("shapes", &client_folder, STEPS, SAVE_EVERY),
+    )
+    .unwrap();
+    let id = eventually("the submission", LIMIT, &[&second.coordinator], || {
+        aitk(&["submit", "job.yaml"])
+    });
     let id = id.trim().to_owned();
-    let seen = |what: &str, wanted: &dyn Fn(&serde_json::Value) -> bool| {
+    let wait_for_job = |what: &str, wanted: &dyn Fn(&serde_json::Value) -> bool| {
         eventually(what, LIMIT, &[&worker, &second.coordinator], || {
-            // While nobody leads there is no answer.
+            // Without a leader the command fails.
             let text = aitk(&["ps", "-a", "--json"])?;
             let jobs: serde_json::Value = serde_json::from_str(&text).unwrap();
             let job = jobs["jobs"]
@@ -68,19 +78,19 @@ fn a_leader_that_dies_does_not_interrupt_an_attempt() {
             wanted(&job).then_some(job)
         })
     };
-    seen("a checkpoint", &|job| {
+    wait_for_job("a checkpoint", &|job| {
         job["checkpoint_step"].as_u64() >= Some(u64::from(SAVE_EVERY))
     });
     first.coordinator.kill();
-    assert!(aitk(&["ps"]).is_some(), "a command waits until somebody leads again");
+    assert!(aitk(&["ps"]).is_some(), "a command waits for the new leader");
 
-    let job = seen("the end", &|job| job["state"] == "completed");
+    let job = wait_for_job("the end", &|job| job["state"] == "completed");
     assert_eq!(job["attempts"].as_array().unwrap().len(), 1, "{job}\n{}", worker.tail());
     aitk(&["artifacts", "get", &id, "-o", "out"]).unwrap();
-    let lora = std::fs::read(scene.join("out/shapes/shapes.safetensors")).unwrap();
+    let lora = std::fs::read(client_folder.join("out/shapes/shapes.safetensors")).unwrap();
     assert!(
         lora == expected,
-        "the LoRA differs from the undisturbed run's\n{}",
+        "the LoRA differs from that of a run without faults\n{}",
         worker.tail()
     );
 }

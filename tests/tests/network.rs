@@ -1,36 +1,36 @@
-//! The line to a worker is cut, in either direction, for less and for more than a lease, and loses packets: a short
-//! break changes nothing, a long one gives the attempt to the other worker and ends the child of the first. And a hub of models
-//! is away: that is nobody's fault.
+//! The link to a worker is cut, in either direction, for less and for more than a lease, and loses packets: a short
+//! break has no effect; after a long one the job moves to the other worker and the first worker ends its child process. And a
+//! model hub is unreachable, which does not count as a failure of the job or the device.
 //!
-//! Where lines are cut every process runs in a network namespace of the test's own, so this needs root and iproute2; elsewhere the test
-//! says that it was skipped.
+//! In the tests that cut links, every process runs in a network namespace, which needs root and iproute2. Otherwise these tests
+//! are reported as skipped.
 
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
-    reason = "a test may stop where it stands, and says what it skipped"
+    reason = "a test fails by panicking, and prints what it skips"
 )]
 
 use aitk_tests::chaos::events::Event;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
-use aitk_tests::jobs::{draw_dataset, images, run_undisturbed, tiny_model, training};
+use aitk_tests::jobs::{image_config, run_undisturbed, tiny_model, training_config, write_dataset};
 use aitk_tests::network::{Direction, HUB, Network};
 use aitk_tests::pool::{Pool, Setup};
-use aitk_tests::processes::{Process, alive, processor_time};
+use aitk_tests::processes::{Process, cpu_time, is_alive};
 use aitk_tests::s3::S3;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-/// More than any machine does in this test: the job is stopped at its end.
+/// More than any machine reaches in this test; the test stops the job.
 const STEPS: u32 = 1_000_000;
 const SAVE_EVERY: u32 = 10;
 const LEASE: Duration = Duration::from_secs(6);
 const LIMIT: Duration = Duration::from_secs(180);
 
-struct Scene {
+struct TestRun {
     network: Network,
     pool: Pool,
     workers: Vec<Process>,
@@ -39,7 +39,7 @@ struct Scene {
     _s3: S3,
 }
 
-impl Scene {
+impl TestRun {
     fn start(network: Network, root: &Path) -> Self {
         let made = rcgen::generate_simple_self_signed(vec![HUB.to_string()]).unwrap();
         let tls = (root.join("certificate.pem"), root.join("key.pem"));
@@ -52,12 +52,12 @@ impl Scene {
             lease: LEASE,
             address: SocketAddr::new(HUB, 7420),
             tls: Some(tls),
-            place: hub,
+            namespaces: hub,
             ..setup
         });
         let workers = vec![
-            pool.worker_in("line1", &network.end(1)),
-            pool.worker_in("line2", &network.end(2)),
+            pool.worker_in("link1", &network.worker_end(1)),
+            pool.worker_in("link2", &network.worker_end(2)),
         ];
         let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
         let follower = Follower::start(&pool, &job);
@@ -87,95 +87,102 @@ impl Scene {
         self.follower.wait(what, LIMIT, &logs, wanted)
     }
 
-    /// The newest attempt once it trains, and the line to its worker.
-    fn training(&mut self) -> (String, u8) {
-        self.training_but("")
+    /// Waits until the newest attempt trains. Returns its id and the link of its worker.
+    fn wait_for_training(&mut self) -> (String, u8) {
+        self.wait_for_training_except("")
     }
 
-    /// The same, once it is another one than this.
-    fn training_but(&mut self, lost: &str) -> (String, u8) {
+    /// Like [`Self::wait_for_training`], for an attempt other than `lost`.
+    fn wait_for_training_except(&mut self, lost: &str) -> (String, u8) {
         let attempt = eventually("an attempt that trains", LIMIT, &[], || {
-            let attempt = self.follower.attempt().filter(|attempt| attempt.attempt() != lost)?;
-            let trains = |event: &Event| event.attempt() == attempt.attempt() && event.kind() == "metrics";
-            self.follower.events().iter().any(trains).then_some(attempt)
+            let attempt = self
+                .follower
+                .newest_attempt()
+                .filter(|attempt| attempt.attempt() != lost)?;
+            let is_training = |event: &Event| event.attempt() == attempt.attempt() && event.kind() == "metrics";
+            self.follower.events().iter().any(is_training).then_some(attempt)
         });
-        let line = if attempt.worker() == "line1" { 1 } else { 2 };
-        (attempt.attempt().to_owned(), line)
+        let link = if attempt.worker() == "link1" { 1 } else { 2 };
+        (attempt.attempt().to_owned(), link)
     }
 
-    fn set(&self, line: u8, directions: &[Direction], whole: bool) {
+    fn set_links(&self, link: u8, directions: &[Direction], is_up: bool) {
         for direction in directions {
-            self.network.set(line, *direction, whole);
+            self.network.set_link(link, *direction, is_up);
         }
     }
 
-    /// A break that is shorter than the lease: the worker trains on, and keeps its attempt.
+    /// A break that is shorter than the lease: the worker keeps training and keeps its attempt.
     fn short_break(&mut self, directions: &[Direction]) {
-        let (attempt, line) = self.training();
-        let children = self.workers[usize::from(line) - 1].children();
-        let worked = |ids: &[u32]| ids.iter().map(|id| processor_time(*id)).sum::<u64>();
-        let before = worked(&children);
-        self.set(line, directions, false);
+        let (attempt, link) = self.wait_for_training();
+        let children = self.workers[usize::from(link) - 1].children();
+        let used_cpu_time = |ids: &[u32]| ids.iter().map(|id| cpu_time(*id)).sum::<u64>();
+        let before = used_cpu_time(&children);
+        self.set_links(link, directions, false);
         std::thread::sleep(LEASE / 3);
-        let during = worked(&children) - before;
-        let healed = Some(jiff::Timestamp::now());
-        self.set(line, directions, true);
-        assert!(during > 0, "it did not train during the break of {directions:?}");
+        let during = used_cpu_time(&children) - before;
+        let restored_at = Some(jiff::Timestamp::now());
+        self.set_links(link, directions, true);
+        assert!(
+            during > 0,
+            "the child used no CPU time during the break of {directions:?}"
+        );
         self.wait("steps after the break", |event| {
-            event.kind() == "metrics" && event.attempt() == attempt && event.time() > healed
+            event.kind() == "metrics" && event.attempt() == attempt && event.time() > restored_at
         });
         assert_eq!(
-            self.training().0,
+            self.wait_for_training().0,
             attempt,
-            "the attempt went elsewhere in a break of {directions:?}"
+            "the job moved to the other worker in a break of {directions:?}"
         );
         assert_eq!(
-            self.workers[usize::from(line) - 1].children(),
+            self.workers[usize::from(link) - 1].children(),
             children,
-            "its process was started anew"
+            "its child process was restarted"
         );
     }
 
-    /// A break that is longer than the lease: the other worker goes on, and the first one ends its child once it hears of it.
+    /// A break that is longer than the lease: the job goes on at the other worker, and the first one ends its child when it can be
+    /// reached again.
     fn long_break(&mut self, directions: &[Direction]) {
-        let (attempt, line) = self.training();
-        let worker = usize::from(line) - 1;
+        let (attempt, link) = self.wait_for_training();
+        let worker = usize::from(link) - 1;
         let children = self.workers[worker].children();
         assert!(!children.is_empty(), "an attempt is a child process");
-        self.set(line, directions, false);
+        self.set_links(link, directions, false);
         self.wait(
             &format!("the attempt to be lost in a break of {directions:?}"),
             |event| event.attempt() == attempt && event.is_end_of_attempt(),
         );
-        let other = self.training_but(&attempt);
-        assert_ne!(other.1, line, "its worker cannot be reached");
-        self.set(line, directions, true);
+        let other = self.wait_for_training_except(&attempt);
+        assert_ne!(other.1, link, "the job was assigned to the unreachable worker");
+        self.set_links(link, directions, true);
         eventually("the child of the lost attempt to end", LIMIT, &self.logs(), || {
-            children.iter().all(|id| !alive(*id)).then_some(())
+            children.iter().all(|id| !is_alive(*id)).then_some(())
         });
-        let folder = self.pool.worker_dir(&format!("line{line}")).join("attempts");
+        let folder = self.pool.worker_dir(&format!("link{link}")).join("attempts");
         eventually("the lost attempt's folder to go", LIMIT, &self.logs(), || {
             (std::fs::read_dir(&folder).ok()?.count() == 0).then_some(())
         });
-        let late = |event: &&Event| event.attempt() == attempt;
-        let last = self.follower.events().iter().rfind(late).cloned().unwrap();
+        let is_lost = |event: &&Event| event.attempt() == attempt;
+        let last = self.follower.events().iter().rfind(is_lost).cloned().unwrap();
         assert!(
             last.is_end_of_attempt(),
-            "a word of the lost attempt came after its end: {last:?}"
+            "an event of the lost attempt came after its end: {last:?}"
         );
     }
 }
 
-/// The job, with a step save every `save_every` steps.
+/// A training config that saves every `save_every` steps and logs every step.
 fn config(root: &Path, steps: u32, save_every: u32) -> String {
-    let text = training("shapes", root, steps, save_every);
+    let text = training_config("shapes", root, steps, save_every);
     text.replace("      train:\n", "      logging:\n        log_every: 1\n      train:\n")
 }
 
-/// The LoRA of this step, made by a run that nobody disturbed.
-fn undisturbed(root: &Path, step: u32) -> Vec<u8> {
+/// The LoRA of this step from a run without faults.
+fn expected_lora(root: &Path, step: u32) -> Vec<u8> {
     let folder = root.join("undisturbed");
-    draw_dataset(&folder.join("dataset"), 4);
+    write_dataset(&folder.join("dataset"), 4);
     std::fs::write(folder.join("job.yaml"), config(&folder, step + 1, step)).unwrap();
     run_undisturbed(&folder);
     std::fs::read(folder.join("shapes").join(save_of(step))).unwrap()
@@ -194,57 +201,56 @@ fn a_short_break_changes_nothing_and_a_long_one_ends_the_attempt() {
     };
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();
-    draw_dataset(&root.join("dataset"), 4);
+    write_dataset(&root.join("dataset"), 4);
     std::fs::write(root.join("job.yaml"), config(&root, STEPS, SAVE_EVERY)).unwrap();
-    let mut scene = Scene::start(network, &root);
+    let mut run = TestRun::start(network, &root);
     for directions in [&[Up][..], &[Down], &[Up, Down]] {
-        scene.short_break(directions);
+        run.short_break(directions);
     }
     for directions in [&[Up][..], &[Down], &[Up, Down]] {
-        scene.long_break(directions);
+        run.long_break(directions);
     }
-    // Both lines lose packets: all those of 60 in every 240 milliseconds.
-    let lossy = |line| {
-        scene
-            .network
-            .lossy(line, Duration::from_millis(60), Duration::from_millis(240))
+    // Both links lose all packets for 60 of every 240 milliseconds.
+    let lose_packets = |link| {
+        run.network
+            .lose_packets(link, Duration::from_millis(60), Duration::from_millis(240))
     };
-    let loss = [lossy(1), lossy(2)];
-    let done = scene.checkpoint();
-    eventually("two checkpoints over lines that lose packets", LIMIT, &[], || {
-        (scene.checkpoint() >= done + 2 * SAVE_EVERY).then_some(())
+    let loss = [lose_packets(1), lose_packets(2)];
+    let done = run.checkpoint();
+    eventually("two checkpoints over links that lose packets", LIMIT, &[], || {
+        (run.checkpoint() >= done + 2 * SAVE_EVERY).then_some(())
     });
-    scene.pool.aitk_ok(["stop", &scene.job]);
+    run.pool.aitk_ok(["stop", &run.job]);
     eventually("the job to stop", LIMIT, &[], || {
         let ended = |event: &Event| event.kind() == "state" && event.state() == "stopped";
-        scene.follower.events().iter().any(ended).then_some(())
+        run.follower.events().iter().any(ended).then_some(())
     });
     drop(loss);
-    let step = scene.checkpoint();
-    scene.pool.aitk_ok(["artifacts", "get", &scene.job, "-o", "out"]);
+    let step = run.checkpoint();
+    run.pool.aitk_ok(["artifacts", "get", &run.job, "-o", "out"]);
     let lora = std::fs::read(root.join("out/shapes").join(save_of(step))).unwrap();
     assert!(
-        lora == undisturbed(&root, step),
-        "the LoRA of step {step} is another one"
+        lora == expected_lora(&root, step),
+        "the LoRA of step {step} differs from that of a run without faults"
     );
 }
 
 #[test]
-fn a_hub_that_is_away_costs_no_try_and_no_device() {
+fn an_unreachable_hub_uses_no_retry_and_does_not_quarantine_the_device() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();
     let mut hub = Hub::start(env!("CARGO_BIN_EXE_hub-server"), &root);
-    let text = images("hubbed", &root.join("hubbed"), 1, None);
+    let text = image_config("hubbed", &root.join("hubbed"), 1, None);
     let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
     std::fs::write(root.join("job.yaml"), text).unwrap();
     let pool = Pool::start_with(Setup {
         environment: hub.environment(),
-        // The first failure that counted would be the last.
+        // Any counted failure would end the job.
         retries: 0,
         ..Setup::new(&root)
     });
     let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-    hub.go_away();
+    hub.stop();
     let worker = pool.worker("one");
     let mut follower = Follower::start(&pool, &job);
     let failed = follower.wait("the end of an attempt", LIMIT, &[&worker], Event::is_end_of_attempt);
@@ -256,8 +262,8 @@ fn a_hub_that_is_away_costs_no_try_and_no_device() {
         (&0.into(), &false.into()),
         "{device}"
     );
-    hub.come_back();
+    hub.start_again();
     let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
-    let said = String::from_utf8_lossy(&waited.stderr);
-    assert!(waited.status.success(), "{said}\n{}", worker.tail());
+    let stderr = String::from_utf8_lossy(&waited.stderr);
+    assert!(waited.status.success(), "{stderr}\n{}", worker.tail());
 }

@@ -1,8 +1,8 @@
-//! Submit, train on a worker, LoRA in the object store, images: the path of a job through real processes.
+//! The path of a job through real processes: submission, training on a worker, LoRA and sample images in storage.
 
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use aitk_tests::jobs::{draw_dataset, training};
+use aitk_tests::jobs::{training_config, write_dataset};
 use aitk_tests::pool::Pool;
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use std::time::Duration;
 fn a_submitted_training_job_gives_a_lora_and_images() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    draw_dataset(&root.join("dataset"), 4);
-    std::fs::write(root.join("job.yaml"), training("shapes", root, 6, 3)).unwrap();
+    write_dataset(&root.join("dataset"), 4);
+    std::fs::write(root.join("job.yaml"), training_config("shapes", root, 6, 3)).unwrap();
     let pool = Pool::start(root, None, Vec::new());
     let mut worker = pool.worker("one");
 
@@ -46,7 +46,7 @@ fn a_submitted_training_job_gives_a_lora_and_images() {
     let images = std::fs::read_dir(run.join("samples")).unwrap().count();
     assert_eq!(images, 2, "one image before, one after the training");
 
-    // Looking at it: every view of the finished job answers, on a terminal and for scripts.
+    // Every command that shows the completed job works, as text and as JSON.
     let ps: serde_json::Value = serde_json::from_str(&pool.aitk_ok(["ps", "-a", "--json"])).unwrap();
     assert!(ps.to_string().contains(&id), "{ps}");
     assert!(pool.aitk_ok(["ps", "-a"]).contains("shapes"));
@@ -60,7 +60,6 @@ fn a_submitted_training_job_gives_a_lora_and_images() {
         assert!(line.chars().count() <= 80, "wider than 80 columns: {line}");
     }
 
-    // Nothing is left behind.
     let code = worker.terminate(Duration::from_secs(20));
     assert_eq!(code, Some(0), "{}", worker.tail());
 }
@@ -69,14 +68,22 @@ fn a_submitted_training_job_gives_a_lora_and_images() {
 fn the_second_submission_uploads_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    draw_dataset(&root.join("dataset"), 4);
-    std::fs::write(root.join("job.yaml"), training("shapes", root, 2, 100)).unwrap();
+    write_dataset(&root.join("dataset"), 4);
+    std::fs::write(root.join("job.yaml"), training_config("shapes", root, 2, 100)).unwrap();
     let pool = Pool::start(root, None, Vec::new());
-    pool.aitk_ok(["submit", "job.yaml"]);
+    let submit = || {
+        let submitted = pool.aitk_json(["submit", "job.yaml", "--json"]);
+        let inputs = submitted["inputs"].as_array().unwrap().clone();
+        let sent = inputs.iter().map(|input| input["sent_bytes"].as_u64().unwrap());
+        sent.sum::<u64>()
+    };
+    assert!(submit() > 0);
     let stored = count_files(&pool.data_dir());
-    pool.aitk_ok(["submit", "job.yaml"]);
+    assert!(stored > 0);
+    // Storage is addressed by content, so the number of files alone would not show a repeated upload.
+    assert_eq!(submit(), 0);
     assert_eq!(count_files(&pool.data_dir()), stored);
-    // Without a worker both wait, and say why.
+    // Without a worker both jobs wait, with that reason.
     let ps = pool.aitk_ok(["ps", "--json"]);
     assert!(ps.contains("no worker"), "{ps}");
 }

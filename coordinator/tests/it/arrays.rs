@@ -1,6 +1,6 @@
-//! Jobs that come in together, over the wire: arrays, and jobs that are cut into parts.
+//! Arrays of jobs through the protocol, and jobs that are split into parts.
 
-use crate::support::{FakeWorker, Pool, held, job_json, submission, within};
+use crate::support::{FakeWorker, Pool, held_attempt, job_json, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Artifact, Assignment, JobState, JobView, NewMember, Submission, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -9,7 +9,7 @@ use serde_json::Value;
 use std::time::Duration;
 use tonic::{Code, Status};
 
-const CALM: Duration = Duration::from_secs(60);
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
 fn request(names: &[&str], key: &str) -> v1::SubmitArrayRequest {
     let members = names.iter().zip(0..).map(|(name, twin)| NewMember {
@@ -61,7 +61,13 @@ async fn artifacts(pool: &Pool, id: &str) -> Vec<String> {
         .collect()
 }
 
-async fn makes(worker: &mut FakeWorker, work: &Assignment, name: &str, blob: ContentHash, index: Option<u64>) {
+async fn report_artifact(
+    worker: &mut FakeWorker,
+    work: &Assignment,
+    name: &str,
+    blob: ContentHash,
+    index: Option<u64>,
+) {
     let artifact = Artifact {
         name: name.into(),
         kind: "image".into(),
@@ -71,8 +77,8 @@ async fn makes(worker: &mut FakeWorker, work: &Assignment, name: &str, blob: Con
         index,
         local_path: None,
     };
-    let held = held(work);
-    let ready = worker.ask(|request| ToCoordinator::ArtifactReady {
+    let held = held_attempt(work);
+    let ready = worker.request(|request| ToCoordinator::ArtifactReady {
         request,
         held,
         artifact,
@@ -81,8 +87,8 @@ async fn makes(worker: &mut FakeWorker, work: &Assignment, name: &str, blob: Con
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_array_is_one_job_to_its_user_and_several_to_the_workers() {
-    let pool = Pool::start(CALM).await;
+async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
+    let pool = Pool::start(LONG_LEASE).await;
     let array = submit(&pool, request(&["a", "b", "c"], "monday")).await.unwrap();
     assert_eq!(submit(&pool, request(&["a", "b", "c"], "monday")).await.unwrap(), array);
     let all = members(&pool, &array).await;
@@ -101,11 +107,11 @@ async fn an_array_is_one_job_to_its_user_and_several_to_the_workers() {
     let mut worker = FakeWorker::new(&pool, "w1").await;
     let mut seeds = Vec::new();
     for name in ["a", "b"] {
-        let work = worker.assigned().await;
+        let work = worker.next_assignment().await;
         seeds.push(work.seed);
         assert!(work.job_json.contains(&format!(r#""name":"{name}""#)));
         assert!(work.inputs.contains_key("./data") && work.generated.is_empty());
-        makes(
+        report_artifact(
             &mut worker,
             &work,
             if name == "a" { "a/a.safetensors" } else { "1_0.png" },
@@ -113,9 +119,9 @@ async fn an_array_is_one_job_to_its_user_and_several_to_the_workers() {
             None,
         )
         .await;
-        worker.finish(&held(&work), Outcome::Completed).await;
+        worker.finish(&held_attempt(&work), Outcome::Completed).await;
     }
-    let last = worker.assigned().await;
+    let last = worker.next_assignment().await;
     assert!(
         seeds[0] == seeds[1] && seeds[0] != last.seed,
         "twins share a seed: {seeds:?}"
@@ -150,31 +156,31 @@ async fn an_array_is_one_job_to_its_user_and_several_to_the_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_no_array_is_refused_as_a_whole() {
-    let pool = Pool::start(CALM).await;
-    let bad = |change: fn(&mut v1::SubmitArrayRequest)| {
+async fn an_invalid_array_is_refused_as_a_whole() {
+    let pool = Pool::start(LONG_LEASE).await;
+    let invalid = |change: fn(&mut v1::SubmitArrayRequest)| {
         let mut request = request(&["a", "b"], "key");
         change(&mut request);
         request
     };
-    for (request, says) in [
-        (bad(|request| request.members.truncate(1)), "2 to 1000"),
+    for (request, expected) in [
+        (invalid(|request| request.members.truncate(1)), "2 to 1000"),
         (
-            bad(|request| request.members[1].job_json = "{".into()),
+            invalid(|request| request.members[1].job_json = "{".into()),
             "members[1]: job_json",
         ),
         (
-            bad(|request| request.members[1] = request.members[0].clone()),
+            invalid(|request| request.members[1] = request.members[0].clone()),
             "same name",
         ),
-        (bad(|request| request.shared = None), "shared: missing"),
+        (invalid(|request| request.shared = None), "shared: missing"),
         (
-            bad(|request| request.shared.as_mut().unwrap().local = true),
+            invalid(|request| request.shared.as_mut().unwrap().local = true),
             "shared.local",
         ),
-        (bad(|request| request.name.clear()), "name:"),
+        (invalid(|request| request.name.clear()), "name:"),
         (
-            bad(|request| {
+            invalid(|request| {
                 let shared = request.shared.as_mut().unwrap();
                 shared.inputs.insert("x".into(), ContentHash::of(b"nowhere").to_hex());
             }),
@@ -182,7 +188,7 @@ async fn what_is_no_array_is_refused_as_a_whole() {
         ),
     ] {
         let refused = submit(&pool, request).await.unwrap_err();
-        assert!(refused.message().contains(says), "{refused}");
+        assert!(refused.message().contains(expected), "{refused}");
     }
     let list = v1::ListJobsRequest {
         all: true,
@@ -201,18 +207,18 @@ async fn what_is_no_array_is_refused_as_a_whole() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
-    let pool = Pool::start(CALM).await;
+async fn a_job_is_split_into_parts_and_a_failed_part_continues_after_its_last_image() {
+    let pool = Pool::start(LONG_LEASE).await;
     let whole = Submission {
         job_json: job_json("cats", r#""split":{"parts":4},"retries":3"#),
         images: Some(10),
         ..submission("cats")
     };
-    let uncounted = Submission {
+    let without_count = Submission {
         images: None,
         ..whole.clone()
     };
-    let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(uncounted)))
+    let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(without_count)))
         .await
         .unwrap_err();
     assert!(
@@ -235,27 +241,27 @@ async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
     let mut ended = std::collections::BTreeMap::new();
     let mut failed = false;
     while ended.len() < 4 {
-        let work = worker.assigned().await;
+        let work = worker.next_assignment().await;
         let job: Value = serde_json::from_str(&work.job_json).unwrap();
         let bound = |key: &str| job["part"][key].as_u64().unwrap();
         let (from, to) = (bound("from"), bound("to"));
         assert_eq!(job["name"], "cats");
         if from == 2 && !failed {
-            // It fails after its first image; the next try draws the others.
+            // This part fails after its first image; the next attempt generates the others.
             failed = true;
-            makes(&mut worker, &work, "1_2.png", blob, Some(2)).await;
+            report_artifact(&mut worker, &work, "1_2.png", blob, Some(2)).await;
             let outcome = Outcome::Failed {
                 cause: FailureCause::DiskFull,
                 message: "full".into(),
             };
-            worker.finish(&held(&work), outcome).await;
+            worker.finish(&held_attempt(&work), outcome).await;
             continue;
         }
         assert_eq!(work.generated, if from == 2 { vec![2] } else { Vec::new() });
         for index in (from..to).filter(|index| !work.generated.contains(index)) {
-            makes(&mut worker, &work, &format!("2_{index}.png"), blob, Some(index)).await;
+            report_artifact(&mut worker, &work, &format!("2_{index}.png"), blob, Some(index)).await;
         }
-        worker.finish(&held(&work), Outcome::Completed).await;
+        worker.finish(&held_attempt(&work), Outcome::Completed).await;
         ended.insert((from, to), work.seed);
     }
     pool.in_state(&array, JobState::Completed).await;
@@ -263,7 +269,7 @@ async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
     assert_eq!(ranges, [(0, 2), (2, 5), (5, 7), (7, 10)]);
     assert!(
         ended.values().all(|seed| Some(seed) == ended.values().next()),
-        "one job, one seed"
+        "all parts have the same seed"
     );
     let names = artifacts(&pool, &array).await;
     let expected = (0..10).map(|index| format!("{}_{index}.png", if index == 2 { 1 } else { 2 }));

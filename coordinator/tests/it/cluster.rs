@@ -1,8 +1,8 @@
-//! Several coordinators on one PostgreSQL, as processes that are killed and stopped.
+//! Several coordinator processes on one PostgreSQL, which are killed (SIGKILL) and suspended (SIGSTOP).
 
 use crate::support::daemon::Daemon;
 use crate::support::postgres::Postgres;
-use crate::support::{FakeWorker, eventually, held, input, put_checkpoint, submission, within};
+use crate::support::{FakeWorker, eventually, held_attempt, input, put_checkpoint, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{HeldAttempt, JobState, JobView, Submission, Verdict};
 use aitk_common::storage::BlobStore;
@@ -15,17 +15,17 @@ use tonic::{Code, Request};
 
 const TOKEN: &str = "a-token-that-all-of-them-have";
 
-struct Lab {
-    server: Postgres,
+struct Cluster {
+    database: Postgres,
     dir: tempfile::TempDir,
 }
 
-impl Lab {
+impl Cluster {
     fn new() -> Option<Self> {
-        let server = Postgres::start()?;
+        let database = Postgres::start()?;
         let dir = tempfile::tempdir().unwrap();
         std::fs::create_dir(dir.path().join("blobs")).unwrap();
-        Some(Self { server, dir })
+        Some(Self { database, dir })
     }
 
     fn storage(&self) -> String {
@@ -44,7 +44,7 @@ impl Lab {
             "--lease-seconds",
             lease,
         ];
-        Daemon::start(&dir, &arguments, &[("AITK_DATABASE", &self.server.url())]).await
+        Daemon::start(&dir, &arguments, &[("AITK_DATABASE", &self.database.url())]).await
     }
 }
 
@@ -55,10 +55,10 @@ fn write_token(dir: &Path, token: &str) {
     std::fs::set_permissions(dir.join("token"), std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
-/// Waits until this coordinator answers as one that leads, or passes calls on to one.
-async fn answers(daemon: &Daemon) -> Clients {
+/// Waits until this coordinator answers, as the leader or by forwarding calls to it.
+async fn wait_until_ready(daemon: &Daemon) -> Clients {
     eventually(&format!("an answer from {}", daemon.url()), || async {
-        // Between leading and standing by it does not listen.
+        // A coordinator does not listen while it changes between leader and standby.
         let clients = connect(&daemon.url(), TOKEN, None).await.ok()?;
         clients.jobs.clone().info(v1::InfoRequest {}).await.ok()?;
         Some(clients)
@@ -66,7 +66,7 @@ async fn answers(daemon: &Daemon) -> Clients {
     .await
 }
 
-async fn leads(daemon: &Daemon) {
+async fn wait_until_leading(daemon: &Daemon) {
     eventually("a leader", || async {
         daemon.log().contains("this coordinator leads").then_some(())
     })
@@ -93,8 +93,8 @@ async fn job(clients: &Clients, id: &str) -> Option<JobView> {
     }
 }
 
-/// A worker that comes back to whoever leads.
-async fn back(clients: &Clients, name: &str, worker: &FakeWorker, running: &[HeldAttempt]) -> FakeWorker {
+/// Registers the worker again with the current leader.
+async fn reconnect(clients: &Clients, name: &str, worker: &FakeWorker, running: &[HeldAttempt]) -> FakeWorker {
     eventually("a session with the leader", || async {
         let registration = FakeWorker::registration(name, Some(worker.id.clone()), running.to_vec());
         FakeWorker::try_register(clients, registration).await
@@ -111,14 +111,14 @@ fn signal(daemon: &Daemon, name: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn another_one_takes_over_and_what_runs_goes_on() {
-    let Some(lab) = Lab::new() else { return };
-    let mut first = lab.coordinator("first", "45").await;
-    leads(&first).await;
-    let second = lab.coordinator("second", "45").await;
-    let (to_first, to_second) = (answers(&first).await, answers(&second).await);
+async fn a_standby_takes_over_and_a_running_attempt_goes_on() {
+    let Some(cluster) = Cluster::new() else { return };
+    let mut first = cluster.coordinator("first", "45").await;
+    wait_until_leading(&first).await;
+    let second = cluster.coordinator("second", "45").await;
+    let (to_first, to_second) = (wait_until_ready(&first).await, wait_until_ready(&second).await);
 
-    // Whoever stands by passes on: blobs, submissions, reads.
+    // A standby forwards uploads, submissions and reads.
     let blobs = RemoteBlobs::new(&to_second);
     within(blobs.put_bytes(input().id(), input().to_bytes().into()))
         .await
@@ -126,7 +126,7 @@ async fn another_one_takes_over_and_what_runs_goes_on() {
     let id = submit(&to_second, "shapes").await;
     assert_eq!(job(&to_first, &id).await.unwrap().state, JobState::Queued);
     assert_eq!(job(&to_second, &id).await.unwrap().name, "shapes");
-    // But no worker's session.
+    // It refuses workers' sessions and names the leader.
     let registration = FakeWorker::registration("box", None, Vec::new());
     let first_message = aitk_common::control::ToCoordinator::Register(Box::new(registration.clone()));
     let refused = FakeWorker::open(&to_second, Some(first_message)).await.unwrap_err();
@@ -134,41 +134,47 @@ async fn another_one_takes_over_and_what_runs_goes_on() {
     assert!(refused.message().contains(&first.url()), "{}", refused.message());
 
     let mut worker = FakeWorker::register(&to_first, registration).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     let manifest = put_checkpoint(&blobs, 4).await;
-    assert_eq!(worker.commit(&held(&work), manifest, 4).await, Verdict::Accepted);
+    assert_eq!(
+        worker.commit(&held_attempt(&work), manifest, 4).await,
+        Verdict::Accepted
+    );
 
-    // Somebody who knows both addresses asks on, whoever dies.
+    // A client with both addresses keeps working when one coordinator dies.
     let both = format!("{},{}", first.url(), second.url());
     let to_both = connect(&both, TOKEN, None).await.unwrap();
     assert!(job(&to_both, &id).await.is_some());
     first.kill();
-    let mut worker = back(&to_second, "box", &worker, &[held(&work)]).await;
+    let mut worker = reconnect(&to_second, "box", &worker, &[held_attempt(&work)]).await;
     assert_eq!(worker.keep, std::slice::from_ref(&work.attempt), "the attempt goes on");
     let seen = eventually("an answer with both addresses", || job(&to_both, &id)).await;
     assert_eq!((seen.state, seen.checkpoint_step), (JobState::Running, Some(4)));
 
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
+    );
     let seen = job(&to_second, &id).await.unwrap();
     assert_eq!((seen.state, seen.attempts.len()), (JobState::Completed, 1));
 
-    // The first one comes back, stands by, and leads again when the second leaves in order.
-    let half = lab.dir.path().join("first/transit/half.part");
+    // The first coordinator starts again as a standby, and leads again when the second one shuts down.
+    let half = cluster.dir.path().join("first/transit/half.part");
     std::fs::write(&half, "of a blob").unwrap();
     first.kill_and_restart().await;
-    let to_first = answers(&first).await;
+    let to_first = wait_until_ready(&first).await;
     assert!(
         !half.exists(),
-        "what was on its way when it died is gone before it leads"
+        "an unfinished upload from before the kill is removed while it is a standby"
     );
     assert_eq!(job(&to_first, &id).await.unwrap().state, JobState::Completed);
     assert!(second.log().contains("this coordinator leads"));
-    let lead = || first.log().matches("this coordinator leads").count();
-    let before = lead();
+    let times_leading = || first.log().matches("this coordinator leads").count();
+    let before = times_leading();
     signal(&second, "-TERM");
-    // Not before it leads: until then the second one takes a job, and gives it to its worker.
+    // Wait for that first: until then the second coordinator would accept a job and assign it to its worker.
     eventually("the first one to lead again", || async {
-        (lead() > before).then_some(())
+        (times_leading() > before).then_some(())
     })
     .await;
     let later = eventually("a submission", || async {
@@ -176,17 +182,17 @@ async fn another_one_takes_over_and_what_runs_goes_on() {
         Some(to_first.jobs.clone().submit(request).await.ok()?.into_inner().job_id)
     })
     .await;
-    let seen = eventually("it", || job(&to_first, &later)).await;
+    let seen = eventually("the later job", || job(&to_first, &later)).await;
     assert_eq!(seen.state, JobState::Queued);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_leader_that_stood_still_changes_nothing_when_it_wakes() {
-    let Some(lab) = Lab::new() else { return };
-    let first = lab.coordinator("first", "2").await;
-    leads(&first).await;
-    let second = lab.coordinator("second", "2").await;
-    let (to_first, to_second) = (answers(&first).await, answers(&second).await);
+async fn a_suspended_leader_changes_nothing_after_it_resumes() {
+    let Some(cluster) = Cluster::new() else { return };
+    let first = cluster.coordinator("first", "2").await;
+    wait_until_leading(&first).await;
+    let second = cluster.coordinator("second", "2").await;
+    let (to_first, to_second) = (wait_until_ready(&first).await, wait_until_ready(&second).await);
     let blobs = RemoteBlobs::new(&to_first);
     within(blobs.put_bytes(input().id(), input().to_bytes().into()))
         .await
@@ -196,29 +202,35 @@ async fn a_leader_that_stood_still_changes_nothing_when_it_wakes() {
     let id = submit(&to_first, "shapes").await;
     let registration = FakeWorker::registration("old", None, Vec::new());
     let mut old = FakeWorker::register(&to_first, registration).await;
-    let work = old.assigned().await;
+    let work = old.next_assignment().await;
 
     signal(&first, "-STOP");
-    leads(&second).await;
-    // The old worker is not heard of; its job goes to another one.
+    wait_until_leading(&second).await;
+    // The old worker cannot reach the new leader, so its job is assigned to another worker.
     let registration = FakeWorker::registration("new", None, Vec::new());
     let mut new = eventually("a session", || {
         FakeWorker::try_register(&to_second, registration.clone())
     })
     .await;
-    // Its lease is short too.
-    let again = loop {
-        match tokio::time::timeout(std::time::Duration::from_millis(300), new.assigned()).await {
+    // The new worker has to send heartbeats meanwhile: its lease is short, too.
+    let reassigned = loop {
+        match tokio::time::timeout(std::time::Duration::from_millis(300), new.next_assignment()).await {
             Ok(work) => break work,
-            Err(_) => new.beat(&[]).await,
+            Err(_) => new.heartbeat(&[]).await,
         }
     };
-    assert_eq!((again.job.clone(), again.epoch.0), (work.job.clone(), work.epoch.0 + 1));
-    assert_eq!(new.commit(&held(&again), early, 4).await, Verdict::Accepted);
+    assert_eq!(
+        (reassigned.job.clone(), reassigned.epoch.0),
+        (work.job.clone(), work.epoch.0 + 1)
+    );
+    assert_eq!(
+        new.commit(&held_attempt(&reassigned), early, 4).await,
+        Verdict::Accepted
+    );
 
-    // It wakes with a worker that wants to commit, and a user who wants to submit.
-    let stale = async {
-        let held = held(&work);
+    // The old worker sends a commit to the old leader, which then resumes.
+    let stale_commit = async {
+        let held = held_attempt(&work);
         old.send(aitk_common::control::ToCoordinator::Commit {
             request: 1,
             held,
@@ -233,41 +245,45 @@ async fn a_leader_that_stood_still_changes_nothing_when_it_wakes() {
         }
         None
     };
-    let wake = async {
+    let resume = async {
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         signal(&first, "-CONT");
     };
-    let (verdict, ()) = tokio::join!(stale, wake);
-    assert_ne!(verdict, Some(Verdict::Accepted));
+    let (verdict, ()) = tokio::join!(stale_commit, resume);
+    // It cannot store anything, so it ends the session without an answer.
+    assert_eq!(verdict, None);
     let seen = job(&to_second, &id).await.unwrap();
     assert_eq!((seen.checkpoint_step, seen.attempts.len()), (Some(4), 2));
 
-    // The new one beats on meanwhile. From then on the old one passes calls on.
-    eventually("it to step down", || async {
-        new.beat(&[held(&again)]).await;
+    // The new worker keeps sending heartbeats meanwhile. Then the old leader is a standby and forwards calls.
+    eventually("the old leader to step down", || async {
+        new.heartbeat(&[held_attempt(&reassigned)]).await;
         first.log().contains("does not lead any more").then_some(())
     })
     .await;
-    assert_eq!(new.finish(&held(&again), Outcome::Completed).await, Verdict::Accepted);
-    let through = answers(&first).await;
+    assert_eq!(
+        new.finish(&held_attempt(&reassigned), Outcome::Completed).await,
+        Verdict::Accepted
+    );
+    let through = wait_until_ready(&first).await;
     let other = submit(&through, "other").await;
     assert!(job(&to_second, &other).await.is_some());
     assert_eq!(job(&through, &id).await.unwrap().state, JobState::Completed);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_passed_on_is_believed_only_with_the_proof() {
-    let Some(lab) = Lab::new() else { return };
-    let first = lab.coordinator("first", "45").await;
-    leads(&first).await;
-    let second = lab.coordinator("second", "45").await;
-    let to_second = answers(&second).await;
+async fn forwarded_headers_are_trusted_only_with_the_proof() {
+    let Some(cluster) = Cluster::new() else { return };
+    let first = cluster.coordinator("first", "45").await;
+    wait_until_leading(&first).await;
+    let second = cluster.coordinator("second", "45").await;
+    let to_second = wait_until_ready(&second).await;
     let blobs = RemoteBlobs::new(&to_second);
     within(blobs.put_bytes(input().id(), input().to_bytes().into()))
         .await
         .unwrap();
 
-    // Jobs that run in place are for the leader's own machine: what came through another one did not begin there.
+    // Jobs that run in place must come from the leader's own machine, so forwarded ones are refused.
     let in_place = Submission {
         local: true,
         ..submission("in-place")
@@ -275,7 +291,7 @@ async fn what_is_passed_on_is_believed_only_with_the_proof() {
     let refused = to_second.jobs.clone().submit(v1::SubmitRequest::from(in_place)).await;
     assert_eq!(refused.unwrap_err().code(), Code::InvalidArgument);
 
-    // Who guesses cannot choose the address that the guesses are counted for.
+    // A client that guesses tokens cannot choose the address for which the guesses are counted.
     let guesser = connect(&first.url(), "a-token-that-is-a-guess", None).await.unwrap();
     let mut last = Code::Ok;
     for guess in 0..40 {
@@ -288,7 +304,7 @@ async fn what_is_passed_on_is_believed_only_with_the_proof() {
         last = within(guesser.jobs.clone().info(request)).await.unwrap_err().code();
     }
     assert_eq!(last, Code::ResourceExhausted);
-    // And a call that was passed on is not passed on again.
+    // A forwarded call is not forwarded again.
     let mut request = Request::new(v1::InfoRequest {});
     request
         .metadata_mut()
@@ -298,13 +314,13 @@ async fn what_is_passed_on_is_believed_only_with_the_proof() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn those_who_do_not_fit_together_are_told() {
-    let Some(lab) = Lab::new() else { return };
-    let url = lab.server.url();
-    let first = lab.coordinator("first", "45").await;
-    leads(&first).await;
+async fn coordinators_with_incompatible_settings_refuse_to_start() {
+    let Some(cluster) = Cluster::new() else { return };
+    let url = cluster.database.url();
+    let first = cluster.coordinator("first", "45").await;
+    wait_until_leading(&first).await;
     let run = |name: &str, token: &str, arguments: &[&str]| {
-        let dir = lab.dir.path().join(name);
+        let dir = cluster.dir.path().join(name);
         write_token(&dir, token);
         let output = Command::new(env!("CARGO_BIN_EXE_aitk-coordinator"))
             .args(["--bind", "127.0.0.1:0", "--data-dir"])
@@ -316,29 +332,29 @@ async fn those_who_do_not_fit_together_are_told() {
         (output.status.code(), String::from_utf8(output.stderr).unwrap())
     };
     let here = ["--advertise", "http://127.0.0.1:1"];
-    let storage = lab.storage();
+    let storage = cluster.storage();
 
-    let (code, said) = run(
+    let (code, stderr) = run(
         "other",
         "another-token-than-theirs",
         &[&here[..], &["--storage", &storage]].concat(),
     );
     assert!(
-        code == Some(1) && said.contains("the token") && said.contains(&first.url()),
-        "{said}"
+        code == Some(1) && stderr.contains("the token") && stderr.contains(&first.url()),
+        "{stderr}"
     );
-    let elsewhere = format!("file://{}", lab.dir.path().join("elsewhere").display());
-    let (code, said) = run("other", TOKEN, &[&here[..], &["--storage", &elsewhere]].concat());
-    assert!(code == Some(1) && said.contains("--storage"), "{said}");
-    let (code, said) = run("other", TOKEN, &here);
-    assert!(code == Some(2) && said.contains("--storage"), "{said}");
+    let elsewhere = format!("file://{}", cluster.dir.path().join("elsewhere").display());
+    let (code, stderr) = run("other", TOKEN, &[&here[..], &["--storage", &elsewhere]].concat());
+    assert!(code == Some(1) && stderr.contains("--storage"), "{stderr}");
+    let (code, stderr) = run("other", TOKEN, &here);
+    assert!(code == Some(2) && stderr.contains("--storage"), "{stderr}");
     let far = ["--advertise", "http://gpu.lab:7420", "--storage", &storage];
-    let (code, said) = run("other", TOKEN, &far);
+    let (code, stderr) = run("other", TOKEN, &far);
     assert!(
-        code == Some(1) && said.contains("--advertise") && said.contains("TLS"),
-        "{said}"
+        code == Some(1) && stderr.contains("--advertise") && stderr.contains("TLS"),
+        "{stderr}"
     );
-    // One that wants no others beside it.
-    let (code, said) = run("other", TOKEN, &["--storage", &storage]);
-    assert!(code == Some(1) && said.contains("another coordinator"), "{said}");
+    // One without --advertise must be the only one.
+    let (code, stderr) = run("other", TOKEN, &["--storage", &storage]);
+    assert!(code == Some(1) && stderr.contains("another coordinator"), "{stderr}");
 }

@@ -1,6 +1,6 @@
-//! Who gets in, and what happens to those who do not behave.
+//! Authentication of connections, and the handling of misbehaving clients.
 
-use crate::support::{self, FakeWorker, PATIENCE, Pool, config, eventually, held, within};
+use crate::support::{self, FakeWorker, Pool, TIMEOUT, config, eventually, held_attempt, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_coordinator::{Config, DataFolderError, StartError, TlsFiles, start};
 use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
@@ -11,10 +11,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::Code;
 
-const CALM: Duration = Duration::from_secs(60);
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
-/// A certificate for 127.0.0.1 that vouches for itself, and its key, made for one test.
-pub(crate) fn certificate(folder: &Path) -> (PathBuf, PathBuf) {
+/// Writes a self-signed certificate for 127.0.0.1 and its key. Returns their paths.
+pub(crate) fn self_signed_certificate(folder: &Path) -> (PathBuf, PathBuf) {
     let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
     let made = rcgen::generate_simple_self_signed(names).expect("these names can be certified");
     let (cert, key) = (folder.join("cert.pem"), folder.join("key.pem"));
@@ -24,21 +24,25 @@ pub(crate) fn certificate(folder: &Path) -> (PathBuf, PathBuf) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_the_token_and_the_version_open_the_door() {
-    let pool = Pool::start(CALM).await;
+async fn calls_need_the_right_token_and_protocol_version() {
+    let pool = Pool::start(LONG_LEASE).await;
     let url = pool.running.url();
-    let right = pool.running.token.clone();
-    let other = if right.ends_with('0') { '1' } else { '0' };
-    let nearly = format!("{}{other}", &right[..right.len() - 1]);
-    for (credentials, code, words) in [
+    let token = pool.running.token.clone();
+    let last = if token.ends_with('0') { '1' } else { '0' };
+    let almost_right = format!("{}{last}", &token[..token.len() - 1]);
+    for (credentials, code, expected) in [
         (
             Credentials::new("wrong-but-long-enough").unwrap(),
             Code::Unauthenticated,
             "AITK_TOKEN",
         ),
-        (Credentials::new(&nearly).unwrap(), Code::Unauthenticated, "AITK_TOKEN"),
         (
-            Credentials::with_protocol(&right, 2).unwrap(),
+            Credentials::new(&almost_right).unwrap(),
+            Code::Unauthenticated,
+            "AITK_TOKEN",
+        ),
+        (
+            Credentials::with_protocol(&token, 2).unwrap(),
             Code::FailedPrecondition,
             "same version",
         ),
@@ -54,16 +58,16 @@ async fn only_the_token_and_the_version_open_the_door() {
         errors.push(FakeWorker::open(&clients, Some(first)).await.unwrap_err());
         for error in errors {
             assert_eq!(error.code(), code, "{error}");
-            assert!(error.message().contains(words), "{error}");
-            assert!(!error.message().contains(&right), "the answer must not hold the token");
+            assert!(error.message().contains(expected), "{error}");
+            assert!(!error.message().contains(&token), "the answer must not hold the token");
         }
     }
-    let none = tonic::transport::Endpoint::from_shared(url)
+    let without_token = tonic::transport::Endpoint::from_shared(url)
         .unwrap()
         .connect()
         .await
         .unwrap();
-    let error = within(v1::jobs_client::JobsClient::new(none).info(v1::InfoRequest {}))
+    let error = within(v1::jobs_client::JobsClient::new(without_token).info(v1::InfoRequest {}))
         .await
         .unwrap_err();
     assert_eq!(error.code(), Code::Unauthenticated);
@@ -76,27 +80,30 @@ async fn only_the_token_and_the_version_open_the_door() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_does_not_behave_loses_its_session_only() {
+async fn an_invalid_worker_message_closes_only_its_session() {
     let pool = Pool::start(Duration::from_millis(900)).await;
     let register = |protocol| {
         let mut registration = FakeWorker::registration("w", None, Vec::new());
         registration.protocol = protocol;
         ToCoordinator::Register(Box::new(registration))
     };
-    let mut doubled = FakeWorker::registration("w", None, Vec::new());
-    doubled.devices.push(support::cpu());
+    let mut duplicate_device = FakeWorker::registration("w", None, Vec::new());
+    duplicate_device.devices.push(support::cpu());
     for (first, code) in [
         (Some(ToCoordinator::Beat { running: Vec::new() }), Code::InvalidArgument),
         (Some(register(99)), Code::FailedPrecondition),
-        (Some(ToCoordinator::Register(Box::new(doubled))), Code::InvalidArgument),
+        (
+            Some(ToCoordinator::Register(Box::new(duplicate_device))),
+            Code::InvalidArgument,
+        ),
         (None, Code::DeadlineExceeded),
     ] {
         let (_sender, mut messages) = FakeWorker::open(&pool.clients, first).await.unwrap();
         let error = within(messages.message()).await.unwrap_err();
         assert_eq!(error.code(), code, "{error}");
     }
-    // Registered, then messages that make no sense.
-    let nonsense = [
+    // Invalid messages after the registration.
+    let invalid = [
         v1::WorkerMessage::default(),
         register(1).into(),
         v1::WorkerMessage {
@@ -108,7 +115,7 @@ async fn a_worker_that_does_not_behave_loses_its_session_only() {
             })),
         },
     ];
-    for message in nonsense {
+    for message in invalid {
         let (sender, mut messages) = FakeWorker::open(&pool.clients, Some(register(1))).await.unwrap();
         sender.send(message).await.unwrap();
         let error = within(async {
@@ -120,57 +127,57 @@ async fn a_worker_that_does_not_behave_loses_its_session_only() {
         });
         assert_eq!(error.await.code(), Code::InvalidArgument);
     }
-    // Those are gone before there is work: on a busy machine it could else be theirs for a moment.
-    eventually("nobody is connected", || async {
+    // Wait until those sessions are closed, so that none of them can be assigned the job.
+    eventually("all sessions to be closed", || async {
         let info = pool.clients.jobs.clone().info(v1::InfoRequest {}).await.unwrap();
         (info.into_inner().workers_connected == 0).then_some(())
     })
     .await;
-    // Registered, half a conversation, then silence: the session ends, and the work goes back to the queue.
+    // A worker that stops sending heartbeats: its session ends, and its job goes back to the queue.
     let job = pool.submit("shapes").await.job;
     let mut silent = FakeWorker::new(&pool, "silent").await;
-    let work = silent.assigned().await;
-    silent.beat(&[held(&work)]).await;
+    let work = silent.next_assignment().await;
+    silent.heartbeat(&[held_attempt(&work)]).await;
     while silent.next().await.is_some() {}
     let view = pool.in_state(job.as_str(), JobState::Queued).await;
-    // Once, or more often where the machine is so busy that a beat came too late for the lease.
+    // More than once if the machine is so busy that a heartbeat came too late.
     assert!(view.failures >= 1);
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn any_bytes_on_the_port() {
-    let pool = Pool::start(CALM).await;
+async fn garbage_bytes_only_close_their_connection() {
+    let pool = Pool::start(LONG_LEASE).await;
     let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-    let mut wild = preface.to_vec();
-    wild.extend((0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8));
-    let mut lengths = preface.to_vec();
-    lengths.extend([0xff; 64]);
+    let mut garbage = preface.to_vec();
+    garbage.extend((0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8));
+    let mut huge_lengths = preface.to_vec();
+    huge_lengths.extend([0xff; 64]);
     for bytes in [
         &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
         &[0; 4096],
-        &wild,
-        &lengths,
+        &garbage,
+        &huge_lengths,
         b"\x16\x03\x01\x02\x00",
         b"",
     ] {
         let mut stream = within(TcpStream::connect(pool.running.addr)).await.unwrap();
-        // It may close before everything is written.
+        // The server may close the connection before everything is written.
         let _ = stream.write_all(bytes).await;
         let _ = stream.shutdown().await;
         let mut answer = Vec::new();
-        let _ = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut answer))
+        let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer))
             .await
-            .expect("not closed");
+            .expect("the server closes the connection");
         assert!(answer.len() < 4096);
     }
     let info = within(pool.clients.jobs.clone().info(v1::InfoRequest {})).await;
-    assert!(info.is_ok(), "still there: {info:?}");
+    assert!(info.is_ok(), "the coordinator still answers: {info:?}");
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_does_not_start_where_it_should_not() {
+async fn invalid_settings_and_data_folders_prevent_the_start() {
     let dir = tempfile::tempdir().unwrap();
     let open = Config {
         bind: "0.0.0.0:0".parse().unwrap(),
@@ -178,16 +185,16 @@ async fn it_does_not_start_where_it_should_not() {
     };
     let error = start(open).await.unwrap_err();
     assert!(matches!(error, StartError::Plaintext { .. }), "{error}");
-    for way in ["--tls-cert", "aitk-coordinator init"] {
-        assert!(error.to_string().contains(way), "{error}");
+    for remedy in ["--tls-cert", "aitk-coordinator init"] {
+        assert!(error.to_string().contains(remedy), "{error}");
     }
     assert!(
         std::fs::read_dir(dir.path()).unwrap().next().is_none(),
-        "nothing was made"
+        "nothing was created"
     );
 
-    let first = start(config(dir.path(), CALM)).await.unwrap();
-    let error = start(config(dir.path(), CALM)).await.unwrap_err();
+    let first = start(config(dir.path(), LONG_LEASE)).await.unwrap();
+    let error = start(config(dir.path(), LONG_LEASE)).await.unwrap_err();
     assert!(
         matches!(error, StartError::DataFolder(DataFolderError::InUse { .. })),
         "{error}"
@@ -211,8 +218,8 @@ async fn it_does_not_start_where_it_should_not() {
         assert_eq!(mode, 0o600);
     }
     within(first.shutdown()).await;
-    let again = start(config(dir.path(), CALM)).await.unwrap();
-    within(again.shutdown()).await;
+    let restarted = start(config(dir.path(), LONG_LEASE)).await.unwrap();
+    within(restarted.shutdown()).await;
 
     std::fs::write(
         dir.path().join("aitk.db"),
@@ -222,23 +229,23 @@ async fn it_does_not_start_where_it_should_not() {
     for extra in ["aitk.db-wal", "aitk.db-shm"] {
         let _ = std::fs::remove_file(dir.path().join(extra));
     }
-    let error = start(config(dir.path(), CALM)).await.unwrap_err();
+    let error = start(config(dir.path(), LONG_LEASE)).await.unwrap_err();
     assert!(matches!(error, StartError::Store(_)), "{error}");
     assert!(error.to_string().contains("aitk.db"), "{error}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn with_tls_the_certificate_is_checked() {
+async fn clients_check_the_tls_certificate() {
     let dir = tempfile::tempdir().unwrap();
     let made = tempfile::tempdir().unwrap();
-    let (cert, key) = certificate(made.path());
+    let (cert, key) = self_signed_certificate(made.path());
     let files = TlsFiles {
         cert: cert.clone(),
         key: key.clone(),
     };
     let settings = Config {
         tls: Some(files),
-        ..config(dir.path(), CALM)
+        ..config(dir.path(), LONG_LEASE)
     };
     let running = start(settings).await.unwrap();
     assert!(running.url().starts_with("https://"));
@@ -246,18 +253,18 @@ async fn with_tls_the_certificate_is_checked() {
         .await
         .unwrap();
     within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
-    // Nobody vouches for it; or no TLS at all.
-    let stranger = within(connect(&running.url(), &running.token, None)).await;
+    // Without the certificate as a trusted root, and without TLS.
+    let untrusted = within(connect(&running.url(), &running.token, None)).await;
     assert!(
-        matches!(stranger, Err(ConnectError::Unreachable { .. })),
-        "{stranger:?}"
+        matches!(untrusted, Err(ConnectError::Unreachable { .. })),
+        "{untrusted:?}"
     );
-    let plain = running.url().replace("https://", "http://");
-    let plain = match within(connect(&plain, &running.token, None)).await {
+    let plain_url = running.url().replace("https://", "http://");
+    let answered = match within(connect(&plain_url, &running.token, None)).await {
         Ok(clients) => within(clients.jobs.clone().info(v1::InfoRequest {})).await.is_ok(),
         Err(_) => false,
     };
-    assert!(!plain);
+    assert!(!answered);
     let mut bytes = within(TcpStream::connect(running.addr)).await.unwrap();
     bytes.write_all(&[0xff; 100]).await.unwrap();
     within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
@@ -267,7 +274,7 @@ async fn with_tls_the_certificate_is_checked() {
     let swapped = TlsFiles { cert: key, key: cert };
     let error = start(Config {
         tls: Some(swapped),
-        ..config(dir.path(), CALM)
+        ..config(dir.path(), LONG_LEASE)
     })
     .await
     .unwrap_err();

@@ -1,23 +1,23 @@
-//! The coordinator from outside: one program, because each more takes a minute to build. A module is one story.
+//! Tests of the coordinator through its public interface. They are one test program, because each further one takes a minute to build.
 
-#![allow(clippy::large_futures, reason = "a test is one future and is moved nowhere")]
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+#![allow(clippy::large_futures, reason = "a test is one future, which is never moved")]
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod access;
 mod arrays;
 mod cluster;
 mod connections;
-mod full;
+mod disk_full;
 mod hostile;
 mod metrics;
 mod pki;
+mod queue_rules;
 mod revisions;
-mod rules;
 mod server;
-mod stored;
 mod stores;
 mod support;
 mod traces;
+mod upload_quota;
 
 #[allow(dead_code, reason = "other tests share this file")]
 #[path = "../../../common/tests/storage/buckets/server.rs"]

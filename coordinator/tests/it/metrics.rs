@@ -1,6 +1,6 @@
-//! Metrics and health, as a scraper sees them.
+//! Metrics and health checks over HTTP.
 
-use crate::support::{self, FakeWorker, config, eventually, held, within};
+use crate::support::{self, FakeWorker, config, eventually, held_attempt, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Submission, ToCoordinator, Verdict};
 use aitk_coordinator::{Config, StartError, start};
@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-/// Status line and body.
+/// Sends a GET request. Returns the status line and the body.
 async fn get(addr: SocketAddr, path: &str) -> (String, String) {
     within(async {
         let mut stream = TcpStream::connect(addr).await.unwrap();
@@ -25,7 +25,7 @@ async fn get(addr: SocketAddr, path: &str) -> (String, String) {
 }
 
 #[tokio::test]
-async fn a_job_shows_up_in_the_metrics_from_its_submission_to_its_end() {
+async fn metrics_follow_a_job_from_submission_to_completion() {
     let dir = tempfile::tempdir().unwrap();
     let config = Config {
         metrics: Some("127.0.0.1:0".parse().unwrap()),
@@ -56,12 +56,12 @@ async fn a_job_shows_up_in_the_metrics_from_its_submission_to_its_end() {
     }
 
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("box", None, Vec::new())).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     let (_, text) = get(addr, "/metrics").await;
     assert!(text.contains(r#"aitk_devices{kind="cpu",state="busy"} 1"#), "{text}");
-    let held = held(&work);
+    let held = held_attempt(&work);
     let (verdict, _) = worker
-        .ask(|request| ToCoordinator::Finished {
+        .request(|request| ToCoordinator::Finished {
             request,
             held,
             outcome: Outcome::Completed,
@@ -78,9 +78,9 @@ async fn a_job_shows_up_in_the_metrics_from_its_submission_to_its_end() {
     ] {
         assert!(text.lines().any(|found| found == line), "{line}\n{text}");
     }
-    // A device of a worker that went is not idle, it is gone; and names are nobody's business here.
+    // Devices of a disconnected worker are not listed, and metrics never contain job names.
     drop(worker);
-    eventually("the worker is away", || async {
+    eventually("the worker to be away", || async {
         let (_, text) = get(addr, "/metrics").await;
         assert!(!text.contains("secret-name"), "{text}");
         (text.contains(r#"aitk_workers{state="away"} 1"#) && !text.contains("aitk_devices{")).then_some(())
@@ -91,7 +91,7 @@ async fn a_job_shows_up_in_the_metrics_from_its_submission_to_its_end() {
 }
 
 #[tokio::test]
-async fn metrics_do_not_leave_the_machine() {
+async fn metrics_are_only_served_on_loopback() {
     let dir = tempfile::tempdir().unwrap();
     let config = Config {
         metrics: Some("0.0.0.0:0".parse().unwrap()),

@@ -1,19 +1,19 @@
-//! The commit of a model: a job that names none gets, in every attempt, the one that its first attempt worked with.
+//! Model commits: when a job names no commit, all its attempts use the commit that its first attempt used.
 
-use crate::support::{FakeWorker, Pool, held, submission, within};
+use crate::support::{FakeWorker, Pool, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Assignment, Report, ToCoordinator, UnixMillis, Verdict};
 use aitk_proto::v1;
 use serde_json::Value;
 use std::time::Duration;
 
-async fn pinned(worker: &FakeWorker, work: &Assignment, seq: u64, commit: &str) {
+async fn report_commit(worker: &FakeWorker, work: &Assignment, seq: u64, commit: &str) {
     let report = Report::Pinned {
         repository: "org/model".into(),
         commit: commit.into(),
         message: format!("org/model is used at commit {commit}"),
     };
-    let (held, time) = (held(work), UnixMillis(1));
+    let (held, time) = (held_attempt(work), UnixMillis(1));
     worker
         .send(ToCoordinator::Event {
             held,
@@ -34,37 +34,40 @@ async fn fail(worker: &mut FakeWorker, work: &Assignment) {
         cause: FailureCause::Machine,
         message: "tripped".into(),
     };
-    assert_eq!(worker.finish(&held(work), outcome).await, Verdict::Accepted);
+    assert_eq!(worker.finish(&held_attempt(work), outcome).await, Verdict::Accepted);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn later_attempts_work_with_the_commit_of_the_first() {
+async fn later_attempts_use_the_commit_of_the_first_attempt() {
     let pool = Pool::start(Duration::from_secs(60)).await;
     let mut worker = FakeWorker::new(&pool, "w").await;
     let job = pool.submit("free").await.job.to_string();
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     assert_eq!(revisions(&work), Value::Null);
     let (first, second) = ("0a".repeat(20), "0b".repeat(20));
-    pinned(&worker, &work, 1, &first).await;
-    // Whoever says something else later changes nothing.
-    pinned(&worker, &work, 2, &second).await;
+    report_commit(&worker, &work, 1, &first).await;
+    // A later report of another commit is ignored.
+    report_commit(&worker, &work, 2, &second).await;
     fail(&mut worker, &work).await;
-    let text = pool.events(&job, 0, false).await;
+    let events = pool.events(&job, 0, false).await;
     assert!(
-        crate::support::logs(&text).iter().any(|line| line.contains(&first)),
-        "{text:?}"
+        crate::support::logs(&events).iter().any(|line| line.contains(&first)),
+        "{events:?}"
     );
     drop(worker);
 
-    // It is kept with the job.
+    // The commit is stored with the job.
     let pool = pool.restart().await;
     let mut worker = FakeWorker::new(&pool, "w").await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     assert_eq!(work.job.as_str(), job);
     assert_eq!(revisions(&work), serde_json::json!({ "org/model": first }));
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
+    );
 
-    // One that names a commit keeps it.
+    // A job that names a commit keeps it.
     let named = v1::SubmitRequest {
         job_json: crate::support::job_json("named", "").replacen(
             r#""config""#,
@@ -74,12 +77,15 @@ async fn later_attempts_work_with_the_commit_of_the_first() {
         ..v1::SubmitRequest::from(submission("named"))
     };
     within(pool.clients.jobs.clone().submit(named)).await.unwrap();
-    let work = worker.assigned().await;
-    pinned(&worker, &work, 1, &first).await;
+    let work = worker.next_assignment().await;
+    report_commit(&worker, &work, 1, &first).await;
     fail(&mut worker, &work).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     assert_eq!(revisions(&work), serde_json::json!({ "org/model": second }));
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
+    );
     drop(worker);
     within(pool.running.shutdown()).await;
 }

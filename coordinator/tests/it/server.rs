@@ -1,6 +1,6 @@
-//! A real coordinator over loopback gRPC, with scripted workers.
+//! A coordinator over gRPC on loopback, with workers that the tests drive.
 
-use crate::support::{self, FakeWorker, Pool, eventually, held, logs, submission, within};
+use crate::support::{self, FakeWorker, Pool, eventually, held_attempt, logs, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{
     Artifact, EventBody, HeldAttempt, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
@@ -13,12 +13,12 @@ use aitk_proto::v1;
 use std::time::Duration;
 use tonic::Code;
 
-/// Long enough that nothing expires by accident.
-const CALM: Duration = Duration::from_secs(60);
+/// Longer than any of these tests takes, so no lease expires.
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_runs_from_submit_to_artifact() {
-    let pool = Pool::start(CALM).await;
+async fn a_job_runs_from_submission_to_artifact() {
+    let pool = Pool::start(LONG_LEASE).await;
     let job = pool.submit("shapes").await.job;
     let waiting = pool.job(job.as_str()).await;
     assert_eq!(waiting.state, JobState::Queued);
@@ -26,11 +26,11 @@ async fn a_job_runs_from_submit_to_artifact() {
     assert_eq!(waiting.config_text.as_deref(), Some("name: shapes\n"));
 
     let mut worker = FakeWorker::new(&pool, "w1").await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     assert_eq!((&work.job, work.epoch, work.resume), (&job, Epoch(1), None));
     assert_eq!(work.inputs["./data"], support::input().id());
     assert!(work.job_json.contains("shapes") && work.config_text.contains("shapes"));
-    worker.beat(&[held(&work)]).await;
+    worker.heartbeat(&[held_attempt(&work)]).await;
 
     let follower = {
         let clients = pool.clients.clone();
@@ -57,7 +57,7 @@ async fn a_job_runs_from_submit_to_artifact() {
     let report = Report::Progress(progress);
     worker
         .send(ToCoordinator::Event {
-            held: held(&work),
+            held: held_attempt(&work),
             seq: 2,
             time: UnixMillis(1),
             report,
@@ -68,22 +68,25 @@ async fn a_job_runs_from_submit_to_artifact() {
     let (text, file) = support::checkpoint(1);
     let manifest = ContentHash::of(text.as_bytes());
     assert_eq!(
-        worker.commit(&held(&work), manifest, 1).await,
+        worker.commit(&held_attempt(&work), manifest, 1).await,
         Verdict::Refused,
-        "its bytes are not there yet"
+        "the manifest is not in storage yet"
     );
     within(pool.blobs().put_bytes(manifest, text.into())).await.unwrap();
     assert_eq!(
-        worker.commit(&held(&work), manifest, 1).await,
+        worker.commit(&held_attempt(&work), manifest, 1).await,
         Verdict::Refused,
-        "a file that it names is not there yet"
+        "a file that the manifest lists is not in storage yet"
     );
     within(pool.blobs().put_bytes(ContentHash::of(&file), file.into()))
         .await
         .unwrap();
     let junk = pool.put(b"not a manifest").await;
-    assert_eq!(worker.commit(&held(&work), junk, 1).await, Verdict::Refused);
-    assert_eq!(worker.commit(&held(&work), manifest, 1).await, Verdict::Accepted);
+    assert_eq!(worker.commit(&held_attempt(&work), junk, 1).await, Verdict::Refused);
+    assert_eq!(
+        worker.commit(&held_attempt(&work), manifest, 1).await,
+        Verdict::Accepted
+    );
     let view = pool.job(job.as_str()).await;
     assert_eq!((view.checkpoint_step, view.progress), (Some(1), Some(progress)));
 
@@ -96,9 +99,9 @@ async fn a_job_runs_from_submit_to_artifact() {
         index: None,
         local_path: None,
     };
-    let (ready, held_by) = (artifact.clone(), held(&work));
+    let (ready, held_by) = (artifact.clone(), held_attempt(&work));
     let verdict = worker
-        .ask(|request| ToCoordinator::ArtifactReady {
+        .request(|request| ToCoordinator::ArtifactReady {
             request,
             held: held_by,
             artifact: ready,
@@ -106,7 +109,10 @@ async fn a_job_runs_from_submit_to_artifact() {
         .await
         .0;
     assert_eq!(verdict, Verdict::Accepted);
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
+    );
 
     let events = within(follower).await.unwrap();
     assert_eq!(logs(&events), ["one", "two"]);
@@ -117,20 +123,20 @@ async fn a_job_runs_from_submit_to_artifact() {
             ..
         }
     ));
-    let durable: Vec<u64> = events
+    let log_cursors: Vec<u64> = events
         .iter()
         .filter(|event| !matches!(event.body, EventBody::Progress(_)))
         .map(|event| event.cursor)
         .collect();
     assert_eq!(
-        durable,
-        (1..=durable.len() as u64).collect::<Vec<_>>(),
+        log_cursors,
+        (1..=log_cursors.len() as u64).collect::<Vec<_>>(),
         "no gap, no repetition"
     );
-    // From a cursor in the middle, and once more from the end.
-    let later = pool.events(job.as_str(), durable[3], false).await;
-    assert_eq!(later.first().unwrap().cursor, durable[4]);
-    let rest = pool.events(job.as_str(), *durable.last().unwrap(), true).await;
+    // Read again from a cursor in the middle, and from the end.
+    let later = pool.events(job.as_str(), log_cursors[3], false).await;
+    assert_eq!(later.first().unwrap().cursor, log_cursors[4]);
+    let rest = pool.events(job.as_str(), *log_cursors.last().unwrap(), true).await;
     assert!(
         rest.iter().all(|event| matches!(event.body, EventBody::Progress(_))),
         "{rest:?}"
@@ -164,25 +170,28 @@ async fn a_job_runs_from_submit_to_artifact() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_running_attempt_survives_the_coordinator() {
-    let pool = Pool::start(CALM).await;
+async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
+    let pool = Pool::start(LONG_LEASE).await;
     let job = pool.submit("long").await.job;
     let waiting = pool.submit("next").await.job;
     let mut worker = FakeWorker::new(&pool, "w1").await;
-    let work = worker.assigned().await;
-    worker.beat(&[held(&work)]).await;
+    let work = worker.next_assignment().await;
+    worker.heartbeat(&[held_attempt(&work)]).await;
     worker.log(&work, 1, "before").await;
     let manifest = pool.checkpoint(5).await;
-    assert_eq!(worker.commit(&held(&work), manifest, 5).await, Verdict::Accepted);
+    assert_eq!(
+        worker.commit(&held_attempt(&work), manifest, 5).await,
+        Verdict::Accepted
+    );
     let id = worker.id.clone();
     let token = pool.running.token.clone();
 
     let pool = pool.restart().await;
     assert!(matches!(
-        worker.until(Some).await,
+        worker.wait_for_message(Some).await,
         ToWorker::BeatReply { .. } | ToWorker::GoingAway { .. }
     ));
-    assert_eq!(pool.running.token, token, "made once");
+    assert_eq!(pool.running.token, token, "the token is created once");
     let view = pool.job(job.as_str()).await;
     assert_eq!((view.state, view.checkpoint_step), (JobState::Running, Some(5)));
     assert!(view.reason.contains("not connected"), "{}", view.reason);
@@ -191,22 +200,28 @@ async fn a_running_attempt_survives_the_coordinator() {
         attempt: AttemptId::new("jgone-3"),
         epoch: Epoch(3),
     };
-    let registration = FakeWorker::registration("w1", Some(id.clone()), vec![held(&work), stale]);
+    let registration = FakeWorker::registration("w1", Some(id.clone()), vec![held_attempt(&work), stale]);
     let mut worker = FakeWorker::register(&pool.clients, registration).await;
     assert_eq!(
         (&worker.id, &worker.keep),
         (&id, &vec![work.attempt.clone()]),
-        "one goes on, one is to be forgotten"
+        "the known attempt goes on, the unknown one is dropped"
     );
     worker.log(&work, 1, "before").await;
     worker.log(&work, 2, "after").await;
     let manifest = pool.checkpoint(9).await;
-    assert_eq!(worker.commit(&held(&work), manifest, 9).await, Verdict::Accepted);
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
     assert_eq!(
-        worker.finish(&held(&work), Outcome::Completed).await,
+        worker.commit(&held_attempt(&work), manifest, 9).await,
+        Verdict::Accepted
+    );
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
+    );
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
         Verdict::Accepted,
-        "again"
+        "a repeated report is accepted"
     );
     assert_eq!(pool.job(job.as_str()).await.state, JobState::Completed);
     assert_eq!(
@@ -215,31 +230,31 @@ async fn a_running_attempt_survives_the_coordinator() {
         "once each"
     );
 
-    // The queue is there too; a worker that lost its child gets the work anew.
+    // The queue survives, too. A worker without its attempt is assigned work again.
     let second = FakeWorker::registration("w1", Some(id.clone()), Vec::new());
     let mut worker = FakeWorker::register(&pool.clients, second).await;
-    let again = worker.assigned().await;
-    assert_eq!((again.job, again.resume), (waiting, None));
+    let next = worker.next_assignment().await;
+    assert_eq!((next.job, next.resume), (waiting, None));
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
+async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
     let pool = Pool::start(Duration::from_millis(800)).await;
     let job = pool.submit("shapes").await.job;
     let mut one = FakeWorker::new(&pool, "one").await;
-    let first = one.assigned().await;
-    one.beat(&[held(&first)]).await;
+    let first = one.next_assignment().await;
+    one.heartbeat(&[held_attempt(&first)]).await;
     let saved = pool.checkpoint(10).await;
-    assert_eq!(one.commit(&held(&first), saved, 10).await, Verdict::Accepted);
+    assert_eq!(one.commit(&held_attempt(&first), saved, 10).await, Verdict::Accepted);
 
     let mut two = FakeWorker::new(&pool, "two").await;
     let second = loop {
-        two.beat(&[]).await;
+        two.heartbeat(&[]).await;
         let next = tokio::time::timeout(Duration::from_millis(100), two.next()).await;
         match next {
             Ok(Some(ToWorker::Assign(work))) => break *work,
-            Ok(None) => panic!("the session of the worker that beats ended"),
+            Ok(None) => panic!("the session of the worker that sends heartbeats ended"),
             _ => {}
         }
     };
@@ -247,24 +262,27 @@ async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
         (&second.job, second.epoch, second.resume),
         (&job, Epoch(2), Some(saved))
     );
-    two.beat(&[held(&second)]).await;
+    two.heartbeat(&[held_attempt(&second)]).await;
 
-    // The first one wakes up: its session is gone; a new one says what it may keep.
+    // The first worker's session has ended. A new session tells it that it may keep nothing.
     while one.next().await.is_some() {}
-    let registration = FakeWorker::registration("one", Some(one.id.clone()), vec![held(&first)]);
+    let registration = FakeWorker::registration("one", Some(one.id.clone()), vec![held_attempt(&first)]);
     let mut one = FakeWorker::register(&pool.clients, registration).await;
     assert!(one.keep.is_empty());
     let stale = pool.checkpoint(30).await;
-    assert_eq!(one.commit(&held(&first), stale, 30).await, Verdict::Fenced);
-    assert_eq!(one.finish(&held(&first), Outcome::Completed).await, Verdict::Fenced);
+    assert_eq!(one.commit(&held_attempt(&first), stale, 30).await, Verdict::Fenced);
     assert_eq!(
-        one.finish(&held(&second), Outcome::Completed).await,
-        Verdict::Fenced,
-        "not its own"
+        one.finish(&held_attempt(&first), Outcome::Completed).await,
+        Verdict::Fenced
     );
-    one.beat(&[held(&first)]).await;
+    assert_eq!(
+        one.finish(&held_attempt(&second), Outcome::Completed).await,
+        Verdict::Fenced,
+        "the attempt of another worker"
+    );
+    one.heartbeat(&[held_attempt(&first)]).await;
     let fenced = one
-        .until(|m| {
+        .wait_for_message(|m| {
             if let ToWorker::Fence { held, reason } = m {
                 Some((held, reason))
             } else {
@@ -272,9 +290,12 @@ async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
             }
         })
         .await;
-    assert_eq!(fenced.0, held(&first));
+    assert_eq!(fenced.0, held_attempt(&first));
     assert!(fenced.1.contains("followed by epoch 2"), "{}", fenced.1);
-    assert_eq!(two.finish(&held(&second), Outcome::Completed).await, Verdict::Accepted);
+    assert_eq!(
+        two.finish(&held_attempt(&second), Outcome::Completed).await,
+        Verdict::Accepted
+    );
     let view = pool.job(job.as_str()).await;
     assert_eq!(
         (view.state, view.checkpoint_step, view.attempts.len()),
@@ -284,12 +305,12 @@ async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn stop_saves_and_resume_goes_on() {
-    let pool = Pool::start(CALM).await;
+async fn stop_saves_and_resume_continues_from_the_checkpoint() {
+    let pool = Pool::start(LONG_LEASE).await;
     let job = pool.submit("shapes").await.job.to_string();
     let mut worker = FakeWorker::new(&pool, "w1").await;
-    let work = worker.assigned().await;
-    worker.beat(&[held(&work)]).await;
+    let work = worker.next_assignment().await;
+    worker.heartbeat(&[held_attempt(&work)]).await;
     let stop = v1::StopJobRequest {
         job_id: job[..4].into(),
         now: false,
@@ -297,7 +318,7 @@ async fn stop_saves_and_resume_goes_on() {
     let view = within(pool.clients.jobs.clone().stop(stop)).await.unwrap().into_inner();
     assert_eq!(view.state(), v1::JobState::Stopping);
     let save = worker
-        .until(|m| {
+        .wait_for_message(|m| {
             if let ToWorker::Stop { save, .. } = m {
                 Some(save)
             } else {
@@ -307,21 +328,24 @@ async fn stop_saves_and_resume_goes_on() {
         .await;
     assert!(save);
     let saved = pool.checkpoint(7).await;
-    assert_eq!(worker.commit(&held(&work), saved, 7).await, Verdict::Accepted);
-    assert_eq!(worker.finish(&held(&work), Outcome::stopped()).await, Verdict::Accepted);
+    assert_eq!(worker.commit(&held_attempt(&work), saved, 7).await, Verdict::Accepted);
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::stopped()).await,
+        Verdict::Accepted
+    );
     pool.in_state(&job, JobState::Stopped).await;
     let resume = v1::ResumeJobRequest { job_id: job.clone() };
     within(pool.clients.jobs.clone().resume(resume.clone())).await.unwrap();
-    let again = worker.assigned().await;
-    assert_eq!((again.epoch, again.resume), (Epoch(2), Some(saved)));
-    assert_eq!(again.seed, work.seed, "every attempt agrees");
+    let resumed = worker.next_assignment().await;
+    assert_eq!((resumed.epoch, resumed.resume), (Epoch(2), Some(saved)));
+    assert_eq!(resumed.seed, work.seed, "all attempts of a job have the same seed");
     let refused = within(pool.clients.jobs.clone().resume(resume)).await.unwrap_err();
     assert_eq!(refused.code(), Code::Aborted);
     let failed = Outcome::Failed {
         cause: FailureCause::BadInput,
         message: "cat.png has 0 bytes".into(),
     };
-    worker.finish(&held(&again), failed).await;
+    worker.finish(&held_attempt(&resumed), failed).await;
     assert_eq!(
         pool.in_state(&job, JobState::Failed).await.reason,
         "cat.png has 0 bytes"
@@ -330,8 +354,8 @@ async fn stop_saves_and_resume_goes_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn submissions_are_idempotent_checked_and_found_by_their_beginning() {
-    let pool = Pool::start(CALM).await;
+async fn submissions_are_idempotent_validated_and_found_by_id_prefix() {
+    let pool = Pool::start(LONG_LEASE).await;
     let mut jobs = pool.clients.jobs.clone();
     let keyed = Submission {
         idempotency_key: Some("k1".into()),
@@ -341,12 +365,12 @@ async fn submissions_are_idempotent_checked_and_found_by_their_beginning() {
         .await
         .unwrap()
         .into_inner();
-    let again = within(jobs.submit(v1::SubmitRequest::from(keyed.clone())))
+    let repeated = within(jobs.submit(v1::SubmitRequest::from(keyed.clone())))
         .await
         .unwrap()
         .into_inner();
     assert_eq!(
-        (again.job_id.as_str(), again.existed, first.existed),
+        (repeated.job_id.as_str(), repeated.existed, first.existed),
         (first.job_id.as_str(), true, false)
     );
     let pool = pool.restart().await;
@@ -412,13 +436,13 @@ async fn submissions_are_idempotent_checked_and_found_by_their_beginning() {
         .await
         .unwrap()
         .into_inner();
-    assert_eq!(list.jobs.len(), 2, "what was refused left nothing");
+    assert_eq!(list.jobs.len(), 2, "refused submissions leave no job");
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn blobs_go_through_checked() {
-    let pool = Pool::start(CALM).await;
+async fn blobs_are_verified_on_upload_and_download() {
+    let pool = Pool::start(LONG_LEASE).await;
     let blobs = pool.blobs();
     let big: Vec<u8> = (0..3_500_000_u32).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
     let hash = ContentHash::of(&big);
@@ -442,12 +466,12 @@ async fn blobs_go_through_checked() {
     assert_eq!(within(blobs.get_bytes(empty, 0)).await.unwrap().len(), 0);
     assert!(
         matches!(within(blobs.put_file(empty, &path)).await, Ok(())),
-        "there already: not looked at"
+        "the blob is in storage, so the file is not read"
     );
     let wrong = within(blobs.put_file(ContentHash::of(b"x"), &path)).await;
     assert!(matches!(wrong, Err(StorageError::Corrupt { .. })), "{wrong:?}");
 
-    // A client that lies, one that announces less than it sends, one that stops in the middle, one without a header.
+    // Wrong content, more bytes than announced, fewer bytes than announced, no header, two headers, nothing at all.
     use v1::put_blob_request::Part;
     let header = |bytes| {
         Part::Header(v1::BlobHeader {
@@ -477,9 +501,9 @@ async fn blobs_go_through_checked() {
     assert_eq!(
         blobs.has(&[ContentHash::of(b"abc")]).await.unwrap(),
         [false],
-        "nothing of it is kept"
+        "failed uploads store nothing"
     );
-    eventually("transfers leave nothing", || async {
+    eventually("the partial uploads to be removed", || async {
         let left = std::fs::read_dir(pool.dir.path().join("transit")).unwrap().count();
         (left == 0).then_some(())
     })

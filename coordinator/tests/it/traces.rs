@@ -1,7 +1,7 @@
-//! Spans of jobs, as a collector gets them from the program itself, and what happens without one.
+//! Trace spans of jobs as an OTLP collector receives them, and the behaviour without a collector.
 
 use crate::support::daemon::Daemon;
-use crate::support::{FakeWorker, eventually, held, submission, within};
+use crate::support::{FakeWorker, eventually, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
 use aitk_common::telemetry::context::TraceContext;
@@ -31,12 +31,12 @@ async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> Su
     reply.into_inner().try_into().unwrap()
 }
 
-async fn worker(clients: &Clients, name: &str) -> FakeWorker {
+async fn register_worker(clients: &Clients, name: &str) -> FakeWorker {
     FakeWorker::register(clients, FakeWorker::registration(name, None, Vec::new())).await
 }
 
-/// Waits until as many spans of this name arrived.
-async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
+/// Waits for `count` spans with this name. Returns them by start time.
+async fn wait_for_spans(collector: &TestCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
     eventually(&format!("{count} spans {name}"), || async {
         let mut seen = collector.received();
         seen.retain(|span| span.name == name);
@@ -47,7 +47,7 @@ async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<Rec
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
+async fn a_job_is_one_trace_although_its_worker_and_coordinator_were_killed() {
     let dir = tempfile::tempdir().unwrap();
     let collector = TestCollector::start().await.unwrap();
     let endpoint = collector.endpoint();
@@ -58,15 +58,15 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
     let mut daemon = Daemon::start(dir.path(), &["--lease-seconds", "3"], &environment).await;
 
     let clients = daemon.clients().await;
-    let mut first = worker(&clients, "first").await;
+    let mut first = register_worker(&clients, "first").await;
     let id = submit(&clients, "traced", Some(client())).await.job;
-    let first_try = first.assigned().await;
-    arrived(&collector, "queued", 1).await;
+    let first_try = first.next_assignment().await;
+    wait_for_spans(&collector, "queued", 1).await;
     drop(first);
     daemon.kill_and_restart().await;
 
     let clients = daemon.clients().await;
-    // Nobody knows of the first worker any more; its lease has to run out.
+    // The first worker does not come back, so its lease runs out.
     eventually("the loss of the first attempt", || async {
         let request = v1::GetJobRequest { job_id: id.to_string() };
         let job: JobView = clients
@@ -81,15 +81,15 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
         (job.state == JobState::Queued).then_some(())
     })
     .await;
-    let mut second = worker(&clients, "second").await;
-    let second_try = second.assigned().await;
+    let mut second = register_worker(&clients, "second").await;
+    let second_try = second.next_assignment().await;
     assert_eq!(second_try.job, id);
     assert_eq!(
-        second.finish(&held(&second_try), Outcome::Completed).await,
+        second.finish(&held_attempt(&second_try), Outcome::Completed).await,
         Verdict::Accepted
     );
 
-    let [job] = &arrived(&collector, "job", 1).await[..] else {
+    let [job] = &wait_for_spans(&collector, "job", 1).await[..] else {
         panic!("{:#?}", collector.received());
     };
     assert_eq!(job.service, "aitk-coordinator");
@@ -101,8 +101,8 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
         (&*job.attributes["aitk.job.id"], &*job.attributes["aitk.outcome"]),
         (id.as_str(), "completed")
     );
-    let assigned = arrived(&collector, "assigned", 2).await;
-    let queued = arrived(&collector, "queued", 2).await;
+    let assigned = wait_for_spans(&collector, "assigned", 2).await;
+    let queued = wait_for_spans(&collector, "queued", 2).await;
     for span in assigned.iter().chain(&queued) {
         assert_eq!((&span.trace, &span.parent), (&job.trace, &job.span), "{span:#?}");
         assert!(
@@ -111,12 +111,12 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
         );
     }
     for (span, work) in assigned.iter().zip([&first_try, &second_try]) {
-        let told = work.trace.unwrap();
+        let context = work.trace.unwrap();
         assert_eq!(
-            (told.trace.to_string(), told.span.to_string()),
+            (context.trace.to_string(), context.span.to_string()),
             (span.trace.clone(), span.span.clone())
         );
-        assert!(told.sampled);
+        assert!(context.sampled);
         assert_eq!(span.attributes["aitk.attempt.id"], work.attempt.to_string());
     }
     let outcomes: Vec<_> = assigned.iter().map(|span| &*span.attributes["aitk.outcome"]).collect();
@@ -131,7 +131,7 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
+async fn jobs_without_a_trace_get_one_and_each_array_member_gets_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let collector = TestCollector::start().await.unwrap();
     let endpoint = collector.traces_endpoint();
@@ -142,31 +142,31 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
     ];
     let daemon = Daemon::start(dir.path(), &[], &environment).await;
     let clients = daemon.clients().await;
-    let mut worker = worker(&clients, "w").await;
+    let mut worker = register_worker(&clients, "w").await;
 
     submit(&clients, "alone", None).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     let failed = Outcome::Failed {
         cause: FailureCause::BadInput,
         message: "no such model".into(),
     };
-    worker.finish(&held(&work), failed).await;
-    let alone = arrived(&collector, "job", 1).await.remove(0);
+    worker.finish(&held_attempt(&work), failed).await;
+    let alone = wait_for_spans(&collector, "job", 1).await.remove(0);
     assert_eq!((alone.service.as_str(), alone.parent.as_str()), ("the lab's", ""));
     assert_eq!(alone.error.as_deref(), Some("no such model"));
 
-    // Whoever submitted it does not keep this trace, so nobody does.
+    // The client does not sample this trace, so no span is exported.
     let unsampled = TraceContext {
         sampled: false,
         ..client()
     };
-    submit(&clients, "not kept", Some(unsampled)).await;
-    let work = worker.assigned().await;
+    submit(&clients, "unsampled", Some(unsampled)).await;
+    let work = worker.next_assignment().await;
     assert_eq!(
         work.trace.map(|trace| (trace.trace, trace.sampled)),
         Some((client().trace, false))
     );
-    worker.finish(&held(&work), Outcome::Completed).await;
+    worker.finish(&held_attempt(&work), Outcome::Completed).await;
 
     let member = |name: &str| NewMember {
         job_json: job(name).job_json,
@@ -181,10 +181,10 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
     trace::insert(request.metadata_mut(), Some(client()));
     within(clients.jobs.clone().submit_array(request)).await.unwrap();
     for _ in 0..2 {
-        let work = worker.assigned().await;
-        worker.finish(&held(&work), Outcome::Completed).await;
+        let work = worker.next_assignment().await;
+        worker.finish(&held_attempt(&work), Outcome::Completed).await;
     }
-    let jobs = arrived(&collector, "job", 3).await;
+    let jobs = wait_for_spans(&collector, "job", 3).await;
     let members = &jobs[1..];
     assert_ne!(members[0].trace, members[1].trace);
     for member in members {
@@ -205,41 +205,44 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_collector_that_is_not_there_is_said_once_and_changes_nothing() {
+async fn an_unreachable_collector_is_logged_once_and_jobs_still_run() {
     let dir = tempfile::tempdir().unwrap();
-    let nobody = free_address();
-    let endpoint = format!("http://anna:s3cret@{nobody}");
+    let closed_port = free_address();
+    let endpoint = format!("http://anna:s3cret@{closed_port}");
     let environment = [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
         ("OTEL_BSP_SCHEDULE_DELAY", "20"),
     ];
     let daemon = Daemon::start(dir.path(), &[], &environment).await;
     let clients = daemon.clients().await;
-    let mut worker = worker(&clients, "w").await;
+    let mut worker = register_worker(&clients, "w").await;
     for name in ["one", "two", "three"] {
         submit(&clients, name, None).await;
-        let work = worker.assigned().await;
-        assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
-        let said = || daemon.log().matches("traces do not reach").count();
-        eventually("the warning", || async { (said() > 0).then_some(()) }).await;
-        assert_eq!(said(), 1, "{}", daemon.log());
+        let work = worker.next_assignment().await;
+        assert_eq!(
+            worker.finish(&held_attempt(&work), Outcome::Completed).await,
+            Verdict::Accepted
+        );
+        let warnings = || daemon.log().matches("traces do not reach").count();
+        eventually("the warning", || async { (warnings() > 0).then_some(()) }).await;
+        assert_eq!(warnings(), 1, "{}", daemon.log());
     }
     assert!(!daemon.log().contains("s3cret"), "{}", daemon.log());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_collector_the_trace_of_the_client_is_handed_on() {
+async fn without_a_collector_the_clients_trace_is_passed_to_the_worker() {
     let dir = tempfile::tempdir().unwrap();
     let mut daemon = Daemon::start(dir.path(), &["--lease-seconds", "1"], &[]).await;
     let clients = daemon.clients().await;
     submit(&clients, "traced", Some(client())).await;
     daemon.kill_and_restart().await;
-    let mut worker = worker(&daemon.clients().await, "w").await;
-    assert_eq!(worker.assigned().await.trace, Some(client()));
+    let mut worker = register_worker(&daemon.clients().await, "w").await;
+    assert_eq!(worker.next_assignment().await.trace, Some(client()));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_that_is_resumed_sends_its_span_again_and_was_not_queued_while_it_was_stopped() {
+async fn a_resumed_job_sends_its_span_again_and_stopped_time_is_not_queued_time() {
     let dir = tempfile::tempdir().unwrap();
     let collector = TestCollector::start().await.unwrap();
     let endpoint = collector.endpoint();
@@ -249,29 +252,29 @@ async fn a_job_that_is_resumed_sends_its_span_again_and_was_not_queued_while_it_
     ];
     let daemon = Daemon::start(dir.path(), &[], &environment).await;
     let clients = daemon.clients().await;
-    let mut worker = worker(&clients, "w").await;
+    let mut worker = register_worker(&clients, "w").await;
     let job_id = submit(&clients, "resumed", None).await.job.to_string();
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     let stop = v1::StopJobRequest {
         job_id: job_id.clone(),
         now: false,
     };
     within(clients.jobs.clone().stop(stop)).await.unwrap();
-    worker.finish(&held(&work), Outcome::stopped()).await;
-    let stopped = arrived(&collector, "job", 1).await.remove(0);
+    worker.finish(&held_attempt(&work), Outcome::stopped()).await;
+    let stopped = wait_for_spans(&collector, "job", 1).await.remove(0);
     assert_eq!(stopped.attributes["aitk.outcome"], "stopped");
 
     let resume = v1::ResumeJobRequest { job_id };
     within(clients.jobs.clone().resume(resume)).await.unwrap();
-    let work = worker.assigned().await;
-    worker.finish(&held(&work), Outcome::Completed).await;
-    let mut both = arrived(&collector, "job", 2).await;
+    let work = worker.next_assignment().await;
+    worker.finish(&held_attempt(&work), Outcome::Completed).await;
+    let mut both = wait_for_spans(&collector, "job", 2).await;
     both.sort_by_key(|span| span.end);
     let [first, second] = &both[..] else {
         panic!("{both:#?}");
     };
     assert_eq!((&first.span, first.start), (&second.span, second.start));
     assert_eq!(second.attributes["aitk.outcome"], "completed");
-    let queued = arrived(&collector, "queued", 2).await;
+    let queued = wait_for_spans(&collector, "queued", 2).await;
     assert!(queued[1].start >= first.end, "{queued:#?}");
 }

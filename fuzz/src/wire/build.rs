@@ -1,20 +1,20 @@
-//! Messages out of bytes: every field of every message, so that a field that comes new is no field that is forgotten.
+//! Builds messages from bytes. Every field is listed, so a new field does not compile until it is added here.
 
 use super::super::unstructured::Unstructured;
 use aitk_proto::v1;
 use std::collections::HashMap;
 
-/// What can be drawn.
+/// A type whose values can be built from bytes.
 pub(super) trait Make: Sized {
     fn make(input: &mut Unstructured<'_>) -> Self;
 }
 
 macro_rules! numbers {
-    ($($number:ty => $draw:expr,)*) => {
+    ($($number:ty => $make:expr,)*) => {
         $(impl Make for $number {
             fn make(input: &mut Unstructured<'_>) -> Self {
-                let draw: fn(&mut Unstructured<'_>) -> Self = $draw;
-                draw(input)
+                let make: fn(&mut Unstructured<'_>) -> Self = $make;
+                make(input)
             }
         })*
     };
@@ -27,7 +27,7 @@ numbers! {
     u64 => |input| input.number(),
     i64 => |input| input.number() as i64,
     f64 => |input| input.real(),
-    // Only enums are of this kind; the largest has 6 values.
+    // Only enums are `i32`; the largest has 6 values.
     i32 => |input| if input.one_in(32) { input.number() as i32 } else { 1 + i32::from(input.byte() % 6) },
 }
 
@@ -63,7 +63,7 @@ impl<T: Make> Make for Vec<T> {
     fn make(input: &mut Unstructured<'_>) -> Self {
         let count = match input.byte() {
             count @ 0..250 => usize::from(count % 4),
-            // More than any list of short texts may have.
+            // More than the limit of every list of short texts.
             count => usize::from(count) / 3,
         };
         (0..count).map(|_| T::make(input)).collect()

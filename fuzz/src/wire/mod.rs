@@ -1,5 +1,5 @@
-//! Each service's messages: from any bytes, and from messages that are mostly as they should be. Each ends in an error
-//! that names its field, or in a value that is the same after it was sent on.
+//! The messages of all services, from any bytes and from mostly valid messages. Each conversion ends in an error that names the
+//! field, or in a value that stays the same when it is sent and received again.
 
 mod build;
 
@@ -14,21 +14,21 @@ use build::Make;
 use prost::Message;
 use std::fmt::{Debug, Display};
 
-/// The longest error: it travels in a header, of which there is not much room.
-const LONGEST_ERROR: usize = 2048;
+/// The longest error message, because errors are sent in a header of limited size.
+const MAX_ERROR_BYTES: usize = 2048;
 
-/// How the bytes become a message.
+/// How the bytes are turned into a message.
 #[derive(Clone, Copy)]
 enum Form {
-    /// They are one, or not.
+    /// They are the encoded message.
     Raw,
-    /// They decide its fields.
+    /// They determine its fields.
     Built,
-    /// The same, and then one byte of it is changed or the end is missing.
+    /// They determine its fields; then one byte of the encoded message is changed, or its second half is removed.
     Damaged,
 }
 
-/// The first byte chooses the message, the second how the others become it.
+/// The first byte selects the message, the second how the others are turned into it.
 pub fn run(data: &[u8]) {
     let mut input = Unstructured::new(data);
     let kind = input.below(MESSAGES.len() + 1);
@@ -38,23 +38,24 @@ pub fn run(data: &[u8]) {
         _ => Form::Built,
     };
     if kind == MESSAGES.len() {
-        let drawn = String::make(&mut input);
-        let given = String::from_utf8_lossy(input.rest());
-        return texts(if drawn.is_empty() { &given } else { &drawn });
+        let built = String::make(&mut input);
+        let raw = String::from_utf8_lossy(input.rest());
+        return parse_names(if built.is_empty() { &raw } else { &built });
     }
     dispatch(kind, form, &mut input);
 }
 
-/// `A => B`: the wire's A and the domain's B become each other. After the `;`: what the services use as it comes.
+/// `A => B`: the wire type A is converted to the domain type B and back. After the `;`: wire types that the services use without
+/// conversion.
 macro_rules! messages {
     ($($wire:ident => $domain:ty,)*; $($plain:ident)*) => {
-        /// Every message that is tried, by its name.
+        /// The names of all tested messages.
         pub const MESSAGES: &[&str] = &[$(stringify!($wire),)* $(stringify!($plain)),*];
 
         fn dispatch(kind: usize, form: Form, input: &mut Unstructured<'_>) {
             match MESSAGES[kind] {
-                $(stringify!($wire) => there_and_back::<v1::$wire, $domain>(&encoded::<v1::$wire>(form, input)),)*
-                $(stringify!($plain) => plain::<v1::$plain>(&encoded::<v1::$plain>(form, input)),)*
+                $(stringify!($wire) => round_trip::<v1::$wire, $domain>(&encode::<v1::$wire>(form, input)),)*
+                $(stringify!($plain) => round_trip_wire::<v1::$plain>(&encode::<v1::$plain>(form, input)),)*
                 other => unreachable!("{other}"),
             }
         }
@@ -82,80 +83,80 @@ messages! {
     ListCertificatesReply RevokeWorkerRequest RevokeWorkerReply
 }
 
-fn encoded<Wire: Message + Make>(form: Form, input: &mut Unstructured<'_>) -> Vec<u8> {
+fn encode<Wire: Message + Make>(form: Form, input: &mut Unstructured<'_>) -> Vec<u8> {
     if let Form::Raw = form {
         return input.rest().to_vec();
     }
-    let (place, byte) = match form {
+    let (offset, byte) = match form {
         Form::Damaged => (usize::from(input.byte()), input.byte()),
         _ => (0, 0),
     };
     let mut bytes = Wire::make(input).encode_to_vec();
     if let Form::Damaged = form {
-        match bytes.get_mut(place) {
-            Some(there) => *there = byte,
+        match bytes.get_mut(offset) {
+            Some(target) => *target = byte,
             None => bytes.truncate(bytes.len() / 2),
         }
     }
     bytes
 }
 
-fn there_and_back<Wire, Domain>(bytes: &[u8])
+fn round_trip<Wire, Domain>(bytes: &[u8])
 where
     Wire: Message + Default + From<Domain>,
     Domain: TryFrom<Wire, Error: Display> + Debug,
 {
     let Ok(wire) = Wire::decode(bytes) else { return };
     match Domain::try_from(wire) {
-        Err(error) => said(&error),
+        Err(error) => check_error(&error),
         Ok(value) => {
-            // By their texts: a NaN is not equal to itself.
+            // Their debug texts are compared, because NaN is not equal to itself.
             let text = format!("{value:?}");
             let sent = Wire::from(value).encode_to_vec();
-            let received = Wire::decode(&*sent).expect("what was sent is a message");
+            let received = Wire::decode(&*sent).expect("an encoded message can be decoded");
             match Domain::try_from(received) {
-                Err(error) => panic!("what was taken cannot be sent on: {error}\n{text}"),
+                Err(error) => panic!("an accepted value is refused after a round trip: {error}\n{text}"),
                 Ok(again) => assert_eq!(format!("{again:?}"), text),
             }
         }
     }
 }
 
-fn said(error: &dyn Display) {
+fn check_error(error: &dyn Display) {
     let text = error.to_string();
-    assert!(!text.is_empty(), "an error without a word");
+    assert!(!text.is_empty(), "an empty error message");
     assert!(
-        text.len() <= LONGEST_ERROR,
+        text.len() <= MAX_ERROR_BYTES,
         "an error of {} bytes: {text:.200}",
         text.len()
     );
 }
 
-fn plain<Wire: Message + Default + Debug + PartialEq>(bytes: &[u8]) {
+fn round_trip_wire<Wire: Message + Default + Debug + PartialEq>(bytes: &[u8]) {
     let Ok(wire) = Wire::decode(bytes) else { return };
-    let again = Wire::decode(&*wire.encode_to_vec()).expect("what was sent is a message");
-    // A NaN is not equal to itself, its text is; a map has no order. No message has both.
+    let again = Wire::decode(&*wire.encode_to_vec()).expect("an encoded message can be decoded");
+    // NaN is not equal to itself, but its debug text is; the debug text of a map has no fixed order. No message has both.
     assert!(
         again == wire || format!("{again:?}") == format!("{wire:?}"),
         "{again:?}\n{wire:?}"
     );
 }
 
-/// Names and ids, as the services that have no domain type read them.
-fn texts(text: &str) {
-    same(text, JobId::parse(text));
-    same(text, TaskId::parse(text));
-    same(text, AttemptId::parse(text));
-    same(text, WorkerId::parse(text));
-    same(text, UserName::parse(text));
-    // Capitals are taken, small letters given.
-    same(&text.to_ascii_lowercase(), ContentHash::parse(text));
-    same(text, text.parse::<Role>().map(Role::name));
+/// Parses names and ids, as services without a domain type do.
+fn parse_names(text: &str) {
+    assert_unchanged(text, JobId::parse(text));
+    assert_unchanged(text, TaskId::parse(text));
+    assert_unchanged(text, AttemptId::parse(text));
+    assert_unchanged(text, WorkerId::parse(text));
+    assert_unchanged(text, UserName::parse(text));
+    // Upper case is accepted and becomes lower case.
+    assert_unchanged(&text.to_ascii_lowercase(), ContentHash::parse(text));
+    assert_unchanged(text, text.parse::<Role>().map(Role::name));
 }
 
-fn same<T: Display, E: Display>(text: &str, parsed: Result<T, E>) {
+fn assert_unchanged<T: Display, E: Display>(text: &str, parsed: Result<T, E>) {
     match parsed {
         Ok(value) => assert_eq!(value.to_string(), text),
-        Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
+        Err(error) => assert!(!error.to_string().is_empty(), "an empty error message"),
     }
 }

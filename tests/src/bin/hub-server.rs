@@ -1,4 +1,4 @@
-//! A hub of models over folders that goes wrong on demand: see `aitk_tests::hub_server`.
+//! A model hub over folders that injects faults on demand, see `aitk_tests::hub_server`.
 
 use aitk_tests::hub_server::{Settings, serve};
 use clap::Parser;
@@ -7,10 +7,10 @@ use std::path::PathBuf;
 
 #[derive(Parser)]
 struct Options {
-    /// Where to listen.
+    /// The address to listen on.
     #[arg(long)]
     address: SocketAddr,
-    /// The file that says what goes wrong now: fail, flaky N, hang, late, cut-answer N, slow N.
+    /// The file with the current fault: fail, flaky N, hang, late, cut-answer N, slow N.
     #[arg(long)]
     fault_file: Option<PathBuf>,
     /// The number of the first commit.

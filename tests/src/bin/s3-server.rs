@@ -1,4 +1,4 @@
-//! A real S3 server over a folder that goes wrong on demand: see `aitk_tests::s3_server`.
+//! A real S3 server over a folder that injects faults on demand, see `aitk_tests::s3_server`.
 
 use aitk_tests::s3_server::{Settings, serve};
 use clap::Parser;
@@ -7,15 +7,15 @@ use std::path::PathBuf;
 
 #[derive(Parser)]
 struct Options {
-    /// Where to listen.
+    /// The address to listen on.
     #[arg(long)]
     host: IpAddr,
     #[arg(long)]
     port: u16,
-    /// The file that says what goes wrong now: fail, flaky N, hang, late, cut-upload N, cut-answer N, slow N.
+    /// The file with the current fault: fail, flaky N, hang, late, cut-upload N, cut-answer N, slow N.
     #[arg(long)]
     fault_file: Option<PathBuf>,
-    /// Whose requests are taken; without, everybody's.
+    /// The only access key that is accepted; without it, all requests are.
     #[arg(long, requires = "secret_key")]
     access_key: Option<String>,
     #[arg(long, requires = "access_key")]

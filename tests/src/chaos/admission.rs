@@ -1,8 +1,7 @@
-//! Workers that are refused for good, and let in again later: their certificate, or their token, is revoked, and they get
-//! another one.
+//! Revokes a worker's certificate or token, and later gives it a new one.
 
-use crate::members::{admin_command, join_command};
-use crate::place::Place;
+use crate::coordinators::{admin_command, join_command};
+use crate::namespaces::Namespaces;
 use crate::pool::Pool;
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -11,15 +10,16 @@ use std::process::{Command, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long one command may take: whoever leads may be frozen, and the round goes on.
-const ANSWER: Duration = Duration::from_secs(5);
-/// How long it may take until a worker is let in, with everything else that goes wrong meanwhile.
-const LIMIT: Duration = Duration::from_secs(240);
-/// Between two tries, and between two looks at a command.
-const PAUSE: Duration = Duration::from_millis(300);
-const LOOK: Duration = Duration::from_millis(5);
+/// Time limit of one command. The leader may be frozen, and the round must go on.
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(5);
+/// Time limit of an admission, with other faults at the same time.
+const ADMISSION_TIMEOUT: Duration = Duration::from_secs(240);
+/// Pause between two attempts.
+const RETRY_PAUSE: Duration = Duration::from_millis(300);
+/// How often a running command is polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What sends a worker away, and lets it in again.
+/// Revokes and restores the access of one worker.
 pub(super) struct Admission {
     name: String,
     /// An administrator's command without arguments.
@@ -28,18 +28,18 @@ pub(super) struct Admission {
 }
 
 enum Access {
-    /// With a certificate; the command lacks its join token.
+    /// A certificate. The command lacks its last argument, the join token.
     Certificate { join: Command },
-    /// With a token of its own, in this file.
+    /// A token of its own, in this file.
     Token(PathBuf),
 }
 
 impl Admission {
-    /// Of this worker.
-    pub(super) fn of(pool: &Pool, name: &str, place: &Place) -> Self {
+    /// The admission of this worker.
+    pub(super) fn of(pool: &Pool, name: &str, namespaces: &Namespaces) -> Self {
         let access = match pool.setup().endpoint {
             Some(_) => Access::Certificate {
-                join: join_command(pool, name, place),
+                join: join_command(pool, name, namespaces),
             },
             None => Access::Token(pool.worker_token(name)),
         };
@@ -50,67 +50,67 @@ impl Admission {
         }
     }
 
-    /// From now on the worker is refused. False when nobody could be told so.
+    /// Revokes the worker's access. Returns false when no coordinator answered.
     pub(super) fn revoke(&self) -> bool {
         match &self.access {
-            Access::Certificate { .. } => self.ask(&["worker", "revoke", &self.name]).is_some(),
+            Access::Certificate { .. } => self.run(&["worker", "revoke", &self.name]).is_some(),
             Access::Token(_) => self.revoke_tokens(),
         }
     }
 
-    /// Lets it in again, however often that has to be tried.
-    pub(super) fn let_in(self) -> JoinHandle<bool> {
+    /// Restores the worker's access in a thread, with retries. The result is false after [`ADMISSION_TIMEOUT`].
+    pub(super) fn admit(self) -> JoinHandle<bool> {
         std::thread::spawn(move || {
             let begun = Instant::now();
-            while begun.elapsed() < LIMIT {
-                if self.try_to_let_in() {
+            while begun.elapsed() < ADMISSION_TIMEOUT {
+                if self.try_to_admit() {
                     return true;
                 }
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
             false
         })
     }
 
-    fn try_to_let_in(&self) -> bool {
+    fn try_to_admit(&self) -> bool {
         match &self.access {
             Access::Certificate { join } => {
-                let Some(token) = self.ask(&["worker", "join-token", &self.name]) else {
+                let Some(token) = self.run(&["worker", "join-token", &self.name]) else {
                     return false;
                 };
-                let joined = ask(copy(join).arg(token)).is_some();
+                let joined = run(copy(join).arg(token)).is_some();
                 if !joined {
-                    // Had only the answer been lost, its name would be taken.
-                    self.ask(&["worker", "revoke", &self.name]);
+                    // If only the answer was lost, the name is taken and must be revoked first.
+                    self.run(&["worker", "revoke", &self.name]);
                 }
                 joined
             }
             Access::Token(file) => {
-                let made = self.ask(&["token", "create", &self.name, "--role", "worker"]);
+                let made = self.run(&["token", "create", &self.name, "--role", "worker"]);
                 made.is_some_and(|token| write_secret(file, &token))
             }
         }
     }
 
-    /// All that it has: an answer to an earlier try may have been lost.
+    /// Revokes all its tokens; the answer to an earlier attempt may have been lost.
     fn revoke_tokens(&self) -> bool {
-        let Some(list) = self.ask(&["token", "ls", "--json"]) else {
+        let Some(list) = self.run(&["token", "ls", "--json"]) else {
             return false;
         };
         let tokens = list
             .lines()
             .filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
         let good = tokens.filter(|token| token["name"] == self.name.as_str() && token["revoked"].is_null());
-        let revoked = good.map(|token| self.ask(&["token", "revoke", token["id"].as_str().unwrap_or_default()]));
+        let revoked = good.map(|token| self.run(&["token", "revoke", token["id"].as_str().unwrap_or_default()]));
         revoked.fold(false, |any, revoked| any | revoked.is_some())
     }
 
-    fn ask(&self, arguments: &[&str]) -> Option<String> {
-        ask(copy(&self.admin).args(arguments))
+    fn run(&self, arguments: &[&str]) -> Option<String> {
+        run(copy(&self.admin).args(arguments))
     }
 }
 
-/// The same command once more.
+/// A copy of a command.
 fn copy(command: &Command) -> Command {
     let mut copy = Command::new(command.get_program());
     copy.args(command.get_args());
@@ -126,8 +126,9 @@ fn copy(command: &Command) -> Command {
     copy
 }
 
-/// What a command says; none when it fails, or takes too long. It says little: nobody has to read while it runs.
-fn ask(command: &mut Command) -> Option<String> {
+/// Runs a command and returns its output; `None` when it fails or takes too long. The output is short enough to fit into the
+/// pipe's buffer.
+fn run(command: &mut Command) -> Option<String> {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -138,25 +139,25 @@ fn ask(command: &mut Command) -> Option<String> {
         if let Ok(Some(status)) = child.try_wait() {
             break status;
         }
-        if begun.elapsed() > ANSWER {
+        if begun.elapsed() > COMMAND_TIMEOUT {
             let _ = child.kill();
             let _ = child.wait();
             return None;
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     };
-    let mut said = String::new();
-    child.stdout.as_mut()?.read_to_string(&mut said).ok()?;
-    status.success().then(|| said.trim().to_owned())
+    let mut stdout = String::new();
+    child.stdout.as_mut()?.read_to_string(&mut stdout).ok()?;
+    status.success().then(|| stdout.trim().to_owned())
 }
 
-/// Puts a secret in the place of another one, whole at every moment.
+/// Replaces the secret in a file atomically.
 fn write_secret(file: &Path, secret: &str) -> bool {
-    let beside = file.with_extension("next");
+    let temporary = file.with_extension("next");
     let mut options = std::fs::File::options();
     options.create(true).write(true).truncate(true).mode(0o600);
     let written = options
-        .open(&beside)
+        .open(&temporary)
         .and_then(|mut out| out.write_all(secret.as_bytes()));
-    written.and_then(|()| std::fs::rename(&beside, file)).is_ok()
+    written.and_then(|()| std::fs::rename(&temporary, file)).is_ok()
 }

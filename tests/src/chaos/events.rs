@@ -1,13 +1,13 @@
-//! What `aitk watch --json` says of a job, line by line.
+//! The events of a job that `aitk watch --json` prints, one per line.
 
 use serde_json::Value;
 
-/// One line.
+/// One event.
 #[derive(Clone, Debug)]
 pub struct Event(Value);
 
 impl Event {
-    /// Reads a line; none for anything but an event.
+    /// Parses a line. Returns `None` for anything but an event.
     #[must_use]
     pub fn read(line: &str) -> Option<Self> {
         let value: Value = serde_json::from_str(line).ok()?;
@@ -19,19 +19,19 @@ impl Event {
         self.0.get(key).and_then(Value::as_str).unwrap_or_default()
     }
 
-    /// `state`, `attempt`, `checkpoint`, ….
+    /// The kind of event: `state`, `attempt`, `checkpoint`, ….
     #[must_use]
     pub fn kind(&self) -> &str {
         self.text("event")
     }
 
-    /// Its place in the job's log.
+    /// The position in the job's log.
     #[must_use]
     pub fn cursor(&self) -> u64 {
         self.0.get("cursor").and_then(Value::as_u64).unwrap_or(0)
     }
 
-    /// The attempt it belongs to; empty for none.
+    /// The id of the attempt; empty for events without one.
     #[must_use]
     pub fn attempt(&self) -> &str {
         self.text("attempt")
@@ -61,25 +61,25 @@ impl Event {
         self.0.get("step").and_then(Value::as_u64).unwrap_or(0)
     }
 
-    /// When it happened, on the clock of who saw it.
+    /// The time of the event, by the clock of the process that reported it.
     #[must_use]
     pub fn time(&self) -> Option<jiff::Timestamp> {
         self.text("time").parse().ok()
     }
 
-    /// How an attempt ended, in words.
+    /// The message of a log line, or the reason why an attempt ended.
     #[must_use]
     pub fn message(&self) -> &str {
         self.text("message")
     }
 
-    /// A new attempt.
+    /// Whether the event is the assignment of a new attempt.
     #[must_use]
     pub fn is_assignment(&self) -> bool {
         self.kind() == "attempt" && self.state() == "assigned"
     }
 
-    /// An attempt that goes on no more.
+    /// Whether the event is the end of an attempt.
     #[must_use]
     pub fn is_end_of_attempt(&self) -> bool {
         self.kind() == "attempt" && !matches!(self.state(), "assigned" | "running")

@@ -1,177 +1,181 @@
-//! What can go wrong, and for how long.
+//! The kinds of faults, with their durations.
 
 use crate::network::Direction;
 use crate::postgres::Stop;
 use crate::server_fault::ServerFault;
 use std::time::Duration;
 
-/// When a fault is made.
+/// The event that triggers a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
-    /// After the one before it, or after the submission.
+    /// None: the fault follows the one before it, or the submission.
     Next,
-    /// An attempt was just given to a worker, which now brings its inputs.
+    /// An attempt was assigned, and its worker now stages the inputs.
     Staging,
-    /// Something is being stored.
+    /// An upload to storage has begun.
     Upload,
-    /// A checkpoint was just committed.
+    /// A checkpoint was committed.
     Commit,
-    /// Images are being drawn.
+    /// A job generates images.
     Sampling,
 }
 
-/// Target machine: the number counts among those that are meant, round and round.
+/// The target machine. The number is an index among the busy or idle machines, modulo their count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// One with an attempt.
+    /// A machine with an attempt.
     Busy(u8),
-    /// One without.
+    /// A machine without an attempt.
     Idle(u8),
 }
 
-/// What packets are lost on a line.
+/// Which packets are lost on a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PacketLoss {
-    /// All in one direction.
-    One(Direction),
-    /// All.
+    /// All packets in one direction.
+    OneWay(Direction),
+    /// All packets in both directions.
     Both,
-    /// All of a burst of so many milliseconds, four times a second.
-    Some(u64),
+    /// All packets in a burst of this many milliseconds, four times a second.
+    Bursts(u64),
 }
 
-/// What is wrong with the hub of models.
+/// A fault of the model hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HubFault {
-    /// It refuses connections.
-    Away,
-    /// It answers, in a way.
+    /// The hub refuses connections.
+    Down,
+    /// The hub answers with this fault.
     Faulty(ServerFault),
 }
 
 /// A fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
-    /// SIGKILL for a worker, whose child goes with it. It starts again later, perhaps on an empty disk.
+    /// SIGKILL for a worker, whose child process ends with it. It starts again later, possibly with an empty disk.
     KillWorker {
-        /// Which.
+        /// The worker.
         target: Target,
-        /// When it comes back.
-        back: Duration,
-        /// As another machine would: with nothing.
+        /// How long it is down.
+        downtime: Duration,
+        /// Whether its data folder is emptied, as on a new machine.
         empty: bool,
     },
-    /// SIGKILL for the child alone.
+    /// SIGKILL for the child process only.
     KillChild {
-        /// Target.
+        /// The worker.
         target: Target,
     },
-    /// SIGSTOP for the child alone, for good: its worker has to find out that it makes no progress.
+    /// SIGSTOP for the child process, without SIGCONT: its worker has to notice that it makes no progress.
     HangChild {
-        /// Target.
+        /// The worker.
         target: Target,
     },
-    /// A worker's certificate or token is revoked; later it gets another one.
-    Refuse {
-        /// Which.
+    /// A worker's certificate or token is revoked. Later the worker gets a new one.
+    Revoke {
+        /// The worker.
         target: Target,
-        /// When it is let in again.
-        back: Duration,
+        /// How long it has no access.
+        downtime: Duration,
     },
-    /// The disk of the coordinator that leads has no room.
+    /// The leader's disk is full.
     FullCoordinatorDisk {
-        /// None at all, or only what is reserved for the database.
-        all: bool,
-        /// For how long.
+        /// Whether the reserve for the database is used up, too.
+        include_reserve: bool,
+        /// The duration.
         time: Duration,
     },
-    /// The hub of models goes wrong.
+    /// A fault of the model hub.
     Hub {
-        /// How.
+        /// The fault.
         fault: HubFault,
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
     /// SIGKILL for a coordinator, which starts again later.
     KillCoordinator {
-        /// The one that leads, or the other one.
+        /// Whether it is the leader or the standby.
         leader: bool,
-        /// When it comes back.
-        back: Duration,
+        /// How long it is down.
+        downtime: Duration,
     },
-    /// SIGSTOP for a worker, SIGCONT later. Its child is not told.
+    /// SIGSTOP for a worker, SIGCONT later. Its child process goes on.
     Freeze {
-        /// Which.
+        /// The worker.
         target: Target,
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
-    /// SIGSTOP for the coordinator that leads.
+    /// SIGSTOP for the leader, SIGCONT later.
     FreezeLeader {
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
-    /// Storage goes wrong.
+    /// A fault of the object storage.
     Storage {
-        /// How.
+        /// The fault.
         fault: ServerFault,
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
-    /// The line of a worker to everybody else goes wrong.
-    Line {
-        /// Target.
+    /// A worker's network link loses packets.
+    Link {
+        /// The worker.
         target: Target,
-        /// How.
+        /// The lost packets.
         loss: PacketLoss,
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
     /// PostgreSQL is stopped, and started again later.
     Database {
-        /// In which way.
+        /// The shutdown mode.
         how: Stop,
-        /// When it comes back.
-        back: Duration,
+        /// How long it is down.
+        downtime: Duration,
     },
     /// PostgreSQL's disk is slow.
     SlowDatabase {
         /// Bytes per second.
         rate: u64,
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
-    /// The worker's disk has no room.
+    /// The worker's disk is full.
     FullDisk {
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
     /// The worker's disk is slow.
     SlowDisk {
         /// Bytes per second.
         rate: u64,
-        /// For how long.
+        /// The duration.
         time: Duration,
     },
 }
 
-/// Longer than this is minutes.
-pub(super) const MINUTES: Duration = Duration::from_secs(60);
+/// The shortest duration that counts as long.
+const LONG: Duration = Duration::from_secs(60);
 
 impl FaultKind {
-    /// Under which name it is counted.
+    /// The name under which faults of this kind are counted.
     #[must_use]
-    pub fn kind(&self) -> &'static str {
+    pub fn name(&self) -> &'static str {
         match self {
             Self::KillWorker { empty: false, .. } => "worker killed",
             Self::KillWorker { empty: true, .. } => "worker killed, its disk emptied",
             Self::KillChild { .. } => "child process killed",
             Self::HangChild { .. } => "child process hangs",
-            Self::Refuse { .. } => "worker refused for a while",
-            Self::FullCoordinatorDisk { all: true, .. } => "coordinator's disk full",
-            Self::FullCoordinatorDisk { all: false, .. } => "coordinator's disk full but for the reserve",
+            Self::Revoke { .. } => "worker's access revoked for a while",
+            Self::FullCoordinatorDisk {
+                include_reserve: true, ..
+            } => "coordinator's disk full",
+            Self::FullCoordinatorDisk {
+                include_reserve: false, ..
+            } => "coordinator's disk full but for the reserve",
             Self::Hub {
-                fault: HubFault::Away, ..
+                fault: HubFault::Down, ..
             } => "hub refuses connections",
             Self::Hub {
                 fault: HubFault::Faulty(fault),
@@ -185,12 +189,12 @@ impl FaultKind {
             },
             Self::KillCoordinator { leader: true, .. } => "leader killed",
             Self::KillCoordinator { leader: false, .. } => "standby killed",
-            Self::Freeze { time, .. } if *time >= MINUTES => "worker frozen for minutes",
+            Self::Freeze { time, .. } if *time >= LONG => "worker frozen for minutes",
             Self::Freeze { .. } => "worker frozen",
-            Self::FreezeLeader { time } if *time >= MINUTES => "leader frozen for minutes",
+            Self::FreezeLeader { time } if *time >= LONG => "leader frozen for minutes",
             Self::FreezeLeader { .. } => "leader frozen",
             Self::Storage { fault, .. } => match fault {
-                ServerFault::None => "storage healed",
+                ServerFault::None => "storage recovered",
                 ServerFault::Fail => "storage: every request 500",
                 ServerFault::Flaky(_) => "storage: some requests 500",
                 ServerFault::Hang => "storage: hangs, then cuts",
@@ -199,11 +203,11 @@ impl FaultKind {
                 ServerFault::CutAnswer(_) => "storage: cuts answers",
                 ServerFault::Slow(_) => "storage: slow",
             },
-            Self::Line { loss, .. } => match loss {
-                PacketLoss::One(Direction::Up) => "line cut, from worker",
-                PacketLoss::One(Direction::Down) => "line cut, to worker",
-                PacketLoss::Both => "line cut, both directions",
-                PacketLoss::Some(_) => "line loses packets",
+            Self::Link { loss, .. } => match loss {
+                PacketLoss::OneWay(Direction::Up) => "link cut, from worker",
+                PacketLoss::OneWay(Direction::Down) => "link cut, to worker",
+                PacketLoss::Both => "link cut, both directions",
+                PacketLoss::Bursts(_) => "link loses packets",
             },
             Self::Database { how: Stop::Fast, .. } => "PostgreSQL stopped, fast",
             Self::Database { .. } => "PostgreSQL stopped, immediate",
@@ -213,9 +217,9 @@ impl FaultKind {
         }
     }
 
-    /// Whether it lasts for minutes.
+    /// Whether it is a freeze that lasts for minutes.
     #[must_use]
     pub fn is_long(&self) -> bool {
-        matches!(self, Self::Freeze { time, .. } | Self::FreezeLeader { time } if *time >= MINUTES)
+        matches!(self, Self::Freeze { time, .. } | Self::FreezeLeader { time } if *time >= LONG)
     }
 }

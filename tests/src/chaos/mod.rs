@@ -1,9 +1,9 @@
-//! Rounds of chaos: a pool does work while machines die, freeze and come back and lines, disks, storage and the database go
-//! wrong, as a [`plan::Plan`] says that is drawn from a seed. After each round [`check`] looks at everything that must hold.
+//! Chaos tests: a pool runs jobs while processes are killed or frozen, and network links, disks, storage and the database fail.
+//! A [`plan::Plan`], drawn from a seed, says which faults happen. After each round [`check`] verifies all invariants.
 //!
-//! The plain pool is one coordinator with SQLite and two workers, on loopback. The whole cluster is two coordinators with an
-//! authority on one PostgreSQL, and three workers that joined, each at the end of a line of its own and one with a small,
-//! slow disk; of that it has what the machine grants.
+//! The small cluster is one coordinator with SQLite and two workers, on loopback. The full cluster is two coordinators with a
+//! certificate authority on one PostgreSQL, and three workers that joined, each with a network link of its own and one with a
+//! small disk that can be throttled. Parts for which the machine lacks permissions are left out.
 
 mod admission;
 pub mod check;
@@ -14,11 +14,11 @@ pub mod plan;
 pub mod round;
 pub mod work;
 
+use crate::coordinators;
 use crate::disks::SmallDisk;
 use crate::hub::Hub;
-use crate::members;
+use crate::namespaces::Namespaces;
 use crate::network::{Direction, HUB, Network};
-use crate::place::Place;
 use crate::pool::{DataDisk, Pool, Setup};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
@@ -26,27 +26,28 @@ use crate::s3::S3;
 use crate::server_fault::ServerFault;
 use crate::skip::skip;
 use admission::Admission;
-use plan::Means;
+use plan::Capabilities;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use work::Work;
+use work::Workload;
 
-/// Of the small disk: several times what a worker needs.
-const SMALL: u64 = 96 << 20;
-/// Of a coordinator's disk.
+/// Size of the worker's small disk: several times what a worker needs.
+const WORKER_DISK: u64 = 96 << 20;
+/// Size of a coordinator's disk.
 const COORDINATOR_DISK: u64 = 96 << 20;
-/// What a coordinator keeps of it for its database.
+/// MiB of it that a coordinator reserves for its database.
 const RESERVE_MIB: u64 = 24;
 const LEASE: Duration = Duration::from_secs(4);
-/// How long a child may show no progress: far more than a step takes, on a machine with other work as well.
+/// How long a child process may make no progress: far longer than a step takes, even on a busy machine.
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
-/// The exit code of a worker that is refused and has nothing to lose, and how long its service manager waits then.
-const REFUSED: i32 = 4;
-const RESTART: Duration = Duration::from_secs(3);
+/// The exit code of a worker that is refused and has nothing to save.
+const EXIT_REFUSED: i32 = 4;
+/// How long a service manager waits before it restarts such a worker.
+const RESTART_DELAY: Duration = Duration::from_secs(3);
 
-/// The server programs of the tests, `env!("CARGO_BIN_EXE_…")` there.
+/// The paths of the server programs, `env!("CARGO_BIN_EXE_…")` in a test.
 #[derive(Clone, Copy, Debug)]
 pub struct Servers {
     /// `s3-server`.
@@ -55,74 +56,74 @@ pub struct Servers {
     pub hub: &'static str,
 }
 
-/// One machine with a worker: its data folder stays when its process dies.
+/// A machine with a worker. Its data folder stays when its process ends.
 pub struct Machine {
-    /// Its name and that of its folder.
+    /// The name of the worker and of its folder.
     pub name: String,
-    /// None while it is down.
+    /// The worker; `None` while it is down.
     pub process: Option<Process>,
     /// Its data folder, as this process sees it.
     pub folder: PathBuf,
-    /// A small disk for that folder.
+    /// The small disk on which that folder is.
     pub disk: Option<SmallDisk>,
-    place: Place,
-    /// The number of its line.
-    line: Option<u8>,
-    /// Its certificate or token is revoked.
-    refused: bool,
-    /// It was refused in this round: it may have ended for that.
-    was_refused: bool,
-    /// When it is started again after that.
-    again: Option<Instant>,
+    namespaces: Namespaces,
+    /// The number of its network link.
+    link: Option<u8>,
+    /// Whether its certificate or token is revoked.
+    is_revoked: bool,
+    /// Whether it was revoked in this round, so that it may have exited for that reason.
+    was_revoked: bool,
+    /// When it is restarted after that.
+    restart_at: Option<Instant>,
 }
 
-/// Everything that runs.
+/// All processes of a chaos test.
 pub struct Cluster {
-    /// One, or several; the command line goes through the first one's folder.
+    /// One coordinator or two. Commands run in the folder of the first.
     pub coordinators: Vec<Pool>,
-    /// Target process is not to run.
+    /// The coordinators that are down.
     down: BTreeSet<usize>,
     logs: Vec<LogTail>,
-    /// Which one leads, as far as is known.
+    /// The index of the leader, as far as is known.
     leader: usize,
-    /// With a worker each.
+    /// The machines, each with a worker.
     pub machines: Vec<Machine>,
-    /// Storage.
+    /// The object storage.
     pub s3: S3,
-    /// What is done here.
-    pub work: Vec<Work>,
+    /// The jobs that are submitted, in turn.
+    pub workloads: Vec<Workload>,
     /// The database of several coordinators.
     pub database: Option<Postgres>,
-    /// The lines.
+    /// The network links of the workers.
     pub network: Option<Network>,
-    /// Where models come from.
+    /// The model hub.
     pub hub: Option<Hub>,
-    /// Those of the coordinators, in their order; none where the machine does not grant them.
+    /// The disks of the coordinators, in their order; empty without the permissions for them.
     coordinator_disks: Vec<SmallDisk>,
-    /// Which of them are full.
+    /// The indices of the full ones.
     full_disks: BTreeSet<usize>,
-    /// Everything lies below it.
+    /// The folder with everything.
     pub root: PathBuf,
-    /// Ids of everything that was acknowledged.
+    /// The ids of all acknowledged jobs.
     pub acknowledged: BTreeSet<String>,
-    /// Processes that ended by themselves, and were started again.
-    pub own_ends: Vec<String>,
+    /// Processes that exited on their own, and were restarted.
+    pub unexpected_exits: Vec<String>,
 }
 
 impl Cluster {
-    /// Runs the work once undisturbed on this machine (`aitk run`), then starts the plain pool.
+    /// Runs the workload once without faults (`aitk run`), then starts the small cluster.
     ///
     /// # Panics
-    /// When anything of that fails.
+    /// When any of that fails.
     #[must_use]
-    pub fn plain(servers: Servers, root: &Path) -> Self {
-        let work = vec![Work::training(root)];
+    pub fn small(servers: Servers, root: &Path) -> Self {
+        let workloads = vec![Workload::training(root)];
         let s3 = S3::start(servers.s3, root);
         let mut disks = Vec::new();
-        let mut setup = patient(Setup::new(root).storage(s3.url(), s3.environment()));
+        let mut setup = tolerant(Setup::new(root).storage(s3.url(), s3.environment()));
         setup.worker_tokens = true;
-        setup.own_environment.push(direct_storage());
-        match data_disk(root, &Place::Here) {
+        setup.coordinator_environment.push(direct_storage());
+        match data_disk(root, &Namespaces::Host) {
             Ok((disk, data_disk)) => {
                 disks.push(disk);
                 setup.data_disk = Some(data_disk);
@@ -130,7 +131,7 @@ impl Cluster {
             Err(why) => skip("tmpfs", format!("no coordinator has a small disk: {why}")),
         }
         let coordinators = vec![Pool::start_with(setup)];
-        let mut cluster = Self::new(root, work, s3, coordinators);
+        let mut cluster = Self::new(root, workloads, s3, coordinators);
         cluster.coordinator_disks = disks;
         for name in ["left", "right"] {
             cluster.add_machine(name, None, None);
@@ -138,34 +139,34 @@ impl Cluster {
         cluster
     }
 
-    /// Runs the work once undisturbed, then starts the whole cluster, as far as the machine grants it.
+    /// Runs the workloads once without faults, then starts the full cluster, without the parts for which permissions are missing.
     ///
     /// # Panics
-    /// When anything of that fails.
+    /// When any of that fails.
     #[must_use]
-    pub fn whole(servers: Servers, root: &Path) -> Self {
-        let work = vec![
-            Work::training(root),
-            Work::of_hub(root),
-            Work::images(root, None),
-            Work::images(root, Some(3)),
+    pub fn full(servers: Servers, root: &Path) -> Self {
+        let workloads = vec![
+            Workload::training(root),
+            Workload::with_hub_model(root),
+            Workload::images(root, None),
+            Workload::images(root, Some(3)),
         ];
         let network = Network::new(3)
-            .map_err(|why| skip("network-namespace", format!("no line is cut: {why}")))
+            .map_err(|why| skip("network-namespace", format!("no network link is cut: {why}")))
             .ok();
         let database = Postgres::start(true)
-            .map_err(|why| skip("postgresql", format!("there is one coordinator: {why}")))
+            .map_err(|why| skip("postgresql", format!("only one coordinator runs: {why}")))
             .ok();
         let small = root.join("small");
         std::fs::create_dir(&small).expect("the folder can be made");
-        let disk = SmallDisk::on_device(&small, SMALL, &root.join("small.image"))
-            .map_err(|why| skip("loop-device", format!("no disk is slow: {why}")))
-            .or_else(|_| SmallDisk::mount(&small, SMALL))
+        let disk = SmallDisk::on_device(&small, WORKER_DISK, &root.join("small.image"))
+            .map_err(|why| skip("loop-device", format!("no disk is throttled: {why}")))
+            .or_else(|_| SmallDisk::mount(&small, WORKER_DISK))
             .map_err(|why| skip("tmpfs", format!("no worker has a small disk: {why}")))
             .ok();
-        let hub = network.as_ref().map_or(Place::Here, Network::hub);
+        let hub = network.as_ref().map_or(Namespaces::Host, Network::hub);
         let address = |port| match hub {
-            Place::Here => free_address(),
+            Namespaces::Host => free_address(),
             _ => SocketAddr::new(HUB, port),
         };
         let s3 = S3::start_in(servers.s3, root, address(9000), &hub);
@@ -174,18 +175,18 @@ impl Cluster {
         let mut setup = |folder: &Path, port| {
             let mut setup = Setup {
                 storage: Some(s3.url()),
-                place: hub.clone(),
+                namespaces: hub.clone(),
                 address: address(port),
                 environment: models.environment(),
                 worker_tokens: database.is_none(),
-                ..patient(Setup::new(folder))
+                ..tolerant(Setup::new(folder))
             };
             match database {
-                // Workers that joined need no key of the storage: they go through the coordinator.
-                Some(_) => setup.own_environment = s3.environment(),
+                // Workers that joined need no storage keys, because they access storage through the coordinator.
+                Some(_) => setup.coordinator_environment = s3.environment(),
                 None => {
                     setup.environment.extend(s3.environment());
-                    setup.own_environment.push(direct_storage());
+                    setup.coordinator_environment.push(direct_storage());
                 }
             }
             match data_disk(folder, &hub) {
@@ -198,13 +199,13 @@ impl Cluster {
             setup
         };
         let coordinators = match &database {
-            Some(database) => members::start(
+            Some(database) => coordinators::start(
                 &database.url(),
                 vec![setup(root, 7420), setup(&root.join("second"), 7421)],
             ),
             None => vec![Pool::start_with(setup(root, 7420))],
         };
-        let mut cluster = Self::new(root, work, s3, coordinators);
+        let mut cluster = Self::new(root, workloads, s3, coordinators);
         (cluster.network, cluster.database) = (network, database);
         (cluster.hub, cluster.coordinator_disks) = (Some(models), disks);
         cluster.add_machine("left", Some(1), None);
@@ -213,7 +214,7 @@ impl Cluster {
         cluster
     }
 
-    fn new(root: &Path, work: Vec<Work>, s3: S3, coordinators: Vec<Pool>) -> Self {
+    fn new(root: &Path, workloads: Vec<Workload>, s3: S3, coordinators: Vec<Pool>) -> Self {
         let logs = coordinators
             .iter()
             .map(|pool| pool.coordinator.log_from_start())
@@ -225,7 +226,7 @@ impl Cluster {
             leader: 0,
             machines: Vec::new(),
             s3,
-            work,
+            workloads,
             database: None,
             network: None,
             hub: None,
@@ -233,51 +234,53 @@ impl Cluster {
             full_disks: BTreeSet::new(),
             root: root.to_path_buf(),
             acknowledged: BTreeSet::new(),
-            own_ends: Vec::new(),
+            unexpected_exits: Vec::new(),
         }
     }
 
-    fn add_machine(&mut self, name: &str, line: Option<u8>, disk: Option<SmallDisk>) {
-        let line = line.filter(|_| self.network.is_some());
-        let network = match (&self.network, line) {
-            (Some(network), Some(line)) => network.end(line),
-            _ => Place::Here,
+    fn add_machine(&mut self, name: &str, link: Option<u8>, disk: Option<SmallDisk>) {
+        let link = link.filter(|_| self.network.is_some());
+        let network = match (&self.network, link) {
+            (Some(network), Some(link)) => network.worker_end(link),
+            _ => Namespaces::Host,
         };
-        let place = disk.as_ref().map_or(network.clone(), |disk| disk.place_in(&network));
+        let namespaces = disk
+            .as_ref()
+            .map_or(network.clone(), |disk| disk.namespaces_with(&network));
         if self.pool().setup().endpoint.is_some() {
-            members::join(self.pool(), name, &place);
+            coordinators::join(self.pool(), name, &namespaces);
         } else {
-            let let_in = Admission::of(self.pool(), name, &place).let_in().join();
-            assert!(let_in.unwrap_or(false), "{name} gets no token");
+            let admitted = Admission::of(self.pool(), name, &namespaces).admit().join();
+            assert!(admitted.unwrap_or(false), "{name} could not get a token");
         }
         let folder = disk.as_ref().map(SmallDisk::seen_from_here);
         self.machines.push(Machine {
             name: name.to_owned(),
-            process: Some(self.pool().worker_in(name, &place)),
+            process: Some(self.pool().worker_in(name, &namespaces)),
             folder: folder.unwrap_or_else(|| self.pool().worker_dir(name)),
             disk,
-            place,
-            line,
-            refused: false,
-            was_refused: false,
-            again: None,
+            namespaces,
+            link,
+            is_revoked: false,
+            was_revoked: false,
+            restart_at: None,
         });
     }
 
-    /// For commands.
+    /// The pool through which commands run.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.coordinators[0]
     }
 
-    /// What there is to go wrong.
+    /// The parts of the cluster that can have faults.
     #[must_use]
-    pub fn means(&self) -> Means {
+    pub fn capabilities(&self) -> Capabilities {
         let disks = || self.machines.iter().filter_map(|machine| machine.disk.as_ref());
         let database = self.database.as_ref();
-        Means {
-            lines: self.network.is_some(),
-            members: database.is_some(),
+        Capabilities {
+            links: self.network.is_some(),
+            standby: database.is_some(),
             slow_database: database.and_then(Postgres::disk).is_some(),
             small_disk: disks().count() > 0,
             coordinator_disks: !self.coordinator_disks.is_empty(),
@@ -286,41 +289,41 @@ impl Cluster {
         }
     }
 
-    /// Which coordinator leads, as far as their logs say.
+    /// The index of the leader, from the coordinators' logs.
     fn leader(&mut self) -> usize {
         for (at, log) in self.logs.iter_mut().enumerate() {
-            if log.lines().iter().any(|line| members::leads(line)) {
+            if log.lines().iter().any(|line| coordinators::leads(line)) {
                 self.leader = at;
             }
         }
         self.leader
     }
 
-    /// As a service manager does: who ended without having been killed is started again.
+    /// Restarts processes that exited on their own, as a service manager does.
     fn supervise(&mut self) {
         for (at, pool) in self.coordinators.iter_mut().enumerate() {
-            if !self.down.contains(&at) && pool.coordinator.ended() {
-                self.own_ends
+            if !self.down.contains(&at) && pool.coordinator.has_ended() {
+                self.unexpected_exits
                     .push(format!("coordinator {at}:\n{}", pool.coordinator.tail()));
                 pool.spawn_coordinator();
             }
         }
         for at in 0..self.machines.len() {
             let machine = &mut self.machines[at];
-            machine.was_refused |= machine.refused;
-            if machine.again.is_some_and(|again| again <= Instant::now()) {
-                machine.again = None;
+            machine.was_revoked |= machine.is_revoked;
+            if machine.restart_at.is_some_and(|time| time <= Instant::now()) {
+                machine.restart_at = None;
                 self.start_worker(at);
                 continue;
             }
             let code = machine.process.as_mut().and_then(Process::exit_code);
-            if machine.was_refused && code == Some(REFUSED) {
+            if machine.was_revoked && code == Some(EXIT_REFUSED) {
                 machine.process = None;
-                machine.again = Some(Instant::now() + RESTART);
-            } else if machine.process.as_mut().is_some_and(Process::ended) {
+                machine.restart_at = Some(Instant::now() + RESTART_DELAY);
+            } else if machine.process.as_mut().is_some_and(Process::has_ended) {
                 let tail = machine.process.as_ref().map(Process::tail).unwrap_or_default();
-                self.own_ends.push(format!("worker {}:\n{tail}", machine.name));
-                machine.process = Some(self.coordinators[0].worker_in(&machine.name, &machine.place));
+                self.unexpected_exits.push(format!("worker {}:\n{tail}", machine.name));
+                machine.process = Some(self.coordinators[0].worker_in(&machine.name, &machine.namespaces));
             }
         }
         if let Some(database) = self.database.as_mut().filter(|database| !database.is_stopped()) {
@@ -328,21 +331,20 @@ impl Cluster {
         }
     }
 
-    /// Unless it runs already.
+    /// Starts the worker of a machine, unless it runs.
     fn start_worker(&mut self, at: usize) {
         let machine = &self.machines[at];
         if machine.process.is_some() {
             return;
         }
-        let process = self.pool().worker_in(&machine.name, &machine.place);
+        let process = self.pool().worker_in(&machine.name, &machine.namespaces);
         self.machines[at].process = Some(process);
     }
 
-    /// Before a round: no worker has a model of the hub, no device is held back for what went wrong before, and nobody is excused
-    /// for an end of his own.
+    /// Prepares a round: removes the workers' cached models, ends the quarantine of devices, and forgets earlier revocations.
     fn begin_round(&mut self) {
         for machine in &mut self.machines {
-            machine.was_refused = machine.refused;
+            machine.was_revoked = machine.is_revoked;
             let models = std::fs::read_dir(machine.folder.join("cache/hub"));
             for model in models.into_iter().flatten().flatten() {
                 let _ = std::fs::remove_dir_all(model.path());
@@ -353,16 +355,16 @@ impl Cluster {
         }
     }
 
-    /// Puts everything right again.
-    pub fn heal(&mut self) {
-        self.s3.set(ServerFault::None);
+    /// Ends all faults and restarts what is down.
+    pub fn recover(&mut self) {
+        self.s3.set_fault(ServerFault::None);
         if let Some(hub) = &mut self.hub {
-            hub.set(ServerFault::None);
-            hub.come_back();
+            hub.set_fault(ServerFault::None);
+            hub.start_again();
         }
         if let Some(database) = &mut self.database {
             if let Some(disk) = database.disk() {
-                disk.slow(None);
+                disk.throttle(None);
             }
             database.start_again();
         }
@@ -373,12 +375,12 @@ impl Cluster {
             pool.coordinator.signal(nix::sys::signal::Signal::SIGCONT);
         }
         for at in 0..self.machines.len() {
-            if let (Some(network), Some(line)) = (&self.network, self.machines[at].line) {
-                network.set(line, Direction::Up, true);
-                network.set(line, Direction::Down, true);
+            if let (Some(network), Some(link)) = (&self.network, self.machines[at].link) {
+                network.set_link(link, Direction::Up, true);
+                network.set_link(link, Direction::Down, true);
             }
             if let Some(disk) = &self.machines[at].disk {
-                disk.slow(None);
+                disk.throttle(None);
             }
             match &self.machines[at].process {
                 Some(process) => process.signal(nix::sys::signal::Signal::SIGCONT),
@@ -387,7 +389,7 @@ impl Cluster {
         }
     }
 
-    /// The ends of all logs, for a message.
+    /// The tails of all logs, for a message.
     #[must_use]
     pub fn tails(&self) -> String {
         let mut tails: Vec<String> = self.coordinators.iter().map(|pool| pool.coordinator.tail()).collect();
@@ -399,8 +401,8 @@ impl Cluster {
     }
 }
 
-/// A round may hit the same stretch of work many times.
-fn patient(setup: Setup) -> Setup {
+/// Many retries and short time-outs: a round may interrupt the same steps many times.
+fn tolerant(setup: Setup) -> Setup {
     Setup {
         lease: LEASE,
         retries: 50,
@@ -409,21 +411,21 @@ fn patient(setup: Setup) -> Setup {
     }
 }
 
-/// Workers with tokens of their own use the bucket themselves.
+/// Lets workers with tokens access the bucket directly.
 fn direct_storage() -> (String, String) {
     ("AITK_DIRECT_STORAGE".to_owned(), "true".to_owned())
 }
 
-/// A small disk for the data folder of the coordinator of this folder, which runs there.
+/// Mounts a small disk for the data folder of the coordinator in `folder`, which runs in these namespaces.
 ///
 /// # Errors
-/// Why this machine does not let us.
-fn data_disk(folder: &Path, place: &Place) -> Result<(SmallDisk, DataDisk), String> {
+/// Why this machine does not permit it.
+fn data_disk(folder: &Path, namespaces: &Namespaces) -> Result<(SmallDisk, DataDisk), String> {
     let data = folder.join("coordinator");
     std::fs::create_dir_all(&data).map_err(|error| error.to_string())?;
     let disk = SmallDisk::mount(&data, COORDINATOR_DISK)?;
     let data_disk = DataDisk {
-        place: disk.place_in(place),
+        namespaces: disk.namespaces_with(namespaces),
         seen_from_here: disk.seen_from_here(),
         reserve_mib: RESERVE_MIB,
     };

@@ -1,4 +1,4 @@
-//! What happens in a round, drawn from its seed.
+//! The plan of a round: its faults, drawn from a seed.
 
 pub use super::faults::{FaultKind, HubFault, PacketLoss, Target, Trigger};
 use crate::network::Direction;
@@ -7,12 +7,12 @@ use crate::server_fault::ServerFault;
 use std::fmt;
 use std::time::Duration;
 
-/// Small reproducible random numbers (splitmix64).
+/// A seeded random number generator (SplitMix64).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// From a seed.
+    /// Seeds the generator.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(seed)
@@ -31,7 +31,7 @@ impl Random {
         first + self.next() % (last - first + 1)
     }
 
-    /// One of so many.
+    /// True with probability 1/`count`.
     fn one_in(&mut self, count: u64) -> bool {
         self.between(1, count) == 1
     }
@@ -40,86 +40,88 @@ impl Random {
         Duration::from_millis(self.between(first, last))
     }
 
-    /// Mostly short.
-    fn span(&mut self, first: u64, last: u64) -> Duration {
+    /// A duration in milliseconds, the smallest of three draws, so most are short.
+    fn short_millis(&mut self, first: u64, last: u64) -> Duration {
         let shorter = self.between(first, last).min(self.between(first, last));
         Duration::from_millis(shorter.min(self.between(first, last)))
     }
 }
 
-/// What there is to go wrong, besides workers and their right to be there, their children, a coordinator and storage.
+/// Which parts of the cluster can have faults, besides workers, their access, their child processes, a coordinator and storage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Means {
-    /// Lines that can be cut.
-    pub lines: bool,
-    /// Several coordinators on a PostgreSQL.
-    pub members: bool,
-    /// PostgreSQL's disk can be slow.
+pub struct Capabilities {
+    /// Network links that can be cut.
+    pub links: bool,
+    /// Several coordinators on one PostgreSQL.
+    pub standby: bool,
+    /// PostgreSQL's disk can be throttled.
     pub slow_database: bool,
-    /// A worker with a disk that can be full.
+    /// A worker has a small disk that can be filled.
     pub small_disk: bool,
-    /// Coordinators with disks that can be full.
+    /// The coordinators have small disks that can be filled.
     pub coordinator_disks: bool,
-    /// A job whose model comes from a hub.
+    /// A job fetches its model from a hub.
     pub hub: bool,
-    /// And slow.
+    /// A worker's disk can be throttled.
     pub slow_disk: bool,
 }
 
-/// How a round is drawn.
+/// The parameters of a round.
 #[derive(Clone, Copy, Debug)]
-pub struct Terms {
-    /// That of the pool.
+pub struct RoundConfig {
+    /// The lease of the pool.
     pub lease: Duration,
-    /// Storage, lines, disks and the database go wrong for at most so long.
+    /// The longest fault of storage, links, disks and the database.
     pub outage: Duration,
-    /// Faults, from and to.
+    /// The smallest and the largest number of faults.
     pub faults: (u64, u64),
-    /// How many wait for their moments at the same time.
+    /// How many faults wait for their triggers at the same time.
     pub tracks: u8,
-    /// Work that is in the pool at a time.
+    /// How many jobs run at a time.
     pub jobs: usize,
-    /// New jobs come until the last fault was made.
+    /// Whether new jobs are submitted until the last fault was injected.
     pub keep_busy: bool,
-    /// Somebody may be frozen for minutes.
+    /// Whether a process may be frozen for minutes.
     pub minutes: bool,
-    /// How long a whole round may take: every outage, several leases, and a machine with other work to do.
+    /// The time limit of a round: every outage, several leases, and other load on the machine.
     pub limit: Duration,
 }
 
-/// A fault with its moment.
+/// A fault with the time at which it is injected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedFault {
-    /// What it waits for.
-    pub when: Trigger,
-    /// How long after that.
+    /// The event that it waits for.
+    pub trigger: Trigger,
+    /// The delay after that event.
     pub delay: Duration,
-    /// What happens.
-    pub what: FaultKind,
+    /// The fault.
+    pub kind: FaultKind,
 }
 
-/// A round.
+/// The faults of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Draws the same plan again.
+    /// The seed, which draws the same plan again.
     pub seed: u64,
-    /// In their order.
+    /// The faults in their order.
     pub faults: Vec<PlannedFault>,
 }
 
 impl Plan {
     /// Draws a plan.
     #[must_use]
-    pub fn draw(seed: u64, terms: &Terms, means: Means) -> Self {
+    pub fn draw(seed: u64, config: &RoundConfig, capabilities: Capabilities) -> Self {
         let mut random = Random::new(seed);
-        let count = random.between(terms.faults.0, terms.faults.1);
-        let mut faults: Vec<PlannedFault> = (0..count).map(|_| random_fault(&mut random, terms, means)).collect();
-        if terms.minutes && random.one_in(2) {
-            // Early, so that most of the round happens meanwhile.
+        let count = random.between(config.faults.0, config.faults.1);
+        let mut faults: Vec<PlannedFault> = (0..count)
+            .map(|_| random_fault(&mut random, config, capabilities))
+            .collect();
+        if config.minutes && random.one_in(2) {
+            // The first fault, so that most of the round happens meanwhile.
             let time = random.millis(60_000, 150_000);
             let target = random_target(&mut random);
-            let leader = means.members && random.one_in(3);
-            faults[0].what = match leader {
+            let leader = capabilities.standby && random.one_in(3);
+            faults[0].kind = match leader {
                 true => FaultKind::FreezeLeader { time },
                 false => FaultKind::Freeze { target, time },
             };
@@ -128,31 +130,31 @@ impl Plan {
     }
 }
 
-fn random_fault(random: &mut Random, terms: &Terms, means: Means) -> PlannedFault {
-    let (when, latest) = match random.between(0, 9) {
+fn random_fault(random: &mut Random, config: &RoundConfig, capabilities: Capabilities) -> PlannedFault {
+    let (trigger, max_delay) = match random.between(0, 9) {
         0..=2 => (Trigger::Next, 4000),
         3..=4 => (Trigger::Staging, 400),
         5..=6 => (Trigger::Upload, 30),
         7..=8 => (Trigger::Commit, 30),
         _ => (Trigger::Sampling, 400),
     };
-    let delay = random.millis(0, latest);
-    let what = loop {
-        if let Some(what) = random_kind(random, terms, means) {
-            break what;
+    let delay = random.millis(0, max_delay);
+    let kind = loop {
+        if let Some(kind) = random_kind(random, config, capabilities) {
+            break kind;
         }
     };
-    PlannedFault { when, delay, what }
+    PlannedFault { trigger, delay, kind }
 }
 
-/// None where there is nothing of what was drawn.
-fn random_kind(random: &mut Random, terms: &Terms, means: Means) -> Option<FaultKind> {
-    let lease = millis(terms.lease);
-    let outage = millis(terms.outage);
+/// Draws a fault; `None` if the cluster lacks the part that was drawn.
+fn random_kind(random: &mut Random, config: &RoundConfig, capabilities: Capabilities) -> Option<FaultKind> {
+    let lease = millis(config.lease);
+    let outage = millis(config.outage);
     Some(match random.between(0, 31) {
         0..=2 => FaultKind::KillWorker {
             target: random_target(random),
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
             empty: random.one_in(3),
         },
         3..=4 => FaultKind::KillChild {
@@ -160,68 +162,68 @@ fn random_kind(random: &mut Random, terms: &Terms, means: Means) -> Option<Fault
         },
         5..=6 => FaultKind::KillCoordinator {
             leader: true,
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
         },
-        // From a hiccup to long after the attempt was given to somebody else.
+        // From a short pause to long after the attempt was assigned to another worker.
         7..=9 => FaultKind::Freeze {
             target: random_target(random),
             time: random.millis(lease / 4, 3 * lease),
         },
         10..=13 => FaultKind::Storage {
             fault: random_server_fault(random),
-            time: random.span(1000, outage),
+            time: random.short_millis(1000, outage),
         },
-        14 if means.members => FaultKind::KillCoordinator {
+        14 if capabilities.standby => FaultKind::KillCoordinator {
             leader: false,
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
         },
-        15 if means.members => FaultKind::FreezeLeader {
+        15 if capabilities.standby => FaultKind::FreezeLeader {
             time: random.millis(lease / 4, 3 * lease),
         },
-        16..=17 if means.members => FaultKind::Database {
+        16..=17 if capabilities.standby => FaultKind::Database {
             how: if random.one_in(2) { Stop::Fast } else { Stop::Immediate },
-            // A restart, or an outage.
-            back: if random.one_in(2) {
+            // Zero is a restart, otherwise an outage.
+            downtime: if random.one_in(2) {
                 Duration::ZERO
             } else {
-                random.span(1000, outage)
+                random.short_millis(1000, outage)
             },
         },
-        18 if means.slow_database => FaultKind::SlowDatabase {
+        18 if capabilities.slow_database => FaultKind::SlowDatabase {
             rate: random.between(100_000, 2_000_000),
-            time: random.span(1000, outage),
+            time: random.short_millis(1000, outage),
         },
-        19..=21 if means.lines => FaultKind::Line {
+        19..=21 if capabilities.links => FaultKind::Link {
             target: random_target(random),
             loss: match random.between(0, 3) {
-                0 => PacketLoss::One(Direction::Up),
-                1 => PacketLoss::One(Direction::Down),
+                0 => PacketLoss::OneWay(Direction::Up),
+                1 => PacketLoss::OneWay(Direction::Down),
                 2 => PacketLoss::Both,
-                _ => PacketLoss::Some(random.between(20, 160)),
+                _ => PacketLoss::Bursts(random.between(20, 160)),
             },
-            time: random.span(1000, outage),
+            time: random.short_millis(1000, outage),
         },
-        22 if means.small_disk => FaultKind::FullDisk {
-            time: random.span(1000, outage),
+        22 if capabilities.small_disk => FaultKind::FullDisk {
+            time: random.short_millis(1000, outage),
         },
-        23 if means.slow_disk => FaultKind::SlowDisk {
+        23 if capabilities.slow_disk => FaultKind::SlowDisk {
             rate: random.between(50_000, 1_000_000),
-            time: random.span(1000, outage),
+            time: random.short_millis(1000, outage),
         },
         24..=25 => FaultKind::HangChild {
             target: random_target(random),
         },
-        26..=27 => FaultKind::Refuse {
+        26..=27 => FaultKind::Revoke {
             target: random_target(random),
-            back: random.millis(0, 2 * lease),
+            downtime: random.millis(0, 2 * lease),
         },
-        28..=29 if means.coordinator_disks => FaultKind::FullCoordinatorDisk {
-            all: random.one_in(2),
-            time: random.span(1000, outage),
+        28..=29 if capabilities.coordinator_disks => FaultKind::FullCoordinatorDisk {
+            include_reserve: random.one_in(2),
+            time: random.short_millis(1000, outage),
         },
-        30..=31 if means.hub => FaultKind::Hub {
+        30..=31 if capabilities.hub => FaultKind::Hub {
             fault: random_hub_fault(random),
-            time: random.span(1000, outage),
+            time: random.short_millis(1000, outage),
         },
         _ => return None,
     })
@@ -229,7 +231,7 @@ fn random_kind(random: &mut Random, terms: &Terms, means: Means) -> Option<Fault
 
 fn random_hub_fault(random: &mut Random) -> HubFault {
     match random.between(0, 6) {
-        0..=1 => HubFault::Away,
+        0..=1 => HubFault::Down,
         2..=3 => HubFault::Faulty(ServerFault::Fail),
         4 => HubFault::Faulty(ServerFault::Flaky(random.between(2, 4))),
         5 => HubFault::Faulty(ServerFault::Hang),
@@ -273,8 +275,8 @@ impl fmt::Display for Plan {
 
 impl fmt::Display for PlannedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { when, delay, what } = self;
-        write!(f, "{when:?} + {delay:?}: {what:?}")
+        let Self { trigger, delay, kind } = self;
+        write!(f, "{trigger:?} + {delay:?}: {kind:?}")
     }
 }
 
@@ -283,9 +285,9 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    const EVERYTHING: Means = Means {
-        lines: true,
-        members: true,
+    const ALL: Capabilities = Capabilities {
+        links: true,
+        standby: true,
         slow_database: true,
         small_disk: true,
         coordinator_disks: true,
@@ -293,8 +295,8 @@ mod tests {
         slow_disk: true,
     };
 
-    fn terms() -> Terms {
-        Terms {
+    fn config() -> RoundConfig {
+        RoundConfig {
             lease: Duration::from_secs(4),
             outage: Duration::from_secs(30),
             faults: (2, 5),
@@ -306,54 +308,54 @@ mod tests {
         }
     }
 
-    fn kinds(means: Means) -> BTreeSet<&'static str> {
-        let faults = (0..400).flat_map(|seed| Plan::draw(seed, &terms(), means).faults);
-        faults.map(|fault| fault.what.kind()).collect()
+    fn kinds(capabilities: Capabilities) -> BTreeSet<&'static str> {
+        let faults = (0..400).flat_map(|seed| Plan::draw(seed, &config(), capabilities).faults);
+        faults.map(|fault| fault.kind.name()).collect()
     }
 
     #[test]
-    fn a_seed_draws_the_same_plan_and_another_seed_another() {
-        let draw = |seed| Plan::draw(seed, &terms(), EVERYTHING);
+    fn a_seed_determines_the_plan() {
+        let draw = |seed| Plan::draw(seed, &config(), ALL);
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7).faults, draw(8).faults);
         let all = (0..200).flat_map(|seed| draw(seed).faults);
         let long =
-            all.filter(|fault| matches!(fault.what, FaultKind::Storage { time, .. } if time > Duration::from_secs(15)));
+            all.filter(|fault| matches!(fault.kind, FaultKind::Storage { time, .. } if time > Duration::from_secs(15)));
         assert!(long.count() > 0);
     }
 
     #[test]
-    fn everything_is_drawn_that_there_is_and_nothing_else() {
-        let all = kinds(EVERYTHING);
+    fn all_possible_faults_are_drawn_and_no_others() {
+        let all = kinds(ALL);
         for kind in [
             "worker killed, its disk emptied",
             "leader frozen for minutes",
             "worker frozen for minutes",
             "standby killed",
             "PostgreSQL stopped, immediate",
-            "line cut, to worker",
+            "link cut, to worker",
             "worker's disk full",
             "storage: every request 500",
             "child process hangs",
-            "worker refused for a while",
+            "worker's access revoked for a while",
             "coordinator's disk full",
             "coordinator's disk full but for the reserve",
             "hub refuses connections",
             "hub: hangs, then cuts",
         ] {
-            assert!(all.contains(kind), "{kind} of {all:?}");
+            assert!(all.contains(kind), "{kind} is not in {all:?}");
         }
         assert_eq!(all.len(), 34, "{all:?}");
-        let few = kinds(Means::default());
-        let of_others = |kind: &&str| {
-            ["line", "worker's disk", "coordinator's disk", "hub"]
+        let few = kinds(Capabilities::default());
+        let is_impossible = |kind: &&str| {
+            ["link", "worker's disk", "coordinator's disk", "hub"]
                 .iter()
                 .any(|what| kind.starts_with(what))
                 || kind.contains("PostgreSQL")
         };
-        assert!(!few.iter().any(of_others), "{few:?}");
+        assert!(!few.iter().any(is_impossible), "{few:?}");
         assert!(
-            few.contains("worker refused for a while")
+            few.contains("worker's access revoked for a while")
                 && few.contains("leader killed")
                 && !few.contains("standby killed"),
             "{few:?}"

@@ -1,65 +1,65 @@
-//! One round: jobs are submitted, the faults are made at their moments, everything heals, the jobs end.
+//! One round: submits jobs, injects each fault at its trigger, ends all faults, and waits for the jobs.
 
 use super::Cluster;
 use super::events::Event;
 use super::inject::FaultInjector;
-use super::plan::{FaultKind, Plan, PlannedFault, Target, Terms, Trigger};
-use super::work::Submitted;
+use super::plan::{FaultKind, Plan, PlannedFault, RoundConfig, Target, Trigger};
+use super::work::Submission;
 use crate::processes::LogTail;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// A fault that waits for longer than this is made anyway.
-const LONGEST_WAIT: Duration = Duration::from_secs(20);
-/// How often the round looks around.
-const LOOK: Duration = Duration::from_millis(4);
-/// How often it looks who ended by himself.
-const SUPERVISE: Duration = Duration::from_secs(1);
-/// More than any round has.
-const MOST_JOBS: usize = 24;
+/// A fault whose trigger does not come within this time is injected anyway.
+const MAX_TRIGGER_WAIT: Duration = Duration::from_secs(20);
+/// Interval of the round's main loop.
+const POLL_INTERVAL: Duration = Duration::from_millis(4);
+/// How often it checks for processes that exited.
+const SUPERVISE_INTERVAL: Duration = Duration::from_secs(1);
+/// Limit of submissions in one round.
+const MAX_JOBS: usize = 24;
 
-/// A round that is over.
-pub struct Ended {
-    /// The jobs, with what was followed while they ran.
-    pub jobs: Vec<Done>,
-    /// The faults that were made, with the time since the submission.
-    pub made: Vec<(Duration, PlannedFault)>,
+/// The outcome of a round.
+pub struct RoundOutcome {
+    /// The jobs, with the events that were seen while they ran.
+    pub jobs: Vec<SubmittedJob>,
+    /// The injected faults, each with its time since the begin of the round.
+    pub injected: Vec<(Duration, PlannedFault)>,
     /// How long it took until all jobs had ended.
-    pub took: Duration,
-    /// In words, when they did not.
+    pub duration: Duration,
+    /// A description of the unfinished jobs, if the round ran into its time limit.
     pub stuck: Option<String>,
 }
 
-/// A job, or the members of an array, at the end.
-pub struct Done {
-    /// Which work of the cluster's.
-    pub work: usize,
-    /// None: it was never acknowledged.
+/// A job, or the members of an array, at the end of a round.
+pub struct SubmittedJob {
+    /// The index in [`Cluster::workloads`].
+    pub workload: usize,
+    /// The job id; `None` if the submission was never acknowledged.
     pub id: Option<String>,
     /// How often it was submitted.
-    pub tries: u32,
-    /// Each job with what was followed.
+    pub submissions: u32,
+    /// The id of each job, with its events.
     pub members: Vec<(String, Vec<Event>)>,
 }
 
-impl Ended {
-    /// Attempts that were made.
+impl RoundOutcome {
+    /// The number of attempts.
     #[must_use]
     pub fn attempts(&self) -> usize {
         self.count(Event::is_assignment)
     }
 
-    /// Events of this kind that were seen.
+    /// The number of events for which `matches` is true.
     #[must_use]
-    pub fn count(&self, wanted: impl Fn(&Event) -> bool) -> usize {
+    pub fn count(&self, matches: impl Fn(&Event) -> bool) -> usize {
         let members = self.jobs.iter().flat_map(|job| &job.members);
         members
-            .map(|(_, events)| events.iter().filter(|event| wanted(event)).count())
+            .map(|(_, events)| events.iter().filter(|event| matches(event)).count())
             .sum()
     }
 }
 
-/// A row of faults, one after the other.
+/// A queue of faults that are injected one after another.
 struct Track {
     waiting: VecDeque<PlannedFault>,
     ready: Instant,
@@ -68,118 +68,119 @@ struct Track {
 
 struct Round<'a> {
     cluster: &'a mut Cluster,
-    terms: Terms,
+    config: RoundConfig,
     seed: u64,
-    jobs: Vec<Submitted>,
+    jobs: Vec<Submission>,
     requests: LogTail,
     injector: FaultInjector,
-    /// Until when somebody is frozen for minutes.
+    /// The end of a freeze that lasts for minutes.
     frozen_until: Option<Instant>,
 }
 
-/// Runs a round, and stops injecting faults after `most`.
+/// Runs a round. Injects at most `max_faults` faults.
 #[must_use]
-pub fn run(cluster: &mut Cluster, plan: &Plan, terms: &Terms, most: usize) -> Ended {
+pub fn run(cluster: &mut Cluster, plan: &Plan, config: &RoundConfig, max_faults: usize) -> RoundOutcome {
     cluster.begin_round();
     let begun = Instant::now();
     let requests = cluster.s3.process.tail_from_now();
     let mut round = Round {
         cluster,
-        terms: *terms,
+        config: *config,
         seed: plan.seed,
         jobs: Vec::new(),
         requests,
         injector: FaultInjector::default(),
         frozen_until: None,
     };
-    let made = round.inject_all(plan, begun, most);
-    let took = begun.elapsed();
+    let injected = round.inject_all(plan, begun, max_faults);
+    let duration = begun.elapsed();
     round.injector.recover_all(round.cluster);
-    let stuck = (took >= terms.limit).then(|| round.words(terms.limit));
-    let jobs = round.jobs.iter_mut().map(|job| Done {
-        work: job.work,
+    let stuck = (duration >= config.limit).then(|| round.describe_unfinished(config.limit));
+    let jobs = round.jobs.iter_mut().map(|job| SubmittedJob {
+        workload: job.workload,
         id: job.id.clone(),
-        tries: job.tries,
+        submissions: job.submissions,
         members: job
             .members
             .iter_mut()
-            .map(|member| (member.id.clone(), member.watched()))
+            .map(|member| (member.id.clone(), member.seen_events()))
             .collect(),
     });
     let jobs = jobs.collect();
-    Ended {
+    RoundOutcome {
         jobs,
-        made,
-        took,
+        injected,
+        duration,
         stuck,
     }
 }
 
 impl Round<'_> {
-    /// Makes the faults, and waits for the end of all jobs.
-    fn inject_all(&mut self, plan: &Plan, begun: Instant, most: usize) -> Vec<(Duration, PlannedFault)> {
-        let mut made = Vec::new();
-        let mut tracks: Vec<Track> = (0..self.terms.tracks).map(|_| Track::new()).collect();
+    /// Injects the faults and waits for the end of all jobs. Returns the injected faults.
+    fn inject_all(&mut self, plan: &Plan, begun: Instant, max_faults: usize) -> Vec<(Duration, PlannedFault)> {
+        let mut injected = Vec::new();
+        let mut tracks: Vec<Track> = (0..self.config.tracks).map(|_| Track::new()).collect();
         let count = tracks.len();
-        for (at, fault) in plan.faults.iter().enumerate() {
-            tracks[at % count].waiting.push_back(*fault);
+        for (index, fault) in plan.faults.iter().enumerate() {
+            tracks[index % count].waiting.push_back(*fault);
         }
-        let mut supervised = Instant::now();
-        while begun.elapsed() < self.terms.limit {
-            let faults_left = made.len() < most && tracks.iter().any(|track| !track.waiting.is_empty());
+        let mut last_supervised = Instant::now();
+        while begun.elapsed() < self.config.limit {
+            let faults_left = injected.len() < max_faults && tracks.iter().any(|track| !track.waiting.is_empty());
             let frozen = self.frozen_until.is_some_and(|until| Instant::now() < until);
             self.submit(faults_left || frozen);
-            let news = self.look();
+            let triggers = self.poll();
             self.injector.recover(self.cluster, Instant::now());
-            if supervised.elapsed() > SUPERVISE {
+            if last_supervised.elapsed() > SUPERVISE_INTERVAL {
                 self.cluster.supervise();
-                supervised = Instant::now();
+                last_supervised = Instant::now();
             }
-            let all_over = self.jobs.iter().all(Submitted::is_over);
-            if all_over && !(self.terms.keep_busy && (faults_left || frozen)) {
+            let all_over = self.jobs.iter().all(Submission::is_over);
+            if all_over && !(self.config.keep_busy && (faults_left || frozen)) {
                 break;
             }
             for track in &mut tracks {
-                if made.len() >= most {
+                if injected.len() >= max_faults {
                     break;
                 }
-                if let Some(fault) = track.next(&news)
-                    && self.make(fault.what)
+                if let Some(fault) = track.next_due(&triggers)
+                    && self.inject(fault.kind)
                 {
-                    made.push((begun.elapsed(), fault));
+                    injected.push((begun.elapsed(), fault));
                 }
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
-        made
+        injected
     }
 
-    /// Keeps the pool busy.
-    fn submit(&mut self, more: bool) {
+    /// Submits the next job if fewer than `config.jobs` run; after the first ones only with `keep_busy`.
+    fn submit(&mut self, keep_busy: bool) {
         let alive = self.jobs.iter().filter(|job| !job.is_over()).count();
-        let first = self.jobs.len() < self.terms.jobs;
-        let again = more && self.terms.keep_busy && self.jobs.len() < MOST_JOBS;
-        if alive < self.terms.jobs && (first || again) {
-            let at = self.jobs.len() % self.cluster.work.len();
+        let first = self.jobs.len() < self.config.jobs;
+        let replace = keep_busy && self.config.keep_busy && self.jobs.len() < MAX_JOBS;
+        if alive < self.config.jobs && (first || replace) {
+            let index = self.jobs.len() % self.cluster.workloads.len();
             let key = format!("round-{}-{}", self.seed, self.jobs.len());
-            let work = &self.cluster.work[at];
-            self.jobs.push(Submitted::new(self.cluster.pool(), at, work, key));
+            let workload = &self.cluster.workloads[index];
+            self.jobs
+                .push(Submission::new(self.cluster.pool(), index, workload, key));
         }
     }
 
-    /// What has just happened.
-    fn look(&mut self) -> Vec<Trigger> {
-        let mut news = vec![Trigger::Next];
+    /// The triggers that have occurred since the last call.
+    fn poll(&mut self) -> Vec<Trigger> {
+        let mut triggers = vec![Trigger::Next];
         for job in &mut self.jobs {
-            for event in job.look(self.cluster.pool()) {
+            for event in job.poll(self.cluster.pool()) {
                 if event.is_assignment() {
-                    news.push(Trigger::Staging);
+                    triggers.push(Trigger::Staging);
                 }
                 if event.kind() == "checkpoint" {
-                    news.push(Trigger::Commit);
+                    triggers.push(Trigger::Commit);
                 }
                 if event.kind() == "phase" && matches!(event.name(), "sampling" | "generating") {
-                    news.push(Trigger::Sampling);
+                    triggers.push(Trigger::Sampling);
                 }
             }
         }
@@ -188,58 +189,63 @@ impl Round<'_> {
             .iter()
             .any(|line| line.starts_with("begin ") && line.contains(" PUT "))
         {
-            news.push(Trigger::Upload);
+            triggers.push(Trigger::Upload);
         }
-        news
+        triggers
     }
 
+    /// The index of the target machine. Takes one of the others when no machine is busy, or none is idle.
     fn machine(&self, target: Target) -> usize {
         let members = || self.jobs.iter().flat_map(|job| &job.members);
-        let is_busy = |at: &usize| {
-            let name = Some(&self.cluster.machines[*at].name);
-            members().any(|member| member.busy.as_ref() == name && !member.is_over)
+        let is_busy = |index: &usize| {
+            let name = Some(&self.cluster.machines[*index].name);
+            members().any(|member| member.worker.as_ref() == name && !member.is_over)
         };
         let all = 0..self.cluster.machines.len();
         let (busy, idle): (Vec<usize>, Vec<usize>) = all.partition(is_busy);
-        let (wanted, others, number) = match target {
+        let (preferred, others, number) = match target {
             Target::Busy(number) => (busy, idle, number),
             Target::Idle(number) => (idle, busy, number),
         };
-        let among = if wanted.is_empty() { others } else { wanted };
-        among[usize::from(number) % among.len()]
+        let candidates = if preferred.is_empty() { others } else { preferred };
+        candidates[usize::from(number) % candidates.len()]
     }
 
-    fn make(&mut self, what: FaultKind) -> bool {
-        let at = match what {
+    /// Injects a fault. Returns false when it could not be injected.
+    fn inject(&mut self, fault: FaultKind) -> bool {
+        let machine = match fault {
             FaultKind::KillWorker { target, .. }
             | FaultKind::KillChild { target }
             | FaultKind::HangChild { target }
-            | FaultKind::Refuse { target, .. }
+            | FaultKind::Revoke { target, .. }
             | FaultKind::Freeze { target, .. }
-            | FaultKind::Line { target, .. } => self.machine(target),
+            | FaultKind::Link { target, .. } => self.machine(target),
             _ => 0,
         };
-        let made = self.injector.make(self.cluster, &what, at);
+        let injected = self.injector.inject(self.cluster, &fault, machine);
         if let (true, true, FaultKind::Freeze { time, .. } | FaultKind::FreezeLeader { time }) =
-            (made, what.is_long(), what)
+            (injected, fault.is_long(), fault)
         {
             self.frozen_until = Some(Instant::now() + time);
         }
-        made
+        injected
     }
 
-    /// What is not over.
-    fn words(&self, limit: Duration) -> String {
-        let mut words = format!("not everything has ended after {limit:?}:");
+    /// Describes the jobs that have not ended.
+    fn describe_unfinished(&self, limit: Duration) -> String {
+        let mut text = format!("some jobs have not ended after {limit:?}:");
         for job in self.jobs.iter().filter(|job| !job.is_over()) {
-            let over = job.members.iter().filter(|member| !member.is_over);
-            let members: Vec<String> = over
-                .map(|member| format!("{} on {:?}", member.id, member.busy))
+            let unfinished = job.members.iter().filter(|member| !member.is_over);
+            let members: Vec<String> = unfinished
+                .map(|member| format!("{} on {:?}", member.id, member.worker))
                 .collect();
-            let config = self.cluster.work[job.work].config;
-            words += &format!("\n{config} {:?}, submitted {} times: {members:?}", job.id, job.tries);
+            let config = self.cluster.workloads[job.workload].config;
+            text += &format!(
+                "\n{config} {:?}, submitted {} times: {members:?}",
+                job.id, job.submissions
+            );
         }
-        words
+        text
     }
 }
 
@@ -252,11 +258,11 @@ impl Track {
         }
     }
 
-    /// The next fault if it is to be made now.
-    fn next(&mut self, news: &[Trigger]) -> Option<PlannedFault> {
+    /// Removes and returns the next fault if it is due now.
+    fn next_due(&mut self, triggers: &[Trigger]) -> Option<PlannedFault> {
         let fault = self.waiting.front()?;
-        let is_moment = self.ready.elapsed() > LONGEST_WAIT || news.contains(&fault.when);
-        if self.due.is_none() && is_moment {
+        let is_triggered = self.ready.elapsed() > MAX_TRIGGER_WAIT || triggers.contains(&fault.trigger);
+        if self.due.is_none() && is_triggered {
             self.due = Some(Instant::now() + fault.delay);
         }
         if self.due.is_none_or(|due| Instant::now() < due) {

@@ -1,4 +1,4 @@
-//! The jobs of a round, from their submission to their end.
+//! The jobs of a round, from submission to end.
 
 use super::check::Files;
 use super::events::Event;
@@ -18,27 +18,27 @@ const STEPS: u32 = 30;
 const SAVE_EVERY: u32 = 5;
 /// Steps between two sets of images: some fall on a checkpoint, some do not.
 const SAMPLE_EVERY: u32 = 10;
-/// Before a submission that was not acknowledged is made again.
-const PAUSE: Duration = Duration::from_millis(500);
+/// Pause before a submission that was not acknowledged is repeated.
+const RETRY_PAUSE: Duration = Duration::from_millis(500);
 
-/// A kind of job, and what it makes when nobody disturbs it.
-pub struct Work {
-    /// Its config.
+/// A job to submit, and the results of a run without faults.
+pub struct Workload {
+    /// The name of its config file.
     pub config: &'static str,
-    /// The folder of its results below that into which they are fetched.
+    /// The folder of its results below the output folder of `aitk artifacts get`.
     pub folder: &'static str,
-    /// Of how many jobs the array is that it becomes; none: it is one job.
+    /// The number of parts into which the job is split; `None` for one job.
     pub parts: Option<u32>,
-    /// Its results.
+    /// The files of a run without faults.
     pub expected: Files,
 }
 
-impl Work {
-    /// Trains.
+impl Workload {
+    /// Trains a LoRA.
     #[must_use]
     pub fn training(root: &Path) -> Self {
-        jobs::draw_dataset(&root.join("dataset"), 4);
-        let text = jobs::training("shapes", root, STEPS, SAVE_EVERY);
+        jobs::write_dataset(&root.join("dataset"), 4);
+        let text = jobs::training_config("shapes", root, STEPS, SAVE_EVERY);
         let text = text.replace("sample_every: 1000000", &format!("sample_every: {SAMPLE_EVERY}"));
         let work = Self::new(root, "job.yaml", "shapes", None, &text);
         let names: Vec<&str> = work.expected.names().collect();
@@ -49,10 +49,10 @@ impl Work {
         }
     }
 
-    /// Draws images with a model that has to be fetched from the hub.
+    /// Generates images with a model from the hub.
     #[must_use]
-    pub fn of_hub(root: &Path) -> Self {
-        let text = jobs::images("hubbed", &root.join("hubbed"), 1, None);
+    pub fn with_hub_model(root: &Path) -> Self {
+        let text = jobs::image_config("hubbed", &root.join("hubbed"), 1, None);
         let work = Self::new(root, "hubbed.yaml", "hubbed", None, &text);
         // The same model, by the name that the hub has for it.
         let text = text.replace(&jobs::tiny_model().display().to_string(), hub::MODEL);
@@ -61,39 +61,39 @@ impl Work {
         work
     }
 
-    /// Draws images, in one piece or in several.
+    /// Generates images, in one job or split into parts.
     #[must_use]
     pub fn images(root: &Path, parts: Option<u32>) -> Self {
         let (config, name, repeats) = match parts {
             None => ("images.yaml", "images", 2),
             Some(_) => ("parts.yaml", "parts", 4),
         };
-        let text = jobs::images(name, &root.join(name), repeats, parts);
+        let text = jobs::image_config(name, &root.join(name), repeats, parts);
         let work = Self::new(root, config, name, parts, &text);
         let names: Vec<&str> = work.expected.names().collect();
         assert_eq!(names.len(), 3 * repeats as usize, "{names:?}");
         work
     }
 
-    fn new(root: &Path, config: &'static str, made_in: &str, parts: Option<u32>, text: &str) -> Self {
+    fn new(root: &Path, config: &'static str, output: &str, parts: Option<u32>, text: &str) -> Self {
         std::fs::write(root.join(config), text).expect("the job can be written");
         jobs::run_config(root, config);
         Self {
             config,
             folder: "",
             parts,
-            expected: Files::below(&root.join(made_in)),
+            expected: Files::below(&root.join(output)),
         }
     }
 }
 
-/// A submission: made again with the same key until it is acknowledged, then followed.
-pub struct Submitted {
-    /// Which work of the cluster's.
-    pub work: usize,
+/// A submission that is repeated with the same key until it is acknowledged, and then followed.
+pub struct Submission {
+    /// The index of its workload.
+    pub workload: usize,
     /// How often it was submitted.
-    pub tries: u32,
-    /// What the coordinator called it; none: not acknowledged yet.
+    pub submissions: u32,
+    /// The job id; `None` until the submission is acknowledged.
     pub id: Option<String>,
     /// The job, or the members of the array.
     pub members: Vec<Member>,
@@ -102,80 +102,80 @@ pub struct Submitted {
     config: &'static str,
     log: PathBuf,
     running: Option<Child>,
-    again: Instant,
+    next_attempt: Instant,
 }
 
 /// A job that is followed.
 pub struct Member {
-    /// Its id.
+    /// The job id.
     pub id: String,
-    /// Where it runs.
-    pub busy: Option<String>,
-    /// Whoever follows it has seen its end.
+    /// The name of the worker that runs it.
+    pub worker: Option<String>,
+    /// Whether its follower has seen its end.
     pub is_over: bool,
     follower: Follower,
 }
 
 impl Member {
-    /// What was followed.
-    pub fn watched(&mut self) -> Vec<Event> {
+    /// The events that its follower has seen.
+    pub fn seen_events(&mut self) -> Vec<Event> {
         self.follower.events().to_vec()
     }
 }
 
-impl Submitted {
-    /// Begins to submit it. `key` is its own.
+impl Submission {
+    /// Prepares a submission with this idempotency key.
     #[must_use]
-    pub fn new(pool: &Pool, at: usize, work: &Work, key: String) -> Self {
+    pub fn new(pool: &Pool, index: usize, workload: &Workload, key: String) -> Self {
         Self {
-            work: at,
-            tries: 0,
+            workload: index,
+            submissions: 0,
             id: None,
             members: Vec::new(),
             key,
-            parts: work.parts,
-            config: work.config,
+            parts: workload.parts,
+            config: workload.config,
             log: pool.setup().folder.join("submit.log"),
             running: None,
-            again: Instant::now(),
+            next_attempt: Instant::now(),
         }
     }
 
-    /// Whether all is over.
+    /// Whether all its jobs have ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.id.is_some() && self.members.iter().all(|member| member.is_over)
     }
 
-    /// Goes on; what has happened to its jobs.
-    pub fn look(&mut self, pool: &Pool) -> Vec<Event> {
+    /// Submits the job if it is not acknowledged yet. Returns the new events of its jobs.
+    pub fn poll(&mut self, pool: &Pool) -> Vec<Event> {
         if self.id.is_none() {
             self.submit(pool);
             return Vec::new();
         }
-        let mut news = Vec::new();
+        let mut new_events = Vec::new();
         for member in &mut self.members {
-            if member.follower.found_nobody() {
+            if member.follower.was_unreachable() {
                 member.follower = Follower::start(pool, &member.id);
             }
-            // Asked first: what comes with the look after the end is the last.
-            member.is_over = member.follower.is_ended();
-            for event in member.follower.news() {
+            // Checked before the events are read, so no event after the end is missed.
+            member.is_over = member.follower.has_ended();
+            for event in member.follower.new_events() {
                 if event.is_assignment() {
-                    member.busy = Some(event.worker().to_owned());
+                    member.worker = Some(event.worker().to_owned());
                 } else if event.is_end_of_attempt() {
-                    member.busy = None;
+                    member.worker = None;
                 }
-                news.push(event.clone());
+                new_events.push(event.clone());
             }
         }
-        news
+        new_events
     }
 
     fn submit(&mut self, pool: &Pool) {
         let Some(running) = &mut self.running else {
-            if Instant::now() >= self.again {
-                self.tries += 1;
+            if Instant::now() >= self.next_attempt {
+                self.submissions += 1;
                 self.running = Some(self.start(pool));
             }
             return;
@@ -183,16 +183,16 @@ impl Submitted {
         let Ok(Some(status)) = running.try_wait() else {
             return;
         };
-        let mut said = String::new();
+        let mut stdout = String::new();
         if let Some(pipe) = running.stdout.as_mut() {
-            let _ = pipe.read_to_string(&mut said);
+            let _ = pipe.read_to_string(&mut stdout);
         }
         self.running = None;
-        self.again = Instant::now() + PAUSE;
+        self.next_attempt = Instant::now() + RETRY_PAUSE;
         if !status.success() {
             return;
         }
-        let id = said.trim().to_owned();
+        let id = stdout.trim().to_owned();
         let ids = match self.parts {
             None => vec![id.clone()],
             Some(parts) => (0..parts).map(|part| format!("{id}-{part}")).collect(),
@@ -200,7 +200,7 @@ impl Submitted {
         let follow = |id: String| Member {
             follower: Follower::start(pool, &id),
             id,
-            busy: None,
+            worker: None,
             is_over: false,
         };
         self.members = ids.into_iter().map(follow).collect();
@@ -219,7 +219,7 @@ impl Submitted {
     }
 }
 
-impl Drop for Submitted {
+impl Drop for Submission {
     fn drop(&mut self) {
         if let Some(running) = &mut self.running {
             let _ = running.kill();

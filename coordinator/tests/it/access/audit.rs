@@ -1,6 +1,6 @@
-//! What is stored of tokens, and that the audit log only grows.
+//! Stored tokens, and the append-only audit log.
 
-use super::{CALM, audit, get, line, put_input, submit, token};
+use super::{LONG_LEASE, audit_log, create_token, get, put_input, submit, wait_for_audit_line};
 use crate::support::postgres::Postgres;
 use crate::support::{Pool, config, input, within};
 use aitk_common::control::UnixMillis;
@@ -11,9 +11,9 @@ use aitk_proto::v1;
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_database_holds_no_secret_and_the_audit_log_only_grows() {
-    let pool = Pool::start(CALM).await;
-    let (secret, _) = token(&pool.clients, "anna", "admin", None).await;
+async fn the_database_contains_no_secret_and_the_audit_log_is_append_only() {
+    let pool = Pool::start(LONG_LEASE).await;
+    let (secret, _) = create_token(&pool.clients, "anna", "admin", None).await;
     for file in ["aitk.db", "aitk.db-wal"] {
         let bytes = std::fs::read(pool.dir.path().join(file)).unwrap_or_default();
         let holds = |text: &str| bytes.windows(text.len()).any(|window| window == text.as_bytes());
@@ -38,7 +38,7 @@ async fn the_database_holds_no_secret_and_the_audit_log_only_grows() {
         assert_eq!(changed, 0, "{attack}");
     }
     assert!(
-        audit(&pool.clients)
+        audit_log(&pool.clients)
             .await
             .iter()
             .any(|line| line.action == "token.create" && line.done)
@@ -47,7 +47,7 @@ async fn the_database_holds_no_secret_and_the_audit_log_only_grows() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_audit_log_of_postgres_only_grows() {
+async fn the_audit_log_on_postgres_is_append_only() {
     let Some(server) = Postgres::start() else { return };
     let store = SqlStore::postgres(&server.url().parse().unwrap()).await.unwrap();
     let line: aitk_coordinator::AuditLine = serde_json::from_value(serde_json::json!({
@@ -55,7 +55,7 @@ async fn the_audit_log_of_postgres_only_grows() {
     }))
     .unwrap();
     for _ in 0..2 {
-        // The answer to a commit may be lost: the same line is there once.
+        // A commit is repeated when its answer was lost; the line is stored once.
         store.administer(&[], std::slice::from_ref(&line)).await.unwrap();
     }
     let database = sqlx::PgPool::connect(&server.url()).await.unwrap();
@@ -68,7 +68,7 @@ async fn the_audit_log_of_postgres_only_grows() {
         let error = sqlx::query(attack).execute(&database).await.unwrap_err();
         assert!(error.to_string().contains("append-only"), "{error}");
     }
-    // Refusals may go when they are old.
+    // Old refusals may be removed.
     let refused = aitk_coordinator::AuditLine {
         id: "2".to_owned(),
         done: false,
@@ -81,17 +81,17 @@ async fn the_audit_log_of_postgres_only_grows() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tokens_do_on_postgres_what_they_do_on_sqlite() {
+async fn tokens_work_on_postgres_as_on_sqlite() {
     let Some(server) = Postgres::start() else { return };
     let dir = tempfile::tempdir().unwrap();
     let config = || Config {
         database: Some(server.url().parse().unwrap()),
-        ..config(dir.path(), CALM)
+        ..config(dir.path(), LONG_LEASE)
     };
     let running = start(config()).await.unwrap();
     let admin = connect(&running.url(), &running.token, None).await.unwrap();
-    let (anna_secret, _) = token(&admin, "anna", "submitter", None).await;
-    let (ben_secret, ben_id) = token(&admin, "ben", "submitter", None).await;
+    let (anna_secret, _) = create_token(&admin, "anna", "submitter", None).await;
+    let (ben_secret, ben_id) = create_token(&admin, "ben", "submitter", None).await;
     let anna = connect(&running.url(), &anna_secret, None).await.unwrap();
     put_input(&anna).await;
     let job = submit(&anna, "hers").await.unwrap();
@@ -108,17 +108,17 @@ async fn tokens_do_on_postgres_what_they_do_on_sqlite() {
     within(running.shutdown()).await;
 
     let running = start(config()).await.unwrap();
-    let again = async |secret: &str| connect(&running.url(), secret, None).await.unwrap();
-    assert_eq!(get(&again(&anna_secret).await, &job).await.unwrap().owner, "anna");
-    let error = get(&again(&ben_secret).await, &job).await.unwrap_err();
+    let connect_as = async |secret: &str| connect(&running.url(), secret, None).await.unwrap();
+    assert_eq!(get(&connect_as(&anna_secret).await, &job).await.unwrap().owner, "anna");
+    let error = get(&connect_as(&ben_secret).await, &job).await.unwrap_err();
     assert_eq!(error.code(), Code::Unauthenticated);
-    let admin = again(&running.token).await;
-    let submitted = line(&admin, "the submission", |line| line.action == "job.submit").await;
+    let admin = connect_as(&running.token).await;
+    let submitted = wait_for_audit_line(&admin, "the submission", |line| line.action == "job.submit").await;
     assert!(
         submitted.done && submitted.who == "anna" && submitted.object == job,
         "{submitted:?}"
     );
-    let lines = audit(&admin).await;
+    let lines = audit_log(&admin).await;
     assert!(lines.windows(2).all(|pair| pair[0].seq < pair[1].seq), "{lines:?}");
     assert!(!format!("{lines:?}").contains(&anna_secret));
     within(running.shutdown()).await;

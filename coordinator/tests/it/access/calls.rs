@@ -1,6 +1,7 @@
-//! Every call of the protocol, tried by everybody who must not make it. A call that is added to the protocol is tried, too.
+//! Every call of the protocol, with every role that may not make it. The calls are read from the .proto file, so new ones are
+//! tested, too.
 
-use super::{CALM, token};
+use super::{LONG_LEASE, create_token};
 use crate::support::{Pool, within};
 use aitk_proto::PROTOCOL_HEADER;
 use bytes::Buf;
@@ -16,8 +17,8 @@ const SUBMITTER: &str = "Jobs/Submit Jobs/SubmitArray Jobs/Submission Jobs/Stop 
 const OPERATOR: &str = "Jobs/DrainWorker Jobs/ForgetWorker";
 const WORKER: &str = "Workers/Session Workers/Renew Jobs/Info Blobs/Has Blobs/Put Blobs/Get";
 
-/// `Jobs/Get` and all the others.
-fn calls() -> Vec<String> {
+/// All calls of the protocol, such as `Jobs/Get`.
+fn all_calls() -> Vec<String> {
     let (mut service, mut calls) = ("", Vec::new());
     for line in PROTOCOL.lines() {
         let mut words = line.split_whitespace();
@@ -31,7 +32,7 @@ fn calls() -> Vec<String> {
     calls
 }
 
-/// Messages without content, as every message may be.
+/// A codec that encodes empty messages, which are valid for every message type.
 #[derive(Default)]
 struct Empty;
 
@@ -69,8 +70,8 @@ impl Decoder for Empty {
     }
 }
 
-/// Makes a call and says how it ended.
-async fn make(channel: &Channel, call: &str, authorization: Option<&str>) -> Code {
+/// Makes a call with an empty message. Returns its status code.
+async fn call_status(channel: &Channel, call: &str, authorization: Option<&str>) -> Code {
     let mut client = tonic::client::Grpc::new(channel.clone());
     within(client.ready()).await.unwrap();
     let mut request = Request::new(tokio_stream::once(()));
@@ -97,24 +98,24 @@ async fn channel(pool: &Pool) -> Channel {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_call_is_open_to_a_stranger() {
-    let pool = Pool::start(CALM).await;
+async fn every_call_needs_authentication() {
+    let pool = Pool::start(LONG_LEASE).await;
     let channel = channel(&pool).await;
     let basic = format!("Basic {}", pool.running.token);
-    for call in calls() {
+    for call in all_calls() {
         for authorization in [
             None,
             Some("Bearer"),
             Some(basic.as_str()),
             Some(pool.running.token.as_str()),
         ] {
-            let code = make(&channel, &call, authorization).await;
+            let code = call_status(&channel, &call, authorization).await;
             assert_eq!(code, Code::Unauthenticated, "{call} {authorization:?}");
         }
     }
-    // Wrong ones last: after some of them nothing is looked at any more.
-    for call in calls() {
-        let code = make(&channel, &call, Some("Bearer not-the-right-one-but-long")).await;
+    // Wrong tokens last: after some of them the client is blocked.
+    for call in all_calls() {
+        let code = call_status(&channel, &call, Some("Bearer not-the-right-one-but-long")).await;
         assert!(
             matches!(code, Code::Unauthenticated | Code::ResourceExhausted),
             "{call}: {code}"
@@ -124,13 +125,13 @@ async fn no_call_is_open_to_a_stranger() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_workers_certificate_opens_what_a_workers_token_does() {
-    let lab = crate::pki::Lab::start().await;
-    let member = lab.member("box").await;
-    let channel = member.channel(&lab).await;
+async fn a_workers_certificate_permits_the_same_calls_as_a_workers_token() {
+    let server = crate::pki::PkiServer::start().await;
+    let joined = server.join_worker("box").await;
+    let channel = joined.channel(&server).await;
     let allowed: Vec<&str> = WORKER.split(' ').collect();
-    for call in calls() {
-        let code = make(&channel, &call, None).await;
+    for call in all_calls() {
+        let code = call_status(&channel, &call, None).await;
         let refused = matches!(
             code,
             Code::PermissionDenied | Code::Unauthenticated | Code::Unimplemented
@@ -141,30 +142,33 @@ async fn a_workers_certificate_opens_what_a_workers_token_does() {
             assert_eq!(code, Code::PermissionDenied, "{call}");
         }
     }
-    crate::pki::line(&lab, "a refusal", |line| line.action == "refused" && line.who == "box").await;
-    // A token beside it is a token: the certificate adds nothing.
-    let wrong = make(&channel, "Jobs/Info", Some("Bearer not-the-right-one-but-long")).await;
+    crate::pki::wait_for_audit_line(&server, "a refusal", |line| {
+        line.action == "refused" && line.who == "box"
+    })
+    .await;
+    // A call with both is judged by its token.
+    let wrong = call_status(&channel, "Jobs/Info", Some("Bearer not-the-right-one-but-long")).await;
     assert_eq!(wrong, Code::Unauthenticated);
-    // A join token makes one call.
-    let (text, _) = lab.join_token("other").await;
+    // A join token permits only `Workers/Join`. Only some calls, because wrong tokens are rate limited.
+    let (text, _) = server.join_token("other").await;
     let bearer = format!("Bearer {}", aitk_common::security::join::split(&text).0);
     assert_eq!(
-        make(&channel, "Workers/Join", Some(&bearer)).await,
+        call_status(&channel, "Workers/Join", Some(&bearer)).await,
         Code::InvalidArgument
     );
-    for call in calls().into_iter().filter(|call| call != "Workers/Join").take(15) {
+    for call in all_calls().into_iter().filter(|call| call != "Workers/Join").take(15) {
         assert_eq!(
-            make(&channel, &call, Some(&bearer)).await,
+            call_status(&channel, &call, Some(&bearer)).await,
             Code::Unauthenticated,
             "{call}"
         );
     }
-    within(lab.running.shutdown()).await;
+    within(server.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_role_makes_its_calls_and_no_other() {
-    let pool = Pool::start(CALM).await;
+async fn every_role_may_make_its_calls_and_no_others() {
+    let pool = Pool::start(LONG_LEASE).await;
     let channel = channel(&pool).await;
     for (role, allowed) in [
         ("viewer", VIEWER.to_owned()),
@@ -173,10 +177,10 @@ async fn every_role_makes_its_calls_and_no_other() {
         ("worker", WORKER.to_owned()),
     ] {
         let allowed: Vec<&str> = allowed.split(' ').collect();
-        let (secret, _) = token(&pool.clients, "somebody", role, None).await;
+        let (secret, _) = create_token(&pool.clients, "somebody", role, None).await;
         let authorization = format!("Bearer {secret}");
-        for call in calls() {
-            let code = make(&channel, &call, Some(&authorization)).await;
+        for call in all_calls() {
+            let code = call_status(&channel, &call, Some(&authorization)).await;
             let refused = matches!(
                 code,
                 Code::PermissionDenied | Code::Unauthenticated | Code::Unimplemented
@@ -188,8 +192,8 @@ async fn every_role_makes_its_calls_and_no_other() {
             }
         }
     }
-    // What is in the table is in the protocol.
-    let calls = calls();
+    // The tables above name no call that the protocol does not have.
+    let calls = all_calls();
     for name in [VIEWER, SUBMITTER, OPERATOR, WORKER].join(" ").split(' ') {
         assert!(calls.iter().any(|call| call == name), "{name}");
     }

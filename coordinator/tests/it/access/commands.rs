@@ -1,4 +1,4 @@
-//! `aitk-coordinator token` and `aitk-coordinator audit`.
+//! The commands `aitk-coordinator token` and `aitk-coordinator audit`.
 
 use super::list;
 use crate::support::daemon::Daemon;
@@ -9,7 +9,7 @@ use std::process::Command;
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn tokens_are_made_listed_and_ended_by_command() {
+async fn tokens_are_created_listed_and_revoked_on_the_command_line() {
     let folder = tempfile::tempdir().unwrap();
     let daemon = Daemon::start(folder.path(), &[], &[]).await;
     let url = daemon.url();
@@ -25,33 +25,33 @@ async fn tokens_are_made_listed_and_ended_by_command() {
         let out = String::from_utf8(output.stdout).unwrap().trim().to_owned();
         (output.status.success(), out, String::from_utf8(output.stderr).unwrap())
     };
-    let (good, secret, told) = run(&["token", "create", "anna", "--role", "viewer"]);
+    let (success, secret, stderr) = run(&["token", "create", "anna", "--role", "viewer"]);
     assert!(
-        good && secret.starts_with("aitk_") && secret.lines().count() == 1,
-        "{secret} {told}"
+        success && secret.starts_with("aitk_") && secret.lines().count() == 1,
+        "{secret} {stderr}"
     );
     assert!(
-        told.contains("for anna, role viewer, until ") && !told.contains(&secret),
-        "{told}"
+        stderr.contains("for anna, role viewer, until ") && !stderr.contains(&secret),
+        "{stderr}"
     );
     let anna = connect(&url, &secret, None).await.unwrap();
     assert_eq!(list(&anna).await, Vec::<String>::new());
-    let (good, listed, _) = run(&["token", "ls", "--json"]);
+    let (success, listed, _) = run(&["token", "ls", "--json"]);
     let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
-    assert!(good && listed["name"] == "anna" && listed["role"] == "viewer" && listed["revoked"].is_null());
-    let (good, said, _) = run(&["token", "revoke", listed["id"].as_str().unwrap()]);
-    assert!(good && said.contains("of anna (viewer) is revoked"), "{said}");
+    assert!(success && listed["name"] == "anna" && listed["role"] == "viewer" && listed["revoked"].is_null());
+    let (success, stdout, _) = run(&["token", "revoke", listed["id"].as_str().unwrap()]);
+    assert!(success && stdout.contains("of anna (viewer) is revoked"), "{stdout}");
     let error = within(anna.jobs.clone().info(v1::InfoRequest {})).await.unwrap_err();
     assert_eq!(error.code(), Code::Unauthenticated);
-    let (good, log, _) = run(&["audit"]);
+    let (success, log, _) = run(&["audit"]);
     assert!(
-        good && log.contains("token.create") && log.contains("token.revoke") && !log.contains(&secret),
+        success && log.contains("token.create") && log.contains("token.revoke") && !log.contains(&secret),
         "{log}"
     );
-    let (good, _, error) = run(&["token", "create", "anna", "--role", "boss"]);
-    assert!(!good && error.contains("expected viewer, submitter"), "{error}");
+    let (success, _, error) = run(&["token", "create", "anna", "--role", "boss"]);
+    assert!(!success && error.contains("expected viewer, submitter"), "{error}");
     let file = folder.path().join("box-token");
-    let (good, said, _) = run(&[
+    let (success, stdout, _) = run(&[
         "token",
         "create",
         "box",
@@ -60,7 +60,7 @@ async fn tokens_are_made_listed_and_ended_by_command() {
         "-o",
         file.to_str().unwrap(),
     ]);
-    assert!(good && said == file.display().to_string());
+    assert!(success && stdout == file.display().to_string());
     assert!(
         aitk_common::security::token::Token::read(&file).is_ok(),
         "readable by its owner alone"

@@ -1,26 +1,32 @@
-//! Who may do what: each test tries what it must not, is refused, and finds the line in the audit log.
+//! Authorization: each test makes a forbidden call, is refused, and finds the refusal in the audit log.
 
 mod audit;
 mod calls;
 mod commands;
-mod endings;
-mod guesses;
-mod machines;
+mod machine_tokens;
 mod ownership;
 mod roles;
 mod scope;
+mod token_expiry;
+mod token_guessing;
 
-use crate::support::{Pool, blobs, eventually, input, submission, within};
+use crate::support::{Pool, TIMEOUT, data_sets, eventually, input, submission, within};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
 use std::time::Duration;
 use tonic::Status;
 
-const CALM: Duration = Duration::from_secs(60);
+/// Longer than any of these tests takes, so no lease expires.
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
-/// A token of this role; its secret and id.
-pub(crate) async fn token(admin: &Clients, name: &str, role: &str, expires_in_ms: Option<u64>) -> (String, String) {
+/// Creates a token with this role. Returns its secret and its id.
+pub(crate) async fn create_token(
+    admin: &Clients,
+    name: &str,
+    role: &str,
+    expires_in_ms: Option<u64>,
+) -> (String, String) {
     let request = v1::CreateTokenRequest {
         name: name.into(),
         role: role.into(),
@@ -33,9 +39,9 @@ pub(crate) async fn token(admin: &Clients, name: &str, role: &str, expires_in_ms
     (made.secret, made.token.unwrap().id)
 }
 
-/// Somebody of this role.
-pub(super) async fn somebody(pool: &Pool, name: &str, role: &str) -> Clients {
-    let (secret, _) = token(&pool.clients, name, role, None).await;
+/// Creates a token with this role and connects with it. A submitter also uploads the input of the test jobs.
+pub(super) async fn client_with_role(pool: &Pool, name: &str, role: &str) -> Clients {
+    let (secret, _) = create_token(&pool.clients, name, role, None).await;
     let clients = connect(&pool.running.url(), &secret, None).await.unwrap();
     if role == "submitter" {
         put_input(&clients).await;
@@ -43,12 +49,12 @@ pub(super) async fn somebody(pool: &Pool, name: &str, role: &str) -> Clients {
     clients
 }
 
-/// Sends what every job of these tests reads: nobody submits what they did not send.
+/// Uploads the input of the test jobs. A user may only submit jobs whose inputs they uploaded.
 pub(super) async fn put_input(clients: &Clients) {
-    blobs::put(&RemoteBlobs::with_budget(clients, CALM), &input().to_bytes()).await;
+    data_sets::put(&RemoteBlobs::with_budget(clients, TIMEOUT), &input().to_bytes()).await;
 }
 
-pub(crate) async fn audit(admin: &Clients) -> Vec<v1::AuditLine> {
+pub(crate) async fn audit_log(admin: &Clients) -> Vec<v1::AuditLine> {
     let request = v1::ReadAuditRequest { after: 0, limit: 0 };
     within(admin.admin.clone().read_audit(request))
         .await
@@ -57,10 +63,14 @@ pub(crate) async fn audit(admin: &Clients) -> Vec<v1::AuditLine> {
         .lines
 }
 
-/// Waits for a line; refusals are written a moment after they are told.
-pub(crate) async fn line(admin: &Clients, what: &str, fits: impl Fn(&v1::AuditLine) -> bool) -> v1::AuditLine {
+/// Waits for a matching line of the audit log. A refusal is written shortly after the client gets it.
+pub(crate) async fn wait_for_audit_line(
+    admin: &Clients,
+    what: &str,
+    matches: impl Fn(&v1::AuditLine) -> bool,
+) -> v1::AuditLine {
     eventually(what, || async {
-        audit(admin).await.into_iter().find(|line| fits(line))
+        audit_log(admin).await.into_iter().find(|line| matches(line))
     })
     .await
 }

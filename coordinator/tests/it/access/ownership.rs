@@ -1,7 +1,7 @@
-//! Jobs, their logs and their files belong to somebody.
+//! Jobs, their logs and their files belong to the user who submitted them.
 
-use super::{CALM, audit, get, line, list, somebody, stop, submit};
-use crate::support::{self, FakeWorker, Pool, eventually, held, job_json, submission, within};
+use super::{LONG_LEASE, audit_log, client_with_role, get, list, stop, submit, wait_for_audit_line};
+use crate::support::{self, FakeWorker, Pool, eventually, held_attempt, job_json, submission, within};
 use aitk_common::control::{Artifact, Submission, ToCoordinator, Verdict};
 use aitk_common::id::UserName;
 use aitk_common::storage::BlobStore;
@@ -11,8 +11,8 @@ use aitk_proto::v1;
 use std::time::Duration;
 use tonic::{Code, Status};
 
-/// Two users; the first one's job runs, the second one's waits.
-struct Lab {
+/// Two users: anna's job runs, ben's job waits.
+struct Fixture {
     pool: Pool,
     anna: Clients,
     ben: Clients,
@@ -22,17 +22,17 @@ struct Lab {
     work: aitk_common::control::HeldAttempt,
 }
 
-impl Lab {
+impl Fixture {
     async fn start() -> Self {
-        let pool = Pool::start(CALM).await;
-        let anna = somebody(&pool, "anna", "submitter").await;
-        let ben = somebody(&pool, "ben", "submitter").await;
+        let pool = Pool::start(LONG_LEASE).await;
+        let anna = client_with_role(&pool, "anna", "submitter").await;
+        let ben = client_with_role(&pool, "ben", "submitter").await;
         let hers = submit(&anna, "hers").await.unwrap();
         let his = submit(&ben, "his").await.unwrap();
         let mut worker = FakeWorker::new(&pool, "w").await;
-        let work = worker.assigned().await;
+        let work = worker.next_assignment().await;
         assert_eq!(work.job.as_str(), hers);
-        let work = held(&work);
+        let work = held_attempt(&work);
         Self {
             pool,
             anna,
@@ -44,14 +44,14 @@ impl Lab {
         }
     }
 
-    /// What she may call her job: its id, and the beginning of it.
+    /// The ways to name anna's job: its id, and a prefix of it.
     fn names(&self) -> [String; 2] {
         [self.hers.clone(), self.hers[..8].to_owned()]
     }
 }
 
-/// Everything that can be done with one job.
-async fn attempts(clients: &Clients, job: &str) -> Vec<Result<(), Status>> {
+/// The results of all calls that name a job.
+async fn call_everything(clients: &Clients, job: &str) -> Vec<Result<(), Status>> {
     let job_id = || job.to_owned();
     let mut jobs = clients.jobs.clone();
     let events = |follow| v1::EventsRequest {
@@ -88,42 +88,45 @@ async fn attempts(clients: &Clients, job: &str) -> Vec<Result<(), Status>> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_reaches_another_users_job_or_log() {
-    let lab = Lab::start().await;
-    assert_eq!(list(&lab.anna).await, std::slice::from_ref(&lab.hers));
-    assert_eq!(list(&lab.ben).await, std::slice::from_ref(&lab.his));
-    for name in lab.names() {
-        for (number, attempt) in attempts(&lab.ben, &name).await.into_iter().enumerate() {
-            let error = attempt.unwrap_err();
+async fn a_user_cannot_access_another_users_job_or_log() {
+    let fixture = Fixture::start().await;
+    assert_eq!(list(&fixture.anna).await, std::slice::from_ref(&fixture.hers));
+    assert_eq!(list(&fixture.ben).await, std::slice::from_ref(&fixture.his));
+    for name in fixture.names() {
+        for (number, result) in call_everything(&fixture.ben, &name).await.into_iter().enumerate() {
+            let error = result.unwrap_err();
             assert_eq!(error.code(), Code::NotFound, "{number}: {error}");
-            // As for a job that is not there.
+            // The same message as for a job that does not exist.
             assert!(error.message().contains("there is no job"), "{error}");
         }
     }
     for action in ["job.read", "job.stop", "job.pause", "job.resume", "job.priority"] {
-        let refused = line(&lab.pool.clients, action, |line| line.action == action).await;
+        let refused = wait_for_audit_line(&fixture.pool.clients, action, |line| line.action == action).await;
         assert!(
-            !refused.done && refused.who == "ben" && refused.object == lab.hers,
+            !refused.done && refused.who == "ben" && refused.object == fixture.hers,
             "{refused:?}"
         );
     }
-    assert_eq!(get(&lab.anna, &lab.hers).await.unwrap().state(), v1::JobState::Running);
-    // She reaches it, by the same names.
-    for name in lab.names() {
-        assert_eq!(get(&lab.anna, &name).await.unwrap().owner, "anna");
+    assert_eq!(
+        get(&fixture.anna, &fixture.hers).await.unwrap().state(),
+        v1::JobState::Running
+    );
+    // Its owner can access it by the same names.
+    for name in fixture.names() {
+        assert_eq!(get(&fixture.anna, &name).await.unwrap().owner, "anna");
     }
-    stop(&lab.anna, &lab.hers).await.unwrap();
-    let stopped = line(&lab.pool.clients, "her stop", |line| {
+    stop(&fixture.anna, &fixture.hers).await.unwrap();
+    let stopped = wait_for_audit_line(&fixture.pool.clients, "her stop", |line| {
         line.action == "job.stop" && line.who == "anna"
     })
     .await;
-    assert!(stopped.done && stopped.object == lab.hers, "{stopped:?}");
-    within(lab.pool.running.shutdown()).await;
+    assert!(stopped.done && stopped.object == fixture.hers, "{stopped:?}");
+    within(fixture.pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_array_belongs_to_somebody_like_its_members() {
-    let lab = Lab::start().await;
+async fn an_array_and_its_members_belong_to_the_submitter() {
+    let fixture = Fixture::start().await;
     let members = ["one", "two"].map(|name| v1::ArrayMember {
         job_json: submission(name).job_json,
         twin: 0,
@@ -141,23 +144,23 @@ async fn an_array_belongs_to_somebody_like_its_members() {
         }),
         ..request.clone()
     };
-    let refused = within(lab.ben.jobs.clone().submit_array(forged)).await.unwrap_err();
+    let refused = within(fixture.ben.jobs.clone().submit_array(forged)).await.unwrap_err();
     assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
-    let reply = within(lab.anna.jobs.clone().submit_array(request)).await.unwrap();
+    let reply = within(fixture.anna.jobs.clone().submit_array(request)).await.unwrap();
     let array = reply.into_inner().job_id;
     for name in [array.clone(), array[..8].to_owned(), format!("{array}-1")] {
-        for refused in attempts(&lab.ben, &name).await {
+        for refused in call_everything(&fixture.ben, &name).await {
             assert_eq!(refused.unwrap_err().code(), Code::NotFound, "{name}");
         }
-        assert_eq!(get(&lab.anna, &name).await.unwrap().owner, "anna");
+        assert_eq!(get(&fixture.anna, &name).await.unwrap().owner, "anna");
     }
     let theirs = v1::ListJobsRequest {
         array_id: array.clone(),
         ..Default::default()
     };
-    let refused = within(lab.ben.jobs.clone().list(theirs)).await.unwrap_err();
+    let refused = within(fixture.ben.jobs.clone().list(theirs)).await.unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
-    let submitted = line(&lab.pool.clients, "her array", |line| {
+    let submitted = wait_for_audit_line(&fixture.pool.clients, "her array", |line| {
         line.action == "job.submit" && line.object == array
     })
     .await;
@@ -165,14 +168,14 @@ async fn an_array_belongs_to_somebody_like_its_members() {
         submitted.done && submitted.who == "anna" && submitted.detail.contains("2 members"),
         "{submitted:?}"
     );
-    stop(&lab.anna, &array).await.unwrap();
-    within(lab.pool.running.shutdown()).await;
+    stop(&fixture.anna, &array).await.unwrap();
+    within(fixture.pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_fetches_another_users_files() {
-    let mut lab = Lab::start().await;
-    let lora = lab.pool.put(b"her lora").await;
+async fn a_user_cannot_fetch_another_users_files() {
+    let mut fixture = Fixture::start().await;
+    let lora = fixture.pool.put(b"her lora").await;
     let artifact = Artifact {
         name: "hers.safetensors".into(),
         kind: "lora".into(),
@@ -182,37 +185,37 @@ async fn nobody_fetches_another_users_files() {
         index: None,
         local_path: None,
     };
-    let held = lab.work.clone();
-    let ready = lab.worker.ask(|request| ToCoordinator::ArtifactReady {
+    let held = fixture.work.clone();
+    let ready = fixture.worker.request(|request| ToCoordinator::ArtifactReady {
         request,
         held,
         artifact,
     });
     assert_eq!(ready.await.0, Verdict::Accepted);
-    let file = |clients: &Clients| RemoteBlobs::with_budget(clients, Duration::from_secs(5));
+    let blobs = |clients: &Clients| RemoteBlobs::with_budget(clients, Duration::from_secs(5));
     for blob in [lora, support::input().id()] {
         let request = v1::GetBlobRequest {
             sha256: blob.to_hex(),
             offset: 0,
         };
-        let error = within(lab.ben.blobs.clone().get(request)).await.unwrap_err();
+        let error = within(fixture.ben.blobs.clone().get(request)).await.unwrap_err();
         assert_eq!(error.code(), Code::NotFound, "{error}");
-        let refused = line(&lab.pool.clients, "the file", |line| {
+        let refused = wait_for_audit_line(&fixture.pool.clients, "the file", |line| {
             line.action == "blob.get" && line.object == blob.to_hex()
         })
         .await;
         assert!(!refused.done && refused.who == "ben", "{refused:?}");
     }
-    let vera = somebody(&lab.pool, "vera", "viewer").await;
-    for clients in [&lab.anna, &vera, &lab.pool.clients] {
-        assert_eq!(&file(clients).get_bytes(lora, 100).await.unwrap()[..], b"her lora");
+    let vera = client_with_role(&fixture.pool, "vera", "viewer").await;
+    for clients in [&fixture.anna, &vera, &fixture.pool.clients] {
+        assert_eq!(&blobs(clients).get_bytes(lora, 100).await.unwrap()[..], b"her lora");
     }
-    within(lab.pool.running.shutdown()).await;
+    within(fixture.pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_other_peoples_jobs_only_their_owners_are_told() {
-    let lab = Lab::start().await;
+async fn users_see_only_the_owners_of_other_users_jobs() {
+    let fixture = Fixture::start().await;
     let workers = |clients: &Clients| {
         let mut jobs = clients.jobs.clone();
         async move {
@@ -221,35 +224,35 @@ async fn of_other_peoples_jobs_only_their_owners_are_told() {
                 .unwrap()
         }
     };
-    let fit = within(lab.ben.jobs.clone().fit(v1::SubmitRequest::from(submission("fit"))))
+    let fit = within(fixture.ben.jobs.clone().fit(v1::SubmitRequest::from(submission("fit"))))
         .await
         .unwrap();
-    let explained = within(lab.ben.jobs.clone().explain(v1::ExplainRequest {
-        job_id: lab.his.clone(),
+    let explained = within(fixture.ben.jobs.clone().explain(v1::ExplainRequest {
+        job_id: fixture.his.clone(),
     }))
     .await
     .unwrap();
-    let waits = get(&lab.ben, &lab.his).await.unwrap().reason;
-    let told = format!("{:?} {fit:?} {explained:?} {waits}", workers(&lab.ben).await);
+    let waits = get(&fixture.ben, &fixture.his).await.unwrap().reason;
+    let answers = format!("{:?} {fit:?} {explained:?} {waits}", workers(&fixture.ben).await);
     assert!(
-        !told.contains(&lab.hers) && told.contains("busy with a job of anna"),
-        "{told}"
+        !answers.contains(&fixture.hers) && answers.contains("busy with a job of anna"),
+        "{answers}"
     );
-    assert!(format!("{:?}", workers(&lab.anna).await).contains(&lab.hers));
-    within(lab.pool.running.shutdown()).await;
+    assert!(format!("{:?}", workers(&fixture.anna).await).contains(&fixture.hers));
+    within(fixture.pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_waits_for_another_users_job() {
-    let lab = Lab::start().await;
-    let [whole, beginning] = lab.names();
+async fn a_job_cannot_depend_on_another_users_job() {
+    let fixture = Fixture::start().await;
+    let [whole, beginning] = fixture.names();
     for text in [whole, beginning, "hers".to_owned()] {
         let mut after = v1::SubmitRequest::from(submission("after"));
         after.job_json = job_json("after", &format!(r#""after":["{text}"]"#));
-        let error = within(lab.ben.jobs.clone().submit(after)).await.unwrap_err();
+        let error = within(fixture.ben.jobs.clone().submit(after)).await.unwrap_err();
         assert!(error.message().contains("there is no job"), "{error}");
     }
-    let refused = line(&lab.pool.clients, "the dependency", |line| {
+    let refused = wait_for_audit_line(&fixture.pool.clients, "the dependency", |line| {
         line.action == "job.submit" && !line.done
     })
     .await;
@@ -257,12 +260,12 @@ async fn nobody_waits_for_another_users_job() {
         refused.who == "ben" && refused.detail.contains("there is no job"),
         "{refused:?}"
     );
-    within(lab.pool.running.shutdown()).await;
+    within(fixture.pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_submits_in_another_users_name() {
-    let lab = Lab::start().await;
+async fn a_submitter_cannot_submit_for_another_user() {
+    let fixture = Fixture::start().await;
     let forged = Submission {
         owner: Some(UserName::new("anna")),
         ..submission("forged")
@@ -273,11 +276,11 @@ async fn nobody_submits_in_another_users_name() {
     };
     for submission in [forged.clone(), local] {
         let request = v1::SubmitRequest::from(submission);
-        let error = within(lab.ben.jobs.clone().submit(request)).await.unwrap_err();
+        let error = within(fixture.ben.jobs.clone().submit(request)).await.unwrap_err();
         assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     }
     let lines = eventually("both refusals", || async {
-        let lines = audit(&lab.pool.clients).await;
+        let lines = audit_log(&fixture.pool.clients).await;
         let refused = lines
             .into_iter()
             .filter(|line| line.action == "job.submit" && !line.done);
@@ -287,15 +290,15 @@ async fn nobody_submits_in_another_users_name() {
     .await;
     assert!(lines.iter().all(|line| line.who == "ben"), "{lines:?}");
 
-    // An operator may, and the job is hers.
-    let olga = somebody(&lab.pool, "olga", "operator").await;
-    let made = within(olga.jobs.clone().submit(v1::SubmitRequest::from(forged)))
+    // An operator may, and then the job belongs to that user.
+    let olga = client_with_role(&fixture.pool, "olga", "operator").await;
+    let reply = within(olga.jobs.clone().submit(v1::SubmitRequest::from(forged)))
         .await
         .unwrap()
         .into_inner();
-    assert_eq!(get(&lab.anna, &made.job_id).await.unwrap().owner, "anna");
+    assert_eq!(get(&fixture.anna, &reply.job_id).await.unwrap().owner, "anna");
 
-    // The same key of two users is two keys.
+    // Idempotency keys are separate for each user.
     let keyed = Submission {
         idempotency_key: Some("key".into()),
         ..submission("keyed")
@@ -304,8 +307,12 @@ async fn nobody_submits_in_another_users_name() {
         let (mut jobs, request) = (clients.jobs.clone(), v1::SubmitRequest::from(keyed.clone()));
         async move { within(jobs.submit(request)).await.unwrap().into_inner() }
     };
-    let (first, second, again) = (send(&lab.anna).await, send(&lab.ben).await, send(&lab.anna).await);
+    let (first, second, repeated) = (
+        send(&fixture.anna).await,
+        send(&fixture.ben).await,
+        send(&fixture.anna).await,
+    );
     assert!(!second.existed && first.job_id != second.job_id);
-    assert!(again.existed && first.job_id == again.job_id);
-    within(lab.pool.running.shutdown()).await;
+    assert!(repeated.existed && first.job_id == repeated.job_id);
+    within(fixture.pool.running.shutdown()).await;
 }

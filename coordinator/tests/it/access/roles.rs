@@ -1,6 +1,6 @@
-//! What each role may do, by name.
+//! Permissions of each role, and the list of tokens.
 
-use super::{CALM, audit, drain, get, line, somebody, stop, submit, token};
+use super::{LONG_LEASE, audit_log, client_with_role, create_token, drain, get, stop, submit, wait_for_audit_line};
 use crate::support::{FakeWorker, Pool, eventually, within};
 use aitk_common::control::ToCoordinator;
 use aitk_common::hash::ContentHash;
@@ -8,19 +8,19 @@ use aitk_proto::v1;
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_role_may_what_it_may_and_no_more() {
-    let pool = Pool::start(CALM).await;
+async fn each_role_has_its_permissions_and_no_others() {
+    let pool = Pool::start(LONG_LEASE).await;
     let job = pool.submit("a").await.job.to_string();
-    let viewer = somebody(&pool, "vera", "viewer").await;
+    let viewer = client_with_role(&pool, "vera", "viewer").await;
     assert_eq!(get(&viewer, &job).await.unwrap().owner, "default");
     let has = v1::HasRequest {
         sha256: vec![ContentHash::of(b"x").to_hex()],
     };
-    let worker = somebody(&pool, "box", "worker").await;
-    let submitter = somebody(&pool, "sam", "submitter").await;
-    let operator = somebody(&pool, "olga", "operator").await;
+    let worker = client_with_role(&pool, "box", "worker").await;
+    let submitter = client_with_role(&pool, "sam", "submitter").await;
+    let operator = client_with_role(&pool, "olga", "operator").await;
     let gc = v1::CollectGarbageRequest { dry_run: true };
-    let make = v1::CreateTokenRequest {
+    let create = v1::CreateTokenRequest {
         name: "me".into(),
         role: "admin".into(),
         expires_in_ms: None,
@@ -36,10 +36,10 @@ async fn a_role_may_what_it_may_and_no_more() {
         submit(&worker, "b").await.map(drop),
         drain(&submitter).await,
         drain(&viewer).await,
-        within(submitter.admin.clone().create_token(make.clone()))
+        within(submitter.admin.clone().create_token(create.clone()))
             .await
             .map(drop),
-        within(operator.admin.clone().create_token(make)).await.map(drop),
+        within(operator.admin.clone().create_token(create)).await.map(drop),
         within(operator.admin.clone().list_tokens(v1::ListTokensRequest::default()))
             .await
             .map(drop),
@@ -48,7 +48,7 @@ async fn a_role_may_what_it_may_and_no_more() {
             .map(drop),
         within(operator.admin.clone().collect_garbage(gc)).await.map(drop),
     ];
-    let many = refusals.len();
+    let calls = refusals.len();
     for (number, refusal) in refusals.into_iter().enumerate() {
         let error = refusal.unwrap_err();
         assert_eq!(error.code(), Code::PermissionDenied, "{number}: {error}");
@@ -60,9 +60,9 @@ async fn a_role_may_what_it_may_and_no_more() {
         assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     }
     let refused = eventually("every refusal in the log", || async {
-        let lines = audit(&pool.clients).await;
+        let lines = audit_log(&pool.clients).await;
         let refused: Vec<_> = lines.into_iter().filter(|line| line.action == "refused").collect();
-        (refused.len() == many + 3).then_some(refused)
+        (refused.len() == calls + 3).then_some(refused)
     })
     .await;
     assert!(
@@ -75,27 +75,26 @@ async fn a_role_may_what_it_may_and_no_more() {
         "{refused:?}"
     );
 
-    // What they may.
+    // Permitted calls.
     let theirs = submit(&operator, "c").await.unwrap();
     assert_eq!(get(&operator, &theirs).await.unwrap().owner, "olga");
     stop(&operator, &job).await.unwrap();
-    let done = line(&pool.clients, "the stop", |line| line.action == "job.stop").await;
+    let done = wait_for_audit_line(&pool.clients, "the stop", |line| line.action == "job.stop").await;
     assert!(done.done && done.who == "olga" && done.object == job, "{done:?}");
     let registration = FakeWorker::registration("w", None, Vec::new());
     let _worker = FakeWorker::register(&worker, registration).await;
     drain(&operator).await.unwrap();
-    let done = line(&pool.clients, "the drain", |line| line.action == "worker.drain").await;
+    let done = wait_for_audit_line(&pool.clients, "the drain", |line| line.action == "worker.drain").await;
     assert!(done.done && done.who == "olga" && done.object == "w", "{done:?}");
     within(pool.running.shutdown()).await;
 }
 
-/// However many there are: an answer that is full is followed by another.
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_are_listed_page_by_page() {
-    let pool = Pool::start(CALM).await;
+    let pool = Pool::start(LONG_LEASE).await;
     let mut made = Vec::new();
     for name in ["ada", "ben", "cleo", "dan", "eve"] {
-        made.push(token(&pool.clients, name, "viewer", None).await.1);
+        made.push(create_token(&pool.clients, name, "viewer", None).await.1);
     }
     let (mut listed, mut page_token, mut pages) = (Vec::new(), String::new(), 0);
     loop {

@@ -1,8 +1,8 @@
-//! Jobs that no client makes: each would have a worker read or write files that are not its own.
+//! Malicious jobs, each of which would make a worker read or write files of others.
 
-use crate::access::{line, token};
-use crate::support::blobs::put;
-use crate::support::{FakeWorker, Pool, input, job_json, submission, within};
+use crate::access::{create_token, wait_for_audit_line};
+use crate::support::data_sets::put;
+use crate::support::{FakeWorker, Pool, TIMEOUT, input, job_json, submission, within};
 use aitk_common::control::{NewMember, Submission};
 use aitk_proto::client::connect;
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -10,14 +10,14 @@ use aitk_proto::v1;
 use std::time::Duration;
 use tonic::Code;
 
-const CALM: Duration = Duration::from_secs(60);
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
-/// The attacks of a submitter, in JSON that no config gives, with what is said of each.
+/// Attacks by a submitter: the JSON of each job, which no config gives, and a part of the expected error.
 fn attacks(admins_token: &str) -> Vec<(String, String)> {
-    let image = job_json("n", "");
-    let with = |from: &str, to: &str| {
-        assert!(image.contains(from), "{from}");
-        image.replace(from, to)
+    let generate = job_json("n", "");
+    let edited = |from: &str, to: &str| {
+        assert!(generate.contains(from), "{from}");
+        generate.replace(from, to)
     };
     let training = |name: &str, key: &str| {
         format!(
@@ -28,7 +28,7 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
     let prompts = r#"["a cat"]"#;
     let foreign = |path: &str| format!("`{path}` is not an input of this job");
     let mut all = vec![];
-    // Reading, and special files.
+    // Reading files, and special files.
     for path in [
         admins_token,
         "/etc/passwd",
@@ -38,8 +38,8 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
         "/dev/zero",
         "../../token",
     ] {
-        all.push((with(prompts, &format!("{path:?}")), foreign(path)));
-        all.push((with("org/model", path), foreign(path)));
+        all.push((edited(prompts, &format!("{path:?}")), foreign(path)));
+        all.push((edited("org/model", path), foreign(path)));
     }
     for key in ["mask_path", "dataset_path", "random_triggers"] {
         let path = "/var/lib/aitk/worker/trees/other";
@@ -50,29 +50,30 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
         "cannot end the name of a file".into(),
     ));
     all.push((
-        with(prompts, r#"["a --ctrl_img /etc/passwd"]"#),
+        edited(prompts, r#"["a --ctrl_img /etc/passwd"]"#),
         "control images are not used yet".into(),
     ));
-    // Writing.
+    // Writing files.
     for name in ["/root/.docker/config", "../../trees/other", "a/b", "..", "a\\b", "nul"] {
         all.push((training(name, ""), "cannot name a folder".into()));
-        let own = training("n", "").replace(r#""training_folder""#, &format!(r#""name":{name:?},"training_folder""#));
-        all.push((own, "config.process[0].name: ".into()));
+        let process_name =
+            training("n", "").replace(r#""training_folder""#, &format!(r#""name":{name:?},"training_folder""#));
+        all.push((process_name, "config.process[0].name: ".into()));
     }
     all
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_job_that_names_files_of_others_is_refused_and_noted() {
-    let pool = Pool::start(CALM).await;
-    let (secret, _) = token(&pool.clients, "mallory", "submitter", None).await;
+async fn a_job_with_paths_of_other_files_is_refused_and_audited() {
+    let pool = Pool::start(LONG_LEASE).await;
+    let (secret, _) = create_token(&pool.clients, "mallory", "submitter", None).await;
     let mallory = connect(&pool.running.url(), &secret, None).await.unwrap();
-    put(&RemoteBlobs::with_budget(&mallory, CALM), &input().to_bytes()).await;
-    // It is there to be read: nothing may tell it from what is not there.
+    put(&RemoteBlobs::with_budget(&mallory, TIMEOUT), &input().to_bytes()).await;
+    // This file exists. The error must be the same as for a file that does not.
     let admins_token = pool.dir.path().join("token");
     std::fs::write(&admins_token, "the admin's").unwrap();
     let attacks = attacks(admins_token.to_str().unwrap());
-    for (job_json, said) in &attacks {
+    for (job_json, expected) in &attacks {
         let request = Submission {
             job_json: job_json.clone(),
             ..submission("n")
@@ -81,51 +82,51 @@ async fn a_job_that_names_files_of_others_is_refused_and_noted() {
             .await
             .unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{job_json}: {error}");
-        assert!(error.message().contains(said.as_str()), "{job_json}: {error}");
+        assert!(error.message().contains(expected.as_str()), "{job_json}: {error}");
     }
-    let told = |path: &str| {
-        let found = attacks.iter().find(|(_, said)| said.contains(path)).unwrap();
-        found.1.replace(path, "")
+    let error_for = |path: &str| {
+        let (_, error) = attacks.iter().find(|(_, error)| error.contains(path)).unwrap();
+        error.replace(path, "")
     };
-    assert_eq!(told("/etc/passwd"), told("/nowhere/at/all"));
-    let noted = line(&pool.clients, "the refusal", |line| {
+    assert_eq!(error_for("/etc/passwd"), error_for("/nowhere/at/all"));
+    let refusal = wait_for_audit_line(&pool.clients, "the refusal", |line| {
         line.action == "job.submit" && !line.done && line.detail.contains("/proc/self/environ")
     })
     .await;
-    assert_eq!(noted.who, "mallory");
+    assert_eq!(refusal.who, "mallory");
 
-    // As a member of an array, too; and nothing of the array is there then.
+    // The same for a member of an array; then no job of the array exists.
     let member = |job_json: String| NewMember {
         job_json,
         seed_group: 0,
     };
-    let (hostile, _) = &attacks[0];
+    let (malicious, _) = &attacks[0];
     let request = v1::SubmitArrayRequest {
         shared: Some(submission("shared").into()),
         name: "sweep".into(),
-        members: [job_json("good", ""), hostile.clone()]
+        members: [job_json("good", ""), malicious.clone()]
             .map(|json| member(json).into())
             .into(),
         at_most: 0,
     };
     let error = within(mallory.jobs.clone().submit_array(request)).await.unwrap_err();
     assert!(error.message().starts_with("members[1]: job_json: "), "{error}");
-    // What `fit` is asked about is not sent, so its paths are not looked at; its names and numbers are.
+    // `fit` gets no inputs, so it does not check paths. It checks names and numbers.
     let fit = |job_json: &str| v1::SubmitRequest {
         job_json: job_json.to_owned(),
         ..v1::SubmitRequest::from(submission("n"))
     };
     within(mallory.jobs.clone().fit(fit(&attacks[0].0))).await.unwrap();
-    let (named, _) = attacks.last().unwrap();
-    within(mallory.jobs.clone().fit(fit(named))).await.unwrap_err();
+    let (bad_name, _) = attacks.last().unwrap();
+    within(mallory.jobs.clone().fit(fit(bad_name))).await.unwrap_err();
 
-    // What is left is what was well meant.
+    // Only the valid job exists.
     let good = within(mallory.jobs.clone().submit(v1::SubmitRequest::from(submission("good"))))
         .await
         .unwrap()
         .into_inner()
         .job_id;
     let mut worker = FakeWorker::new(&pool, "w1").await;
-    assert_eq!(worker.assigned().await.job.as_str(), good);
+    assert_eq!(worker.next_assignment().await.job.as_str(), good);
     within(pool.running.shutdown()).await;
 }

@@ -1,6 +1,6 @@
-//! A worker with a good token that says what no worker says: every kind of message, in any order, with absurd content.
+//! A malicious worker with a valid token: every kind of message, in any order, with invalid content.
 
-use super::{Besieged, Random};
+use super::{Random, TestServer};
 use crate::support::{FakeWorker, input, job_json, submission, within};
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -27,23 +27,23 @@ const FLOATS: [f64; 8] = [
     0.5,
 ];
 
-/// An attempt as a worker was told of it.
+/// An attempt that the worker was assigned, or claims to run.
 #[derive(Clone, Debug, Default)]
-struct Held {
+struct Claim {
     attempt: String,
     epoch: u64,
 }
 
-struct Liar {
+struct MaliciousWorker {
     random: Random,
-    held: Vec<Held>,
+    assigned: Vec<Claim>,
     hashes: Vec<String>,
-    /// Attempts that it was given.
-    works: usize,
+    /// How many attempts it was assigned.
+    assignments: usize,
 }
 
-impl Liar {
-    /// A text that somebody would take, or one that nobody should.
+impl MaliciousWorker {
+    /// A valid text, or one that the coordinator must refuse or escape.
     fn text(&mut self) -> String {
         match self.random.below(12) {
             0 => String::new(),
@@ -59,34 +59,34 @@ impl Liar {
         if self.random.below(3) == 0 {
             self.random.below(100)
         } else {
-            self.random.one(&NUMBERS)
+            self.random.pick(&NUMBERS)
         }
     }
 
     fn float(&mut self) -> f64 {
-        self.random.one(&FLOATS)
+        self.random.pick(&FLOATS)
     }
 
-    fn held(&mut self) -> Held {
-        let mut known = self.held.clone();
+    fn claim(&mut self) -> Claim {
+        let mut known = self.assigned.clone();
         if known.is_empty() {
-            known.push(Held {
+            known.push(Claim {
                 attempt: "jnobody-1".into(),
                 epoch: 1,
             });
         }
-        let mut held = if self.random.below(30) == 0 {
-            Held {
+        let mut claim = if self.random.below(30) == 0 {
+            Claim {
                 attempt: self.text(),
                 epoch: self.number(),
             }
         } else {
-            self.random.one(&known)
+            self.random.pick(&known)
         };
         if self.random.below(6) == 0 {
-            held.epoch = self.number();
+            claim.epoch = self.number();
         }
-        held
+        claim
     }
 
     fn hash(&mut self) -> String {
@@ -94,7 +94,7 @@ impl Liar {
         match self.random.below(8) {
             0 => self.text(),
             1 => ContentHash::of(&self.random.next().to_be_bytes()).to_hex(),
-            _ => self.random.one(&known),
+            _ => self.random.pick(&known),
         }
     }
 
@@ -147,7 +147,7 @@ impl Liar {
     }
 
     fn message(&mut self) -> v1::WorkerMessage {
-        let Held { attempt, epoch } = self.held();
+        let Claim { attempt, epoch } = self.claim();
         let attempt_id = attempt;
         let message = match self.random.below(40) {
             0 => None,
@@ -157,10 +157,10 @@ impl Liar {
             2 => Some(Message::GoingAway(v1::WorkerGoingAway { reason: self.text() })),
             3..=8 => {
                 let mut running: Vec<_> = (0..self.random.below(5))
-                    .map(|_| self.held())
-                    .map(|held| v1::HeldAttempt {
-                        attempt_id: held.attempt,
-                        epoch: held.epoch,
+                    .map(|_| self.claim())
+                    .map(|claim| v1::HeldAttempt {
+                        attempt_id: claim.attempt,
+                        epoch: claim.epoch,
                     })
                     .collect();
                 if self.random.below(40) == 0 {
@@ -202,7 +202,7 @@ impl Liar {
             })),
         };
         v1::WorkerMessage {
-            // Repeated ones, too.
+            // Few values, so that request ids repeat.
             request_id: self.random.below(4),
             message,
         }
@@ -214,21 +214,21 @@ async fn submit(clients: &Clients, name: &str) -> String {
         job_json: job_json(name, r#""retries":1000"#),
         ..v1::SubmitRequest::from(submission(name))
     };
-    let made = within(clients.jobs.clone().submit(request)).await.unwrap();
-    made.into_inner().job_id
+    let reply = within(clients.jobs.clone().submit(request)).await.unwrap();
+    reply.into_inner().job_id
 }
 
-/// One session until it is closed, or everything is said.
-async fn session(clients: &Clients, liar: &mut Liar, worker: &mut String) {
+/// Runs one session until the coordinator closes it or all messages are sent.
+async fn run_session(clients: &Clients, worker: &mut MaliciousWorker, worker_id: &mut String) {
     let (sender, receiver) = mpsc::channel(64);
-    let mut register = v1::Register::from(FakeWorker::registration("liar", None, Vec::new()));
-    register.worker_id.clone_from(worker);
-    register.running = (0..liar.random.below(3))
-        .map(|_| liar.held())
-        .filter(|held| held.attempt.starts_with('j'))
-        .map(|held| v1::HeldAttempt {
-            attempt_id: held.attempt,
-            epoch: held.epoch,
+    let mut register = v1::Register::from(FakeWorker::registration("malicious", None, Vec::new()));
+    register.worker_id.clone_from(worker_id);
+    register.running = (0..worker.random.below(3))
+        .map(|_| worker.claim())
+        .filter(|claim| claim.attempt.starts_with('j'))
+        .map(|claim| v1::HeldAttempt {
+            attempt_id: claim.attempt,
+            epoch: claim.epoch,
         })
         .collect();
     let first = v1::WorkerMessage {
@@ -240,38 +240,37 @@ async fn session(clients: &Clients, liar: &mut Liar, worker: &mut String) {
         return;
     };
     let mut answers = answer.into_inner();
-    let mut left = MESSAGES;
-    // Lies begin when there is work to lie about, or none comes.
-    let mut patience = Duration::from_millis(300);
-    while left > 0 {
-        let said = tokio::time::timeout(patience, answers.message()).await;
-        match said {
+    let mut messages_left = MESSAGES;
+    // It first waits a little for an assignment, so that later messages can refer to it.
+    let mut wait = Duration::from_millis(300);
+    while messages_left > 0 {
+        match tokio::time::timeout(wait, answers.message()).await {
             Ok(Ok(Some(v1::CoordinatorMessage { message: Some(message) }))) => {
                 if let v1::coordinator_message::Message::Welcome(welcome) = message {
-                    *worker = welcome.worker_id;
+                    *worker_id = welcome.worker_id;
                 } else if let v1::coordinator_message::Message::Assign(work) = message {
-                    liar.held.push(Held {
+                    worker.assigned.push(Claim {
                         attempt: work.attempt_id,
                         epoch: work.epoch,
                     });
-                    // What ended is still spoken of for a while.
-                    if liar.held.len() > 6 {
-                        liar.held.remove(0);
+                    // It keeps sending messages for attempts that have ended.
+                    if worker.assigned.len() > 6 {
+                        worker.assigned.remove(0);
                     }
-                    liar.works += 1;
-                    patience = Duration::from_millis(2);
+                    worker.assignments += 1;
+                    wait = Duration::from_millis(2);
                 }
                 continue;
             }
             Ok(_) => return,
-            Err(_) => patience = Duration::from_millis(2),
+            Err(_) => wait = Duration::from_millis(2),
         }
-        if sender.send(liar.message()).await.is_err() {
+        if sender.send(worker.message()).await.is_err() {
             return;
         }
-        left -= 1;
+        messages_left -= 1;
     }
-    // Some stay silent in the end, most hang up.
+    // Then it closes its side, and waits a moment for the coordinator to close the other one.
     drop(sender);
     let _ = tokio::time::timeout(Duration::from_secs(1), async {
         while let Ok(Some(_)) = answers.message().await {}
@@ -280,9 +279,9 @@ async fn session(clients: &Clients, liar: &mut Liar, worker: &mut String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
-    let besieged = Besieged::start().await;
-    let clients = besieged.daemon.clients().await;
+async fn a_malicious_worker_affects_only_its_own_attempts() {
+    let server = TestServer::start().await;
+    let clients = server.daemon.clients().await;
     let own = ContentHash::of(b"own");
     within(aitk_common::storage::BlobStore::put_bytes(
         &aitk_proto::remote_blobs::RemoteBlobs::new(&clients),
@@ -292,13 +291,13 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
     .await
     .unwrap();
     let manifest = crate::support::put_checkpoint(&aitk_proto::remote_blobs::RemoteBlobs::new(&clients), 3).await;
-    let mut liar = Liar {
+    let mut worker = MaliciousWorker {
         random: Random(11),
-        held: Vec::new(),
+        assigned: Vec::new(),
         hashes: [own, manifest, input().id()].map(|hash| hash.to_hex()).to_vec(),
-        works: 0,
+        assignments: 0,
     };
-    let mut worker = String::new();
+    let mut worker_id = String::new();
     let mut jobs = Vec::new();
     let mut memory = None;
     for number in 0..SESSIONS {
@@ -306,21 +305,21 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
             jobs.push(submit(&clients, &format!("job{number}")).await);
         }
         if number == SESSIONS / 5 {
-            besieged.works().await;
-            memory = besieged.memory();
+            server.assert_works().await;
+            memory = server.resident_memory();
         }
-        let works = liar.works;
-        within(session(&clients, &mut liar, &mut worker)).await;
-        // Who says that its device is stuck gets nothing for an hour: it comes as another machine.
-        if liar.works == works {
-            worker.clear();
+        let assignments = worker.assignments;
+        within(run_session(&clients, &mut worker, &mut worker_id)).await;
+        // A worker that reported a stuck device gets no work for an hour, so it registers as another worker.
+        if worker.assignments == assignments {
+            worker_id.clear();
         }
     }
-    // Work did get to it, or little of this was tried.
-    assert!(liar.works > 20, "{}", liar.works);
-    besieged.has_not_grown(memory, GROWTH);
-    besieged.works().await;
-    // Everything that it said can be read by those whose jobs these are, and is bounded.
+    // Without assignments, little of this would have been tested.
+    assert!(worker.assignments > 20, "{}", worker.assignments);
+    server.assert_memory_growth(memory, GROWTH);
+    server.assert_works().await;
+    // The jobs' owners can read everything that it reported, and each line is bounded.
     for job in &jobs {
         let request = v1::EventsRequest {
             job_id: job.clone(),
@@ -347,19 +346,19 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn clocks_that_are_an_hour_off_change_nothing() {
-    let besieged = Besieged::start().await;
-    let clients = besieged.daemon.clients().await;
+async fn a_worker_clock_that_is_an_hour_off_has_no_effect() {
+    let server = TestServer::start().await;
+    let clients = server.daemon.clients().await;
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
     let hour = Duration::from_secs(3600);
     let times = [now - hour, now + hour, Duration::ZERO, Duration::from_millis(u64::MAX)];
     let job = submit(&clients, "clocks").await;
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     for (number, time) in times.iter().enumerate() {
         worker
             .send(aitk_common::control::ToCoordinator::Event {
-                held: crate::support::held(&work),
+                held: crate::support::held_attempt(&work),
                 seq: number as u64 + 1,
                 time: UnixMillis(time.as_millis() as u64),
                 report: aitk_common::control::Report::Log {
@@ -369,7 +368,7 @@ async fn clocks_that_are_an_hour_off_change_nothing() {
             })
             .await;
     }
-    let held = crate::support::held(&work);
+    let held = crate::support::held_attempt(&work);
     let verdict = worker.finish(&held, aitk_common::attempt::Outcome::Completed).await;
     assert_eq!(verdict, aitk_common::control::Verdict::Accepted);
     let request = v1::EventsRequest {
@@ -382,7 +381,7 @@ async fn clocks_that_are_an_hour_off_change_nothing() {
     while let Some(event) = within(events.message()).await.unwrap() {
         all.push(event.try_into().unwrap());
     }
-    // In the order in which they came, told at the coordinator's time, whatever the worker's clock says.
+    // Lines are in the order of arrival and have the coordinator's time, not the worker's.
     let lines = crate::support::logs(&all);
     assert_eq!(lines, ["line 0", "line 1", "line 2", "line 3"]);
     let (begin, end) = (now.as_millis() as u64, (now + hour).as_millis() as u64);
@@ -390,5 +389,5 @@ async fn clocks_that_are_an_hour_off_change_nothing() {
         assert!((begin..end).contains(&event.time.0), "{event:?}");
     }
     assert_eq!(super::view(&clients, &job).await.attempts.len(), 1);
-    besieged.works().await;
+    server.assert_works().await;
 }

@@ -1,15 +1,15 @@
-//! Whoever speaks to a coordinator says anything: a real process, its memory and its files watched from outside.
+//! Invalid and malicious input to a real coordinator process, whose memory and open files are measured from outside.
 
 mod arrays;
-mod bytes;
+mod garbage_bytes;
 mod jobs;
+mod limits;
+mod message_sizes;
 mod messages;
-mod queue;
-mod silence;
-mod sizes;
+mod slow_connections;
 
 use crate::support::daemon::Daemon;
-use crate::support::{FakeWorker, held, input, job_json, submission, within};
+use crate::support::{FakeWorker, held_attempt, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{JobState, JobView, Verdict};
 use aitk_common::storage::BlobStore;
@@ -19,7 +19,7 @@ use aitk_proto::v1;
 use aitk_tests::processes::free_address;
 use std::net::SocketAddr;
 
-/// Numbers that a seed decides (SplitMix64, by Sebastiano Vigna).
+/// A seeded random number generator (SplitMix64, by Sebastiano Vigna).
 struct Random(u64);
 
 impl Random {
@@ -39,19 +39,19 @@ impl Random {
         (0..count).map(|_| self.next() as u8).collect()
     }
 
-    fn one<T: Clone>(&mut self, of: &[T]) -> T {
-        of[self.below(of.len() as u64) as usize].clone()
+    fn pick<T: Clone>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len() as u64) as usize].clone()
     }
 }
 
-/// A coordinator that also tells its metrics.
-struct Besieged {
+/// A coordinator process with a metrics listener.
+struct TestServer {
     daemon: Daemon,
     metrics: SocketAddr,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
 }
 
-impl Besieged {
+impl TestServer {
     async fn start() -> Self {
         Self::start_with(&[]).await
     }
@@ -71,29 +71,29 @@ impl Besieged {
         Self {
             daemon,
             metrics,
-            _folder: folder,
+            folder,
         }
     }
 
-    /// Bytes of memory in use; none where the kernel does not say.
-    fn memory(&self) -> Option<u64> {
-        self.status("VmRSS:")
+    /// Resident memory in bytes; `None` without `/proc`.
+    fn resident_memory(&self) -> Option<u64> {
+        self.proc_status("VmRSS:")
     }
 
-    /// The most memory that was ever in use.
+    /// Peak resident memory in bytes; `None` without `/proc`.
     fn peak_memory(&self) -> Option<u64> {
-        self.status("VmHWM:")
+        self.proc_status("VmHWM:")
     }
 
-    fn status(&self, name: &str) -> Option<u64> {
+    fn proc_status(&self, name: &str) -> Option<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.daemon.id())).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
         Some(kib << 10)
     }
 
-    /// Files that are open; none where the kernel does not say.
-    fn files(&self) -> Option<usize> {
+    /// Number of open files; `None` without `/proc`.
+    fn open_files(&self) -> Option<usize> {
         Some(
             std::fs::read_dir(format!("/proc/{}/fd", self.daemon.id()))
                 .ok()?
@@ -101,8 +101,8 @@ impl Besieged {
         )
     }
 
-    /// Connections to the coordinator's port that both sides have open; none where the kernel does not say.
-    fn connections(&self) -> Option<usize> {
+    /// Number of established connections to the coordinator's port; `None` without `/proc`.
+    fn established_connections(&self) -> Option<usize> {
         const ESTABLISHED: &str = "01";
         let local = format!("0100007F:{:04X}", self.daemon.address().port());
         let table = std::fs::read_to_string("/proc/net/tcp").ok()?;
@@ -113,24 +113,28 @@ impl Besieged {
         Some(rows.count())
     }
 
-    fn has_not_grown(&self, before: Option<u64>, by: u64) {
-        if let (Some(before), Some(now)) = (before, self.memory()) {
-            assert!(now <= before + by, "{before} bytes grew to {now}");
+    /// Fails if resident memory grew by more than `limit` bytes since `before`.
+    fn assert_memory_growth(&self, before: Option<u64>, limit: u64) {
+        if let (Some(before), Some(now)) = (before, self.resident_memory()) {
+            assert!(
+                now <= before + limit,
+                "resident memory grew from {before} to {now} bytes; at most {limit} more are allowed"
+            );
         }
     }
 
-    /// A user who may submit, and has sent what every job of these tests reads.
+    /// Connects a user who may submit and has uploaded the input of the test jobs.
     async fn submitter(&self, name: &str) -> Clients {
-        let (secret, _) = crate::access::token(&self.daemon.clients().await, name, "submitter", None).await;
+        let (secret, _) = crate::access::create_token(&self.daemon.clients().await, name, "submitter", None).await;
         let clients = connect(&self.daemon.url(), &secret, None).await.unwrap();
         crate::access::put_input(&clients).await;
         clients
     }
 
-    /// A job goes the whole way, and nothing has panicked.
-    async fn works(&self) {
+    /// Runs one job from submission to completion, and checks that the log contains no panic.
+    async fn assert_works(&self) {
         let clients = self.daemon.clients().await;
-        // Alone in front of the queue.
+        // First in the queue, and only this test's worker has the label.
         let request = v1::SubmitRequest {
             job_json: job_json("proof", r#""priority":1000,"labels":{"proof":"yes"}"#),
             ..v1::SubmitRequest::from(submission("proof"))
@@ -143,10 +147,13 @@ impl Besieged {
         let mut registration = FakeWorker::registration("proof", None, Vec::new());
         registration.labels.insert("proof".into(), "yes".into());
         let mut worker = FakeWorker::register(&clients, registration).await;
-        let work = worker.assigned().await;
+        let work = worker.next_assignment().await;
         assert_eq!(work.job.as_str(), job);
-        worker.beat(&[held(&work)]).await;
-        assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+        worker.heartbeat(&[held_attempt(&work)]).await;
+        assert_eq!(
+            worker.finish(&held_attempt(&work), Outcome::Completed).await,
+            Verdict::Accepted
+        );
         assert_eq!(view(&clients, &job).await.state, JobState::Completed);
         let log = self.daemon.log();
         assert!(!log.contains("panicked"), "{log}");

@@ -1,4 +1,4 @@
-//! `aitk-coordinator init` and `aitk-coordinator worker`, and what they print.
+//! The commands `aitk-coordinator init` and `aitk-coordinator worker`, and what they print.
 
 use super::{Trust, within};
 use crate::support::daemon::Daemon;
@@ -24,29 +24,28 @@ fn run(folder: &Path, arguments: &[&str]) -> (bool, String, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn from_nothing_to_a_worker_and_a_user() {
+async fn the_commands_set_up_a_coordinator_a_worker_and_a_user() {
     let folder = tempfile::tempdir().unwrap();
-    let (good, said, told) = run(folder.path(), &["init", "--hostname", "gpu.lab"]);
-    assert!(good && said.contains("SHA-256"), "{said} {told}");
+    let (success, stdout, stderr) = run(folder.path(), &["init", "--hostname", "gpu.lab"]);
+    assert!(success && stdout.contains("SHA-256"), "{stdout} {stderr}");
     assert!(
-        told.contains("aitk-worker join https://gpu.lab:7420") && told.contains("ca.key"),
-        "{told}"
+        stderr.contains("aitk-worker join https://gpu.lab:7420") && stderr.contains("ca.key"),
+        "{stderr}"
     );
-    let (good, again, _) = run(folder.path(), &["init"]);
-    assert!(good && again.contains("nothing was changed"), "{again}");
-    let (good, _, error) = run(&folder.path().join("x"), &["init", "--hostname", "not a name"]);
-    assert!(!good && error.contains("not a name"), "{error}");
+    let (success, stdout, _) = run(folder.path(), &["init"]);
+    assert!(success && stdout.contains("nothing was changed"), "{stdout}");
+    let (success, _, error) = run(&folder.path().join("x"), &["init", "--hostname", "not a name"]);
+    assert!(!success && error.contains("not a name"), "{error}");
 
     let daemon = Daemon::start(folder.path(), &[], &[]).await;
     let url = daemon.url();
     assert!(url.starts_with("https://"));
-    // On the coordinator's machine neither token, authority nor port need be said.
-    let server: [&str; 0] = [];
+    // On the coordinator's machine the commands need no token, authority or address.
     let port = url.rsplit(':').next().unwrap();
-    let (good, text, told) = run(folder.path(), &[&["worker", "join-token", "box"][..], &server].concat());
+    let (success, text, stderr) = run(folder.path(), &["worker", "join-token", "box"]);
     assert!(
-        good && told.contains(&format!("aitk-worker join https://HOST:{port} TOKEN")) && !told.contains(&text),
-        "{text} {told}"
+        success && stderr.contains(&format!("aitk-worker join https://HOST:{port} TOKEN")) && !stderr.contains(&text),
+        "{text} {stderr}"
     );
     let invitation = JoinToken::parse(&text).unwrap();
     let request = WorkerRequest::new(None).unwrap();
@@ -61,41 +60,35 @@ async fn from_nothing_to_a_worker_and_a_user() {
         request.key_pem,
         Trust::Authority(invitation.ca),
     );
-    let member = within(connect_with(&url, credentials, None)).await.unwrap();
-    within(member.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
+    let joined = within(connect_with(&url, credentials, None)).await.unwrap();
+    within(joined.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
 
-    let (good, listed, _) = run(
-        folder.path(),
-        &[&["worker", "certs", "ls", "--json"][..], &server].concat(),
-    );
+    let (success, listed, _) = run(folder.path(), &["worker", "certs", "ls", "--json"]);
     let listed: serde_json::Value = serde_json::from_str(&listed).unwrap();
     assert!(
-        good && listed["name"] == "box" && listed["revoked"].is_null(),
+        success && listed["name"] == "box" && listed["revoked"].is_null(),
         "{listed}"
     );
-    let (good, said, _) = run(folder.path(), &[&["worker", "revoke", "box"][..], &server].concat());
-    assert!(good && said.contains("of box"), "{said}");
-    within(member.jobs.clone().info(v1::InfoRequest {})).await.unwrap_err();
-    let (good, said, _) = run(folder.path(), &[&["worker", "certs", "ls"][..], &server].concat());
-    assert!(good && said.contains("revoked"), "{said}");
-    let (good, _, error) = run(folder.path(), &[&["worker", "revoke", "nobody"][..], &server].concat());
-    assert!(!good && error.contains("certs ls"), "{error}");
+    let (success, stdout, _) = run(folder.path(), &["worker", "revoke", "box"]);
+    assert!(success && stdout.contains("of box"), "{stdout}");
+    within(joined.jobs.clone().info(v1::InfoRequest {})).await.unwrap_err();
+    let (success, stdout, _) = run(folder.path(), &["worker", "certs", "ls"]);
+    assert!(success && stdout.contains("revoked"), "{stdout}");
+    let (success, _, error) = run(folder.path(), &["worker", "revoke", "nobody"]);
+    assert!(!success && error.contains("certs ls"), "{error}");
 
-    // A user's token names the authority, so it is all that a user needs.
-    let (good, token, _) = run(
-        folder.path(),
-        &[&["token", "create", "anna", "--role", "viewer"][..], &server].concat(),
-    );
-    assert!(good && join::split(&token).1 == Some(invitation.ca), "{token}");
+    // A user's token contains the authority's hash, so a user needs nothing else.
+    let (success, token, _) = run(folder.path(), &["token", "create", "anna", "--role", "viewer"]);
+    assert!(success && join::split(&token).1 == Some(invitation.ca), "{token}");
     let anna = within(connect(&url, &token, None)).await.unwrap();
     within(anna.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
-    // With another authority's hash it is shown to nobody.
-    let turned = format!("{}.{}", join::split(&token).0, ContentHash::of(b"another"));
-    within(connect(&url, &turned, None)).await.unwrap_err();
-    let (good, log, _) = run(folder.path(), &[&["audit"][..], &server].concat());
+    // With another authority's hash, the client does not send the token.
+    let wrong_authority = format!("{}.{}", join::split(&token).0, ContentHash::of(b"another"));
+    within(connect(&url, &wrong_authority, None)).await.unwrap_err();
+    let (success, log, _) = run(folder.path(), &["audit"]);
     let secret = join::split(&text).0;
     assert!(
-        good && log.contains("join_token.create") && log.contains("worker.enrol") && !log.contains(secret),
+        success && log.contains("join_token.create") && log.contains("worker.enrol") && !log.contains(secret),
         "{log}"
     );
 }

@@ -1,38 +1,42 @@
-//! Join tokens: one machine, once, at the right coordinator, under the right name.
+//! Join tokens: each lets one worker join once, at the right coordinator and with the right name.
 
-use super::{Lab, eventually, line, within};
+use super::{PkiServer, eventually, wait_for_audit_line, within};
 use aitk_common::id::UserName;
 use aitk_common::security::ca::WorkerRequest;
 use aitk_common::security::join;
 use aitk_proto::client::{ConnectError, connect};
 use aitk_proto::v1;
 use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_join_token_lets_one_machine_in_and_only_once() {
-    let lab = Lab::start().await;
-    let (text, id) = lab.join_token("").await;
-    let joined = lab.join(&text, None).await.unwrap();
+async fn a_join_token_works_once() {
+    let server = PkiServer::start().await;
+    let (text, id) = server.join_token("").await;
+    let joined = server.join(&text, None).await.unwrap();
     assert_eq!(
         joined.name, "gpu-lab",
-        "the name of the machine, as far as it can be one"
+        "the host name, with invalid characters replaced"
     );
-    joined.knock(&lab).await.unwrap();
-    let made = line(&lab, "the enrolment", |line| line.action == "worker.enrol" && line.done).await;
+    joined.try_call(&server).await.unwrap();
+    let enrolment = wait_for_audit_line(&server, "the enrolment", |line| {
+        line.action == "worker.enrol" && line.done
+    })
+    .await;
     assert!(
-        made.by == id && made.who == "gpu-lab" && made.object == joined.worker_id,
-        "{made:?}"
+        enrolment.by == id && enrolment.who == "gpu-lab" && enrolment.object == joined.worker_id,
+        "{enrolment:?}"
     );
-    line(&lab, "the first use", |line| {
+    wait_for_audit_line(&server, "the first use", |line| {
         line.action == "certificate.use" && line.who == "gpu-lab"
     })
     .await;
 
-    let again = lab.join(&text, Some("other")).await.err().unwrap();
-    assert_eq!(again.code(), Code::Unauthenticated, "{again}");
-    assert!(again.message().contains("used already"), "{again}");
-    let refused = line(&lab, "the second use", |line| {
+    let repeated = server.join(&text, Some("other")).await.err().unwrap();
+    assert_eq!(repeated.code(), Code::Unauthenticated, "{repeated}");
+    assert!(repeated.message().contains("used already"), "{repeated}");
+    let refused = wait_for_audit_line(&server, "the second use", |line| {
         line.action == "worker.enrol" && !line.done
     })
     .await;
@@ -41,28 +45,28 @@ async fn a_join_token_lets_one_machine_in_and_only_once() {
         "{refused:?}"
     );
 
-    // Also after a restart. And the secret is in no file.
+    // The same after a restart, and no file contains the secret.
     let secret = join::split(&text).0.to_owned();
-    let lab = lab.restart().await;
-    let again = lab.join(&text, Some("other")).await.err().unwrap();
-    assert_eq!(again.code(), Code::Unauthenticated, "{again}");
-    joined.knock(&lab).await.unwrap();
-    for entry in std::fs::read_dir(lab.dir.path()).unwrap().flatten() {
+    let server = server.restart().await;
+    let repeated = server.join(&text, Some("other")).await.err().unwrap();
+    assert_eq!(repeated.code(), Code::Unauthenticated, "{repeated}");
+    joined.try_call(&server).await.unwrap();
+    for entry in std::fs::read_dir(server.dir.path()).unwrap().flatten() {
         if let Ok(bytes) = std::fs::read(entry.path()) {
             let holds = bytes.windows(secret.len()).any(|part| part == secret.as_bytes());
             assert!(!holds, "{}", entry.path().display());
         }
     }
-    within(lab.running.shutdown()).await;
+    within(server.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_whose_answer_was_lost_asks_again_and_gets_the_same_one() {
-    let lab = Lab::start().await;
-    let (text, _) = lab.join_token("").await;
+async fn a_repeated_join_with_the_same_key_gets_the_same_certificate() {
+    let server = PkiServer::start().await;
+    let (text, _) = server.join_token("").await;
     let request = WorkerRequest::new(Some(&UserName::new("box"))).unwrap();
-    let ask = async |lab: &Lab, request: &WorkerRequest| {
-        let clients = within(connect(&lab.url(), &text, None)).await.unwrap();
+    let join = async |server: &PkiServer, request: &WorkerRequest| {
+        let clients = within(connect(&server.url(), &text, None)).await.unwrap();
         let wire = v1::JoinRequest {
             request: Some(request.request.clone().into()),
             host: "box".to_owned(),
@@ -71,123 +75,137 @@ async fn a_machine_whose_answer_was_lost_asks_again_and_gets_the_same_one() {
         let reply = within(clients.workers.clone().join(wire)).await;
         reply.map(tonic::Response::into_inner)
     };
-    let first = ask(&lab, &request).await.unwrap();
-    // As if it had never come. Also after a restart.
-    let lab = lab.restart().await;
-    let again = WorkerRequest::with_key_pem(&request.key_pem, Some(&UserName::new("box"))).unwrap();
-    let second = ask(&lab, &again).await.unwrap();
+    let first = join(&server, &request).await.unwrap();
+    // As if the answer had been lost. It also works after a restart.
+    let server = server.restart().await;
+    let repeated = WorkerRequest::with_key_pem(&request.key_pem, Some(&UserName::new("box"))).unwrap();
+    let second = join(&server, &repeated).await.unwrap();
     assert_eq!(first.worker_id, second.worker_id);
     assert_eq!(
         first.certificate.unwrap().certificate,
         second.certificate.unwrap().certificate
     );
-    assert_eq!(lab.certificates().await.len(), 1);
-    line(&lab, "the second answer", |line| {
+    assert_eq!(server.certificates().await.len(), 1);
+    wait_for_audit_line(&server, "the second answer", |line| {
         line.done && line.detail.contains("again")
     })
     .await;
-    // Another key gets nothing, and after a revocation nobody does.
+    // Another key is refused, and after a revocation every key is.
     let other = WorkerRequest::new(Some(&UserName::new("box"))).unwrap();
-    assert_eq!(ask(&lab, &other).await.unwrap_err().code(), Code::Unauthenticated);
-    lab.revoke("box").await.unwrap();
-    assert_eq!(ask(&lab, &again).await.unwrap_err().code(), Code::Unauthenticated);
-    within(lab.running.shutdown()).await;
+    assert_eq!(join(&server, &other).await.unwrap_err().code(), Code::Unauthenticated);
+    server.revoke("box").await.unwrap();
+    assert_eq!(
+        join(&server, &repeated).await.unwrap_err().code(),
+        Code::Unauthenticated
+    );
+    within(server.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_two_that_show_it_at_once_one_gets_in() {
-    let lab = Lab::start().await;
-    let (text, _) = lab.join_token("").await;
+async fn of_concurrent_joins_with_one_token_one_succeeds() {
+    let server = PkiServer::start().await;
+    let (text, _) = server.join_token("").await;
     let names: Vec<String> = (0..8).map(|n| format!("box-{n}")).collect();
-    let tries = futures::future::join_all(names.iter().map(|name| lab.join(&text, Some(name)))).await;
-    assert_eq!(tries.iter().filter(|joined| joined.is_ok()).count(), 1);
-    assert_eq!(lab.certificates().await.len(), 1);
-    within(lab.running.shutdown()).await;
+    let results = futures::future::join_all(names.iter().map(|name| server.join(&text, Some(name)))).await;
+    assert_eq!(results.iter().filter(|result| result.is_ok()).count(), 1);
+    assert_eq!(server.certificates().await.len(), 1);
+    within(server.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_join_token_expires_and_opens_nothing_else() {
-    let lab = Lab::start().await;
-    let (text, id) = lab.join_token_for("box", Duration::from_millis(1)).await;
-    let refused = eventually("its end", || async { lab.join(&text, None).await.err() }).await;
+async fn a_join_token_expires_and_permits_only_joining() {
+    let server = PkiServer::start().await;
+    let (text, id) = server.join_token_for("box", Duration::from_millis(1)).await;
+    let refused = eventually("the token to expire", || async { server.join(&text, None).await.err() }).await;
     assert_eq!(refused.code(), Code::Unauthenticated, "{refused}");
     assert!(refused.message().contains("expired"), "{refused}");
-    let line = line(&lab, "the expired token", |line| {
+    let refusal = wait_for_audit_line(&server, "the expired token", |line| {
         line.action == "worker.enrol" && !line.done
     })
     .await;
     assert!(
-        line.by == id && line.detail.contains("expired") && line.who == "box",
-        "{line:?}"
+        refusal.by == id && refusal.detail.contains("expired") && refusal.who == "box",
+        "{refusal:?}"
     );
 
-    let (good, _) = lab.join_token("box").await;
-    let clients = within(connect(&lab.url(), &good, None)).await.unwrap();
+    let (good, _) = server.join_token("box").await;
+    let clients = within(connect(&server.url(), &good, None)).await.unwrap();
     let error = within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap_err();
     assert_eq!(error.code(), Code::Unauthenticated, "{error}");
-    lab.join(&good, None).await.unwrap();
+    server.join(&good, None).await.unwrap();
 
-    for (name, life) in [("a b", 1), ("box", 0), ("box", u64::MAX)] {
+    for (name, lifetime_ms) in [("a b", 1), ("box", 0), ("box", u64::MAX)] {
         let request = v1::CreateJoinTokenRequest {
             name: name.into(),
-            expires_in_ms: life,
+            expires_in_ms: lifetime_ms,
         };
-        let error = within(lab.admin.admin.clone().create_join_token(request))
+        let error = within(server.admin.admin.clone().create_join_token(request))
             .await
             .unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
     }
-    within(lab.running.shutdown()).await;
+    within(server.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_stands_in_between_gets_nothing() {
-    let (lab, other) = (Lab::start().await, Lab::start().await);
-    let (text, _) = lab.join_token("box").await;
-    // At another coordinator's address, whose certificate is good, but of another authority.
+async fn a_man_in_the_middle_gets_no_token() {
+    let (server, other) = (PkiServer::start().await, PkiServer::start().await);
+    let (text, _) = server.join_token("box").await;
+    // Another coordinator's address: its certificate is valid, but from another authority.
     let error = within(connect(&other.url(), &text, None)).await.unwrap_err();
     assert!(matches!(error, ConnectError::Untrusted { .. }), "{error}");
     assert!(error.to_string().contains("nothing was sent"), "{error}");
-    // One that shows our authority's certificate, which is no secret, below a chain of its own.
-    let token = format!("{}.{}", lab.running.token, other.ca);
-    let error = within(connect(&lab.url(), &token, None)).await.unwrap_err();
+    // The same with a token that names the other coordinator's authority.
+    let token = format!("{}.{}", server.running.token, other.ca);
+    let error = within(connect(&server.url(), &token, None)).await.unwrap_err();
     assert!(matches!(error, ConnectError::Untrusted { .. }), "{error}");
-    let seen = crate::access::audit(&other.admin).await;
+    let seen = crate::access::audit_log(&other.admin).await;
     assert!(
         seen.iter()
             .all(|line| line.action != "login" && line.action != "worker.enrol"),
         "{seen:?}"
     );
-    // It is still good where it belongs.
-    lab.join(&text, None).await.unwrap();
-    // The right authority, under a name that the certificate does not have.
-    let (text, _) = lab.join_token("box-2").await;
-    let port = lab.running.addr.port();
-    let error = within(connect(&format!("https://127.0.0.2:{port}"), &text, None)).await;
-    // Nobody listens at that address, but for systems that have one loopback for all.
-    assert!(error.is_err());
-    within(lab.running.shutdown()).await;
+    // The token still works at its own coordinator.
+    server.join(&text, None).await.unwrap();
+    // The right coordinator, at an address for which its certificate is not valid: a proxy on 127.0.0.2. Not every system has
+    // that address.
+    if let Ok(proxy) = TcpListener::bind(("127.0.0.2", 0)).await {
+        let (address, target) = (proxy.local_addr().unwrap(), server.running.addr);
+        let forwarding = tokio::spawn(async move {
+            while let Ok((mut client, _)) = proxy.accept().await {
+                let mut upstream = TcpStream::connect(target).await.unwrap();
+                let _ = tokio::io::copy_bidirectional(&mut client, &mut upstream).await;
+            }
+        });
+        let (text, _) = server.join_token("box-2").await;
+        let error = within(connect(&format!("https://{address}"), &text, None))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, ConnectError::Untrusted { .. }), "{error}");
+        forwarding.abort();
+    }
+    within(server.running.shutdown()).await;
     within(other.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_gets_the_name_of_its_token_and_no_other() {
-    let lab = Lab::start().await;
-    let (text, id) = lab.join_token("box-1").await;
-    let refused = lab.join(&text, Some("box-2")).await.err().unwrap();
+async fn a_worker_gets_the_name_of_its_join_token_and_no_other() {
+    let server = PkiServer::start().await;
+    let (text, id) = server.join_token("box-1").await;
+    let refused = server.join(&text, Some("box-2")).await.err().unwrap();
     assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
     assert!(
         refused.message().contains("box-1") && refused.message().contains("box-2"),
         "{refused}"
     );
-    let noted = line(&lab, "the other name", |line| {
+    let noted = wait_for_audit_line(&server, "the other name", |line| {
         line.action == "worker.enrol" && !line.done
     })
     .await;
     assert!(noted.by == id && noted.detail.contains("box-2"), "{noted:?}");
 
-    // A refusal uses nothing up.
-    let clients = within(connect(&lab.url(), &text, None)).await.unwrap();
+    // A refused request does not use the token up.
+    let clients = within(connect(&server.url(), &text, None)).await.unwrap();
     for public_key in [Vec::new(), vec![4; 65], vec![0x30; 100_000]] {
         let request = v1::CertificateRequest {
             public_key,
@@ -200,33 +218,33 @@ async fn a_machine_gets_the_name_of_its_token_and_no_other() {
         let error = within(clients.workers.clone().join(wire)).await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument, "{error}");
     }
-    let first = lab.join(&text, Some("box-1")).await.unwrap();
+    let first = server.join(&text, Some("box-1")).await.unwrap();
 
-    // The name is taken, until that worker is ended.
-    let (text, _) = lab.join_token("box-1").await;
-    let refused = lab.join(&text, None).await.err().unwrap();
+    // The name is taken until that worker is revoked.
+    let (text, _) = server.join_token("box-1").await;
+    let refused = server.join(&text, None).await.err().unwrap();
     assert_eq!(refused.code(), Code::AlreadyExists, "{refused}");
     assert!(refused.message().contains("worker revoke box-1"), "{refused}");
-    line(&lab, "the taken name", |line| {
+    wait_for_audit_line(&server, "the taken name", |line| {
         line.action == "worker.enrol" && line.detail.contains("already")
     })
     .await;
-    lab.revoke("box-1").await.unwrap();
-    let refused = lab.join(&text, None).await.err().unwrap();
+    server.revoke("box-1").await.unwrap();
+    let refused = server.join(&text, None).await.err().unwrap();
     assert!(
         refused.message().contains("revoked"),
-        "unused join tokens of the name end, too: {refused}"
+        "unused join tokens for the name are revoked, too: {refused}"
     );
-    let (text, _) = lab.join_token("box-1").await;
-    // Its folder still has its id: it gets its old place back.
-    let second = lab.join_as(&text, None, &first.worker_id).await.unwrap();
+    let (text, _) = server.join_token("box-1").await;
+    // A worker that still has its old id gets that id again.
+    let second = server.join_as(&text, None, &first.worker_id).await.unwrap();
     assert_eq!(second.worker_id, first.worker_id);
-    second.knock(&lab).await.unwrap();
-    assert!(first.knock(&lab).await.unwrap_err().contains("was revoked"));
+    second.try_call(&server).await.unwrap();
+    assert!(first.try_call(&server).await.unwrap_err().contains("was revoked"));
 
-    // Nobody joins into another worker's place.
-    let (text, _) = lab.join_token("box-3").await;
-    let refused = lab.join_as(&text, None, &first.worker_id).await.err().unwrap();
+    // A worker cannot join with another worker's id.
+    let (text, _) = server.join_token("box-3").await;
+    let refused = server.join_as(&text, None, &first.worker_id).await.err().unwrap();
     assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
-    within(lab.running.shutdown()).await;
+    within(server.running.shutdown()).await;
 }

@@ -1,7 +1,7 @@
-//! Certificates: each rule attacked over real TLS, refused, and found in the audit log.
+//! Certificates: each violation over real TLS is refused and found in the audit log.
 
 mod commands;
-mod ends;
+mod expiry;
 mod joining;
 mod listener;
 mod unauthenticated;
@@ -16,19 +16,19 @@ use aitk_proto::v1;
 use std::time::Duration;
 use tonic::Status;
 
-/// A coordinator with an authority, on loopback.
-pub(crate) struct Lab {
+/// A coordinator with a certificate authority, on loopback.
+pub(crate) struct PkiServer {
     pub(crate) running: Running,
-    /// With the administrator's token.
+    /// Clients with the administrator's token.
     pub(crate) admin: Clients,
     pub(crate) dir: tempfile::TempDir,
     pub(crate) ca: ContentHash,
     config: Config,
 }
 
-/// A machine that joined, as its files would hold it.
+/// A worker that joined: what its files contain.
 #[derive(Clone)]
-pub(crate) struct Member {
+pub(crate) struct JoinedWorker {
     pub(crate) name: String,
     pub(crate) worker_id: String,
     certificate: String,
@@ -36,15 +36,15 @@ pub(crate) struct Member {
     trust: Trust,
 }
 
-impl Lab {
+impl PkiServer {
     pub(crate) async fn start() -> Self {
-        Self::with(|_| {}).await
+        Self::start_with(|_| {}).await
     }
 
-    pub(crate) async fn with(change: impl FnOnce(&mut PkiConfig)) -> Self {
+    pub(crate) async fn start_with(change: impl FnOnce(&mut PkiConfig)) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let made = init(dir.path(), &[]).unwrap();
-        assert!(made.created);
+        let ca = init(dir.path(), &[]).unwrap();
+        assert!(ca.created);
         let mut pki = PkiConfig::new(ca_folder(dir.path()));
         change(&mut pki);
         let config = Config {
@@ -52,7 +52,7 @@ impl Lab {
             pki: Some(pki),
             ..Config::new(dir.path())
         };
-        Self::run(dir, config, made.hash).await
+        Self::run(dir, config, ca.hash).await
     }
 
     async fn run(dir: tempfile::TempDir, config: Config, ca: ContentHash) -> Self {
@@ -68,7 +68,7 @@ impl Lab {
         }
     }
 
-    /// Down and up again on the same folder, at another port.
+    /// Shuts the coordinator down and starts it again on the same folder, on another port.
     pub(crate) async fn restart(self) -> Self {
         let Self {
             running,
@@ -86,30 +86,35 @@ impl Lab {
         self.running.url()
     }
 
-    /// A join token's text, and its id.
+    /// Creates a join token. Returns its text and its id.
     pub(crate) async fn join_token(&self, name: &str) -> (String, String) {
         self.join_token_for(name, Duration::from_secs(600)).await
     }
 
-    pub(crate) async fn join_token_for(&self, name: &str, life: Duration) -> (String, String) {
+    pub(crate) async fn join_token_for(&self, name: &str, lifetime: Duration) -> (String, String) {
         let request = v1::CreateJoinTokenRequest {
             name: name.into(),
-            expires_in_ms: life.as_millis() as u64,
+            expires_in_ms: lifetime.as_millis() as u64,
         };
-        let made = within(self.admin.admin.clone().create_join_token(request))
+        let reply = within(self.admin.admin.clone().create_join_token(request))
             .await
             .unwrap()
             .into_inner();
-        (made.text, made.id)
+        (reply.text, reply.id)
     }
 
-    /// Joins with a token, as `asked` if that is said.
-    pub(crate) async fn join(&self, text: &str, asked: Option<&str>) -> Result<Member, Status> {
-        self.join_as(text, asked, "").await
+    /// Joins with a token, and asks for this name if there is one.
+    pub(crate) async fn join(&self, text: &str, name: Option<&str>) -> Result<JoinedWorker, Status> {
+        self.join_as(text, name, "").await
     }
 
-    pub(crate) async fn join_as(&self, text: &str, asked: Option<&str>, worker_id: &str) -> Result<Member, Status> {
-        let request = WorkerRequest::new(asked.map(UserName::new).as_ref()).unwrap();
+    pub(crate) async fn join_as(
+        &self,
+        text: &str,
+        name: Option<&str>,
+        worker_id: &str,
+    ) -> Result<JoinedWorker, Status> {
+        let request = WorkerRequest::new(name.map(UserName::new).as_ref()).unwrap();
         let wire = v1::JoinRequest {
             request: Some(request.request.into()),
             host: "gpu.lab".into(),
@@ -118,7 +123,7 @@ impl Lab {
         let clients = within(connect(&self.url(), text, None)).await.unwrap();
         let reply = within(clients.workers.clone().join(wire)).await?.into_inner();
         assert_eq!(reply.ca_sha256, self.ca.to_hex());
-        Ok(Member {
+        Ok(JoinedWorker {
             name: reply.name,
             worker_id: reply.worker_id,
             certificate: reply.certificate.unwrap().certificate,
@@ -127,8 +132,8 @@ impl Lab {
         })
     }
 
-    /// A machine of this name.
-    pub(crate) async fn member(&self, name: &str) -> Member {
+    /// Lets a worker with this name join.
+    pub(crate) async fn join_worker(&self, name: &str) -> JoinedWorker {
         let (text, _) = self.join_token(name).await;
         self.join(&text, None).await.unwrap()
     }
@@ -147,26 +152,26 @@ impl Lab {
     }
 }
 
-impl Member {
-    pub(crate) async fn connect(&self, lab: &Lab) -> Result<Clients, ConnectError> {
+impl JoinedWorker {
+    pub(crate) async fn connect(&self, server: &PkiServer) -> Result<Clients, ConnectError> {
         let credentials = Credentials::with_certificate(&self.certificate, &self.key, self.trust.clone());
-        within(connect_with(&lab.url(), credentials, None)).await
+        within(connect_with(&server.url(), credentials, None)).await
     }
 
-    /// A bare channel.
-    pub(crate) async fn channel(&self, lab: &Lab) -> tonic::transport::Channel {
+    /// A channel without tokens or other headers.
+    pub(crate) async fn channel(&self, server: &PkiServer) -> tonic::transport::Channel {
         use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
-        let ca = std::fs::read(lab.dir.path().join("ca/ca.pem")).unwrap();
+        let ca = std::fs::read(server.dir.path().join("ca/ca.pem")).unwrap();
         let tls = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(ca))
             .identity(Identity::from_pem(&self.certificate, &self.key));
-        let endpoint = Endpoint::from_shared(lab.url()).unwrap().tls_config(tls).unwrap();
+        let endpoint = Endpoint::from_shared(server.url()).unwrap().tls_config(tls).unwrap();
         endpoint.connect().await.unwrap()
     }
 
-    /// The next certificate, over a connection with this one.
-    pub(crate) async fn renew(&self, clients: &Clients, asked: &str) -> Result<Self, Status> {
-        let request = WorkerRequest::new(Some(&UserName::new(asked))).unwrap();
+    /// Renews the certificate over a connection that uses the current one.
+    pub(crate) async fn renew(&self, clients: &Clients, name: &str) -> Result<Self, Status> {
+        let request = WorkerRequest::new(Some(&UserName::new(name))).unwrap();
         let wire = v1::RenewRequest {
             request: Some(request.request.into()),
         };
@@ -178,16 +183,20 @@ impl Member {
         })
     }
 
-    /// Connects and makes a small call: what the coordinator, or TLS, thinks of the certificate.
-    pub(crate) async fn knock(&self, lab: &Lab) -> Result<(), String> {
-        let clients = self.connect(lab).await.map_err(|error| error.to_string())?;
+    /// Connects and makes a small call. The error says why TLS or the coordinator refused the certificate.
+    pub(crate) async fn try_call(&self, server: &PkiServer) -> Result<(), String> {
+        let clients = self.connect(server).await.map_err(|error| error.to_string())?;
         let info = within(clients.jobs.clone().info(v1::InfoRequest {})).await;
         info.map(drop)
             .map_err(|status| format!("{:?}: {}", status.code(), status.message()))
     }
 }
 
-/// Waits for a line of the audit log.
-pub(crate) async fn line(lab: &Lab, what: &str, fits: impl Fn(&v1::AuditLine) -> bool) -> v1::AuditLine {
-    crate::access::line(&lab.admin, what, fits).await
+/// Waits for a matching line of the audit log.
+pub(crate) async fn wait_for_audit_line(
+    server: &PkiServer,
+    what: &str,
+    fits: impl Fn(&v1::AuditLine) -> bool,
+) -> v1::AuditLine {
+    crate::access::wait_for_audit_line(&server.admin, what, fits).await
 }

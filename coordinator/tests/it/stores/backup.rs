@@ -1,8 +1,8 @@
-//! Backups made under load, restored into either database.
+//! Backups that are made under load and restored into either database.
 
 use crate::support::daemon::Daemon;
 use crate::support::postgres::Postgres;
-use crate::support::{FakeWorker, held, input, put_checkpoint, submission, within};
+use crate::support::{FakeWorker, held_attempt, input, put_checkpoint, submission, within};
 use aitk_common::control::{EventBody, JobEvent, Submission, Verdict};
 use aitk_common::storage::BlobStore;
 use aitk_coordinator::store::Tally;
@@ -24,11 +24,11 @@ async fn put_input(clients: &Clients) {
 }
 
 async fn submit(clients: &Clients, name: &str) -> String {
-    let wanted = Submission {
+    let request = Submission {
         idempotency_key: Some(name.to_owned()),
         ..submission(name)
     };
-    let reply = within(clients.jobs.clone().submit(v1::SubmitRequest::from(wanted)))
+    let reply = within(clients.jobs.clone().submit(v1::SubmitRequest::from(request)))
         .await
         .unwrap();
     reply.into_inner().job_id
@@ -52,22 +52,22 @@ fn arguments(database: Option<&str>) -> Vec<&str> {
     database.map_or(Vec::new(), |url| vec!["--database", url])
 }
 
-fn address(database: Option<&str>) -> Option<DatabaseUrl> {
+fn parse_url(database: Option<&str>) -> Option<DatabaseUrl> {
     database.map(|url| url.parse().unwrap())
 }
 
-/// From the store of `from` to that of `to`: `None` is SQLite in the folder.
-async fn under_load(folder: &Path, from: Option<&str>, to: Option<&str>) {
-    let (here, there) = (folder.join("here"), folder.join("there"));
-    let mut daemon = Daemon::start(&here, &arguments(from), &[]).await;
+/// Makes a backup of the database `from` under load and restores it into `to`. `None` is SQLite in the folder.
+async fn backup_and_restore_under_load(folder: &Path, from: Option<&str>, to: Option<&str>) {
+    let (source, target) = (folder.join("source"), folder.join("target"));
+    let mut daemon = Daemon::start(&source, &arguments(from), &[]).await;
     let clients = daemon.clients().await;
     put_input(&clients).await;
     let trained = submit(&clients, "trained").await;
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     assert_eq!(work.job.as_str(), trained);
     let saved = put_checkpoint(&RemoteBlobs::new(&clients), 5).await;
-    assert_eq!(worker.commit(&held(&work), saved, 5).await, Verdict::Accepted);
+    assert_eq!(worker.commit(&held_attempt(&work), saved, 5).await, Verdict::Accepted);
 
     let acknowledged = Arc::new(Mutex::new(BTreeSet::new()));
     let stop = Arc::new(AtomicBool::new(false));
@@ -92,7 +92,7 @@ async fn under_load(folder: &Path, from: Option<&str>, to: Option<&str>) {
     .await;
     let before = acknowledged.lock().unwrap().clone();
     let file = folder.join("backup");
-    let tally = backup(&here, address(from).as_ref(), &file).await.unwrap();
+    let tally = backup(&source, parse_url(from).as_ref(), &file).await.unwrap();
     let during = acknowledged.lock().unwrap().len();
     crate::support::eventually("the load to go on", || async {
         (acknowledged.lock().unwrap().len() > during).then_some(())
@@ -105,17 +105,19 @@ async fn under_load(folder: &Path, from: Option<&str>, to: Option<&str>) {
     assert!(tally.jobs > before.len() as u64, "{tally:?}");
     daemon.kill();
 
-    let to_there = address(to);
-    let restored = restore_patiently(&there, to_there.as_ref(), &file).await.unwrap();
+    let target_url = parse_url(to);
+    let restored = restore_with_retries(&target, target_url.as_ref(), &file).await.unwrap();
     assert_eq!(restored, tally);
-    let twice = restore_patiently(&there, to_there.as_ref(), &file).await.unwrap_err();
+    let twice = restore_with_retries(&target, target_url.as_ref(), &file)
+        .await
+        .unwrap_err();
     assert!(twice.to_string().contains("restore into an empty one"), "{twice}");
 
-    // The blobs lie where they lay.
-    let storage = here.join("storage");
+    // The blobs stay in the source's storage.
+    let storage = source.join("storage");
     let mut arguments = arguments(to);
     arguments.extend(["--storage", storage.to_str().unwrap()]);
-    let daemon = Daemon::start(&there, &arguments, &[]).await;
+    let daemon = Daemon::start(&target, &arguments, &[]).await;
     let clients = daemon.clients().await;
     let request = v1::ListJobsRequest {
         all: true,
@@ -138,93 +140,99 @@ async fn under_load(folder: &Path, from: Option<&str>, to: Option<&str>) {
         assert!(matches!(&log[1].body, EventBody::State { reason, .. } if reason.contains("restored")));
         assert!(
             log[1].cursor > 1_000_000,
-            "who followed before does not miss what comes now"
+            "a client that followed the job before the restore misses no new event"
         );
     }
 
-    // The worker still holds its attempt; here it is refused, and the job goes on with a higher epoch.
-    let registration = FakeWorker::registration("w", Some(worker.id.clone()), vec![held(&work)]);
+    // The worker still runs its attempt, which is refused here. The job goes on with a higher epoch.
+    let registration = FakeWorker::registration("w", Some(worker.id.clone()), vec![held_attempt(&work)]);
     let mut worker = FakeWorker::register(&clients, registration).await;
     assert!(worker.keep.is_empty());
-    let again = worker.assigned().await;
-    assert_eq!(worker.commit(&held(&work), saved, 6).await, Verdict::Fenced);
-    assert_eq!((again.job.as_str(), again.resume), (trained.as_str(), Some(saved)));
-    assert!(again.epoch.0 > work.epoch.0 + 1_000_000);
+    let reassigned = worker.next_assignment().await;
+    assert_eq!(worker.commit(&held_attempt(&work), saved, 6).await, Verdict::Fenced);
+    assert_eq!(
+        (reassigned.job.as_str(), reassigned.resume),
+        (trained.as_str(), Some(saved))
+    );
+    assert!(reassigned.epoch.0 > work.epoch.0 + 1_000_000);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_backup_of_sqlite_under_load_is_restored() {
     let folder = tempfile::tempdir().unwrap();
-    under_load(folder.path(), None, None).await;
+    backup_and_restore_under_load(folder.path(), None, None).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_backup_of_postgres_under_load_is_restored_into_sqlite() {
     let Some(server) = Postgres::start() else { return };
     let folder = tempfile::tempdir().unwrap();
-    under_load(folder.path(), Some(&server.url()), None).await;
+    backup_and_restore_under_load(folder.path(), Some(&server.url()), None).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_backup_of_sqlite_under_load_is_restored_into_postgres() {
     let Some(server) = Postgres::start() else { return };
     let folder = tempfile::tempdir().unwrap();
-    under_load(folder.path(), None, Some(&server.url())).await;
+    backup_and_restore_under_load(folder.path(), None, Some(&server.url())).await;
 }
 
-/// [`restore`], patient with its folder's lock: a process that a test beside this one starts holds a copy of
-/// every open file for a moment.
-async fn restore_patiently(there: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
+/// Calls [`restore`] until the folder's lock is free. A process that a parallel test starts inherits every open file for a
+/// moment, and with it the lock.
+async fn restore_with_retries(target: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
     for _ in 0..100 {
-        match restore(there, database, file).await {
+        match restore(target, database, file).await {
             Err(CopyError::DataFolder(DataFolderError::InUse { .. })) => {
                 tokio::time::sleep(Duration::from_millis(20)).await
             }
             other => return other,
         }
     }
-    restore(there, database, file).await
+    restore(target, database, file).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_damaged_backup_restores_nothing() {
     let folder = tempfile::tempdir().unwrap();
-    let (here, there, file) = (
-        folder.path().join("here"),
-        folder.path().join("there"),
+    let (source, target, file) = (
+        folder.path().join("source"),
+        folder.path().join("target"),
         folder.path().join("b"),
     );
-    let mut daemon = Daemon::start(&here, &[], &[]).await;
+    let mut daemon = Daemon::start(&source, &[], &[]).await;
     put_input(&daemon.clients().await).await;
     for name in ["a", "b", "c"] {
         submit(&daemon.clients().await, name).await;
     }
     daemon.kill();
-    backup(&here, None, &file).await.unwrap();
-    let whole = std::fs::read(&file).unwrap();
-    let mut damaged: Vec<Vec<u8>> = (0..whole.len()).step_by(97).map(|end| whole[..end].to_vec()).collect();
-    for at in (0..whole.len()).step_by(61) {
-        let mut flipped = whole.clone();
+    backup(&source, None, &file).await.unwrap();
+    let intact = std::fs::read(&file).unwrap();
+    let mut damaged: Vec<Vec<u8>> = (0..intact.len())
+        .step_by(97)
+        .map(|end| intact[..end].to_vec())
+        .collect();
+    for at in (0..intact.len()).step_by(61) {
+        let mut flipped = intact.clone();
         flipped[at] ^= 4;
         damaged.push(flipped);
     }
-    damaged.push([&whole[..], &b"{}\n"[..]].concat());
+    damaged.push([&intact[..], &b"{}\n"[..]].concat());
     for bytes in damaged {
         std::fs::write(&file, &bytes).unwrap();
-        let error = restore_patiently(&there, None, &file).await.unwrap_err();
+        let error = restore_with_retries(&target, None, &file).await.unwrap_err();
         assert!(
             matches!(error, CopyError::Backup(_)) && error.to_string().contains("nothing was restored"),
             "{error}"
         );
     }
-    std::fs::write(&file, &whole).unwrap();
+    std::fs::write(&file, &intact).unwrap();
     assert_eq!(
-        restore_patiently(&there, None, &file).await.unwrap().jobs,
+        restore_with_retries(&target, None, &file).await.unwrap().jobs,
         3,
-        "nothing of the others was there"
+        "the damaged backups left nothing in the database"
     );
-    let running = Daemon::start(&there, &[], &[]).await;
-    let error = restore(&there, None, &file).await.unwrap_err();
+    let running = Daemon::start(&target, &[], &[]).await;
+    let error = restore(&target, None, &file).await.unwrap_err();
     assert!(error.to_string().contains("another coordinator runs"), "{error}");
     drop(running);
 }

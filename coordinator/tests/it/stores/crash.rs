@@ -1,4 +1,4 @@
-//! SIGKILL during writes: what was acknowledged is there, nothing is there by halves, nothing is there twice.
+//! SIGKILL during writes: acknowledged jobs survive, none is stored partly, and none twice.
 
 use crate::support::daemon::Daemon;
 use crate::support::postgres::{PASSWORD, Postgres};
@@ -14,24 +14,24 @@ use std::time::Duration;
 const ROUNDS: u32 = 4;
 const CLIENTS: usize = 4;
 
-/// Key of a submission -> the id that was acknowledged.
+/// From the key of a submission to the acknowledged job id.
 type Acknowledged = Arc<Mutex<BTreeMap<String, String>>>;
 
-/// Submits one job after another until told to stop, and stops every third one again.
-async fn submit_on(clients: Clients, name: String, acknowledged: Acknowledged, stop: Arc<AtomicBool>) {
+/// Submits jobs one after another until `stop`, and stops every third of them.
+async fn submit_repeatedly(clients: Clients, name: String, acknowledged: Acknowledged, stop: Arc<AtomicBool>) {
     let mut jobs = clients.jobs.clone();
     for number in 0.. {
         if stop.load(Ordering::Relaxed) {
             return;
         }
         let key = format!("{name}-{number}");
-        let wanted = Submission {
+        let submission = Submission {
             idempotency_key: Some(key.clone()),
             ..submission(&key)
         };
-        // As a client does whose connection broke: the same again, until there is an answer.
+        // As a client does after a broken connection: repeat the request until there is an answer.
         let id = loop {
-            match jobs.submit(v1::SubmitRequest::from(wanted.clone())).await {
+            match jobs.submit(v1::SubmitRequest::from(submission.clone())).await {
                 Ok(reply) => break reply.into_inner().job_id,
                 Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
             }
@@ -43,7 +43,7 @@ async fn submit_on(clients: Clients, name: String, acknowledged: Acknowledged, s
     }
 }
 
-async fn survives(daemon: &mut Daemon) {
+async fn assert_survives_kills(daemon: &mut Daemon) {
     let clients = daemon.clients().await;
     let blobs = aitk_proto::remote_blobs::RemoteBlobs::new(&clients);
     use aitk_common::storage::BlobStore;
@@ -54,7 +54,7 @@ async fn survives(daemon: &mut Daemon) {
     let stop = Arc::new(AtomicBool::new(false));
     let mut running = Vec::new();
     for client in 0..CLIENTS {
-        running.push(tokio::spawn(submit_on(
+        running.push(tokio::spawn(submit_repeatedly(
             clients.clone(),
             format!("c{client}"),
             acknowledged.clone(),
@@ -63,7 +63,7 @@ async fn survives(daemon: &mut Daemon) {
     }
     for round in 0..ROUNDS {
         let before = acknowledged.lock().unwrap().len();
-        // At whatever moment so many answers later is.
+        // The kill comes at an arbitrary moment after this many answers.
         crate::support::eventually("submissions to go on", || async {
             (acknowledged.lock().unwrap().len() >= before + 7 + 5 * round as usize).then_some(())
         })
@@ -84,7 +84,7 @@ async fn survives(daemon: &mut Daemon) {
     };
     let listed = within(jobs.list(request)).await.unwrap().into_inner().jobs;
     let found: BTreeMap<String, String> = listed.iter().map(|job| (job.name.clone(), job.id.clone())).collect();
-    assert_eq!(found, acknowledged, "every acknowledged job, once, and no other");
+    assert_eq!(found, acknowledged, "exactly the acknowledged jobs are stored");
     assert_eq!(
         listed.len(),
         acknowledged.len(),
@@ -100,9 +100,9 @@ async fn survives(daemon: &mut Daemon) {
         let mut states = Vec::new();
         while let Some(event) = within(stream.message()).await.unwrap() {
             let event: aitk_common::control::JobEvent = event.try_into().unwrap();
-            assert_eq!(event.cursor, states.len() as u64 + 1, "{}: a gap in its log", job.id);
+            assert_eq!(event.cursor, states.len() as u64 + 1, "{}: its log has a gap", job.id);
             let EventBody::State { state, .. } = event.body else {
-                panic!("nothing else happened: {:?}", event.body)
+                panic!("unexpected event: {:?}", event.body)
             };
             states.push(state.name());
         }
@@ -119,15 +119,15 @@ async fn survives(daemon: &mut Daemon) {
 #[tokio::test(flavor = "multi_thread")]
 async fn sqlite_survives_kills() {
     let folder = tempfile::tempdir().unwrap();
-    survives(&mut Daemon::start(folder.path(), &[], &[]).await).await;
+    assert_survives_kills(&mut Daemon::start(folder.path(), &[], &[]).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn postgres_survives_kills_and_its_password_is_nowhere() {
+async fn postgres_survives_kills_and_the_log_has_no_password() {
     let Some(server) = Postgres::start() else { return };
     let folder = tempfile::tempdir().unwrap();
     let mut daemon = Daemon::start(folder.path(), &["--database", &server.url()], &[]).await;
-    survives(&mut daemon).await;
+    assert_survives_kills(&mut daemon).await;
     let log = daemon.log();
     assert!(log.contains("database loaded") && !log.contains(PASSWORD), "{log}");
 }

@@ -1,7 +1,7 @@
-//! What nobody needs goes, what somebody needs stays.
+//! Garbage collection removes blobs that nothing references, and keeps the others.
 
-use crate::support::blobs::{collect, data_set, put, wants};
-use crate::support::{FakeWorker, Pool, config, held, put_checkpoint, within};
+use crate::support::data_sets::{collect, data_set, put, submission_with};
+use crate::support::{FakeWorker, Pool, config, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -14,14 +14,14 @@ use aitk_proto::v1::{self, CollectGarbageRequest};
 use std::time::Duration;
 use tonic::Code;
 
-const CALM: Duration = Duration::from_secs(60);
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_submit_names_only_what_is_there() {
-    let pool = Pool::start(CALM).await;
+async fn a_submission_may_only_reference_stored_inputs() {
+    let pool = Pool::start(LONG_LEASE).await;
     let mut jobs = pool.clients.jobs.clone();
     let (snapshot, contents) = data_set("a");
-    let error = within(jobs.submit(wants("a", &snapshot))).await.unwrap_err();
+    let error = within(jobs.submit(submission_with("a", &snapshot))).await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
     assert!(
         error.message().contains("./data") && error.message().contains("upload it first"),
@@ -30,7 +30,7 @@ async fn a_submit_names_only_what_is_there() {
 
     put(&pool.blobs(), &snapshot.to_bytes()).await;
     put(&pool.blobs(), &contents[0]).await;
-    let error = within(jobs.submit(wants("a", &snapshot))).await.unwrap_err();
+    let error = within(jobs.submit(submission_with("a", &snapshot))).await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
     let missing = ContentHash::of(&contents[1]).to_hex();
     assert!(
@@ -42,7 +42,7 @@ async fn a_submit_names_only_what_is_there() {
         put(&pool.blobs(), b"no list").await,
         Snapshot::new(Vec::new(), false).unwrap(),
     );
-    let mut request = wants("a", &junk);
+    let mut request = submission_with("a", &junk);
     request
         .inputs
         .insert("./data".into(), ContentHash::of(b"no list").to_hex());
@@ -51,12 +51,12 @@ async fn a_submit_names_only_what_is_there() {
     assert!(error.message().contains("is no snapshot"), "{error}");
 
     put(&pool.blobs(), &contents[1]).await;
-    within(jobs.submit(wants("a", &snapshot))).await.unwrap();
+    within(jobs.submit(submission_with("a", &snapshot))).await.unwrap();
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
+async fn a_jobs_blobs_are_kept_until_the_job_is_removed() {
     let dir = tempfile::tempdir().unwrap();
     let retention = |jobs, checkpoints| Retention {
         every: None,
@@ -67,7 +67,7 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
     };
     let settings = |retention| Config {
         retention,
-        ..config(dir.path(), CALM)
+        ..config(dir.path(), LONG_LEASE)
     };
     let running = start(settings(retention(None, None))).await.unwrap();
     let clients = connect(&running.url(), &running.token, None).await.unwrap();
@@ -81,17 +81,19 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
     {
         put(&blobs, content).await;
     }
-    let job = within(clients.jobs.clone().submit(wants("kept", &snapshot)))
+    let job = within(clients.jobs.clone().submit(submission_with("kept", &snapshot)))
         .await
         .unwrap();
     let job = job.into_inner().job_id;
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     let mut saved = Vec::new();
     for step in 1..=3 {
         saved.push(put_checkpoint(&blobs, step).await);
         assert_eq!(
-            worker.commit(&held(&work), saved[step as usize - 1], step).await,
+            worker
+                .commit(&held_attempt(&work), saved[step as usize - 1], step)
+                .await,
             Verdict::Accepted
         );
     }
@@ -105,15 +107,15 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
         index: None,
         local_path: None,
     };
-    let by = held(&work);
-    let ready = worker.ask(|request| ToCoordinator::ArtifactReady {
+    let held = held_attempt(&work);
+    let ready = worker.request(|request| ToCoordinator::ArtifactReady {
         request,
-        held: by,
+        held,
         artifact,
     });
     assert_eq!(ready.await.0, Verdict::Accepted);
 
-    // Only counting changes nothing.
+    // A dry run removes nothing.
     let counted = collect(&clients, true).await;
     assert_eq!((counted.blobs, counted.removed), (3 + 1 + 6 + 1, 3), "{counted:?}");
     assert_eq!(blobs.has(&[orphan, saved[0]]).await.unwrap(), [true, true]);
@@ -134,12 +136,12 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
     let after = blobs.has(&all).await.unwrap();
     assert_eq!(after, [false, false, true, true, true, true, true]);
 
-    // An ended job keeps its last checkpoint only.
+    // An ended job keeps only its last checkpoint.
     let outcome = Outcome::Failed {
         cause: aitk_common::attempt::FailureCause::BadInput,
         message: "no".into(),
     };
-    assert_eq!(worker.finish(&held(&work), outcome).await, Verdict::Accepted);
+    assert_eq!(worker.finish(&held_attempt(&work), outcome).await, Verdict::Accepted);
     assert_eq!(collect(&clients, false).await.removed, 2);
     assert_eq!(
         blobs.has(&all).await.unwrap(),
@@ -148,7 +150,7 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
     drop(worker);
     within(running.shutdown()).await;
 
-    // Its checkpoint expires, and a resume says that it begins again.
+    // The checkpoint expires.
     let running = start(settings(retention(None, Some(Duration::ZERO)))).await.unwrap();
     let clients = connect(&running.url(), &running.token, None).await.unwrap();
     let blobs = RemoteBlobs::new(&clients);
@@ -165,7 +167,7 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
     assert_eq!(view.checkpoint_step, None);
     within(running.shutdown()).await;
 
-    // Then the whole job, with everything that only it needed.
+    // Then the whole job is removed, with the blobs that only it referenced.
     let running = start(settings(retention(Some(Duration::ZERO), None))).await.unwrap();
     let clients = connect(&running.url(), &running.token, None).await.unwrap();
     let done = collect(&clients, false).await;
@@ -176,11 +178,15 @@ async fn jobs_keep_what_they_need_and_lose_it_when_they_are_forgotten() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn young_blobs_stay_and_an_unreadable_input_stops_everything() {
-    let pool = Pool::start(CALM).await;
+async fn young_blobs_are_kept_and_an_unreadable_input_stops_the_collection() {
+    let pool = Pool::start(LONG_LEASE).await;
     let orphan = pool.put(b"orphan").await;
     let done = collect(&pool.clients, false).await;
-    assert_eq!((done.blobs, done.removed), (2, 0), "a day has not passed");
+    assert_eq!(
+        (done.blobs, done.removed),
+        (2, 0),
+        "the grace period of a day has not passed"
+    );
     assert_eq!(pool.blobs().has(&[orphan]).await.unwrap(), [true]);
 
     pool.submit("waits").await;

@@ -1,4 +1,4 @@
-//! What is stored stays as it should: in both databases, in object storage, over kills, in backups.
+//! Persistence: both databases, object storage, kills and backups.
 
 mod backup;
 mod crash;

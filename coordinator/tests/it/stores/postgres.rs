@@ -1,4 +1,4 @@
-//! What only PostgreSQL does: one writer, restarts, passwords.
+//! Behaviour that only PostgreSQL has: a single writer, server restarts, passwords.
 
 use super::store::{commit, submit};
 
@@ -19,7 +19,7 @@ async fn postgres_has_one_writer_and_survives_a_restart() {
     let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
     commit(&store, &submit(&mut state, "ja")).await;
 
-    // Whatever was open breaks; the next tries succeed, and the lock is ours again.
+    // Open connections break; later attempts succeed, and the store takes its lock again.
     server.restart();
     let records = submit(&mut state, "jb");
     support::eventually("a commit after the restart", || async {
@@ -27,13 +27,13 @@ async fn postgres_has_one_writer_and_survives_a_restart() {
     })
     .await;
     assert_eq!(store.load().await.unwrap().jobs.len(), 2);
-    support::eventually("the lock to be ours again", || async {
+    support::eventually("the store to take its lock again", || async {
         store.renew().await.unwrap();
         matches!(SqlStore::postgres(&url).await, Err(StoreError::InUse { .. })).then_some(())
     })
     .await;
 
-    // Another one takes over: from then on nothing of ours goes in.
+    // Another writer takes over: from then on this store cannot write.
     let pool = sqlx::PgPool::connect(&server.url()).await.unwrap();
     sqlx::query("UPDATE writer SET epoch = epoch + 1")
         .execute(&pool)
@@ -49,7 +49,7 @@ async fn postgres_has_one_writer_and_survives_a_restart() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_password_is_said_without_the_password() {
+async fn a_wrong_password_error_does_not_contain_the_password() {
     let Some(server) = Postgres::start() else { return };
     let url = server.url().replace(PASSWORD, "geraten-und-falsch").parse().unwrap();
     let error = SqlStore::postgres(&url).await.unwrap_err();

@@ -1,10 +1,10 @@
-//! Uploads, submissions and commits race with one collection after another, none of them granting any grace: on a folder
-//! and on S3. Who uploads may be told that something is missing, and then sends it again; but what was accepted has
-//! everything that it names, to the end.
+//! Uploads, submissions and commits race with continuous garbage collections without a grace period, on a folder and on S3.
+//! An uploader may be told that a blob is missing, and then uploads it again. But everything that an accepted request
+//! references stays in storage to the end.
 
-use crate::support::blobs::{collect, data_set, put, wants};
 use crate::support::daemon::Daemon;
-use crate::support::{FakeWorker, held, put_checkpoint, within};
+use crate::support::data_sets::{collect, data_set, put, submission_with};
+use crate::support::{FakeWorker, held_attempt, put_checkpoint, within};
 use aitk_common::control::Verdict;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::snapshot::Snapshot;
@@ -19,33 +19,33 @@ use tokio::sync::{RwLock, RwLockReadGuard};
 use tokio::task::JoinHandle;
 use tonic::Code;
 
-/// Ends a race that hangs.
-const RACE: Duration = Duration::from_secs(300);
-/// Without a grace period a blob lives until the next collection, so on a slow machine an upload may never fit between
-/// two of them. Whoever was beaten so often has the next try for itself; that one must succeed.
-const BEATEN: u32 = 3;
+/// Longer than any race takes.
+const RACE_TIMEOUT: Duration = Duration::from_secs(300);
+/// Without a grace period a blob lives until the next collection, so on a slow machine an upload may never fit between two
+/// of them. After this many refusals the next attempt runs without collections, and must succeed.
+const MAX_REFUSALS: u32 = 3;
 
-/// Everybody who takes part.
+/// What all participants share.
 #[derive(Clone)]
 struct Race {
     clients: Clients,
-    /// The way to the storage that a worker with keys of a bucket has.
+    /// Direct access to the storage, as of a worker with the bucket's keys.
     direct: ObjectBlobs,
-    /// A collection holds it alone, a try that must not be beaten holds it with others.
-    calm: Arc<RwLock<()>>,
+    /// A collection locks it for writing, an attempt that must succeed for reading.
+    collection_lock: Arc<RwLock<()>>,
     removed: Arc<AtomicU64>,
     over: Arc<AtomicBool>,
 }
 
 impl Race {
     async fn collect(&self) {
-        let _alone = self.calm.write().await;
+        let _alone = self.collection_lock.write().await;
         let removed = collect(&self.clients, false).await.removed;
         self.removed.fetch_add(removed, Ordering::Relaxed);
     }
 
-    /// One collection after the other, until the race is over.
-    fn collecting(&self) -> JoinHandle<()> {
+    /// Runs one collection after another until the race is over.
+    fn start_collecting(&self) -> JoinHandle<()> {
         self.over.store(false, Ordering::Relaxed);
         let race = self.clone();
         tokio::spawn(async move {
@@ -60,37 +60,40 @@ impl Race {
         within(collecting).await.unwrap();
     }
 
-    /// No collections, when it is time for that.
-    async fn calm(&self, beaten: u32) -> Option<RwLockReadGuard<'_, ()>> {
-        assert!(beaten <= BEATEN, "refused, although nothing was removed meanwhile");
-        if beaten == BEATEN {
-            return Some(self.calm.read().await);
+    /// Blocks collections after [`MAX_REFUSALS`] refusals.
+    async fn block_collections(&self, refusals: u32) -> Option<RwLockReadGuard<'_, ()>> {
+        assert!(
+            refusals <= MAX_REFUSALS,
+            "refused, although nothing was removed meanwhile"
+        );
+        if refusals == MAX_REFUSALS {
+            return Some(self.collection_lock.read().await);
         }
         None
     }
 
-    /// Sends what is missing of a data set, and a job that names it, until that is accepted.
+    /// Uploads the missing blobs of a data set and submits a job that reads it, until the job is accepted.
     async fn submit(&self, blobs: &dyn BlobStore, name: &str, tag: &str) -> (String, Snapshot) {
         let (snapshot, contents) = data_set(tag);
         let list = snapshot.to_bytes();
-        for beaten in 0.. {
-            let _calm = self.calm(beaten).await;
+        for refusals in 0.. {
+            let _blocked = self.block_collections(refusals).await;
             for content in contents.iter().map(Vec::as_slice).chain([list.as_slice()]) {
                 let hash = ContentHash::of(content);
                 if !within(blobs.has(&[hash])).await.unwrap()[0] {
                     put(blobs, content).await;
                 }
             }
-            match within(self.clients.jobs.clone().submit(wants(name, &snapshot))).await {
+            match within(self.clients.jobs.clone().submit(submission_with(name, &snapshot))).await {
                 Ok(reply) => return (reply.into_inner().job_id, snapshot),
                 Err(status) => assert_eq!(status.code(), Code::FailedPrecondition, "{status}"),
             }
         }
-        unreachable!("a try without collections is accepted or fails the test")
+        unreachable!("an attempt without collections is accepted or fails the test")
     }
 
-    /// One who submits a dozen jobs. What it reads repeats, so that "it is there already" is often the answer. Some of
-    /// the jobs end again and are forgotten: what only they read is garbage, also while it is sent again.
+    /// Submits a dozen jobs. Their data sets repeat, so blobs are often in storage already. Some of the jobs are stopped and
+    /// removed: their data sets become garbage, possibly while they are uploaded again. Returns the other jobs.
     async fn upload(self, uploader: usize) -> Vec<(String, Snapshot)> {
         let through = RemoteBlobs::new(&self.clients);
         let blobs: &dyn BlobStore = if uploader == 0 { &self.direct } else { &through };
@@ -109,7 +112,7 @@ impl Race {
         kept
     }
 
-    async fn complete(&self, jobs: &[(String, Snapshot)]) {
+    async fn assert_complete(&self, jobs: &[(String, Snapshot)]) {
         for (id, snapshot) in jobs {
             let files = gc::snapshot_files(&self.direct, snapshot.id()).await.unwrap();
             let there = self.direct.has(&files).await.unwrap();
@@ -117,17 +120,17 @@ impl Race {
         }
     }
 
-    /// A worker with its own access to the storage commits one checkpoint after the other, the same ones again and again:
-    /// what was accepted can be fetched.
-    async fn commits(&self) {
+    /// A worker with direct access to the storage commits checkpoints with repeating content. Every accepted checkpoint can be
+    /// fetched.
+    async fn commit_checkpoints(&self) {
         let mut worker = FakeWorker::register(&self.clients, FakeWorker::registration("w", None, Vec::new())).await;
-        let work = worker.assigned().await;
+        let work = worker.next_assignment().await;
         for step in 1..=20 {
-            for beaten in 0.. {
-                let _calm = self.calm(beaten).await;
+            for refusals in 0.. {
+                let _blocked = self.block_collections(refusals).await;
                 let manifest = put_checkpoint(&self.direct, step % 4).await;
-                worker.beat(&[held(&work)]).await;
-                match worker.commit(&held(&work), manifest, step).await {
+                worker.heartbeat(&[held_attempt(&work)]).await;
+                match worker.commit(&held_attempt(&work), manifest, step).await {
                     Verdict::Accepted => {
                         let manifest = checkpoints::manifest(&self.direct, manifest).await.unwrap();
                         let files: Vec<_> = manifest.files.iter().map(|file| file.sha256).collect();
@@ -135,7 +138,11 @@ impl Race {
                         assert!(there.into_iter().all(|there| there), "step {step} lost a file");
                         break;
                     }
-                    verdict => assert_eq!(verdict, Verdict::Refused, "removed before it was named"),
+                    verdict => assert_eq!(
+                        verdict,
+                        Verdict::Refused,
+                        "the checkpoint was removed before the commit"
+                    ),
                 }
             }
         }
@@ -146,28 +153,28 @@ async fn race(daemon: &Daemon, direct: ObjectBlobs) {
     let race = Race {
         clients: daemon.clients().await,
         direct,
-        calm: Arc::default(),
+        collection_lock: Arc::default(),
         removed: Arc::default(),
         over: Arc::default(),
     };
-    let collecting = race.collecting();
+    let collecting = race.start_collecting();
     let uploaders: Vec<_> = (0..3)
         .map(|uploader| tokio::spawn(race.clone().upload(uploader)))
         .collect();
     let mut kept = Vec::new();
     for uploader in uploaders {
-        let uploaded = tokio::time::timeout(RACE, uploader).await;
-        kept.extend(uploaded.expect("everybody gets through").unwrap());
+        let uploaded = tokio::time::timeout(RACE_TIMEOUT, uploader).await;
+        kept.extend(uploaded.expect("every uploader finishes").unwrap());
     }
-    race.complete(&kept).await;
-    tokio::time::timeout(RACE, race.commits())
+    race.assert_complete(&kept).await;
+    tokio::time::timeout(RACE_TIMEOUT, race.commit_checkpoints())
         .await
-        .expect("every checkpoint gets through");
-    race.complete(&kept).await;
+        .expect("every checkpoint is committed");
+    race.assert_complete(&kept).await;
     race.end(collecting).await;
     assert!(
         race.removed.load(Ordering::Relaxed) > 0,
-        "there was nothing to race with"
+        "no collection removed anything, so there was no race"
     );
 }
 

@@ -1,4 +1,4 @@
-//! One suite, both databases.
+//! One test suite for both databases.
 
 use crate::support::postgres::Postgres;
 use crate::support::{FakeWorker, cpu};
@@ -11,22 +11,22 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Log lines and metrics that are kept in these tests.
-const KEPT: u64 = 50;
+/// How many log lines and metrics a job's log retains in these tests.
+const RETAINED: u64 = 50;
 
-/// Where a store lies, so that it can be opened again.
-enum Place<'a> {
+/// Where the store's database is, so that it can be opened again.
+enum Location<'a> {
     File(&'a std::path::Path),
     Server(&'a Postgres),
 }
 
-impl Place<'_> {
+impl Location<'_> {
     async fn open(&self) -> SqlStore {
         let store = match self {
             Self::File(folder) => SqlStore::sqlite(&folder.join("aitk.db")).await,
             Self::Server(server) => SqlStore::postgres(&server.url().parse().unwrap()).await,
         };
-        store.unwrap().keeping_events(KEPT)
+        store.unwrap().keeping_events(RETAINED)
     }
 }
 
@@ -44,7 +44,7 @@ fn payload() -> Payload {
     }
 }
 
-/// The records of one step of a real core.
+/// The records of one step of a scheduler.
 fn records(state: &mut State, at: u64, event: Event) -> Vec<Record> {
     let persisted = |effect| match effect {
         Effect::Persist(record) => Some(record),
@@ -78,7 +78,7 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
     records(state, 1000, Event::JobSubmitted { ticket, job })
 }
 
-/// Stores everything twice: an answer that was lost is asked for again.
+/// Commits the records twice, as after a lost answer.
 pub(super) async fn commit(store: &dyn Store, records: &[Record]) {
     store.commit(records, &[]).await.unwrap();
     store.commit(records, &[]).await.unwrap();
@@ -124,9 +124,9 @@ pub(super) fn artifact(name: &str, index: Option<u64>, content: &str) -> Artifac
     }
 }
 
-/// Jobs, workers and payloads come back as they were, also from a core's own hand.
-async fn what_a_core_stores_comes_back(place: &Place<'_>) {
-    let store = place.open().await;
+/// Jobs, workers and payloads are loaded as a scheduler stored them.
+async fn a_schedulers_records_are_loaded_again(location: &Location<'_>) {
+    let store = location.open().await;
     let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
     let first = submit(&mut state, "ja");
     commit(&store, &first).await;
@@ -142,39 +142,42 @@ async fn what_a_core_stores_comes_back(place: &Place<'_>) {
     commit(&store, &records(&mut state, 2000, registered)).await;
     store.close().await;
 
-    let store = place.open().await;
+    let store = location.open().await;
     let loaded = store.load().await.unwrap();
     assert_eq!((loaded.jobs.len(), loaded.workers.len()), (2, 1));
     assert_eq!(loaded.workers[0].devices, [cpu()]);
-    let again = State::restore(
+    let restored = State::restore(
         Settings::from_lease(Duration::from_secs(6)),
         UnixMillis(3000),
         loaded.jobs,
         loaded.workers,
     );
     for id in ["ja", "jb"] {
-        let (was, is) = (state.job(&JobId::new(id)).unwrap(), again.job(&JobId::new(id)).unwrap());
+        let (was, is) = (
+            state.job(&JobId::new(id)).unwrap(),
+            restored.job(&JobId::new(id)).unwrap(),
+        );
         assert_eq!(
             (was.state, was.cursor, &was.attempts),
             (is.state, is.cursor, &is.attempts)
         );
         assert_eq!(was.idempotency_key, is.idempotency_key);
     }
-    assert_eq!(again.job(&JobId::new("ja")).unwrap().state, JobState::Running);
+    assert_eq!(restored.job(&JobId::new("ja")).unwrap().state, JobState::Running);
     assert_eq!(store.payload(&JobId::new("ja")).await.unwrap(), Some(payload()));
     assert_eq!(store.payload(&JobId::new("nobody")).await.unwrap(), None);
     store.close().await;
 }
 
-/// Events come in order, page by page; old lines go, what matters stays.
-async fn event_logs_are_read_by_cursor_and_trimmed(place: &Place<'_>) {
-    let store = place.open().await;
+/// Events are read in order and in pages. Old lines are trimmed, checkpoints are not.
+async fn event_logs_are_read_by_cursor_and_trimmed(location: &Location<'_>) {
+    let store = location.open().await;
     let job = JobId::new("jlog");
     let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
     let mut made = submit(&mut state, "jlog");
     made.retain(|record| !matches!(record, Record::Event { .. }));
     commit(&store, &made).await;
-    for cursor in 1..=4 * KEPT {
+    for cursor in 1..=4 * RETAINED {
         let body = if cursor == 3 {
             EventBody::Checkpoint {
                 step: 9,
@@ -189,15 +192,15 @@ async fn event_logs_are_read_by_cursor_and_trimmed(place: &Place<'_>) {
     let cursors: Vec<u64> = all.iter().map(|event| event.cursor).collect();
     assert_eq!(cursors[0], 3, "a checkpoint is never trimmed");
     assert!(
-        cursors.len() as u64 >= KEPT && (cursors.len() as u64) < 2 * KEPT,
+        cursors.len() as u64 >= RETAINED && (cursors.len() as u64) < 2 * RETAINED,
         "{}",
         cursors.len()
     );
-    assert!(cursors.is_sorted() && *cursors.last().unwrap() == 4 * KEPT);
+    assert!(cursors.is_sorted() && *cursors.last().unwrap() == 4 * RETAINED);
     assert_eq!(
-        cursors[cursors.len() - KEPT as usize],
-        3 * KEPT + 1,
-        "the newest are all there"
+        cursors[cursors.len() - RETAINED as usize],
+        3 * RETAINED + 1,
+        "all of the newest lines are retained"
     );
     let mut paged = Vec::new();
     let mut after = 0;
@@ -210,31 +213,31 @@ async fn event_logs_are_read_by_cursor_and_trimmed(place: &Place<'_>) {
     assert_eq!(paged, all);
     assert_eq!(
         all.last().unwrap().body,
-        line(&format!("line {} \u{0}\u{1F600}", 4 * KEPT))
+        line(&format!("line {} \u{0}\u{1F600}", 4 * RETAINED))
     );
     let loaded = store.load().await.unwrap();
     let restored = loaded.jobs.iter().find(|restored| restored.job.id == job).unwrap();
-    assert_eq!(restored.cursor, 4 * KEPT);
+    assert_eq!(restored.cursor, 4 * RETAINED);
     store.close().await;
 }
 
-/// After a restore the cursors of a log have a gap: that must not count as so many lines.
-async fn a_gap_in_the_cursors_is_no_line(place: &Place<'_>) {
-    let store = place.open().await;
+/// A restore leaves a gap in a log's cursors, which does not count as lines.
+async fn a_gap_in_the_cursors_does_not_count_as_lines(location: &Location<'_>) {
+    let store = location.open().await;
     let lines = |from: u64, to: u64| (from..=to).map(|cursor| event("jgap", cursor, line("x"), Some(cursor)));
     let after = 1_000_000;
-    let records: Vec<_> = lines(1, KEPT - 10)
-        .chain(lines(after + KEPT - 9, after + KEPT))
+    let records: Vec<_> = lines(1, RETAINED - 10)
+        .chain(lines(after + RETAINED - 9, after + RETAINED))
         .collect();
     commit(&store, &records).await;
     let all = store.events(&JobId::new("jgap"), 0, 1000).await.unwrap();
-    assert_eq!(all.len() as u64, KEPT, "they are no more than may stay");
+    assert_eq!(all.len() as u64, RETAINED, "the log has no more lines than it retains");
     store.close().await;
 }
 
-/// A file that a step makes again replaces the one of before; one that is gone is gone.
-async fn artifacts_are_replaced_by_identity(place: &Place<'_>) {
-    let store = place.open().await;
+/// An artifact replaces an earlier one with the same identity; a removed artifact is not listed.
+async fn artifacts_are_replaced_by_identity(location: &Location<'_>) {
+    let store = location.open().await;
     let job = JobId::new("jart");
     let record = |artifact| Record::Artifact(job.clone(), Box::new(artifact));
     commit(&store, &[record(artifact("b.png", Some(0), "one"))]).await;
@@ -256,9 +259,9 @@ async fn artifacts_are_replaced_by_identity(place: &Place<'_>) {
     store.close().await;
 }
 
-/// Who keeps what alive, until the job is forgotten.
-async fn roots_are_what_jobs_can_still_use(place: &Place<'_>) {
-    let store = place.open().await;
+/// A job's snapshots, checkpoints and artifacts are garbage collection roots until the job is removed.
+async fn roots_are_what_jobs_can_still_use(location: &Location<'_>) {
+    let store = location.open().await;
     let before = store.roots().await.unwrap().len();
     let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
     let made = submit(&mut state, "jroot");
@@ -302,22 +305,22 @@ async fn roots_are_what_jobs_can_still_use(place: &Place<'_>) {
     store.close().await;
 }
 
-async fn suite(place: Place<'_>) {
-    what_a_core_stores_comes_back(&place).await;
-    event_logs_are_read_by_cursor_and_trimmed(&place).await;
-    a_gap_in_the_cursors_is_no_line(&place).await;
-    artifacts_are_replaced_by_identity(&place).await;
-    roots_are_what_jobs_can_still_use(&place).await;
+async fn run_suite(location: Location<'_>) {
+    a_schedulers_records_are_loaded_again(&location).await;
+    event_logs_are_read_by_cursor_and_trimmed(&location).await;
+    a_gap_in_the_cursors_does_not_count_as_lines(&location).await;
+    artifacts_are_replaced_by_identity(&location).await;
+    roots_are_what_jobs_can_still_use(&location).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sqlite() {
     let folder = tempfile::tempdir().unwrap();
-    suite(Place::File(folder.path())).await;
+    run_suite(Location::File(folder.path())).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn postgres() {
     let Some(server) = Postgres::start() else { return };
-    suite(Place::Server(&server)).await;
+    run_suite(Location::Server(&server)).await;
 }

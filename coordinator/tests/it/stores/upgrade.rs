@@ -1,4 +1,4 @@
-//! A database of the version before.
+//! Migration of a database of an earlier version.
 
 use super::store::{artifact, event, hash, job_of, submit};
 use aitk_common::control::EventBody;
@@ -7,9 +7,9 @@ use aitk_scheduler::{Record, Settings, State};
 use std::collections::HashSet;
 use std::time::Duration;
 
-/// What the version before stored is found where this one looks for it.
+/// Rows of an earlier version are found in the tables of this one.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_older_sqlite_file_is_brought_up_to_date() {
+async fn an_older_sqlite_file_is_migrated() {
     let folder = tempfile::tempdir().unwrap();
     let (file, migrations) = (folder.path().join("aitk.db"), folder.path().join("migrations"));
     std::fs::create_dir(&migrations).unwrap();

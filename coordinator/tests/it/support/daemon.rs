@@ -1,6 +1,6 @@
-//! A coordinator as a process of its own, which can be killed.
+//! A coordinator in a process of its own, which a test can kill.
 
-use super::{PATIENCE, eventually};
+use super::eventually;
 use aitk_proto::client::{Clients, connect};
 use aitk_tests::processes::free_address;
 use std::fs::File;
@@ -17,7 +17,7 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it in a folder, with more arguments (`ADDRESS` in them is where it listens), and waits until it answers.
+    /// Starts a coordinator on a data folder and waits until it answers. `ADDRESS` in the arguments is replaced by its address.
     pub(crate) async fn start(dir: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
         let address = free_address();
         let arguments: Vec<String> = arguments.iter().map(ToString::to_string).collect();
@@ -33,15 +33,15 @@ impl Daemon {
             arguments,
             environment,
         };
-        daemon.answers().await;
+        daemon.wait_until_ready().await;
         daemon
     }
 
-    /// SIGKILL, and a new one on the same folder and address.
+    /// Kills the process (SIGKILL) and starts a new one on the same folder and address.
     pub(crate) async fn kill_and_restart(&mut self) {
         self.kill();
         self.child = spawn(&self.dir, self.address, &self.arguments, &self.environment);
-        self.answers().await;
+        self.wait_until_ready().await;
     }
 
     pub(crate) fn kill(&mut self) {
@@ -58,11 +58,11 @@ impl Daemon {
     }
 
     pub(crate) fn url(&self) -> String {
-        let scheme = if self.authority().is_some() { "https" } else { "http" };
+        let scheme = if self.ca_file().is_some() { "https" } else { "http" };
         format!("{scheme}://{}", self.address)
     }
 
-    fn authority(&self) -> Option<PathBuf> {
+    fn ca_file(&self) -> Option<PathBuf> {
         Some(self.dir.join("ca/ca.pem")).filter(|path| path.exists())
     }
 
@@ -78,18 +78,21 @@ impl Daemon {
     }
 
     pub(crate) async fn clients(&self) -> Clients {
-        let authority = self.authority();
-        connect(&self.url(), &self.token(), authority.as_deref()).await.unwrap()
+        let ca_file = self.ca_file();
+        connect(&self.url(), &self.token(), ca_file.as_deref()).await.unwrap()
     }
 
-    async fn answers(&self) {
-        eventually(&format!("an answer within {PATIENCE:?}: {}", self.log()), || async {
-            if !self.dir.join("token").exists() {
-                return None;
-            }
-            let authority = self.authority();
-            connect(&self.url(), &self.token(), authority.as_deref()).await.ok()
-        })
+    async fn wait_until_ready(&self) {
+        eventually(
+            &format!("the coordinator to answer; its log: {}", self.log()),
+            || async {
+                if !self.dir.join("token").exists() {
+                    return None;
+                }
+                let ca_file = self.ca_file();
+                connect(&self.url(), &self.token(), ca_file.as_deref()).await.ok()
+            },
+        )
         .await;
     }
 }

@@ -1,7 +1,7 @@
-//! A coordinator in this process, and workers that do what a test tells them.
+//! A coordinator in the test process, and workers that a test drives message by message.
 
-pub(crate) mod blobs;
 pub(crate) mod daemon;
+pub(crate) mod data_sets;
 pub(crate) mod postgres;
 
 use aitk_common::attempt::Outcome;
@@ -28,22 +28,25 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
-/// Nothing in these tests takes longer, even on a busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// Longer than anything in these tests takes, even on a busy machine.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Ends a test that hangs.
+/// Awaits the future, and fails the test after [`TIMEOUT`].
 pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.expect("took too long")
+    tokio::time::timeout(TIMEOUT, future).await.expect("the test timed out")
 }
 
-/// Polls until the look gives something.
-pub(crate) async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut look: impl FnMut() -> F) -> T {
+/// Calls `poll` until it returns a value, and fails the test after [`TIMEOUT`].
+pub(crate) async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut poll: impl FnMut() -> F) -> T {
     let begin = Instant::now();
     loop {
-        if let Some(found) = look().await {
+        if let Some(found) = poll().await {
             return found;
         }
-        assert!(begin.elapsed() < PATIENCE, "never came: {what}");
+        assert!(
+            begin.elapsed() < TIMEOUT,
+            "timed out after {TIMEOUT:?} waiting for {what}"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
@@ -56,6 +59,7 @@ pub(crate) fn config(dir: &Path, lease: Duration) -> Config {
     }
 }
 
+/// A coordinator with SQLite in a temporary folder, and an administrator's clients.
 pub(crate) struct Pool {
     pub(crate) running: Running,
     pub(crate) clients: Clients,
@@ -81,7 +85,7 @@ impl Pool {
         pool
     }
 
-    /// Down and up again on the same folder, at another port.
+    /// Shuts the coordinator down and starts it again on the same folder, on another port.
     pub(crate) async fn restart(self) -> Self {
         let Self {
             running, dir, lease, ..
@@ -107,7 +111,7 @@ impl Pool {
         hash
     }
 
-    /// A checkpoint of one file, complete in storage; its manifest.
+    /// Stores a checkpoint of one file. Returns the hash of its manifest.
     pub(crate) async fn checkpoint(&self, step: u64) -> ContentHash {
         put_checkpoint(&self.blobs(), step).await
     }
@@ -143,7 +147,7 @@ impl Pool {
         .await
     }
 
-    /// Events after a cursor until the stream ends.
+    /// Reads the events after a cursor until the stream ends.
     pub(crate) async fn events(&self, id: &str, cursor: u64, follow: bool) -> Vec<JobEvent> {
         let request = v1::EventsRequest {
             job_id: id.into(),
@@ -162,12 +166,12 @@ impl Pool {
     }
 }
 
-/// What every job of these tests reads: an empty data set.
+/// The input of every test job: an empty data set.
 pub(crate) fn input() -> Snapshot {
     Snapshot::new(Vec::new(), false).unwrap()
 }
 
-/// The manifest of a checkpoint of one file, and that file.
+/// The text of the manifest of a checkpoint of one file, and the content of that file.
 pub(crate) fn checkpoint(step: u64) -> (String, Vec<u8>) {
     let file = format!("weights of step {step}").into_bytes();
     let manifest = Manifest {
@@ -187,7 +191,7 @@ pub(crate) fn checkpoint(step: u64) -> (String, Vec<u8>) {
     (manifest.to_text().unwrap(), file)
 }
 
-/// Stores a checkpoint of one file; its manifest.
+/// Stores a checkpoint of one file. Returns the hash of its manifest.
 pub(crate) async fn put_checkpoint(blobs: &dyn BlobStore, step: u64) -> ContentHash {
     let (manifest, file) = checkpoint(step);
     let hash = ContentHash::of(manifest.as_bytes());
@@ -198,7 +202,7 @@ pub(crate) async fn put_checkpoint(blobs: &dyn BlobStore, step: u64) -> ContentH
     hash
 }
 
-/// A small job as reading its config makes it, with this `cluster` section. What its model needs is not known.
+/// A small job as parsing a config gives it, with this `cluster` section. The memory that its model needs is unknown.
 pub(crate) fn job_json(name: &str, cluster: &str) -> String {
     format!(
         r#"{{"job":"generate","name":"{name}","meta":{{}},"config":{{}},"process":[{{"type":"to_folder","kind":{{"generate":{{
@@ -236,20 +240,20 @@ pub(crate) fn cpu() -> Device {
     }
 }
 
-pub(crate) fn held(work: &Assignment) -> HeldAttempt {
+pub(crate) fn held_attempt(work: &Assignment) -> HeldAttempt {
     HeldAttempt {
         attempt: work.attempt.clone(),
         epoch: work.epoch,
     }
 }
 
-/// A worker's side of a session.
+/// A worker that does only what the test calls. It holds the worker's side of a session.
 pub(crate) struct FakeWorker {
     sender: mpsc::Sender<v1::WorkerMessage>,
     messages: Streaming<v1::CoordinatorMessage>,
     pub(crate) id: WorkerId,
     pub(crate) keep: Vec<AttemptId>,
-    request: u64,
+    last_request: u64,
 }
 
 impl FakeWorker {
@@ -281,10 +285,12 @@ impl FakeWorker {
     }
 
     pub(crate) async fn register(clients: &Clients, registration: Registration) -> Self {
-        Self::try_register(clients, registration).await.expect("a welcome")
+        Self::try_register(clients, registration)
+            .await
+            .expect("the coordinator sends a welcome")
     }
 
-    /// None when the coordinator does not answer with a welcome.
+    /// Returns `None` when the coordinator's first message is not a welcome.
     pub(crate) async fn try_register(clients: &Clients, registration: Registration) -> Option<Self> {
         let first = ToCoordinator::Register(Box::new(registration));
         let (sender, messages) = Self::open(clients, Some(first)).await.ok()?;
@@ -293,7 +299,7 @@ impl FakeWorker {
             messages,
             id: WorkerId::new("none"),
             keep: Vec::new(),
-            request: 0,
+            last_request: 0,
         };
         let Some(ToWorker::Welcome { worker: id, keep, .. }) = worker.next().await else {
             return None;
@@ -306,7 +312,7 @@ impl FakeWorker {
         Self::register(&pool.clients, Self::registration(name, None, Vec::new())).await
     }
 
-    /// The next message; none when the session ended.
+    /// The next message; `None` when the session has ended.
     pub(crate) async fn next(&mut self) -> Option<ToWorker> {
         match within(self.messages.message()).await {
             Ok(message) => message.map(|message| message.try_into().unwrap()),
@@ -314,18 +320,18 @@ impl FakeWorker {
         }
     }
 
-    /// Skips messages until one fits.
-    pub(crate) async fn until<T>(&mut self, mut fits: impl FnMut(ToWorker) -> Option<T>) -> T {
+    /// Skips messages until `pick` returns a value for one.
+    pub(crate) async fn wait_for_message<T>(&mut self, mut pick: impl FnMut(ToWorker) -> Option<T>) -> T {
         loop {
             let message = self.next().await.expect("the session ended");
-            if let Some(found) = fits(message) {
+            if let Some(found) = pick(message) {
                 return found;
             }
         }
     }
 
-    pub(crate) async fn assigned(&mut self) -> Assignment {
-        self.until(|message| {
+    pub(crate) async fn next_assignment(&mut self) -> Assignment {
+        self.wait_for_message(|message| {
             if let ToWorker::Assign(work) = message {
                 Some(*work)
             } else {
@@ -336,11 +342,11 @@ impl FakeWorker {
     }
 
     pub(crate) async fn send(&self, message: ToCoordinator) {
-        // A session that was closed shows when its messages are read.
+        // A closed session is noticed when its messages are read.
         let _ = self.sender.send(message.into()).await;
     }
 
-    pub(crate) async fn beat(&self, running: &[HeldAttempt]) {
+    pub(crate) async fn heartbeat(&self, running: &[HeldAttempt]) {
         self.send(ToCoordinator::Beat {
             running: running.to_vec(),
         })
@@ -353,7 +359,7 @@ impl FakeWorker {
             message: text.into(),
         };
         self.send(ToCoordinator::Event {
-            held: held(work),
+            held: held_attempt(work),
             seq,
             time: UnixMillis(1),
             report,
@@ -361,17 +367,17 @@ impl FakeWorker {
         .await;
     }
 
-    /// Sends a request and waits for the judgement.
-    pub(crate) async fn ask(&mut self, message: impl FnOnce(u64) -> ToCoordinator) -> (Verdict, String) {
-        self.request += 1;
-        let wanted = self.request;
-        self.send(message(wanted)).await;
-        self.until(|message| match message {
+    /// Sends a request and waits for the verdict on it.
+    pub(crate) async fn request(&mut self, message: impl FnOnce(u64) -> ToCoordinator) -> (Verdict, String) {
+        self.last_request += 1;
+        let id = self.last_request;
+        self.send(message(id)).await;
+        self.wait_for_message(|message| match message {
             ToWorker::Answer {
                 request,
                 verdict,
                 message,
-            } if request == wanted => Some((verdict, message)),
+            } if request == id => Some((verdict, message)),
             _ => None,
         })
         .await
@@ -379,7 +385,7 @@ impl FakeWorker {
 
     pub(crate) async fn commit(&mut self, held: &HeldAttempt, manifest: ContentHash, step: u64) -> Verdict {
         let held = held.clone();
-        self.ask(|request| ToCoordinator::Commit {
+        self.request(|request| ToCoordinator::Commit {
             request,
             held,
             manifest,
@@ -391,12 +397,13 @@ impl FakeWorker {
 
     pub(crate) async fn finish(&mut self, held: &HeldAttempt, outcome: Outcome) -> Verdict {
         let held = held.clone();
-        self.ask(|request| ToCoordinator::Finished { request, held, outcome })
+        self.request(|request| ToCoordinator::Finished { request, held, outcome })
             .await
             .0
     }
 }
 
+/// The messages of the log lines among the events.
 pub(crate) fn logs(events: &[JobEvent]) -> Vec<&str> {
     events
         .iter()

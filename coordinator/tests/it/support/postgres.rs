@@ -1,4 +1,4 @@
-//! A PostgreSQL server for one test: its own folder, a Unix socket, no network.
+//! A PostgreSQL server for one test, with a folder of its own and a Unix socket instead of TCP.
 
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt;
@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Must never be seen in a log or an error.
+/// The database password. It must not appear in any log or error.
 pub(crate) const PASSWORD: &str = "geheimes-passwort";
-/// PostgreSQL refuses to run as root; a test that does becomes this user, who owns nothing else.
+/// The user `nobody`. PostgreSQL refuses to run as root, so tests that run as root start it as this user.
 const NOBODY: u32 = 65534;
 
 pub(crate) struct Postgres {
@@ -29,7 +29,7 @@ impl Postgres {
             return None;
         };
         let folder = tempfile::tempdir().unwrap();
-        // Our own folder belongs to root only when we are root.
+        // A folder that we create belongs to root only when we are root.
         let as_nobody = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(folder.path()).unwrap()) == 0;
         let password = folder.path().join("password");
         std::fs::write(&password, PASSWORD).unwrap();
@@ -38,7 +38,7 @@ impl Postgres {
                 chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
             }
         }
-        let made = command(&programs, "initdb", as_nobody)
+        let initdb = command(&programs, "initdb", as_nobody)
             .arg("-D")
             .arg(folder.path().join("data"))
             .args([
@@ -56,9 +56,9 @@ impl Postgres {
             .output()
             .unwrap();
         assert!(
-            made.status.success(),
+            initdb.status.success(),
             "initdb: {}",
-            String::from_utf8_lossy(&made.stderr)
+            String::from_utf8_lossy(&initdb.stderr)
         );
         let server = serve(&programs, folder.path(), as_nobody);
         Some(Self {
@@ -69,13 +69,13 @@ impl Postgres {
         })
     }
 
-    /// The address of its database, with the password in it.
+    /// The URL of its database, including the password.
     pub(crate) fn url(&self) -> String {
         let folder = self.folder.path().display();
         format!("postgres://aitk:{PASSWORD}@localhost/postgres?host={folder}")
     }
 
-    /// Down without a goodbye, and up again.
+    /// Stops the server without a clean shutdown and starts it again.
     pub(crate) fn restart(&mut self) {
         self.stop("immediate");
         self.server = serve(&self.programs, self.folder.path(), self.as_nobody);
@@ -93,12 +93,12 @@ impl Postgres {
 
 impl Drop for Postgres {
     fn drop(&mut self) {
-        // Not by a signal to the first process alone: the others would keep the shared memory.
+        // Killing only the first process would leave the others, which keep the shared memory.
         self.stop("immediate");
     }
 }
 
-/// Where the programs lie: the newest version that Debian installed, else on the `PATH`.
+/// The folder with the programs: of the newest version that Debian installed, else one on the `PATH`.
 fn programs() -> Option<PathBuf> {
     let complete = |bin: &PathBuf| {
         ["postgres", "initdb", "pg_ctl"]
@@ -142,11 +142,14 @@ fn serve(programs: &Path, folder: &Path, as_nobody: bool) -> Child {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    // It writes "ready" into its pid file when it answers.
+    // The server writes "ready" into its pid file when it accepts connections.
     let begin = Instant::now();
     let pid_file = folder.join("data/postmaster.pid");
     while !std::fs::read_to_string(&pid_file).is_ok_and(|text| text.contains("ready")) {
-        assert!(begin.elapsed() < Duration::from_secs(30), "PostgreSQL does not start");
+        assert!(
+            begin.elapsed() < Duration::from_secs(30),
+            "PostgreSQL is not ready after 30 s"
+        );
         std::thread::sleep(Duration::from_millis(20));
     }
     child

@@ -1,6 +1,6 @@
-//! Bytes that are no protocol, or the protocol's frames in no order.
+//! Random bytes, and HTTP/2 frames in invalid orders.
 
-use super::{Besieged, Random};
+use super::{Random, TestServer};
 use crate::support::within;
 use futures::StreamExt;
 use std::net::SocketAddr;
@@ -10,11 +10,11 @@ use tokio::net::TcpStream;
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const CONNECTIONS: u64 = 2500;
-const AT_ONCE: usize = 48;
-/// A debug build, its log and the allocator's leftovers.
+const CONCURRENT: usize = 48;
+/// Allowed for a debug build, its log and allocator fragmentation.
 const GROWTH: u64 = 64 << 20;
 
-/// A frame of HTTP/2, with a length that may be a lie.
+/// An HTTP/2 frame. `length` need not be the length of the payload.
 fn frame(length: u64, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     let length = length.min(0xff_ffff) as u32;
     let mut frame = length.to_be_bytes()[1..].to_vec();
@@ -24,7 +24,7 @@ fn frame(length: u64, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u
     frame
 }
 
-fn any_frame(random: &mut Random) -> Vec<u8> {
+fn random_frame(random: &mut Random) -> Vec<u8> {
     let bytes = random.below(600);
     let payload = random.bytes(bytes);
     let length = match random.below(8) {
@@ -41,17 +41,17 @@ fn any_frame(random: &mut Random) -> Vec<u8> {
     frame(length, kind, random.next() as u8, stream, &payload)
 }
 
-/// What one connection says.
-fn speech(random: &mut Random) -> Vec<u8> {
+/// The bytes that one connection sends.
+fn random_payload(random: &mut Random) -> Vec<u8> {
     let mut all = PREFACE.to_vec();
     match random.below(10) {
         0 => {
             let bytes = random.below(5000);
             all = random.bytes(bytes);
         }
-        // Cut off anywhere.
+        // A frame that is cut off at a random byte.
         1 => {
-            all.extend(any_frame(random));
+            all.extend(random_frame(random));
             all.truncate(random.below(all.len() as u64) as usize);
         }
         2 => {
@@ -66,7 +66,7 @@ fn speech(random: &mut Random) -> Vec<u8> {
                 .to_vec();
             all.extend(random.bytes(4000));
         }
-        // Settings without end, and pings.
+        // Many SETTINGS and PING frames.
         4 => {
             for _ in 0..200 {
                 let setting = random.bytes(6);
@@ -74,7 +74,7 @@ fn speech(random: &mut Random) -> Vec<u8> {
                 all.extend(frame(8, 6, 0, 0, &[0; 8]));
             }
         }
-        // Headers that never end.
+        // CONTINUATION frames without END_HEADERS.
         5 => {
             all.extend(frame(0, 4, 0, 0, &[]));
             all.extend(frame(1, 1, 0, 1, &[0x82]));
@@ -83,7 +83,7 @@ fn speech(random: &mut Random) -> Vec<u8> {
                 all.extend(frame(1000, 9, 0, 1, &block));
             }
         }
-        // Calls that are taken back as fast as they are made.
+        // Requests that are reset at once (rapid reset).
         6 => {
             all.extend(frame(0, 4, 0, 0, &[]));
             for call in 0..300 {
@@ -91,7 +91,7 @@ fn speech(random: &mut Random) -> Vec<u8> {
                 all.extend(frame(4, 3, 0, 1 + 2 * call, &[0, 0, 0, 8]));
             }
         }
-        // Windows that overflow.
+        // WINDOW_UPDATE frames that overflow the window.
         7 => {
             all.extend(frame(0, 4, 0, 0, &[]));
             for stream in [0, 1, 3] {
@@ -104,64 +104,64 @@ fn speech(random: &mut Random) -> Vec<u8> {
                 all.extend(frame(0, 4, 0, 0, &[]));
             }
             for _ in 0..random.below(30) {
-                all.extend(any_frame(random));
+                all.extend(random_frame(random));
             }
         }
     }
     all
 }
 
-/// Says it, listens for a moment, goes away with or without a word.
-async fn speak(address: SocketAddr, words: Vec<u8>, politely: bool) {
+/// Sends the bytes. With `orderly`, shuts the connection down and reads the answer; otherwise just closes it.
+async fn send(address: SocketAddr, bytes: Vec<u8>, orderly: bool) {
     let Ok(mut stream) = TcpStream::connect(address).await else {
-        panic!("nobody listens any more");
+        panic!("{address} refuses connections");
     };
-    // It may hang up in the middle.
-    let talk = async {
-        let _ = stream.write_all(&words).await;
-        if politely {
+    // The server may close the connection in between.
+    let exchange = async {
+        let _ = stream.write_all(&bytes).await;
+        if orderly {
             let _ = stream.shutdown().await;
             let mut answer = vec![0; 64 << 10];
             while let Ok(1..) = stream.read(&mut answer).await {}
         }
     };
-    let _ = tokio::time::timeout(Duration::from_secs(2), talk).await;
+    let _ = tokio::time::timeout(Duration::from_secs(2), exchange).await;
 }
 
-async fn siege(besieged: &Besieged, random: &mut Random, connections: u64) {
-    let calls: Vec<_> = (0..connections)
+async fn send_garbage(server: &TestServer, random: &mut Random, connections: u64) {
+    let payloads: Vec<_> = (0..connections)
         .map(|number| {
             let address = if number % 5 == 0 {
-                besieged.metrics
+                server.metrics
             } else {
-                besieged.daemon.address()
+                server.daemon.address()
             };
-            (address, speech(random), random.below(3) > 0)
+            (address, random_payload(random), random.below(3) > 0)
         })
         .collect();
-    futures::stream::iter(calls)
-        .for_each_concurrent(AT_ONCE, |(address, words, politely)| speak(address, words, politely))
+    futures::stream::iter(payloads)
+        .for_each_concurrent(CONCURRENT, |(address, bytes, orderly)| send(address, bytes, orderly))
         .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn thousands_of_connections_that_talk_nonsense_leave_no_trace() {
-    let (besieged, mut random) = (Besieged::start().await, Random(7));
-    // What grows once: pools, tables, the log's buffers.
-    siege(&besieged, &mut random, 300).await;
-    besieged.works().await;
-    let (memory, files) = (besieged.memory(), besieged.files());
-    siege(&besieged, &mut random, CONNECTIONS).await;
-    besieged.works().await;
-    besieged.has_not_grown(memory, GROWTH);
-    // Its connections go when their time is over at the latest.
+async fn thousands_of_garbage_connections_leak_no_memory_and_no_files() {
+    let (server, mut random) = (TestServer::start().await, Random(7));
+    // Warm-up: pools, tables and log buffers grow once.
+    send_garbage(&server, &mut random, 300).await;
+    server.assert_works().await;
+    let (memory, files) = (server.resident_memory(), server.open_files());
+    send_garbage(&server, &mut random, CONNECTIONS).await;
+    server.assert_works().await;
+    server.assert_memory_growth(memory, GROWTH);
+    // Connections are closed after their time limit at the latest.
     if let Some(before) = files {
         crate::support::eventually("the connections to be closed", || async {
-            (besieged.files()? <= before + 4).then_some(())
+            (server.open_files()? <= before + 4).then_some(())
         })
         .await;
     }
-    let mut metrics = within(TcpStream::connect(besieged.metrics)).await.unwrap();
+    let mut metrics = within(TcpStream::connect(server.metrics)).await.unwrap();
     metrics
         .write_all(b"GET /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         .await

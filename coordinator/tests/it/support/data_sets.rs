@@ -1,4 +1,4 @@
-//! Data sets on their way into storage, and collections of what nobody needs.
+//! Uploads of data sets, and garbage collection.
 
 use super::{submission, within};
 use aitk_common::control::Submission;
@@ -11,18 +11,19 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use tonic::Code;
 
+/// Runs a garbage collection; waits while another one runs.
 pub(crate) async fn collect(clients: &Clients, dry_run: bool) -> CollectGarbageReply {
     loop {
         match within(clients.admin.clone().collect_garbage(CollectGarbageRequest { dry_run })).await {
             Ok(reply) => return reply.into_inner(),
-            // Another one runs.
+            // Another collection is running.
             Err(status) if status.code() == Code::Aborted => tokio::time::sleep(Duration::from_millis(5)).await,
             Err(status) => panic!("{status}"),
         }
     }
 }
 
-/// A data set of two files.
+/// A data set of two files: its snapshot and the files' contents.
 pub(crate) fn data_set(tag: &str) -> (Snapshot, Vec<Vec<u8>>) {
     let contents = vec![format!("{tag} one").into_bytes(), format!("{tag} two").into_bytes()];
     let files = contents.iter().enumerate().map(|(number, content)| SnapshotFile {
@@ -33,7 +34,8 @@ pub(crate) fn data_set(tag: &str) -> (Snapshot, Vec<Vec<u8>>) {
     (Snapshot::new(files.collect(), false).unwrap(), contents)
 }
 
-pub(crate) fn wants(name: &str, snapshot: &Snapshot) -> v1::SubmitRequest {
+/// A submission of a job that reads this snapshot.
+pub(crate) fn submission_with(name: &str, snapshot: &Snapshot) -> v1::SubmitRequest {
     Submission {
         inputs: BTreeMap::from([("./data".to_owned(), snapshot.id())]),
         ..submission(name)

@@ -1,6 +1,6 @@
-//! Tokens that expire or are revoked, also while something is open.
+//! Tokens that expire or are revoked, also while streams are open.
 
-use super::{CALM, get, line, put_input, submit, token};
+use super::{LONG_LEASE, create_token, get, put_input, submit, wait_for_audit_line};
 use crate::support::{FakeWorker, Pool, eventually, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_common::hash::ContentHash;
@@ -12,13 +12,13 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-/// What a stream ends with.
-async fn end<T>(stream: &mut Streaming<T>) -> Status {
+/// Reads a stream to its end. Returns the error that ends it.
+async fn wait_for_error<T>(stream: &mut Streaming<T>) -> Status {
     within(async {
         loop {
             match stream.message().await {
                 Ok(Some(_)) => {}
-                Ok(None) => panic!("it ended as if all were well"),
+                Ok(None) => panic!("the stream ended without an error"),
                 Err(status) => return status,
             }
         }
@@ -40,32 +40,32 @@ fn follow(job: &str) -> v1::EventsRequest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_token_that_expires_cuts_what_it_opened() {
-    let pool = Pool::start(CALM).await;
+async fn an_expiring_token_ends_its_open_streams() {
+    let pool = Pool::start(LONG_LEASE).await;
     let job = pool.submit("a").await.job.to_string();
-    // Long enough to open something with it, on however busy a machine.
-    let mut life = Duration::from_millis(500);
+    // Doubled until a stream can be opened before the token expires, however busy the machine is.
+    let mut lifetime = Duration::from_millis(500);
     let (viewer, mut log) = loop {
-        let (secret, _) = token(&pool.clients, "vera", "viewer", Some(life.as_millis() as u64)).await;
+        let (secret, _) = create_token(&pool.clients, "vera", "viewer", Some(lifetime.as_millis() as u64)).await;
         let viewer = connect(&pool.running.url(), &secret, None).await.unwrap();
         if let Ok(log) = within(viewer.jobs.clone().events(follow(&job))).await {
             break (viewer, log.into_inner());
         }
-        life *= 2;
+        lifetime *= 2;
     };
-    let cut = end(&mut log).await;
-    assert_eq!(cut.code(), Code::Unauthenticated, "{cut}");
+    let error = wait_for_error(&mut log).await;
+    assert_eq!(error.code(), Code::Unauthenticated, "{error}");
     assert_eq!(get(&viewer, &job).await.unwrap_err().code(), Code::Unauthenticated);
-    let refused = line(&pool.clients, "the expired token", |line| line.action == "login").await;
+    let refused = wait_for_audit_line(&pool.clients, "the expired token", |line| line.action == "login").await;
     assert!(!refused.done && refused.who == "vera" && refused.detail == "the token has expired");
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_revoked_token_opens_nothing_and_its_streams_end() {
-    let pool = Pool::start(CALM).await;
+async fn a_revoked_token_is_refused_and_its_streams_end() {
+    let pool = Pool::start(LONG_LEASE).await;
     let url = pool.running.url();
-    let (secret, anna_id) = token(&pool.clients, "anna", "submitter", None).await;
+    let (secret, anna_id) = create_token(&pool.clients, "anna", "submitter", None).await;
     let anna = connect(&url, &secret, None).await.unwrap();
     put_input(&anna).await;
     let job = submit(&anna, "a").await.unwrap();
@@ -73,9 +73,9 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
         .await
         .unwrap()
         .into_inner();
-    // An upload of which one byte is missing.
+    // An upload that lacks its last byte.
     let data = b"half of it";
-    let (parts, waiting) = mpsc::channel(4);
+    let (parts, receiver) = mpsc::channel(4);
     let header = v1::BlobHeader {
         sha256: ContentHash::of(b"something").to_hex(),
         bytes: data.len() as u64 + 1,
@@ -85,25 +85,25 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
         parts.send(v1::PutBlobRequest { part: Some(part) }).await.unwrap();
     }
     let mut uploader = anna.blobs.clone();
-    let upload = tokio::spawn(async move { uploader.put(ReceiverStream::new(waiting)).await });
+    let upload = tokio::spawn(async move { uploader.put(ReceiverStream::new(receiver)).await });
     eventually("the upload to begin", || async {
         let parts = std::fs::read_dir(pool.dir.path().join("transit")).unwrap();
         (parts.count() == 1).then_some(())
     })
     .await;
 
-    let (secret, id) = token(&pool.clients, "box", "worker", None).await;
+    let (secret, id) = create_token(&pool.clients, "box", "worker", None).await;
     let clients = connect(&url, &secret, None).await.unwrap();
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
-    worker.assigned().await;
+    worker.next_assignment().await;
 
     revoke(&pool.clients, &anna_id).await;
-    let cut = end(&mut log).await;
-    assert_eq!(cut.code(), Code::Unauthenticated, "{cut}");
-    let cut = within(upload).await.unwrap().unwrap_err();
-    assert_eq!(cut.code(), Code::Unauthenticated, "{cut}");
+    let error = wait_for_error(&mut log).await;
+    assert_eq!(error.code(), Code::Unauthenticated, "{error}");
+    let error = within(upload).await.unwrap().unwrap_err();
+    assert_eq!(error.code(), Code::Unauthenticated, "{error}");
     assert_eq!(submit(&anna, "b").await.unwrap_err().code(), Code::Unauthenticated);
-    eventually("what was uploaded to be gone", || async {
+    eventually("the partial upload to be removed", || async {
         let parts = std::fs::read_dir(pool.dir.path().join("transit")).unwrap();
         (parts.count() == 0).then_some(())
     })
@@ -115,7 +115,7 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
     let first = ToCoordinator::Register(Box::new(FakeWorker::registration("w", None, Vec::new())));
     let error = FakeWorker::open(&clients, Some(first)).await.unwrap_err();
     assert_eq!(error.code(), Code::Unauthenticated);
-    let revoked = line(&pool.clients, "the revocation", |line| {
+    let revoked = wait_for_audit_line(&pool.clients, "the revocation", |line| {
         line.action == "token.revoke" && line.object == id
     })
     .await;
@@ -124,11 +124,11 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
         "{revoked:?}"
     );
 
-    // What ended stays ended after a restart, and the first token still opens.
+    // A revoked token stays revoked after a restart, and the administrator's token still works.
     let pool = pool.restart().await;
     let clients = connect(&pool.running.url(), &secret, None).await.unwrap();
     assert_eq!(get(&clients, &job).await.unwrap_err().code(), Code::Unauthenticated);
-    let refused = line(&pool.clients, "the revoked token", |line| {
+    let refused = wait_for_audit_line(&pool.clients, "the revoked token", |line| {
         line.action == "login" && line.by == id
     })
     .await;
@@ -145,12 +145,12 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_download_ends_with_its_token() {
-    let pool = Pool::start(CALM).await;
-    // Far more than lies between the coordinator and a receiver that reads nothing.
+async fn a_download_ends_when_its_token_is_revoked() {
+    let pool = Pool::start(LONG_LEASE).await;
+    // Far more than all buffers between the coordinator and a client that does not read.
     let bytes: &'static [u8] = vec![7; 16 << 20].leak();
     let blob = pool.put(bytes).await;
-    let (secret, id) = token(&pool.clients, "olga", "operator", None).await;
+    let (secret, id) = create_token(&pool.clients, "olga", "operator", None).await;
     let olga = connect(&pool.running.url(), &secret, None).await.unwrap();
     let request = v1::GetBlobRequest {
         sha256: blob.to_hex(),
@@ -159,7 +159,7 @@ async fn a_download_ends_with_its_token() {
     let mut download = within(olga.blobs.clone().get(request)).await.unwrap().into_inner();
     within(download.message()).await.unwrap().unwrap();
     revoke(&pool.clients, &id).await;
-    let cut = end(&mut download).await;
-    assert_eq!(cut.code(), Code::Unauthenticated, "{cut}");
+    let error = wait_for_error(&mut download).await;
+    assert_eq!(error.code(), Code::Unauthenticated, "{error}");
     within(pool.running.shutdown()).await;
 }

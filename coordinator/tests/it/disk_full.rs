@@ -1,9 +1,11 @@
-//! The coordinator's disk is full: what is there can be read, what comes is refused as an error of its own kind, nothing new
-//! starts and says why, and with room again everything goes on. The same where not even the database has room.
+//! The coordinator's disk is full: reads work, writes are refused with an error of their own kind, and waiting jobs show the
+//! reason. When there is space again, everything goes on. The same when even the database has no space.
 
-use crate::support::blobs::put;
 use crate::support::daemon::Daemon;
-use crate::support::{FakeWorker, PATIENCE, config, eventually, held, input, put_checkpoint, submission, within};
+use crate::support::data_sets::put;
+use crate::support::{
+    FakeWorker, TIMEOUT, config, eventually, held_attempt, input, put_checkpoint, submission, within,
+};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, Verdict};
 use aitk_common::hash::ContentHash;
@@ -19,8 +21,8 @@ use std::process::Command;
 use std::time::Duration;
 use tonic::Code;
 
-/// A coordinator that keeps so many bytes of its disk for the database.
-async fn with_reserve(dir: &Path, reserve: u64) -> (Running, Clients) {
+/// Starts a coordinator that reserves this many bytes of its disk for the database.
+async fn start_with_reserve(dir: &Path, reserve: u64) -> (Running, Clients) {
     let config = Config {
         disk_reserve: Some(reserve),
         ..config(dir, Duration::from_secs(60))
@@ -37,43 +39,44 @@ async fn view(clients: &Clients, job: &str) -> JobView {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_disk_pauses_the_queue_and_costs_no_job_its_tries() {
+async fn a_full_disk_pauses_the_queue_and_uses_up_no_retries() {
     let dir = tempfile::tempdir().unwrap();
-    let (running, clients) = with_reserve(dir.path(), 0).await;
-    let blobs = RemoteBlobs::with_budget(&clients, PATIENCE);
+    let (running, clients) = start_with_reserve(dir.path(), 0).await;
+    let blobs = RemoteBlobs::with_budget(&clients, TIMEOUT);
     within(blobs.put_bytes(input().id(), input().to_bytes().into()))
         .await
         .unwrap();
     let checkpoint = put_checkpoint(&blobs, 5).await;
     let submitted = within(clients.jobs.clone().submit(v1::SubmitRequest::from(submission("a")))).await;
     let job = submitted.unwrap().into_inner().job_id;
-    // More failures of the coordinator's own storage in a row than a job has tries.
+    // A failure of the coordinator's storage does not count against the job's retries.
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
-    let work = worker.assigned().await;
+    let work = worker.next_assignment().await;
     let failed = Outcome::Failed {
         cause: FailureCause::Storage,
         message: "no room".into(),
     };
-    assert_eq!(worker.finish(&held(&work), failed).await, Verdict::Accepted);
+    assert_eq!(worker.finish(&held_attempt(&work), failed).await, Verdict::Accepted);
     let after = view(&clients, &job).await;
     assert_eq!((after.state, after.failures), (JobState::Queued, 0), "{after:?}");
     drop(worker);
     within(running.shutdown()).await;
 
-    // As if the disk were full: more is kept for the database than it has.
-    let (running, clients) = with_reserve(dir.path(), 1 << 60).await;
+    // Reserve more than the disk has, as if it were full.
+    let (running, clients) = start_with_reserve(dir.path(), 1 << 60).await;
     let _worker = FakeWorker::register(&clients, FakeWorker::registration("x", None, Vec::new())).await;
-    let waits = eventually("the reason", || async {
+    let waiting = eventually("the reason to name the full disk", || async {
         Some(view(&clients, &job).await).filter(|view| view.reason.contains("disk is full"))
     })
     .await;
-    assert_eq!(waits.state, JobState::Queued);
+    assert_eq!(waiting.state, JobState::Queued);
     assert!(
-        waits.reason.starts_with("waits: the coordinator's disk is full (") && waits.reason.contains("GiB reserved)"),
+        waiting.reason.starts_with("waits: the coordinator's disk is full (")
+            && waiting.reason.contains("GiB reserved)"),
         "{}",
-        waits.reason
+        waiting.reason
     );
-    let blobs = RemoteBlobs::with_budget(&clients, PATIENCE);
+    let blobs = RemoteBlobs::with_budget(&clients, TIMEOUT);
     let error = within(blobs.put_bytes(ContentHash::of(b"new"), b"new".as_slice().into()))
         .await
         .unwrap_err();
@@ -81,7 +84,7 @@ async fn a_full_disk_pauses_the_queue_and_costs_no_job_its_tries() {
         matches!(&error, StorageError::Full { message, .. } if message.contains("kept for the database")),
         "{error:?}"
     );
-    // Reading needs no room, and the database goes on.
+    // Reads need no space, and the database still has its reserve.
     assert!(!within(blobs.get_bytes(checkpoint, 1 << 20)).await.unwrap().is_empty());
     let second = within(clients.jobs.clone().submit(v1::SubmitRequest::from(submission("b")))).await;
     assert!(
@@ -92,14 +95,17 @@ async fn a_full_disk_pauses_the_queue_and_costs_no_job_its_tries() {
     );
     within(running.shutdown()).await;
 
-    let (running, clients) = with_reserve(dir.path(), 0).await;
+    let (running, clients) = start_with_reserve(dir.path(), 0).await;
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("y", None, Vec::new())).await;
-    let work = worker.assigned().await;
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    let work = worker.next_assignment().await;
+    assert_eq!(
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
+    );
     within(running.shutdown()).await;
 }
 
-/// A small file system in memory.
+/// A small tmpfs. It is unmounted when dropped.
 struct SmallDisk(PathBuf);
 
 impl SmallDisk {
@@ -122,7 +128,7 @@ impl SmallDisk {
         }
     }
 
-    /// Takes all the room that is left; it comes back when the file is removed.
+    /// Fills the disk. Removing the returned file frees the space again.
     fn fill(&self) -> PathBuf {
         let path = self.0.join("filler");
         let mut file = File::create(&path).unwrap();
@@ -138,12 +144,12 @@ impl SmallDisk {
 
 impl Drop for SmallDisk {
     fn drop(&mut self) {
-        // Its daemon may need a moment to be gone.
+        // Lazy, because the daemon may still be exiting.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }
 
-/// A job whose config takes room in the database.
+/// A job whose config takes about 60 kB in the database.
 fn large(number: u32) -> v1::SubmitRequest {
     v1::SubmitRequest {
         config_text: format!("# {}\n", "x".repeat(60_000)),
@@ -166,23 +172,23 @@ async fn names(clients: &Clients) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there_is_room() {
+async fn a_full_database_serves_reads_refuses_writes_and_recovers_when_there_is_space() {
     let dir = tempfile::tempdir().unwrap();
     let Some(disk) = SmallDisk::mount(dir.path()) else {
         return;
     };
     let mut daemon = Daemon::start(dir.path(), &["--disk-reserve-mib", "0"], &[]).await;
     let clients = daemon.clients().await;
-    let blobs = RemoteBlobs::with_budget(&clients, PATIENCE);
+    let blobs = RemoteBlobs::with_budget(&clients, TIMEOUT);
     put(&blobs, &input().to_bytes()).await;
     let first = within(clients.jobs.clone().submit(v1::SubmitRequest::from(submission("runs")))).await;
     let first = first.unwrap().into_inner().job_id;
     let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
-    let work = worker.assigned().await;
-    worker.beat(&[held(&work)]).await;
+    let work = worker.next_assignment().await;
+    worker.heartbeat(&[held_attempt(&work)]).await;
 
     let filler = disk.fill();
-    // The log of the database may have some room left.
+    // The write-ahead log may have some space left.
     let (mut acknowledged, mut refused) = (vec!["runs".to_owned()], None);
     for number in 0..400 {
         match within(clients.jobs.clone().submit(large(number))).await {
@@ -195,10 +201,10 @@ async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there
     }
     let (number, status) = refused.expect("24 MiB do not hold them all");
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
-    for words in ["database is full", "not stored yet", "aitk ps"] {
-        assert!(status.message().contains(words), "{words}: {status}");
+    for expected in ["database is full", "not stored yet", "aitk ps"] {
+        assert!(status.message().contains(expected), "{expected}: {status}");
     }
-    // Nothing else is begun, and what is there can be read.
+    // Further changes are refused, and reads work.
     let status = within(clients.jobs.clone().submit(large(1000))).await.unwrap_err();
     assert!(status.message().contains("nothing was done"), "{status}");
     let stop = v1::StopJobRequest {
@@ -210,27 +216,29 @@ async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there
     let listed = names(&clients).await;
     assert!(acknowledged.iter().all(|name| listed.contains(name)), "{listed:?}");
     assert_eq!(view(&clients, &first).await.state, JobState::Running);
-    let waits = within(clients.jobs.clone().submit(large(0))).await;
-    assert_eq!(waits.unwrap_err().code(), Code::ResourceExhausted);
+    let refused = within(clients.jobs.clone().submit(large(0))).await;
+    assert_eq!(refused.unwrap_err().code(), Code::ResourceExhausted);
     assert!(!within(blobs.get_bytes(input().id(), 1 << 20)).await.unwrap().is_empty());
-    // Its worker is sent away to come back, and keeps what it runs.
+    // Its worker is disconnected, and keeps its attempt until it can register again.
     while worker.next().await.is_some() {}
-    let again = || {
-        let mut registration = FakeWorker::registration("w", Some(worker.id.clone()), vec![held(&work)]);
-        registration.version = "again".into();
+    let reconnect = || {
+        let mut registration = FakeWorker::registration("w", Some(worker.id.clone()), vec![held_attempt(&work)]);
+        registration.version = "reconnected".into();
         FakeWorker::try_register(&clients, registration)
     };
-    assert!(again().await.is_none(), "nobody registers");
+    assert!(
+        reconnect().await.is_none(),
+        "registrations are refused while the disk is full"
+    );
 
     std::fs::remove_file(filler).unwrap();
-    let mut worker = eventually("the worker is let in", again).await;
+    let mut worker = eventually("the worker to register", reconnect).await;
+    assert_eq!(worker.keep, std::slice::from_ref(&work.attempt), "its attempt goes on");
     assert_eq!(
-        worker.keep,
-        std::slice::from_ref(&work.attempt),
-        "it goes on with what it has"
+        worker.finish(&held_attempt(&work), Outcome::Completed).await,
+        Verdict::Accepted
     );
-    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
-    // What was not acknowledged was stored when there was room, once.
+    // The unacknowledged submission was stored once there was space, and only once.
     let answer = within(clients.jobs.clone().submit(large(number)))
         .await
         .unwrap()
@@ -241,7 +249,7 @@ async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there
     listed.sort_unstable();
     acknowledged.sort_unstable();
     assert_eq!(listed, acknowledged);
-    // It is in the file, too: what was acknowledged since is there after a kill.
+    // It is durable: acknowledged jobs survive a kill.
     within(clients.jobs.clone().submit(large(2000))).await.unwrap();
     acknowledged.push("large2000".to_owned());
     daemon.kill_and_restart().await;

@@ -1,6 +1,6 @@
-//! The rules of the queue over the wire, and over a restart.
+//! Queue rules through the protocol, before and after a restart.
 
-use crate::support::{FakeWorker, Pool, held, submission, within};
+use crate::support::{FakeWorker, Pool, held_attempt, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
@@ -10,7 +10,7 @@ use aitk_proto::v1;
 use std::time::Duration;
 use tonic::Code;
 
-const CALM: Duration = Duration::from_secs(60);
+const LONG_LEASE: Duration = Duration::from_secs(60);
 
 /// A LoRA of Stable Diffusion 1.x, with this `cluster` section.
 fn lora(name: &str, cluster: &str) -> Submission {
@@ -47,9 +47,9 @@ async fn drain(pool: &Pool, worker: &str, drain: bool, now: bool) -> WorkerView 
         .unwrap()
 }
 
-async fn stop_message(worker: &mut FakeWorker) -> bool {
+async fn next_stop_message(worker: &mut FakeWorker) -> bool {
     worker
-        .until(|message| match message {
+        .wait_for_message(|message| match message {
             ToWorker::Stop { save, .. } => Some(save),
             _ => None,
         })
@@ -57,8 +57,8 @@ async fn stop_message(worker: &mut FakeWorker) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn fit_and_explain_say_where_and_why_not() {
-    let pool = Pool::start(CALM).await;
+async fn fit_and_explain_name_devices_and_reasons() {
+    let pool = Pool::start(LONG_LEASE).await;
     let fit = |submission: Submission| {
         let mut jobs = pool.clients.jobs.clone();
         async move {
@@ -66,21 +66,26 @@ async fn fit_and_explain_say_where_and_why_not() {
             Forecast::try_from(reply.into_inner()).unwrap()
         }
     };
-    let nobody = fit(lora("a", "")).await;
+    let without_workers = fit(lora("a", "")).await;
     assert!(
-        !nobody.fits_somewhere() && nobody.summary.contains("no worker is connected"),
-        "{nobody:?}"
+        !without_workers.fits_somewhere() && without_workers.summary.contains("no worker is connected"),
+        "{without_workers:?}"
     );
     let mut worker = FakeWorker::new(&pool, "w1").await;
-    // A whole SD 1.5 does not fit into the 4 GiB of this one; half of it does, a toy does, and so does what its user says fits.
+    // All of SD 1.5 does not fit into the 4 GiB of this device. With a smaller profile it does, a tiny model does, and so does a
+    // job whose `memory_budget` fits.
     let all_in_memory = || lora("a", r#""memory_profile":"cpu_only""#);
     let whole = fit(all_in_memory()).await;
     assert!(
         !whole.fits_somewhere() && whole.summary.contains("with the profile cpu_only"),
         "{whole:?}"
     );
-    let half = fit(lora("a", "")).await;
-    assert_eq!(half.devices[0].profile, Some(MemoryProfile::GpuPoor), "{half:?}");
+    let smaller_profile = fit(lora("a", "")).await;
+    assert_eq!(
+        smaller_profile.devices[0].profile,
+        Some(MemoryProfile::GpuPoor),
+        "{smaller_profile:?}"
+    );
     let toy = Submission {
         anatomy: Some(ParameterCounts {
             denoiser: 1_000_000,
@@ -96,11 +101,12 @@ async fn fit_and_explain_say_where_and_why_not() {
         "{toy:?}"
     );
     assert_eq!(toy.devices[0].profile, Some(MemoryProfile::CpuOnly));
-    let told = fit(lora("a", r#""memory_budget":1000000000"#)).await;
+    let with_budget = fit(lora("a", r#""memory_budget":1000000000"#)).await;
     assert!(
-        told.summary
+        with_budget
+            .summary
             .starts_with("would start now on w1 cpu: extreme (0.9 GiB of 4.0 GiB"),
-        "{told:?}"
+        "{with_budget:?}"
     );
 
     let job = submit(&pool, all_in_memory()).await;
@@ -120,19 +126,21 @@ async fn fit_and_explain_say_where_and_why_not() {
             .starts_with("w1 cpu: too small: even cpu_only needs about"),
         "{explained:?}"
     );
-    let nobody = v1::ExplainRequest {
+    let unknown_job = v1::ExplainRequest {
         job_id: "jnobody".into(),
     };
-    let refused = within(pool.clients.jobs.clone().explain(nobody)).await.unwrap_err();
+    let refused = within(pool.clients.jobs.clone().explain(unknown_job))
+        .await
+        .unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
     let small = submit(&pool, lora("b", r#""memory_budget":1000000000"#)).await;
-    assert_eq!(worker.assigned().await.job, small.id);
+    assert_eq!(worker.next_assignment().await.job, small.id);
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pauses_priorities_owners_and_dependencies_hold_over_a_restart() {
-    let pool = Pool::start(CALM).await;
+async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
+    let pool = Pool::start(LONG_LEASE).await;
     let mut worker = FakeWorker::new(&pool, "w1").await;
     let owned = Submission {
         owner: Some(UserName::new("ada")),
@@ -140,8 +148,8 @@ async fn pauses_priorities_owners_and_dependencies_hold_over_a_restart() {
     };
     let first = submit(&pool, owned).await;
     assert_eq!(first.owner, UserName::new("ada"));
-    let work = worker.assigned().await;
-    worker.beat(&[held(&work)]).await;
+    let work = worker.next_assignment().await;
+    worker.heartbeat(&[held_attempt(&work)]).await;
     let small = r#""memory_budget":1000000000"#;
     let second = submit(&pool, lora("second", &format!(r#"{small},"after":["{}"]"#, first.id))).await;
     assert!(
@@ -177,38 +185,38 @@ async fn pauses_priorities_owners_and_dependencies_hold_over_a_restart() {
         third.paused && third.priority == -7 && third.reason.starts_with("paused"),
         "{third:?}"
     );
-    let registration = FakeWorker::registration("w1", Some(worker.id.clone()), vec![held(&work)]);
+    let registration = FakeWorker::registration("w1", Some(worker.id.clone()), vec![held_attempt(&work)]);
     let mut worker = FakeWorker::register(&pool.clients, registration).await;
     assert_eq!(worker.keep, std::slice::from_ref(&work.attempt));
     worker
-        .ask(|request| aitk_common::control::ToCoordinator::Finished {
+        .request(|request| aitk_common::control::ToCoordinator::Finished {
             request,
-            held: held(&work),
+            held: held_attempt(&work),
             outcome: Outcome::Completed,
         })
         .await;
-    let next = worker.assigned().await;
+    let next = worker.next_assignment().await;
     assert_eq!(next.job, second.id);
     within(pool.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_drained_worker_hands_its_work_on_and_stays_drained() {
-    let pool = Pool::start(CALM).await;
+async fn a_drained_worker_gives_its_job_back_and_stays_drained_after_a_restart() {
+    let pool = Pool::start(LONG_LEASE).await;
     let mut one = FakeWorker::new(&pool, "w1").await;
     let job = submit(&pool, submission("a")).await;
-    let work = one.assigned().await;
+    let work = one.next_assignment().await;
     assert_eq!(work.job, job.id);
-    one.beat(&[held(&work)]).await;
+    one.heartbeat(&[held_attempt(&work)]).await;
     let drained = drain(&pool, "w1", true, true).await;
     assert!(
         drained.drained && drained.devices[0].jobs == [job.id.clone()],
         "{drained:?}"
     );
-    assert!(stop_message(&mut one).await, "it saves first");
-    one.ask(|request| aitk_common::control::ToCoordinator::Finished {
+    assert!(next_stop_message(&mut one).await, "it saves first");
+    one.request(|request| aitk_common::control::ToCoordinator::Finished {
         request,
-        held: held(&work),
+        held: held_attempt(&work),
         outcome: Outcome::stopped(),
     })
     .await;
@@ -224,7 +232,7 @@ async fn a_drained_worker_hands_its_work_on_and_stays_drained() {
         "also after a restart"
     );
     drain(&pool, one.id.clone().as_str(), false, false).await;
-    assert_eq!(one.assigned().await.job, job.id);
+    assert_eq!(one.next_assignment().await.job, job.id);
     let request = v1::DrainWorkerRequest {
         worker: "nobody".into(),
         drain: true,

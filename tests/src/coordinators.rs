@@ -1,6 +1,6 @@
 //! Several coordinators on one PostgreSQL, with one token and one authority, and the workers that join them.
 
-use crate::place::Place;
+use crate::namespaces::Namespaces;
 use crate::pool::{Endpoint, Pool, Setup};
 use crate::programs::program;
 use std::os::unix::fs::PermissionsExt;
@@ -9,11 +9,11 @@ use std::process::Command;
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// As a coordinator makes it: only such a one can carry the authority's hash.
+/// In the coordinator's own format, because only such a token can contain the authority's hash.
 const TOKEN: &str = "aitk_0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
-/// Starts a coordinator for each of these, which say where it listens, on the database and the storage that they name. Everybody
-/// gets all addresses. The first one makes the authority, and leads.
+/// Starts a coordinator for each setup, on one database. Workers and clients get all addresses. The first coordinator creates
+/// the certificate authority, and leads.
 ///
 /// # Panics
 /// When one does not start.
@@ -31,22 +31,22 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
         std::fs::create_dir_all(&data).expect("the folder can be made");
         write_secret(&data.join("token"), TOKEN);
         if authority.exists() {
-            // As an administrator copies it, with its rights.
-            said(Command::new("cp").arg("-a").arg(&authority).arg(&data));
+            // Copied with its permissions, as an administrator does.
+            run(Command::new("cp").arg("-a").arg(&authority).arg(&data));
         } else {
             let mut init = Command::new(program("aitk-coordinator"));
-            said(init.args(["init", "--data-dir"]).arg(&data));
+            run(init.args(["init", "--data-dir"]).arg(&data));
         }
-        let own = [
+        let variables = [
             ("AITK_DATABASE", database.to_owned()),
             ("AITK_ADVERTISE", format!("https://{}", setup.address)),
             ("AITK_HOSTNAMES", setup.address.ip().to_string()),
         ];
-        let own = own.into_iter().map(|(key, value)| (key.to_owned(), value));
-        setup.own_environment.extend(own);
-        let first = pools.is_empty();
+        let variables = variables.into_iter().map(|(key, value)| (key.to_owned(), value));
+        setup.coordinator_environment.extend(variables);
+        let is_first = pools.is_empty();
         let pool = Pool::start_with(setup);
-        if first {
+        if is_first {
             let mut log = pool.coordinator.log_from_start();
             crate::eventually("a leader", LIMIT, &[&pool.coordinator], || {
                 log.lines().iter().any(|line| leads(line)).then_some(())
@@ -55,7 +55,9 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
         pools.push(pool);
     }
     let invitation = invite(&pools[0], &servers, "nobody");
-    let (_, hash) = invitation.split_once('.').expect("an invitation names the authority");
+    let (_, hash) = invitation
+        .split_once('.')
+        .expect("an invitation contains the authority's hash");
     for pool in &mut pools {
         let token = pool.setup().folder.join("token");
         write_secret(&token, &format!("{TOKEN}.{hash}"));
@@ -65,7 +67,7 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
     pools
 }
 
-/// Whether a coordinator says in this line that it leads now.
+/// Whether this log line says that the coordinator leads now.
 #[must_use]
 pub fn leads(line: &str) -> bool {
     line.contains("this coordinator leads")
@@ -74,31 +76,31 @@ pub fn leads(line: &str) -> bool {
 /// Lets a worker join.
 ///
 /// # Panics
-/// When it is not let in.
-pub fn join(pool: &Pool, name: &str, place: &Place) {
+/// When it cannot join.
+pub fn join(pool: &Pool, name: &str, namespaces: &Namespaces) {
     let servers = servers(pool);
     let invitation = invite(pool, &servers, name);
-    asked(join_command(pool, name, place).arg(invitation), pool);
+    run_until_success(join_command(pool, name, namespaces).arg(invitation), pool);
 }
 
 fn servers(pool: &Pool) -> String {
     let servers = pool.setup().endpoint.as_ref().map(|endpoint| endpoint.servers.clone());
-    servers.expect("the pool has a endpoint")
+    servers.expect("the pool has an endpoint")
 }
 
-/// What lets a worker join; the join token follows.
+/// The command with which a worker joins. Its last argument, the join token, has to be added.
 ///
 /// # Panics
 /// When the pool has one coordinator without an authority.
 #[must_use]
-pub fn join_command(pool: &Pool, name: &str, place: &Place) -> Command {
-    let mut join = pool.command_in("aitk-worker", place);
+pub fn join_command(pool: &Pool, name: &str, namespaces: &Namespaces) -> Command {
+    let mut join = pool.command_in("aitk-worker", namespaces);
     join.args(["join", "--data-dir"]).arg(pool.worker_dir(name));
     join.arg(servers(pool));
     join
 }
 
-/// A command of an administrator; what is to be done follows.
+/// `aitk-coordinator` with an administrator's token. The subcommand has to be added.
 #[must_use]
 pub fn admin_command(pool: &Pool) -> Command {
     let mut command = pool.command("aitk-coordinator");
@@ -111,26 +113,26 @@ pub fn admin_command(pool: &Pool) -> Command {
 fn invite(pool: &Pool, servers: &str, name: &str) -> String {
     let mut invite = admin_command(pool);
     invite.env("AITK_SERVER", servers).args(["worker", "join-token", name]);
-    asked(&mut invite, pool)
+    run_until_success(&mut invite, pool)
 }
 
-/// Asks until it is answered: a crowded machine may change its leader at any time.
-fn asked(command: &mut Command, pool: &Pool) -> String {
-    crate::eventually("an answer", LIMIT, &[&pool.coordinator], || {
+/// Repeats the command until it succeeds. On a busy machine the leader may change at any time.
+fn run_until_success(command: &mut Command, pool: &Pool) -> String {
+    crate::eventually("the command to succeed", LIMIT, &[&pool.coordinator], || {
         let output = command.output().expect("the program starts");
-        let said = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        output.status.success().then_some(said)
+        let stdout = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        output.status.success().then_some(stdout)
     })
 }
 
-/// A secret in a file of its own.
+/// Writes a secret to a file that only its owner can read.
 fn write_secret(path: &Path, text: &str) {
     std::fs::write(path, text).expect("the secret can be written");
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).expect("the file is ours");
 }
 
-/// Runs a program to its end; what it says.
-fn said(command: &mut Command) -> String {
+/// Runs a program and returns its standard output.
+fn run(command: &mut Command) -> String {
     let output = command.output().expect("the program starts");
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{command:?}: {err}");

@@ -1,8 +1,8 @@
-//! A server over HTTP that goes wrong on demand, and says what it was asked: what it serves is somebody else's, see
-//! [`crate::s3_server`] and [`crate::hub_server`].
+//! An HTTP server that injects faults on demand and logs its requests. It wraps another service, see [`crate::s3_server`] and
+//! [`crate::hub_server`].
 //!
-//! What goes wrong now stands in a file, see [`ServerFault`]; it is read anew for every request. Each request is two lines
-//! on standard output, at its beginning and when its answer has gone out (or its connection has):
+//! A file contains the current fault, see [`ServerFault`]; it is read for every request. Each request prints two lines on
+//! standard output, one when it begins and one when its answer is sent or its connection is closed:
 //!
 //! ```text
 //! begin 12 PUT /aitk/blobs/ab/ab12…
@@ -26,18 +26,18 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::time::{Sleep, sleep};
 
-/// Whatever went wrong.
+/// Any error.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
-/// How often a held request looks whether it may go on.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// How often a delayed request reads the fault file.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What answers a request when nothing goes wrong with it.
-pub type Service = Arc<dyn Fn(Request<s3s::Body>) -> Answering + Send + Sync>;
-/// An answer on its way.
-pub type Answering = Pin<Box<dyn Future<Output = Result<Response<s3s::Body>, BoxError>> + Send>>;
+/// The wrapped service.
+pub type Service = Arc<dyn Fn(Request<s3s::Body>) -> ResponseFuture + Send + Sync>;
+/// The future of a response.
+pub type ResponseFuture = Pin<Box<dyn Future<Output = Result<Response<s3s::Body>, BoxError>> + Send>>;
 
-/// Serves until the process ends. `fault_file` says what goes wrong; none: nothing does.
+/// Serves until the process ends, with the faults from `fault_file`.
 ///
 /// # Errors
 /// When the listener fails.
@@ -52,7 +52,7 @@ pub async fn serve(listener: TcpListener, fault_file: Option<PathBuf>, service: 
                 let number = numbers.fetch_add(1, Ordering::Relaxed);
                 answer(service.clone(), fault_file.clone(), number, request)
             });
-            // A connection that one side cut off is nothing to report: the lines of its requests say it.
+            // Broken connections are not reported here, because the lines of their requests show them.
             let _ = Builder::new(TokioExecutor::new())
                 .serve_connection(TokioIo::new(socket), handler)
                 .await;
@@ -67,11 +67,11 @@ async fn answer(
     request: Request<Incoming>,
 ) -> Result<Response<s3s::Body>, BoxError> {
     let record = Arc::new(Record::begin(number, &request));
-    let now = || fault_file.as_deref().map_or(ServerFault::None, ServerFault::read);
-    let fault = now();
+    let current_fault = || fault_file.as_deref().map_or(ServerFault::None, ServerFault::read);
+    let fault = current_fault();
     if matches!(fault, ServerFault::Hang | ServerFault::Late) {
-        while now() == fault {
-            sleep(LOOK_AGAIN).await;
+        while current_fault() == fault {
+            sleep(POLL_INTERVAL).await;
         }
     }
     let fails = match fault {
@@ -114,10 +114,10 @@ async fn answer(
     Ok(answer.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: download })))
 }
 
-/// What became of a request. The last one who knows of it going away is its end.
+/// The log record of a request. The request ends when the last reference is dropped.
 struct Record {
     number: u64,
-    /// 0: no answer.
+    /// The status code; 0 for no answer.
     status: AtomicU16,
     received: AtomicU64,
     sent: AtomicU64,
@@ -126,7 +126,7 @@ struct Record {
 
 impl Record {
     fn begin(number: u64, request: &Request<Incoming>) -> Self {
-        say(&format!("begin {number} {} {}", request.method(), request.uri()));
+        print_line(&format!("begin {number} {} {}", request.method(), request.uri()));
         Self {
             number,
             status: AtomicU16::new(0),
@@ -140,7 +140,7 @@ impl Record {
 impl Drop for Record {
     fn drop(&mut self) {
         let get = |value: &AtomicU64| value.load(Ordering::Relaxed);
-        say(&format!(
+        print_line(&format!(
             "end {} {} in={} out={}",
             self.number,
             self.status.load(Ordering::Relaxed),
@@ -150,14 +150,14 @@ impl Drop for Record {
     }
 }
 
-/// One line at once, so that lines of requests side by side do not mix.
-fn say(line: &str) {
+/// Prints a line at once, so that lines of parallel requests do not mix.
+fn print_line(line: &str) {
     let mut out = io::stdout().lock();
     let _ = writeln!(out, "{line}");
     let _ = out.flush();
 }
 
-/// Counts the bytes of a body, holds them up, and cuts them off.
+/// Counts the bytes of a body, slows them down, and cuts them off.
 struct Meter {
     record: Arc<Record>,
     received: bool,
