@@ -311,12 +311,11 @@ impl StopSignals {
 }
 
 /// Whether SIGHUP was set to be ignored when this program started, as `nohup` does.
-#[expect(
-    unsafe_code,
-    reason = "without a new action, sigaction only writes the current one into `now`"
-)]
+#[expect(unsafe_code, reason = "the standard library cannot read the action of a signal")]
 fn hangups_are_ignored() -> bool {
     let mut now = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: `now` is valid for writes, the null pointer sets no new action, and `now` is read only after the call has
+    // initialised it.
     let now = unsafe {
         if libc::sigaction(libc::SIGHUP, std::ptr::null(), now.as_mut_ptr()) != 0 {
             return false;

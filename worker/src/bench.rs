@@ -2,7 +2,7 @@
 
 use crate::memory_usage::{peak_memory, reset_peak_memory};
 use aitk_common::capability::DeviceRef;
-pub use aitk_engine::bench::{BENCHMARKS as WORKS, Benchmark as Work};
+pub use aitk_engine::bench::{BENCHMARKS, Benchmark};
 use aitk_engine::device::{open_with_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ pub struct Finding {
 ///
 /// # Errors
 /// If the device cannot be opened or fails.
-pub fn measure(work: &Work, device: DeviceRef) -> Result<Finding, EngineError> {
+pub fn measure(work: &Benchmark, device: DeviceRef) -> Result<Finding, EngineError> {
     let compute = open_with_dtype(device, "float32")?;
     let measured = on_pool(|| work.measure(&compute, reset_peak_memory))?;
     Ok(Finding {

@@ -26,6 +26,10 @@ mod resend;
 pub mod runner;
 pub mod sandbox;
 mod session;
+#[cfg(test)]
+#[allow(unreachable_pub, reason = "other tests share this file")]
+#[path = "../../tests/src/skip.rs"]
+mod skip;
 mod spec_file;
 mod stage;
 mod storage;

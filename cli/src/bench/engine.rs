@@ -9,7 +9,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::format::size;
 use crate::output::{Column, Table};
 use aitk_common::capability::DeviceRef;
-use aitk_worker::bench::{Finding, WORKS, Work, measure};
+use aitk_worker::bench::{BENCHMARKS, Benchmark, Finding, measure};
 use aitk_worker::probe::Choice;
 use serde_json::{Value, json};
 use std::process::Stdio;
@@ -61,14 +61,14 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
 }
 
 /// Returns the work with this name, else all whose names contain the text.
-fn select_works(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
+fn select_works(only: Option<&str>) -> Result<Vec<&'static Benchmark>, Failure> {
     let Some(only) = only else {
-        return Ok(WORKS.iter().collect());
+        return Ok(BENCHMARKS.iter().collect());
     };
-    if let Some(work) = Work::named(only) {
+    if let Some(work) = Benchmark::named(only) {
         return Ok(vec![work]);
     }
-    let some: Vec<_> = WORKS.iter().filter(|work| work.name.contains(only)).collect();
+    let some: Vec<_> = BENCHMARKS.iter().filter(|work| work.name.contains(only)).collect();
     if some.is_empty() {
         return Err(Failure::usage(format!("no benchmark has `{only}` in its name"))
             .hint("`aitk bench engine --list` lists all"));
@@ -76,7 +76,7 @@ fn select_works(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
     Ok(some)
 }
 
-fn list(context: &Context, args: &BenchEngineArgs, works: &[&'static Work]) -> CommandResult {
+fn list(context: &Context, args: &BenchEngineArgs, works: &[&'static Benchmark]) -> CommandResult {
     let ui = context.ui(true);
     if args.json {
         let works = works
@@ -100,7 +100,7 @@ fn pretty(value: &Value) -> String {
 
 /// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool
 /// too early.
-async fn measure_here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
+async fn measure_here(works: &[&'static Benchmark], device: Option<&str>) -> Result<Finding, Failure> {
     let choice = device.unwrap_or("cpu").parse::<Choice>();
     let (&[work], Ok(Choice::These(devices))) = (works, choice) else {
         return Err(Failure::usage("--here takes one work and one device"));
@@ -114,7 +114,7 @@ async fn measure_here(works: &[&'static Work], device: Option<&str>) -> Result<F
 }
 
 /// Measures in a child process.
-async fn measure_in_child(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
+async fn measure_in_child(work: &Benchmark, device: DeviceRef) -> Result<Finding, Failure> {
     let failed = |why: String| Failure::failed(why);
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let output = Command::new(program)
@@ -162,7 +162,7 @@ mod tests {
     fn an_exact_name_wins_over_parts_of_names() {
         assert_eq!(select_works(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
         assert_eq!(select_works(Some("lora_step")).unwrap().len(), 2);
-        assert_eq!(select_works(None).unwrap().len(), WORKS.len());
+        assert_eq!(select_works(None).unwrap().len(), BENCHMARKS.len());
         let none = select_works(Some("sd99"))
             .err()
             .map(|failure| failure.message)

@@ -95,7 +95,7 @@ mod tests {
             return;
         }
         let Some(group) = Group::new() else {
-            return println!("skipped: this machine grants no control group with a limit");
+            return crate::skip::skip("cgroup", "no control group with a limit can be created");
         };
         // Run this test again inside the group. A file in the page cache counts as the group's memory.
         let program = std::env::current_exe().unwrap();

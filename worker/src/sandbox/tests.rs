@@ -209,7 +209,7 @@ fn check(device: &str) {
     let trials = run_confined(folder.path(), device);
     let confinement = &trials.iter().find(|(trial, _)| trial == "confinement").unwrap().1;
     if !confinement.starts_with("files: Landlock") {
-        return println!("skipped: this machine does not confine files: {confinement}");
+        return crate::skip::skip("landlock", confinement);
     }
     let expected = |trial: &str| {
         if trial.starts_with("own: ") {

@@ -14,6 +14,9 @@ mod runner;
 #[cfg(target_os = "linux")]
 mod sandboxed;
 mod session;
+#[allow(unreachable_pub, reason = "other tests share this file")]
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
 mod support;
 mod tokens;
 mod traces;
