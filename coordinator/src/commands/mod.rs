@@ -1,5 +1,6 @@
 //! The subcommands of the program.
 
+mod audit;
 mod backup;
 mod console;
 mod gc;
@@ -23,7 +24,7 @@ pub(crate) enum Command {
     #[command(subcommand)]
     Token(token::TokenCommand),
     /// Show who did what
-    Audit(token::AuditArgs),
+    Audit(audit::AuditArgs),
     /// Let a running coordinator delete blobs that no job needs from its object storage
     Gc(gc::GcArgs),
     /// Write jobs, logs and workers to a file; the coordinator may run meanwhile
@@ -39,7 +40,7 @@ impl Command {
             Self::Init(args) => init::run(&args),
             Self::Worker(command) => worker::worker(command).await,
             Self::Token(command) => token::token(command).await,
-            Self::Audit(args) => token::audit(args).await,
+            Self::Audit(args) => audit::audit(args).await,
             Self::Gc(args) => gc::gc(args).await,
             Self::Backup(args) => Box::pin(backup::backup(args)).await,
             Self::Restore(args) => Box::pin(backup::restore(args)).await,
