@@ -203,7 +203,7 @@ impl Condition {
     }
 }
 
-/// A job with its only task and its attempts. Fields marked volatile are lost in a restart.
+/// A job and its attempts. Fields marked volatile are lost in a restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Job {
     /// Its id.
@@ -371,7 +371,7 @@ impl Job {
         self.attempts.last().map_or(Epoch(0), |attempt| attempt.epoch)
     }
 
-    /// The id of its only task.
+    /// The id of its only task, `t0`. Only the wire protocol has tasks.
     #[must_use]
     pub fn task(&self) -> TaskId {
         TaskId::joined(self.id.as_str(), "t0")

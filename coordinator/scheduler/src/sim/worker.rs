@@ -11,7 +11,7 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 
 const GIB: u64 = 1 << 30;
-/// How often an offered checkpoint is sent.
+/// How many times an offered checkpoint is sent.
 const OFFER_REPEATS: u32 = 10;
 /// The most ticks until the watchdog ends an attempt that hangs.
 const WATCHDOG: u32 = 6;
@@ -60,7 +60,7 @@ pub(super) struct SimWorker {
     pub(super) leaving: bool,
     /// The coordinator refuses it until then: its attempts go on, and it has no session.
     pub(super) refused_until: UnixMillis,
-    /// Checkpoints that it saved and could not commit, and how often it still sends each.
+    /// Checkpoints that it saved and could not commit, and how many times it still sends each.
     offers: Vec<(OfferedCheckpoint, u32)>,
 }
 

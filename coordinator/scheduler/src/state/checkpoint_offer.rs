@@ -10,7 +10,7 @@ pub(crate) struct CheckpointOffer {
     pub(crate) worker_name: String,
     pub(crate) held: HeldAttempt,
     pub(crate) step: u64,
-    /// How long the job waits for it.
+    /// Until when the job waits for it.
     pub(crate) until: UnixMillis,
 }
 

@@ -8,12 +8,12 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// A device that takes more than this many times as long as the fastest one that fits is not used: waiting is better.
+/// A device is not used if it is slower than the fastest device that fits by more than this factor: waiting is better.
 pub(crate) const MAX_SLOWDOWN: f64 = 8.0;
 /// The most names of devices that are remembered; far more than a pool has.
 pub(crate) const MAX_ENTRIES: usize = 4096;
 
-/// How many times as long a step takes under a profile as with everything on the device. Offloaded text encoders cost
+/// The slowdown of a step under a profile, compared with everything on the device. Offloaded text encoders cost
 /// little; 8-bit weights 1.05 to 1.3; streamed blocks 1.1 to 2, depending on the bus (figures of SimpleTuner's sweeps and
 /// musubi-tuner's pull request 972).
 pub(crate) fn slowdown(profile: MemoryProfile) -> f64 {
@@ -25,7 +25,7 @@ pub(crate) fn slowdown(profile: MemoryProfile) -> f64 {
     }
 }
 
-/// A guess how many times as long work takes as on an average CUDA card, before anything was measured.
+/// The guessed slowdown compared with an average CUDA GPU, before anything was measured.
 fn guessed_slowdown(kind: DeviceKind) -> f64 {
     match kind {
         DeviceKind::Cuda => 1.0,
