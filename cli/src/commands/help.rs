@@ -21,7 +21,7 @@ struct Topic {
 }
 
 fn topics() -> Vec<Topic> {
-    let show_in_pager = |file: &'static include_dir::File<'_>| {
+    let to_topic = |file: &'static include_dir::File<'_>| {
         let name = file.path().to_str()?.strip_suffix(".md")?;
         let text = file.contents_utf8()?;
         let title = text.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or(name);
@@ -31,7 +31,7 @@ fn topics() -> Vec<Topic> {
             text,
         })
     };
-    let mut topics: Vec<Topic> = DOCS.files().filter_map(show_in_pager).collect();
+    let mut topics: Vec<Topic> = DOCS.files().filter_map(to_topic).collect();
     topics.sort_by(|a, b| a.name.cmp(&b.name));
     topics
 }

@@ -298,7 +298,7 @@ fn missing_and_damaged_files_of_a_model_are_reported() {
         &vae[..vae.len() - 2],
         "it is cut off",
     );
-    broken("text_encoder/config.json", b"{", "is no JSON object");
+    broken("text_encoder/config.json", b"{", "is not a JSON object");
     // Errors that show only when the model is built: another part's weights, and a tensor with another name.
     broken(UNET, &vae, "is missing");
     let mut unet = file_of_model(UNET);
