@@ -5,7 +5,7 @@
 //! device, ext4, and the `blkio` controller of cgroups v1 for the throttling: its root group also limits write-back by the
 //! kernel. Without the permissions, [`SmallDisk::mount`] and [`SmallDisk::on_device`] return the reason.
 
-use crate::namespaces::Namespaces;
+use crate::namespaces::{Namespaces, enter};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, Uid};
 use std::fs::File;
@@ -194,16 +194,4 @@ impl Drop for SmallDisk {
         }
         let _ = self.holder.wait();
     }
-}
-
-/// The command that enters the mount namespace of a process. `--` and a program have to be added.
-#[must_use]
-pub fn enter(owner: u32) -> Command {
-    let mut command = Command::new("nsenter");
-    command.args(["--target", &owner.to_string()]);
-    if !Uid::effective().is_root() {
-        command.args(["--user", "--preserve-credentials"]);
-    }
-    command.arg("--mount");
-    command
 }

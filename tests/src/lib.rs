@@ -22,30 +22,7 @@ pub mod s3_server;
 pub mod server_fault;
 pub mod skip;
 
-use std::time::{Duration, Instant};
+pub use processes::eventually;
 
 /// The exit code of a command that could not reach a coordinator.
 const UNREACHABLE: i32 = 5;
-
-/// Calls `poll` until it returns a value. After `limit` it panics with `what` and the tails of the logs.
-///
-/// # Panics
-/// After `limit`.
-pub fn eventually<T>(
-    what: &str,
-    limit: Duration,
-    logs: &[&processes::Process],
-    mut poll: impl FnMut() -> Option<T>,
-) -> T {
-    let start = Instant::now();
-    loop {
-        if let Some(value) = poll() {
-            return value;
-        }
-        if start.elapsed() > limit {
-            let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
-            panic!("timed out after {limit:?} waiting for {what}\n{}", tails.join("\n"));
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    }
-}

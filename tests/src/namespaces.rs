@@ -1,6 +1,7 @@
 //! Linux namespaces in which a process of the system under test runs: the test's own, a network namespace, a mount namespace
 //! with its own disks, or both.
 
+use nix::unistd::Uid;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::Command;
@@ -39,7 +40,7 @@ impl Namespaces {
 }
 
 fn in_mount_namespace(owner: u32, network: Option<&str>, folder: &Path, program: &OsStr) -> Command {
-    let mut command = crate::disks::enter(owner);
+    let mut command = enter(owner);
     if let Some(name) = network {
         // iproute2 keeps network namespaces here.
         command.arg(format!("--net=/run/netns/{name}"));
@@ -47,5 +48,17 @@ fn in_mount_namespace(owner: u32, network: Option<&str>, folder: &Path, program:
     // `nsenter` changes the working directory.
     command.args(["--", "sh", "-c", r#"cd "$0" && exec "$@""#]);
     command.arg(folder).arg(program);
+    command
+}
+
+/// The command that enters the mount namespace of a process. `--` and a program have to be added.
+#[must_use]
+pub fn enter(owner: u32) -> Command {
+    let mut command = Command::new("nsenter");
+    command.args(["--target", &owner.to_string()]);
+    if !Uid::effective().is_root() {
+        command.args(["--user", "--preserve-credentials"]);
+    }
+    command.arg("--mount");
     command
 }

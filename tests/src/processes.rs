@@ -1,6 +1,5 @@
 //! Child processes that are killed when dropped, with their output in a file.
 
-use crate::eventually;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs::File;
@@ -9,7 +8,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A process of the system under test. Dropping it kills it.
 pub struct Process {
@@ -86,7 +85,7 @@ impl Process {
     /// # Panics
     /// When it has not ended after `limit`.
     pub fn wait(&mut self, limit: Duration) -> Option<i32> {
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return status.code();
@@ -261,4 +260,22 @@ pub fn processes_with_argument(text: &str) -> Vec<(u32, String)> {
             (id != std::process::id() && line.contains(text) && is_alive(id)).then_some((id, line))
         })
         .collect()
+}
+
+/// Calls `poll` until it returns a value. After `limit` it panics with `what` and the tails of the logs.
+///
+/// # Panics
+/// After `limit`.
+pub fn eventually<T>(what: &str, limit: Duration, logs: &[&Process], mut poll: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = poll() {
+            return value;
+        }
+        if start.elapsed() > limit {
+            let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
+            panic!("timed out after {limit:?} waiting for {what}\n{}", tails.join("\n"));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }

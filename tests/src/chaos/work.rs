@@ -1,7 +1,7 @@
 //! The jobs of a round, from submission to end.
 
-use super::check::Files;
 use super::events::Event;
+use super::files::Files;
 use crate::follower::Follower;
 use crate::hub;
 use crate::jobs;

@@ -169,7 +169,7 @@ async fn a_failed_join_has_a_one_line_message() {
     std::fs::write(&file, &unused).unwrap();
     let file = file.display().to_string();
     let cases: [(&[&str], i32, &str); 8] = [
-        (&[&url, "aitk_join_short"], 1, "this is no join token"),
+        (&[&url, "aitk_join_short"], 1, "this is not a join token"),
         (&[&elsewhere, &unused], 1, "nothing was sent"),
         (&[&url, &spent], 4, "used already"),
         (&[&url, &taken], 1, "worker revoke b"),
