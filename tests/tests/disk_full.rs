@@ -12,8 +12,8 @@
 )]
 
 use aitk_common::checkpoint::Checkpoint;
-use aitk_tests::chaos::check::Files;
 use aitk_tests::chaos::events::Event;
+use aitk_tests::chaos::files::Files;
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;

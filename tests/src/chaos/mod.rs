@@ -9,7 +9,7 @@ mod admission;
 pub mod check;
 pub mod events;
 mod faults;
-mod files;
+pub mod files;
 mod inject;
 pub mod plan;
 pub mod round;
