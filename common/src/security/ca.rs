@@ -71,7 +71,7 @@ pub enum CaError {
     #[error("the certificate request is invalid: {0}")]
     Request(String),
     /// The request has a name that differs from the worker's name.
-    #[error("the request is for a certificate of {requested:?}, but this worker is {name:?}")]
+    #[error("the request is for a certificate of {requested:?}, but this machine is {:?}", .name.as_str())]
     NameMismatch {
         /// The requested name.
         requested: String,
