@@ -12,6 +12,7 @@ use std::io::{Seek, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use wildmatch::WildMatch;
 
 /// How often a download is attempted.
 const MAX_ATTEMPTS: u32 = 4;
@@ -309,35 +310,11 @@ pub fn disk_failure(error: &FsError) -> Failure {
 pub fn matches_pattern(name: &str, wanted: &str) -> bool {
     let wanted = wanted.trim_end_matches('/');
     name == wanted || name.strip_prefix(wanted).is_some_and(|rest| rest.starts_with('/')) || {
-        let pattern: Vec<char> = wanted.chars().collect();
-        let full: Vec<char> = name.chars().collect();
+        let pattern = WildMatch::new(wanted);
         // A pattern without `/` is compared with the file name alone.
-        let last: Vec<char> = name.rsplit('/').next().unwrap_or(name).chars().collect();
-        matches_glob(&pattern, &full) || (!wanted.contains('/') && matches_glob(&pattern, &last))
+        let file_name = name.rsplit('/').next().unwrap_or(name);
+        pattern.matches(name) || (!wanted.contains('/') && pattern.matches(file_name))
     }
-}
-
-/// Matches a pattern by backtracking only to the last `*`, so the time is at most the product of both lengths.
-fn matches_glob(pattern: &[char], text: &[char]) -> bool {
-    let (mut p, mut t) = (0, 0);
-    let mut last_star: Option<(usize, usize)> = None;
-    while t < text.len() {
-        match pattern.get(p) {
-            Some('*') => {
-                last_star = Some((p, t));
-                p += 1;
-            }
-            Some(&c) if c == '?' || c == text[t] => (p, t) = (p + 1, t + 1),
-            _ => match last_star {
-                Some((star, from)) => {
-                    last_star = Some((star, from + 1));
-                    (p, t) = (star + 1, from + 1);
-                }
-                None => return false,
-            },
-        }
-    }
-    pattern[p..].iter().all(|&c| c == '*')
 }
 
 #[cfg(test)]

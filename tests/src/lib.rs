@@ -21,6 +21,7 @@ pub mod s3;
 pub mod s3_server;
 pub mod server_fault;
 pub mod skip;
+pub mod trace_collector;
 
 pub use processes::eventually;
 

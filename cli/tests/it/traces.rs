@@ -2,7 +2,7 @@
 
 use crate::run::generate;
 use crate::support::{Home, code, err};
-use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
+use aitk_tests::trace_collector::{ReceivedSpan, TraceCollector};
 use std::net::TcpListener;
 use std::process::Output;
 
@@ -19,7 +19,7 @@ async fn run(home: &Home, endpoint: &str, more: &[(&str, &str)]) -> Output {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn client_coordinator_worker_and_child_process_write_one_trace() {
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let home = Home::new();
     generate(&home, "one");
     let above = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";

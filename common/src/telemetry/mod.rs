@@ -4,8 +4,6 @@
 //! such as `info,aitk_worker=debug`; if it is unset, each program uses its default.
 
 pub mod context;
-#[cfg(feature = "test-collector")]
-pub mod test_collector;
 #[cfg(feature = "traces")]
 pub mod traces;
 

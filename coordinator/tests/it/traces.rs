@@ -5,7 +5,7 @@ use crate::support::{FakeWorker, eventually, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
+use aitk_tests::trace_collector::{ReceivedSpan, TraceCollector};
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
 use aitk_tests::processes::free_address;
@@ -36,7 +36,7 @@ async fn register_worker(clients: &Clients, name: &str) -> FakeWorker {
 }
 
 /// Waits for `count` spans with this name. Returns them by start time.
-async fn wait_for_spans(collector: &TestCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
+async fn wait_for_spans(collector: &TraceCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
     eventually(&format!("{count} spans {name}"), || async {
         let mut seen = collector.received();
         seen.retain(|span| span.name == name);
@@ -49,7 +49,7 @@ async fn wait_for_spans(collector: &TestCollector, name: &str, count: usize) -> 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_is_one_trace_although_its_worker_and_coordinator_were_killed() {
     let dir = tempfile::tempdir().unwrap();
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let endpoint = collector.endpoint();
     let environment = [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
@@ -133,7 +133,7 @@ async fn a_job_is_one_trace_although_its_worker_and_coordinator_were_killed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn jobs_without_a_trace_get_one_and_each_array_member_gets_its_own() {
     let dir = tempfile::tempdir().unwrap();
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let endpoint = collector.traces_endpoint();
     let environment = [
         ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint.as_str()),
@@ -244,7 +244,7 @@ async fn without_a_collector_the_clients_trace_is_passed_to_the_worker() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_resumed_job_sends_its_span_again_and_stopped_time_is_not_queued_time() {
     let dir = tempfile::tempdir().unwrap();
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let endpoint = collector.endpoint();
     let environment = [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),

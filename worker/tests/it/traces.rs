@@ -4,7 +4,7 @@ use crate::program::{program, text};
 use crate::support::{TestCluster, emit, emit_checkpoint, emit_finished, script};
 use aitk_common::control::JobState;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
+use aitk_tests::trace_collector::{ReceivedSpan, TraceCollector};
 use aitk_common::telemetry::traces::Traces;
 use serde_json::json;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ fn client() -> TraceContext {
 }
 
 /// Returns all recorded spans.
-async fn collect_spans(collector: &TestCollector, traces: Traces) -> Vec<ReceivedSpan> {
+async fn collect_spans(collector: &TraceCollector, traces: Traces) -> Vec<ReceivedSpan> {
     tokio::task::spawn_blocking(move || traces.finish(Duration::from_secs(20)))
         .await
         .unwrap();
@@ -32,7 +32,7 @@ fn spans_named<'a>(spans: &'a [ReceivedSpan], name: &str) -> Vec<&'a ReceivedSpa
 
 #[tokio::test(flavor = "multi_thread")]
 async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let traces = Traces::to(&collector.traces_endpoint());
     let cluster = TestCluster::start_with_traces(traces.clone()).await;
     let phase = |name: &str| emit(json!({"event": "phase", "name": name}));
@@ -129,7 +129,7 @@ async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_without_a_trace_gets_one_from_its_id() {
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let traces = Traces::to(&collector.traces_endpoint());
     let mut cluster = TestCluster::start().await;
     // The coordinator has no collector; its worker has.
@@ -153,7 +153,7 @@ async fn a_job_without_a_trace_gets_one_from_its_id() {
 /// The daemon as a process, with the standard OpenTelemetry variables, and a child that refuses its job.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_program_sends_its_spans_and_logs_the_trace_id() {
-    let collector = TestCollector::start().await.unwrap();
+    let collector = TraceCollector::start().await.unwrap();
     let cluster = TestCluster::start().await;
     let daemon = program()
         .env("AITK_TOKEN", &cluster.token)

@@ -40,12 +40,12 @@ pub struct ReceivedSpan {
 
 /// The collector. It listens until the runtime ends.
 #[derive(Clone, Debug)]
-pub struct TestCollector {
+pub struct TraceCollector {
     address: SocketAddr,
     received: Arc<Mutex<Vec<ReceivedSpan>>>,
 }
 
-impl TestCollector {
+impl TraceCollector {
     /// Starts a collector on a free local port.
     ///
     /// # Errors

@@ -1,0 +1,60 @@
+//! Which tensors are trained, and which layers are quantised, by their names.
+
+use aitk_common::job::QType;
+use wildmatch::WildMatch;
+
+/// Selects the tensors that are handed out as trainable variables, by name.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum TrainableFilter {
+    /// No tensor.
+    #[default]
+    Nothing,
+    /// The tensors whose name contains a string of `only_if_contains` (all if it is empty) and none of
+    /// `ignore_if_contains`.
+    Names {
+        /// `model.only_if_contains`.
+        only_if_contains: Vec<String>,
+        /// `model.ignore_if_contains`. Takes precedence.
+        ignore_if_contains: Vec<String>,
+    },
+}
+
+impl TrainableFilter {
+    /// Every tensor.
+    #[must_use]
+    pub fn everything() -> Self {
+        Self::Names {
+            only_if_contains: Vec::new(),
+            ignore_if_contains: Vec::new(),
+        }
+    }
+
+    /// Whether the tensor of this name is selected.
+    #[must_use]
+    pub fn matches(&self, name: &str) -> bool {
+        let contains_any = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
+        match self {
+            Self::Nothing => false,
+            Self::Names {
+                only_if_contains: only,
+                ignore_if_contains: ignored,
+            } => (only.is_empty() || contains_any(only)) && !contains_any(ignored),
+        }
+    }
+}
+
+/// Which layers are quantised when they are read, and to which type.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QuantizationConfig {
+    /// The quantisation type.
+    pub qtype: QType,
+    /// Names of layers that are not quantised; `*` matches any text, `?` one character.
+    pub exclude: Vec<String>,
+}
+
+impl QuantizationConfig {
+    /// Whether this layer is quantised.
+    pub(super) fn applies_to(&self, layer: &str) -> bool {
+        !self.exclude.iter().any(|pattern| WildMatch::new(pattern).matches(layer))
+    }
+}
