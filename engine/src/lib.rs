@@ -1,7 +1,7 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
 //! It uses no network and no async runtime. Imports run one way: `processes` -> `training`, `pipelines` ->
-//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `autograd`, `weights`, `device`, `error`, `rng`.
+//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `autograd`, `weights` -> `quant`, `device`, `error`, `rng`.
 
 pub mod adapters;
 pub mod autograd;
@@ -15,6 +15,7 @@ pub mod nn;
 pub mod optim;
 pub mod pipelines;
 pub mod processes;
+pub mod quant;
 pub mod residency;
 pub mod rng;
 pub mod samplers;

@@ -55,7 +55,7 @@ impl LoraHandle {
         *self.lock_dropout_seed() = dropout_seed.map(Arc::from);
     }
 
-    fn training_seed(&self) -> Option<Arc<str>> {
+    fn dropout_seed(&self) -> Option<Arc<str>> {
         self.lock_dropout_seed().clone()
     }
 
@@ -138,8 +138,8 @@ impl LayerAdapter for LoraLayer {
         if strength == 0.0 {
             return Ok(base_output);
         }
-        let training_seed = self.handle.training_seed();
-        let [down, up] = self.weights(training_seed.is_some());
+        let dropout_seed = self.handle.dropout_seed();
+        let [down, up] = self.weights(dropout_seed.is_some());
         let x = x.to_dtype(DType::F32)?;
         let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.kind {
             LayerKind::Linear => linear(x, w, None),
@@ -153,7 +153,7 @@ impl LayerAdapter for LoraLayer {
             None => project(&x, &down, stride, padding)?,
             Some(mid) => project(&project(&x, &down, 1, 0)?, mid, stride, padding)?,
         };
-        if let Some(dropout_seed) = training_seed.filter(|_| self.dropout > 0.0) {
+        if let Some(dropout_seed) = dropout_seed.filter(|_| self.dropout > 0.0) {
             h = (&h * self.dropout_mask(&dropout_seed, &h)?)?;
         }
         let change = (project(&h, &up, 1, 0)? * strength)?;
@@ -162,7 +162,7 @@ impl LayerAdapter for LoraLayer {
     }
 
     fn low_rank(&self) -> Option<LowRank> {
-        let (scale, is_training) = (self.strength(), self.handle.training_seed().is_some());
+        let (scale, is_training) = (self.strength(), self.handle.dropout_seed().is_some());
         if scale == 0.0 || self.mid.is_some() || (is_training && self.dropout > 0.0) {
             return None;
         }

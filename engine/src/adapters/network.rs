@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The settings in `network` (section 7 of the config reference).
+/// The settings in `network`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraConfig {
     /// The rank for linear layers and 1x1 convolutions.
@@ -101,7 +101,7 @@ impl LoraNetwork {
     ) -> Result<Self> {
         if config.rank == 0 || config.conv_rank == Some(0) {
             return Err(EngineError::bad_input(
-                "a LoRA rank is 0, which trains nothing; set `network.linear` to 1 or more",
+                "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
             ));
         }
         let handle = LoraHandle::new(1.0);
@@ -171,7 +171,7 @@ impl LoraNetwork {
             .collect()
     }
 
-    /// The tensors of a LoRA file (section 14.5 of the config reference): weights and alphas, in `dtype`, on the CPU.
+    /// The tensors of a LoRA file: weights and alphas, in `dtype`, on the CPU.
     ///
     /// # Errors
     /// When the device fails.

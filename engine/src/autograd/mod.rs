@@ -52,7 +52,7 @@ enum Recording {
 type Backward = dyn FnOnce(Vec<Option<Tensor>>) -> Result<Vec<(TensorId, Tensor)>>;
 
 struct Step {
-    /// Every tensor that may get a gradient from this step. May have more than that.
+    /// The tensors that may get a gradient from this step, and possibly others.
     input_ids: Vec<TensorId>,
     output_ids: Vec<TensorId>,
     backward: Box<Backward>,

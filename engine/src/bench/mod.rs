@@ -13,7 +13,7 @@ use crate::error::Result;
 use operations::Iteration;
 use std::time::{Duration, Instant};
 
-/// A benchmark is repeated for at least this long and at least [`MIN_RUNS`] times.
+/// A benchmark is repeated for this long, but at least [`MIN_RUNS`] and at most [`MAX_RUNS`] times.
 const MIN_DURATION: Duration = Duration::from_secs(3);
 const MIN_RUNS: usize = 3;
 const MAX_RUNS: usize = 1000;

@@ -1,4 +1,4 @@
-//! Aspect buckets (section 10.4 of the config reference): the size that an image is scaled and cropped to.
+//! Aspect buckets, as in ai-toolkit (docs/randomness.md): the size that an image is scaled and cropped to.
 
 /// How an image becomes a training image: it is scaled to `scale_to`, then cropped at `crop`.
 ///

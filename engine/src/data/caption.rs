@@ -1,4 +1,4 @@
-//! Captions (section 10.3 of the config reference): where they are read from, and how they are changed for training.
+//! Captions: where they are read from, and how they are changed for training.
 
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
@@ -114,7 +114,7 @@ pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGener
     if rules.shuffle {
         tokens = shuffle(&tokens, generator);
     }
-    // Tokens are not trimmed, so `a, b` becomes `a,  b`, as in ai-toolkit (its quirk 18).
+    // Tokens are not trimmed, so `a, b` becomes `a,  b`, as in ai-toolkit.
     let mut caption = tokens.join(", ");
 
     let trigger = rules.trigger.as_deref().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! Finds the images of a data set (section 10.2 of the config reference).
+//! Finds the images of a data set (docs/data.md).
 
 use super::allowed_paths::AllowedPaths;
 use crate::error::{EngineError, Result};

@@ -1,4 +1,4 @@
-//! The cache of latents on disk (section 10.5 of the config reference): `<stem>_<hash>.safetensors` in `_latent_cache`
+//! The cache of latents on disk: `<stem>_<hash>.safetensors` in `_latent_cache`
 //! next to each image, or in the folder that a worker provides for files computed from the data set.
 
 use super::bucket::BucketPlan;
@@ -59,7 +59,7 @@ impl LatentKey {
     }
 
     /// The hash in the file names of aitk's caches. It includes the image's content and the VAE too, so that after an
-    /// edit of the image, or with another VAE, no stale latent is used (quirk 11 of the config reference).
+    /// edit of the image, or with another VAE, no stale latent is used; ai-toolkit uses it.
     #[must_use]
     pub fn hash(&self, content: &str, vae: &str) -> String {
         hash(&self.full_fields(content, vae))

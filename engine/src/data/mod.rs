@@ -1,6 +1,6 @@
 //! Training data: images, captions, buckets, masks, batches, and the cache of latents on disk.
 //!
-//! It follows section 10 of the ai-toolkit config reference; `docs/randomness.md` describes the random numbers.
+//! It reads data sets as ai-toolkit does (docs/data.md); docs/randomness.md describes the random numbers.
 
 mod allowed_paths;
 mod bucket;

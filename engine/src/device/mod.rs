@@ -172,7 +172,7 @@ mod tests {
         assert_eq!(
             chosen(DType::F16, &[DType::F16]).0,
             DType::F32,
-            "bf16 has fewer bits than f16"
+            "bf16 has a shorter mantissa than f16"
         );
     }
 

@@ -12,15 +12,15 @@ use std::panic::AssertUnwindSafe;
 /// # Errors
 /// When the file ends before the image does. libjpeg would fill the rest with gray; Pillow refuses such files too.
 pub(super) fn decode(bytes: &[u8]) -> Result<Option<DynamicImage>, String> {
-    let reached_end = Cell::new(false);
+    let read_past_end = Cell::new(false);
     // mozjpeg reports a decoding error by unwinding, and writes nothing to stderr.
     let decoded = std::panic::catch_unwind(AssertUnwindSafe(|| {
         decode_pixels(TrackedReader {
             bytes,
-            reached_end: &reached_end,
+            read_past_end: &read_past_end,
         })
     }));
-    if reached_end.get() {
+    if read_past_end.get() {
         return Err("the image is cut off: the file ends before the image is complete".to_owned());
     }
     Ok(decoded.ok().flatten())
@@ -29,7 +29,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Option<DynamicImage>, String> {
 /// Reads a file in memory and records whether the decoder read past its end.
 struct TrackedReader<'a> {
     bytes: &'a [u8],
-    reached_end: &'a Cell<bool>,
+    read_past_end: &'a Cell<bool>,
 }
 
 impl Read for TrackedReader<'_> {
@@ -43,7 +43,7 @@ impl Read for TrackedReader<'_> {
 impl BufRead for TrackedReader<'_> {
     fn fill_buf(&mut self) -> io::Result<&[u8]> {
         if self.bytes.is_empty() {
-            self.reached_end.set(true);
+            self.read_past_end.set(true);
         }
         Ok(self.bytes)
     }

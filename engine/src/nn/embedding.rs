@@ -1,7 +1,7 @@
 //! Embedding tables.
 
-use super::Weight;
 use crate::error::Result;
+use crate::weights::Weight;
 use crate::weights::{Init, Weights};
 use candle_core::{Shape, Tensor};
 

@@ -1,8 +1,8 @@
 //! LoRA as a low-rank change of a layer's weight, and its fusion with the layer.
 
-use super::Weight;
 use super::adapter::{LayerAdapter, LowRank};
 use super::cpu::{self, Mat, MatMut};
+use crate::weights::Weight;
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
 

@@ -16,7 +16,6 @@ mod linear;
 mod low_rank;
 mod modulate;
 mod norm;
-pub mod quant;
 #[cfg(test)]
 pub(crate) mod reference_tests;
 mod resize;
@@ -26,7 +25,6 @@ mod sum;
 mod tests;
 mod transpose;
 mod visit_layers;
-mod weight;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
 pub use adapter::{LayerAdapter, LowRank};
@@ -44,4 +42,3 @@ pub use sum::{add, add_channels, cat_channels};
 pub use transpose::{to_image, to_tokens};
 pub(crate) use visit_layers::join;
 pub use visit_layers::{LayerMut, VisitLayers};
-pub use weight::Weight;

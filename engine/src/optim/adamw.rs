@@ -50,8 +50,8 @@ impl AdamParams {
 /// results are close to float32.
 pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimError> {
     let options = &spec.options;
-    let is_int8 = matches!(spec.name, OptimizerName::Adam8 | OptimizerName::AdamW8);
-    let is_eight_bit = is_int8 || matches!(spec.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
+    let is_ai_toolkits_own = matches!(spec.name, OptimizerName::Adam8 | OptimizerName::AdamW8);
+    let is_eight_bit = is_ai_toolkits_own || matches!(spec.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
     let defaults = AdamParams::new(matches!(spec.name, OptimizerName::AdamW | OptimizerName::AdamW8Bit));
     let (beta1, beta2) = options.pair("betas", (defaults.beta1, defaults.beta2));
     let settings = AdamParams {
@@ -60,7 +60,7 @@ pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimErro
         eps: options.number("eps", defaults.eps),
         weight_decay: options.number("weight_decay", defaults.weight_decay),
         // bitsandbytes' Adam and AdamW differ only in the default of the weight decay.
-        decoupled: if is_int8 {
+        decoupled: if is_ai_toolkits_own {
             options.flag("decouple", true)
         } else {
             defaults.decoupled || is_eight_bit

@@ -107,7 +107,7 @@ multiversion! {
     /// Updates the parameter and the signs; returns the sum of the votes and the sum of their weights.
     fn kernel(p: &mut [f32], u: &[f32], signs: &mut [u8], factors: Factors) -> [f64; 2] {
         let (param_scale, lr, max_update) = (factors.param_scale as f32, factors.lr as f32, factors.max_update as f32);
-        let [[all_negative, all_positive], [even, odd]] = factors.vote_patterns();
+        let [[none_positive, all_positive], [alternating, alternating_inverted]] = factors.vote_patterns();
         let mut sums = [[0f32; 32]; 2];
         for ((p, u), signs) in p.chunks_mut(32).zip(u.chunks(32)).zip(signs.chunks_mut(32)) {
             let [votes, weights] = &mut sums;
@@ -118,8 +118,8 @@ multiversion! {
                 *signs = *signs << 1 | u8::from(u > 0.0);
                 let last = *signs & factors.history_mask;
                 let magnitude = u.abs();
-                let up = if (last == all_negative) | (last == all_positive) { magnitude } else { 0.0 };
-                let down = if (last == even) | (last == odd) { magnitude } else { 0.0 };
+                let up = if (last == none_positive) | (last == all_positive) { magnitude } else { 0.0 };
+                let down = if (last == alternating) | (last == alternating_inverted) { magnitude } else { 0.0 };
                 *vote += up - down;
                 *weight += magnitude;
             }

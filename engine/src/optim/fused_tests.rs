@@ -126,7 +126,7 @@ fn the_number_of_threads_does_not_change_the_result() {
 
 #[test]
 fn fused_steps_match_tensor_operations() {
-    // In 8 bits a difference in the last bit can give another code. The next test compares most of these optimizers.
+    // In 8 bits a difference in the last bit can give another code. The next test compares these optimizers, without clipping and other sums, bit for bit.
     let is_compared = |name: &OptimizerName| {
         use OptimizerName::*;
         !matches!(name, AdamW8Bit | AdemaMix8Bit | Lion8Bit)

@@ -5,7 +5,7 @@ use super::optimizer::OptimError;
 use serde_json::{Map, Value};
 use std::f64::consts::PI;
 
-/// A curve and its parameters, as torch and diffusers define them. Names that fail in ai-toolkit (its quirk 7) work.
+/// A curve and its parameters, as torch and diffusers define them. Names that ai-toolkit lists but cannot run work here.
 #[derive(Clone, Debug, PartialEq)]
 enum Curve {
     /// `lr * factor` for all steps.

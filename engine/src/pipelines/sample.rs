@@ -32,7 +32,8 @@ pub struct SampleSettings<'a> {
 #[must_use]
 pub fn random_seed(job_seed: u64, index: u64) -> u64 {
     let mut hash = Sha256::new();
-    hash.update(b"aitk image seed");
+    // Part of the derivation: another text gives other images for jobs that exist.
+    hash.update(b"aitk picture seed");
     hash.update(job_seed.to_le_bytes());
     hash.update(index.to_le_bytes());
     let digest = hash.finalize();

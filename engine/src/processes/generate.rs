@@ -1,6 +1,6 @@
-//! The `to_folder` process (section 3.5 of the config reference): generates images from prompts.
+//! The `to_folder` process (docs/images.md): generates images from prompts.
 //!
-//! Unlike in ai-toolkit (its quirk 13) the flags of a prompt are honoured, and Stable Diffusion 1.x works. The job's
+//! Unlike in ai-toolkit, the flags of a prompt are honoured, and Stable Diffusion 1.x works. The job's
 //! seed decides everything random (seeds, sizes of `size_list`, random prompts, the shuffled order), so that another
 //! attempt generates the same images.
 

@@ -1,4 +1,4 @@
-//! The `batch_img2img` process (section 3.3 of the config reference): image-to-image on data sets, with captions as
+//! The `batch_img2img` process (docs/images.md): image-to-image on data sets, with captions as
 //! prompts.
 
 use super::context::{Context, artifact_name};

@@ -111,7 +111,7 @@ impl Stack {
         output
     }
 
-    /// Runs all steps and returns `result`. Each tensor is freed after the last step that reads it.
+    /// Runs all steps and returns `result`. Each tensor is freed after the last segment that reads it (a segment is one step without checkpointing).
     ///
     /// # Errors
     /// The error of a step, with its name as context.

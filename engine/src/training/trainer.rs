@@ -84,7 +84,7 @@ impl Trainer {
     }
 
     /// Runs the forward and the backward pass of a micro-batch and adds its gradients to the accumulated ones.
-    /// Gradients are summed, as in ai-toolkit (quirk 6). A loss that is not finite adds no gradients; it is reported
+    /// Gradients are summed, as in ai-toolkit. A loss that is not finite adds no gradients; it is reported
     /// unchanged.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
 //! Parallel reads from a file into uninitialised memory, with conversion to float32.
 
 use crate::error::{EngineError, Result};
-use crate::nn::quant::Code;
+use crate::quant::Code;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;

@@ -5,7 +5,7 @@ use super::bytes::{FileReader, FloatFormat, vec_filled_by};
 use super::header::{FileHeader, StorageType, StoredTensor};
 use super::{gguf, safetensors};
 use crate::error::{EngineError, Result};
-use crate::nn::quant::Quantized;
+use crate::quant::Quantized;
 use aitk_common::fsutil::regular;
 use candle_core::{DType, Device, Tensor};
 use std::io::Read;

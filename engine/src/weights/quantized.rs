@@ -13,7 +13,7 @@ use super::entry::{Entry, FourBit, QuantState, StoredQuantization, TensorLocatio
 use super::file::TensorFile;
 use super::header::StorageType;
 use crate::error::{EngineError, Result};
-use crate::nn::quant::{Code, Codes, Quantized};
+use crate::quant::{Code, Codes, Quantized};
 use candle_core::{DType, Device};
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -3,9 +3,10 @@
 
 use super::*;
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
-use crate::nn::{LayerMut, VisitLayers, Weight};
+use crate::nn::{LayerMut, VisitLayers};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, largest, quantised_folder};
+use crate::weights::Weight;
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 

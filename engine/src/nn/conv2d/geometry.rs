@@ -82,7 +82,7 @@ impl Geometry {
     }
 
     /// The convolution that computes the gradient of the input from that of the output, with the weight flipped. `None`
-    /// unless the stride is 1.
+    /// if the stride is above 1, or a padding is not smaller than the kernel.
     pub(super) fn transposed(&self) -> Option<Self> {
         let padding_fits = self.padding_h < self.kernel_h && self.padding_w < self.kernel_w;
         (self.stride == 1 && padding_fits).then(|| Self {

@@ -3,9 +3,9 @@
 use super::geometry::Geometry;
 use super::op::ConvOp;
 use crate::autograd::{Input, Operation};
-use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
 use crate::nn::low_rank::LowRankSizes;
+use crate::weights::Weight;
 use candle_core::{Device, Result, Shape, Tensor};
 
 /// The convolution of x [b, in, h, w] with `W + scale * up * down`; down [rank, in, kh, kw], up [out, rank, 1, 1].

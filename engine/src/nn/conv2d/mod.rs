@@ -10,9 +10,10 @@ mod low_rank;
 mod op;
 
 use super::low_rank::FusedLora;
-use super::{LayerAdapter, Weight, cpu};
+use super::{LayerAdapter, cpu};
 use crate::autograd::apply;
 use crate::error::Result;
+use crate::weights::Weight;
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Tensor};
 use geometry::Padding;

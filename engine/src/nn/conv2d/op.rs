@@ -2,7 +2,8 @@
 
 use super::geometry::{Geometry, Padding};
 use crate::autograd::{Input, Operation};
-use crate::nn::{Weight, cpu};
+use crate::nn::cpu;
+use crate::weights::Weight;
 use candle_core::{Device, Shape, Tensor};
 
 type ForwardResult = candle_core::Result<(Vec<f32>, Shape)>;
@@ -22,12 +23,10 @@ impl ConvOp {
         bias: Option<&[f32]>,
     ) -> ForwardResult {
         let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?;
-        if bias.is_some_and(|bias| bias.len() != g.outputs) {
-            candle_core::bail!(
-                "conv2d: the bias has {} elements, expected {}",
-                bias.map_or(0, <[f32]>::len),
-                g.outputs
-            );
+        if let Some(bias) = bias
+            && bias.len() != g.outputs
+        {
+            candle_core::bail!("conv2d: the bias has {} elements, expected {}", bias.len(), g.outputs);
         }
         Ok((
             g.forward(x, weight, bias)?,

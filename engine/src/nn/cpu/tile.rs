@@ -57,7 +57,7 @@ pub(crate) fn panel_width<S: Simd>(cols: usize) -> usize {
 ///
 /// # Safety
 /// `a` must be valid for reads of `depth * rows` elements in this layout, `b` of `depth * panel_width(cols)` elements,
-/// and the target for reads and writes of all its rows. Initial values per row must be at least `rows`.
+/// and the target for reads and writes of all its rows. [`InitialValue::PerRow`] must have at least `rows` values.
 #[inline(always)]
 pub(crate) unsafe fn tile<S: Simd>(
     rows: usize,

@@ -2,9 +2,9 @@
 
 use super::kernels::{ForwardResult, multiply, rows_of, with_bias};
 use crate::autograd::{Input, Operation};
-use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
 use crate::nn::low_rank::LowRankSizes;
+use crate::weights::Weight;
 use candle_core::{Device, Result, Shape, Tensor};
 
 /// `x (W + scale * up * down)^T + b`; x [.., in], down [rank, in], up [out, rank].

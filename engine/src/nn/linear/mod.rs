@@ -4,11 +4,12 @@ mod kernels;
 mod low_rank;
 mod trained;
 
+use super::LayerAdapter;
 use super::cpu;
 use super::low_rank::FusedLora;
-use super::{LayerAdapter, Weight};
 use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
+use crate::weights::Weight;
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Shape, Tensor};
 use kernels::{ForwardResult, backward_input, multiply, with_bias};

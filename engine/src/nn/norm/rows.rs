@@ -204,7 +204,7 @@ impl RowNorm {
     }
 }
 
-/// The number of partial sums, in a fixed order: enough that the CPU does not wait for an addition before the next.
+/// The number of partial sums, whose order is fixed: enough that the CPU does not wait for an addition before the next.
 const ACCUMULATORS: usize = 16;
 
 /// Adds `f` of the elements to the partial sums.

@@ -104,7 +104,7 @@ impl BlockwiseTensor {
         let absmax = rows.abs()?.max(D::Minus1)?;
         // As in `scalar::scale_factors`: scales whose reciprocal would be infinite are multiplied by a constant first.
         let is_tiny = absmax.lt(f64::from(f32::MIN_POSITIVE))?.to_dtype(DType::F32)?;
-        let first = ((is_tiny * f64::from(scalar::TINY_SCALE))? + 1.0)?;
+        let first = ((is_tiny * f64::from(scalar::TINY_SCALE_FACTOR))? + 1.0)?;
         let is_zero = absmax.eq(0f64)?.to_dtype(DType::F32)?;
         let second = ((&absmax * &first)? + is_zero)?.recip()?;
         let x = rows

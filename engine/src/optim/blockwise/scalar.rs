@@ -38,14 +38,14 @@ pub(super) fn abs_max(values: &[f32], at_least: f32) -> f32 {
 }
 
 /// Factor for scales whose reciprocal would be infinite.
-pub(super) const TINY_SCALE: f32 = (1u128 << 100) as f32;
+pub(super) const TINY_SCALE_FACTOR: f32 = (1u128 << 100) as f32;
 
 /// The two factors, applied one after the other, that scale the values of a block to -1..=1.
 pub(super) fn scale_factors(absmax: f32) -> (f32, f32) {
     if absmax >= f32::MIN_POSITIVE {
         (1.0, 1.0 / absmax)
     } else if absmax > 0.0 {
-        (TINY_SCALE, 1.0 / (absmax * TINY_SCALE))
+        (TINY_SCALE_FACTOR, 1.0 / (absmax * TINY_SCALE_FACTOR))
     } else {
         // The block has only zeros.
         (1.0, 1.0)

@@ -1,4 +1,4 @@
-//! The run folder (section 15 of the config reference): file names, the lock, retention.
+//! The run folder (docs/files.md): file names, the lock, retention.
 
 use super::super::context::Context;
 use super::save_files::files_in_save;
@@ -39,7 +39,7 @@ const KEPT_CHECKPOINTS: usize = 2;
 
 impl RunFolder {
     /// Creates and locks the folder and writes the config as the user wrote it: `${VAR}` is not expanded, so that the
-    /// file holds no secrets (quirk 25 of the config reference).
+    /// file holds no secrets.
     pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();

@@ -18,8 +18,8 @@ use std::io::Write as _;
 use std::path::Path;
 
 impl Run<'_> {
-    /// Writes the trained weights after `step` steps to a file or folder in `save.dtype`, with the metadata of section
-    /// 14.6 of the config reference, and emits it. The bytes depend only on the weights, the config and the step.
+    /// Writes the trained weights after `step` steps to a file or folder in `save.dtype`, with the metadata of
+    /// ai-toolkit's files, and emits it. The bytes depend only on the weights, the config and the step.
     pub(super) fn write_save(&mut self, cx: &mut Context<'_>, path: &Path, step: u64) -> Result<()> {
         let epoch = self.data.epoch(step, self.process);
         let metadata = metadata(self.process, cx.job, step, epoch);

@@ -1,7 +1,7 @@
 //! The weight of a layer: a tensor, or one that is dequantised or read from its file at each use.
 
-use super::quant::Quantized;
-use crate::weights::StreamedWeight;
+use super::StreamedWeight;
+use crate::quant::Quantized;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -58,7 +58,7 @@ impl Weight {
     }
 
     /// A contiguous copy of this weight, or `None` if it gets gradients.
-    pub(super) fn as_frozen(&self) -> candle_core::Result<Option<Self>> {
+    pub(crate) fn as_frozen(&self) -> candle_core::Result<Option<Self>> {
         Ok(match self {
             Self::Plain(weight) if weight.track_op() => None,
             Self::Plain(weight) => Some(Self::Plain(weight.contiguous()?)),

@@ -1,5 +1,5 @@
 //! Quantised weights: stored in 4 to 8 bits and dequantised layer by layer at each use, in the forward and the backward
-//! pass. At most one layer's dense weight is in memory at a time. Quantised weights get no gradient.
+//! pass. At most one layer's dense weight is in memory at a time. Quantised weights get no gradient; the inputs of their layers do.
 //!
 //! | name | a weight is | extra |
 //! |---|---|---|
@@ -16,6 +16,7 @@ mod codes;
 #[cfg(test)]
 mod tests;
 
+use crate::autograd::with_slice;
 use aitk_common::job::QType;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
@@ -161,7 +162,7 @@ impl Quantized {
         }))
     }
 
-    /// A weight from consecutive blocks of GGUF.
+    /// A weight from blocks of GGUF, which follow each other whatever the shape is.
     ///
     /// # Errors
     /// When the number of blocks does not match the shape, or the device has no memory for them.
@@ -239,7 +240,7 @@ impl Quantized {
             } if self.device.is_cpu() => {
                 let count = self.shape.iter().product();
                 let values = with_bytes(codes, |codes| {
-                    super::cpu::with_slice(scales, |scales| {
+                    with_slice(scales, |scales| {
                         codes::dequantize(code, codes, scales, *per_scale, count)
                     })
                 })??;

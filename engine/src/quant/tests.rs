@@ -1,9 +1,9 @@
 use super::*;
 use crate::models::sd::{LoadOptions, SdModel};
-use crate::nn::{Conv2d, LayerMut, Linear, VisitLayers, Weight, conv2d, linear};
+use crate::nn::{Conv2d, LayerMut, Linear, VisitLayers, conv2d, linear};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, tiny_sd};
-use crate::weights::QuantizationConfig;
+use crate::weights::{QuantizationConfig, Weight};
 use candle_core::Var;
 use std::collections::BTreeMap;
 

@@ -1,0 +1,256 @@
+//! The tensors of weights files, by name.
+
+use super::bytes::FloatFormat;
+use super::entry::{Entry, StoredQuantization, TensorLocation};
+use super::file::TensorFile;
+use super::header::StorageType;
+use super::streamed::StreamedWeight;
+use super::{folder, quantized};
+use crate::error::{EngineError, Result};
+use crate::quant::Quantized;
+use candle_core::quantized::GgmlDType;
+use candle_core::{DType, Device, Shape, Tensor};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The tensors of one or several safetensors or GGUF files, by name. No tensor is read yet.
+#[derive(Clone)]
+pub struct Index {
+    path: PathBuf,
+    files: Vec<Arc<TensorFile>>,
+    entries: BTreeMap<String, Entry>,
+}
+
+impl std::fmt::Debug for Index {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Index({}, {} tensors)", self.path.display(), self.entries.len())
+    }
+}
+
+impl Index {
+    /// Opens a `.safetensors` or `.gguf` file, or a folder with one file, shards and their index, or a variant
+    /// (`fp16`).
+    ///
+    /// # Errors
+    /// When there are no weights, or a file is a pickle, truncated, or neither safetensors nor GGUF.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let (mut files, mut entries) = (Vec::new(), BTreeMap::new());
+        for name in folder::weights_files_in(path)? {
+            let file = TensorFile::open(&name)?;
+            for (name, stored) in file.tensors() {
+                let entry = Entry {
+                    location: TensorLocation {
+                        file: files.len(),
+                        name: name.clone(),
+                    },
+                    storage: stored.storage.clone(),
+                    shape: stored.shape.clone(),
+                    quantization: None,
+                };
+                entries.insert(name.clone(), entry);
+            }
+            files.push(Arc::new(file));
+        }
+        quantized::detect_quantization(&files, &mut entries)?;
+        let path = match files.as_slice() {
+            [only] => only.path().to_path_buf(),
+            _ => path.to_path_buf(),
+        };
+        Ok(Self { path, files, entries })
+    }
+
+    /// The path of the file, or of the folder with the shards.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The name and the shape of every tensor, sorted by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        self.entries
+            .iter()
+            .map(|(name, entry)| (name.as_str(), entry.shape.as_slice()))
+    }
+
+    /// The free-form metadata in the header of the first file, sorted by key.
+    #[must_use]
+    pub fn metadata(&self) -> Vec<(String, String)> {
+        self.files.first().map(|file| file.user_metadata()).unwrap_or_default()
+    }
+
+    /// Whether a tensor of this name exists.
+    #[must_use]
+    pub fn contains(&self, name: &str) -> bool {
+        self.entries.contains_key(name)
+    }
+
+    /// The shape of a tensor.
+    #[must_use]
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.entries.get(name).map(|entry| entry.shape.as_slice())
+    }
+
+    /// The quantisation types of the stored weights: `q4_k`, `float8`, `nf4`. Empty if no weight is quantised.
+    #[must_use]
+    pub fn quantization_kinds(&self) -> BTreeSet<&'static str> {
+        let entries = self.entries.values();
+        entries
+            .filter_map(|entry| Some(entry.quantization.as_ref()?.name()))
+            .collect()
+    }
+
+    /// The same tensors under other names. `rename` maps a name and a shape to the new name and shape (with as many
+    /// elements), or to `None` to remove the tensor.
+    #[must_use]
+    pub fn renamed(&self, rename: impl Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>) -> Self {
+        let entries = self.entries.iter().filter_map(|(name, entry)| {
+            let (name, shape) = rename(name, &entry.shape)?;
+            let same_size = shape.iter().product::<usize>() == entry.shape.iter().product::<usize>();
+            let shape = if same_size { shape } else { entry.shape.clone() };
+            Some((name, Entry { shape, ..entry.clone() }))
+        });
+        Self {
+            path: self.path.clone(),
+            files: self.files.clone(),
+            entries: entries.collect(),
+        }
+    }
+
+    /// Reads a tensor as `dtype`. A quantised weight is dequantised.
+    ///
+    /// # Errors
+    /// When the name does not exist, or the file cannot be read.
+    pub fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        if self.files.is_empty() {
+            // An index without files has only names and shapes.
+            return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
+        }
+        if entry
+            .quantization
+            .as_ref()
+            .is_some_and(|quantization| !quantization.is_self_contained())
+            && let Some(quantized) = self.read_quantized(name, dtype, device)?
+        {
+            return Ok(quantized.dequantize()?);
+        }
+        self.files[entry.location.file].read(&entry.location.name, &entry.shape, dtype, device)
+    }
+
+    /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised.
+    pub(super) fn read_quantized(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        match &entry.quantization {
+            Some(quantization) if entry.shape.iter().all(|side| *side > 0) => {
+                quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Reads a 16-bit weight of a GGUF file without converting it, if `device` is the CPU and `dtype` is wider than 16 bits. Otherwise `None`.
+    pub(super) fn read_gguf_half(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        let (block, type_name) = match entry.storage {
+            StorageType::GgufHalf(FloatFormat::F16) => (GgmlDType::F16, "f16"),
+            StorageType::GgufHalf(FloatFormat::Bf16) => (GgmlDType::BF16, "bf16"),
+            _ => return Ok(None),
+        };
+        if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
+            return Ok(None);
+        }
+        let quantization = StoredQuantization::GgmlBlocks(block, type_name);
+        quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
+    }
+
+    /// A streamed weight for this tensor; `None` if the weight consists of several tensors.
+    pub(super) fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<StreamedWeight>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        if self.files.is_empty() {
+            return Ok(None);
+        }
+        if entry
+            .quantization
+            .as_ref()
+            .is_some_and(|quantization| !quantization.is_self_contained())
+        {
+            return Ok(None);
+        }
+        let file = Arc::clone(&self.files[entry.location.file]);
+        let shape = entry.shape.clone();
+        Ok(Some(Arc::new(StreamedWeight::new(
+            file,
+            entry.location.name.clone(),
+            shape,
+            dtype,
+            device,
+        ))))
+    }
+
+    /// Checks that a tensor of this name and shape exists.
+    pub(crate) fn check_shape(&self, name: &str, shape: &Shape) -> Result<()> {
+        let found = self.shape(name).ok_or_else(|| self.missing_error(name))?;
+        if found != shape.dims() {
+            return Err(EngineError::ShapeMismatch {
+                path: self.path.clone(),
+                name: name.to_owned(),
+                expected: shape.dims().to_vec(),
+                found: found.to_vec(),
+            });
+        }
+        Ok(())
+    }
+
+    /// The same names and shapes without files: every tensor reads as a broadcast zero. A model can be built from it to
+    /// check names and shapes without reading any data.
+    pub(crate) fn shapes_only(&self) -> Self {
+        let shapes = self.tensors().map(|(name, shape)| (name.to_owned(), shape.to_vec()));
+        Self {
+            path: self.path.clone(),
+            ..Self::from_shapes(shapes)
+        }
+    }
+
+    /// An index of names and shapes without files, as from [`Self::shapes_only`].
+    pub(crate) fn from_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
+        let entry = |name: &String, shape| Entry {
+            location: TensorLocation {
+                file: 0,
+                name: name.clone(),
+            },
+            storage: StorageType::Bytes,
+            shape,
+            quantization: None,
+        };
+        let entries = shapes
+            .map(|(name, shape)| (name.clone(), entry(&name, shape)))
+            .collect();
+        Self {
+            path: "(names only)".into(),
+            files: Vec::new(),
+            entries,
+        }
+    }
+
+    pub(super) fn missing_error(&self, name: &str) -> EngineError {
+        let similarity = |other: &str| {
+            let front = name.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
+            let back = name
+                .bytes()
+                .rev()
+                .zip(other.bytes().rev())
+                .take_while(|(a, b)| a == b)
+                .count();
+            front + back
+        };
+        let nearest = self.entries.keys().max_by_key(|other| similarity(other));
+        let nearest = nearest.filter(|other| 2 * similarity(other) >= name.len());
+        EngineError::MissingTensor {
+            path: self.path.clone(),
+            name: name.to_owned(),
+            nearest: nearest.cloned(),
+        }
+    }
+}
