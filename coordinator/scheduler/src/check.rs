@@ -1,12 +1,13 @@
 //! The invariants of the state.
 
-use super::model::{QueueState, live_states};
+use super::classes::device_fit;
+use super::model::{Preemption, QueueState, live_states};
 use super::queue::StartCondition;
 use super::state::State;
 use super::state::array::Array;
 use super::state::slots::Reservation;
 use super::state::table::Table;
-use aitk_common::control::JobState;
+use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub fn check(state: &State) -> Result<(), String> {
     check_jobs(state)?;
     check_queue(state)?;
+    check_classes(state)?;
     check_arrays(state)?;
     check_devices(state)?;
     check_sessions(state)
@@ -152,13 +154,51 @@ fn check_queue(state: &State) -> Result<(), String> {
             ));
         }
     }
+    Ok(())
+}
+
+/// Checks what classes cache, that a preempted job is noted for one class at most, and that no class waits although its next job
+/// could start.
+fn check_classes(state: &State) -> Result<(), String> {
+    let mut preempted = BTreeSet::new();
     for (id, class) in state.classes.iter() {
+        let fail = |what: String| Err(format!("class {id}: {what}"));
         for victim in &class.preempted {
             if state.jobs.get(victim).is_none_or(|job| job.preemption.is_none()) {
-                return Err(format!(
-                    "class {id} lists {victim} as preempted, which is not being preempted"
+                return fail(format!("lists {victim} as preempted, which is not being preempted"));
+            }
+            if !preempted.insert(victim) {
+                return fail(format!("lists {victim} as preempted, as another class does"));
+            }
+        }
+        for (slot_id, slot) in state.slots.iter() {
+            let worker = state.workers.get(&slot.worker).filter(|_| slot.connected);
+            let fit = worker.and_then(|worker| device_fit(&state.speeds, &class.needs, worker, &slot.device).ok());
+            if class.fits.get(&slot_id) != fit.as_ref() || slot.classes.contains(&id) != fit.is_some() {
+                return fail(format!(
+                    "its fit on device {slot_id} is {:?}, and should be {fit:?}",
+                    class.fits.get(&slot_id)
                 ));
             }
+        }
+        let computed = state.compute_fastest_and_leanest(class);
+        if class.fastest_and_leanest.is_some_and(|cached| cached != computed) {
+            return fail(format!(
+                "caches {:?} as fastest and leanest, not {computed:?}",
+                class.fastest_and_leanest
+            ));
+        }
+        // When parts are left to faster devices depends on the time, and a device that is reserved on the state of a part.
+        let depends = class.needs.part_of.is_some() || state.reserved_slots > 0;
+        // A candidate is considered with the next placement, and after a restart that is the next change.
+        if depends || state.storage_full.is_some() || state.classes.candidates.contains(&id) {
+            continue;
+        }
+        let next = state.position(id).and_then(|position| state.job_at(position));
+        if let Some(job) = next
+            && let Some(choice) = state.choose_device(UnixMillis(0), job, id)
+        {
+            return fail(format!("{} waits, and could start on device {}", job.id, choice.slot));
         }
     }
     Ok(())
@@ -232,7 +272,7 @@ fn check_arrays(state: &State) -> Result<(), String> {
 fn check_devices(state: &State) -> Result<(), String> {
     let mut live = Table::default();
     let mut preemptible = BTreeSet::new();
-    let mut deadlines = BTreeSet::new();
+    let (mut deadlines, mut all_deadlines) = (BTreeSet::new(), BTreeSet::new());
     let mut running: BTreeMap<usize, Table<JobId, Reservation>> = BTreeMap::new();
     for (id, job) in state.jobs.iter() {
         let Some(attempt) = job.current() else { continue };
@@ -240,10 +280,12 @@ fn check_devices(state: &State) -> Result<(), String> {
         if job.requirements.yields && job.preemption.is_none() && job.state == JobState::Running {
             preemptible.insert(id.clone());
         }
-        if let Some(deadline) = job.live.and_then(|live| live.deadline)
-            && job.state == JobState::Running
-        {
-            deadlines.insert((deadline, id.clone()));
+        if let Some(deadline) = job.live.and_then(|live| live.deadline) {
+            all_deadlines.insert((deadline, id.clone()));
+            // A job that is stopping may have passed its deadline.
+            if job.state == JobState::Running {
+                deadlines.insert((deadline, id.clone()));
+            }
         }
         let slot = state
             .slots
@@ -261,7 +303,7 @@ fn check_devices(state: &State) -> Result<(), String> {
     if preemptible != state.preemptible {
         return Err("the index of preemptible jobs is wrong".into());
     }
-    if !deadlines.is_subset(&state.deadlines) {
+    if !deadlines.is_subset(&state.deadlines) || !state.deadlines.is_subset(&all_deadlines) {
         return Err("the index of time limits is wrong".into());
     }
     for (id, slot) in state.slots.iter() {
@@ -275,6 +317,16 @@ fn check_devices(state: &State) -> Result<(), String> {
         if jobs != slot.running {
             return Err(format!("{name} runs {:?}, but should run {:?}", slot.running, jobs));
         }
+        let whole = slot.device.memory_budget;
+        let reserved = jobs
+            .values()
+            .fold(0, |sum: u64, held| sum.saturating_add(held.bytes.unwrap_or(whole)));
+        if reserved != slot.reserved {
+            return Err(format!(
+                "{name} reserves {} bytes, and should reserve {reserved}",
+                slot.reserved
+            ));
+        }
         if jobs.len() > 1 {
             let sum = jobs
                 .values()
@@ -287,7 +339,7 @@ fn check_devices(state: &State) -> Result<(), String> {
         }
         if let Some(reserved_for) = &slot.reserved_for {
             let is_migrating =
-                |job: &super::model::Job| matches!(job.preemption, Some(super::model::Preemption::FasterDevice { .. }));
+                |job: &super::model::Job| matches!(job.preemption, Some(Preemption::FasterDevice { .. }));
             if !state.jobs.get(reserved_for).is_some_and(is_migrating) {
                 return Err(format!("{name} is reserved for {reserved_for}, which does not migrate"));
             }

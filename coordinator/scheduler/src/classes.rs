@@ -66,7 +66,7 @@ impl State {
         let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.get_mut(class_id)) else {
             return;
         };
-        class.fastest = None;
+        class.fastest_and_leanest = None;
         let fit = match self.workers.get(&slot.worker) {
             Some(worker) if slot.connected => device_fit(&self.speeds, &class.needs, worker, &slot.device).ok(),
             _ => None,

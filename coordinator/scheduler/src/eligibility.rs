@@ -29,8 +29,8 @@ pub(super) enum Obstacle {
 
 impl State {
     /// Checks whether a job may start now on a device on which it fits. Returns the estimated seconds until it would be
-    /// done there. `fastest` is the least seconds per unit of work among the open devices on which the job fits; `job` is
-    /// `None` for a job that is not submitted yet.
+    /// done there. `fastest` is the least seconds per unit of work among the devices that accept jobs and on which the job fits; `job` is
+    /// `None` for a job that is not submitted yet: the result is then 0, and reservations and faster devices do not count.
     ///
     /// # Errors
     /// What keeps the job from starting there.

@@ -81,7 +81,7 @@ impl State {
                         self.record_fault(step, &location.worker, location.device, &message, false);
                     }
                     FailureCause::DeviceStuck => {
-                        self.record_fault(step, &location.worker, location.device, &message, true)
+                        self.record_fault(step, &location.worker, location.device, &message, true);
                     }
                     _ => {}
                 }

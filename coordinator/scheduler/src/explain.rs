@@ -100,7 +100,7 @@ impl State {
             .collect()
     }
 
-    /// What the device on which a job runs offers to that job.
+    /// How a job runs on the device where it is.
     fn current_fit(&self, job: &Job, slot: &Slot, needs: &DeviceNeeds) -> DeviceFit {
         let attempt = job.current();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
@@ -112,7 +112,7 @@ impl State {
         }
     }
 
-    /// Whether a job may start on a device on which it fits, and if not, why. `fastest` is the fastest open device that
+    /// Whether a job may start on a device on which it fits, and if not, why. `fastest` is the fastest device that accepts jobs and that
     /// fits: its seconds per unit of work, and its name.
     fn availability<'a>(
         &'a self,
@@ -248,8 +248,8 @@ impl State {
                 Err(fit_error) => fit_errors.push(fit_error),
             }
         }
-        let is_open = |(device, ..): &&(&Slot, &Worker, Fit<'_>)| device.accepts_jobs;
-        if !fitting.iter().any(|one| is_open(&one)) {
+        let accepts_jobs = |(device, ..): &&(&Slot, &Worker, Fit<'_>)| device.accepts_jobs;
+        if !fitting.iter().any(|one| accepts_jobs(&one)) {
             let count = fitting.len();
             return match fitting.into_iter().next() {
                 None => WaitReason::NoDeviceFits(fit_errors),
@@ -261,7 +261,7 @@ impl State {
         }
         let preempted = fitting
             .iter()
-            .filter(is_open)
+            .filter(accepts_jobs)
             .flat_map(|(device, ..)| device.running.keys())
             .find(|id| {
                 let preemption = self.jobs.get(id).and_then(|job| job.preemption.as_ref());
@@ -271,7 +271,7 @@ impl State {
             return WaitReason::Preempting(self.label(preempted, &job.requirements.owner));
         }
         let mut devices = 0;
-        for (device, worker, fit) in fitting.into_iter().filter(|one| is_open(&one)) {
+        for (device, worker, fit) in fitting.into_iter().filter(|one| accepts_jobs(&one)) {
             match fit.availability {
                 Availability::LeftToFaster { faster } => {
                     let device = device_label(worker, device);

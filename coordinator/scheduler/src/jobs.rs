@@ -457,7 +457,7 @@ impl State {
     }
 
     /// The job or array with this name: the one that has not ended, else the newest that has. A member of an array is found
-    /// only when nothing else has the name. Several that have not ended are an error.
+    /// only when nothing else has the name. Several that have not ended are an error, because any of them could be meant.
     fn find_by_name(&self, name: &str, is_visible: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
         /// Jobs or arrays of a name.
         #[derive(Default)]

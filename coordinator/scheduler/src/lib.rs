@@ -1,8 +1,9 @@
 //! The scheduler as a state machine without IO: [`State::handle`] takes the time and an [`Event`], changes the [`State`] and
 //! returns [`Effect`]s. It has no sockets, no clock and no randomness, so every decision can be replayed.
 //!
-//! A job has attempts, one at a time, each with a higher epoch than the one before. An attempt is live as long as its lease, which its worker's heartbeats renew. A report for any other attempt than the live one is
-//! fenced: it is answered with the reason, and changes nothing.
+//! A job is one task. It has attempts, one at a time, each with a higher epoch than the one before. An attempt is live as long
+//! as its lease, which its worker's heartbeats renew. A report for any other attempt than the live one is fenced: it is answered
+//! with the reason, and changes nothing.
 
 mod arrays;
 mod assign;

@@ -229,14 +229,14 @@ impl State {
             .get(slot_id)
             .filter(|slot| slot.accepts_jobs && slot.reserved_for.is_none())?;
         let worker = self.workers.get(&slot.worker)?;
-        let offer = device_fit(&self.speeds, needs, worker, &slot.device).ok()?;
+        let fit = device_fit(&self.speeds, needs, worker, &slot.device).ok()?;
         let missing = job
             .requirements
             .data
             .iter()
             .filter(|data| !worker.cached_inputs.contains(data))
             .count();
-        Some((offer.seconds_per_unit, missing as f64))
+        Some((fit.seconds_per_unit, missing as f64))
     }
 
     /// Reserves the device for the part, and preempts the part.

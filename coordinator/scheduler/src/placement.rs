@@ -1,5 +1,5 @@
 //! Decides which waiting job starts on which device, and which running jobs are preempted. `assign` and `preemption` apply the
-//! decisions. Only the classes that may be able to start are considered, and of each
+//! decisions; deciding changes nothing but the round. Only the classes that may be able to start are considered, and of each
 //! class only the job that is next; the queue as a whole is never searched.
 
 use super::model::{ClassId, Job, SlotId};
@@ -43,6 +43,8 @@ struct Round {
     started: u64,
     /// The class of which no job can start, and its next job, while running jobs are preempted for them.
     preempting: Option<(ClassId, QueuePosition, JobId)>,
+    /// The classes of which no job can start until a device gets more capacity.
+    blocked: Vec<ClassId>,
 }
 
 /// The cost of starting a job on a device; the smallest is chosen. Compared in this order: whether the last attempt failed on
@@ -73,28 +75,39 @@ impl State {
         while let Some(decision) = self.decide(step.now, &mut round) {
             self.apply(step, decision);
         }
+        for class in round.blocked {
+            if let Some(class) = self.classes.get_mut(class) {
+                class.blocked = true;
+            }
+        }
         // Assigning and preempting leave no new candidates; a job that was assigned still counts for its array's limit.
         self.classes.candidates.clear();
         self.arrays_with_capacity.clear();
     }
 
     fn begin_round(&mut self) -> Round {
-        let mut positions = BinaryHeap::new();
-        for class in std::mem::take(&mut self.classes.candidates) {
-            if !self.is_blocked(class) {
-                positions.extend(self.position(class).map(|position| Reverse((position, class, 0))));
-            }
-        }
-        Round {
-            positions,
+        let mut round = Round {
+            positions: BinaryHeap::new(),
             started: 0,
             preempting: None,
+            blocked: Vec::new(),
+        };
+        for class in std::mem::take(&mut self.classes.candidates) {
+            self.cache_fastest_and_leanest(class);
+            if self.is_blocked(class) {
+                round.blocked.push(class);
+            } else {
+                let position = self.position(class);
+                round
+                    .positions
+                    .extend(position.map(|position| Reverse((position, class, 0))));
+            }
         }
+        round
     }
 
-    /// The next decision of a round, made from the state that its earlier decisions have led to. Apart from the round itself
-    /// this changes only what classes cache.
-    fn decide(&mut self, now: UnixMillis, round: &mut Round) -> Option<Decision> {
+    /// The next decision of a round, made from the state that its earlier decisions have led to.
+    fn decide(&self, now: UnixMillis, round: &mut Round) -> Option<Decision> {
         loop {
             if let Some((class, position, job)) = &round.preempting {
                 if let Some(victim) = self.preemption_victim(*class, *position) {
@@ -108,6 +121,7 @@ impl State {
             }
             let Reverse((position, class, started)) = round.positions.pop()?;
             if self.is_blocked(class) {
+                round.blocked.push(class);
                 continue;
             }
             // Each assignment changes the users' shares: a position that is out of date goes back to the heap.
@@ -121,78 +135,79 @@ impl State {
                     None => continue,
                 }
             }
-            let index = self.queue.get(&(position.level, position.order)).copied();
-            let Some(job) = index
-                .and_then(|index| self.jobs.select(index))
-                .map(|job| job.id.clone())
-            else {
-                continue;
-            };
-            match self.choose_device(now, &job, class) {
+            let Some(job) = self.job_at(position) else { continue };
+            match self.choose_device(now, job, class) {
                 Some(choice) => {
                     // The next position of the class is computed when this entry comes up again.
                     round.positions.push(Reverse((position, class, round.started)));
                     round.started += 1;
+                    let job = job.id.clone();
                     return Some(Decision::Start { job, class, choice });
                 }
                 None => {
-                    if let Some(class) = self.classes.get_mut(class) {
-                        class.blocked = true;
-                    }
-                    round.preempting = Some((class, position, job));
+                    round.blocked.push(class);
+                    round.preempting = Some((class, position, job.id.clone()));
                 }
             }
         }
     }
 
-    /// Whether no job of the class can start now: no device has enough capacity, and no running job is preemptible. The
-    /// class is then marked as blocked until a device gets more capacity.
-    fn is_blocked(&mut self, id: ClassId) -> bool {
+    /// The waiting job at a position.
+    pub(super) fn job_at(&self, position: QueuePosition) -> Option<&Job> {
+        let index = self.queue.get(&(position.level, position.order))?;
+        self.jobs.at(*index)
+    }
+
+    /// Whether no job of the class can start now: no device has enough capacity, and no running job is preemptible.
+    fn is_blocked(&self, id: ClassId) -> bool {
         if !self.preemptible.is_empty() || !self.slots.idle.is_empty() {
             return false;
         }
-        self.fastest_seconds_per_unit(id);
-        let Some(class) = self.classes.get_mut(id) else {
+        let Some(class) = self.classes.get(id) else {
             return true;
         };
-        let blocked = self
-            .slots
-            .shareable
-            .last()
-            .is_none_or(|(bytes, _)| *bytes < class.min_bytes);
-        class.blocked |= blocked;
-        blocked
+        let (_, min_bytes) = self.fastest_and_leanest(class);
+        let largest = self.slots.shareable.last();
+        largest.is_none_or(|(bytes, _)| *bytes < min_bytes)
     }
 
-    /// The least seconds per unit of work among the open devices on which the class fits. Computes and caches it, and the
-    /// least bytes that the class needs.
-    fn fastest_seconds_per_unit(&mut self, id: ClassId) -> f64 {
-        let Some(class) = self.classes.get(id) else { return 0.0 };
-        if let Some(fastest) = class.fastest {
-            return fastest;
-        }
-        let open = |slot: &SlotId| self.slots.get(*slot).is_some_and(|slot| slot.accepts_jobs);
-        let fits = class.fits.iter().filter(|(slot, _)| open(slot)).map(|(_, fit)| fit);
-        let (mut fastest, mut min_bytes) = (f64::INFINITY, u64::MAX);
-        for fit in fits {
-            fastest = fastest.min(fit.seconds_per_unit);
-            min_bytes = min_bytes.min(fit.choice.1.unwrap_or(u64::MAX));
-        }
+    /// Caches [`Self::fastest_and_leanest`] in the class.
+    fn cache_fastest_and_leanest(&mut self, id: ClassId) {
+        let computed = self.classes.get(id).map(|class| self.fastest_and_leanest(class));
         if let Some(class) = self.classes.get_mut(id) {
-            class.fastest = Some(fastest);
-            class.min_bytes = min_bytes;
+            class.fastest_and_leanest = computed;
         }
-        fastest
+    }
+
+    /// Of the devices that accept jobs and on which the class fits: the least seconds per unit of work, and the least bytes that its jobs
+    /// need.
+    fn fastest_and_leanest(&self, class: &JobClass) -> (f64, u64) {
+        class
+            .fastest_and_leanest
+            .unwrap_or_else(|| self.compute_fastest_and_leanest(class))
+    }
+
+    /// [`Self::fastest_and_leanest`] without the cache.
+    pub(super) fn compute_fastest_and_leanest(&self, class: &JobClass) -> (f64, u64) {
+        let accepts_jobs = |slot: &SlotId| self.slots.get(*slot).is_some_and(|slot| slot.accepts_jobs);
+        let fits = class
+            .fits
+            .iter()
+            .filter(|(slot, _)| accepts_jobs(slot))
+            .map(|(_, fit)| fit);
+        fits.fold((f64::INFINITY, u64::MAX), |(fastest, min_bytes), fit| {
+            let bytes = fit.choice.1.unwrap_or(u64::MAX);
+            (fastest.min(fit.seconds_per_unit), min_bytes.min(bytes))
+        })
     }
 
     /// Chooses the device of the least cost for a job of the class; none: no device takes it now.
-    fn choose_device(&mut self, now: UnixMillis, id: &JobId, class_id: ClassId) -> Option<DeviceChoice> {
+    pub(super) fn choose_device(&self, now: UnixMillis, job: &Job, class_id: ClassId) -> Option<DeviceChoice> {
         if self.slots.with_capacity() == 0 {
             return None;
         }
-        let fastest = self.fastest_seconds_per_unit(class_id);
         let class = self.classes.get(class_id)?;
-        let job = self.jobs.get(id)?;
+        let (fastest, min_bytes) = self.fastest_and_leanest(class);
         let mut chosen: Option<(Cost, DeviceChoice)> = None;
         let mut consider = |slot: SlotId| {
             if let Some(found) = self.start_cost(now, job, class, slot, fastest)
@@ -205,7 +220,7 @@ impl State {
             class.fits.keys().copied().for_each(&mut consider);
         } else {
             self.slots.idle.iter().copied().for_each(&mut consider);
-            let large_enough = self.slots.shareable.range((class.min_bytes, 0)..);
+            let large_enough = self.slots.shareable.range((min_bytes, 0)..);
             large_enough.map(|(_, slot)| *slot).for_each(&mut consider);
         }
         chosen.map(|(_, chosen)| chosen)
@@ -244,12 +259,12 @@ impl State {
     /// The running job to preempt for a class that is blocked: the one of the lowest level, and of those the one that started
     /// last. Its device must take a job of the class when the victim has left. None: there is no such job, or as many jobs are
     /// being preempted for the class as it has waiting jobs of higher levels than the victim.
-    fn preemption_victim(&mut self, class_id: ClassId, position: QueuePosition) -> Option<JobId> {
+    fn preemption_victim(&self, class_id: ClassId, position: QueuePosition) -> Option<JobId> {
         if self.preemptible.is_empty() {
             return None;
         }
-        let fastest = self.fastest_seconds_per_unit(class_id);
         let class = self.classes.get(class_id)?;
+        let (fastest, _) = self.fastest_and_leanest(class);
         let candidate = |id: &JobId| {
             let job = self.jobs.get(id).filter(|job| job.level() > position.level)?;
             let attempt = job.current()?;

@@ -80,7 +80,8 @@ impl State {
         self.members(array.unwrap_or(id))
     }
 
-    /// The jobs that ended before this time and may be removed: no job that stays and may still run starts after them.
+    /// The jobs that ended before this time and may be removed: no job that stays and may still run starts after them, because it
+    /// could then never start.
     #[must_use]
     pub fn removable_jobs(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
         let old = self.jobs.values().filter(|job| ended_before(job, before));

@@ -33,8 +33,8 @@ impl State {
             .filter(|(_, slot)| slot.accepts_jobs)
             .filter_map(|(_, slot)| {
                 let worker = self.workers.get(&slot.worker)?;
-                let offer = device_fit(&self.speeds, &needs, worker, &slot.device).ok()?;
-                Some(offer.seconds_per_unit)
+                let fit = device_fit(&self.speeds, &needs, worker, &slot.device).ok()?;
+                Some(fit.seconds_per_unit)
             })
             .collect();
         let best = speeds.iter().copied().fold(f64::INFINITY, f64::min);

@@ -1,15 +1,27 @@
 //! Random actions of users, random faults, and the recovery at the end.
 
+use super::random::Random;
+use super::worker::SITES;
 use super::world::{SimEvent, WORKERS, World};
+use crate::state::classes::{DeviceNeeds, check_fit};
 use crate::tests::new_job;
-use crate::{Condition, Event, NewArray, NewJob, Prerequisite, Requirements, Ticket};
+use crate::{Condition, Event, Job, NewArray, NewJob, Prerequisite, Requirements, Ticket};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
+use aitk_common::plan::profile::MemoryProfile;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
+/// The profiles that jobs ask for.
+const PROFILES: [MemoryProfile; 4] = [
+    MemoryProfile::FullGpu,
+    MemoryProfile::Balanced,
+    MemoryProfile::Extreme,
+    MemoryProfile::CpuOnly,
+];
 /// The most jobs of a run: many for four machines, and few enough to check each of them after every step.
 const JOBS: usize = 40;
 const GIB: u64 = 1 << 30;
@@ -18,7 +30,7 @@ impl World {
     /// A random action of a user, or a random fault.
     pub(super) fn random_action(&mut self) {
         let index = self.random.below(WORKERS as u64) as usize;
-        match self.random.below(31) {
+        match self.random.below(33) {
             0..=7 => self.submit(),
             8 => self.submit_array(),
             9 => self.request(|ticket, job| Event::StopRequested {
@@ -90,6 +102,13 @@ impl World {
                 let millis = self.random.below(12_000);
                 self.full_until = self.now.after(Duration::from_millis(millis));
             }
+            // The owner of a machine moves it, or lends another part of its memory, and starts its worker again.
+            30 | 31 if self.workers[index].is_awake(self.now) => {
+                self.workers[index].change_settings(&mut self.random);
+                if let Some(session) = self.workers[index].session.take() {
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
+                }
+            }
             25 => self.crash(),
             26 => self.expire(),
             _ => {}
@@ -159,6 +178,9 @@ impl World {
             demand: if random.once_in(5) { None } else { Some(demand) },
             time_limit: random.once_in(10).then(|| 4000 + random.below(8000)),
             retries: random.below(4) as u32,
+            labels: random_labels(random),
+            memory: random.once_in(8).then(|| (1 + random.below(24)) * GIB),
+            profile: random.once_in(8).then(|| random.pick(&PROFILES).copied()).flatten(),
             ..Requirements::default()
         };
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
@@ -212,6 +234,7 @@ impl World {
             exclusive: random.once_in(2),
             demand: Some(demand),
             retries: random.below(4) as u32,
+            labels: random_labels(random),
             ..Requirements::default()
         };
         let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
@@ -277,8 +300,32 @@ impl World {
         }
     }
 
-    /// Stops the jobs that wait for a job which failed or was stopped. They would wait for ever.
+    /// Whether a job fits on no device of any worker, even when all devices are idle.
+    fn fits_nowhere(&self, job: &Job) -> bool {
+        let needs = DeviceNeeds::of(job);
+        self.state.workers.values().all(|worker| {
+            let mut devices = worker.devices.iter();
+            devices.all(|device| check_fit(&needs, worker, device).is_err())
+        })
+    }
+
+    /// Stops the jobs that wait for a job which failed or was stopped, or for a device that no worker has. They would wait for
+    /// ever.
     pub(super) fn stop_unstartable_jobs(&mut self) {
+        let unplaceable: Vec<JobId> = self
+            .state
+            .jobs
+            .values()
+            .filter(|job| job.state == JobState::Queued && self.fits_nowhere(job))
+            .map(|job| job.id.clone())
+            .collect();
+        for job in unplaceable {
+            self.handle(Event::StopRequested {
+                ticket: Ticket(1),
+                job: job.to_string(),
+                now: false,
+            });
+        }
         let waiting: Vec<JobId> = self
             .state
             .jobs
@@ -304,4 +351,10 @@ impl World {
             }
         }
     }
+}
+
+/// The labels that a job asks for: none, most of the time.
+fn random_labels(random: &mut Random) -> BTreeMap<String, String> {
+    let site = random.once_in(8).then(|| random.pick(&SITES).copied()).flatten();
+    site.map(|site| ("site".into(), site.into())).into_iter().collect()
 }

@@ -97,8 +97,14 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt
             .map(|reservation| u128::from(reservation.bytes.unwrap_or(0)))
             .sum();
         assert!(
-            sum <= u128::from(slot.device.memory_budget) || slot.running.len() < 2,
+            sum <= u128::from(slot.device.memory_budget) || slot.running.len() < 2 || !slot.has_capacity(),
             "device {id} is over its budget"
+        );
+        // A device that was registered again may lend less than runs on it.
+        let starts_here = |one: &PlacedAttempt| slot.running.contains_key(&one.job);
+        assert!(
+            sum <= u128::from(slot.device.memory_budget) || !placed.iter().any(starts_here),
+            "device {id} got a job beyond its budget"
         );
         let whole = slot
             .running

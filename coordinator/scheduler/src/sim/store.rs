@@ -1,7 +1,6 @@
 //! A store in memory for the simulation.
 
-use crate::tests::settings;
-use crate::{Job, Record, Restored, State, Worker};
+use crate::{Job, Record, Restored, Settings, State, Worker};
 use aitk_common::control::{JobEvent, UnixMillis};
 use aitk_common::id::{JobId, WorkerId};
 use std::collections::BTreeMap;
@@ -48,7 +47,7 @@ impl MemoryStore {
     }
 
     /// Restores the state through JSON, as from a database.
-    pub(super) fn load(&self, now: UnixMillis) -> State {
+    pub(super) fn load(&self, settings: &Settings, now: UnixMillis) -> State {
         let jobs = self.jobs.values().map(|job| {
             let job: Job = serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap();
             let log = self.events.get(&job.id).map(Vec::as_slice).unwrap_or_default();
@@ -67,7 +66,7 @@ impl MemoryStore {
             .workers
             .values()
             .map(|w| serde_json::from_str(&serde_json::to_string(w).unwrap()).unwrap());
-        State::restore(settings(), now, jobs.collect(), workers.collect())
+        State::restore(settings.clone(), now, jobs.collect(), workers.collect())
     }
 }
 

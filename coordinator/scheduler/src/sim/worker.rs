@@ -11,6 +11,8 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 
 const GIB: u64 = 1 << 30;
+/// The values of the label `site`.
+pub(super) const SITES: [&str; 2] = ["cellar", "attic"];
 /// How many times an offered checkpoint is sent.
 const OFFER_REPEATS: u32 = 10;
 /// The most ticks until the watchdog ends an attempt that hangs.
@@ -62,6 +64,10 @@ pub(super) struct SimWorker {
     pub(super) refused_until: UnixMillis,
     /// Checkpoints that it saved and could not commit, and how many times it still sends each.
     offers: Vec<(OfferedCheckpoint, u32)>,
+    /// Its labels; another value for a while when its owner moves it.
+    labels: BTreeMap<String, String>,
+    /// Its owner lends only half of its memory.
+    lends_half: bool,
 }
 
 impl SimWorker {
@@ -77,6 +83,8 @@ impl SimWorker {
             leaving: false,
             refused_until: UnixMillis(0),
             offers: Vec::new(),
+            labels: BTreeMap::new(),
+            lends_half: false,
         }
     }
 
@@ -110,7 +118,7 @@ impl SimWorker {
             profile: MemoryProfile::for_gpu_budget(gib * GIB),
             ..device(DeviceKind::Cuda, index)
         };
-        match self.index {
+        let mut devices = match self.index {
             0 => vec![gpu(0, 22), gpu(1, 11)],
             1 => vec![gpu(0, 7)],
             2 => vec![Device {
@@ -118,11 +126,22 @@ impl SimWorker {
                 ..device(DeviceKind::Metal, 0)
             }],
             _ => vec![device(DeviceKind::Cpu, 0)],
+        };
+        for device in devices.iter_mut().filter(|_| self.lends_half) {
+            device.memory_budget /= 2;
         }
+        devices
     }
 
     pub(super) fn is_awake(&self, now: UnixMillis) -> bool {
         self.sleeps_until <= now && self.dead_until <= now
+    }
+
+    /// Changes its labels or the memory that it lends; the coordinator learns of it from the next registration.
+    pub(super) fn change_settings(&mut self, random: &mut Random) {
+        let site = random.pick(&SITES).copied().unwrap_or_default();
+        self.labels = BTreeMap::from([("site".into(), site.into())]);
+        self.lends_half = random.once_in(4);
     }
 
     /// Opens a session and registers.
@@ -139,6 +158,7 @@ impl SimWorker {
             same_machine: self.index.is_multiple_of(2),
             registration: Box::new(Registration {
                 offers,
+                labels: self.labels.clone(),
                 ..registration(&self.name(), self.devices(), running)
             }),
         }

@@ -2,15 +2,16 @@
 
 use super::random::Random;
 use super::rules::check_step;
+use super::script::{Script, placed_by};
 use super::store::{MemoryStore, durable};
 use super::worker::{SimWorker, Trouble};
 use crate::model::job_of;
 use crate::tests::settings;
-use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Record, Reply, SessionId, State, check};
+use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Quotas, Record, Reply, SessionId, Settings, State, check};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
-use aitk_common::id::{Epoch, JobId, WorkerId};
+use aitk_common::id::{Epoch, JobId, UserName, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -60,6 +61,11 @@ pub(super) struct Stats {
     interrupted: u64,
     refused: u64,
     disk_full: u64,
+    at_quota: u64,
+    labelled: u64,
+    stated_memory: u64,
+    stated_profile: u64,
+    over_budget: u64,
 }
 
 impl Stats {
@@ -69,7 +75,7 @@ impl Stats {
         }
     }
 
-    fn all(&mut self) -> [(&'static str, &mut u64); 23] {
+    fn all(&mut self) -> [(&'static str, &mut u64); 28] {
         [
             ("events", &mut self.events),
             ("jobs", &mut self.jobs),
@@ -100,6 +106,14 @@ impl Stats {
             ("attempts that a refusal interrupted", &mut self.interrupted),
             ("ticks of refused workers with attempts", &mut self.refused),
             ("steps with a full disk and waiting jobs", &mut self.disk_full),
+            ("steps with a waiting job of a user at the quota", &mut self.at_quota),
+            ("attempts of jobs with labels", &mut self.labelled),
+            ("attempts of jobs with a memory of their own", &mut self.stated_memory),
+            ("attempts of jobs with a profile of their own", &mut self.stated_profile),
+            (
+                "steps with a device that lends less than runs on it",
+                &mut self.over_budget,
+            ),
         ]
     }
 
@@ -142,13 +156,21 @@ pub(super) struct World {
     /// The step of each job's newest committed checkpoint.
     committed: BTreeMap<JobId, u64>,
     stats: Stats,
+    settings: Settings,
+    /// What happened to the scheduler so far, if it is recorded.
+    script: Option<Script>,
 }
 
 impl World {
     pub(super) fn new(seed: u64, trace: bool) -> Self {
+        let mut random = Random(seed);
+        let settings = Settings {
+            quotas: random_quotas(&mut random),
+            ..settings()
+        };
         let mut world = Self {
-            random: Random(seed),
-            state: State::new(settings()),
+            random,
+            state: State::new(settings.clone()),
             store: MemoryStore::default(),
             now: UnixMillis(1_000_000),
             workers: (0..WORKERS).map(SimWorker::new).collect(),
@@ -162,6 +184,8 @@ impl World {
             epochs: BTreeMap::new(),
             committed: BTreeMap::new(),
             stats: Stats::default(),
+            settings,
+            script: None,
         };
         for index in 0..WORKERS {
             world.schedule(index as u64 * 100, SimEvent::WorkerTick(index));
@@ -170,6 +194,14 @@ impl World {
         world.schedule(70, SimEvent::DiskCheck);
         world.schedule(10, SimEvent::RandomAction);
         world
+    }
+
+    /// The same life, recorded in `script`.
+    pub(super) fn recorded(seed: u64) -> (Self, Script) {
+        let mut world = Self::new(seed, false);
+        let script = Script::new(world.settings.clone());
+        world.script = Some(script.clone());
+        (world, script)
     }
 
     /// Runs this many events with faults, then without faults until every job has ended.
@@ -324,7 +356,10 @@ impl World {
     pub(super) fn crash(&mut self) {
         self.stats.crashes += 1;
         self.now = self.now.after(Duration::from_millis(10));
-        self.state = self.store.load(self.now);
+        self.state = self.store.load(&self.settings, self.now);
+        if let Some(script) = &self.script {
+            script.record_restart(self.now);
+        }
         self.reported_full = false;
         check(&self.state).unwrap();
         for id in &self.acknowledged {
@@ -347,18 +382,15 @@ impl World {
             _ => None,
         };
         let before = self.before_failure(&event);
+        if let Some(script) = &self.script {
+            script.record(self.now, event.clone());
+        }
         let effects = self.state.handle(self.now, event);
         check(&self.state).unwrap();
         if let Some(before) = before {
             self.check_failure_counts(&before);
         }
-        let placed: Vec<PlacedAttempt> = effects
-            .iter()
-            .filter_map(|effect| match effect {
-                Effect::Assign(_, placed) => Some((**placed).clone()),
-                _ => None,
-            })
-            .collect();
+        let placed = placed_by(&effects);
         check_step(&self.state, self.now, &placed);
         let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
         self.stats.quarantines += u64::from(quarantined);
@@ -366,6 +398,14 @@ impl World {
         let waits = |job: &Job| job.state == JobState::Queued;
         let waits_for_disk = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
         self.stats.disk_full += u64::from(waits_for_disk);
+        let held_back = |job: &Job| waits(job) && self.state.at_quota(&job.requirements.owner);
+        self.stats.at_quota += u64::from(self.state.jobs.values().any(held_back));
+        let over_budget = self
+            .state
+            .slots
+            .iter()
+            .any(|(_, slot)| slot.connected && slot.running.len() > 1 && slot.reserved > slot.device.memory_budget);
+        self.stats.over_budget += u64::from(over_budget);
         self.stats.array_limited += u64::from(self.state.arrays.values().any(|array| !array.over_limit.is_empty()));
         let (mut records, mut rest) = (Vec::new(), Vec::new());
         for effect in effects {
@@ -378,6 +418,9 @@ impl World {
         if cut == Some(0) {
             // The store fails, or the process dies before the transaction: nothing of this step is stored.
             self.stats.store_failures += 1;
+            if let Some(script) = &self.script {
+                script.forget_last();
+            }
             return self.crash();
         }
         for record in records {
@@ -391,7 +434,7 @@ impl World {
             self.carry_out(effect, about.as_ref());
         }
         if self.stats.events.is_multiple_of(16) {
-            let loaded = self.store.load(self.now);
+            let loaded = self.store.load(&self.settings, self.now);
             check(&loaded).unwrap();
             let (stored, known) = (durable(&loaded), durable(&self.state));
             for (one, other) in stored.0.values().zip(known.0.values()) {
@@ -553,7 +596,21 @@ impl World {
         self.stats.attempts += 1;
         let Some(job) = self.state.job(&placed.job) else { return };
         self.stats.smaller_profiles += u64::from(job.max_profile.is_some());
+        self.stats.labelled += u64::from(!job.requirements.labels.is_empty());
+        self.stats.stated_memory += u64::from(job.requirements.memory.is_some());
+        self.stats.stated_profile += u64::from(job.requirements.profile.is_some());
         let places = self.state.slots.iter().map(|(_, slot)| slot.running.len());
         self.stats.shared += u64::from(places.max().is_some_and(|most| most > 1));
+    }
+}
+
+/// Quotas in every second life.
+fn random_quotas(random: &mut Random) -> Quotas {
+    if random.once_in(2) {
+        return Quotas::default();
+    }
+    Quotas {
+        everyone: random.once_in(2).then(|| 1 + random.below(3) as u32),
+        users: [(UserName::new("ada"), 1 + random.below(2) as u32)].into(),
     }
 }

@@ -190,10 +190,8 @@ pub(crate) struct JobClass {
     pub(crate) needs: DeviceNeeds,
     /// The connected devices on which the jobs fit when the devices are idle.
     pub(crate) fits: BTreeMap<SlotId, DeviceFit>,
-    /// The least seconds per unit of work among the open devices; none: to be computed.
-    pub(crate) fastest: Option<f64>,
-    /// The least bytes that a job needs on any open device; computed with `fastest`.
-    pub(crate) min_bytes: u64,
+    /// The least seconds per unit of work, and the least bytes that a job needs, among the devices that accept jobs; none: to be computed.
+    pub(crate) fastest_and_leanest: Option<(f64, u64)>,
     /// The jobs that wait for a device, by level, user and order.
     pub(crate) waiting: BTreeMap<Level, BTreeMap<UserIndex, UserQueue>>,
     /// How many jobs wait for a device.
@@ -254,8 +252,7 @@ impl JobClasses {
             *entry = Some(JobClass {
                 needs,
                 fits: BTreeMap::new(),
-                fastest: None,
-                min_bytes: 0,
+                fastest_and_leanest: None,
                 waiting: BTreeMap::new(),
                 count: 0,
                 blocked: false,

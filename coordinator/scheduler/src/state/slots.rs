@@ -70,7 +70,17 @@ impl Slot {
                 || (self.device.device.kind != DeviceKind::Cpu
                     && self.running.len() < MAX_JOBS_PER_DEVICE
                     && self.reserved < self.device.memory_budget
-                    && self.running.values().all(|held| self.is_small(*held))))
+                    && self.running.values().all(|reservation| self.is_small(*reservation))))
+    }
+
+    /// Sums up what is reserved after a change of the jobs or of the memory.
+    fn update_reserved(&mut self) {
+        let whole = self.device.memory_budget;
+        let bytes = self
+            .running
+            .values()
+            .map(|reservation| reservation.bytes.unwrap_or(whole));
+        self.reserved = bytes.fold(0, u64::saturating_add);
     }
 
     fn capacity(&self) -> Option<Capacity> {
@@ -92,12 +102,12 @@ impl Slot {
             return false;
         }
         let (mut count, mut bytes) = (1, wanted.bytes.unwrap_or(u64::MAX));
-        for (_, held) in others {
-            if !self.is_small(*held) {
+        for (_, reservation) in others {
+            if !self.is_small(*reservation) {
                 return false;
             }
             count += 1;
-            bytes = bytes.saturating_add(held.bytes.unwrap_or(u64::MAX));
+            bytes = bytes.saturating_add(reservation.bytes.unwrap_or(u64::MAX));
         }
         count <= MAX_JOBS_PER_DEVICE && bytes <= self.device.memory_budget
     }
@@ -108,9 +118,9 @@ impl Slot {
 pub(crate) struct Slots {
     all: Vec<Slot>,
     index: Table<WorkerId, BTreeMap<DeviceKey, SlotId>>,
-    /// Derived: open devices on which nothing runs.
+    /// Derived: devices that accept jobs and on which nothing runs.
     pub(crate) idle: BTreeSet<SlotId>,
-    /// Derived: open devices with capacity beside the jobs that run there, by the bytes of that capacity.
+    /// Derived: devices that accept jobs and have capacity beside the jobs that run there, by the bytes of that capacity.
     pub(crate) shareable: BTreeSet<(u64, SlotId)>,
 }
 
@@ -165,6 +175,7 @@ impl Slots {
             (Some(id), Some(offered)) => {
                 if let Some(slot) = self.all.get_mut(id) {
                     slot.device.clone_from(offered);
+                    slot.update_reserved();
                 }
                 id
             }
@@ -187,12 +198,10 @@ impl Slots {
     }
 
     /// Records that a job runs on a device.
-    pub(crate) fn occupy(&mut self, id: SlotId, job: &JobId, held: Reservation) {
+    pub(crate) fn occupy(&mut self, id: SlotId, job: &JobId, reservation: Reservation) {
         let Some(slot) = self.all.get_mut(id) else { return };
-        slot.running.insert(job.clone(), held);
-        slot.reserved = slot
-            .reserved
-            .saturating_add(held.bytes.unwrap_or(slot.device.memory_budget));
+        slot.running.insert(job.clone(), reservation);
+        slot.update_reserved();
         self.reindex(id);
     }
 
@@ -242,11 +251,7 @@ impl Slots {
     pub(crate) fn vacate(&mut self, id: SlotId, job: &JobId) {
         let Some(slot) = self.all.get_mut(id) else { return };
         slot.running.shift_remove(job);
-        let whole = slot.device.memory_budget;
-        slot.reserved = slot
-            .running
-            .values()
-            .fold(0, |sum: u64, held| sum.saturating_add(held.bytes.unwrap_or(whole)));
+        slot.update_reserved();
     }
 
     /// The jobs that run on a worker's devices.

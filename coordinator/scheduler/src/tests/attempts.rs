@@ -64,7 +64,11 @@ fn a_silent_worker_loses_its_lease_and_is_fenced_when_it_returns() {
     world.heartbeat(one, &[held("ja", 1)]);
     world.commit(one, &held("ja", 1), 10);
     world.pass(5);
-    assert_eq!(world.view("ja").state, JobState::Running, "patience");
+    assert_eq!(
+        world.view("ja").state,
+        JobState::Running,
+        "the lease has not expired yet"
+    );
     let two = world.cpu("w2");
     world.pass(2);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);

@@ -73,7 +73,7 @@ fn the_reason_of_a_pause_says_what_is_saved() {
 }
 
 #[test]
-fn a_stopped_job_whose_attempt_fails_says_what_is_saved() {
+fn a_stopped_job_whose_attempt_fails_or_is_lost_says_what_is_saved() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));

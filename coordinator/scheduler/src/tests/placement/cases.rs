@@ -170,7 +170,7 @@ pub(super) fn alone() -> Vec<Case> {
             &["5.0 GiB of 5.2 GiB"],
         ),
         case(
-            "a budget that nobody has",
+            "a budget that no worker has",
             &["4090"],
             lora("sd1").memory(30),
             "waits",
@@ -275,7 +275,7 @@ pub(super) fn mixed() -> Vec<Case> {
             &[],
         ),
         case(
-            "a kind that nobody has",
+            "a kind that no worker has",
             &["4090"],
             lora("sd1").on(DeviceKind::Metal),
             "waits",
@@ -400,7 +400,7 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .running(lora("sd1").with(|requirements| requirements.exclusive = true)),
         case(
-            "nobody is put beside one whose need is not known",
+            "no job shares a device with one whose need is not known",
             &["4090"],
             lora("sd1"),
             "waits",
@@ -480,7 +480,7 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .setup(|setup| setup.labels = vec![("3060", "room", "b")]),
         case(
-            "a label that nobody has",
+            "a label that no worker has",
             &["3060"],
             lora("sd1").with(|requirements| {
                 requirements.labels.insert("room".into(), "b".into());

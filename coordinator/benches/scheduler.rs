@@ -1,6 +1,6 @@
 //! Benchmark of the scheduler alone: how many decisions it makes per second, and what a waiting job costs.
 //!
-//!     cargo bench -p aitk-coordinator --bench core
+//!     cargo bench -p aitk-coordinator --bench scheduler
 //!
 //! A decision is a device that becomes free and the choice of the next job for it, with everything that belongs to it:
 //! the end of the old attempt, the new one, its events and records as effects (which are dropped: no store, no wire).
