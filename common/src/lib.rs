@@ -5,6 +5,7 @@
 //! (posts a short JSON message to a URL that a user configured).
 
 pub mod attempt;
+pub mod backoff;
 pub mod capability;
 pub mod checkpoint;
 pub mod confinement;

@@ -12,14 +12,15 @@ use aitk_scheduler::PlacedAttempt;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// A message from the scheduler to a worker.
+/// What the scheduler hands to the task of a worker's session.
 #[derive(Debug)]
 pub(crate) enum Outgoing {
     /// A complete message.
     Message(ToWorker),
     /// An assignment without its config, which is read from the store.
     Work(Box<Work>),
-    /// A line for the audit log: the worker reported on this attempt, which is another worker's.
+    /// Not sent, but written to the audit log: the worker reported on this attempt, which is another worker's. None: the report
+    /// was a request about such an attempt, and its answer follows.
     ForeignReport(Option<AttemptId>),
 }
 

@@ -2,7 +2,7 @@
 
 use crate::data_folder::{self, DataFolderError};
 use crate::server::DATABASE;
-use crate::store::{BackupError, DatabaseUrl, SqlStore, Store, Tally};
+use crate::store::{BackupCounts, BackupError, DatabaseUrl, SqlStore, Store};
 use aitk_common::control::UnixMillis;
 use aitk_common::fsutil;
 use std::fs::File;
@@ -29,7 +29,7 @@ pub enum CopyError {
 ///
 /// # Errors
 /// [`CopyError`]
-pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
+pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
     let store = match database {
         Some(url) => SqlStore::postgres_to_read(url).await,
         None => SqlStore::sqlite_to_read(&data_dir.join(DATABASE)).await,
@@ -38,20 +38,20 @@ pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path
     let failed = |error| fsutil::FsError::new("write the backup", file, error);
     let temporary = fsutil::temporary_file(fsutil::folder_of(file), 0o600).map_err(failed)?;
     let mut out = BufWriter::new(temporary.as_file());
-    let tally = store.backup(&mut out).await;
+    let counts = store.backup(&mut out).await;
     store.close().await;
-    let tally = tally?;
+    let counts = counts?;
     drop(out);
     temporary.as_file().sync_all().map_err(failed)?;
     fsutil::publish(temporary, file)?;
-    Ok(tally)
+    Ok(counts)
 }
 
 /// Restores a backup into the empty store in `data_dir`, or in `database`. No coordinator may be running on it.
 ///
 /// # Errors
 /// [`CopyError`]; nothing is changed in this case.
-pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
+pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
     let mut from = File::open(file).map_err(|error| fsutil::FsError::new("read the backup", file, error))?;
     let data_dir = data_folder::create(data_dir)?;
     let _lock = data_folder::lock(&data_dir)?;
@@ -61,7 +61,7 @@ pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Pat
     }
     .map_err(BackupError::from)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let tally = store.restore(&mut from, UnixMillis(0).after(now)).await;
+    let counts = store.restore(&mut from, UnixMillis(0).after(now)).await;
     store.close().await;
-    Ok(tally?)
+    Ok(counts?)
 }

@@ -344,8 +344,8 @@ mod tests {
     #[test]
     fn the_oldest_connection_of_the_largest_network_is_evicted() {
         let (limiter, begin) = (ConnectionLimiter::new(Duration::from_secs(600), 8), Instant::now());
-        let peer = |place: u8, port: u16| SocketAddr::from(([10, 0, 0, place], port));
-        let calm = limiter.insert(peer(1, 1), begin);
+        let peer = |host: u8, port: u16| SocketAddr::from(([10, 0, 0, host], port));
+        let from_other_network = limiter.insert(peer(1, 1), begin);
         let largest: Vec<_> = (1..8)
             .map(|port| {
                 assert!(limiter.make_room(begin));
@@ -356,12 +356,15 @@ mod tests {
         // A connection is not evicted before its minimum time.
         assert!(!limiter.make_room(begin) && largest.iter().all(|one| is(one) == 0));
         assert!(limiter.make_room(begin + MIN_FIRST_CALL_TIME));
-        assert_eq!((is(&calm), is(&largest[0]), is(&largest[1])), (0, CLOSED, 0));
+        assert_eq!(
+            (is(&from_other_network), is(&largest[0]), is(&largest[1])),
+            (0, CLOSED, 0)
+        );
         // An authenticated connection does not count.
         limiter.insert(peer(3, 1), begin);
         assert!(!limiter.make_room(begin));
         limiter.mark_authenticated(peer(1, 1));
-        assert!(limiter.make_room(begin) && is(&calm) == AUTHENTICATED);
+        assert!(limiter.make_room(begin) && is(&from_other_network) == AUTHENTICATED);
         let inner = limiter.inner();
         assert_eq!(
             (

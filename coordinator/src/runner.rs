@@ -14,6 +14,7 @@ use crate::payloads::Payloads;
 use crate::spans::Spans;
 use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
+use aitk_common::backoff::Backoff;
 use aitk_common::control::ToWorker;
 use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
 use handle::{EventHub, Input, ReplySender};
@@ -190,19 +191,16 @@ impl Runner {
     }
 
     async fn persist(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
-        let deadline = Instant::now() + STORE_RETRY_TIME;
-        let mut wait = Duration::from_millis(50);
-        loop {
-            match self.store.commit(records, audit).await {
-                Ok(()) => return Ok(()),
-                Err(error) if error.is_transient() && !error.is_full() && Instant::now() + wait < deadline => {
-                    tracing::error!(error = %error_chain(&error), "the store failed; trying again");
-                    tokio::time::sleep(wait).await;
-                    wait = (wait * 2).min(Duration::from_secs(5));
-                }
-                Err(error) => return Err(error),
-            }
+        let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(5), STORE_RETRY_TIME);
+        while let Err(error) = self.store.commit(records, audit).await {
+            let retryable = error.is_transient() && !error.is_full();
+            let Some(pause) = backoff.next_pause().filter(|_| retryable) else {
+                return Err(error);
+            };
+            tracing::error!(error = %error_chain(&error), "the store failed; trying again");
+            tokio::time::sleep(pause).await;
         }
+        Ok(())
     }
 
     fn apply_effect(&mut self, effect: Effect, callers: &mut HashMap<Ticket, ReplySender>) {
@@ -235,6 +233,7 @@ impl Runner {
                 );
             }
             Effect::Send(session, message) => self.send(session, message.into()),
+            // The session knows the caller. This takes a place in its outbox beside the answer.
             Effect::ForeignReport { session, attempt } => self.send(session, Outgoing::ForeignReport(attempt)),
             Effect::Assign(session, placed) => {
                 let work = self.work_for(*placed);

@@ -23,7 +23,7 @@ const DATA_LIMIT: usize = 16;
 #[derive(Clone, Debug)]
 pub(crate) struct ParsedSubmission {
     pub(crate) title: JobTitle,
-    pub(crate) wants: Requirements,
+    pub(crate) requirements: Requirements,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
     /// How to split the job, and its number of images.
@@ -139,7 +139,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         Some(images) => demand.with_images(&job, images),
         None => demand,
     };
-    let wants = Requirements {
+    let requirements = Requirements {
         priority: cluster.priority,
         owner: submission.owner.clone().unwrap_or_default(),
         yields: cluster.yields,
@@ -148,14 +148,14 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         labels: cluster.labels.0,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
-        demand: Demand::of_job(&job, submission.anatomy).map(counted),
+        demand: Demand::of_job(&job, submission.parameter_counts).map(counted),
         data: inputs(submission, &job),
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
     };
     Ok(ParsedSubmission {
         title,
-        wants,
+        requirements,
         after,
         not_before: cluster.not_before.map(|moment| moment.0),
         split,
@@ -230,7 +230,7 @@ pub(crate) fn fresh_job_id() -> JobId {
     let bits = uuid::Uuid::new_v4().as_u128();
     let mut text = String::from("j");
     // The low 62 bits of a version 4 UUID are random.
-    text.extend((0..8).map(|place| char::from(ALPHABET[(bits >> (place * 5)) as usize & 31])));
+    text.extend((0..8).map(|digit| char::from(ALPHABET[(bits >> (digit * 5)) as usize & 31])));
     JobId::new(text)
 }
 
@@ -252,7 +252,7 @@ mod tests {
             local: false,
             idempotency_key: None,
             owner: None,
-            anatomy: None,
+            parameter_counts: None,
             images: None,
         }
     }
@@ -279,14 +279,16 @@ mod tests {
             &images(r#"["a cat"]"#),
             r#""priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1"#,
         );
-        let ParsedSubmission { title, wants, .. } = parse_submission(&submission(&json), 3).unwrap();
+        let ParsedSubmission {
+            title, requirements, ..
+        } = parse_submission(&submission(&json), 3).unwrap();
         assert_eq!((title.name.as_str(), title.kind.as_str()), ("a", "generate"));
-        assert_eq!((wants.priority, wants.retries), (5, 1));
-        assert_eq!(wants.labels["zone"], "x");
+        assert_eq!((requirements.priority, requirements.retries), (5, 1));
+        assert_eq!(requirements.labels["zone"], "x");
         let unknown_model = images(r#"["a cat"]"#).replace(r#""arch":"sd1","#, "");
         let plain = super::parse_submission(&submission(&job("generate", &unknown_model, "")), 3)
             .unwrap()
-            .wants;
+            .requirements;
         assert_eq!(
             plain,
             Requirements {
@@ -313,11 +315,14 @@ mod tests {
             (parsed.after, parsed.not_before),
             (vec!["j1".into()], Some(UnixMillis(1000)))
         );
-        let wants = parsed.wants;
-        assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));
-        assert!(wants.yields && wants.exclusive);
-        assert_eq!(wants.demand.unwrap().family, "sd1");
-        assert_eq!(wants.data, [ContentHash::of(b"org/sd1")]);
+        let requirements = parsed.requirements;
+        assert_eq!(
+            (requirements.owner.as_str(), requirements.time_limit),
+            ("ada", Some(60_000))
+        );
+        assert!(requirements.yields && requirements.exclusive);
+        assert_eq!(requirements.demand.unwrap().family, "sd1");
+        assert_eq!(requirements.data, [ContentHash::of(b"org/sd1")]);
         let many = job(
             "generate",
             &images(r#"["a"]"#),
@@ -348,7 +353,7 @@ mod tests {
         // The prompts are in a file: the client counted them.
         let one = parsed("generate", &from_file, "null", Some(1)).unwrap();
         assert_eq!(one.split, None);
-        let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());
+        let (one, many) = (one.requirements.demand.unwrap(), parts.requirements.demand.unwrap());
         assert_eq!(many.millipasses, 40 * one.millipasses);
         assert_eq!(
             parsed("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,

@@ -7,6 +7,7 @@ use crate::client::{AuthChannel, Clients};
 use crate::v1;
 use crate::v1::blobs_client::BlobsClient;
 use crate::{BLOB_CHUNK_BYTES, STORAGE_HEADER};
+use aitk_common::backoff::Backoff;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError};
@@ -29,8 +30,8 @@ const CHANNEL_CHUNKS: usize = 4;
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout for the response after the last byte, while the coordinator uploads the blob to its own storage.
 const STORE_TIMEOUT: Duration = Duration::from_secs(600);
-const FIRST_WAIT: Duration = Duration::from_millis(100);
-const LONGEST_WAIT: Duration = Duration::from_secs(5);
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 /// The default time for which a failing call is retried.
 pub const DEFAULT_BUDGET: Duration = Duration::from_secs(180);
@@ -101,7 +102,7 @@ impl RemoteBlobs {
         F: Future<Output = Result<T, Failure>>,
     {
         let begin = Instant::now();
-        let mut wait = FIRST_WAIT;
+        let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE, self.budget);
         loop {
             let status = match call().await {
                 Ok(value) => return Ok(value),
@@ -111,16 +112,15 @@ impl RemoteBlobs {
             if !is_retryable(&status) {
                 return Err(final_error(what, hash, &status));
             }
-            if begin.elapsed() + wait >= self.budget {
+            let Some(pause) = backoff.next_pause() else {
                 let message = format!("through the coordinator: {}", status.message());
                 return Err(StorageError::Unavailable {
                     what,
                     after: begin.elapsed(),
                     message,
                 });
-            }
-            tokio::time::sleep(wait).await;
-            wait = (wait * 2).min(LONGEST_WAIT);
+            };
+            tokio::time::sleep(pause).await;
         }
     }
 

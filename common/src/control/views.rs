@@ -203,7 +203,7 @@ pub struct Submission {
     /// The owner that the client names; none: the default user.
     pub owner: Option<UserName>,
     /// The parameter counts of its model, if the client has seen the model's files.
-    pub anatomy: Option<ParameterCounts>,
+    pub parameter_counts: Option<ParameterCounts>,
     /// The number of images that it generates, if the client could count them. `cluster.split` divides them into parts.
     pub images: Option<u64>,
 }

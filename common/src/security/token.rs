@@ -5,7 +5,6 @@
 //! Tokens are compared in constant time, and `Debug` does not print them.
 
 use crate::fsutil::{self, FsError};
-use crate::hash::ContentHash;
 use std::fmt;
 use std::fs::File;
 use std::io::Read;
@@ -56,6 +55,9 @@ pub enum TokenError {
 
 impl Token {
     /// Generates a token of 256 bits from the system's random source.
+    ///
+    /// # Panics
+    /// When the system has no random source.
     #[must_use]
     pub fn generate() -> Self {
         Self::generate_with(PREFIX)
@@ -63,12 +65,9 @@ impl Token {
 
     /// [`Self::generate`] with another prefix.
     pub(super) fn generate_with(prefix: &str) -> Self {
-        // Each version 4 UUID carries 122 random bits; three of them, hashed, fill 256.
-        let mut random = Vec::with_capacity(48);
-        for _ in 0..3 {
-            random.extend_from_slice(uuid::Uuid::new_v4().as_bytes());
-        }
-        Self(format!("{prefix}{}", ContentHash::of(&random)))
+        let mut random = [0; 32];
+        getrandom::fill(&mut random).expect("the system has a random source");
+        Self(format!("{prefix}{}", hex::encode(random)))
     }
 
     /// Parses a token. Surrounding white space is ignored. `origin` is named in errors.

@@ -2,6 +2,7 @@
 
 use crate::error_chain::error_chain;
 use crate::store::{AuditLine, Store, StoreError};
+use aitk_common::backoff::Backoff;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Write};
@@ -53,25 +54,23 @@ impl RefusalBudget {
 /// Writes lines to the store. Lines that cannot be stored, because another coordinator leads or the database is
 /// unreachable, go to a file until this coordinator leads again.
 pub(super) async fn write(store: &dyn Store, lines: &[AuditLine], unwritten: &Path) {
-    let deadline = Instant::now() + STORE_RETRY_TIME;
-    let mut wait = Duration::from_millis(100);
+    let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5), STORE_RETRY_TIME);
     while let Err(error) = store.administer(&[], lines).await {
-        if !error.is_transient() || Instant::now() + wait > deadline {
+        let Some(pause) = backoff.next_pause().filter(|_| error.is_transient()) else {
             match append_unwritten(unwritten, lines) {
                 Ok(()) => tracing::warn!(
                     error = %error_chain(&error),
                     lines = lines.len(),
                     file = %unwritten.display(),
-                    "lines of the audit log are kept in a file until this coordinator leads again"
+                    "lines of the audit log are kept in a file until it leads again"
                 ),
                 Err(lost) => {
                     tracing::error!(error = %error_chain(&error), %lost, lines = lines.len(), "lines of the audit log were lost")
                 }
             }
             return;
-        }
-        tokio::time::sleep(wait).await;
-        wait = (wait * 2).min(Duration::from_secs(5));
+        };
+        tokio::time::sleep(pause).await;
     }
 }
 

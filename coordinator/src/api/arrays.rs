@@ -203,11 +203,11 @@ impl JobsApi {
         (split, images): (Split, u64),
         submission: &Submission,
     ) -> Result<Option<NewArray>, Status> {
-        let wants = parsed.wants.clone();
+        let requirements = parsed.requirements.clone();
         let parts = self
             .0
             .scheduler
-            .query(move |state, _| state.part_count(&wants, images, split))
+            .query(move |state, _| state.part_count(&requirements, images, split))
             .await?;
         // The requested number is an upper limit: fewer if the configs would not fit.
         let own = submission.job_json.len();
@@ -232,8 +232,8 @@ impl JobsApi {
             whole["part"] = serde_json::json!({ "from": from, "to": to });
             let mut parsed = parsed.clone();
             parsed.title.name = format!("{}[{part}]", parsed.title.name);
-            parsed.wants.demand = parsed
-                .wants
+            parsed.requirements.demand = parsed
+                .requirements
                 .demand
                 .map(|demand| demand_of_part(demand, to - from, images));
             let payload = Payload {
@@ -331,9 +331,9 @@ impl JobsApi {
             let members = state.members(&wanted);
             let name = |member: &JobId| {
                 let job = state.job(member)?;
-                let place = job.array.as_ref().filter(|_| state.is_array(&wanted))?;
+                let membership = job.array.as_ref().filter(|_| state.is_array(&wanted))?;
                 // Parts of one job share its folder, as if it were not split.
-                (!place.split).then(|| folder(&job.name, place.index))
+                (!membership.split).then(|| folder(&job.name, membership.index))
             };
             members
                 .into_iter()

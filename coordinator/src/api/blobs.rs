@@ -179,7 +179,7 @@ impl BlobsApi {
         let room = self.0.space.reserve_upload(header.bytes);
         let _room = room.map_err(|room| {
             storage_full_status(format!(
-                "the coordinator's disk is full: {} bytes are free, {} of them are kept for the database, and this blob has {}",
+                "the coordinator's disk is full: {} bytes are free, {} of them are reserved for the database, and this blob has {}",
                 room.free, room.reserve, header.bytes
             ))
         })?;

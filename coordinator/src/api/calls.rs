@@ -81,7 +81,7 @@ pub(crate) struct CallLimiter {
     requests: Transfers,
     changes: Arc<ChangeLimiter>,
     /// How long to wait for a permit: [`PERMIT_TIMEOUT`], less in tests.
-    patience: Duration,
+    permit_timeout: Duration,
 }
 
 /// An open call of a user; uncounted when dropped.
@@ -119,7 +119,7 @@ impl CallLimiter {
             followers: of(MAX_FOLLOWERS),
             requests: of(MAX_LARGE_REQUESTS),
             changes: Arc::default(),
-            patience: PERMIT_TIMEOUT,
+            permit_timeout: PERMIT_TIMEOUT,
         }
     }
 
@@ -140,7 +140,7 @@ impl CallLimiter {
         };
         let answer = match answer {
             Some((answers, most, what)) => {
-                Some(wait_for_permit(answers, &who.name, self.patience, (most, what)).await?)
+                Some(wait_for_permit(answers, &who.name, self.permit_timeout, (most, what)).await?)
             }
             None => None,
         };
@@ -176,7 +176,7 @@ impl CallLimiter {
             body,
             bytes: 0,
             requests: self.requests.clone(),
-            patience: self.patience,
+            timeout: self.permit_timeout,
             who: who.name.clone(),
             permit: permit.clone(),
             pending: None,
@@ -193,15 +193,15 @@ impl CallLimiter {
 async fn wait_for_permit(
     all: &Transfers,
     who: &UserName,
-    patience: Duration,
+    timeout: Duration,
     (most, what): (usize, &str),
 ) -> Result<TransferPermit, Status> {
-    match tokio::time::timeout(patience, all.permit(who)).await {
+    match tokio::time::timeout(timeout, all.permit(who)).await {
         Ok(permit) => permit.map_err(|_| Status::unavailable("the coordinator is shutting down")),
         Err(_) => Err(Status::resource_exhausted(format!(
             "no slot became free within {} s: user {who} may have {most} {what} at once, and all users together a few times as many; end some, \
              and try again",
-            patience.as_secs()
+            timeout.as_secs()
         ))),
     }
 }
@@ -220,7 +220,7 @@ struct LimitedBody {
     body: Body,
     bytes: usize,
     requests: Transfers,
-    patience: Duration,
+    timeout: Duration,
     who: UserName,
     permit: RequestPermit,
     pending: Option<PendingFrame>,
@@ -261,7 +261,7 @@ impl http_body::Body for LimitedBody {
         if this.bytes <= SMALL || this.deadline.is_some() {
             return Poll::Ready(Some(Ok(frame)));
         }
-        let (requests, who, patience) = (this.requests.clone(), this.who.clone(), this.patience);
+        let (requests, who, timeout) = (this.requests.clone(), this.who.clone(), this.timeout);
         this.deadline = Some(Box::pin(tokio::time::sleep(REQUEST_TIMEOUT)));
         this.pending = Some(PendingFrame {
             frame: Some(frame),
@@ -269,7 +269,7 @@ impl http_body::Body for LimitedBody {
                 wait_for_permit(
                     &requests,
                     &who,
-                    patience,
+                    timeout,
                     (MAX_LARGE_REQUESTS.0, "large requests under way"),
                 )
                 .await
@@ -391,7 +391,7 @@ pub(super) mod tests {
     #[tokio::test]
     async fn a_call_without_a_permit_fails_with_a_message() {
         let calls = CallLimiter {
-            patience: Duration::from_millis(20),
+            permit_timeout: Duration::from_millis(20),
             ..CallLimiter::new()
         };
         let eve = who("eve");

@@ -249,7 +249,7 @@ impl Jobs for JobsApi {
             local: view.local,
             idempotency_key: None,
             owner: Some(view.owner),
-            anatomy: None,
+            parameter_counts: None,
             images: None,
         });
         if encoded_len(&submission) > MAX_MESSAGE_BYTES {
@@ -282,7 +282,7 @@ impl Jobs for JobsApi {
         let page = self.0.scheduler.query(query).await?;
         Ok(Response::new(v1::ListJobsReply {
             jobs: page.jobs.into_iter().map(Into::into).collect(),
-            next_page_token: page.next.map(|place| place.to_string()).unwrap_or_default(),
+            next_page_token: page.next.map(|position| position.to_string()).unwrap_or_default(),
             total: page.total,
         }))
     }
@@ -337,8 +337,8 @@ impl Jobs for JobsApi {
         let (parsed, _) = self.parse_submission(submission, bytes, parse_for_fit).await?;
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {
-            state.check_prerequisites(&parsed.after, &parsed.wants.owner, sees_all)?;
-            Ok(state.forecast_new_job(&parsed.wants))
+            state.check_prerequisites(&parsed.after, &parsed.requirements.owner, sees_all)?;
+            Ok(state.forecast_new_job(&parsed.requirements))
         };
         let forecast: Result<Forecast, Refusal> = self.0.scheduler.query(forecast).await?;
         let mut forecast = forecast.map_err(|refusal| refusal_status(&refusal))?;

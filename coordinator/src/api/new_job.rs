@@ -21,7 +21,7 @@ pub(super) fn new_job(
         seed,
         name: parsed.title.name,
         kind: parsed.title.kind,
-        requirements: parsed.wants,
+        requirements: parsed.requirements,
         after: parsed.after,
         sees_all: who.role.sees_all(),
         not_before: parsed.not_before,

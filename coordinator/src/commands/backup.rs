@@ -31,17 +31,17 @@ impl CopyArgs {
 }
 
 pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
-    let tally = aitk_coordinator::backup(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
+    let counts = aitk_coordinator::backup(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
     print_line(&format!(
         "{}: {} jobs, {} rows; blobs are not part of it",
         args.file.display(),
-        tally.jobs,
-        tally.rows
+        counts.jobs,
+        counts.rows
     ))
 }
 
 pub(super) async fn restore(args: CopyArgs) -> anyhow::Result<()> {
-    let tally = aitk_coordinator::restore(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
-    print_line(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
+    let counts = aitk_coordinator::restore(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
+    print_line(&format!("{} jobs, {} rows restored", counts.jobs, counts.rows))?;
     print_line("jobs that were running wait for a worker again and resume from their last checkpoint in the backup")
 }

@@ -64,7 +64,8 @@ pub(crate) struct ServeArgs {
     /// PEM file with the certificate's private key.
     #[arg(long, env = "AITK_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// File with the token that workers and clients must show. InitOutcome at the first start. Default: `token` in the data folder.
+    /// File with the token that workers and clients must show. Created at the first start. Default: `token` in the
+    /// data folder.
     #[arg(long, env = "AITK_COORDINATOR_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
     /// Seconds without a heartbeat of its worker after which a job is placed elsewhere.
@@ -95,7 +96,7 @@ pub(crate) struct ServeArgs {
     /// disk, and at least 1024.
     #[arg(long, env = "AITK_DISK_RESERVE_MIB", value_name = "MIB")]
     disk_reserve_mib: Option<u64>,
-    /// Delete ended jobs that no other job waits for, with their logs and files, after this many days. Default: never.
+    /// Remove ended jobs that no other job waits for, with their logs and files, after this many days. Default: never.
     #[arg(long, env = "AITK_KEEP_JOBS_DAYS", value_name = "DAYS")]
     keep_jobs_days: Option<u32>,
     /// Keep the last checkpoint of a completed or failed job for this many days; a job resumed later starts from the beginning.

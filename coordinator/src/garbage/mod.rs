@@ -1,4 +1,4 @@
-//! Retention and garbage collection: forgets old ended jobs and their checkpoints, then deletes blobs from object
+//! Retention and garbage collection: removes old ended jobs and their checkpoints, then deletes blobs from object
 //! storage that nothing refers to.
 //!
 //! A collection lists the blobs first and determines the needed ones afterwards. It never deletes a blob whose sender
@@ -43,7 +43,7 @@ pub struct Retention {
     pub grace: Duration,
     /// Other unreferenced blobs are removed after this time, at most [`Self::grace`].
     pub unnamed: Duration,
-    /// Ended jobs that no other job depends on are forgotten after this time, with their logs and files; `None`:
+    /// Ended jobs that no other job depends on are removed after this time, with their logs and files; `None`:
     /// never.
     pub jobs: Option<Duration>,
     /// The last checkpoint of a completed or failed job is kept for this time; `None`: as long as the job. A stopped
@@ -192,7 +192,7 @@ impl Collector {
         Ok(done)
     }
 
-    /// Makes the scheduler forget old jobs. Returns how many.
+    /// Makes the scheduler remove old jobs. Returns how many.
     async fn expire(&self) -> Result<u64, CollectError> {
         let now = self.clock.now();
         let before =

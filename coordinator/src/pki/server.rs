@@ -78,7 +78,7 @@ impl CertificateRenewal {
     }
 
     /// Renews the certificate after two thirds of its lifetime, or when the machine's addresses change. Checks the
-    /// clock often, because sleeping timers do not advance while the machine is suspended.
+    /// clock often, because timers do not advance while the machine is suspended.
     pub(super) async fn run(mut self) {
         let mut wait = Duration::ZERO;
         loop {

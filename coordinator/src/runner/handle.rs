@@ -59,8 +59,8 @@ impl EventHub {
 
     pub(super) fn publish(&self, job: &JobId, event: Arc<JobEvent>) {
         let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
-        let nobody = followers.get(job).is_some_and(|sender| sender.send(event).is_err());
-        if nobody {
+        let no_followers = followers.get(job).is_some_and(|sender| sender.send(event).is_err());
+        if no_followers {
             followers.remove(job);
         }
     }

@@ -59,7 +59,7 @@ pub enum BackupError {
 
 /// Counts of a backup or a restore.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct BackupCounts {
     /// Jobs.
     pub jobs: u64,
     /// Rows of every kind.
@@ -97,8 +97,8 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`BackupError::Store`], [`BackupError::File`]
-    pub async fn backup(&self, to: &mut (dyn Write + Send)) -> Result<Tally, BackupError> {
-        let mut tally = Tally::default();
+    pub async fn backup(&self, to: &mut (dyn Write + Send)) -> Result<BackupCounts, BackupError> {
+        let mut counts = BackupCounts::default();
         let mut out = BackupWriter {
             to,
             hash: Sha256::new(),
@@ -117,9 +117,9 @@ impl SqlStore {
                 for row in &page {
                     out.write_line(&Line::Row(table.name.into(), table.cells(row)))?;
                 }
-                tally.rows += page.len() as u64;
+                counts.rows += page.len() as u64;
                 if table.name == "jobs" {
-                    tally.jobs += page.len() as u64;
+                    counts.jobs += page.len() as u64;
                 }
                 match page.last() {
                     Some(row) if page.len() as u64 == table.page => after = table.key(row),
@@ -128,10 +128,10 @@ impl SqlStore {
             }
         }
         let sha256 = ContentHash::from_digest(out.hash.clone().finalize().into());
-        let rows = tally.rows;
+        let rows = counts.rows;
         out.write_line(&Line::End { rows, sha256 })?;
         out.to.flush()?;
-        Ok(tally)
+        Ok(counts)
     }
 
     /// Restores a backup into an empty store, completely or not at all.
@@ -141,7 +141,7 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`BackupError`]
-    pub async fn restore(&self, from: &mut (impl Read + Seek), now: UnixMillis) -> Result<Tally, BackupError> {
+    pub async fn restore(&self, from: &mut (impl Read + Seek), now: UnixMillis) -> Result<BackupCounts, BackupError> {
         verify(from)?;
         from.rewind()?;
         let mut transaction = self.begin_write().await?;
@@ -162,7 +162,7 @@ impl SqlStore {
                 tokens,
             });
         }
-        let mut tally = Tally::default();
+        let mut counts = BackupCounts::default();
         let mut number = 0;
         let mut lines = Lines::new(from);
         while let Some((_, line)) = lines.next()? {
@@ -181,12 +181,12 @@ impl SqlStore {
                 .run(table.write, &values)
                 .await
                 .map_err(|e| self.failed(e))?;
-            tally.rows += 1;
-            tally.jobs += u64::from(name == "jobs");
+            counts.rows += 1;
+            counts.jobs += u64::from(name == "jobs");
         }
         self.fence_jobs(&mut transaction, now).await?;
         transaction.commit().await.map_err(|e| self.failed(e))?;
-        Ok(tally)
+        Ok(counts)
     }
 
     /// Skips epochs and cursors of all jobs that can still run.

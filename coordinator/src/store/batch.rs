@@ -44,10 +44,12 @@ impl BulkStatement {
 /// Builds the statement `head (…), (…) tail` for each size. Leaked, because the few dozen statements live as long as
 /// the program.
 pub(super) fn statements(head: &str, columns: usize, tail: &str) -> Statements {
-    let text = |size: usize, place: fn(usize) -> String| {
+    let text = |size: usize, placeholder: fn(usize) -> String| {
         let row = |row: usize| {
-            let places: Vec<String> = (1..=columns).map(|column| place(row * columns + column)).collect();
-            format!("({})", places.join(", "))
+            let placeholders: Vec<String> = (1..=columns)
+                .map(|column| placeholder(row * columns + column))
+                .collect();
+            format!("({})", placeholders.join(", "))
         };
         let rows: Vec<String> = (0..size).map(row).collect();
         let text = format!("{head} {} {tail}", rows.join(", "));
@@ -55,7 +57,7 @@ pub(super) fn statements(head: &str, columns: usize, tail: &str) -> Statements {
     };
     SIZES.map(|size| Statement {
         sqlite: text(size, |_| "?".into()),
-        postgres: text(size, |place| format!("${place}")),
+        postgres: text(size, |placeholder| format!("${placeholder}")),
     })
 }
 

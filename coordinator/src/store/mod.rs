@@ -24,7 +24,7 @@ mod types;
 mod uploads;
 
 pub use audit_line::AuditLine;
-pub use backup::{BackupError, Tally};
+pub use backup::{BackupCounts, BackupError};
 pub use body::Body;
 pub(crate) use contender::Contender;
 pub use database_url::DatabaseUrl;

@@ -12,9 +12,9 @@ use tonic::{Code, Status};
 const LONG_LEASE: Duration = Duration::from_secs(60);
 
 fn request(names: &[&str], key: &str) -> v1::SubmitArrayRequest {
-    let members = names.iter().zip(0..).map(|(name, twin)| NewMember {
+    let members = names.iter().zip(0..).map(|(name, seed_group)| NewMember {
         job_json: submission(name).job_json,
-        seed_group: twin / 2,
+        seed_group: seed_group / 2,
     });
     let shared = Submission {
         idempotency_key: Some(key.into()),

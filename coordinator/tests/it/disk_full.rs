@@ -81,7 +81,7 @@ async fn a_full_disk_pauses_the_queue_and_uses_up_no_retries() {
         .await
         .unwrap_err();
     assert!(
-        matches!(&error, StorageError::Full { message, .. } if message.contains("kept for the database")),
+        matches!(&error, StorageError::Full { message, .. } if message.contains("reserved for the database")),
         "{error:?}"
     );
     // Reads need no space, and the database still has its reserve.

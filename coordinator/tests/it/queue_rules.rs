@@ -87,7 +87,7 @@ async fn fit_and_explain_name_devices_and_reasons() {
         "{smaller_profile:?}"
     );
     let toy = Submission {
-        anatomy: Some(ParameterCounts {
+        parameter_counts: Some(ParameterCounts {
             denoiser: 1_000_000,
             text: 1,
             vae: 1,

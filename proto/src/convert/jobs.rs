@@ -53,13 +53,13 @@ impl From<Submission> for v1::SubmitRequest {
             local: submission.local,
             idempotency_key: submission.idempotency_key.unwrap_or_default(),
             owner: submission.owner.map(|owner| owner.to_string()).unwrap_or_default(),
-            anatomy: submission.anatomy.map(|anatomy| v1::Anatomy {
-                denoiser: anatomy.denoiser,
-                text: anatomy.text,
-                vae: anatomy.vae,
-                denoiser_stored: wire_stored(anatomy.denoiser_stored),
-                text_stored: wire_stored(anatomy.text_stored),
-                vae_stored: wire_stored(anatomy.vae_stored),
+            anatomy: submission.parameter_counts.map(|counts| v1::Anatomy {
+                denoiser: counts.denoiser,
+                text: counts.text,
+                vae: counts.vae,
+                denoiser_stored: wire_stored(counts.denoiser_stored),
+                text_stored: wire_stored(counts.text_stored),
+                vae_stored: wire_stored(counts.vae_stored),
             }),
             images: submission.images,
         }
@@ -83,7 +83,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 "" => None,
                 name => Some(user_name(name, "owner")?),
             },
-            anatomy: wire.anatomy.map(|wire| ParameterCounts {
+            parameter_counts: wire.anatomy.map(|wire| ParameterCounts {
                 denoiser: wire.denoiser,
                 text: wire.text,
                 vae: wire.vae,

@@ -27,7 +27,7 @@ async fn a_worker_cannot_act_as_another_worker() {
     let error = within(messages.message()).await.unwrap_err();
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     assert!(error.message().contains("another machine's"), "{error}");
-    let refused = wait_for_audit_line(&pool.clients, "the claim", |line| {
+    let refused = wait_for_audit_line(&pool.clients, "the refused worker id", |line| {
         line.action == "worker.join" && !line.done
     })
     .await;
@@ -77,7 +77,10 @@ async fn a_connected_worker_with_the_admin_token_keeps_its_id() {
     // Only for now: a worker that gets a token of its own keeps its id.
     assert_eq!(error.code(), Code::Unavailable, "{error}");
     assert!(error.message().contains("an administrator's token"), "{error}");
-    let refused = wait_for_audit_line(&pool.clients, "the claim", |line| line.action == "worker.join").await;
+    let refused = wait_for_audit_line(&pool.clients, "the refused worker id", |line| {
+        line.action == "worker.join"
+    })
+    .await;
     assert!(!refused.done && refused.who == "box", "{refused:?}");
     worker.heartbeat(&[held_attempt(&work)]).await;
     let manifest = pool.checkpoint(3).await;

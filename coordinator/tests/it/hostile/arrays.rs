@@ -80,7 +80,7 @@ async fn an_array_of_fifteen_megabytes_does_not_delay_heartbeats() {
     let server = TestServer::start_with(&["--lease-seconds", "2"]).await;
     let admin = server.daemon.clients().await;
     let (ada, eve) = (server.submitter("ada").await, server.submitter("eve").await);
-    let job = within(ada.jobs.clone().submit(v1::SubmitRequest::from(submission("calm"))))
+    let job = within(ada.jobs.clone().submit(v1::SubmitRequest::from(submission("running"))))
         .await
         .unwrap()
         .into_inner()
@@ -111,8 +111,12 @@ async fn an_array_of_fifteen_megabytes_does_not_delay_heartbeats() {
     stop.send(()).unwrap();
     let (longest, mut worker) = within(heartbeats).await.unwrap();
     println!("the longest answer to a heartbeat took {longest:?}");
-    let calm = view(&admin, &job).await;
-    assert_eq!((calm.state, calm.attempts.len()), (JobState::Running, 1), "{calm:?}");
+    let running = view(&admin, &job).await;
+    assert_eq!(
+        (running.state, running.attempts.len()),
+        (JobState::Running, 1),
+        "{running:?}"
+    );
     if let Some(peak) = server.peak_memory() {
         println!("peak memory: {} MiB", peak >> 20);
         assert!(peak < MAX_MEMORY, "{peak} bytes of memory");

@@ -227,7 +227,7 @@ async fn a_new_session_replaces_the_one_with_the_same_worker_id() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ten_thousand_waiting_jobs_that_fit_nowhere_cost_almost_no_cpu_time() {
+async fn ten_thousand_waiting_jobs_that_fit_nowhere_leave_the_coordinator_mostly_idle() {
     // A debug build checks every invariant of every job after each step, which is slow.
     const JOBS: u64 = if cfg!(debug_assertions) { 1_000 } else { 10_000 };
     let server = TestServer::start().await;

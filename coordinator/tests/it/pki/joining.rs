@@ -169,20 +169,23 @@ async fn a_man_in_the_middle_gets_no_token() {
     server.join(&text, None).await.unwrap();
     // The right coordinator, at an address for which its certificate is not valid: a proxy on 127.0.0.2. Not every system has
     // that address.
-    if let Ok(proxy) = TcpListener::bind(("127.0.0.2", 0)).await {
-        let (address, target) = (proxy.local_addr().unwrap(), server.running.addr);
-        let forwarding = tokio::spawn(async move {
-            while let Ok((mut client, _)) = proxy.accept().await {
-                let mut upstream = TcpStream::connect(target).await.unwrap();
-                let _ = tokio::io::copy_bidirectional(&mut client, &mut upstream).await;
-            }
-        });
-        let (text, _) = server.join_token("box-2").await;
-        let error = within(connect(&format!("https://{address}"), &text, None))
-            .await
-            .unwrap_err();
-        assert!(matches!(error, ConnectError::Untrusted { .. }), "{error}");
-        forwarding.abort();
+    match TcpListener::bind(("127.0.0.2", 0)).await {
+        Err(error) => crate::skip::skip("address", format_args!("127.0.0.2: {error}")),
+        Ok(proxy) => {
+            let (address, target) = (proxy.local_addr().unwrap(), server.running.addr);
+            let forwarding = tokio::spawn(async move {
+                while let Ok((mut client, _)) = proxy.accept().await {
+                    let mut upstream = TcpStream::connect(target).await.unwrap();
+                    let _ = tokio::io::copy_bidirectional(&mut client, &mut upstream).await;
+                }
+            });
+            let (text, _) = server.join_token("box-2").await;
+            let error = within(connect(&format!("https://{address}"), &text, None))
+                .await
+                .unwrap_err();
+            assert!(matches!(error, ConnectError::Untrusted { .. }), "{error}");
+            forwarding.abort();
+        }
     }
     within(server.running.shutdown()).await;
     within(other.running.shutdown()).await;

@@ -166,7 +166,10 @@ async fn a_certificate_determines_the_workers_identity() {
     let (_sender, mut messages) = FakeWorker::open(&clients, Some(first)).await.unwrap();
     let error = within(messages.message()).await.unwrap_err();
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
-    let refused = wait_for_audit_line(&server, "the claim", |line| line.action == "worker.join" && !line.done).await;
+    let refused = wait_for_audit_line(&server, "the refused worker id", |line| {
+        line.action == "worker.join" && !line.done
+    })
+    .await;
     assert!(refused.who == "two" && refused.object == one.worker_id, "{refused:?}");
 
     // Two sessions with one certificate, as after copying a data folder: the later one replaces the earlier one.

@@ -5,7 +5,7 @@ use crate::support::postgres::Postgres;
 use crate::support::{FakeWorker, held_attempt, input, put_checkpoint, submission, within};
 use aitk_common::control::{EventBody, JobEvent, Submission, Verdict};
 use aitk_common::storage::BlobStore;
-use aitk_coordinator::store::Tally;
+use aitk_coordinator::store::BackupCounts;
 use aitk_coordinator::{CopyError, DataFolderError, DatabaseUrl, backup, restore};
 use aitk_proto::client::Clients;
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -92,7 +92,7 @@ async fn backup_and_restore_under_load(folder: &Path, from: Option<&str>, to: Op
     .await;
     let before = acknowledged.lock().unwrap().clone();
     let file = folder.join("backup");
-    let tally = backup(&source, parse_url(from).as_ref(), &file).await.unwrap();
+    let counts = backup(&source, parse_url(from).as_ref(), &file).await.unwrap();
     let during = acknowledged.lock().unwrap().len();
     crate::support::eventually("the load to go on", || async {
         (acknowledged.lock().unwrap().len() > during).then_some(())
@@ -102,12 +102,12 @@ async fn backup_and_restore_under_load(folder: &Path, from: Option<&str>, to: Op
     for client in load {
         within(client).await.unwrap();
     }
-    assert!(tally.jobs > before.len() as u64, "{tally:?}");
+    assert!(counts.jobs > before.len() as u64, "{counts:?}");
     daemon.kill();
 
     let target_url = parse_url(to);
     let restored = restore_with_retries(&target, target_url.as_ref(), &file).await.unwrap();
-    assert_eq!(restored, tally);
+    assert_eq!(restored, counts);
     let twice = restore_with_retries(&target, target_url.as_ref(), &file)
         .await
         .unwrap_err();
@@ -129,7 +129,7 @@ async fn backup_and_restore_under_load(folder: &Path, from: Option<&str>, to: Op
         .into_inner()
         .jobs;
     let names: BTreeSet<String> = jobs.iter().map(|job| job.name.clone()).collect();
-    assert_eq!((names.len(), jobs.len() as u64), (jobs.len(), tally.jobs));
+    assert_eq!((names.len(), jobs.len() as u64), (jobs.len(), counts.jobs));
     assert!(names.is_superset(&before));
     for job in jobs.iter().filter(|job| job.id != trained) {
         let log = events(&clients, job.id.clone()).await;
@@ -179,7 +179,11 @@ async fn a_backup_of_sqlite_under_load_is_restored_into_postgres() {
 
 /// Calls [`restore`] until the folder's lock is free. A process that a parallel test starts inherits every open file for a
 /// moment, and with it the lock.
-async fn restore_with_retries(target: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
+async fn restore_with_retries(
+    target: &Path,
+    database: Option<&DatabaseUrl>,
+    file: &Path,
+) -> Result<BackupCounts, CopyError> {
     for _ in 0..100 {
         match restore(target, database, file).await {
             Err(CopyError::DataFolder(DataFolderError::InUse { .. })) => {

@@ -219,7 +219,7 @@ pub(crate) fn submission(name: &str) -> Submission {
         local: false,
         idempotency_key: None,
         owner: None,
-        anatomy: None,
+        parameter_counts: None,
         images: None,
     }
 }

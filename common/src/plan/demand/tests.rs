@@ -1,0 +1,345 @@
+//! Predictions against measurements of real runs (docs/memory.md).
+
+use super::*;
+use crate::plan::profile::MemoryProfile;
+use serde_json::json;
+
+fn lora(arch: &str, side: u32, dtype: &str, rank: u32) -> Value {
+    json!({"job": "extension", "name": "a", "process": [{"type": "sd_trainer", "kind": {"train": {
+        "model": {"arch": arch}, "network": {"linear": rank},
+        "train": {"steps": 1000, "batch_size": 1, "dtype": dtype, "gradient_checkpointing": true, "optimizer": "adamw8bit"},
+        "datasets": [{"resolution": [512, side]}]}}}]})
+}
+
+/// GiB on a GPU under each profile.
+fn gib(job: &Value) -> [f64; 4] {
+    let need = Demand::of_job(job, None).unwrap().memory.unwrap();
+    MemoryProfile::on(false).map(|profile| need.under(profile, false) as f64 / GIB)
+}
+
+#[test]
+fn predictions_are_at_least_the_published_figures() {
+    // Each is at least the published figure, and at most 1.5 times it.
+    let sd = gib(&lora("sd1", 512, "bf16", 16));
+    assert!((2.9..6.0).contains(&sd[0]), "SD 1.5 LoRA runs in about 4 GB: {sd:?}");
+    let sdxl = gib(&lora("sdxl", 1024, "bf16", 16));
+    assert!((9.0..13.0).contains(&sdxl[1]), "SDXL LoRA: 10 GB advised: {sdxl:?}");
+    assert!((5.5..8.0).contains(&sdxl[2]), "SDXL LoRA: 8 GB possible: {sdxl:?}");
+    let flux = gib(&lora("flux", 1024, "bf16", 16));
+    assert!(
+        (27.0..44.0).contains(&flux[1]),
+        "FLUX LoRA in bf16: above 30 GB: {flux:?}"
+    );
+    assert!(
+        (15.0..20.0).contains(&flux[2]),
+        "FLUX LoRA on an 8-bit base: about 17 GB: {flux:?}"
+    );
+    assert!(
+        (6.0..9.0).contains(&flux[3]),
+        "FLUX LoRA, blocks swapped: 8 GB: {flux:?}"
+    );
+}
+
+#[test]
+fn smaller_profiles_need_less() {
+    for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "qwen_image"] {
+        for dtype in ["bf16", "float32"] {
+            let need = gib(&lora(arch, 1024, dtype, 32));
+            assert!(
+                need[0] >= need[1] && need[1] >= need[2] && need[2] >= need[3],
+                "{arch}: {need:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn tiny_models_and_quantised_models_need_less() {
+    let job = lora("sd1", 512, "bf16", 4);
+    let tiny = ParameterCounts {
+        denoiser: 1_000_000,
+        text: 100_000,
+        vae: 0,
+        ..ParameterCounts::default()
+    };
+    let need = Demand::of_job(&job, Some(tiny)).unwrap().memory.unwrap();
+    assert!(
+        MemoryProfile::on(false)
+            .iter()
+            .all(|one| need.under(*one, false) < 1 << 30),
+        "{need:?}"
+    );
+    let mut quantised = lora("flux", 1024, "bf16", 16);
+    let mut base = |te: bool| {
+        let model = &mut quantised["process"][0]["kind"]["train"]["model"];
+        model["quantize"] = json!(true);
+        model["quantize_te"] = json!(te);
+        gib(&quantised)[1]
+    };
+    let one = base(false);
+    assert!(one < 20.0, "{one}");
+    // Quantising T5 as well saves the rest.
+    assert!((one + 4.0..one + 6.0).contains(&base(true)), "{one} {}", base(true));
+}
+
+/// GiB on a CPU under each profile, for generating square images with Stable Diffusion 1.5.
+fn generation_gib(model: &Value, side: u32, counts: Option<ParameterCounts>) -> [f64; 4] {
+    let mut job = json!({"process": [{"kind": {"generate": {"model": {"arch": "sd1"},
+        "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a"]}}}}]});
+    let keys = job.pointer_mut("/process/0/kind/generate/model").unwrap();
+    keys.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
+    let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
+    MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
+}
+
+/// Measured values from docs/memory.md.
+#[test]
+fn generation_memory_is_predicted_within_the_measured_range() {
+    let unet = json!({"quantize": true, "quantize_te": false, "qtype": "int8"});
+    let nf4 = json!({"quantize": true, "quantize_te": false, "qtype": "nf4"});
+    let text = json!({"quantize_te": true, "qtype_te": "int8"});
+    let both = json!({"quantize": true, "qtype": "int8", "qtype_te": "int8"});
+    // Half of the channels in its U-Net.
+    let half = Some(ParameterCounts {
+        denoiser: 219_789_284,
+        text: 123_060_480,
+        vae: 83_653_863,
+        ..ParameterCounts::default()
+    });
+    let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
+    let plain = json!({});
+    for (model, counts, side, profile, taken) in [
+        (&unet, None, 256, balanced, 1.42),
+        (&nf4, None, 256, balanced, 0.95),
+        (&both, None, 256, whole, 2.02),
+        (&text, None, 256, extreme, 0.37),
+        (&unet, half, 192, balanced, 0.54),
+        (&both, half, 192, whole, 1.11),
+        (&both, half, 192, extreme, 0.55),
+        (&text, half, 192, whole, 1.71),
+        (&text, half, 192, extreme, 0.27),
+        (&plain, None, 256, whole, 4.63),
+        (&plain, None, 256, balanced, 3.73),
+        (&plain, None, 512, poor, 2.50),
+        (&plain, None, 384, extreme, 0.50),
+        (&plain, half, 320, whole, 2.18),
+        (&plain, half, 192, extreme, 0.16),
+        (&plain, half, 1024, extreme, 0.84),
+    ] {
+        let predicted = generation_gib(model, side, counts)[profile];
+        let over = predicted / taken - 1.0;
+        assert!(
+            (-0.05..0.10).contains(&over),
+            "{model}, {side}, {profile}: {predicted:.2} predicted, {taken} measured"
+        );
+    }
+    // `quantize_te` defaults to `quantize`.
+    let said = json!({"quantize": true, "quantize_te": true, "qtype": "int8", "qtype_te": "int8"});
+    assert_eq!(generation_gib(&both, 256, None), generation_gib(&said, 256, None));
+}
+
+#[test]
+fn weights_quantised_in_their_file_stay_quantised() {
+    let half = |denoiser_stored: CompactWeights| {
+        Some(ParameterCounts {
+            denoiser: 219_789_284,
+            text: 123_060_480,
+            vae: 83_653_863,
+            denoiser_stored,
+            ..ParameterCounts::default()
+        })
+    };
+    // Linear layers in q8_0, convolutions in 16 bits.
+    let stored = CompactWeights {
+        quantised: 72_304_640,
+        bytes: 76_823_680,
+        halves: 147_262_720,
+    };
+    let (none, int8) = (
+        json!({}),
+        json!({"quantize": true, "quantize_te": false, "qtype": "int8"}),
+    );
+    let dense = generation_gib(&none, 192, half(CompactWeights::default()));
+    let gguf = generation_gib(&none, 192, half(stored));
+    let packed = generation_gib(&int8, 192, half(stored));
+    // A weight of 4 bytes takes 17 / 16 or 2 bytes.
+    assert!((0.4..0.6).contains(&(dense[0] - gguf[0])), "{dense:?} {gguf:?}");
+    // Quantised layers stay in memory when others are streamed.
+    assert!((0.05..0.12).contains(&(gguf[3] - dense[3])), "{dense:?} {gguf:?}");
+    // `quantize` applies to the weights that are not quantised in the file.
+    assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
+}
+
+/// Measured values of LoRAs of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
+#[test]
+fn lora_memory_is_predicted_within_the_measured_range() {
+    let half = Some(ParameterCounts {
+        denoiser: 219_789_284,
+        text: 123_060_480,
+        vae: 83_653_863,
+        ..ParameterCounts::default()
+    });
+    let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
+    for (counts, side, rank, batch, checkpointed, optimizer, profile, taken) in [
+        (None, 256, 16, 1, true, "adamw", whole, 4.63),
+        (None, 512, 16, 1, true, "adamw", whole, 4.95),
+        (None, 512, 16, 1, false, "adamw", whole, 5.92),
+        (None, 384, 16, 1, false, "adamw", whole, 5.23),
+        (None, 512, 16, 1, true, "adamw", poor, 2.35),
+        (None, 512, 16, 1, true, "adamw", extreme, 0.68),
+        (half, 256, 16, 2, false, "adamw", whole, 2.28),
+        (half, 256, 16, 2, false, "adamw", balanced, 1.44),
+        (half, 192, 64, 1, true, "adamw", extreme, 0.40),
+        (half, 192, 64, 1, true, "adamw8bit", extreme, 0.27),
+        (half, 192, 4, 1, true, "adamw", extreme, 0.14),
+    ] {
+        let mut job = lora("sd1", side, "float32", rank);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["datasets"] = json!([{"resolution": [side]}]);
+        let train = &mut body["train"];
+        train["batch_size"] = json!(batch);
+        train["gradient_checkpointing"] = json!(checkpointed);
+        train["optimizer"] = json!(optimizer);
+        let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
+        let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
+        let over = predicted / taken - 1.0;
+        assert!(
+            (-0.05..0.10).contains(&over),
+            "{side}, rank {rank}, {profile}: {predicted:.2} predicted, {taken} measured"
+        );
+    }
+}
+
+/// Measured values of full fine-tunes of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
+#[test]
+fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
+    let half = Some(ParameterCounts {
+        denoiser: 219_789_284,
+        text: 123_060_480,
+        vae: 83_653_863,
+        ..ParameterCounts::default()
+    });
+    let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
+    for (counts, optimizer, text, profile, taken) in [
+        (half, "adamw", false, whole, 4.71),
+        (half, "adamw8bit", false, whole, 3.40),
+        (half, "adamw", false, balanced, 3.84),
+        (half, "adamw8bit", false, balanced, 2.52),
+        (half, "adamw", false, poor, 3.06),
+        (half, "adamw8bit", false, poor, 1.76),
+        (half, "adamw", false, extreme, 3.06),
+        (half, "adamw8bit", false, extreme, 1.76),
+        (half, "adamw", true, balanced, 6.00),
+        (half, "adafactor", false, balanced, 2.47),
+        (half, "adamw", true, extreme, 4.35),
+        (half, "adafactor", false, extreme, 1.76),
+        (None, "adamw8bit", false, whole, 10.18),
+        (None, "adafactor", false, extreme, 5.53),
+    ] {
+        let mut job = lora("sd1", 256, "float32", 1);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["datasets"] = json!([{"resolution": [256]}]);
+        body["network"] = json!(null);
+        body["train"]["optimizer"] = json!(optimizer);
+        body["train"]["train_text_encoder"] = json!(text);
+        let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
+        let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
+        let over = predicted / taken - 1.0;
+        assert!(
+            (-0.05..0.10).contains(&over),
+            "{optimizer}, {profile}: {predicted:.2} predicted, {taken} measured"
+        );
+    }
+}
+
+/// The engine's test `states_are_as_small_as_they_say` measures the same sizes.
+#[test]
+fn the_state_size_of_every_supported_optimizer_is_known() {
+    for (name, bytes) in [
+        ("adam", 8.0),
+        ("AdamW", 8.0),
+        ("adam8", 2.1),
+        ("adamw8", 2.1),
+        ("adamw8bit", 2.1),
+        ("lion", 4.0),
+        ("lion8bit", 1.1),
+        ("ademamix8bit", 3.1),
+        ("adagrad", 4.0),
+        ("dadaptation", 12.0),
+        ("dadaptationlion", 8.0),
+        ("adafactor", 0.1),
+        ("prodigyopt", 16.0),
+        ("prodigy8bit", 3.7),
+        ("automagic", 2.1),
+        ("automagic2", 1.1),
+        ("automagic3", 1.1),
+    ] {
+        assert_eq!(state_bytes_per_parameter(name), bytes, "{name}");
+    }
+}
+
+#[test]
+fn trained_weights_are_not_quantised() {
+    let full = |quantize: bool| {
+        let mut job = lora("sd1", 512, "bf16", 4);
+        let train = job.pointer_mut("/process/0/kind/train").unwrap();
+        train.as_object_mut().unwrap().remove("network");
+        train["model"]["quantize"] = json!(quantize);
+        train["model"]["quantize_te"] = json!(false);
+        gib(&job)
+    };
+    assert_eq!(full(true), full(false));
+}
+
+#[test]
+fn all_gradients_are_counted_when_the_update_needs_them_together() {
+    let poor = |change: &dyn Fn(&mut Value)| {
+        let mut job = lora("sd1", 512, "float32", 4);
+        let body = job.pointer_mut("/process/0/kind/train").unwrap();
+        body["network"] = json!(null);
+        body["train"]["optimizer"] = json!("adamw");
+        change(&mut body["train"]);
+        gib(&job)[2]
+    };
+    let apart = poor(&|_| {});
+    for (key, value) in [
+        ("gradient_accumulation", json!(2)),
+        ("gradient_accumulation_steps", json!(-1)),
+    ] {
+        let together = poor(&|train| train[key] = value.clone());
+        assert!(together > apart + 2.5, "{key}: {together} {apart}");
+    }
+    let [one, all] = ["automagic2", "automagic3"].map(|name| poor(&|train| train["optimizer"] = json!(name)));
+    assert!(all > one + 2.5, "{all} {one}");
+}
+
+#[test]
+fn work_counts_steps_images_and_pixels() {
+    let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None).unwrap();
+    let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None).unwrap();
+    assert_eq!(one.units(), 4000.0);
+    assert_eq!(four.units(), 16_000.0);
+    let images = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
+        "generate": {"width": 1024, "height": 1024, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a", "b"], "num_repeats": 3}}}}]});
+    let made = Demand::of_job(&images, None).unwrap();
+    assert_eq!((made.family.as_str(), made.units()), ("sdxl", 6.0 * 20.0 * 2.0 * 4.0));
+}
+
+#[test]
+fn unknown_models_give_no_memory_and_absurd_values_are_handled() {
+    let wan = Demand::of_job(&lora("wan21", 512, "bf16", 4), None).unwrap();
+    assert_eq!((wan.family.as_str(), wan.memory), ("wan21", None));
+    for job in [
+        json!(null),
+        json!({}),
+        json!({"process": []}),
+        json!({"process": [7, {"kind": "x"}, {"kind": {"train": {}}}, {"kind": {"caption": {"model": {"arch": "sd1"}}}}]}),
+    ] {
+        assert_eq!(Demand::of_job(&job, None), None, "{job}");
+    }
+    let mut absurd = lora("flux", 512, "bf16", 4);
+    absurd["process"][0]["kind"]["train"]["train"]["batch_size"] = json!(1e300);
+    absurd["process"][0]["kind"]["train"]["train"]["steps"] = json!(-5);
+    let need = Demand::of_job(&absurd, None).unwrap();
+    assert!(need.memory.unwrap().under(MemoryProfile::Extreme, false) > 1 << 50);
+}
