@@ -330,9 +330,9 @@ pub fn print_devices(ui: &Ui, devices: &[Device]) {
     for found in devices {
         let budget = crate::output::format::gib(found.memory_budget);
         let name = crate::output::format::printable(&found.name);
-        let place = crate::views::device(found.device);
+        let device = crate::views::device(found.device);
         ui.notice(&format!(
-            "device {place}: {name}, memory budget {budget}, {}",
+            "device {device}: {name}, memory budget {budget}, {}",
             found.profile.name()
         ));
     }

@@ -12,7 +12,7 @@ use aitk_common::plan::parameter_counts::ParameterCounts;
 use std::path::Path;
 
 /// Reads the structure of the job's first model, if the model is on this machine.
-pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<ParameterCounts> {
+pub(crate) fn parameter_counts(loaded: &LoadedJob, directory: &Path) -> Option<ParameterCounts> {
     let inputs = loaded.spec.inputs();
     let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
     ParameterCounts::read(&expand(&model.config_path, directory, &env))

@@ -22,7 +22,7 @@ pub struct Member {
     pub index: usize,
     /// The repeat that the member belongs to. Members with the same number get the same seed and differ only in swept
     /// keys.
-    pub twin: u32,
+    pub seed_group: u32,
     /// Its changes to the config.
     pub changes: Vec<Change>,
     /// The suffix of its name; empty without a sweep.
@@ -148,15 +148,15 @@ pub fn members(sweeps: &[Sweep], repeats: usize) -> Result<Vec<Member>, Failure>
     names.sort_unstable();
     let readable =
         names.iter().all(|name| name.len() <= MAX_SUFFIX_LENGTH) && names.windows(2).all(|two| two[0] != two[1]);
-    let repeated = (0..repeats).flat_map(|twin| all.iter().map(move |one| (twin, one)));
-    let member = |(index, (twin, (changes, suffix))): (usize, (usize, &(Vec<Change>, String)))| Member {
+    let repeated = (0..repeats).flat_map(|seed_group| all.iter().map(move |one| (seed_group, one)));
+    let member = |(index, (seed_group, (changes, suffix))): (usize, (usize, &(Vec<Change>, String)))| Member {
         index,
-        twin: u32::try_from(twin).unwrap_or(u32::MAX),
+        seed_group: u32::try_from(seed_group).unwrap_or(u32::MAX),
         changes: changes.clone(),
         suffix: match (sweeps.is_empty(), readable, repeats) {
             (true, ..) => String::new(),
             (false, true, 1) => suffix.clone(),
-            (false, true, _) => format!("{suffix}_{twin}"),
+            (false, true, _) => format!("{suffix}_{seed_group}"),
             (false, false, _) => format!("_{index:0width$}"),
         },
     };
@@ -199,20 +199,23 @@ mod tests {
             ("2e-4", "network.linear")
         );
         assert!(
-            members_made.iter().all(|member| member.twin == 0),
+            members_made.iter().all(|member| member.seed_group == 0),
             "only the keys differ"
         );
         let twice = members(&sweeps(&["train.seed=-1,1"]), 2).unwrap();
         let names: Vec<_> = twice
             .iter()
-            .map(|member| (member.twin, member.suffix.as_str()))
+            .map(|member| (member.seed_group, member.suffix.as_str()))
             .collect();
         assert_eq!(
             names,
             [(0, "_seed-1_0"), (0, "_seed1_0"), (1, "_seed-1_1"), (1, "_seed1_1")]
         );
         let same = members(&[], 12).unwrap();
-        assert_eq!((same.len(), same[11].twin, same[11].suffix.as_str()), (12, 11, ""));
+        assert_eq!(
+            (same.len(), same[11].seed_group, same[11].suffix.as_str()),
+            (12, 11, "")
+        );
         assert_eq!(numbered_suffix(3, 12), "_03");
     }
 

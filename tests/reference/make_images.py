@@ -21,7 +21,7 @@ FILTERS = {
 SIZES = [(37, 23), (18, 11), (9, 40), (64, 64), (37, 5), (3, 23), (1, 1), (100, 31)]
 
 
-def image(width, height, seed):
+def make_image(width, height, seed):
     """Smooth colours with sharp edges and some noise."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float64)
@@ -37,20 +37,20 @@ def main():
     def put(name, image):
         tensors[name] = torch.from_numpy(np.array(image.convert("RGB")).copy())
 
-    base = Image.fromarray(image(37, 23, 1))
+    base = Image.fromarray(make_image(37, 23, 1))
     put("base", base)
     for name, resample in FILTERS.items():
         for width, height in SIZES:
             put(f"resize:{name}:{width}x{height}", base.resize((width, height), resample))
 
     # Tall ones: Pillow resizes the other axis first where that leaves fewer pixels.
-    tall = Image.fromarray(image(16, 50, 4))
+    tall = Image.fromarray(make_image(16, 50, 4))
     put("tall", tall)
     for name, resample in FILTERS.items():
         for width, height in [(16, 20), (15, 20), (8, 33), (8, 35), (20, 41), (24, 44), (5, 10)]:
             put(f"tall:{name}:{width}x{height}", tall.resize((width, height), resample))
 
-    rgb = image(21, 13, 2)
+    rgb = make_image(21, 13, 2)
     alpha = (np.arange(21 * 13).reshape(13, 21) % 256).astype(np.uint8)
     gray16 = (rgb[..., 0].astype(np.uint16) * 257 + 31).astype(np.uint16)
     files = {
@@ -74,7 +74,7 @@ def main():
             put(f"file:{name}", Image.fromarray((gray16 >> 8).astype(np.uint8)))
         else:
             put(f"file:{name}", Image.open(OUT / name))
-    smooth = Image.fromarray(image(64, 48, 3)).resize((96, 64), Image.Resampling.BICUBIC)
+    smooth = Image.fromarray(make_image(64, 48, 3)).resize((96, 64), Image.Resampling.BICUBIC)
     for name, options in {
         "444.jpg": {"quality": 95, "subsampling": 0},
         "420.jpg": {"quality": 90, "subsampling": 2},
@@ -83,7 +83,7 @@ def main():
         smooth.save(OUT / name, **options)
         put(f"file:{name}", Image.open(OUT / name))
     # Colour at half the size under hard edges, odd sides: where decoders differ most.
-    rough = Image.fromarray(image(51, 45, 7))
+    rough = Image.fromarray(make_image(51, 45, 7))
     for name, subsampling in (("rough422.jpg", 1), ("rough420.jpg", 2)):
         rough.save(OUT / name, quality=85, subsampling=subsampling)
         put(f"file:{name}", Image.open(OUT / name))

@@ -84,13 +84,13 @@ def kohya(unet, text, name):
 
 
 def early(unet):
-    """diffusers before 0.22: attention CPUs, scale folded into the weights as there was no alpha."""
+    """diffusers before 0.22: attention processors, scale folded into the weights as there was no alpha."""
     out = {}
     for key, value in unet.items():
         path, side = split(key)
         if m := re.match(r"(.+attn[12])\.(to_[qkv]|to_out)(?:\.0)?$", path):
             scale = ALPHA / RANK if side == "up" else 1.0
-            out[f"{m[1]}.CPU.{m[2]}_lora.{side}.weight"] = value * scale
+            out[f"{m[1]}.processor.{m[2]}_lora.{side}.weight"] = value * scale
     return out
 
 

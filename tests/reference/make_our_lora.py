@@ -13,7 +13,7 @@ import re
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
-from make_images import image
+from make_images import make_image
 from make_pipelines import draw
 from safetensors.torch import load_file, save_file
 from tiny_sd import FIXTURES, TINY_SD
@@ -89,7 +89,7 @@ def main():
             change = (tensors[name].float() - plain.float()).abs().mean().item()
             if "image" in case:
                 width, height = case["image"]
-                tensors[f"input_{width}x{height}"] = torch.from_numpy(image(width, height, 5))
+                tensors[f"input_{width}x{height}"] = torch.from_numpy(make_image(width, height, 5))
             print(f"{name}: {layers} layers, changes the image by {change:.1f} on average")
             assert change > 5, "a LoRA that cannot be seen shows nothing"
     save_file(tensors, OUT / IMAGES)

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from make_images import image
+from make_images import make_image
 from make_samplers import CLASSES
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -100,7 +100,7 @@ def draw(case, parts, raw, lora=OUT / LORA):
         "generator": generators[0] if case.get("shared") else generators,
     }
     if "image" in case:
-        options |= {"image": Image.fromarray(image(*case["image"], 5)), "strength": case["strength"]}
+        options |= {"image": Image.fromarray(make_image(*case["image"], 5)), "strength": case["strength"]}
     else:
         options |= {"width": case["width"], "height": case["height"], "guidance_rescale": case.get("guidance_rescale", 0.0)}
     images = pipe(**options).images
@@ -122,7 +122,7 @@ def main():
         index.append({"case": name} | case)
         if "image" in case:
             width, height = case["image"]
-            tensors[f"input_{width}x{height}"] = torch.from_numpy(image(width, height, 5))
+            tensors[f"input_{width}x{height}"] = torch.from_numpy(make_image(width, height, 5))
     save_file(tensors, OUT / "images.safetensors")
     (OUT / "cases.json").write_text("[\n" + ",\n".join(json.dumps(c) for c in index) + "\n]\n")
     spread = {name: round(float(t.float().std()), 1) for name, t in tensors.items()}

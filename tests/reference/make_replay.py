@@ -1,7 +1,7 @@
 """A whole training job replayed by Pillow, diffusers and peft, from image files to the LoRA -> tests/fixtures/replay/.
 
 Seven images of many sizes (two buckets, both with a short last batch) train a LoRA for 14 steps on the tiny model. Every
-input is made again here from section 10.4 of the ai-toolkit config reference and from docs/randomness.md: bucket, scaled
+input is made again here from docs/randomness.md and ai-toolkit's bucketing: bucket, scaled
 and cut pixels, the noise of the VAE's posterior, batches and their order, captions, first weights, noise, time steps.
 
 The job runs twice, in float32 and in float64 (every operation of the networks and of AdamW). AdamW divides a gradient by its

@@ -160,9 +160,9 @@ pub enum Command {
         long_about = "Resume a stopped, paused or failed job from its last checkpoint, on any machine that fits."
     )]
     Resume(ResumeArgs),
-    /// Save a job and let it wait until it is resumed
+    /// Pause a job until it is resumed
     #[command(
-        long_about = "Save a job and let it wait until it is resumed.\n\nA queued job is not started; a running one \
+        long_about = "Pause a job until it is resumed.\n\nA queued job is not started; a running one \
                      saves its state and frees its device. Both keep their position in the queue."
     )]
     Pause(PauseArgs),

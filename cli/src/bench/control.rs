@@ -189,7 +189,7 @@ fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
         local: false,
         idempotency_key: None,
         owner: None,
-        anatomy: None,
+        parameter_counts: None,
         images: None,
     }
 }

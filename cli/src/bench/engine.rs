@@ -17,12 +17,12 @@ use tokio::process::Command;
 
 pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandResult {
     let ui = context.ui(true);
-    let works = select_works(args.only.as_deref())?;
+    let benchmarks = select_benchmarks(args.only.as_deref())?;
     if args.list {
-        return list(context, args, &works);
+        return list(context, args, &benchmarks);
     }
     if args.here {
-        let finding = measure_here(&works, args.device.as_deref()).await?;
+        let finding = measure_here(&benchmarks, args.device.as_deref()).await?;
         ui.data(&json!(finding).to_string())?;
         return Ok(Exit::Ok);
     }
@@ -36,9 +36,9 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
     ));
     let mut findings = Vec::new();
     let mut failed = 0;
-    for work in works {
-        ui.notice(&format!("{}: {}", work.name, work.about));
-        match measure_in_child(work, device.device).await {
+    for benchmark in benchmarks {
+        ui.notice(&format!("{}: {}", benchmark.name, benchmark.about));
+        match measure_in_child(benchmark, device.device).await {
             Ok(finding) => {
                 if !args.json {
                     ui.data(&line(&finding))?;
@@ -47,7 +47,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
             }
             Err(failure) => {
                 failed += 1;
-                ui.warn(&format!("{}: {}", work.name, failure.message));
+                ui.warn(&format!("{}: {}", benchmark.name, failure.message));
             }
         }
     }
@@ -60,15 +60,18 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
     Ok(Exit::Ok)
 }
 
-/// Returns the work with this name, else all whose names contain the text.
-fn select_works(only: Option<&str>) -> Result<Vec<&'static Benchmark>, Failure> {
+/// Returns the benchmark with this name, else all whose names contain the text.
+fn select_benchmarks(only: Option<&str>) -> Result<Vec<&'static Benchmark>, Failure> {
     let Some(only) = only else {
         return Ok(BENCHMARKS.iter().collect());
     };
-    if let Some(work) = Benchmark::named(only) {
-        return Ok(vec![work]);
+    if let Some(benchmark) = Benchmark::named(only) {
+        return Ok(vec![benchmark]);
     }
-    let some: Vec<_> = BENCHMARKS.iter().filter(|work| work.name.contains(only)).collect();
+    let some: Vec<_> = BENCHMARKS
+        .iter()
+        .filter(|benchmark| benchmark.name.contains(only))
+        .collect();
     if some.is_empty() {
         return Err(Failure::usage(format!("no benchmark has `{only}` in its name"))
             .hint("`aitk bench engine --list` lists all"));
@@ -76,18 +79,18 @@ fn select_works(only: Option<&str>) -> Result<Vec<&'static Benchmark>, Failure> 
     Ok(some)
 }
 
-fn list(context: &Context, args: &BenchEngineArgs, works: &[&'static Benchmark]) -> CommandResult {
+fn list(context: &Context, args: &BenchEngineArgs, benchmarks: &[&'static Benchmark]) -> CommandResult {
     let ui = context.ui(true);
     if args.json {
-        let works = works
+        let benchmarks = benchmarks
             .iter()
-            .map(|work| json!({ "work": work.name, "about": work.about, "flops": work.flops }));
-        ui.data(&pretty(&works.collect()))?;
+            .map(|benchmark| json!({ "work": benchmark.name, "about": benchmark.about, "flops": benchmark.flops }));
+        ui.data(&pretty(&benchmarks.collect()))?;
         return Ok(Exit::Ok);
     }
-    let mut table = Table::new(&[Column::fixed("WORK"), Column::text("WHAT IT IS", 20)]);
-    for work in works {
-        table.row([work.name.to_owned(), work.about.to_owned()]);
+    let mut table = Table::new(&[Column::fixed("BENCHMARK"), Column::text("WHAT IT IS", 20)]);
+    for benchmark in benchmarks {
+        table.row([benchmark.name.to_owned(), benchmark.about.to_owned()]);
     }
     ui.table(&table)?;
     Ok(Exit::Ok)
@@ -100,25 +103,33 @@ fn pretty(value: &Value) -> String {
 
 /// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool
 /// too early.
-async fn measure_here(works: &[&'static Benchmark], device: Option<&str>) -> Result<Finding, Failure> {
+async fn measure_here(benchmarks: &[&'static Benchmark], device: Option<&str>) -> Result<Finding, Failure> {
     let choice = device.unwrap_or("cpu").parse::<Choice>();
-    let (&[work], Ok(Choice::These(devices))) = (works, choice) else {
-        return Err(Failure::usage("--here takes one work and one device"));
+    let (&[benchmark], Ok(Choice::These(devices))) = (benchmarks, choice) else {
+        return Err(Failure::usage("--here takes one benchmark and one device"));
     };
     let device = devices.first().copied();
     let device = device.ok_or_else(|| Failure::usage("--here takes one device"))?;
-    let measured = tokio::task::spawn_blocking(move || measure(work, device)).await;
+    let measured = tokio::task::spawn_blocking(move || measure(benchmark, device)).await;
     measured
         .map_err(|error| Failure::failed(error.to_string()))?
         .map_err(|error| Failure::failed(crate::failure::chain(&error)))
 }
 
 /// Measures in a child process.
-async fn measure_in_child(work: &Benchmark, device: DeviceRef) -> Result<Finding, Failure> {
+async fn measure_in_child(benchmark: &Benchmark, device: DeviceRef) -> Result<Finding, Failure> {
     let failed = |why: String| Failure::failed(why);
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let output = Command::new(program)
-        .args(["bench", "engine", "--here", "--json", "--only", work.name, "--device"])
+        .args([
+            "bench",
+            "engine",
+            "--here",
+            "--json",
+            "--only",
+            benchmark.name,
+            "--device",
+        ])
         .arg(format!("{}:{}", device.kind.name(), device.index))
         // As in a worker: candle's own thread pool waits by spinning, so only the engine's threads are used.
         .env("CANDLE_NUM_THREADS", "1")
@@ -160,10 +171,10 @@ mod tests {
 
     #[test]
     fn an_exact_name_wins_over_parts_of_names() {
-        assert_eq!(select_works(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
-        assert_eq!(select_works(Some("lora_step")).unwrap().len(), 2);
-        assert_eq!(select_works(None).unwrap().len(), BENCHMARKS.len());
-        let none = select_works(Some("sd99"))
+        assert_eq!(select_benchmarks(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
+        assert_eq!(select_benchmarks(Some("lora_step")).unwrap().len(), 2);
+        assert_eq!(select_benchmarks(None).unwrap().len(), BENCHMARKS.len());
+        let none = select_benchmarks(Some("sd99"))
             .err()
             .map(|failure| failure.message)
             .unwrap_or_default();

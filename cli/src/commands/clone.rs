@@ -7,7 +7,7 @@ use crate::config::{self, refuse_special_files};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::job_file::{anatomy, job_json, prompts_in};
+use crate::job_file::{job_json, parameter_counts, prompts_in};
 use crate::members::is_array;
 use crate::notify::Notify;
 use crate::output::format::printable;
@@ -78,7 +78,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     inputs.extend(sent.iter().map(|staged| (staged.config_path.clone(), staged.snapshot)));
     let submission = Submission {
         images,
-        anatomy: anatomy(&loaded, &context.directory),
+        parameter_counts: parameter_counts(&loaded, &context.directory),
         config_text: stored.config_text,
         config_format: stored.config_format,
         job_json: json,

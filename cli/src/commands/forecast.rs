@@ -5,7 +5,7 @@ use crate::config;
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::job_file::{anatomy, images, job_json};
+use crate::job_file::{images, job_json, parameter_counts};
 use crate::output::Ui;
 use crate::output::format::printable;
 use crate::preflight::check_models;
@@ -41,7 +41,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
 /// Builds the submission of a config for a forecast. The coordinator does not store it.
 pub(super) fn submission(loaded: &LoadedJob, config: &Path, directory: &Path) -> Result<Submission, Failure> {
     Ok(Submission {
-        anatomy: anatomy(loaded, directory),
+        parameter_counts: parameter_counts(loaded, directory),
         images: images(&loaded.spec, directory),
         job_json: job_json(loaded, config)?,
         config_text: loaded.text.clone(),

@@ -92,8 +92,10 @@ fn completions(context: &Context, shell: clap_complete::Shell) -> CommandResult 
 
 /// Returns the error of commands that need an embedded coordinator and worker, for a build without them.
 #[cfg(not(feature = "embedded"))]
-fn not_embedded(verb: &str) -> Failure {
-    Failure::failed(format!("this aitk was built as a small client, without `aitk {verb}`"))
-        .hint("build it with the default features: cargo install --path cli")
-        .hint("or submit to a coordinator: aitk submit CONFIG --server URL")
+fn not_embedded(command: &str) -> Failure {
+    Failure::failed(format!(
+        "this aitk was built as a small client, without `aitk {command}`"
+    ))
+    .hint("build it with the default features: cargo install --path cli")
+    .hint("or submit to a coordinator: aitk submit CONFIG --server URL")
 }

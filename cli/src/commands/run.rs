@@ -7,7 +7,7 @@ use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, find_devices,
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
-use crate::job_file::{anatomy, job_json};
+use crate::job_file::{job_json, parameter_counts};
 use crate::notify::Notify;
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
@@ -278,7 +278,7 @@ fn report(results: Vec<RunResult>) -> RunReport {
 fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submission, Failure> {
     Ok(Submission {
         job_json: job_json(&loaded, path)?,
-        anatomy: anatomy(&loaded, directory),
+        parameter_counts: parameter_counts(&loaded, directory),
         config_text: loaded.text,
         config_format: loaded.format.name().to_owned(),
         inputs: BTreeMap::new(),
@@ -411,7 +411,7 @@ mod tests {
             std::fs::write(&config, text).unwrap();
             let loaded = config::read(&Ui::silent(), &config, None, &[], folder.path()).unwrap();
             let submission = submission(&config, folder.path(), loaded).unwrap();
-            submission.anatomy.map(|anatomy| anatomy.denoiser)
+            submission.parameter_counts.map(|counts| counts.denoiser)
         };
         assert_eq!(parameters("toy"), Some(100));
         assert_eq!(parameters(&at("toy").display().to_string()), Some(100));

@@ -9,7 +9,7 @@ use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogTarget, Renderer, follow_to_end};
-use crate::job_file::{anatomy, images, job_json};
+use crate::job_file::{images, job_json, parameter_counts};
 use crate::members::{is_array, watch_array};
 use crate::notify::Notify;
 use crate::output::format::{printable, size};
@@ -76,12 +76,12 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     }
 
     // The submission has these values only if they are the same for all members.
-    let (anatomies, counts): (Vec<_>, Vec<_>) = jobs
+    let (all_counts, counts): (Vec<_>, Vec<_>) = jobs
         .iter()
         .map(|job| {
             let spec = &job.loaded.spec;
             (
-                anatomy(&job.loaded, &context.directory),
+                parameter_counts(&job.loaded, &context.directory),
                 images(spec, &context.directory),
             )
         })
@@ -97,7 +97,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         local: false,
         idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
         owner,
-        anatomy: shared_value(&anatomies),
+        parameter_counts: shared_value(&all_counts),
         images: shared_value(&counts),
     };
     let submitted = if jobs.len() == 1 {
@@ -112,7 +112,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             .zip(json)
             .map(|(job, job_json)| NewMember {
                 job_json,
-                seed_group: job.twin,
+                seed_group: job.seed_group,
             })
             .collect();
         let name = array_name(&jobs);
@@ -212,7 +212,7 @@ pub(super) async fn follow_submitted(
 #[derive(Clone)]
 struct Job {
     loaded: LoadedJob,
-    twin: u32,
+    seed_group: u32,
     suffix: String,
 }
 
@@ -230,8 +230,12 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
             ));
         }
         let loaded = read_one(ui, context, args, ReadOptions::default(), warned)?;
-        let (twin, suffix) = (0, String::new());
-        return Ok(vec![Job { loaded, twin, suffix }]);
+        let (seed_group, suffix) = (0, String::new());
+        return Ok(vec![Job {
+            loaded,
+            seed_group,
+            suffix,
+        }]);
     }
     let mut members = sweep::members(&sweeps, args.array.map_or(1, |n| n.get() as usize))?;
     let count = members.len();
@@ -248,13 +252,17 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
                 index: Some(member.index),
                 ..ReadOptions::default()
             };
-            let (twin, suffix) = (member.twin, member.suffix.clone());
+            let (seed_group, suffix) = (member.seed_group, member.suffix.clone());
             let loaded = read_one(ui, context, args, options, warned)?;
             if !use_numbers && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
                 // Two members have the same name, so all get numbers instead.
                 break;
             }
-            jobs.push(Job { loaded, twin, suffix });
+            jobs.push(Job {
+                loaded,
+                seed_group,
+                suffix,
+            });
         }
         if jobs.len() == count {
             break;

@@ -30,7 +30,7 @@ pub(super) fn dataset_summary(set: &DatasetReport) -> String {
 /// Returns what in the files of a data set would make its training fail.
 pub(super) fn dataset_problem(set: &DatasetReport) -> Option<String> {
     let message = with_file_names(
-        "are cut off, and training stops at such a file; remove them, or copy them again",
+        "cut off (training stops at such a file; remove them, or copy them again)",
         &set.cut_off,
     );
     (set.cut_off.count > 0).then(|| format!("{}: {message}", set.path))

@@ -86,15 +86,15 @@ impl Report {
         report
             .unchecked
             .extend(report.models.iter().filter_map(|model| model.unchecked.clone()));
-        let anatomy = crate::job_file::anatomy(loaded, directory);
-        report.trainings = trainings(loaded, anatomy, directory).await;
+        let counts = crate::job_file::parameter_counts(loaded, directory);
+        report.trainings = trainings(loaded, counts, directory).await;
         #[cfg(not(feature = "embedded"))]
         if !report.trainings.is_empty() {
             let why = "the data sets: this aitk was built as a small client, without the engine that reads them";
             report.unchecked.push(why.to_owned());
         }
         if report.models_are_usable() {
-            report.memory = predicted_memory(loaded, anatomy);
+            report.memory = predicted_memory(loaded, counts);
         }
         report.short_of_memory = short_of_memory(spec, &report.memory);
         report.local_warnings = output::folder_problems(spec, directory);
@@ -153,13 +153,13 @@ fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<
 }
 
 #[cfg_attr(not(feature = "embedded"), allow(unused_variables, clippy::unused_async))]
-async fn trainings(loaded: &LoadedJob, anatomy: Option<ParameterCounts>, directory: &Path) -> Vec<ProcessReport> {
+async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, directory: &Path) -> Vec<ProcessReport> {
     let mut reports = Vec::new();
     for (process, training) in loaded.spec.process.iter().enumerate() {
         let Some(training) = training.trainer() else {
             continue;
         };
-        let output = RunOutput::of(training, anatomy);
+        let output = RunOutput::of(training, counts);
         reports.push(ProcessReport {
             process,
             steps: training.train.steps,
@@ -193,16 +193,16 @@ async fn trainings(loaded: &LoadedJob, anatomy: Option<ParameterCounts>, directo
     reports
 }
 
-/// Predicts the memory in bytes: on a GPU with the profiles that use the most and the least memory, and on the CPU.
-fn predicted_memory(loaded: &LoadedJob, anatomy: Option<ParameterCounts>) -> BTreeMap<String, u64> {
+/// Predicts the memory in bytes by device and profile, the keys of `memory` in `validate --json`: on a GPU with the profiles that use the most and the least memory, and on the CPU.
+fn predicted_memory(loaded: &LoadedJob, counts: Option<ParameterCounts>) -> BTreeMap<String, u64> {
     let job = serde_json::to_value(&loaded.spec).unwrap_or_default();
-    let Some(need) = Demand::of_job(&job, anatomy).and_then(|demand| demand.memory) else {
+    let Some(need) = Demand::of_job(&job, counts).and_then(|demand| demand.memory) else {
         return BTreeMap::new();
     };
     let profiles = [
         ("gpu, full_gpu", MemoryProfile::FullGpu, false),
         ("gpu, extreme", MemoryProfile::Extreme, false),
-        ("CPU, cpu_only", MemoryProfile::CpuOnly, true),
+        ("processor, cpu_only", MemoryProfile::CpuOnly, true),
     ];
     profiles
         .into_iter()

@@ -133,7 +133,7 @@ impl Report {
             let memory = self
                 .memory
                 .iter()
-                .map(|(place, bytes)| format!("{} ({place})", gib(*bytes)));
+                .map(|(key, bytes)| format!("{} ({})", gib(*bytes), key.replace("processor", "CPU")));
             out.section(
                 "memory",
                 [format!("predicted: {}", memory.collect::<Vec<_>>().join(", "))],

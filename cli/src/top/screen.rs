@@ -36,7 +36,7 @@ pub(super) fn render(frame: &mut Frame, state: &State, now: Timestamp) {
     render_rows(frame, state, areas[2], &machines, None);
     render_rows(frame, state, areas[4], &jobs.blocks(width), state.row());
     frame.render_widget(Paragraph::new(panel(state)).wrap(Wrap { trim: false }), areas[5]);
-    let help = "q quit   ↑↓ select a job   details: aitk explain, logs JOB";
+    let help = "q quit   ↑↓ select a job   more: aitk explain, logs, stop JOB";
     frame.render_widget(Paragraph::new(help).style(dim(state)), areas[6]);
 }
 

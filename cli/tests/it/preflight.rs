@@ -123,13 +123,13 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
         ("old.ckpt", "old.ckpt is a pickle file"),
     ] {
         training(&home, "job", model, 10, "");
-        for verb in ["submit", "fit", "validate"] {
-            let output = aitk(&[verb, "job.yaml"]).await;
+        for command in ["submit", "fit", "validate"] {
+            let output = aitk(&[command, "job.yaml"]).await;
             let said = format!("{}{}", out(&output), err(&output));
             let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
-            assert_eq!(code(&output), 1, "{verb}: {said}");
-            assert!(said.contains(expected), "{verb}: {said}");
-            assert!(!said.contains("would start"), "{verb}: {said}");
+            assert_eq!(code(&output), 1, "{command}: {said}");
+            assert!(said.contains(expected), "{command}: {said}");
+            assert!(!said.contains("would start"), "{command}: {said}");
         }
         let run = home
             .aitk()
@@ -396,20 +396,23 @@ fn validate_names_the_files_with_problems() {
     let whole = std::fs::read(&cut).unwrap();
     std::fs::write(&cut, &whole[..whole.len() - 8]).unwrap();
     training(&home, "job", TINY, 10, "");
-    let draw = format!(
-        "job: generate\nconfig:\n  name: draw\n  process:\n    - type: to_folder\n      output_folder: out\n      model: \
+    let generate = format!(
+        "job: generate\nconfig:\n  name: generate\n  process:\n    - type: to_folder\n      output_folder: out\n      model: \
          {{name_or_path: {TINY}}}\n      generate: {{prompts: nix.txt}}\n"
     );
-    home.write("draw.yaml", &draw);
+    home.write("generate.yaml", &generate);
     for (config, expected) in [
         (
             "job.yaml",
             [
                 "(job): 1 problem",
-                "problem: 1 are cut off, and training stops at such a file; remove them, or copy them again: 1.png",
+                "problem: 1 cut off (training stops at such a file; remove them, or copy them again): 1.png",
             ],
         ),
-        ("draw.yaml", ["(draw): 1 problem", "files problem: draw.yaml:8:"]),
+        (
+            "generate.yaml",
+            ["(generate): 1 problem", "files problem: generate.yaml:8:"],
+        ),
     ] {
         let output = home.aitk().args(["validate", config]).output().unwrap();
         let said = out(&output).split_whitespace().collect::<Vec<_>>().join(" ");

@@ -204,7 +204,7 @@ def notes(rows):
 
 
 def machine():
-    cpu = platform.CPU() or platform.machine()
+    cpu = platform.processor() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():
         names = [one for one in info.read_text().splitlines() if one.startswith("model name")]

@@ -19,7 +19,7 @@ import tempfile
 import time
 
 # As in engine/src/bench/mod.rs.
-PATIENCE, LEAST_RUNS, MOST_RUNS = 3.0, 3, 1000
+MIN_DURATION, MIN_RUNS, MAX_RUNS = 3.0, 3, 1000
 
 
 def sd15_unet():
@@ -313,7 +313,7 @@ def measure(name):
     run()
     before, mine = busy(), time.process_time()
     times, began = [], time.perf_counter()
-    while len(times) < LEAST_RUNS or (time.perf_counter() - began < PATIENCE and len(times) < MOST_RUNS):
+    while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_DURATION and len(times) < MAX_RUNS):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

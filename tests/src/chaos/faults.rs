@@ -8,7 +8,7 @@ use std::time::Duration;
 /// The event that triggers a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trigger {
-    /// None: the fault follows the one before it, or the submission.
+    /// No event: the fault follows the one before it, or the submission.
     Next,
     /// An attempt was assigned, and its worker now stages the inputs.
     Staging,

@@ -59,7 +59,7 @@ fn submission(job: &Value) -> Submission {
         local: false,
         idempotency_key: None,
         owner: None,
-        anatomy: None,
+        parameter_counts: None,
         images: Some(1),
     }
 }
