@@ -5,6 +5,7 @@ use crate::server::DATABASE;
 use crate::store::{BackupCounts, BackupError, DatabaseUrl, SqlStore, Store};
 use aitk_common::control::UnixMillis;
 use aitk_common::fsutil;
+use futures::future::BoxFuture;
 use std::fs::File;
 use std::io::BufWriter;
 use std::path::Path;
@@ -29,7 +30,16 @@ pub enum CopyError {
 ///
 /// # Errors
 /// [`CopyError`]
-pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
+pub fn backup<'a>(
+    data_dir: &'a Path,
+    database: Option<&'a DatabaseUrl>,
+    file: &'a Path,
+) -> BoxFuture<'a, Result<BackupCounts, CopyError>> {
+    // Boxed: compiled once, in this crate.
+    Box::pin(write_backup(data_dir, database, file))
+}
+
+async fn write_backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
     let store = match database {
         Some(url) => SqlStore::postgres_to_read(url).await,
         None => SqlStore::sqlite_to_read(&data_dir.join(DATABASE)).await,
@@ -51,7 +61,16 @@ pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path
 ///
 /// # Errors
 /// [`CopyError`]; nothing is changed in this case.
-pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
+pub fn restore<'a>(
+    data_dir: &'a Path,
+    database: Option<&'a DatabaseUrl>,
+    file: &'a Path,
+) -> BoxFuture<'a, Result<BackupCounts, CopyError>> {
+    // Boxed: compiled once, in this crate.
+    Box::pin(read_backup(data_dir, database, file))
+}
+
+async fn read_backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
     let mut from = File::open(file).map_err(|error| fsutil::FsError::new("read the backup", file, error))?;
     let data_dir = data_folder::create(data_dir)?;
     let _lock = data_folder::lock(&data_dir)?;

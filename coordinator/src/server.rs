@@ -63,8 +63,9 @@ const MAX_UPLOADS: usize = 16;
 ///
 /// # Errors
 /// [`StartError`]
-pub async fn start(config: Config) -> Result<Running, StartError> {
-    // Boxed: the future is large, because it holds those of the database libraries.
+pub fn start(config: Config) -> BoxFuture<'static, Result<Running, StartError>> {
+    // Boxed: the future is large, because it holds those of the database libraries. And an `async fn` is compiled by each crate
+    // that awaits it: of the whole coordinator that took a minute and a half for each program and each test program.
     Box::pin(async {
         let local = LocalResources::prepare(&config)?;
         let store = match &config.database {
@@ -73,7 +74,6 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         };
         Box::pin(start_leading(config, &local, store)).await
     })
-    .await
 }
 
 /// Returns a tonic server builder with our limits.

@@ -12,6 +12,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::security::join;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::time::Duration;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
@@ -199,7 +200,16 @@ pub async fn connect(server: &str, token: &str, ca_file: Option<&Path>) -> Resul
 ///
 /// # Errors
 /// [`ConnectError`]
-pub async fn connect_with(
+pub fn connect_with<'a>(
+    server: &'a str,
+    credentials: Credentials,
+    ca_file: Option<&'a Path>,
+) -> Pin<Box<dyn Future<Output = Result<Clients, ConnectError>> + Send + 'a>> {
+    // Boxed: the transport is compiled once, in this crate; an `async fn` is compiled by each crate that awaits it.
+    Box::pin(connect_to_first(server, credentials, ca_file))
+}
+
+async fn connect_to_first(
     server: &str,
     credentials: Credentials,
     ca_file: Option<&Path>,

@@ -44,6 +44,7 @@ use aitk_common::control::Assignment;
 use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use data_folder::DataFolderError;
+use futures::future::BoxFuture;
 pub use host::host_name;
 pub use identity::Membership;
 pub use join::{JoinOptions, join};
@@ -199,7 +200,12 @@ pub struct Running {
 ///
 /// # Errors
 /// [`StartError`]. Connection errors and refusals appear in [`Running::status`] and [`Running::ended`].
-pub async fn start(config: Config) -> Result<Running, StartError> {
+pub fn start(config: Config) -> BoxFuture<'static, Result<Running, StartError>> {
+    // Boxed: compiled once, in this crate; an `async fn` is compiled by each crate that awaits it.
+    Box::pin(start_session(config))
+}
+
+async fn start_session(config: Config) -> Result<Running, StartError> {
     if config.devices.is_empty() {
         return Err(StartError::NoDevice);
     }

@@ -94,7 +94,12 @@ impl Member {
     /// # Errors
     /// [`StartError`] when it cannot listen or differs from the leader's config; [`RunError`] inside [`MemberError`]
     /// when leading ended for another reason than a new leader.
-    pub async fn run(self, mut stopping: watch::Receiver<bool>) -> Result<(), MemberError> {
+    pub fn run(self, stopping: watch::Receiver<bool>) -> BoxFuture<'static, Result<(), MemberError>> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(self.stand_by_and_lead(stopping))
+    }
+
+    async fn stand_by_and_lead(self, mut stopping: watch::Receiver<bool>) -> Result<(), MemberError> {
         loop {
             let Some(store) = Box::pin(self.stand_by(&mut stopping)).await? else {
                 return Ok(());

@@ -4,6 +4,7 @@ use super::error::RunError;
 use super::local_resources::LocalResources;
 use crate::error_chain::error_chain;
 use crate::store::{Store, StoreError};
+use futures::future::BoxFuture;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -47,7 +48,12 @@ impl Running {
     }
 
     /// Waits until the coordinator fails permanently.
-    pub async fn failed(&mut self) -> RunError {
+    pub fn failed(&mut self) -> BoxFuture<'_, RunError> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(self.wait_for_tasks())
+    }
+
+    async fn wait_for_tasks(&mut self) -> RunError {
         tokio::select! {
             result = &mut self.runner => match result {
                 Ok(Err(error)) => RunError::Store(error),
@@ -68,7 +74,12 @@ impl Running {
 
     /// Ends sessions and streams, waits a few seconds for open calls, then closes the database. Acknowledged changes
     /// are already stored.
-    pub async fn shutdown(mut self) {
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(self.end_tasks())
+    }
+
+    async fn end_tasks(mut self) {
         let _ = self.stop.send(true);
         // Stopping a collection at any point is safe: it only deleted unneeded blobs.
         self.collecting.abort();

@@ -7,6 +7,7 @@ use super::error::StoreError;
 use super::lease::{Candidate, Writer, with_keepalive};
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
+use futures::future::BoxFuture;
 use sqlx::postgres::PgPoolOptions;
 
 impl SqlStore {
@@ -14,7 +15,12 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
-    pub async fn postgres_to_read(url: &DatabaseUrl) -> Result<Self, StoreError> {
+    pub fn postgres_to_read(url: &DatabaseUrl) -> BoxFuture<'_, Result<Self, StoreError>> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(Self::open_postgres_to_read(url))
+    }
+
+    async fn open_postgres_to_read(url: &DatabaseUrl) -> Result<Self, StoreError> {
         let options = url.options()?.options([("default_transaction_read_only", "on")]);
         let pool = PgPoolOptions::new()
             .max_connections(1)
@@ -34,7 +40,12 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::InUse`]
-    pub async fn postgres(url: &DatabaseUrl) -> Result<Self, StoreError> {
+    pub fn postgres(url: &DatabaseUrl) -> BoxFuture<'_, Result<Self, StoreError>> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(Self::open_postgres(url))
+    }
+
+    async fn open_postgres(url: &DatabaseUrl) -> Result<Self, StoreError> {
         let database = url.to_string();
         let failed = |source: BoxError| StoreError::Open {
             database: url.to_string(),

@@ -3,6 +3,7 @@
 use super::connection::Database;
 use super::error::StoreError;
 use super::sql::SqlStore;
+use futures::future::BoxFuture;
 use sqlx::Connection;
 use sqlx::migrate::Migrator;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
@@ -25,7 +26,12 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`]
-    pub async fn sqlite(path: &Path) -> Result<Self, StoreError> {
+    pub fn sqlite(path: &Path) -> BoxFuture<'_, Result<Self, StoreError>> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(Self::open_sqlite(path))
+    }
+
+    async fn open_sqlite(path: &Path) -> Result<Self, StoreError> {
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| StoreError::Open {
             database: path.display().to_string(),
             source,
@@ -59,7 +65,12 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
-    pub async fn sqlite_to_read(path: &Path) -> Result<Self, StoreError> {
+    pub fn sqlite_to_read(path: &Path) -> BoxFuture<'_, Result<Self, StoreError>> {
+        // Boxed: compiled once, in this crate.
+        Box::pin(Self::open_sqlite_to_read(path))
+    }
+
+    async fn open_sqlite_to_read(path: &Path) -> Result<Self, StoreError> {
         let pool = SqlitePoolOptions::new()
             .max_connections(1)
             .connect_with(options(path).read_only(true))
