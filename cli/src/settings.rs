@@ -105,7 +105,7 @@ pub struct Flags {
 /// The state that a running `aitk up` writes for other commands of this user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UpState {
-    /// Its address: `http://127.0.0.1:7411`.
+    /// Its address: `http://127.0.0.1:7420`.
     pub server: String,
     /// The token file.
     pub token_file: PathBuf,

@@ -130,7 +130,7 @@ pub(crate) async fn start_leading(
     let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
     let (listener, addr) = listen(config.bind).await?;
-    let tls = Tls::open(&config, addr)?;
+    let tls = Tls::open(config.tls.as_ref(), config.pki.as_ref(), addr)?;
     ClientAddress::of(&config, addr).write(&data_dir);
     let metrics_listener = listen_for_metrics(config.metrics).await?;
     let metrics_addr = metrics_listener

@@ -36,13 +36,13 @@ pub struct SubmitArgs {
     /// One job per value of this key; with several keys one per combination of values
     #[arg(long, value_name = "KEY=V1,V2,…")]
     pub sweep: Vec<String>,
-    /// N jobs that differ in ${AITK_ARRAY_INDEX} and their seed; with --sweep N of each
+    /// Submit N jobs that differ in ${AITK_ARRAY_INDEX} and in their seed; with --sweep, N jobs per combination
     #[arg(long, value_name = "N")]
     pub array: Option<NonZeroU32>,
     /// Run at most N jobs of --sweep and --array at the same time
     #[arg(long, value_name = "N")]
     pub at_most: Option<NonZeroU32>,
-    /// Owner of the job, for shares and quotas [env: AITK_USER]
+    /// Owner of the job; for another user, an operator's or admin's token is needed [env: AITK_USER]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
     /// Only show the report of `aitk validate`; nothing is sent

@@ -40,7 +40,7 @@ pub struct RunArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk init\n  aitk init config/my_lora.yaml --force")]
 pub struct InitArgs {
-    /// Folder (then job.yaml in it) or file to write
+    /// File to write, or the folder in which to write job.yaml
     #[arg(value_name = "DIR|FILE", default_value = ".")]
     pub path: PathBuf,
     /// Overwrite an existing file
@@ -79,7 +79,7 @@ pub struct UpArgs {
     /// The worker's name [default: the name of this machine]
     #[arg(long, value_name = "NAME")]
     pub worker_name: Option<String>,
-    /// Fail jobs if their files and network cannot be confined (`aitk help security`)
+    /// Refuse to start if the files and the network of jobs cannot be confined (`aitk help security`)
     #[arg(long, env = "AITK_REQUIRE_SANDBOX", value_parser = clap::builder::BoolishValueParser::new(), num_args = 0..=1,
           default_missing_value = "true", default_value = "false", require_equals = true, value_name = "BOOL",
           hide_default_value = true, hide_possible_values = true)]

@@ -130,7 +130,7 @@ pub struct WorkersArgs {
     /// Only workers with a device in this state; may be given several times
     #[arg(long = "state", value_enum, value_name = "STATE")]
     pub states: Vec<WorkerState>,
-    /// Only workers with this label, or with this value of it; may be given several times: all of them
+    /// Only workers with this label, or with this value of the label; may be given several times, then all must match
     #[arg(long = "label", value_name = "NAME[=VALUE]")]
     pub labels: Vec<String>,
     /// Ids only

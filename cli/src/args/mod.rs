@@ -101,8 +101,8 @@ pub enum Command {
     #[command(
         long_about = "Submit a config to a coordinator and print the job's id.\n\nThe config is checked here first. Local inputs \
                   (data sets, models) are uploaded as snapshots: files that are stored already are not sent again. \
-                  From then on the job does not depend on this machine. With --follow, Ctrl-C detaches (exit code \
-                  130) and the job continues; otherwise the exit code is the job's."
+                  From then on the job does not depend on this machine. With --follow the exit code is the job's; Ctrl-C \
+                  detaches (exit code 130), and the job continues."
     )]
     Submit(SubmitArgs),
     /// Submit a copy of a job and print the copy's id

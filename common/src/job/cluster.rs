@@ -48,7 +48,7 @@ section! {
         time_limit: Option<TimeSpan> = None, Works;
         /// How long the job may show no progress before its process is killed and the attempt is retried, such as `30m`. It grows automatically when the job's own steps take long. Absent: the worker's setting, 10 minutes by default.
         progress_timeout: Option<TimeSpan> = None, Works;
-        /// Preemptible: the job saves and leaves its device when a job that does not yield waits for it at the same or a higher priority, and resumes automatically later.
+        /// Preemptible: the job saves and leaves its device when a job of a higher priority, or a job of the same priority that does not yield, waits for it, and resumes automatically later.
         yields: bool = false, Works;
         /// The job shares its device with no other job, however small both are.
         alone: bool = false, Works;

@@ -70,10 +70,10 @@ section! {
         /// No effect, as in ai-toolkit.
         in_context: bool = false, Accepted("never had an effect");
 
-        /// LoRA that is fused into the base before training.
+        /// LoRA that is applied to the base model, frozen.
         lora_path: Option<String> = None, Works, input Lora;
         /// Training adapter: active while training, removed while sampling.
-        assistant_lora_path: Option<String> = None, Refused("no training adapters; `lora_path` is fused permanently"), input Lora;
+        assistant_lora_path: Option<String> = None, Refused("no training adapters; `lora_path` stays active while sampling"), input Lora;
         /// LoRA that is active only while sampling.
         inference_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
         /// LoRA that is active only on the unconditional pass.
@@ -93,7 +93,7 @@ section! {
         /// `exclude`: a list of names of layers that are not quantised; `*` matches anything.
         quantize_kwargs: FreeMap = FreeMap::new(), Works;
         /// 16, 8 or 4 bits for the text encoder.
-        text_encoder_bits: u32 = 16, Refused("weights stay in `dtype`");
+        text_encoder_bits: u32 = 16, Refused("use `quantize_te` and `qtype_te`");
         /// At least the savings of the memory profile `balanced`, plus CFG in two passes and the VAE in tiles.
         low_vram: bool = false, Works;
         /// Stream the layers: each is read from its file when it runs and does not stay in memory.

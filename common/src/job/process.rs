@@ -24,7 +24,7 @@ section! {
     /// A process that trains.
     pub struct TrainerProcess("process") {
         /// Type of trainer.
-        kind as "type": ProcessType = ProcessType::SdTrainer, Works;
+        kind as "type": ProcessType = ProcessType::SdTrainer, Works, shown "required";
         /// Name of the run folder. Unlike in ai-toolkit, a name that differs from the job's does not break resume.
         name: Option<String> = None, Works, shown "`config.name`";
         /// The run folder is `training_folder/name`.
@@ -118,7 +118,7 @@ section! {
     /// A process that generates images from prompts (`to_folder`).
     pub struct GenerateProcess("process") {
         /// `to_folder`.
-        kind as "type": ProcessType = ProcessType::ToFolder, Works;
+        kind as "type": ProcessType = ProcessType::ToFolder, Works, shown "required";
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
         /// Folder for the images.
@@ -147,7 +147,7 @@ section! {
     /// A process that runs image to image over data sets (`batch_img2img`).
     pub struct Img2ImgProcess("process") {
         /// `batch_img2img`.
-        kind as "type": ProcessType = ProcessType::BatchImg2Img, Works;
+        kind as "type": ProcessType = ProcessType::BatchImg2Img, Works, shown "required";
         /// Name of the process.
         name: Option<String> = None, Accepted("images go into `output_folder`");
         /// Folder for the images.

@@ -32,6 +32,7 @@ declarations in `common/src/job`; change those and run
 | with `x` | only matters together with `x`, which works, is ignored with a warning, or is refused |
 | warning | ignored, with a warning before the job starts; the result stays what was asked for |
 | refused | ignoring it would change the result: the job does not start unless the value is the default or off |
+| later | read and checked, but the feature that uses the key does not run in this release |
 
 A key that is in none of these tables is ignored with a warning. If it is within two edits of a known key, it is an
 error that names that key. An explicit `null` counts as absent.
@@ -128,7 +129,7 @@ fn write_row(page: &mut String, field: &FieldInfo, is_refused: bool) {
         text if text.contains(' ') || text.contains('`') || text == "required" => text.to_owned(),
         text => format!("`{text}`"),
     };
-    let kind = if field.values.is_empty() {
+    let kind = if field.values.is_empty() || field.kind.starts_with("list of") {
         field.kind.clone()
     } else {
         "a name, below".to_owned()
@@ -175,7 +176,13 @@ fn write_values(page: &mut String, field: &FieldInfo) {
     };
     let works = listed(|status| !matches!(status, Status::Refused(_)));
     let refused = listed(|status| matches!(status, Status::Refused(_)));
-    let _ = write!(page, "\nValues of `{}`: {works}", field.key);
+    // The values of a list of processes are those of the key `type` of each.
+    let key = if field.key == "process" {
+        "`type` in `process`".to_owned()
+    } else {
+        format!("`{}`", field.key)
+    };
+    let _ = write!(page, "\nValues of {key}: {works}");
     if refused.is_empty() {
         page.push_str(".\n");
     } else {

@@ -147,7 +147,7 @@ section! {
         loss_target: LossTarget = LossTarget::Noise, Works;
         /// SNR weighting of the loss, capped at this value.
         min_snr_gamma: Option<f64> = None, Works;
-        /// SNR weighting of the loss without the cap's lower form; `min_snr_gamma` wins.
+        /// Multiplies the loss by `gamma / snr`, not capped. Ignored if `min_snr_gamma` is set.
         snr_gamma: Option<f64> = None, Works;
         /// Learn the SNR weighting.
         learnable_snr_gos: bool = false, Refused("use `min_snr_gamma`");

@@ -222,7 +222,7 @@ impl State {
         match job.state {
             JobState::Stopped if can_never_start => {
                 return Err(Refusal::Conflict(format!(
-                    "job {id} starts only after a job fails that has completed; submit it again without cluster.after_failed"
+                    "job {id} starts only if another job fails, and that job has completed; submit it again without cluster.after_failed"
                 )));
             }
             JobState::Stopped | JobState::Failed => {

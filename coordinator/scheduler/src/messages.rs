@@ -58,8 +58,8 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
         WaitReason::NoDeviceFits(fit_errors) => no_device(fit_errors.iter().collect()),
         WaitReason::NoDeviceAccepts { fitting, first } => {
             let devices = match fitting {
-                1 => "the one device that fits is not taken".to_owned(),
-                several => format!("none of the {several} devices that fit is taken"),
+                1 => "the only device that fits takes no jobs".to_owned(),
+                several => format!("none of the {several} devices that fit takes jobs"),
             };
             format!("{devices}: {}", availability(first))
         }
@@ -171,7 +171,7 @@ pub(super) fn job_status(status: &JobStatus<'_>) -> String {
 pub(super) fn fit_line(line: &FitLine<'_>) -> String {
     let need = match line.bytes {
         Some(bytes) => format!("{} of {}", gib(bytes), gib(line.budget)),
-        None => format!("all of {}, its need is not known", gib(line.budget)),
+        None => format!("the whole {}, because the need is unknown", gib(line.budget)),
     };
     let time = match line.seconds {
         Some(seconds) if seconds.is_finite() => {

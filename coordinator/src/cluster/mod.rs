@@ -107,11 +107,12 @@ impl Member {
             tracing::info!(address = self.cluster.address, "this coordinator leads");
             let mut running = Box::pin(start_leading(self.config.clone(), &self.local, store)).await?;
             let failure = tokio::select! {
-                failure = running.failed() => failure,
-                _ = stopping.wait_for(|stop| *stop) => {
-                    running.shutdown().await;
-                    return Ok(());
-                }
+                failure = running.failed() => Some(failure),
+                _ = stopping.wait_for(|stop| *stop) => None,
+            };
+            let Some(failure) = failure else {
+                running.shutdown().await;
+                return Ok(());
             };
             self.step_down(running, failure).await?;
         }
@@ -149,7 +150,7 @@ impl Member {
         let routes = axum::Router::new().fallback_service(Forward::new(leader, limiter.clone()));
         let router = server_builder().add_routes(tonic::service::Routes::from(routes));
         let (serving, renewing): (BoxFuture<'static, _>, _) =
-            match Tls::open(&self.config, addr).map_err(StartError::from)? {
+            match Tls::open(self.config.tls.as_ref(), self.config.pki.as_ref(), addr).map_err(StartError::from)? {
                 None => {
                     let incoming = limiter.incoming(listener);
                     (Box::pin(router.serve_with_incoming_shutdown(incoming, shutdown)), None)

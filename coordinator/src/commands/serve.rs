@@ -64,7 +64,7 @@ pub(crate) struct ServeArgs {
     /// PEM file with the certificate's private key.
     #[arg(long, env = "AITK_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// File with the token that workers and clients must show. Created at the first start. Default: `token` in the
+    /// File with the administrator's token. Created at the first start. Default: `token` in the
     /// data folder.
     #[arg(long, env = "AITK_COORDINATOR_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,

@@ -13,7 +13,7 @@ mod signer;
 pub use error::PkiError;
 pub(crate) use signer::{Signer, wall_clock};
 
-use crate::config::{Config, TlsFiles};
+use crate::config::{PkiConfig, TlsFiles};
 use crate::connection_limiter::ConnectionLimiter;
 use crate::error_chain::error_chain;
 use aitk_common::hash::ContentHash;
@@ -41,16 +41,20 @@ pub(crate) struct Tls {
 }
 
 impl Tls {
-    /// Opens what the config specifies. `None`: no TLS.
-    pub(crate) fn open(config: &Config, addr: SocketAddr) -> Result<Option<Self>, PkiError> {
-        let signer = match &config.pki {
+    /// Opens the administrator's certificate, else the coordinator's own certificate authority. `None`: no TLS.
+    pub(crate) fn open(
+        files: Option<&TlsFiles>,
+        pki: Option<&PkiConfig>,
+        addr: SocketAddr,
+    ) -> Result<Option<Self>, PkiError> {
+        let signer = match pki {
             None => None,
             Some(pki) => Some(Arc::new(Signer {
                 ca: Ca::open(&pki.folder)?,
                 worker_life: pki.worker_life,
             })),
         };
-        let (resolver, renewing): (Arc<dyn ResolvesServerCert>, _) = match (&config.tls, &config.pki, &signer) {
+        let (resolver, renewing): (Arc<dyn ResolvesServerCert>, _) = match (files, pki, &signer) {
             (Some(files), _, _) => (Arc::new(CurrentCertificate::new(read_certificate(files)?)), None),
             (None, Some(pki), Some(signer)) => {
                 let renewing = server::CertificateRenewal::start(signer.clone(), pki, addr)?;
@@ -79,7 +83,7 @@ impl Tls {
         };
         let mut tls = builder.with_cert_resolver(resolver);
         tls.alpn_protocols.push(b"h2".to_vec());
-        let allowed = config.pki.as_ref().is_some_and(|pki| pki.allow_worker_tokens);
+        let allowed = pki.is_some_and(|pki| pki.allow_worker_tokens);
         Ok(Some(Self {
             config: Arc::new(tls),
             certificates_only: signer.is_some() && !allowed,

@@ -40,7 +40,7 @@ pub enum StoreError {
     },
     /// Another coordinator took over the database: this one may not write any more.
     #[error(
-        "another coordinator has taken over the database {database}; this one does not lead any more, so that never two of them write"
+        "another coordinator has taken over the database {database}; this one no longer leads, because only one coordinator may write"
     )]
     Superseded {
         /// The database.

@@ -1,6 +1,6 @@
 //! Control groups for attempts: limits for the attempt's process with all its threads, and not for the daemon.
 //!
-//! Groups can be created if the daemon may write to its own group: as root, or in a systemd unit with `Delegate=yes`.
+//! Groups can be created if the daemon may write to its own group: as root, or in a systemd unit with `Delegate=memory pids`.
 
 use crate::probe;
 use aitk_common::confinement::Protection;
@@ -154,8 +154,12 @@ impl ControlGroups {
 
 /// Enables limits for subgroups. Returns the folder in which they are created.
 fn enable_controllers(root: &Path, own_group: &Path) -> Result<PathBuf, String> {
-    let failed =
-        |what: &Path, error: io::Error| format!("{}: {error} (a systemd unit needs Delegate=yes)", what.display());
+    let failed = |what: &Path, error: io::Error| {
+        format!(
+            "{}: {error} (a systemd unit needs Delegate=memory pids)",
+            what.display()
+        )
+    };
     let read = |path: PathBuf| fs::read_to_string(&path).map_err(|error| failed(&path, error));
     // After a restart in place the process is already in that group.
     let base = match own_group.file_name() {

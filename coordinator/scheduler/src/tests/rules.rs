@@ -522,7 +522,7 @@ fn a_device_is_quarantined_after_three_faults() {
     world.submit("j4", retries(0));
     assert_eq!(
         world.reason("j4"),
-        "the one device that fits is not taken: quarantined: 3 faults in a row, the last one: boom; `aitk worker undrain w1` frees it"
+        "the only device that fits takes no jobs: quarantined: 3 faults in a row, the last one: boom; `aitk worker undrain w1` frees it"
     );
     let view = world.state.worker_views(|_| true)[0].devices[0].clone();
     assert!(view.quarantined && view.faults == 3);

@@ -216,7 +216,7 @@ pub(super) fn alone() -> Vec<Case> {
             &["3060"],
             unknown(),
             "3060 balanced",
-            &["its need is not known"],
+            &["the need is unknown"],
         ),
         case(
             "nothing known, least memory",
