@@ -113,8 +113,8 @@ pub async fn measure_confinement() -> Option<Confinement> {
 
 /// A coordinator and a worker that run in this program.
 pub struct EmbeddedCluster {
-    coordinator: aitk_coordinator::Running,
-    worker: Option<aitk_worker::Running>,
+    coordinator: aitk_coordinator::CoordinatorHandle,
+    worker: Option<aitk_worker::WorkerHandle>,
     api: Api,
 }
 

@@ -6,7 +6,7 @@ mod pause;
 
 pub(crate) use handle::{SchedulerHandle, SchedulerStopped};
 
-use crate::assign::{Outgoing, Work};
+use crate::assign::{Outgoing, PendingAssignment};
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
 use crate::metrics::Metrics;
@@ -211,7 +211,7 @@ impl Runner {
                 session,
                 ToWorker::Welcome {
                     worker,
-                    beat_interval,
+                    heartbeat_interval,
                     lease,
                     keep,
                     wanted,
@@ -223,7 +223,7 @@ impl Runner {
                     session,
                     ToWorker::Welcome {
                         worker,
-                        beat_interval,
+                        heartbeat_interval,
                         lease,
                         storage_url,
                         keep,
@@ -236,8 +236,8 @@ impl Runner {
             // The session knows the caller. This takes a place in its outbox beside the answer.
             Effect::ForeignReport { session, attempt } => self.send(session, Outgoing::ForeignReport(attempt)),
             Effect::Assign(session, placed) => {
-                let work = self.work_for(*placed);
-                self.send(session, Outgoing::Work(Box::new(work)));
+                let assignment = self.pending_assignment(*placed);
+                self.send(session, Outgoing::Assignment(Box::new(assignment)));
             }
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
             Effect::Publish(job, event) => self.hub.publish(&job, event),
@@ -251,12 +251,12 @@ impl Runner {
     }
 
     /// Creates the assignment for the session's task.
-    fn work_for(&self, placed: PlacedAttempt) -> Work {
+    fn pending_assignment(&self, placed: PlacedAttempt) -> PendingAssignment {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
             self.metrics.record_first_assignment(job.created, self.clock.now());
         }
-        Work {
+        PendingAssignment {
             owner: job.map(|job| job.requirements.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
             // A job in place finds its images in its folder, and a training continues from its checkpoint.

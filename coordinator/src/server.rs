@@ -2,11 +2,11 @@
 
 mod error;
 mod local_resources;
-mod running;
+mod handle;
 
 pub use error::{RunError, StartError};
 pub(crate) use local_resources::LocalResources;
-pub use running::Running;
+pub use handle::CoordinatorHandle;
 
 use crate::access::Access;
 use crate::address::ClientAddress;
@@ -63,7 +63,7 @@ const MAX_UPLOADS: usize = 16;
 ///
 /// # Errors
 /// [`StartError`]
-pub async fn start(config: Config) -> Result<Running, StartError> {
+pub async fn start(config: Config) -> Result<CoordinatorHandle, StartError> {
     // Boxed: the future is large, because it holds those of the database libraries.
     Box::pin(async {
         let local = LocalResources::prepare(&config)?;
@@ -90,7 +90,7 @@ pub(crate) async fn start_leading(
     config: Config,
     local: &LocalResources,
     store: SqlStore,
-) -> Result<Running, StartError> {
+) -> Result<CoordinatorHandle, StartError> {
     let mut server = server_builder();
     let LocalResources {
         data_dir,
@@ -156,7 +156,7 @@ pub(crate) async fn start_leading(
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, scheduler.clone(), stopping.clone()));
     }
-    let (access, auditing) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
+    let (access, audit_task) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
     let pins = Pins::new();
     let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
@@ -169,7 +169,7 @@ pub(crate) async fn start_leading(
         retention: config.retention.clone(),
         refusals_seen: Arc::default(),
     };
-    let collecting = tokio::spawn(collector.clone().run());
+    let garbage_task = tokio::spawn(collector.clone().run());
     let scope = Scope::new(
         scheduler.clone(),
         access.clone(),
@@ -216,36 +216,36 @@ pub(crate) async fn start_leading(
     let stopped = async move {
         let _ = stopped.wait_for(|stop| *stop).await;
     };
-    let (serving, renewing): (BoxFuture<'static, _>, _) = match tls {
+    let (serving, certificate_task): (BoxFuture<'static, _>, _) = match tls {
         None => {
             let incoming = limiter.incoming(listener);
             (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
         }
         Some(tls) => {
             let refused = move |from, problem: &str| access.audit_refused_certificate(from, problem);
-            let (incoming, renewing) = tls.accept(limiter, listener, refused);
+            let (incoming, certificate_task) = tls.accept(limiter, listener, refused);
             (
                 Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
-                renewing,
+                certificate_task,
             )
         }
     };
     let runner = tokio::spawn(runner.run());
-    let leading = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
+    let lease_task = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
-    Ok(Running {
+    Ok(CoordinatorHandle {
         addr,
         token: token.secret().to_owned(),
         token_file,
         metrics: metrics_addr,
         tls: is_tls,
         stop,
-        renewing,
+        certificate_task,
         server,
         runner,
-        collecting,
-        auditing,
-        leading,
+        garbage_task,
+        audit_task,
+        lease_task,
         store,
         _local: local.clone(),
     })

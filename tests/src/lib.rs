@@ -13,7 +13,7 @@ pub mod hub_server;
 pub mod jobs;
 pub mod namespaces;
 pub mod network;
-pub mod pool;
+pub mod cluster;
 pub mod postgres;
 pub mod processes;
 pub mod programs;

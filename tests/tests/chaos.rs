@@ -176,7 +176,7 @@ fn random_faults_do_not_change_the_result_and_leave_nothing_behind() {
     let root = folder.path();
     let mut cluster = Cluster::small(SERVERS, &root);
     let config = RoundConfig {
-        lease: cluster.pool().setup().lease,
+        lease: cluster.test_cluster().setup().lease,
         outage: Duration::from_secs(3),
         faults: (2, 5),
         tracks: 1,
@@ -198,7 +198,7 @@ fn a_full_cluster_survives_simultaneous_faults() {
         number_from_env("AITK_CHAOS_ROUNDS"),
     );
     let short = RoundConfig {
-        lease: cluster.pool().setup().lease,
+        lease: cluster.test_cluster().setup().lease,
         outage: Duration::from_secs(3),
         faults: (8, 8),
         tracks: 2,

@@ -113,7 +113,7 @@ pub struct Config {
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of other users may use this worker's
     /// `HF_TOKEN`. Jobs that run in place may always use it.
     pub hub_allow: Vec<String>,
-    /// A folder with Hugging Face tokens of the pool's users, in files `USER/NAME` that only the owner can read. A
+    /// A folder with Hugging Face tokens of the cluster's users, in files `USER/NAME` that only the owner can read. A
     /// job may name a token of its own user (`cluster.hub_token`). `None`: no job may.
     pub hub_secrets: Option<PathBuf>,
 }
@@ -187,7 +187,7 @@ pub enum StartError {
 
 /// A worker that runs in the background. Dropping it kills its children at once; [`Self::shutdown`] lets them save.
 #[derive(Debug)]
-pub struct Running {
+pub struct WorkerHandle {
     shutdown_token: CancellationToken,
     /// The task that renews the certificate.
     renewal: Option<JoinHandle<()>>,
@@ -198,8 +198,8 @@ pub struct Running {
 /// Starts a worker: locks its data folder, then keeps a session with the coordinator open.
 ///
 /// # Errors
-/// [`StartError`]. Connection errors and refusals appear in [`Running::status`] and [`Running::ended`].
-pub async fn start(config: Config) -> Result<Running, StartError> {
+/// [`StartError`]. Connection errors and refusals appear in [`WorkerHandle::status`] and [`WorkerHandle::ended`].
+pub async fn start(config: Config) -> Result<WorkerHandle, StartError> {
     if config.devices.is_empty() {
         return Err(StartError::NoDevice);
     }
@@ -286,7 +286,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         config.shutdown_patience,
         upload_patience,
     ));
-    Ok(Running {
+    Ok(WorkerHandle {
         shutdown_token,
         renewal: renewer.map(|renewer| tokio::spawn(renewer.run())),
         session,
@@ -294,7 +294,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     })
 }
 
-impl Running {
+impl WorkerHandle {
     /// The state of the session; a watch channel that reports changes.
     #[must_use]
     pub fn status(&self) -> watch::Receiver<Status> {
@@ -325,7 +325,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for WorkerHandle {
     fn drop(&mut self) {
         self.session.abort();
         if let Some(renewal) = &self.renewal {

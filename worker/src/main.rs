@@ -159,7 +159,7 @@ struct Daemon {
         value_delimiter = ','
     )]
     hub_allow: Vec<String>,
-    /// A folder with Hugging Face tokens of the pool's users, in files USER/NAME with mode 0600: jobs of that user
+    /// A folder with Hugging Face tokens of the cluster's users, in files USER/NAME with mode 0600: jobs of that user
     /// may name them (`cluster.hub_token: NAME`) for private and gated models. Default: none.
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "FOLDER")]
     hub_secrets: Option<PathBuf>,

@@ -410,7 +410,7 @@ pub enum Refusal {
     NotFound(String),
     /// No such worker.
     #[error("there is no worker {0:?}; `aitk workers` lists them")]
-    NoWorker(String),
+    UnknownWorker(String),
     /// A prefix or a name that several jobs or workers share.
     #[error("{text:?} means several: {}; write more of it", matches.join(", "))]
     Ambiguous {
@@ -421,7 +421,7 @@ pub enum Refusal {
     },
     /// A name that several active jobs share.
     #[error("{count} jobs that have not ended are called {name:?}; give the id: {}", ids.iter().map(JobId::as_str).collect::<Vec<_>>().join(", "))]
-    SameName {
+    DuplicateName {
         /// The text of the request.
         name: String,
         /// How many jobs share it.
@@ -434,8 +434,8 @@ pub enum Refusal {
     Conflict(String),
     /// The user would exceed a limit.
     #[error("{0}")]
-    TooMuch(String),
-    /// The database has no room.
+    LimitExceeded(String),
+    /// The database has no free disk space.
     #[error("{0}")]
-    NoRoom(String),
+    DatabaseFull(String),
 }

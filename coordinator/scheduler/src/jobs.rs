@@ -46,7 +46,7 @@ impl State {
     /// Checks whether a user may submit this many more jobs, whose configs have this many bytes.
     ///
     /// # Errors
-    /// [`Refusal::TooMuch`] names the limit, the current use, and what to do.
+    /// [`Refusal::LimitExceeded`] names the limit, the current use, and what to do.
     pub fn check_user_limits(&self, owner: &UserName, jobs: u64, bytes: u64) -> Result<(), Refusal> {
         let UserLimits {
             waiting_jobs,
@@ -54,14 +54,14 @@ impl State {
         } = self.settings.user_limits;
         let waiting = self.users.get(owner).map_or(0, |user| user.waiting as u64);
         if let Some(most) = waiting_jobs.filter(|most| waiting.saturating_add(jobs) > *most) {
-            return Err(Refusal::TooMuch(format!(
+            return Err(Refusal::LimitExceeded(format!(
                 "user {owner} has {waiting} waiting jobs and wants {jobs} more; at most {most} may wait \
                  (`--user-waiting-jobs` of the coordinator): submit again when some have started, or `aitk stop` some"
             )));
         }
         let stored = self.config_bytes.get(owner).copied().unwrap_or(0);
         if let Some(most) = config_bytes.filter(|most| stored.saturating_add(bytes) > *most) {
-            return Err(Refusal::TooMuch(format!(
+            return Err(Refusal::LimitExceeded(format!(
                 "the configs of user {owner}'s jobs have {stored} bytes and would get {bytes} more; at most {most} are kept \
                  (`--user-config-mib` of the coordinator): submit smaller configs, or have old jobs forgotten \
                  (`--keep-jobs-days`)"
@@ -428,7 +428,7 @@ impl State {
     /// The job or array with this id or name, or the only one whose id has this prefix.
     ///
     /// # Errors
-    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::DuplicateName`]
     pub fn find(&self, text: &str) -> Result<JobId, Refusal> {
         self.find_among(text, |_| true)
     }
@@ -436,7 +436,7 @@ impl State {
     /// [`Self::find`] among the jobs for which `is_visible` is true.
     ///
     /// # Errors
-    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::DuplicateName`]
     pub fn find_among(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
         if let Some(id) = self.find_by_exact_id(text, &is_visible) {
             return Ok(id);
@@ -488,7 +488,7 @@ impl State {
             match (active.next(), active.next(), named.newest_ended) {
                 (Some(only), None, _) => return Ok(Some((*only).clone())),
                 (Some(_), Some(_), _) => {
-                    return Err(Refusal::SameName {
+                    return Err(Refusal::DuplicateName {
                         name: name.chars().take(80).collect(),
                         count: named.active.len(),
                         ids: named.active.iter().take(MAX_NAMED).map(|id| (*id).clone()).collect(),

@@ -19,7 +19,7 @@ pub struct Settings {
     /// moment does not lose its attempt.
     pub lease: Duration,
     /// Time between two heartbeats of a worker.
-    pub beat_interval: Duration,
+    pub heartbeat_interval: Duration,
     /// How long an attempt lives after its worker's session closed. Shorter than the lease, because a closed session is a
     /// second sign that the worker is gone.
     pub disconnect_grace: Duration,
@@ -45,7 +45,7 @@ impl Settings {
     pub fn from_lease(lease: Duration) -> Self {
         Self {
             lease,
-            beat_interval: (lease / 6).clamp(Duration::from_millis(20), Duration::from_secs(10)),
+            heartbeat_interval: (lease / 6).clamp(Duration::from_millis(20), Duration::from_secs(10)),
             disconnect_grace: lease / 2,
             backoff: (lease / 20).clamp(Duration::from_millis(20), Duration::from_secs(5)),
             backoff_limit: Duration::from_secs(300),

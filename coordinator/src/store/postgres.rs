@@ -4,7 +4,7 @@
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{Candidate, Writer, with_keepalive};
+use super::lease::{Candidate, LeaderLease, with_keepalive};
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use sqlx::postgres::PgPoolOptions;
@@ -53,12 +53,12 @@ impl SqlStore {
             token: ContentHash::of(b""),
             storage: String::new(),
         };
-        let Some(writer) = Writer::acquire_exclusive(&options, &pool, &alone)
+        let Some(lease) = LeaderLease::acquire_exclusive(&options, &pool, &alone)
             .await
             .map_err(failed)?
         else {
             return Err(StoreError::InUse { database });
         };
-        Ok(Self::new(database, Database::Postgres(pool), Some(writer)))
+        Ok(Self::new(database, Database::Postgres(pool), Some(lease)))
     }
 }

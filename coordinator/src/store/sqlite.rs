@@ -68,11 +68,11 @@ impl SqlStore {
                 database: path.display().to_string(),
                 source: Box::new(e),
             })?;
-        let link = Database::Sqlite {
+        let database = Database::Sqlite {
             writer: pool.clone(),
             readers: pool,
         };
-        let store = Self::new(path.display().to_string(), link, None);
+        let store = Self::new(path.display().to_string(), database, None);
         store.check_schema(&MIGRATIONS).await?;
         Ok(store)
     }

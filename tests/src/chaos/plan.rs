@@ -69,7 +69,7 @@ pub struct Capabilities {
 /// The parameters of a round.
 #[derive(Clone, Copy, Debug)]
 pub struct RoundConfig {
-    /// The lease of the pool.
+    /// The lease of the cluster.
     pub lease: Duration,
     /// The longest fault of storage, links, disks and the database.
     pub outage: Duration,

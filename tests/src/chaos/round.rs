@@ -164,7 +164,7 @@ impl Round<'_> {
             let key = format!("round-{}-{}", self.seed, self.jobs.len());
             let workload = &self.cluster.workloads[index];
             self.jobs
-                .push(Submission::new(self.cluster.pool(), index, workload, key));
+                .push(Submission::new(self.cluster.test_cluster(), index, workload, key));
         }
     }
 
@@ -172,7 +172,7 @@ impl Round<'_> {
     fn poll(&mut self) -> Vec<Trigger> {
         let mut triggers = vec![Trigger::Next];
         for job in &mut self.jobs {
-            for event in job.poll(self.cluster.pool()) {
+            for event in job.poll(self.cluster.test_cluster()) {
                 if event.is_assignment() {
                     triggers.push(Trigger::Staging);
                 }

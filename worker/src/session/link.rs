@@ -270,7 +270,7 @@ async fn run_connection(
     Ok(())
 }
 
-/// A random delay between half of `delay` and `delay`, so that the workers of a pool do not reconnect at the same
+/// A random delay between half of `delay` and `delay`, so that the workers of a cluster do not reconnect at the same
 /// moment.
 fn with_jitter(delay: Duration) -> Duration {
     let random = std::collections::hash_map::RandomState::new().build_hasher().finish() % 1000;

@@ -264,7 +264,7 @@ impl Session {
         match message {
             ToWorker::Welcome {
                 worker,
-                beat_interval,
+                heartbeat_interval,
                 storage_url,
                 keep,
                 wanted,
@@ -272,9 +272,9 @@ impl Session {
             } => {
                 self.welcome(worker, storage_url.as_deref(), &keep, &wanted);
                 // A lower bound, so that no value from the coordinator causes a busy loop.
-                return Some(beat_interval.max(Duration::from_millis(20)));
+                return Some(heartbeat_interval.max(Duration::from_millis(20)));
             }
-            ToWorker::BeatReply { events } => {
+            ToWorker::HeartbeatReply { events } => {
                 for (attempt, seq) in events {
                     self.outbox.acknowledge(&attempt, seq);
                 }
@@ -485,7 +485,7 @@ impl Session {
             });
         }
         if std::mem::take(&mut self.heartbeat_due) {
-            return Some(ToCoordinator::Beat {
+            return Some(ToCoordinator::Heartbeat {
                 running: self.running_attempts(),
             });
         }

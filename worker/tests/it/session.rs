@@ -424,7 +424,7 @@ async fn another_protocol_version_is_a_refusal() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_worker_keeps_its_id() {
     let cluster = TestCluster::start().await;
-    let id = |worker: &aitk_worker::Running| worker.status().borrow().clone();
+    let id = |worker: &aitk_worker::WorkerHandle| worker.status().borrow().clone();
     let first = cluster.worker("w", "true").await;
     let before = id(&first);
     first.shutdown().await;

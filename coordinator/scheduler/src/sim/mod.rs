@@ -1,4 +1,4 @@
-//! Simulates a random pool from a seed: users submit, pause, stop and resume jobs; workers connect, sleep, crash and repeat
+//! Simulates a random cluster from a seed: users submit, pause, stop and resume jobs; workers connect, sleep, crash and repeat
 //! messages; attempts hang, devices get stuck, workers are refused for a while; the network loses, delays, reorders and
 //! duplicates messages; the coordinator crashes between any two effects, its disk is full for a while, and its store fails.
 //! Users have quotas; jobs ask for labels, for a memory or a profile; machines change their labels and the memory that they

@@ -245,7 +245,7 @@ impl SimWorker {
                 self.session = None;
                 self.connecting_since = None;
             }
-            ToWorker::BeatReply { .. } | ToWorker::Assign(_) => {}
+            ToWorker::HeartbeatReply { .. } | ToWorker::Assign(_) => {}
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// A device is not used if it is slower than the fastest device that fits by more than this factor: waiting is better.
 pub(crate) const MAX_SLOWDOWN: f64 = 8.0;
-/// The most names of devices that are remembered; far more than a pool has.
+/// The most names of devices that are remembered; far more than a cluster has.
 pub(crate) const MAX_ENTRIES: usize = 4096;
 
 /// The slowdown of a step under a profile, compared with everything on the device. Offloaded text encoders cost

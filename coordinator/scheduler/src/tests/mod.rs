@@ -28,7 +28,7 @@ use std::time::Duration;
 pub(super) fn settings() -> Settings {
     Settings {
         lease: Duration::from_millis(6000),
-        beat_interval: Duration::from_millis(1000),
+        heartbeat_interval: Duration::from_millis(1000),
         disconnect_grace: Duration::from_millis(3000),
         backoff: Duration::from_millis(1000),
         backoff_limit: Duration::from_millis(8000),

@@ -153,7 +153,7 @@ fn only_disconnected_workers_without_jobs_can_be_removed() {
     assert!(world.state.worker_views(|_| true).is_empty());
     let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
     assert!(world.last.iter().any(is_removed));
-    assert!(matches!(world.forget("w1"), Err(Refusal::NoWorker(_))));
+    assert!(matches!(world.forget("w1"), Err(Refusal::UnknownWorker(_))));
     // It registers again and gets work.
     world.cpu("w1");
     world.submit("jb", retries(0));
