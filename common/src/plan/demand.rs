@@ -337,10 +337,10 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
     let memory = figures.map(|figures| {
         let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
         let network = body.get("network").filter(|network| !network.is_null());
-        let Trained {
+        let TrainedParameters {
             millions: trained,
             full,
-        } = Trained::of(body, &figures);
+        } = TrainedParameters::of(body, &figures);
         // A full fine-tune keeps and computes its weights in f32.
         let width = match network {
             Some(_) => dtype_bytes(text(body, "/train/dtype")),
@@ -401,14 +401,14 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
 }
 
 /// The parameters that a training run trains.
-pub(super) struct Trained {
+pub(super) struct TrainedParameters {
     /// Millions of trained parameters.
     pub(super) millions: f64,
     /// Whether denoiser and text encoders themselves are trained.
     pub(super) full: [bool; 2],
 }
 
-impl Trained {
+impl TrainedParameters {
     pub(super) fn of(body: &Value, figures: &Figures) -> Self {
         let network = body.get("network").filter(|network| !network.is_null());
         let components = [

@@ -1,6 +1,6 @@
 //! Predicts the output of a training run: saved weights, checkpoints, samples.
 
-use super::demand::{Figures, Trained, factored_convolution_bytes, is_factored, state_bytes_per_parameter};
+use super::demand::{Figures, TrainedParameters, factored_convolution_bytes, is_factored, state_bytes_per_parameter};
 use super::family::Family;
 use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;
@@ -61,7 +61,7 @@ impl RunOutput {
     fn bytes(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Option<(u64, u64)> {
         let body = serde_json::to_value(process).ok()?;
         let figures = Figures::of(Family::of(process.model.arch.name.name())?, counts);
-        let Trained { millions, full } = Trained::of(&body, &figures);
+        let TrainedParameters { millions, full } = TrainedParameters::of(&body, &figures);
         let optimizer = process.train.optimizer.name();
         let mut state = state_bytes_per_parameter(optimizer);
         if full[0] && is_factored(optimizer) {

@@ -5,7 +5,7 @@ use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::UnixMillis;
 use aitk_common::control::WorkerView;
-use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, Submitted, ToWorker};
+use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
@@ -316,11 +316,11 @@ pub enum Record {
     /// A job changed.
     Job(Arc<Job>),
     /// A job is removed, with everything that is stored of it.
-    JobGone(JobId),
+    JobRemoved(JobId),
     /// A worker registered or changed.
     Worker(Box<Worker>),
     /// A worker is removed.
-    WorkerGone(WorkerId),
+    WorkerRemoved(WorkerId),
     /// A new event in a job's log.
     Event {
         /// The job.
@@ -333,7 +333,7 @@ pub enum Record {
     /// A file of a job is new or was replaced.
     Artifact(JobId, Box<Artifact>),
     /// A file of a job was removed.
-    ArtifactGone(JobId, String),
+    ArtifactRemoved(JobId, String),
 }
 
 /// An attempt that was placed on a device. The job's payload is only in the store.
@@ -395,7 +395,7 @@ pub enum Effect {
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// A job or an array was submitted.
-    Submitted(Submitted),
+    Submitted(SubmissionReceipt),
     /// A job after it was changed.
     Job(Box<JobView>),
     /// A worker after it was changed.

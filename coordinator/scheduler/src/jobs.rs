@@ -5,7 +5,7 @@ use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Tick
 use super::saved_work::saved_work_message;
 use super::state::State;
 use super::step::Step;
-use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
+use aitk_common::control::{EventBody, HeldAttempt, JobState, SubmissionReceipt, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ impl State {
         step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
     }
 
-    fn accept_job(&mut self, step: &mut Step, new: NewJob) -> Result<Submitted, Refusal> {
+    fn accept_job(&mut self, step: &mut Step, new: NewJob) -> Result<SubmissionReceipt, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -36,7 +36,7 @@ impl State {
         self.check_can_be_met(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
         self.insert_job(step, new, after, None);
-        Ok(Submitted {
+        Ok(SubmissionReceipt {
             job,
             name,
             existed: false,
@@ -461,11 +461,11 @@ impl State {
     fn find_by_name(&self, name: &str, is_visible: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
         /// Jobs or arrays of a name.
         #[derive(Default)]
-        struct Named<'a> {
+        struct NameMatches<'a> {
             active: BTreeSet<&'a JobId>,
             newest_ended: Option<(u64, &'a JobId)>,
         }
-        impl<'a> Named<'a> {
+        impl<'a> NameMatches<'a> {
             fn add(&mut self, job: &Job, id: &'a JobId) {
                 if job.state.is_ended() {
                     self.newest_ended = self.newest_ended.max(Some((job.order, id)));
@@ -474,7 +474,7 @@ impl State {
                 }
             }
         }
-        let (mut whole, mut members) = (Named::default(), Named::default());
+        let (mut whole, mut members) = (NameMatches::default(), NameMatches::default());
         for job in self.jobs.values() {
             match &job.array {
                 None if job.name == name && is_visible(job) => whole.add(job, &job.id),

@@ -214,7 +214,7 @@ impl State {
                 )));
             }
             self.workers.swap_remove(&id);
-            step.push(Effect::Persist(Record::WorkerGone(id)));
+            step.push(Effect::Persist(Record::WorkerRemoved(id)));
             Ok(view)
         });
         step.push(Effect::Reply(

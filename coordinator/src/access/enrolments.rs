@@ -95,7 +95,7 @@ impl JoinToken {
 }
 
 /// An enrolled worker: its enrolment and its certificate as PEM.
-pub(crate) struct Certified {
+pub(crate) struct IssuedCertificate {
     pub(crate) enrolment: Enrolment,
     pub(crate) pem: String,
 }

@@ -5,7 +5,7 @@ use aitk_common::id::UserName;
 
 /// Why authentication failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
+pub(crate) enum AuthenticationError {
     /// The token is unknown, revoked or expired.
     InvalidToken,
     /// Too many invalid tokens came from this address.

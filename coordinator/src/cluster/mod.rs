@@ -231,7 +231,7 @@ impl ClusterNode {
             leader_sender.send_replace(None);
             return Ok(());
         };
-        let mismatch = |what, remedy| StartError::Unlike {
+        let mismatch = |what, remedy| StartError::SettingsDiffer {
             what,
             leader: address.clone(),
             remedy,

@@ -78,7 +78,7 @@ impl Retention {
 
 /// Result of a collection or a dry run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Collected {
+pub(crate) struct CollectionReport {
     /// Blobs in the storage at the beginning.
     pub(crate) blobs: u64,
     /// Blobs that jobs need.
@@ -142,11 +142,11 @@ impl Collector {
     }
 
     /// Runs one collection. With `dry`, only counts.
-    pub(crate) async fn collect(&self, dry: bool) -> Result<Collected, CollectError> {
+    pub(crate) async fn collect(&self, dry: bool) -> Result<CollectionReport, CollectError> {
         let Some(_collection) = self.pins.begin_collection() else {
             return Err(CollectError::Busy);
         };
-        let mut done = Collected::default();
+        let mut done = CollectionReport::default();
         if !dry {
             done.jobs_forgotten = self.expire().await?;
             // A failure to clean the audit log does not stop the collection.

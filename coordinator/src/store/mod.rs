@@ -30,7 +30,7 @@ pub(crate) use leader_election::LeaderElection;
 pub use database_url::DatabaseUrl;
 pub use error::StoreError;
 pub use sql::SqlStore;
-pub use types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
+pub use types::{Document, EVENTS_KEPT, JobRoots, StoredState, RemovedRefusals, Upload};
 
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -47,7 +47,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn load(&self) -> Result<Loaded, StoreError>;
+    async fn load(&self) -> Result<StoredState, StoreError>;
 
     /// Commits records with their audit lines: all or none, in order. When this returns, they survive a power failure.
     ///

@@ -5,13 +5,13 @@ use super::body::Body;
 use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
 use super::lease::LeaderLease;
-use super::types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
+use super::types::{Document, EVENTS_KEPT, JobRoots, StoredState, RemovedRefusals, Upload};
 use super::{Store, records};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
-use aitk_scheduler::{Job, Payload, Record, Restored, Worker};
+use aitk_scheduler::{Job, Payload, Record, RestoredJob, Worker};
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::Migrator;
@@ -148,7 +148,7 @@ impl SqlStore {
         transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
-    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<Restored>, StoreError> {
+    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<RestoredJob>, StoreError> {
         let jobs = transaction
             .rows(
                 "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
@@ -172,7 +172,7 @@ impl SqlStore {
                     .first()
                     .map_or(0, |row| row.number(0)),
             };
-            restored.push(Restored {
+            restored.push(RestoredJob {
                 cursor: row.number(2),
                 seq,
                 job,
@@ -184,7 +184,7 @@ impl SqlStore {
 
 #[async_trait]
 impl Store for SqlStore {
-    async fn load(&self) -> Result<Loaded, StoreError> {
+    async fn load(&self) -> Result<StoredState, StoreError> {
         let mut transaction = self.begin_read().await?;
         let jobs = self.restored(&mut transaction).await?;
         let rows = transaction
@@ -195,7 +195,7 @@ impl Store for SqlStore {
             .iter()
             .map(|row| self.parse::<Worker>("worker", row.text(0), row.text(1)))
             .collect::<Result<_, _>>()?;
-        Ok(Loaded { jobs, workers })
+        Ok(StoredState { jobs, workers })
     }
 
     async fn commit(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {

@@ -19,7 +19,7 @@ const MAX_FILES: usize = 300_000;
 
 /// A snapshot and the local paths of its contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Scanned {
+pub struct ScannedSnapshot {
     /// The list.
     pub snapshot: Snapshot,
     /// One local file for each distinct content.
@@ -34,7 +34,7 @@ pub struct Scanned {
 ///
 /// # Errors
 /// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
-pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, StorageError> {
+pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<ScannedSnapshot, StorageError> {
     let root = fs::canonicalize(path).map_err(|error| FsError::new("read", path, error))?;
     let kind = fs::metadata(&root)
         .map_err(|error| FsError::new("read", path, error))?
@@ -92,7 +92,7 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
         sources.entry(sha256).or_insert(file);
     }
     progress(done);
-    Ok(Scanned {
+    Ok(ScannedSnapshot {
         snapshot: Snapshot::new(files, is_file)?,
         sources,
     })

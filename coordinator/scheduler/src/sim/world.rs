@@ -514,7 +514,7 @@ impl World {
     /// Updates the expectations for jobs that are removed or lose their checkpoint.
     fn observe(&mut self, record: &Record) {
         match record {
-            Record::JobGone(id) => {
+            Record::JobRemoved(id) => {
                 self.acknowledged.remove(id);
                 if let Some((array, _)) = id.as_str().rsplit_once('-') {
                     // An array is removed as a whole.

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::NewArray;
-use crate::Restored;
+use crate::RestoredJob;
 
 impl World {
     pub(super) fn array(
@@ -48,7 +48,7 @@ impl World {
     }
 
     fn stored(&self) -> State {
-        let jobs = self.state.jobs.values().map(|job| Restored {
+        let jobs = self.state.jobs.values().map(|job| RestoredJob {
             job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
             cursor: job.cursor,
             seq: 0,

@@ -9,7 +9,7 @@ use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::{FORMAT_VERSION, FileEntry, Manifest};
 use aitk_common::control::{
     Assignment, EventBody, HeldAttempt, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report,
-    Submission, Submitted, ToCoordinator, ToWorker, UnixMillis, Verdict,
+    Submission, SubmissionReceipt, ToCoordinator, ToWorker, UnixMillis, Verdict,
 };
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, WorkerId};
@@ -116,7 +116,7 @@ impl TestCoordinator {
         put_checkpoint(&self.blobs(), step).await
     }
 
-    pub(crate) async fn submit(&self, name: &str) -> Submitted {
+    pub(crate) async fn submit(&self, name: &str) -> SubmissionReceipt {
         within(
             self.clients
                 .jobs
