@@ -17,7 +17,7 @@ use crate::store::{Store, StoreError};
 use aitk_common::backoff::Backoff;
 use aitk_common::control::ToWorker;
 use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
-use handle::{EventHub, Input, ReplySender};
+use handle::{EventBroadcaster, Input, ReplySender};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,7 +43,7 @@ pub(crate) struct Runner {
     spans: Spans,
     payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
-    hub: Arc<EventHub>,
+    broadcaster: Arc<EventBroadcaster>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
     /// Events to handle after a period in which the database was full.
     deferred: Vec<Event>,
@@ -60,8 +60,8 @@ impl Runner {
         payloads: Payloads,
     ) -> (Self, SchedulerHandle) {
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
-        let hub = Arc::new(EventHub::default());
-        let scheduler = SchedulerHandle::new(sender, hub.clone());
+        let broadcaster = Arc::new(EventBroadcaster::default());
+        let scheduler = SchedulerHandle::new(sender, broadcaster.clone());
         (
             Self {
                 state,
@@ -72,7 +72,7 @@ impl Runner {
                 spans,
                 payloads,
                 inputs,
-                hub,
+                broadcaster,
                 sessions: HashMap::new(),
                 deferred: Vec::new(),
             },
@@ -166,7 +166,7 @@ impl Runner {
                 for query in std::mem::take(&mut queries) {
                     query(&self.state, now);
                 }
-                self.wait_for_room(&records, &audit, &mut rest, &mut callers, &error)
+                self.wait_for_disk_space(&records, &audit, &mut rest, &mut callers, &error)
                     .await?;
             }
             persisted => persisted?,
@@ -240,7 +240,7 @@ impl Runner {
                 self.send(session, Outgoing::Assignment(Box::new(assignment)));
             }
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
-            Effect::Publish(job, event) => self.hub.publish(&job, event),
+            Effect::Publish(job, event) => self.broadcaster.publish(&job, event),
             Effect::Reply(ticket, reply) => {
                 if let Some(caller) = callers.remove(&ticket) {
                     // A caller that disconnected does not matter: its request was executed.

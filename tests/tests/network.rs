@@ -16,7 +16,7 @@ use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
 use aitk_tests::jobs::{image_config, run_undisturbed, tiny_model, training_config, write_dataset};
-use aitk_tests::network::{Direction, HUB, Network};
+use aitk_tests::network::{Direction, SWITCH, Network};
 use aitk_tests::cluster::{TestCluster, Setup};
 use aitk_tests::processes::{Process, cpu_time, is_alive};
 use aitk_tests::s3::S3;
@@ -41,18 +41,18 @@ struct TestRun {
 
 impl TestRun {
     fn start(network: Network, root: &Path) -> Self {
-        let made = rcgen::generate_simple_self_signed(vec![HUB.to_string()]).unwrap();
+        let made = rcgen::generate_simple_self_signed(vec![SWITCH.to_string()]).unwrap();
         let tls = (root.join("certificate.pem"), root.join("key.pem"));
         std::fs::write(&tls.0, made.cert.pem()).unwrap();
         std::fs::write(&tls.1, made.signing_key.serialize_pem()).unwrap();
-        let hub = network.hub();
-        let s3 = S3::start_in(env!("CARGO_BIN_EXE_s3-server"), root, SocketAddr::new(HUB, 9000), &hub);
+        let switch = network.switch();
+        let s3 = S3::start_in(env!("CARGO_BIN_EXE_s3-server"), root, SocketAddr::new(SWITCH, 9000), &switch);
         let setup = Setup::new(root).storage(s3.url(), s3.environment());
         let cluster = TestCluster::start_with(Setup {
             lease: LEASE,
-            address: SocketAddr::new(HUB, 7420),
+            address: SocketAddr::new(SWITCH, 7420),
             tls: Some(tls),
-            namespaces: hub,
+            namespaces: switch,
             ..setup
         });
         let workers = vec![

@@ -101,13 +101,13 @@ pub struct Config {
     /// `cluster.progress_timeout` overrides it; phases with slow steps get a longer limit.
     pub progress_timeout: Duration,
     /// How long all attempts together may take to save, upload and report when the worker shuts down.
-    pub shutdown_patience: Duration,
+    pub shutdown_timeout: Duration,
     /// The most extra time at shutdown for checkpoints that are still being uploaded: one second per MiB.
-    pub upload_patience: Duration,
+    pub upload_timeout: Duration,
     /// How long object storage may fail, while there is a connection, before an attempt that fetches from it fails.
-    pub storage_patience: Duration,
+    pub storage_timeout: Duration,
     /// How long a finished job waits for its results to be stored.
-    pub end_patience: Duration,
+    pub end_timeout: Duration,
     /// The exporter for the spans of attempts.
     pub traces: Traces,
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of other users may use this worker's
@@ -145,10 +145,10 @@ impl Config {
             derived_quota: 20 << 30,
             grace: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
-            shutdown_patience: Duration::from_secs(80),
-            upload_patience: Duration::from_secs(15 * 60),
-            storage_patience: Duration::from_secs(15 * 60),
-            end_patience: Duration::from_secs(24 * 3600),
+            shutdown_timeout: Duration::from_secs(80),
+            upload_timeout: Duration::from_secs(15 * 60),
+            storage_timeout: Duration::from_secs(15 * 60),
+            end_timeout: Duration::from_secs(24 * 3600),
             traces: Traces::default(),
             hub_allow: Vec::new(),
             hub_secrets: None,
@@ -210,7 +210,7 @@ pub async fn start(config: Config) -> Result<WorkerHandle, StartError> {
         ));
     }
     let allow_list = stage::hub::AllowList::parse(&config.hub_allow).map_err(StartError::HubAllow)?;
-    let (data_dir, upload_patience) = (config.data_dir.clone(), config.upload_patience);
+    let (data_dir, upload_timeout) = (config.data_dir.clone(), config.upload_timeout);
     let (data_folder, uncommitted) = tokio::task::spawn_blocking(move || data_folder::open_all(&data_dir))
         .await
         .map_err(std::io::Error::other)??;
@@ -252,8 +252,8 @@ pub async fn start(config: Config) -> Result<WorkerHandle, StartError> {
         largest_file: config.largest_file,
         grace: config.grace,
         progress_timeout: config.progress_timeout,
-        storage_patience: config.storage_patience,
-        end_patience: config.end_patience,
+        storage_timeout: config.storage_timeout,
+        end_timeout: config.end_timeout,
         spans,
     });
     let cleaned = Arc::clone(&context);
@@ -283,8 +283,8 @@ pub async fn start(config: Config) -> Result<WorkerHandle, StartError> {
     let session = tokio::spawn(session.run(
         connection_target,
         shutdown_token.clone(),
-        config.shutdown_patience,
-        upload_patience,
+        config.shutdown_timeout,
+        upload_timeout,
     ));
     Ok(WorkerHandle {
         shutdown_token,

@@ -148,8 +148,8 @@ struct Daemon {
     #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
     largest_file_gib: u64,
     /// The most extra time at shutdown for checkpoints that are still being uploaded, such as 15m.
-    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
-    upload_patience: Duration,
+    #[arg(long = "upload-patience", env = "AITK_UPLOAD_PATIENCE", value_name = "UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
+    upload_timeout: Duration,
     /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of other users may use this worker's HF_TOKEN.
     /// May be repeated; separated by commas in the variable. Default: none, so that jobs get only public models.
     #[arg(
@@ -324,7 +324,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.name = name.unwrap_or(config.name);
     config.membership = joined;
     config.token_file = options.token_file.clone();
-    config.upload_patience = options.upload_patience;
+    config.upload_timeout = options.upload_timeout;
     config.ca_file = options.ca_file;
     config.traces = Traces::from_environment();
     if let Some(name) = options.name {
@@ -383,7 +383,7 @@ fn default_data_dir() -> Option<PathBuf> {
 }
 
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
-    let patience = config.shutdown_patience;
+    let timeout = config.shutdown_timeout;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut worker = aitk_worker::start(config).await?;
@@ -396,7 +396,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         Ok(()) => {
             tracing::info!(
                 "shutting down within {} s: attempts save and report; a second signal ends them at once",
-                patience.as_secs()
+                timeout.as_secs()
             );
             tokio::select! {
                 () = worker.shutdown() => {}

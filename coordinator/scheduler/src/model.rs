@@ -30,7 +30,7 @@ pub struct Settings {
     /// Wait before the first retry after a network failure; doubles with each further one.
     pub network_backoff: Duration,
     /// How long network failures in a row do not count as failures of the job.
-    pub network_patience: Duration,
+    pub network_timeout: Duration,
     /// How long a device with faults gets no work. After that a single further fault quarantines it again.
     pub quarantine: Duration,
     /// How many devices each user may hold at once.
@@ -50,7 +50,7 @@ impl Settings {
             backoff: (lease / 20).clamp(Duration::from_millis(20), Duration::from_secs(5)),
             backoff_limit: Duration::from_secs(300),
             network_backoff: Duration::from_secs(15),
-            network_patience: Duration::from_secs(24 * 3600),
+            network_timeout: Duration::from_secs(24 * 3600),
             quarantine: Duration::from_secs(3600),
             quotas: Quotas::default(),
             user_limits: UserLimits::default(),

@@ -176,11 +176,11 @@ impl BlobsApi {
                 Status::resource_exhausted(too_much.to_string())
             })?;
         let transit = self.transit(who).await?;
-        let room = self.0.space.reserve_upload(header.bytes);
-        let _room = room.map_err(|room| {
+        let reservation = self.0.space.reserve_upload(header.bytes);
+        let _reservation = reservation.map_err(|space| {
             storage_full_status(format!(
                 "the coordinator's disk is full: {} bytes are free, {} of them are reserved for the database, and this blob has {}",
-                room.free, room.reserve, header.bytes
+                space.free, space.reserve, header.bytes
             ))
         })?;
         let (began, mut held_back) = (Instant::now(), Duration::ZERO);

@@ -141,13 +141,13 @@ impl Collector {
         }
     }
 
-    /// Runs one collection. With `dry`, only counts.
-    pub(crate) async fn collect(&self, dry: bool) -> Result<CollectionReport, CollectError> {
+    /// Runs one collection. With `dry_run`, only counts.
+    pub(crate) async fn collect(&self, dry_run: bool) -> Result<CollectionReport, CollectError> {
         let Some(_collection) = self.pins.begin_collection() else {
             return Err(CollectError::Busy);
         };
         let mut done = CollectionReport::default();
-        if !dry {
+        if !dry_run {
             done.jobs_forgotten = self.expire().await?;
             // A failure to clean the audit log does not stop the collection.
             if let Err(error) = self.forget_refusals().await {
@@ -162,14 +162,14 @@ impl Collector {
         done.blobs = listed.len() as u64;
         let needed = self.needed_blobs().await?;
         done.needed = needed.len() as u64;
-        if !dry {
+        if !dry_run {
             self.uploads.measure(&listed).await?;
         }
         let garbage = gc::unneeded(listed, &needed, self.retention.short(), jiff::Timestamp::now());
         drop(needed);
         let removed = stream::iter(garbage)
             .map(|blob| async move {
-                let gone = if dry {
+                let gone = if dry_run {
                     self.is_expired(blob.hash, blob.stored).await?
                 } else {
                     self.remove(&blob).await?
@@ -181,7 +181,7 @@ impl Collector {
             .await?;
         (done.removed, done.removed_bytes) = removed;
         tracing::info!(
-            dry,
+            dry = dry_run,
             blobs = done.blobs,
             needed = done.needed,
             removed = done.removed,

@@ -39,7 +39,7 @@ impl Runner {
     ///
     /// # Errors
     /// When the store fails in another way for too long, or all handles are dropped.
-    pub(super) async fn wait_for_room(
+    pub(super) async fn wait_for_disk_space(
         &mut self,
         records: &[Record],
         audit: &[AuditLine],

@@ -19,7 +19,7 @@ use crate::coordinators;
 use crate::disks::SmallDisk;
 use crate::hub::Hub;
 use crate::namespaces::Namespaces;
-use crate::network::{Direction, HUB, Network};
+use crate::network::{Direction, SWITCH, Network};
 use crate::cluster::{DataDisk, TestCluster, Setup};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
@@ -165,18 +165,18 @@ impl Cluster {
             .or_else(|_| SmallDisk::mount(&small, WORKER_DISK))
             .map_err(|why| skip("tmpfs", format!("no worker has a small disk: {why}")))
             .ok();
-        let hub = network.as_ref().map_or(Namespaces::Host, Network::hub);
-        let address = |port| match hub {
+        let switch = network.as_ref().map_or(Namespaces::Host, Network::switch);
+        let address = |port| match switch {
             Namespaces::Host => free_address(),
-            _ => SocketAddr::new(HUB, port),
+            _ => SocketAddr::new(SWITCH, port),
         };
-        let s3 = S3::start_in(servers.s3, root, address(9000), &hub);
-        let models = Hub::start_in(servers.hub, root, address(9100), &hub);
+        let s3 = S3::start_in(servers.s3, root, address(9000), &switch);
+        let models = Hub::start_in(servers.hub, root, address(9100), &switch);
         let mut disks = Vec::new();
         let mut setup = |folder: &Path, port| {
             let mut setup = Setup {
                 storage: Some(s3.url()),
-                namespaces: hub.clone(),
+                namespaces: switch.clone(),
                 address: address(port),
                 environment: models.environment(),
                 worker_tokens: database.is_none(),
@@ -190,7 +190,7 @@ impl Cluster {
                     setup.coordinator_environment.push(direct_storage());
                 }
             }
-            match data_disk(folder, &hub) {
+            match data_disk(folder, &switch) {
                 Ok((disk, data_disk)) => {
                     disks.push(disk);
                     setup.data_disk = Some(data_disk);

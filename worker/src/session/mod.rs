@@ -119,20 +119,20 @@ impl Session {
         }
     }
 
-    /// Runs until `leave` is cancelled and every attempt has ended or `patience` is over, or until the coordinator
+    /// Runs until `leave` is cancelled and every attempt has ended or `shutdown_timeout` is over, or until the coordinator
     /// refuses the worker.
     pub(crate) async fn run(
         mut self,
         target: ConnectionTarget,
         leave: CancellationToken,
-        patience: Duration,
-        upload_patience: Duration,
+        shutdown_timeout: Duration,
+        upload_timeout: Duration,
     ) -> Result<(), Refusal> {
         let (link_events, mut events) = mpsc::channel(LINK_CHANNEL_CAPACITY);
         let mut link = tokio::spawn(link::keep_connected(target, link_events));
         let mut heartbeats = tokio::time::interval(Duration::from_secs(5));
         let mut deadline: Option<Instant> = None;
-        let mut upload_extension = upload_patience;
+        let mut upload_extension = upload_timeout;
         let ended = loop {
             let is_done = self.is_leaving && self.attempts.is_empty() && !self.outbox.has_unsent();
             if is_done && !(self.is_registered && self.goodbye_due) {
@@ -168,7 +168,7 @@ impl Session {
                 }
                 () = leave.cancelled(), if !self.is_leaving => {
                     self.leave();
-                    deadline = Some(Instant::now() + patience);
+                    deadline = Some(Instant::now() + shutdown_timeout);
                 }
                 () = sleep_until_deadline(deadline) => {
                     // Checkpoints that are being sent extend the deadline once, by their size.

@@ -143,7 +143,7 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
     config.attempt_command = ["sh", "-c", &format!("touch '{}'", marker.display())]
         .map(Into::into)
         .to_vec();
-    config.shutdown_patience = TIMEOUT;
+    config.shutdown_timeout = TIMEOUT;
     let worker = aitk_worker::start(config).await.unwrap();
     let (messages, wire) = tokio::time::timeout(TIMEOUT, sessions.recv()).await.unwrap().unwrap();
     let mut session = Session {

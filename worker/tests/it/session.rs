@@ -588,7 +588,7 @@ async fn a_checkpoint_that_was_not_sent_at_shutdown_is_sent_after_the_restart() 
         &emit_finished("stopped"),
     ]);
     let mut config = cluster.config("w", &text);
-    config.shutdown_patience = support::TIMEOUT;
+    config.shutdown_timeout = support::TIMEOUT;
     let worker = aitk_worker::start(config.clone()).await.unwrap();
     wait_until_connected(&worker).await;
     let job = cluster.submit_training().await;

@@ -211,10 +211,10 @@ impl World {
         }
         self.faults = false;
         self.recover();
-        let patience = self.now.after(Duration::from_secs(3000));
+        let deadline = self.now.after(Duration::from_secs(3000));
         while self.state.jobs.values().any(|job| !job.state.is_ended()) {
             assert!(
-                self.now < patience,
+                self.now < deadline,
                 "some job does not end although all faults are over: {:#?}",
                 self.state
                     .all_listed(self.now, false, true)

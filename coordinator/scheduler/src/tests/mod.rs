@@ -33,7 +33,7 @@ pub(super) fn settings() -> Settings {
         backoff: Duration::from_millis(1000),
         backoff_limit: Duration::from_millis(8000),
         network_backoff: Duration::from_millis(2000),
-        network_patience: Duration::from_secs(3600),
+        network_timeout: Duration::from_secs(3600),
         quarantine: Duration::from_secs(60),
         quotas: Quotas::default(),
         user_limits: super::UserLimits::default(),

@@ -111,7 +111,7 @@ impl TestCluster {
         config.devices = vec![device()];
         config.attempt_command = ["sh", "-c", script].map(Into::into).to_vec();
         config.grace = Duration::from_secs(60);
-        config.shutdown_patience = TIMEOUT;
+        config.shutdown_timeout = TIMEOUT;
         config.traces.clone_from(&self.traces);
         config
     }
