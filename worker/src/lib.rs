@@ -219,7 +219,7 @@ pub async fn start(config: Config) -> Result<WorkerHandle, StartError> {
         .as_ref()
         .is_some_and(|measured| measured.files.in_force);
     let spans = trace::SpanRecorder::new(&config.traces, &config.name);
-    let identity = session::Identity {
+    let identity = session::RegistrationInfo {
         worker: config
             .membership
             .as_ref()

@@ -4,7 +4,7 @@ use aitk_common::job::cluster::TimeSpan;
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
-use aitk_worker::probe::{self, Choice};
+use aitk_worker::probe::{self, DeviceSelection};
 use aitk_worker::runner::detect_control_groups;
 use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
 use anyhow::Context as _;
@@ -299,7 +299,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         Some(path) => Some(Token::read(path)?),
         None => Token::from_env(&|name| std::env::var(name).ok())?,
     };
-    let choice: Choice = options.devices.parse()?;
+    let choice: DeviceSelection = options.devices.parse()?;
     let data_dir = data_dir_or_default(options.data_dir)?;
     // An explicit token takes precedence over a saved identity.
     let joined = if token.is_none() {

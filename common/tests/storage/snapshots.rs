@@ -2,7 +2,7 @@
 
 use crate::support::{Random, files_below, folder_for_role, reexecute};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::snapshot::{self, Progress, ScannedSnapshot, Snapshot};
+use aitk_common::storage::snapshot::{self, TransferProgress, ScannedSnapshot, Snapshot};
 use aitk_common::storage::{BlobInfo, BlobStore, ObjectBlobs, StorageError, gc};
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -110,7 +110,7 @@ async fn files_are_uploaded_only_once() {
     assert_eq!(scanned.snapshot.files.len(), 1000);
     let list = scanned.snapshot.to_bytes().len() as u64;
 
-    let mut seen: Vec<Progress> = Vec::new();
+    let mut seen: Vec<TransferProgress> = Vec::new();
     let first = snapshot::upload(&store, &scanned, &mut |progress| seen.push(progress))
         .await
         .unwrap();

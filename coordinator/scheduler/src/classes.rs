@@ -16,10 +16,10 @@ pub(super) fn device_fit(
     worker: &Worker,
     device: &Device,
 ) -> Result<DeviceFit, FitError> {
-    let choice = check_fit(needs, worker, device)?;
+    let profile = check_fit(needs, worker, device)?;
     Ok(DeviceFit {
-        choice,
-        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), choice.0),
+        profile,
+        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), profile.0),
     })
 }
 

@@ -105,7 +105,7 @@ impl State {
         let attempt = job.current();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
         DeviceFit {
-            choice: (profile, attempt.and_then(|attempt| attempt.memory)),
+            profile: (profile, attempt.and_then(|attempt| attempt.memory)),
             seconds_per_unit: self
                 .speeds
                 .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
@@ -414,7 +414,7 @@ impl State {
                 device_fit,
                 availability,
             }) => {
-                let (profile, bytes) = device_fit.choice;
+                let (profile, bytes) = device_fit.profile;
                 let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
                 forecast.description = fit_line(&FitLine {
                     device: &label,

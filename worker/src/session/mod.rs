@@ -57,7 +57,7 @@ pub enum Status {
 
 /// What this worker registers with.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
+pub(crate) struct RegistrationInfo {
     pub(crate) worker: Option<WorkerId>,
     pub(crate) name: String,
     pub(crate) host: String,
@@ -78,7 +78,7 @@ struct AttemptHandle {
 
 pub(crate) struct Session {
     context: Arc<Context>,
-    identity: Identity,
+    identity: RegistrationInfo,
     outbox: Outbox,
     attempts: BTreeMap<AttemptId, AttemptHandle>,
     tasks: JoinSet<AttemptId>,
@@ -98,7 +98,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(context: Arc<Context>, identity: Identity, status: watch::Sender<Status>) -> Self {
+    pub(crate) fn new(context: Arc<Context>, identity: RegistrationInfo, status: watch::Sender<Status>) -> Self {
         let (to_session, from_attempts) = mpsc::channel(ATTEMPT_CHANNEL_CAPACITY);
         Self {
             context,

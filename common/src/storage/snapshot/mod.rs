@@ -56,7 +56,7 @@ pub struct SnapshotFile {
 
 /// The progress of a long operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct TransferProgress {
     /// Files done.
     pub files: u64,
     /// Total number of files; 0 if unknown.

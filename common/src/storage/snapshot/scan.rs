@@ -1,6 +1,6 @@
 //! Lists and hashes the files of a folder.
 
-use super::{Progress, Snapshot, SnapshotFile};
+use super::{TransferProgress, Snapshot, SnapshotFile};
 use crate::fsutil::names::{self, BadName};
 use crate::fsutil::{FsError, regular};
 use crate::hash::ContentHash;
@@ -34,7 +34,7 @@ pub struct ScannedSnapshot {
 ///
 /// # Errors
 /// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
-pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<ScannedSnapshot, StorageError> {
+pub fn scan(path: &Path, progress: &mut dyn FnMut(TransferProgress)) -> Result<ScannedSnapshot, StorageError> {
     let root = fs::canonicalize(path).map_err(|error| FsError::new("read", path, error))?;
     let kind = fs::metadata(&root)
         .map_err(|error| FsError::new("read", path, error))?
@@ -61,9 +61,9 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<ScannedSn
     }
     found.sort();
 
-    let mut done = Progress {
+    let mut done = TransferProgress {
         files_total: found.len() as u64,
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     done.bytes_total = found
         .iter()
@@ -101,8 +101,8 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<ScannedSn
 /// Reports progress while a file is read, because a single file may be most of a model.
 struct ReportProgress<'a, R> {
     file: R,
-    done: Progress,
-    progress: &'a mut dyn FnMut(Progress),
+    done: TransferProgress,
+    progress: &'a mut dyn FnMut(TransferProgress),
 }
 
 impl<R: Read> Read for ReportProgress<'_, R> {

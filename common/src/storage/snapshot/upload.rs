@@ -1,6 +1,6 @@
 //! Uploads a scanned folder.
 
-use super::{Progress, ScannedSnapshot};
+use super::{TransferProgress, ScannedSnapshot};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};
 use bytes::Bytes;
@@ -33,7 +33,7 @@ pub struct UploadSummary {
 pub async fn upload(
     store: &dyn BlobStore,
     scanned: &ScannedSnapshot,
-    progress: &mut (dyn FnMut(Progress) + Send),
+    progress: &mut (dyn FnMut(TransferProgress) + Send),
 ) -> Result<UploadSummary, StorageError> {
     let sizes: BTreeMap<ContentHash, u64> = scanned
         .snapshot
@@ -49,10 +49,10 @@ pub async fn upload(
         bytes_sent: 0,
         bytes_present: 0,
     };
-    let mut done = Progress {
+    let mut done = TransferProgress {
         files_total: sizes.len() as u64,
         bytes_total: sizes.values().sum(),
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     progress(done);
 

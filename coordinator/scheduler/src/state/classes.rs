@@ -103,14 +103,14 @@ pub(crate) enum FitError {
 }
 
 /// How a job would run on a device: the memory profile, and the bytes that it needs; none: not known.
-pub(crate) type Choice = (MemoryProfile, Option<u64>);
+pub(crate) type FitProfile = (MemoryProfile, Option<u64>);
 
 /// Checks whether a job with these needs fits on a device when the device is idle, and chooses the fastest profile that fits.
 /// Beside other jobs it runs under the same profile or not at all: a leaner one would be too slow.
 ///
 /// # Errors
 /// Why it does not fit.
-pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<Choice, FitError> {
+pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<FitProfile, FitError> {
     if needs.local && !worker.same_machine {
         return Err(FitError::OtherMachine);
     }
@@ -179,7 +179,7 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
 /// How the jobs of a class would run on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceFit {
-    pub(crate) choice: Choice,
+    pub(crate) profile: FitProfile,
     /// Seconds per unit of work.
     pub(crate) seconds_per_unit: f64,
 }
