@@ -93,7 +93,7 @@ impl Assigner {
                 transient: false,
             })?),
         };
-        let drawn = if may_have_images {
+        let generated = if may_have_images {
             self.existing_images(&placed).await?
         } else {
             Vec::new()
@@ -128,13 +128,13 @@ impl Assigner {
                 transient: false,
             });
         }
-        let known = drawn.len();
-        let drawn = truncate_to_fit(drawn, MAX_MESSAGE_BYTES - bytes);
-        if drawn.len() < known {
-            tracing::warn!(%job, known, sent = drawn.len(), "the assignment does not list all stored images; some are generated again");
+        let known = generated.len();
+        let generated = truncate_to_fit(generated, MAX_MESSAGE_BYTES - bytes);
+        if generated.len() < known {
+            tracing::warn!(%job, known, sent = generated.len(), "the assignment does not list all stored images; some are generated again");
         }
         if let Some(v1::coordinator_message::Message::Assign(assign)) = &mut message.message {
-            assign.drawn = drawn;
+            assign.drawn = generated;
         }
         Ok(message)
     }
@@ -143,9 +143,9 @@ impl Assigner {
     async fn existing_images(&self, placed: &PlacedAttempt) -> Result<Vec<u64>, StoreError> {
         let files = self.store.artifacts(&placed.job).await?;
         let images = files.iter().filter(|file| file.kind == "image");
-        let mut drawn: Vec<u64> = images.filter_map(|file| file.index).collect();
-        drawn.sort_unstable();
-        Ok(drawn)
+        let mut generated: Vec<u64> = images.filter_map(|file| file.index).collect();
+        generated.sort_unstable();
+        Ok(generated)
     }
 }
 
@@ -206,10 +206,10 @@ mod tests {
 
     #[test]
     fn the_list_of_images_is_truncated_to_the_message_size() {
-        let assign = |drawn: Vec<u64>| v1::CoordinatorMessage {
+        let assign = |generated: Vec<u64>| v1::CoordinatorMessage {
             message: Some(v1::coordinator_message::Message::Assign(v1::Assign {
                 job_json: "x".repeat(100),
-                drawn,
+                drawn: generated,
                 ..Default::default()
             })),
         };

@@ -194,11 +194,11 @@ impl Runner {
         let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(5), STORE_RETRY_TIME);
         while let Err(error) = self.store.commit(records, audit).await {
             let retryable = error.is_transient() && !error.is_full();
-            let Some(pause) = backoff.next_pause().filter(|_| retryable) else {
+            let Some(delay) = backoff.next_delay().filter(|_| retryable) else {
                 return Err(error);
             };
             tracing::error!(error = %error_chain(&error), "the store failed; trying again");
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(delay).await;
         }
         Ok(())
     }

@@ -100,14 +100,14 @@ pub(crate) async fn start_leading(
         ..
     } = local.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
-    let transit = data_dir.join(TRANSIT);
+    let upload_folder = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
     let swept = store.sweep_payloads().await?;
     if swept > 0 {
         tracing::info!(swept, "removed configs of jobs that were never accepted");
     }
-    let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
+    let store: Arc<dyn Store> = Arc::new(store.with_events_kept(config.retention.events));
     let loaded = store.load().await?;
     tracing::info!(
         jobs = loaded.jobs.len(),
@@ -198,7 +198,7 @@ pub(crate) async fn start_leading(
         lease: config.lease,
         retries: config.retries,
         signer: tls.as_ref().and_then(Tls::signer),
-        transit,
+        upload_folder,
         space,
         downloads: Transfers::new(MAX_DOWNLOADS),
         parsing: Arc::new(Semaphore::new(MAX_PARSING)),

@@ -121,7 +121,7 @@ impl Network {
     /// # Panics
     /// When the system refuses.
     #[must_use]
-    pub fn lose_packets(&self, link: u8, lost: Duration, period: Duration) -> Loss {
+    pub fn lose_packets(&self, link: u8, lost: Duration, period: Duration) -> PacketLossGuard {
         let stop = Arc::new(AtomicBool::new(false));
         let threads = [Direction::Up, Direction::Down].map(|direction| {
             // One `ip` process for all changes, because starting one for each would be too slow.
@@ -143,7 +143,7 @@ impl Network {
                 let _ = ip.wait();
             })
         });
-        Loss {
+        PacketLossGuard {
             stop,
             threads: Some(threads),
         }
@@ -160,12 +160,12 @@ impl Drop for Network {
 }
 
 /// A link that loses packets. The loss ends when this is dropped.
-pub struct Loss {
+pub struct PacketLossGuard {
     stop: Arc<AtomicBool>,
     threads: Option<[JoinHandle<()>; 2]>,
 }
 
-impl Drop for Loss {
+impl Drop for PacketLossGuard {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.take().into_iter().flatten() {

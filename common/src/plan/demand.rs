@@ -379,7 +379,7 @@ fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Dema
                     } else {
                         per_image(costs.train_plain)
                     },
-                    lean_work: per_image(costs.train_lean),
+                    memory_saving_work: per_image(costs.train_memory_saving),
                     // Images are encoded one at a time.
                     vae: (one * costs.encode + VAE_FIXED_GIB) * figures.vae_scale(),
                     vae_megapixels: one,
@@ -452,7 +452,7 @@ fn generation(family: String, body: &Value, figures: Option<ModelFigures>) -> De
             Layout {
                 activations: Activations {
                     work: passes * one,
-                    lean_work: one,
+                    memory_saving_work: one,
                     vae: (megapixels * costs.decode + VAE_FIXED_GIB) * figures.vae_scale(),
                     vae_megapixels: megapixels,
                 },

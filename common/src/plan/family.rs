@@ -48,7 +48,7 @@ pub struct ActivationCosts {
     /// Training with gradient checkpointing.
     pub train_checkpointed: f64,
     /// Training with gradient checkpointing, if freed memory is returned immediately.
-    pub train_lean: f64,
+    pub train_memory_saving: f64,
     /// Training without gradient checkpointing.
     pub train_plain: f64,
     /// One denoiser pass.
@@ -75,7 +75,7 @@ pub struct SaveCopies {
 /// Stable Diffusion 1.5 on a CPU in float32, measured (docs/memory.md).
 const SD1_ON_CPU: ActivationCosts = ActivationCosts {
     train_checkpointed: 2.2,
-    train_lean: 0.75,
+    train_memory_saving: 0.75,
     train_plain: 5.53,
     denoise: 0.76,
     decode: 3.1,
@@ -191,7 +191,7 @@ impl FamilyCosts {
         let factor = width / 2.0;
         ActivationCosts {
             train_checkpointed: self.train_checkpointed * factor,
-            train_lean: self.train_checkpointed * factor,
+            train_memory_saving: self.train_checkpointed * factor,
             train_plain: self.train_plain * factor,
             // The published figures are for both guidance passes in one batch.
             denoise: self.denoise * factor / 2.0,
@@ -208,7 +208,7 @@ impl FamilyCosts {
         let sd = &FAMILIES[0];
         let ActivationCosts {
             train_checkpointed,
-            train_lean,
+            train_memory_saving,
             train_plain,
             denoise,
             ..
@@ -216,7 +216,7 @@ impl FamilyCosts {
         let ratio = self.train_checkpointed / sd.train_checkpointed;
         ActivationCosts {
             train_checkpointed: train_checkpointed * ratio,
-            train_lean: train_lean * ratio,
+            train_memory_saving: train_memory_saving * ratio,
             train_plain: train_plain * self.train_plain / sd.train_plain,
             denoise: denoise * self.denoise / sd.denoise,
             ..SD1_ON_CPU

@@ -30,7 +30,7 @@ impl State {
             members,
         } = new;
         let size = u32::try_from(members.len()).unwrap_or(u32::MAX);
-        if let Some(first) = members.first().filter(|first| first.capped) {
+        if let Some(first) = members.first().filter(|first| first.user_limits_apply) {
             let bytes = members.iter().map(|member| member.config_bytes).sum();
             self.check_user_limits(&first.requirements.owner, members.len() as u64, bytes)?;
         }

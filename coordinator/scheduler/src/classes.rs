@@ -66,7 +66,7 @@ impl State {
         let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.get_mut(class_id)) else {
             return;
         };
-        class.fastest_and_leanest = None;
+        class.least_seconds_and_bytes = None;
         let fit = match self.workers.get(&slot.worker) {
             Some(worker) if slot.connected => device_fit(&self.speeds, &class.needs, worker, &slot.device).ok(),
             _ => None,

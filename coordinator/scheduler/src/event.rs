@@ -89,7 +89,7 @@ pub struct NewJob {
     /// The span that submitted it.
     pub trace: Option<TraceContext>,
     /// [`super::UserLimits`] apply to its submitter.
-    pub capped: bool,
+    pub user_limits_apply: bool,
     /// Bytes of its config in the store.
     pub config_bytes: u64,
     /// What its worker needs.

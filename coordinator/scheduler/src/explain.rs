@@ -374,7 +374,7 @@ impl State {
                 .then((budget(a), a.slot).cmp(&(budget(b), b.slot)))
         });
         let family = needs.family.as_deref();
-        let own = job.and_then(own_pace);
+        let own = job.and_then(measured_pace);
         let describe = |verdict: &DeviceVerdict<'_>| {
             let here = own
                 .filter(|(worker, device, _)| *worker == &verdict.worker.id && *device == verdict.device.device.device);
@@ -455,7 +455,7 @@ fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_>
 }
 
 /// Where a job runs, and the seconds that it still takes there, from the steps that it has taken.
-fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
+fn measured_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
     if !job.reports_work() {
         return None;
     }

@@ -29,7 +29,7 @@ impl State {
                 new.id
             )));
         }
-        if new.capped {
+        if new.user_limits_apply {
             self.check_user_limits(&new.requirements.owner, 1, new.config_bytes)?;
         }
         let after = self.resolve_prerequisites(&new.after, &new.requirements.owner, new.sees_all)?;

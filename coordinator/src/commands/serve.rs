@@ -188,7 +188,7 @@ impl ServeArgs {
             retention: Retention {
                 every: Some(every).filter(|every| !every.is_zero()),
                 grace: Duration::from_secs(u64::from(self.gc_grace_hours) * HOUR),
-                unnamed: Duration::from_secs(u64::from(self.gc_unnamed_minutes) * 60),
+                unreferenced: Duration::from_secs(u64::from(self.gc_unnamed_minutes) * 60),
                 jobs: self.keep_jobs_days.map(days),
                 checkpoints: Some(days(self.keep_checkpoints_days)),
                 refusals: days(self.keep_refusals_days),

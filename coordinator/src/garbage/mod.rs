@@ -42,7 +42,7 @@ pub struct Retention {
     /// longer than any upload takes.
     pub grace: Duration,
     /// Other unreferenced blobs are removed after this time, at most [`Self::grace`].
-    pub unnamed: Duration,
+    pub unreferenced: Duration,
     /// Ended jobs that no other job depends on are removed after this time, with their logs and files; `None`:
     /// never.
     pub jobs: Option<Duration>,
@@ -60,7 +60,7 @@ impl Default for Retention {
         Self {
             every: Some(Duration::from_secs(3600)),
             grace: Duration::from_secs(24 * 3600),
-            unnamed: Duration::from_secs(3600),
+            unreferenced: Duration::from_secs(3600),
             jobs: None,
             checkpoints: Some(Duration::from_secs(30 * 24 * 3600)),
             refusals: Duration::from_secs(90 * 24 * 3600),
@@ -71,8 +71,8 @@ impl Default for Retention {
 
 impl Retention {
     /// How long an unreferenced blob stays after its sender stopped uploading.
-    pub(crate) fn short(&self) -> Duration {
-        self.unnamed.min(self.grace)
+    pub(crate) fn unreferenced_retention(&self) -> Duration {
+        self.unreferenced.min(self.grace)
     }
 }
 
@@ -165,7 +165,7 @@ impl Collector {
         if !dry_run {
             self.uploads.measure(&listed).await?;
         }
-        let garbage = gc::unneeded(listed, &needed, self.retention.short(), jiff::Timestamp::now());
+        let garbage = gc::unneeded(listed, &needed, self.retention.unreferenced_retention(), jiff::Timestamp::now());
         drop(needed);
         let removed = stream::iter(garbage)
             .map(|blob| async move {
@@ -272,7 +272,7 @@ impl Collector {
         if gc::is_older(stored, long, now) {
             return Ok(true);
         }
-        let kept = self.uploads.retention_of(hash, self.retention.short(), long).await?;
+        let kept = self.uploads.retention_of(hash, self.retention.unreferenced_retention(), long).await?;
         Ok(gc::is_older(stored, kept, now))
     }
 

@@ -14,7 +14,7 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
-    pub async fn postgres_to_read(url: &DatabaseUrl) -> Result<Self, StoreError> {
+    pub async fn postgres_read_only(url: &DatabaseUrl) -> Result<Self, StoreError> {
         let options = url.options()?.options([("default_transaction_read_only", "on")]);
         let pool = PgPoolOptions::new()
             .max_connections(1)

@@ -46,7 +46,7 @@ impl SqlStore {
 
     /// Keeps about this many log lines and metrics of a job instead of [`EVENTS_KEPT`].
     #[must_use]
-    pub fn keeping_events(mut self, events: u64) -> Self {
+    pub fn with_events_kept(mut self, events: u64) -> Self {
         self.events_kept = events.max(1);
         self
     }

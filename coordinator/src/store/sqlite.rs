@@ -59,7 +59,7 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
-    pub async fn sqlite_to_read(path: &Path) -> Result<Self, StoreError> {
+    pub async fn sqlite_read_only(path: &Path) -> Result<Self, StoreError> {
         let pool = SqlitePoolOptions::new()
             .max_connections(1)
             .connect_with(options(path).read_only(true))

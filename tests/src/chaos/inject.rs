@@ -3,7 +3,7 @@
 use super::admission::Admission;
 use super::faults::{FaultKind, HubFault, PacketLoss};
 use super::{Cluster, RESERVE_MIB};
-use crate::network::{Direction, Loss};
+use crate::network::{Direction, PacketLossGuard};
 use crate::processes::{Process, send};
 use crate::server_fault::ServerFault;
 use nix::sys::signal::Signal;
@@ -37,7 +37,7 @@ enum RecoveryKind {
     Coordinator { at: usize },
     FrozenLeader { at: usize, id: u32 },
     Storage,
-    Link { at: usize, loss: Option<Loss> },
+    Link { at: usize, loss: Option<PacketLossGuard> },
     Database,
     SlowDatabase,
     FullDisk { filler: PathBuf },

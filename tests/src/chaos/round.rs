@@ -60,7 +60,7 @@ impl RoundOutcome {
 }
 
 /// A queue of faults that are injected one after another.
-struct Track {
+struct FaultQueue {
     waiting: VecDeque<PlannedFault>,
     ready: Instant,
     due: Option<Instant>,
@@ -119,7 +119,7 @@ impl Round<'_> {
     /// Injects the faults and waits for the end of all jobs. Returns the injected faults.
     fn inject_all(&mut self, plan: &Plan, begun: Instant, max_faults: usize) -> Vec<(Duration, PlannedFault)> {
         let mut injected = Vec::new();
-        let mut tracks: Vec<Track> = (0..self.config.tracks).map(|_| Track::new()).collect();
+        let mut tracks: Vec<FaultQueue> = (0..self.config.tracks).map(|_| FaultQueue::new()).collect();
         let count = tracks.len();
         for (index, fault) in plan.faults.iter().enumerate() {
             tracks[index % count].waiting.push_back(*fault);
@@ -249,7 +249,7 @@ impl Round<'_> {
     }
 }
 
-impl Track {
+impl FaultQueue {
     fn new() -> Self {
         Self {
             waiting: VecDeque::new(),

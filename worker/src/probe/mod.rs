@@ -25,13 +25,13 @@ pub struct ProbeResult {
 /// Finds devices and tests them. Takes about a second; with CUDA, longer the first time on a machine.
 #[must_use]
 pub fn probe_devices() -> ProbeResult {
-    let survey = gpus::survey();
-    let mut devices: Vec<Device> = survey.gpus.into_iter().map(gpu_device).collect();
+    let probe = gpus::probe_gpus();
+    let mut devices: Vec<Device> = probe.gpus.into_iter().map(gpu_device).collect();
     devices.push(cpu::device());
     ProbeResult {
         devices,
-        left_out: survey.left_out,
-        not_built_for: survey.not_built_for,
+        left_out: probe.left_out,
+        not_built_for: probe.not_built_for,
     }
 }
 

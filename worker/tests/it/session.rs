@@ -369,10 +369,10 @@ async fn a_refusal_ends_the_worker_with_a_message() {
 }
 
 /// A coordinator with another protocol version.
-struct Newer;
+struct NewerCoordinator;
 
 #[tonic::async_trait]
-impl v1::workers_server::Workers for Newer {
+impl v1::workers_server::Workers for NewerCoordinator {
     type SessionStream = tokio_stream::Empty<Result<v1::CoordinatorMessage, tonic::Status>>;
 
     async fn session(
@@ -404,7 +404,7 @@ async fn another_protocol_version_is_a_refusal() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     let incoming = tonic::transport::server::TcpIncoming::from(listener);
-    let service = v1::workers_server::WorkersServer::new(Newer);
+    let service = v1::workers_server::WorkersServer::new(NewerCoordinator);
     let server = tonic::transport::Server::builder()
         .add_service(service)
         .serve_with_incoming(incoming);

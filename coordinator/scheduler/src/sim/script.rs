@@ -15,7 +15,7 @@ const SAME_CHARS: usize = 60;
 
 /// Something that happened to the scheduler.
 #[derive(Clone, Debug)]
-pub(super) enum Happening {
+pub(super) enum ScriptEvent {
     /// It handled an event.
     Event(Event),
     /// It was restored from its store.
@@ -27,7 +27,7 @@ pub(super) enum Happening {
 pub(super) struct ScriptStep {
     pub(super) number: usize,
     pub(super) time: UnixMillis,
-    pub(super) what: Happening,
+    pub(super) what: ScriptEvent,
 }
 
 /// A recording of a life. Clones record into the same script.
@@ -45,18 +45,18 @@ impl Script {
         }
     }
 
-    fn push(&self, time: UnixMillis, what: Happening) {
+    fn push(&self, time: UnixMillis, what: ScriptEvent) {
         let mut steps = self.steps.borrow_mut();
         let number = steps.len();
         steps.push(ScriptStep { number, time, what });
     }
 
     pub(super) fn record(&self, time: UnixMillis, event: Event) {
-        self.push(time, Happening::Event(event));
+        self.push(time, ScriptEvent::Event(event));
     }
 
     pub(super) fn record_restart(&self, time: UnixMillis) {
-        self.push(time, Happening::Restart);
+        self.push(time, ScriptEvent::Restart);
     }
 
     /// Forgets the last event: the coordinator died before anything of it was stored.
@@ -87,15 +87,15 @@ impl Script {
                     println!("step {} at {}: {:?}", step.number, step.time.0, step.what);
                 }
                 let effects = match &step.what {
-                    Happening::Event(event) => state.handle(step.time, event.clone()),
-                    Happening::Restart => {
+                    ScriptEvent::Event(event) => state.handle(step.time, event.clone()),
+                    ScriptEvent::Restart => {
                         state = store.load(&self.settings, step.time);
                         Vec::new()
                     }
                 };
                 check(&state)?;
                 rule(&state)?;
-                if matches!(step.what, Happening::Event(_)) {
+                if matches!(step.what, ScriptEvent::Event(_)) {
                     check_step(&state, step.time, &placed_by(&effects));
                 }
                 for effect in effects {

@@ -86,7 +86,7 @@ pub(super) fn new_job(id: &str, requirements: Requirements) -> NewJob {
         after: Vec::new(),
         not_before: None,
         trace: None,
-        capped: false,
+        user_limits_apply: false,
         config_bytes: 0,
         payload: Arc::new(Payload::default()),
     }

@@ -295,7 +295,7 @@ fn changing_a_priority_reorders_the_queue() {
     world.priority("j1", -1).unwrap();
     let order: Vec<String> = world
         .state
-        .all_listed(world.now, false, true)
+        .list_all_jobs(world.now, false, true)
         .iter()
         .map(|job| job.id.to_string())
         .collect();

@@ -26,7 +26,7 @@ impl Location<'_> {
             Self::File(folder) => SqlStore::sqlite(&folder.join("aitk.db")).await,
             Self::Server(server) => SqlStore::postgres(&server.url().parse().unwrap()).await,
         };
-        store.unwrap().keeping_events(RETAINED)
+        store.unwrap().with_events_kept(RETAINED)
     }
 }
 
@@ -70,7 +70,7 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
         not_before: None,
         trace: None,
         idempotency_key: Some(format!("key of {id}")),
-        capped: false,
+        user_limits_apply: false,
         config_bytes: 0,
         payload: Arc::new(payload()),
     };

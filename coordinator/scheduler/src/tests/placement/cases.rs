@@ -141,14 +141,14 @@ pub(super) fn alone() -> Vec<Case> {
             &["it needs about"],
         ),
         case(
-            "a large batch takes a leaner profile",
+            "a large batch takes a smaller profile",
             &["3060"],
             lora("sdxl").set("/train/batch_size", json!(2)),
             "3060 gpu_poor",
             &[],
         ),
         case(
-            "f32 takes a leaner profile",
+            "f32 takes a smaller profile",
             &["3060"],
             train("sdxl", 1024, "float32", 16),
             "3060 extreme",
@@ -198,7 +198,7 @@ pub(super) fn alone() -> Vec<Case> {
             &["no connected device is a GPU"],
         ),
         case(
-            "a lean profile on a CPU",
+            "a small profile on a CPU",
             &["cpu"],
             lora("sd1").profile(Balanced),
             "cpu balanced",
