@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Pauses that double, within a limit on the total time. The time of the attempts counts too, because one attempt may take its
+/// Delays that double, within a limit on the total time. The time of the attempts counts too, because one attempt may take its
 /// whole timeout.
 #[derive(Clone, Copy, Debug)]
 pub struct Backoff {

@@ -171,7 +171,7 @@ pub enum StartError {
     /// The data folder cannot be used.
     #[error(transparent)]
     DataFolder(#[from] DataFolderError),
-    /// An entry of `--hub-allow_list` is not a repository.
+    /// An entry of `--hub-allow` is not a repository.
     #[error("--hub-allow: `{0}` is not a repository; expected ORG/NAME, or ORG/* for all of an organisation")]
     HubAllow(String),
     /// No device was selected.

@@ -409,7 +409,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
             let _ = writeln!(std::io::stderr(), "error: {refusal}");
             Ok(ExitCode::from(match refusal {
                 Refusal::Token(_) => 4,
-                Refusal::Protocol(_) | Refusal::SentAway(_) => 6,
+                Refusal::Protocol(_) | Refusal::SessionEnded(_) => 6,
                 Refusal::Config(_) => 1,
             }))
         }

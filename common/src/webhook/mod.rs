@@ -22,7 +22,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The size limit of a message.
 const MAX_BODY_BYTES: usize = 64 << 10;
-/// Pauses before the retries.
+/// Delays before the retries.
 const RETRY_DELAYS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
 
 /// Why a message was not posted. Errors contain only the host of the URL, because the path is often a secret.

@@ -223,7 +223,7 @@ impl State {
         let ran = step.now.since(attempt.created);
         let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
         let live = job.live.take();
-        // Only an attempt that reported progress has its inputs in the worker's cache, and tells a speed.
+        // Only an attempt that reported progress has its inputs in the worker's cache, and a measured speed.
         let data = job.progress.map(|_| job.requirements.data.clone()).unwrap_or_default();
         let worked = live.and_then(|live| live.pace).zip(job.requirements.demand.as_ref());
         let worked = worked.map(|(pace, demand)| (pace, demand.clone()));

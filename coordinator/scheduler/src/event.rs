@@ -366,8 +366,8 @@ pub enum Effect {
     Persist(Record),
     /// Send a message to a worker.
     Send(SessionId, ToWorker),
-    /// Note in the audit log that a worker reported on the current attempt of another worker: losing an attempt of its own
-    /// does not lead a worker to that. The answer to the worker follows.
+    /// Note in the audit log that a worker reported on the current attempt of another worker: a worker that merely lost
+    /// its own attempt does not do this. The answer to the worker follows.
     ForeignReport {
         /// The worker's session.
         session: SessionId,
@@ -412,7 +412,7 @@ pub enum Refusal {
     #[error("there is no worker {0:?}; `aitk workers` lists them")]
     UnknownWorker(String),
     /// A prefix or a name that several jobs or workers share.
-    #[error("{text:?} means several: {}; write more of it", matches.join(", "))]
+    #[error("{text:?} matches several: {}; give more characters", matches.join(", "))]
     Ambiguous {
         /// The text of the request.
         text: String,

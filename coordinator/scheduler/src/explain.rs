@@ -306,7 +306,7 @@ impl State {
         })
     }
 
-    /// What is said of a job that does not wait.
+    /// The status of a job that does not wait.
     fn job_status<'a>(&self, now: UnixMillis, job: &'a Job) -> JobStatus<'a> {
         let running = job.current().map(|attempt| {
             let since = now.since(attempt.created);

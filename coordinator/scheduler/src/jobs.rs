@@ -395,7 +395,7 @@ impl State {
                 Some((_, other)) if other == condition => {}
                 Some(_) => {
                     return Err(Refusal::Conflict(format!(
-                        "job {shown:?} stands in two of cluster.after, after_any and after_failed; leave it in one of them"
+                        "job {shown:?} is in two of cluster.after, after_any and after_failed; keep it in one of them"
                     )));
                 }
             }

@@ -167,7 +167,7 @@ impl State {
         self.refresh_worker(&id);
     }
 
-    /// Drains a worker or ends its drain. Ending it also forgives the faults of its devices. `now`: its jobs move to other
+    /// Drains a worker or ends its drain. Ending it also clears the faults of its devices. `now`: its jobs move to other
     /// devices.
     pub(super) fn drain(&mut self, step: &mut Step, ticket: Ticket, text: &str, drain: bool, now: bool) {
         let reply = self.find_worker(text).map(|id| {
@@ -299,7 +299,7 @@ impl State {
                 .is_some_and(|worker| worker.leaving);
             let why = match announced {
                 true => "its worker was shut down",
-                false => "its worker was not heard of for too long",
+                false => "its worker sent no heartbeat for too long",
             };
             self.attempt_lost(step, &job, why, !announced);
         }

@@ -209,7 +209,7 @@ impl Access {
             Failure::Ignored => return,
             Failure::Counted => "a token that is not known".to_owned(),
             Failure::Last => format!(
-                "too many wrong tokens; nothing new is let in from there for {} s",
+                "too many wrong tokens; no new token is accepted from this address for {} s",
                 limit::WINDOW.as_secs()
             ),
         };

@@ -66,7 +66,7 @@ impl ArrayTemplate {
         self.submission.job_json = job_json;
         let parsed = parse_submission(&self.submission, self.retries)?;
         if parsed.split.is_some() {
-            return Err("cluster.split: a member of an array is not cut into parts; take the key out".into());
+            return Err("cluster.split: a member of an array is not cut into parts; remove the key".into());
         }
         let payload = Payload {
             job_json: self.submission.job_json.as_str().into(),

@@ -232,10 +232,10 @@ async fn run_connection(
             ));
         };
         let message = ToWorker::try_from(message).map_err(|error| {
-            ConnectionError::Retry(format!("the coordinator sent a message that makes no sense: {error}"))
+            ConnectionError::Retry(format!("the coordinator sent an invalid message: {error}"))
         })?;
         if let ToWorker::GoingAway { reason, retry: false } = message {
-            return Err(ConnectionError::Refused(Refusal::SentAway(reason)));
+            return Err(ConnectionError::Refused(Refusal::SessionEnded(reason)));
         }
         if events.send(LinkEvent::Message(Box::new(message))).await.is_err() {
             return Ok(());

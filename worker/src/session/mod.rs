@@ -304,11 +304,11 @@ impl Session {
     }
 
     /// Returns whether to keep trying after a refusal, because attempts or their checkpoints would be lost with this
-    /// worker. A worker that was sent away has been replaced by another one.
+    /// worker. A worker whose session was ended for good has been replaced by another one.
     fn should_retry(&self, refusal: &Refusal) -> bool {
         let would_lose_work =
             self.attempts.values().any(|attempt| !attempt.is_over) || !self.context.uncommitted.is_empty();
-        would_lose_work && !matches!(refusal, Refusal::SentAway(_))
+        would_lose_work && !matches!(refusal, Refusal::SessionEnded(_))
     }
 
     fn on_refused(&mut self, refusal: &Refusal) {

@@ -13,9 +13,9 @@ pub struct Options {
     pub transfer_timeout: Duration,
     /// The total time for a request and its retries. Default 300 s.
     pub budget: Duration,
-    /// The pause before the first retry, which doubles with each retry. Default 200 ms.
+    /// The delay before the first retry, which doubles with each retry. Default 200 ms.
     pub first_delay: Duration,
-    /// The longest pause. Default 10 s.
+    /// The longest delay. Default 10 s.
     pub max_delay: Duration,
     /// The part size of transfers; S3 requires at least 5 MiB. Default 8 MiB.
     pub part_bytes: usize,

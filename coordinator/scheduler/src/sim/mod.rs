@@ -8,8 +8,8 @@
 //!
 //!     AITK_SIM_SEED=17 cargo test -p aitk-scheduler --lib simulation -- --nocapture
 //!
-//! When an invariant or a rule of placement fails, the events that it takes are searched for and printed. They replay without
-//! the others:
+//! When an invariant or a rule of placement fails, the test searches for the few events that cause the failure and prints them.
+//! They replay without the others:
 //!
 //!     AITK_SIM_SEED=17 AITK_SIM_STEPS=0,4,31 cargo test -p aitk-scheduler --lib simulation -- --nocapture
 //!

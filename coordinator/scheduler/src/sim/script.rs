@@ -1,4 +1,5 @@
-//! What happened to the scheduler in a life, as a script that can be shortened and replayed without the world around it.
+//! Records the scheduler's events in a life as a script, which can be shortened and replayed without the rest of the
+//! simulation.
 
 use super::rules::check_step;
 use super::store::MemoryStore;
@@ -160,7 +161,7 @@ pub(super) fn placed_by(effects: &[Effect]) -> Vec<PlacedAttempt> {
     effects.iter().filter_map(placed).collect()
 }
 
-/// Whether two messages tell of the same failure, with other ids and numbers.
+/// Whether two messages report the same failure, ignoring ids and numbers.
 fn is_same(one: &str, other: &str) -> bool {
     let start = |text: &str| -> String { text.chars().filter(|c| !c.is_ascii_digit()).take(SAME_CHARS).collect() };
     start(one) == start(other)

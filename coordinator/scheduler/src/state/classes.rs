@@ -65,7 +65,7 @@ impl DeviceNeeds {
         }
     }
 
-    /// Whether such a job had better wait than take a device that needs this many seconds per unit of work, when the
+    /// Whether a job with these needs should wait instead of taking a device that needs this many seconds per unit of work, when the
     /// fastest device that fits needs `fastest`. A job that asks for a kind of device takes a slow one.
     pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, fastest: f64) -> bool {
         self.device.is_none() && seconds_per_unit > fastest * MAX_SLOWDOWN

@@ -103,10 +103,10 @@ fn a_reason_says_why_no_device_fits() {
     );
     for (job, text) in [
         ("jcuda", "no connected device is of kind cuda"),
-        ("jlabel", "missing is zone: b"),
+        ("jlabel", "not found: zone: b"),
         (
             "jmem",
-            "asks for 40.0 GiB of device memory; the most that fits otherwise has 20.0 GiB",
+            "asks for 40.0 GiB of device memory; the largest device that fits otherwise has 20.0 GiB",
         ),
         (
             "jprof",

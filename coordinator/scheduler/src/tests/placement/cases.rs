@@ -486,7 +486,7 @@ pub(super) fn mixed() -> Vec<Case> {
                 requirements.labels.insert("room".into(), "b".into());
             }),
             "waits",
-            &["missing is room: b"],
+            &["not found: room: b"],
         ),
         case(
             "a user at the quota",
