@@ -79,13 +79,13 @@ impl Assigner {
     ///
     /// # Errors
     /// [`AssignmentError`]
-    pub(crate) async fn message(&self, work: PendingAssignment) -> Result<v1::CoordinatorMessage, AssignmentError> {
+    pub(crate) async fn message(&self, pending: PendingAssignment) -> Result<v1::CoordinatorMessage, AssignmentError> {
         let PendingAssignment {
             placed,
             trace,
             owner,
             may_have_images,
-        } = work;
+        } = pending;
         let payload = match self.payloads.get(&placed.job) {
             Some(payload) => payload,
             None => Arc::new(self.store.payload(&placed.job).await?.ok_or_else(|| AssignmentError {

@@ -191,7 +191,7 @@ impl Session<'_> {
                 message = outbox.recv() => match message {
                     None => return Ok(()),
                     Some(Outgoing::Message(message)) => self.send_to_worker(message).await?,
-                    Some(Outgoing::Assignment(work)) => self.assign(*work).await?,
+                    Some(Outgoing::Assignment(pending)) => self.assign(*pending).await?,
                     Some(Outgoing::ForeignReport(attempt)) => self.audit_foreign_report(attempt),
                 },
                 () = wait_for_shutdown(&mut stopping) => {
@@ -222,9 +222,9 @@ impl Session<'_> {
 
     /// Sends an assignment to the worker, or reports to the scheduler why that is impossible. The session continues
     /// either way.
-    async fn assign(&self, work: PendingAssignment) -> Result<(), Status> {
-        let (job, held) = (work.placed.job.clone(), work.placed.held.clone());
-        match self.shared.assigner.message(work).await {
+    async fn assign(&self, pending: PendingAssignment) -> Result<(), Status> {
+        let (job, held) = (pending.placed.job.clone(), pending.placed.held.clone());
+        match self.shared.assigner.message(pending).await {
             Ok(message) => self.send(message).await,
             Err(AssignmentError { reason, transient }) => {
                 tracing::error!(%job, reason, transient, "an assignment cannot be sent");

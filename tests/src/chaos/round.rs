@@ -119,14 +119,14 @@ impl Round<'_> {
     /// Injects the faults and waits for the end of all jobs. Returns the injected faults.
     fn inject_all(&mut self, plan: &Plan, begun: Instant, max_faults: usize) -> Vec<(Duration, PlannedFault)> {
         let mut injected = Vec::new();
-        let mut tracks: Vec<FaultQueue> = (0..self.config.tracks).map(|_| FaultQueue::new()).collect();
-        let count = tracks.len();
+        let mut fault_queues: Vec<FaultQueue> = (0..self.config.fault_queues).map(|_| FaultQueue::new()).collect();
+        let count = fault_queues.len();
         for (index, fault) in plan.faults.iter().enumerate() {
-            tracks[index % count].waiting.push_back(*fault);
+            fault_queues[index % count].waiting.push_back(*fault);
         }
         let mut last_supervised = Instant::now();
         while begun.elapsed() < self.config.limit {
-            let faults_left = injected.len() < max_faults && tracks.iter().any(|track| !track.waiting.is_empty());
+            let faults_left = injected.len() < max_faults && fault_queues.iter().any(|queue| !queue.waiting.is_empty());
             let frozen = self.frozen_until.is_some_and(|until| Instant::now() < until);
             self.submit(faults_left || frozen);
             let triggers = self.poll();
@@ -139,11 +139,11 @@ impl Round<'_> {
             if all_over && !(self.config.keep_busy && (faults_left || frozen)) {
                 break;
             }
-            for track in &mut tracks {
+            for queue in &mut fault_queues {
                 if injected.len() >= max_faults {
                     break;
                 }
-                if let Some(fault) = track.next_due(&triggers)
+                if let Some(fault) = queue.next_due(&triggers)
                     && self.inject(fault.kind)
                 {
                     injected.push((begun.elapsed(), fault));
