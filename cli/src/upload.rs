@@ -51,7 +51,10 @@ pub struct StagedInput {
 ///
 /// # Errors
 /// When a file cannot be read, or its name is not portable.
-pub async fn hash_inputs(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(String, ScannedSnapshot)>, Failure> {
+pub async fn hash_inputs(
+    ui: &Ui,
+    inputs: &BTreeMap<String, PathBuf>,
+) -> Result<Vec<(String, ScannedSnapshot)>, Failure> {
     let mut staged = Vec::new();
     for (config_path, path) in inputs {
         let mut indicator = ui.byte_progress("hashing", 0);

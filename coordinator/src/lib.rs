@@ -37,6 +37,6 @@ pub use config::{Cluster, Config, Limits, PkiConfig, TlsFiles};
 pub use data_folder::DataFolderError;
 pub use garbage::Retention;
 pub use pki::{InitOutcome, PkiError, ca_folder, init};
-pub use server::{RunError, CoordinatorHandle, StartError, start};
+pub use server::{CoordinatorHandle, RunError, StartError, start};
 pub use store::{AuditLine, DatabaseUrl};
 pub use submit::check_submission;

@@ -1,12 +1,12 @@
 //! Starts, runs and shuts down a coordinator.
 
 mod error;
-mod local_resources;
 mod handle;
+mod local_resources;
 
 pub use error::{RunError, StartError};
-pub(crate) use local_resources::LocalResources;
 pub use handle::CoordinatorHandle;
+pub(crate) use local_resources::LocalResources;
 
 use crate::access::Access;
 use crate::address::ClientAddress;

@@ -1,7 +1,7 @@
 //! Several coordinators on one PostgreSQL, with one token and one authority, and the workers that join them.
 
+use crate::cluster::{Endpoint, Setup, TestCluster};
 use crate::namespaces::Namespaces;
-use crate::cluster::{Endpoint, TestCluster, Setup};
 use crate::programs::program;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -84,7 +84,11 @@ pub fn join(cluster: &TestCluster, name: &str, namespaces: &Namespaces) {
 }
 
 fn servers(cluster: &TestCluster) -> String {
-    let servers = cluster.setup().endpoint.as_ref().map(|endpoint| endpoint.servers.clone());
+    let servers = cluster
+        .setup()
+        .endpoint
+        .as_ref()
+        .map(|endpoint| endpoint.servers.clone());
     servers.expect("the cluster has an endpoint")
 }
 

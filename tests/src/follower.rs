@@ -2,8 +2,8 @@
 
 use crate::UNREACHABLE;
 use crate::chaos::events::Event;
-use crate::eventually;
 use crate::cluster::TestCluster;
+use crate::eventually;
 use crate::processes::{LogTail, Process};
 use std::time::Duration;
 

@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use aitk_tests::cluster::{Setup, TestCluster};
 use aitk_tests::jobs::training_config;
-use aitk_tests::cluster::{TestCluster, Setup};
 use aitk_tests::s3::S3;
 use std::path::Path;
 

@@ -3,9 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use aitk_tests::cluster::TestCluster;
 use aitk_tests::eventually;
 use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
-use aitk_tests::cluster::TestCluster;
 use aitk_tests::processes::{Process, is_alive};
 use aitk_tests::s3::S3;
 use aitk_tests::server_fault::ServerFault;

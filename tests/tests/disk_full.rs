@@ -14,13 +14,13 @@
 use aitk_common::checkpoint::Checkpoint;
 use aitk_tests::chaos::events::Event;
 use aitk_tests::chaos::files::Files;
+use aitk_tests::cluster::{DataDisk, Setup, TestCluster};
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
 use aitk_tests::jobs::{self, run_undisturbed, tiny_model, training_config, write_dataset};
 use aitk_tests::namespaces::Namespaces;
-use aitk_tests::cluster::{DataDisk, TestCluster, Setup};
 use aitk_tests::processes::Process;
 use aitk_tests::server_fault::ServerFault;
 use aitk_tests::skip::skip;

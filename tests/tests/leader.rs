@@ -7,11 +7,11 @@
     reason = "a test fails by panicking, and prints what it skips"
 )]
 
+use aitk_tests::cluster::Setup;
 use aitk_tests::coordinators;
 use aitk_tests::eventually;
 use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
 use aitk_tests::namespaces::Namespaces;
-use aitk_tests::cluster::Setup;
 use aitk_tests::postgres::Postgres;
 use std::time::Duration;
 

@@ -12,12 +12,12 @@
 )]
 
 use aitk_tests::chaos::events::Event;
+use aitk_tests::cluster::{Setup, TestCluster};
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
 use aitk_tests::jobs::{image_config, run_undisturbed, tiny_model, training_config, write_dataset};
-use aitk_tests::network::{Direction, SWITCH, Network};
-use aitk_tests::cluster::{TestCluster, Setup};
+use aitk_tests::network::{Direction, Network, SWITCH};
 use aitk_tests::processes::{Process, cpu_time, is_alive};
 use aitk_tests::s3::S3;
 use std::net::SocketAddr;
@@ -46,7 +46,12 @@ impl TestRun {
         std::fs::write(&tls.0, made.cert.pem()).unwrap();
         std::fs::write(&tls.1, made.signing_key.serialize_pem()).unwrap();
         let switch = network.switch();
-        let s3 = S3::start_in(env!("CARGO_BIN_EXE_s3-server"), root, SocketAddr::new(SWITCH, 9000), &switch);
+        let s3 = S3::start_in(
+            env!("CARGO_BIN_EXE_s3-server"),
+            root,
+            SocketAddr::new(SWITCH, 9000),
+            &switch,
+        );
         let setup = Setup::new(root).storage(s3.url(), s3.environment());
         let cluster = TestCluster::start_with(Setup {
             lease: LEASE,

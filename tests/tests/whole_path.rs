@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use aitk_tests::jobs::{training_config, write_dataset};
 use aitk_tests::cluster::TestCluster;
+use aitk_tests::jobs::{training_config, write_dataset};
 use std::time::Duration;
 
 #[test]

@@ -173,7 +173,8 @@ impl SimulatedWorker {
             let Some(message) = message else { return Ok(()) };
             match ToWorker::try_from(message).map_err(|error| error.to_string())? {
                 ToWorker::Welcome { heartbeat_interval, .. } => {
-                    heartbeats = tokio::time::interval_at(tokio::time::Instant::now() + heartbeat_interval, heartbeat_interval);
+                    heartbeats =
+                        tokio::time::interval_at(tokio::time::Instant::now() + heartbeat_interval, heartbeat_interval);
                     self.report(WorkerEvent::Registered);
                 }
                 ToWorker::Assign(assignment) => self.accept(*assignment).await?,

@@ -476,7 +476,11 @@ fn confirm_upload(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
-pub(super) async fn submit_with_retries<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<SubmissionReceipt, Failure>
+pub(super) async fn submit_with_retries<F>(
+    api: &Api,
+    ui: &Ui,
+    submit: impl Fn(Api) -> F,
+) -> Result<SubmissionReceipt, Failure>
 where
     F: Future<Output = Result<SubmissionReceipt, Failure>>,
 {

@@ -7,7 +7,7 @@ use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
 use aitk_common::model_files::{
-    ModelFileKind, Inventory, check_supported, damaged_file, identify, is_adapter, missing_files,
+    Inventory, ModelFileKind, check_supported, damaged_file, identify, is_adapter, missing_files,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -235,7 +235,9 @@ impl ModelReport {
             ModelFileKind::Other { what, evidence } => {
                 (self.family, self.evidence) = (Some(what.clone()), Some(evidence.clone()));
             }
-            ModelFileKind::Pickle { evidence } | ModelFileKind::Unknown { evidence } => self.evidence = Some(evidence.clone()),
+            ModelFileKind::Pickle { evidence } | ModelFileKind::Unknown { evidence } => {
+                self.evidence = Some(evidence.clone())
+            }
         }
         self.problem = match (arch, &identity) {
             (Some(arch), identity) => check_supported(&self.path, arch, identity)

@@ -2,7 +2,7 @@
 
 use super::declare::choices;
 use super::node::Node;
-use super::schema::{FieldValue, ReadContext, SupportReport, SupportLevel};
+use super::schema::{FieldValue, ReadContext, SupportLevel, SupportReport};
 use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;

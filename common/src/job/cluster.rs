@@ -268,7 +268,10 @@ impl FieldValue for DeviceKind {
         false
     }
     fn values() -> Vec<(&'static str, SupportLevel)> {
-        DEVICE_KINDS.iter().map(|kind| (kind.name(), SupportLevel::Works)).collect()
+        DEVICE_KINDS
+            .iter()
+            .map(|kind| (kind.name(), SupportLevel::Works))
+            .collect()
     }
 }
 

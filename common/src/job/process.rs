@@ -12,7 +12,7 @@ use super::network::NetworkConfig;
 use super::node::Node;
 use super::sample::SampleConfig;
 use super::save::SaveConfig;
-use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SupportReport, SectionInfo, SupportLevel, join};
+use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
 use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
 use super::train::TrainConfig;
 use super::values::FreeMap;

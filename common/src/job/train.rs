@@ -6,7 +6,7 @@ use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
-use super::schema::{PresentKeys, ReadContext, SupportReport, SupportLevel, join};
+use super::schema::{PresentKeys, ReadContext, SupportLevel, SupportReport, join};
 use super::values::{FloatOrRange, FreeMap};
 
 pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};

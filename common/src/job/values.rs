@@ -2,8 +2,8 @@
 
 use super::node::{Node, Value};
 use super::schema::{
-    FieldValue, Input, ReadContext, SupportReport, SectionInfo, SupportLevel, is_falsy_json, nearest, read_items, show_items,
-    show_json,
+    FieldValue, Input, ReadContext, SectionInfo, SupportLevel, SupportReport, is_falsy_json, nearest, read_items,
+    show_items, show_json,
 };
 
 pub use super::compound::{Float, FloatOrRange, ImageSize, Integer, OneOrMany, TextOrFalse, TextSource};

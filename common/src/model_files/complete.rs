@@ -2,7 +2,7 @@
 
 use super::inventory::is_weights;
 use super::json::parse_json;
-use super::weights_files::{WeightsSelection, WeightsError, choose, weights_files};
+use super::weights_files::{WeightsError, WeightsSelection, choose, weights_files};
 use super::{Inventory, Unreadable, header_of};
 use crate::fsutil::regular;
 use crate::job::limits::MAX_TEXT_FILE_BYTES;

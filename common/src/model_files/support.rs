@@ -44,8 +44,10 @@ pub fn check_supported(path: &str, configured: ArchName, identity: &ModelFileKin
             evidence,
             missing,
         } => {
-            let runs =
-                family.variant.is_none() && family.arch.is_some_and(|arch| matches!(arch.status(), SupportLevel::Works));
+            let runs = family.variant.is_none()
+                && family
+                    .arch
+                    .is_some_and(|arch| matches!(arch.status(), SupportLevel::Works));
             if runs && family.arch == Some(configured) {
                 if missing.is_empty() {
                     return Ok(());

@@ -221,7 +221,10 @@ mod tests {
 
     #[test]
     fn macos_metadata_files_are_ignored() {
-        assert_eq!(of(&["._a.safetensors", "a.safetensors"]), WeightsSelection::File("a.safetensors"));
+        assert_eq!(
+            of(&["._a.safetensors", "a.safetensors"]),
+            WeightsSelection::File("a.safetensors")
+        );
         assert_eq!(of(&["._a.gguf", "a.gguf"]), WeightsSelection::File("a.gguf"));
         assert_eq!(of(&["._a.safetensors"]), WeightsSelection::None);
         let folder = tempfile::tempdir().unwrap();

@@ -1,6 +1,8 @@
 //! Predicts the output of a training run: saved weights, checkpoints, samples.
 
-use super::demand::{ModelFigures, TrainedParameters, factored_convolution_bytes, is_factored, state_bytes_per_parameter};
+use super::demand::{
+    ModelFigures, TrainedParameters, factored_convolution_bytes, is_factored, state_bytes_per_parameter,
+};
 use super::family::FamilyCosts;
 use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;

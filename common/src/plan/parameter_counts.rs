@@ -1,6 +1,6 @@
 //! Counts the parameters of a model's components from the headers of its files. Weights are not read.
 
-use super::headers::{WeightEncoding, Tensor, tensors};
+use super::headers::{Tensor, WeightEncoding, tensors};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;

@@ -5,7 +5,9 @@
 
 use super::snapshot::TransferProgress;
 use super::{BlobStore, StorageError};
-use crate::checkpoint::{self, Checkpoint, CheckpointError, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, UnfinishedCheckpoint};
+use crate::checkpoint::{
+    self, Checkpoint, CheckpointError, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, UnfinishedCheckpoint,
+};
 use crate::fsutil::{self, names};
 use crate::hash::ContentHash;
 use bytes::Bytes;

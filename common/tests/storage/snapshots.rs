@@ -2,7 +2,7 @@
 
 use crate::support::{Random, files_below, folder_for_role, reexecute};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::snapshot::{self, TransferProgress, ScannedSnapshot, Snapshot};
+use aitk_common::storage::snapshot::{self, ScannedSnapshot, Snapshot, TransferProgress};
 use aitk_common::storage::{BlobInfo, BlobStore, ObjectBlobs, StorageError, gc};
 use async_trait::async_trait;
 use bytes::Bytes;

@@ -5,7 +5,9 @@ use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::UnixMillis;
 use aitk_common::control::WorkerView;
-use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker};
+use aitk_common::control::{
+    Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker,
+};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;

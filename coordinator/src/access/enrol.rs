@@ -2,7 +2,7 @@
 
 use super::Access;
 use super::enrolments::{
-    IssuedCertificate, ENROLMENT, EnrolError, Enrolment, JOIN, JoinAnswer, JoinToken, UNNAMED, document, new_id,
+    ENROLMENT, EnrolError, Enrolment, IssuedCertificate, JOIN, JoinAnswer, JoinToken, UNNAMED, document, new_id,
     worker_name_from_host,
 };
 use super::error::{AccessError, AuthenticationError};

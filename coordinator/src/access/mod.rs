@@ -14,7 +14,7 @@ mod machines;
 mod records;
 mod tokens;
 
-pub(crate) use enrolments::{IssuedCertificate, EnrolError, Enrolment};
+pub(crate) use enrolments::{EnrolError, Enrolment, IssuedCertificate};
 pub(crate) use error::{AccessError, AuthenticationError};
 pub(crate) use identity::Identity;
 pub(crate) use limit::network_of;

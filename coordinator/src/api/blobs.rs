@@ -67,7 +67,10 @@ impl BlobsApi {
     async fn create_temp_upload(&self, who: &Identity) -> Result<TempUpload, Status> {
         let permit = self.0.uploads.permit(&who.name).await;
         let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
-        let path = self.0.upload_folder.join(format!("{}.part", uuid::Uuid::new_v4().simple()));
+        let path = self
+            .0
+            .upload_folder
+            .join(format!("{}.part", uuid::Uuid::new_v4().simple()));
         Ok(TempUpload { path, _permit: permit })
     }
 
@@ -236,7 +239,9 @@ impl BlobsApi {
             .map_err(|error| storage_status(&error))?;
         self.0.scope.record_upload(who, hash, received).await?;
         reservation.commit();
-        self.0.pins.announce([hash], self.0.collector.retention.unreferenced_retention());
+        self.0
+            .pins
+            .announce([hash], self.0.collector.retention.unreferenced_retention());
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
 }

@@ -3,7 +3,7 @@
 use super::auth::caller;
 use super::shared::Shared;
 use super::status::access_status;
-use crate::access::{IssuedCertificate, EnrolError, Enrolment, Identity};
+use crate::access::{EnrolError, Enrolment, Identity, IssuedCertificate};
 use crate::pki::{Signer, wall_clock};
 use aitk_common::control::Registration;
 use aitk_common::id::{UserName, WorkerId};

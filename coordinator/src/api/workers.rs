@@ -5,7 +5,7 @@ use super::enrol;
 use super::shared::{Shared, wait_for_shutdown};
 use super::status::{access_status, token_ended_status};
 use crate::access::Identity;
-use crate::assign::{Outgoing, AssignmentError, PendingAssignment};
+use crate::assign::{AssignmentError, Outgoing, PendingAssignment};
 use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
 use crate::scope::BlobReference;

@@ -12,8 +12,8 @@ use crate::config::{Cluster, Config};
 use crate::connection_limiter::ConnectionLimiter;
 use crate::pki::Tls;
 use crate::server::{
-    FIRST_CALL_TIMEOUT, LocalResources, MAX_UNAUTHENTICATED, RunError, CoordinatorHandle, StartError, listen, listen_for_metrics,
-    server_builder, start_leading,
+    CoordinatorHandle, FIRST_CALL_TIMEOUT, LocalResources, MAX_UNAUTHENTICATED, RunError, StartError, listen,
+    listen_for_metrics, server_builder, start_leading,
 };
 use crate::store::LeaderElection;
 use crate::store::lease::{Candidate, Leader, RENEW};

@@ -5,7 +5,7 @@ use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_coordinator::{
-    Cluster, Config, DatabaseUrl, Limits, ClusterNode, PkiConfig, Retention, TlsFiles, ca_folder, start,
+    Cluster, ClusterNode, Config, DatabaseUrl, Limits, PkiConfig, Retention, TlsFiles, ca_folder, start,
 };
 use aitk_scheduler::Quotas;
 use anyhow::{Context, bail};

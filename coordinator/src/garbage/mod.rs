@@ -165,7 +165,12 @@ impl Collector {
         if !dry_run {
             self.uploads.measure(&listed).await?;
         }
-        let garbage = gc::unneeded(listed, &needed, self.retention.unreferenced_retention(), jiff::Timestamp::now());
+        let garbage = gc::unneeded(
+            listed,
+            &needed,
+            self.retention.unreferenced_retention(),
+            jiff::Timestamp::now(),
+        );
         drop(needed);
         let removed = stream::iter(garbage)
             .map(|blob| async move {
@@ -272,7 +277,10 @@ impl Collector {
         if gc::is_older(stored, long, now) {
             return Ok(true);
         }
-        let kept = self.uploads.retention_of(hash, self.retention.unreferenced_retention(), long).await?;
+        let kept = self
+            .uploads
+            .retention_of(hash, self.retention.unreferenced_retention(), long)
+            .await?;
         Ok(gc::is_older(stored, kept, now))
     }
 

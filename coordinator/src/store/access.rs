@@ -40,7 +40,9 @@ impl SqlStore {
                 .await
                 .map_err(|e| self.store_error(e))?;
         }
-        write_audit(&mut transaction, lines).await.map_err(|e| self.store_error(e))?;
+        write_audit(&mut transaction, lines)
+            .await
+            .map_err(|e| self.store_error(e))?;
         transaction.commit().await.map_err(|e| self.store_error(e))
     }
 

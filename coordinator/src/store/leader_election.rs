@@ -3,7 +3,7 @@
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaseConnection, LeaderLease, try_lock, with_keepalive};
+use super::lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaderLease, LeaseConnection, try_lock, with_keepalive};
 use super::sql::SqlStore;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{Connection, PgConnection};

@@ -5,7 +5,7 @@ use super::body::Body;
 use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
 use super::lease::LeaderLease;
-use super::types::{Document, EVENTS_KEPT, JobRoots, StoredState, RemovedRefusals, Upload};
+use super::types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 use super::{Store, records};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;

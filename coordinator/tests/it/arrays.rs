@@ -52,7 +52,9 @@ async fn artifacts(coordinator: &TestCoordinator, id: &str) -> Vec<String> {
         job_id: id.into(),
         ..Default::default()
     };
-    let reply = within(coordinator.clients.jobs.clone().artifacts(request)).await.unwrap();
+    let reply = within(coordinator.clients.jobs.clone().artifacts(request))
+        .await
+        .unwrap();
     reply
         .into_inner()
         .artifacts
@@ -90,7 +92,10 @@ async fn report_artifact(
 async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
     let coordinator = TestCoordinator::start(LONG_LEASE).await;
     let array = submit(&coordinator, request(&["a", "b", "c"], "monday")).await.unwrap();
-    assert_eq!(submit(&coordinator, request(&["a", "b", "c"], "monday")).await.unwrap(), array);
+    assert_eq!(
+        submit(&coordinator, request(&["a", "b", "c"], "monday")).await.unwrap(),
+        array
+    );
     let all = members(&coordinator, &array).await;
     let names: Vec<&str> = all.iter().map(|job| job.name.as_str()).collect();
     assert_eq!(names, ["a", "b", "c"]);
@@ -147,7 +152,9 @@ async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
         cursor: 0,
         follow: false,
     };
-    let refused = within(coordinator.clients.jobs.clone().events(events)).await.unwrap_err();
+    let refused = within(coordinator.clients.jobs.clone().events(events))
+        .await
+        .unwrap_err();
     assert!(
         refused.code() == Code::InvalidArgument && refused.message().contains("-0"),
         "{refused}"
@@ -218,9 +225,15 @@ async fn a_job_is_split_into_parts_and_a_failed_part_continues_after_its_last_im
         images: None,
         ..whole.clone()
     };
-    let refused = within(coordinator.clients.jobs.clone().submit(v1::SubmitRequest::from(without_count)))
-        .await
-        .unwrap_err();
+    let refused = within(
+        coordinator
+            .clients
+            .jobs
+            .clone()
+            .submit(v1::SubmitRequest::from(without_count)),
+    )
+    .await
+    .unwrap_err();
     assert!(
         refused.message().starts_with("cluster.split: only a job with one"),
         "{refused}"

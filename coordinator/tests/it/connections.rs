@@ -1,6 +1,6 @@
 //! Authentication of connections, and the handling of misbehaving clients.
 
-use crate::support::{self, FakeWorker, TestCoordinator, TIMEOUT, config, eventually, held_attempt, within};
+use crate::support::{self, FakeWorker, TIMEOUT, TestCoordinator, config, eventually, held_attempt, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_coordinator::{Config, DataFolderError, StartError, TlsFiles, start};
 use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
@@ -90,7 +90,10 @@ async fn an_invalid_worker_message_closes_only_its_session() {
     let mut duplicate_device = FakeWorker::registration("w", None, Vec::new());
     duplicate_device.devices.push(support::cpu());
     for (first, code) in [
-        (Some(ToCoordinator::Heartbeat { running: Vec::new() }), Code::InvalidArgument),
+        (
+            Some(ToCoordinator::Heartbeat { running: Vec::new() }),
+            Code::InvalidArgument,
+        ),
         (Some(register(99)), Code::FailedPrecondition),
         (
             Some(ToCoordinator::Register(Box::new(duplicate_device))),

@@ -151,7 +151,11 @@ async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
     let work = worker.next_assignment().await;
     worker.heartbeat(&[held_attempt(&work)]).await;
     let small = r#""memory_budget":1000000000"#;
-    let second = submit(&coordinator, lora("second", &format!(r#"{small},"after":["{}"]"#, first.id))).await;
+    let second = submit(
+        &coordinator,
+        lora("second", &format!(r#"{small},"after":["{}"]"#, first.id)),
+    )
+    .await;
     assert!(
         second.reason.starts_with(&format!("waits for {} (first)", first.id)),
         "{}",
@@ -174,9 +178,15 @@ async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
     };
     within(coordinator.clients.jobs.clone().pause(pause)).await.unwrap();
     let unknown = lora("fourth", r#""after":["nobody"]"#);
-    let refused = within(coordinator.clients.jobs.clone().submit(v1::SubmitRequest::from(unknown)))
-        .await
-        .unwrap_err();
+    let refused = within(
+        coordinator
+            .clients
+            .jobs
+            .clone()
+            .submit(v1::SubmitRequest::from(unknown)),
+    )
+    .await
+    .unwrap_err();
     assert!(refused.message().contains("no job \"nobody\""), "{refused:?}");
 
     let coordinator = coordinator.restart().await;

@@ -72,7 +72,9 @@ async fn a_job_runs_from_submission_to_artifact() {
         Verdict::Refused,
         "the manifest is not in storage yet"
     );
-    within(coordinator.blobs().put_bytes(manifest, text.into())).await.unwrap();
+    within(coordinator.blobs().put_bytes(manifest, text.into()))
+        .await
+        .unwrap();
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 1).await,
         Verdict::Refused,
@@ -136,7 +138,9 @@ async fn a_job_runs_from_submission_to_artifact() {
     // Read again from a cursor in the middle, and from the end.
     let later = coordinator.events(job.as_str(), log_cursors[3], false).await;
     assert_eq!(later.first().unwrap().cursor, log_cursors[4]);
-    let rest = coordinator.events(job.as_str(), *log_cursors.last().unwrap(), true).await;
+    let rest = coordinator
+        .events(job.as_str(), *log_cursors.last().unwrap(), true)
+        .await;
     assert!(
         rest.iter().all(|event| matches!(event.body, EventBody::Progress(_))),
         "{rest:?}"
@@ -151,10 +155,15 @@ async fn a_job_runs_from_submission_to_artifact() {
         .unwrap()
         .into_inner();
     assert_eq!(reply.artifacts, [v1::Artifact::from(artifact)]);
-    let lora = coordinator.blobs().get_bytes(ContentHash::of(b"lora"), 10).await.unwrap();
+    let lora = coordinator
+        .blobs()
+        .get_bytes(ContentHash::of(b"lora"), 10)
+        .await
+        .unwrap();
     assert_eq!(&lora[..], b"lora");
     let workers = within(
-        coordinator.clients
+        coordinator
+            .clients
             .jobs
             .clone()
             .list_workers(v1::ListWorkersRequest::default()),
@@ -315,7 +324,10 @@ async fn stop_saves_and_resume_continues_from_the_checkpoint() {
         job_id: job[..4].into(),
         now: false,
     };
-    let view = within(coordinator.clients.jobs.clone().stop(stop)).await.unwrap().into_inner();
+    let view = within(coordinator.clients.jobs.clone().stop(stop))
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(view.state(), v1::JobState::Stopping);
     let save = worker
         .wait_for_message(|m| {
@@ -335,11 +347,15 @@ async fn stop_saves_and_resume_continues_from_the_checkpoint() {
     );
     coordinator.in_state(&job, JobState::Stopped).await;
     let resume = v1::ResumeJobRequest { job_id: job.clone() };
-    within(coordinator.clients.jobs.clone().resume(resume.clone())).await.unwrap();
+    within(coordinator.clients.jobs.clone().resume(resume.clone()))
+        .await
+        .unwrap();
     let resumed = worker.next_assignment().await;
     assert_eq!((resumed.epoch, resumed.resume), (Epoch(2), Some(saved)));
     assert_eq!(resumed.seed, work.seed, "all attempts of a job have the same seed");
-    let refused = within(coordinator.clients.jobs.clone().resume(resume)).await.unwrap_err();
+    let refused = within(coordinator.clients.jobs.clone().resume(resume))
+        .await
+        .unwrap_err();
     assert_eq!(refused.code(), Code::Aborted);
     let failed = Outcome::Failed {
         cause: FailureCause::BadInput,
@@ -504,7 +520,9 @@ async fn blobs_are_verified_on_upload_and_download() {
         "failed uploads store nothing"
     );
     eventually("the partial uploads to be removed", || async {
-        let left = std::fs::read_dir(coordinator.dir.path().join("transit")).unwrap().count();
+        let left = std::fs::read_dir(coordinator.dir.path().join("transit"))
+            .unwrap()
+            .count();
         (left == 0).then_some(())
     })
     .await;

@@ -5,10 +5,10 @@ use crate::support::{FakeWorker, eventually, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, NewMember, Submission, SubmissionReceipt, Verdict};
 use aitk_common::telemetry::context::TraceContext;
-use aitk_tests::trace_collector::{ReceivedSpan, TraceCollector};
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
 use aitk_tests::processes::free_address;
+use aitk_tests::trace_collector::{ReceivedSpan, TraceCollector};
 use std::collections::BTreeMap;
 
 const CLIENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";

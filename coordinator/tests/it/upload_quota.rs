@@ -5,7 +5,7 @@ use crate::support::data_sets::{collect, data_set, put, submission_with};
 use crate::support::{TIMEOUT, config, within};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
-use aitk_coordinator::{Config, Limits, Retention, CoordinatorHandle, start};
+use aitk_coordinator::{Config, CoordinatorHandle, Limits, Retention, start};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use std::path::Path;

@@ -70,9 +70,7 @@ fn probe_backend(backend: &Backend, probe: &mut GpuProbe) {
                 gpu.architecture,
                 gpu.faults.join("; ")
             )),
-            Some(Err(error)) => probe
-                .left_out
-                .push(format!("{name}:{index} cannot be opened: {error}")),
+            Some(Err(error)) => probe.left_out.push(format!("{name}:{index} cannot be opened: {error}")),
             None => probe
                 .left_out
                 .push(format!("{name}:{index}: its driver failed during the test")),

@@ -55,6 +55,9 @@ pub struct QuantizationConfig {
 impl QuantizationConfig {
     /// Whether this layer is quantised.
     pub(super) fn applies_to(&self, layer: &str) -> bool {
-        !self.exclude.iter().any(|pattern| WildMatch::new(pattern).matches(layer))
+        !self
+            .exclude
+            .iter()
+            .any(|pattern| WildMatch::new(pattern).matches(layer))
     }
 }

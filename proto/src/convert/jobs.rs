@@ -9,7 +9,9 @@ use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::control::{
     ArrayCounts, ArrayView, DeviceForecast, Forecast, NewMember, UnixMillis, WorkerDeviceView, WorkerView,
 };
-use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt};
+use aitk_common::control::{
+    Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt,
+};
 use aitk_common::id::{Epoch, UserName};
 use aitk_common::plan::parameter_counts::{CompactWeights, ParameterCounts};
 

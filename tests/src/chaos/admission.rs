@@ -1,8 +1,8 @@
 //! Revokes a worker's certificate or token, and later gives it a new one.
 
+use crate::cluster::TestCluster;
 use crate::coordinators::{admin_command, join_command};
 use crate::namespaces::Namespaces;
-use crate::cluster::TestCluster;
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};

@@ -113,7 +113,10 @@ fn check_processes(cluster: &mut Cluster) -> Vec<String> {
     for text in &mut violations {
         *text = format!("exited on its own: {text}");
     }
-    let folders = cluster.coordinators.iter().map(|test_cluster| test_cluster.setup().folder.clone());
+    let folders = cluster
+        .coordinators
+        .iter()
+        .map(|test_cluster| test_cluster.setup().folder.clone());
     for entry in folders.flat_map(std::fs::read_dir).flatten().flatten() {
         let path = entry.path();
         if path.extension().is_none_or(|extension| extension != "log") {

@@ -82,7 +82,11 @@ impl FaultInjector {
                     return false;
                 }
                 let machine = &cluster.machines[at];
-                let admission = Box::new(Admission::of(cluster.test_cluster(), &machine.name, &machine.namespaces));
+                let admission = Box::new(Admission::of(
+                    cluster.test_cluster(),
+                    &machine.name,
+                    &machine.namespaces,
+                ));
                 if !admission.revoke() {
                     // Perhaps only the answer was lost, so it gets a new token or certificate in any case.
                     cluster.machines[at].is_revoked = true;

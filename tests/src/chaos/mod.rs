@@ -15,12 +15,12 @@ pub mod plan;
 pub mod round;
 pub mod work;
 
+use crate::cluster::{DataDisk, Setup, TestCluster};
 use crate::coordinators;
 use crate::disks::SmallDisk;
 use crate::hub::Hub;
 use crate::namespaces::Namespaces;
-use crate::network::{Direction, SWITCH, Network};
-use crate::cluster::{DataDisk, TestCluster, Setup};
+use crate::network::{Direction, Network, SWITCH};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
 use crate::s3::S3;
@@ -393,7 +393,11 @@ impl Cluster {
     /// The tails of all logs, for a message.
     #[must_use]
     pub fn tails(&self) -> String {
-        let mut tails: Vec<String> = self.coordinators.iter().map(|test_cluster| test_cluster.coordinator.tail()).collect();
+        let mut tails: Vec<String> = self
+            .coordinators
+            .iter()
+            .map(|test_cluster| test_cluster.coordinator.tail())
+            .collect();
         for machine in self.machines.iter().filter_map(|machine| machine.process.as_ref()) {
             tails.push(machine.tail());
         }

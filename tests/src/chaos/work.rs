@@ -2,10 +2,10 @@
 
 use super::events::Event;
 use super::files::Files;
+use crate::cluster::TestCluster;
 use crate::follower::Follower;
 use crate::hub;
 use crate::jobs;
-use crate::cluster::TestCluster;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};

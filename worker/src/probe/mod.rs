@@ -146,14 +146,12 @@ pub fn choose(found: Vec<Device>, choice: &DeviceSelection) -> Result<Vec<Device
         DeviceSelection::Listed(requested) => {
             let mut chosen: Vec<Device> = Vec::new();
             for requested in requested {
-                let device =
-                    found
-                        .iter()
-                        .find(|device| device.device == *requested)
-                        .ok_or_else(|| DeviceSelectionError::Missing {
-                            requested: label(*requested),
-                            found: names(&found),
-                        })?;
+                let device = found.iter().find(|device| device.device == *requested).ok_or_else(|| {
+                    DeviceSelectionError::Missing {
+                        requested: label(*requested),
+                        found: names(&found),
+                    }
+                })?;
                 if !chosen.iter().any(|known| known.device == *requested) {
                     chosen.push(device.clone());
                 }

@@ -231,9 +231,8 @@ async fn run_connection(
                 "the coordinator closed the connection".to_owned(),
             ));
         };
-        let message = ToWorker::try_from(message).map_err(|error| {
-            ConnectionError::Retry(format!("the coordinator sent an invalid message: {error}"))
-        })?;
+        let message = ToWorker::try_from(message)
+            .map_err(|error| ConnectionError::Retry(format!("the coordinator sent an invalid message: {error}")))?;
         if let ToWorker::GoingAway { reason, retry: false } = message {
             return Err(ConnectionError::Refused(Refusal::SessionEnded(reason)));
         }

@@ -1,6 +1,6 @@
 //! Downloads a snapshot to a folder.
 
-use super::{MAX_LIST_BYTES, TransferProgress, Snapshot};
+use super::{MAX_LIST_BYTES, Snapshot, TransferProgress};
 use crate::fsutil::{self, FsError, TemporaryFolder, names};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};

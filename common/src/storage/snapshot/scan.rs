@@ -1,6 +1,6 @@
 //! Lists and hashes the files of a folder.
 
-use super::{TransferProgress, Snapshot, SnapshotFile};
+use super::{Snapshot, SnapshotFile, TransferProgress};
 use crate::fsutil::names::{self, BadName};
 use crate::fsutil::{FsError, regular};
 use crate::hash::ContentHash;

@@ -1,6 +1,6 @@
 //! Uploads a scanned folder.
 
-use super::{TransferProgress, ScannedSnapshot};
+use super::{ScannedSnapshot, TransferProgress};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};
 use bytes::Bytes;

@@ -4,7 +4,7 @@ use super::random::Random;
 use super::rules::check_step;
 use super::script::{Script, placed_by};
 use super::store::{MemoryStore, durable};
-use super::worker::{SimWorker, ActiveFaults};
+use super::worker::{ActiveFaults, SimWorker};
 use crate::model::job_of;
 use crate::tests::settings;
 use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Quotas, Record, Reply, SessionId, Settings, State, check};

@@ -151,7 +151,8 @@ fn only_disconnected_workers_without_jobs_can_be_removed() {
     world.pass(60);
     world.forget("w1").unwrap();
     assert!(world.state.worker_views(|_| true).is_empty());
-    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerRemoved(id)) if id.as_str() == "w1");
+    let is_removed =
+        |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerRemoved(id)) if id.as_str() == "w1");
     assert!(world.last.iter().any(is_removed));
     assert!(matches!(world.forget("w1"), Err(Refusal::UnknownWorker(_))));
     // It registers again and gets work.

@@ -335,7 +335,10 @@ fn a_drained_worker_gets_no_work_and_can_hand_its_jobs_over() {
         drain: true,
         now: false,
     });
-    assert!(matches!(world.last[0], Effect::Reply(_, Err(Refusal::UnknownWorker(_)))));
+    assert!(matches!(
+        world.last[0],
+        Effect::Reply(_, Err(Refusal::UnknownWorker(_)))
+    ));
 }
 
 #[test]

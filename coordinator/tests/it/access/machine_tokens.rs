@@ -1,7 +1,7 @@
 //! A worker's token is only valid for that worker's own id.
 
 use super::{LONG_LEASE, client_with_role, create_token, wait_for_audit_line};
-use crate::support::{FakeWorker, TestCoordinator, TIMEOUT, eventually, held_attempt, put_checkpoint, within};
+use crate::support::{FakeWorker, TIMEOUT, TestCoordinator, eventually, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
@@ -43,7 +43,10 @@ async fn a_worker_cannot_act_as_another_worker() {
     assert!(other.keep.is_empty());
     let manifest = put_checkpoint(&RemoteBlobs::with_budget(&one, TIMEOUT), 3).await;
     assert_eq!(other.commit(&held_attempt(&work), manifest, 3).await, Verdict::Fenced);
-    let forged = wait_for_audit_line(&coordinator.clients, "the report", |line| line.action == "worker.report").await;
+    let forged = wait_for_audit_line(&coordinator.clients, "the report", |line| {
+        line.action == "worker.report"
+    })
+    .await;
     assert!(!forged.done && forged.who == "box-2", "{forged:?}");
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 3).await,

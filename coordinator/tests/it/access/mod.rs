@@ -10,7 +10,7 @@ mod scope;
 mod token_expiry;
 mod token_guessing;
 
-use crate::support::{TestCoordinator, TIMEOUT, data_sets, eventually, input, submission, within};
+use crate::support::{TIMEOUT, TestCoordinator, data_sets, eventually, input, submission, within};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;

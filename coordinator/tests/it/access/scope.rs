@@ -3,7 +3,9 @@
 
 use super::{LONG_LEASE, audit_log, client_with_role, create_token, submit, wait_for_audit_line};
 use crate::support::data_sets::{collect, data_set, put, submission_with};
-use crate::support::{FakeWorker, TestCoordinator, checkpoint, config, eventually, held_attempt, put_checkpoint, within};
+use crate::support::{
+    FakeWorker, TestCoordinator, checkpoint, config, eventually, held_attempt, put_checkpoint, within,
+};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, Assignment, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -115,7 +117,12 @@ async fn report_artifact(worker: &mut FakeWorker, work: &Assignment, hash: Conte
         .await
 }
 
-async fn wait_for_refusal(coordinator: &TestCoordinator, action: &str, who: &str, object: ContentHash) -> v1::AuditLine {
+async fn wait_for_refusal(
+    coordinator: &TestCoordinator,
+    action: &str,
+    who: &str,
+    object: ContentHash,
+) -> v1::AuditLine {
     wait_for_audit_line(&coordinator.clients, action, |line| {
         line.action == action && line.who == who && line.object == object.to_hex() && !line.done
     })
@@ -208,7 +215,10 @@ async fn a_worker_may_upload_only_while_it_runs_an_attempt() {
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     let refused = wait_for_refusal(&fixture.coordinator, "blob.put", "box-2", ContentHash::of(b"junk")).await;
     assert_eq!(refused.detail, "this worker runs nothing");
-    assert_eq!(has(&fixture.coordinator.clients, &[ContentHash::of(b"junk")]).await, [false]);
+    assert_eq!(
+        has(&fixture.coordinator.clients, &[ContentHash::of(b"junk")]).await,
+        [false]
+    );
 
     // A blob that another user uploaded is accepted like a new one. From then on this worker may use it, too.
     assert!(!upload(&fixture.one, SECRET).await.unwrap());
@@ -243,7 +253,10 @@ async fn a_worker_may_upload_only_while_it_runs_an_attempt() {
     drop(parts);
     let error = within(upload).await.unwrap().unwrap_err();
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
-    assert_eq!(has(&fixture.coordinator.clients, &[ContentHash::of(late)]).await, [false]);
+    assert_eq!(
+        has(&fixture.coordinator.clients, &[ContentHash::of(late)]).await,
+        [false]
+    );
     // Its inputs are inaccessible then, too.
     assert_eq!(
         fetch(&fixture.one, fixture.data[0]).await.unwrap_err().code(),

@@ -46,7 +46,13 @@ async fn an_expiring_token_ends_its_open_streams() {
     // Doubled until a stream can be opened before the token expires, however busy the machine is.
     let mut lifetime = Duration::from_millis(500);
     let (viewer, mut log) = loop {
-        let (secret, _) = create_token(&coordinator.clients, "vera", "viewer", Some(lifetime.as_millis() as u64)).await;
+        let (secret, _) = create_token(
+            &coordinator.clients,
+            "vera",
+            "viewer",
+            Some(lifetime.as_millis() as u64),
+        )
+        .await;
         let viewer = connect(&coordinator.running.url(), &secret, None).await.unwrap();
         if let Ok(log) = within(viewer.jobs.clone().events(follow(&job))).await {
             break (viewer, log.into_inner());
@@ -137,9 +143,15 @@ async fn a_revoked_token_is_refused_and_its_streams_end() {
         "{refused:?}"
     );
     assert_eq!(coordinator.job(&job).await.state, JobState::Running);
-    let tokens = within(coordinator.clients.admin.clone().list_tokens(v1::ListTokensRequest::default()))
-        .await
-        .unwrap();
+    let tokens = within(
+        coordinator
+            .clients
+            .admin
+            .clone()
+            .list_tokens(v1::ListTokensRequest::default()),
+    )
+    .await
+    .unwrap();
     assert_eq!(tokens.into_inner().tokens.len(), 2);
     within(coordinator.running.shutdown()).await;
 }

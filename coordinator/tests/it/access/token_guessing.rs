@@ -52,7 +52,9 @@ async fn a_revoked_token_that_retries_blocks_nobody() {
     let url = coordinator.running.url();
     let (old, id) = create_token(&coordinator.clients, "box", "worker", None).await;
     let revoke = v1::RevokeTokenRequest { id: id.clone() };
-    within(coordinator.clients.admin.clone().revoke_token(revoke)).await.unwrap();
+    within(coordinator.clients.admin.clone().revoke_token(revoke))
+        .await
+        .unwrap();
     for _ in 0..100 {
         assert_eq!(
             call_with_token(&url, &old).await.unwrap_err().code(),
@@ -66,7 +68,10 @@ async fn a_revoked_token_that_retries_blocks_nobody() {
     })
     .await;
     assert!(first.done && first.from == "127.0.0.1", "{first:?}");
-    let refused = wait_for_audit_line(&coordinator.clients, "the refused old token", |line| line.action == "login").await;
+    let refused = wait_for_audit_line(&coordinator.clients, "the refused old token", |line| {
+        line.action == "login"
+    })
+    .await;
     assert!(!refused.done && refused.by == id, "{refused:?}");
     within(coordinator.running.shutdown()).await;
 }

@@ -10,7 +10,7 @@ use crate::support::{eventually, within};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::ca::WorkerRequest;
-use aitk_coordinator::{Config, PkiConfig, CoordinatorHandle, TlsFiles, ca_folder, init, start};
+use aitk_coordinator::{Config, CoordinatorHandle, PkiConfig, TlsFiles, ca_folder, init, start};
 use aitk_proto::client::{Clients, ConnectError, Credentials, Trust, connect, connect_with};
 use aitk_proto::v1;
 use std::time::Duration;

@@ -309,7 +309,8 @@ impl SdModel {
     /// As [`AutoencoderKl::open`].
     pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
         let (settings, index) = vae::config_and_index(folder)?;
-        let weights = Weights::from_index(index, options.dtype, &options.device).streamed(options.memory_options.vae_streamed);
+        let weights =
+            Weights::from_index(index, options.dtype, &options.device).streamed(options.memory_options.vae_streamed);
         let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.memory_options.vae_tiled);
         let config = config::read_text(&settings).map_err(|e| EngineError::io(&settings, e))?;
         Arc::make_mut(&mut self.source).replace_vae(Component::new(ComponentKind::Vae, &weights, config)?);

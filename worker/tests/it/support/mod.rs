@@ -12,7 +12,7 @@ use aitk_common::telemetry::traces::Traces;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use aitk_worker::{Config, WorkerHandle, Status};
+use aitk_worker::{Config, Status, WorkerHandle};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
