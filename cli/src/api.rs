@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::output::format::printable;
 use crate::settings::{Origin, Settings, TokenSource};
 use aitk_common::control::{
-    Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, Submitted, WorkerView,
+    Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, SubmissionReceipt, WorkerView,
 };
 use aitk_common::id::JobId;
 use aitk_common::security::token::{Token, TokenError};
@@ -141,7 +141,7 @@ impl Api {
     ///
     /// # Errors
     /// As [`status_failure`].
-    pub async fn submit(&self, submission: Submission) -> Result<Submitted, Failure> {
+    pub async fn submit(&self, submission: Submission) -> Result<SubmissionReceipt, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.submit(request).await };
         let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
         reply.try_into().map_err(invalid_message)
@@ -157,7 +157,7 @@ impl Api {
         name: String,
         members: Vec<NewMember>,
         at_most: u32,
-    ) -> Result<Submitted, Failure> {
+    ) -> Result<SubmissionReceipt, Failure> {
         let request = v1::SubmitArrayRequest {
             shared: Some(shared.into()),
             name,

@@ -9,7 +9,7 @@ use crate::trace::traces;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
 use aitk_common::fsutil;
-use aitk_worker::probe::{Choice, choose, devices};
+use aitk_worker::probe::{DeviceSelection, choose, devices};
 use nix::libc;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -92,7 +92,7 @@ fn remove_stale_folders(parent: &Path) {
 /// # Errors
 /// When the text is not a device (code 2), or this machine does not have it (code 7).
 pub async fn find_devices(wanted: Option<&str>) -> Result<Vec<Device>, Failure> {
-    let choice: Choice = wanted
+    let choice: DeviceSelection = wanted
         .unwrap_or("auto")
         .parse()
         .map_err(|error| Failure::usage(format!("{error}")))?;
@@ -113,8 +113,8 @@ pub async fn measure_confinement() -> Option<Confinement> {
 
 /// A coordinator and a worker that run in this program.
 pub struct EmbeddedCluster {
-    coordinator: aitk_coordinator::Running,
-    worker: Option<aitk_worker::Running>,
+    coordinator: aitk_coordinator::CoordinatorHandle,
+    worker: Option<aitk_worker::WorkerHandle>,
     api: Api,
 }
 

@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
 
-/// The first pause before reconnecting; it doubles up to [`MAX_RETRY_DELAY`].
+/// The first delay before reconnecting; it doubles up to [`MAX_RETRY_DELAY`].
 const FIRST_RETRY_DELAY: Duration = Duration::from_millis(250);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 /// How long to try to reconnect. A restart of the coordinator takes less time.

@@ -9,7 +9,7 @@ use crate::output::Ui;
 use aitk_common::fsutil::regular;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::StorageError;
-use aitk_common::storage::snapshot::{Scanned, scan};
+use aitk_common::storage::snapshot::{ScannedSnapshot, scan};
 use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1::{self, put_blob_request::Part};
 use bytes::Bytes;
@@ -51,7 +51,10 @@ pub struct StagedInput {
 ///
 /// # Errors
 /// When a file cannot be read, or its name is not portable.
-pub async fn hash_inputs(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(String, Scanned)>, Failure> {
+pub async fn hash_inputs(
+    ui: &Ui,
+    inputs: &BTreeMap<String, PathBuf>,
+) -> Result<Vec<(String, ScannedSnapshot)>, Failure> {
     let mut staged = Vec::new();
     for (config_path, path) in inputs {
         let mut indicator = ui.byte_progress("hashing", 0);
@@ -107,7 +110,7 @@ impl Upload {
     ///
     /// # Errors
     /// When the call fails.
-    pub async fn plan(api: &Api, ui: &Ui, inputs: Vec<(String, Scanned)>) -> Result<Self, Failure> {
+    pub async fn plan(api: &Api, ui: &Ui, inputs: Vec<(String, ScannedSnapshot)>) -> Result<Self, Failure> {
         let mut all = BTreeSet::new();
         for (_, scanned) in &inputs {
             all.extend(scanned.snapshot.files.iter().map(|file| file.sha256));

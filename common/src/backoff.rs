@@ -1,8 +1,8 @@
-//! Growing pauses between the attempts of an operation that fails for a while.
+//! Growing delays between the attempts of an operation that fails for a while.
 
 use std::time::{Duration, Instant};
 
-/// Pauses that double, within a limit on the total time. The time of the attempts counts too, because one attempt may take its
+/// Delays that double, within a limit on the total time. The time of the attempts counts too, because one attempt may take its
 /// whole timeout.
 #[derive(Clone, Copy, Debug)]
 pub struct Backoff {
@@ -12,7 +12,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Starts now: the first pause takes `first`, no pause more than `longest`, and none ends later than after `total`.
+    /// Starts now: the first delay takes `first`, no delay more than `longest`, and none ends later than after `total`.
     #[must_use]
     pub fn new(first: Duration, longest: Duration, total: Duration) -> Self {
         Self {
@@ -22,12 +22,12 @@ impl Backoff {
         }
     }
 
-    /// The pause before the next attempt; `None` when it would end after the limit.
+    /// The delay before the next attempt; `None` when it would end after the limit.
     #[must_use]
-    pub fn next_pause(&mut self) -> Option<Duration> {
-        let pause = self.next;
-        self.next = (pause * 2).min(self.longest);
-        (Instant::now() + pause < self.deadline).then_some(pause)
+    pub fn next_delay(&mut self) -> Option<Duration> {
+        let delay = self.next;
+        self.next = (delay * 2).min(self.longest);
+        (Instant::now() + delay < self.deadline).then_some(delay)
     }
 }
 
@@ -36,14 +36,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_the_longest_and_end_with_the_limit() {
+    fn delays_double_up_to_the_longest_and_end_with_the_limit() {
         let seconds = Duration::from_secs;
         let mut backoff = Backoff::new(seconds(1), seconds(5), seconds(1000));
-        let pauses: Vec<_> = std::iter::from_fn(|| backoff.next_pause()).take(5).collect();
-        assert_eq!(pauses, [1, 2, 4, 5, 5].map(seconds));
+        let delays: Vec<_> = std::iter::from_fn(|| backoff.next_delay()).take(5).collect();
+        assert_eq!(delays, [1, 2, 4, 5, 5].map(seconds));
         let mut short = Backoff::new(seconds(1), seconds(5), seconds(3));
-        assert_eq!(short.next_pause(), Some(seconds(1)));
-        assert_eq!(short.next_pause(), Some(seconds(2)));
-        assert_eq!(short.next_pause(), None);
+        assert_eq!(short.next_delay(), Some(seconds(1)));
+        assert_eq!(short.next_delay(), Some(seconds(2)));
+        assert_eq!(short.next_delay(), None);
     }
 }

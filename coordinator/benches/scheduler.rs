@@ -86,7 +86,7 @@ fn new_job(number: u64, fits: bool) -> NewJob {
         after: Vec::new(),
         not_before: None,
         trace: None,
-        capped: false,
+        user_limits_apply: false,
         config_bytes: 0,
         payload: Arc::new(Payload::default()),
     }

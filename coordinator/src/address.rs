@@ -58,7 +58,7 @@ impl ClientAddress {
 
     /// Returns the address to use on another machine, with the placeholder HOST when it is unknown.
     #[must_use]
-    pub fn for_others(&self) -> String {
+    pub fn remote_address(&self) -> String {
         let port = self.here.rsplit(':').next().unwrap_or_default();
         self.elsewhere.clone().unwrap_or_else(|| format!("https://HOST:{port}"))
     }
@@ -76,7 +76,7 @@ mod tests {
         let at = |addr: &str| ClientAddress::of(&config, addr.parse().unwrap());
         let plain = at("127.0.0.1:7431");
         assert_eq!(
-            (plain.here.as_str(), plain.for_others().as_str()),
+            (plain.here.as_str(), plain.remote_address().as_str()),
             ("http://127.0.0.1:7431", "https://HOST:7431")
         );
         plain.write(folder.path());

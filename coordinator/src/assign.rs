@@ -18,7 +18,7 @@ pub(crate) enum Outgoing {
     /// A complete message.
     Message(ToWorker),
     /// An assignment without its config, which is read from the store.
-    Work(Box<Work>),
+    Assignment(Box<PendingAssignment>),
     /// Not sent, but written to the audit log: the worker reported on this attempt, which is another worker's. None: the report
     /// was a request about such an attempt, and its answer follows.
     ForeignReport(Option<AttemptId>),
@@ -32,7 +32,7 @@ impl From<ToWorker> for Outgoing {
 
 /// An assignment to be sent to a worker.
 #[derive(Debug)]
-pub(crate) struct Work {
+pub(crate) struct PendingAssignment {
     pub(crate) placed: PlacedAttempt,
     /// Trace context of the attempt.
     pub(crate) trace: Option<TraceContext>,
@@ -44,14 +44,14 @@ pub(crate) struct Work {
 
 /// Why an assignment cannot be sent.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Unsendable {
+pub(crate) struct AssignmentError {
     /// Message for the user.
     pub(crate) reason: String,
     /// Whether a retry may succeed.
     pub(crate) transient: bool,
 }
 
-impl From<StoreError> for Unsendable {
+impl From<StoreError> for AssignmentError {
     fn from(error: StoreError) -> Self {
         Self {
             reason: format!(
@@ -78,22 +78,22 @@ impl Assigner {
     /// Returns the assignment message, small enough for a worker.
     ///
     /// # Errors
-    /// [`Unsendable`]
-    pub(crate) async fn message(&self, work: Work) -> Result<v1::CoordinatorMessage, Unsendable> {
-        let Work {
+    /// [`AssignmentError`]
+    pub(crate) async fn message(&self, pending: PendingAssignment) -> Result<v1::CoordinatorMessage, AssignmentError> {
+        let PendingAssignment {
             placed,
             trace,
             owner,
             may_have_images,
-        } = work;
+        } = pending;
         let payload = match self.payloads.get(&placed.job) {
             Some(payload) => payload,
-            None => Arc::new(self.store.payload(&placed.job).await?.ok_or_else(|| Unsendable {
+            None => Arc::new(self.store.payload(&placed.job).await?.ok_or_else(|| AssignmentError {
                 reason: "its config is not in the coordinator's database any more; submit the job again".into(),
                 transient: false,
             })?),
         };
-        let drawn = if may_have_images {
+        let generated = if may_have_images {
             self.existing_images(&placed).await?
         } else {
             Vec::new()
@@ -120,7 +120,7 @@ impl Assigner {
         let mut message = v1::CoordinatorMessage::from(ToWorker::Assign(Box::new(assignment)));
         let bytes = encoded_len(&message);
         if bytes > MAX_MESSAGE_BYTES {
-            return Err(Unsendable {
+            return Err(AssignmentError {
                 reason: format!(
                     "its config and the list of its inputs make a message of {bytes} bytes, and a worker takes at most \
                      {MAX_MESSAGE_BYTES}; submit it again with fewer inputs or a shorter config"
@@ -128,13 +128,13 @@ impl Assigner {
                 transient: false,
             });
         }
-        let known = drawn.len();
-        let drawn = truncate_to_fit(drawn, MAX_MESSAGE_BYTES - bytes);
-        if drawn.len() < known {
-            tracing::warn!(%job, known, sent = drawn.len(), "the assignment does not list all stored images; some are generated again");
+        let known = generated.len();
+        let generated = truncate_to_fit(generated, MAX_MESSAGE_BYTES - bytes);
+        if generated.len() < known {
+            tracing::warn!(%job, known, sent = generated.len(), "the assignment does not list all stored images; some are generated again");
         }
         if let Some(v1::coordinator_message::Message::Assign(assign)) = &mut message.message {
-            assign.drawn = drawn;
+            assign.drawn = generated;
         }
         Ok(message)
     }
@@ -143,9 +143,9 @@ impl Assigner {
     async fn existing_images(&self, placed: &PlacedAttempt) -> Result<Vec<u64>, StoreError> {
         let files = self.store.artifacts(&placed.job).await?;
         let images = files.iter().filter(|file| file.kind == "image");
-        let mut drawn: Vec<u64> = images.filter_map(|file| file.index).collect();
-        drawn.sort_unstable();
-        Ok(drawn)
+        let mut generated: Vec<u64> = images.filter_map(|file| file.index).collect();
+        generated.sort_unstable();
+        Ok(generated)
     }
 }
 
@@ -206,10 +206,10 @@ mod tests {
 
     #[test]
     fn the_list_of_images_is_truncated_to_the_message_size() {
-        let assign = |drawn: Vec<u64>| v1::CoordinatorMessage {
+        let assign = |generated: Vec<u64>| v1::CoordinatorMessage {
             message: Some(v1::coordinator_message::Message::Assign(v1::Assign {
                 job_json: "x".repeat(100),
-                drawn,
+                drawn: generated,
                 ..Default::default()
             })),
         };

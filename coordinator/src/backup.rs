@@ -41,8 +41,8 @@ pub fn backup<'a>(
 
 async fn write_backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<BackupCounts, CopyError> {
     let store = match database {
-        Some(url) => SqlStore::postgres_to_read(url).await,
-        None => SqlStore::sqlite_to_read(&data_dir.join(DATABASE)).await,
+        Some(url) => SqlStore::postgres_read_only(url).await,
+        None => SqlStore::sqlite_read_only(&data_dir.join(DATABASE)).await,
     }
     .map_err(BackupError::from)?;
     let failed = |error| fsutil::FsError::new("write the backup", file, error);

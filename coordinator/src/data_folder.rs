@@ -89,14 +89,14 @@ pub(crate) fn local_storage_url(data_dir: &Path) -> Result<String, DataFolderErr
 }
 
 /// Empties the folder of temporary files, which may contain remains of a crash.
-pub(crate) fn recreate(transit: &Path) -> Result<(), DataFolderError> {
+pub(crate) fn recreate(folder: &Path) -> Result<(), DataFolderError> {
     let failed = |source| DataFolderError::Unusable {
-        path: transit.to_owned(),
+        path: folder.to_owned(),
         source,
     };
-    match std::fs::remove_dir_all(transit) {
+    match std::fs::remove_dir_all(folder) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
         _ => {}
     }
-    std::fs::create_dir_all(transit).map_err(failed)
+    std::fs::create_dir_all(folder).map_err(failed)
 }

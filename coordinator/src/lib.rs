@@ -32,11 +32,11 @@ mod transfers;
 
 pub use address::ClientAddress;
 pub use backup::{CopyError, backup, restore};
-pub use cluster::{Member, MemberError};
+pub use cluster::{ClusterNode, ClusterNodeError};
 pub use config::{Cluster, Config, Limits, PkiConfig, TlsFiles};
 pub use data_folder::DataFolderError;
 pub use garbage::Retention;
 pub use pki::{InitOutcome, PkiError, ca_folder, init};
-pub use server::{RunError, Running, StartError, start};
+pub use server::{CoordinatorHandle, RunError, StartError, start};
 pub use store::{AuditLine, DatabaseUrl};
 pub use submit::check_submission;

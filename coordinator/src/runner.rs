@@ -6,7 +6,7 @@ mod pause;
 
 pub(crate) use handle::{SchedulerHandle, SchedulerStopped};
 
-use crate::assign::{Outgoing, Work};
+use crate::assign::{Outgoing, PendingAssignment};
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
 use crate::metrics::Metrics;
@@ -17,7 +17,7 @@ use crate::store::{Store, StoreError};
 use aitk_common::backoff::Backoff;
 use aitk_common::control::ToWorker;
 use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
-use handle::{EventHub, Input, ReplySender};
+use handle::{EventBroadcaster, Input, ReplySender};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,7 +43,7 @@ pub(crate) struct Runner {
     spans: Spans,
     payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
-    hub: Arc<EventHub>,
+    broadcaster: Arc<EventBroadcaster>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
     /// Events to handle after a period in which the database was full.
     deferred: Vec<Event>,
@@ -60,8 +60,8 @@ impl Runner {
         payloads: Payloads,
     ) -> (Self, SchedulerHandle) {
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
-        let hub = Arc::new(EventHub::default());
-        let scheduler = SchedulerHandle::new(sender, hub.clone());
+        let broadcaster = Arc::new(EventBroadcaster::default());
+        let scheduler = SchedulerHandle::new(sender, broadcaster.clone());
         (
             Self {
                 state,
@@ -72,7 +72,7 @@ impl Runner {
                 spans,
                 payloads,
                 inputs,
-                hub,
+                broadcaster,
                 sessions: HashMap::new(),
                 deferred: Vec::new(),
             },
@@ -166,7 +166,7 @@ impl Runner {
                 for query in std::mem::take(&mut queries) {
                     query(&self.state, now);
                 }
-                self.wait_for_room(&records, &audit, &mut rest, &mut callers, &error)
+                self.wait_for_disk_space(&records, &audit, &mut rest, &mut callers, &error)
                     .await?;
             }
             persisted => persisted?,
@@ -194,11 +194,11 @@ impl Runner {
         let mut backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(5), STORE_RETRY_TIME);
         while let Err(error) = self.store.commit(records, audit).await {
             let retryable = error.is_transient() && !error.is_full();
-            let Some(pause) = backoff.next_pause().filter(|_| retryable) else {
+            let Some(delay) = backoff.next_delay().filter(|_| retryable) else {
                 return Err(error);
             };
             tracing::error!(error = %error_chain(&error), "the store failed; trying again");
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(delay).await;
         }
         Ok(())
     }
@@ -211,7 +211,7 @@ impl Runner {
                 session,
                 ToWorker::Welcome {
                     worker,
-                    beat_interval,
+                    heartbeat_interval,
                     lease,
                     keep,
                     wanted,
@@ -223,7 +223,7 @@ impl Runner {
                     session,
                     ToWorker::Welcome {
                         worker,
-                        beat_interval,
+                        heartbeat_interval,
                         lease,
                         storage_url,
                         keep,
@@ -236,11 +236,11 @@ impl Runner {
             // The session knows the caller. This takes a place in its outbox beside the answer.
             Effect::ForeignReport { session, attempt } => self.send(session, Outgoing::ForeignReport(attempt)),
             Effect::Assign(session, placed) => {
-                let work = self.work_for(*placed);
-                self.send(session, Outgoing::Work(Box::new(work)));
+                let assignment = self.pending_assignment(*placed);
+                self.send(session, Outgoing::Assignment(Box::new(assignment)));
             }
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
-            Effect::Publish(job, event) => self.hub.publish(&job, event),
+            Effect::Publish(job, event) => self.broadcaster.publish(&job, event),
             Effect::Reply(ticket, reply) => {
                 if let Some(caller) = callers.remove(&ticket) {
                     // A caller that disconnected does not matter: its request was executed.
@@ -251,12 +251,12 @@ impl Runner {
     }
 
     /// Creates the assignment for the session's task.
-    fn work_for(&self, placed: PlacedAttempt) -> Work {
+    fn pending_assignment(&self, placed: PlacedAttempt) -> PendingAssignment {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
             self.metrics.record_first_assignment(job.created, self.clock.now());
         }
-        Work {
+        PendingAssignment {
             owner: job.map(|job| job.requirements.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
             // A job in place finds its images in its folder, and a training continues from its checkpoint.

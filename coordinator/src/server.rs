@@ -1,12 +1,12 @@
 //! Starts, runs and shuts down a coordinator.
 
 mod error;
+mod handle;
 mod local_resources;
-mod running;
 
 pub use error::{RunError, StartError};
+pub use handle::CoordinatorHandle;
 pub(crate) use local_resources::LocalResources;
-pub use running::Running;
 
 use crate::access::Access;
 use crate::address::ClientAddress;
@@ -63,7 +63,7 @@ const MAX_UPLOADS: usize = 16;
 ///
 /// # Errors
 /// [`StartError`]
-pub fn start(config: Config) -> BoxFuture<'static, Result<Running, StartError>> {
+pub fn start(config: Config) -> BoxFuture<'static, Result<CoordinatorHandle, StartError>> {
     // Boxed: the future is large, because it holds those of the database libraries. And an `async fn` is compiled by each crate
     // that awaits it: of the whole coordinator that took a minute and a half for each program and each test program.
     Box::pin(async {
@@ -90,7 +90,7 @@ pub(crate) async fn start_leading(
     config: Config,
     local: &LocalResources,
     store: SqlStore,
-) -> Result<Running, StartError> {
+) -> Result<CoordinatorHandle, StartError> {
     let mut server = server_builder();
     let LocalResources {
         data_dir,
@@ -100,14 +100,14 @@ pub(crate) async fn start_leading(
         ..
     } = local.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
-    let transit = data_dir.join(TRANSIT);
+    let upload_folder = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
     let swept = store.sweep_payloads().await?;
     if swept > 0 {
         tracing::info!(swept, "removed configs of jobs that were never accepted");
     }
-    let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
+    let store: Arc<dyn Store> = Arc::new(store.with_events_kept(config.retention.events));
     let loaded = store.load().await?;
     tracing::info!(
         jobs = loaded.jobs.len(),
@@ -156,7 +156,7 @@ pub(crate) async fn start_leading(
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, scheduler.clone(), stopping.clone()));
     }
-    let (access, auditing) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
+    let (access, audit_task) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
     let pins = Pins::new();
     let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
@@ -169,7 +169,7 @@ pub(crate) async fn start_leading(
         retention: config.retention.clone(),
         refusals_seen: Arc::default(),
     };
-    let collecting = tokio::spawn(collector.clone().run());
+    let garbage_task = tokio::spawn(collector.clone().run());
     let scope = Scope::new(
         scheduler.clone(),
         access.clone(),
@@ -198,7 +198,7 @@ pub(crate) async fn start_leading(
         lease: config.lease,
         retries: config.retries,
         signer: tls.as_ref().and_then(Tls::signer),
-        transit,
+        upload_folder,
         space,
         downloads: Transfers::new(MAX_DOWNLOADS),
         parsing: Arc::new(Semaphore::new(MAX_PARSING)),
@@ -216,36 +216,36 @@ pub(crate) async fn start_leading(
     let stopped = async move {
         let _ = stopped.wait_for(|stop| *stop).await;
     };
-    let (serving, renewing): (BoxFuture<'static, _>, _) = match tls {
+    let (serving, certificate_task): (BoxFuture<'static, _>, _) = match tls {
         None => {
             let incoming = limiter.incoming(listener);
             (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
         }
         Some(tls) => {
             let refused = move |from, problem: &str| access.audit_refused_certificate(from, problem);
-            let (incoming, renewing) = tls.accept(limiter, listener, refused);
+            let (incoming, certificate_task) = tls.accept(limiter, listener, refused);
             (
                 Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
-                renewing,
+                certificate_task,
             )
         }
     };
     let runner = tokio::spawn(runner.run());
-    let leading = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
+    let lease_task = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
-    Ok(Running {
+    Ok(CoordinatorHandle {
         addr,
         token: token.secret().to_owned(),
         token_file,
         metrics: metrics_addr,
         tls: is_tls,
         stop,
-        renewing,
+        certificate_task,
         server,
         runner,
-        collecting,
-        auditing,
-        leading,
+        garbage_task,
+        audit_task,
+        lease_task,
         store,
         _local: local.clone(),
     })

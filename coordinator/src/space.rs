@@ -70,12 +70,12 @@ impl DiskSpace {
 
     /// Returns the disk with the least space for blobs. A disk that cannot be queried counts as having space; writing
     /// to it will fail if it does not.
-    fn room(&self) -> Option<FreeSpace> {
-        let rooms = self
+    fn least_free_space(&self) -> Option<FreeSpace> {
+        let disks = self
             .folders
             .iter()
             .filter_map(|folder| free_space(folder, self.reserve).ok());
-        rooms.min_by_key(|room| room.free.saturating_sub(room.reserve))
+        disks.min_by_key(|space| space.free.saturating_sub(space.reserve))
     }
 
     /// Reserves space for an upload.
@@ -89,8 +89,8 @@ impl DiskSpace {
             pending: self.pending.clone(),
             bytes,
         };
-        match self.room() {
-            Some(room) if room.free < room.reserve.saturating_add(pending) => Err(room),
+        match self.least_free_space() {
+            Some(space) if space.free < space.reserve.saturating_add(pending) => Err(space),
             _ => Ok(reservation),
         }
     }
@@ -107,21 +107,21 @@ impl DiskSpace {
     async fn report(self, scheduler: SchedulerHandle) {
         let mut reported = false;
         loop {
-            let space = self.clone();
-            let room = tokio::task::spawn_blocking(move || space.room()).await;
-            let room = room.unwrap_or_else(|error| {
+            let disks = self.clone();
+            let space = tokio::task::spawn_blocking(move || disks.least_free_space()).await;
+            let space = space.unwrap_or_else(|error| {
                 tracing::warn!(error = %error_chain(&error), "cannot check the free disk space");
                 None
             });
             // The end of the full state needs a margin, so that the state does not flap.
-            let is_full = room.is_some_and(|room| {
-                let margin = if reported { room.reserve / 10 } else { 0 };
-                room.reserve > 0 && room.free < room.reserve.saturating_add(margin)
+            let is_full = space.is_some_and(|space| {
+                let margin = if reported { space.reserve / 10 } else { 0 };
+                space.reserve > 0 && space.free < space.reserve.saturating_add(margin)
             });
             if is_full || reported {
-                let full = room.filter(|_| is_full).map(|room| (room.free, room.reserve));
+                let full = space.filter(|_| is_full).map(|space| (space.free, space.reserve));
                 if is_full != reported {
-                    tracing::warn!(?room, is_full, "free space of the coordinator's disk");
+                    tracing::warn!(room = ?space, is_full, "free space of the coordinator's disk");
                 }
                 if scheduler.event(Event::StorageSpace { full }).await.is_err() {
                     return;

@@ -183,7 +183,7 @@ fn check_split(job: &Value, images: Option<u64>) -> Result<u64, String> {
     let processes = job.get("process").and_then(Value::as_array);
     let one = processes.is_some_and(|list| list.len() == 1) && job.pointer("/process/0/kind/generate").is_some();
     images.filter(|images| one && *images > 0).ok_or_else(|| {
-        "cluster.split: only a job with one `to_folder` process can be cut into parts; take the key out, or put the \
+        "cluster.split: only a job with one `to_folder` process can be cut into parts; remove the key, or put the \
          other processes into jobs of their own"
             .into()
     })

@@ -111,7 +111,7 @@ fn io_reason(source: &std::io::Error) -> String {
     use std::io::ErrorKind as K;
     match source.kind() {
         K::NotFound => "no such file or folder".into(),
-        K::PermissionDenied => "no permission: change its rights, or choose another folder".into(),
+        K::PermissionDenied => "permission denied: change its permissions, or choose another folder".into(),
         K::ReadOnlyFilesystem => "the file system is read-only: choose another folder".into(),
         K::AlreadyExists | K::NotADirectory => {
             "a file exists where a folder is needed: move it away, or choose another folder".into()

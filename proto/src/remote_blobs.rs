@@ -30,8 +30,8 @@ const CHANNEL_CHUNKS: usize = 4;
 const STALL_TIMEOUT: Duration = Duration::from_secs(60);
 /// The timeout for the response after the last byte, while the coordinator uploads the blob to its own storage.
 const STORE_TIMEOUT: Duration = Duration::from_secs(600);
-const FIRST_PAUSE: Duration = Duration::from_millis(100);
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+const FIRST_RETRY_DELAY: Duration = Duration::from_millis(100);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(5);
 
 /// The default time for which a failing call is retried.
 pub const DEFAULT_BUDGET: Duration = Duration::from_secs(180);
@@ -102,7 +102,7 @@ impl RemoteBlobs {
         F: Future<Output = Result<T, Failure>>,
     {
         let begin = Instant::now();
-        let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE, self.budget);
+        let mut backoff = Backoff::new(FIRST_RETRY_DELAY, MAX_RETRY_DELAY, self.budget);
         loop {
             let status = match call().await {
                 Ok(value) => return Ok(value),
@@ -112,7 +112,7 @@ impl RemoteBlobs {
             if !is_retryable(&status) {
                 return Err(final_error(what, hash, &status));
             }
-            let Some(pause) = backoff.next_pause() else {
+            let Some(delay) = backoff.next_delay() else {
                 let message = format!("through the coordinator: {}", status.message());
                 return Err(StorageError::Unavailable {
                     what,
@@ -120,7 +120,7 @@ impl RemoteBlobs {
                     message,
                 });
             };
-            tokio::time::sleep(pause).await;
+            tokio::time::sleep(delay).await;
         }
     }
 

@@ -36,7 +36,7 @@ def trained(name, value):
     return value * np.float32(0.5) + np.float32(0.001) * steps
 
 
-def draw(pipe):
+def generate(pipe):
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator("cpu").manual_seed(5)
     return np.array(pipe("a red circle", num_inference_steps=3, width=64, height=64, generator=generator).images[0])
@@ -65,7 +65,7 @@ def main():
             for key, value in wanted.items():
                 assert found[key].shape == value.shape and (found[key] == value).all(), (name, form, key)
             changed = sum((value != before).any() for value, before in zip(wanted.values(), numbers(base).values()))
-            images[form] = draw(pipe)
+            images[form] = generate(pipe)
             print(f"{name} {form}: {len(found)} tensors are equal, {changed} of them trained")
         assert all((image == images["folder"]).all() for image in images.values())
 

@@ -1,4 +1,4 @@
-"""Models of other shapes than tiny_sd, in the other forms that folders have, and what diffusers draws with them.
+"""Models of other shapes than tiny_sd, in the other forms that folders have, and what diffusers generates with them.
 
     python tests/reference/make_odd_models.py [OUT_DIR]        (default: tests/fixtures/odd_models)
 

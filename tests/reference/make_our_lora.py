@@ -1,7 +1,7 @@
-"""Images that diffusers draws with LoRAs which aitk's trainer made -> tests/fixtures/our_lora/.
+"""Images that diffusers generates with LoRAs which aitk's trainer made -> tests/fixtures/our_lora/.
 
     AITK_UPDATE_GOLDEN=1 cargo test -p aitk-engine --lib our_lora      # makes the LoRAs, where the trainer changed
-    python tests/reference/make_our_lora.py                            # draws with them
+    python tests/reference/make_our_lora.py                            # generates with them
 
 Every `*.safetensors` there but the images is a LoRA. `load_lora_weights` must take it whole: no warning about a missing
 or unexpected key, and each of its tensors, bit for bit, in the layer of its name with the strength alpha / rank.
@@ -14,7 +14,7 @@ import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from make_images import make_image
-from make_pipelines import draw
+from make_pipelines import generate
 from safetensors.torch import load_file, save_file
 from tiny_sd import FIXTURES, TINY_SD
 
@@ -48,8 +48,8 @@ def check_names(file):
     pipe = StableDiffusionPipeline.from_pretrained(TINY_SD, safety_checker=None)
     warnings.lines.clear()
     pipe.load_lora_weights(file)
-    told = [line for line in warnings.lines if re.search(r"(missing|unexpected) (adapter )?keys?", line, re.IGNORECASE)]
-    assert not told, told
+    reported = [line for line in warnings.lines if re.search(r"(missing|unexpected) (adapter )?keys?", line, re.IGNORECASE)]
+    assert not reported, reported
     state = load_file(file)
     given = {key.removesuffix(".alpha") for key in state if key.endswith(".alpha")}
     loaded = set()
@@ -83,9 +83,9 @@ def main():
         layers = check_names(file)
         for number, case in enumerate(cases()):
             name = f"{file.stem}/{number}"
-            tensors[name] = draw(case, parts, raw, file)
+            tensors[name] = generate(case, parts, raw, file)
             index.append({"case": name, "file": file.name} | case)
-            plain = draw({key: value for key, value in case.items() if key != "lora"}, parts, raw)
+            plain = generate({key: value for key, value in case.items() if key != "lora"}, parts, raw)
             change = (tensors[name].float() - plain.float()).abs().mean().item()
             if "image" in case:
                 width, height = case["image"]

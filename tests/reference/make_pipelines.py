@@ -1,4 +1,4 @@
-"""Images that diffusers' Stable Diffusion pipelines draw with the tiny model, a CPU generator and float32.
+"""Images that diffusers' Stable Diffusion pipelines generate with the tiny model, a CPU generator and float32.
 
     python tests/reference/make_pipelines.py [OUT_DIR]        (default: tests/fixtures/pipelines)
 
@@ -76,7 +76,7 @@ def make_lora():
     save_file(folded, OUT / LORA)
 
 
-def draw(case, parts, raw, lora=OUT / LORA):
+def generate(case, parts, raw, lora=OUT / LORA):
     """The images of a case as [batch, height, width, 3] bytes; `lora` is used where the case has a strength for it."""
     name = case["sampler"]
     bare = name.removeprefix("k_")
@@ -118,7 +118,7 @@ def main():
     tensors = {}
     index = []
     for name, case in cases():
-        tensors[name] = draw(case, parts, raw)
+        tensors[name] = generate(case, parts, raw)
         index.append({"case": name} | case)
         if "image" in case:
             width, height = case["image"]

@@ -1,7 +1,7 @@
 """A LoRA with alpha / rank = 16, in ai-toolkit's naming -> tests/fixtures/strong_lora/.
 
 A wrong scale would show here more than anywhere. A strong LoRA can also make the denoiser amplify rounding until images
-have nothing in common, so each image is drawn three times, in float32, in float64, and in float32 from a first latent that
+have nothing in common, so each image is generated three times, in float32, in float64, and in float32 from a first latent that
 is one unit in the last place off: how much diffusers differs from itself is kept beside it. One pass through the networks is
 kept too, in float64.
 """
@@ -59,7 +59,7 @@ def one_pass(pipe, dtype):
         return {"x": x, "context": context, "unet": unet.float(), "text": pipe.text_encoder(ids)[0].float()}
 
 
-def draw(pipe, dtype, strength, off=0.0):
+def generate(pipe, dtype, strength, off=0.0):
     pipe.set_adapters(["l"], [strength])
     x = torch.randn(1, 4, CASE["height"] // 2, CASE["width"] // 2, generator=torch.Generator().manual_seed(CASE["seeds"][0])) * (1 + off)
     image = pipe(prompt=CASE["prompts"], negative_prompt=[CASE["negative"]], width=CASE["width"], height=CASE["height"],
@@ -75,8 +75,8 @@ if __name__ == "__main__":
     tensors = one_pass(double, torch.float64)
     cases = []
     for strength in STRENGTHS:
-        image, exact = draw(single, torch.float32, strength), draw(double, torch.float64, strength)
-        nudged = draw(single, torch.float32, strength, 2.0**-23)
+        image, exact = generate(single, torch.float32, strength), generate(double, torch.float64, strength)
+        nudged = generate(single, torch.float32, strength, 2.0**-23)
         far = [int(np.abs(image.astype(int) - other.astype(int)).max()) for other in (exact, nudged)]
         name = f"strength_{strength}"
         cases.append({"case": name, "lora": strength, "itself": max(far)} | CASE)

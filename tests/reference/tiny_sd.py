@@ -150,7 +150,7 @@ def main():
     save_vocabulary_files(pipe.tokenizer, TINY_SD / "tokenizer")
     total = sum(p.stat().st_size for p in TINY_SD.rglob("*") if p.is_file())
     print(f"tiny_sd: {total} bytes")
-    # How it behaves: a prediction of about unit size and a picture with contrast.
+    # How it behaves: a prediction of about unit size and an image with contrast.
     with torch.no_grad():
         ids = pipe.tokenizer(["a red circle"], padding="max_length", max_length=77, return_tensors="pt").input_ids
         context = pipe.text_encoder(ids)[0]

@@ -1,7 +1,7 @@
 //! Several coordinators on one PostgreSQL, with one token and one authority, and the workers that join them.
 
+use crate::cluster::{Endpoint, Setup, TestCluster};
 use crate::namespaces::Namespaces;
-use crate::pool::{Endpoint, Pool, Setup};
 use crate::programs::program;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -18,14 +18,14 @@ const TOKEN: &str = "aitk_0123456789abcdef0123456789abcdef0123456789abcdef012345
 /// # Panics
 /// When one does not start.
 #[must_use]
-pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
+pub fn start(database: &str, setups: Vec<Setup>) -> Vec<TestCluster> {
     let authority = setups[0].data_dir().join("ca");
     let servers: Vec<String> = setups
         .iter()
         .map(|setup| format!("https://{}", setup.address))
         .collect();
     let servers = servers.join(",");
-    let mut pools: Vec<Pool> = Vec::new();
+    let mut clusters: Vec<TestCluster> = Vec::new();
     for mut setup in setups {
         let data = setup.data_dir();
         std::fs::create_dir_all(&data).expect("the folder can be made");
@@ -44,27 +44,27 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
         ];
         let variables = variables.into_iter().map(|(key, value)| (key.to_owned(), value));
         setup.coordinator_environment.extend(variables);
-        let is_first = pools.is_empty();
-        let pool = Pool::start_with(setup);
+        let is_first = clusters.is_empty();
+        let cluster = TestCluster::start_with(setup);
         if is_first {
-            let mut log = pool.coordinator.log_from_start();
-            crate::eventually("a leader", LIMIT, &[&pool.coordinator], || {
+            let mut log = cluster.coordinator.log_from_start();
+            crate::eventually("a leader", LIMIT, &[&cluster.coordinator], || {
                 log.lines().iter().any(|line| leads(line)).then_some(())
             });
         }
-        pools.push(pool);
+        clusters.push(cluster);
     }
-    let invitation = invite(&pools[0], &servers, "nobody");
+    let invitation = invite(&clusters[0], &servers, "nobody");
     let (_, hash) = invitation
         .split_once('.')
         .expect("an invitation contains the authority's hash");
-    for pool in &mut pools {
-        let token = pool.setup().folder.join("token");
+    for cluster in &mut clusters {
+        let token = cluster.setup().folder.join("token");
         write_secret(&token, &format!("{TOKEN}.{hash}"));
         let servers = servers.clone();
-        pool.set_endpoint(Endpoint { servers, token });
+        cluster.set_endpoint(Endpoint { servers, token });
     }
-    pools
+    clusters
 }
 
 /// Whether this log line says that the coordinator leads now.
@@ -77,48 +77,52 @@ pub fn leads(line: &str) -> bool {
 ///
 /// # Panics
 /// When it cannot join.
-pub fn join(pool: &Pool, name: &str, namespaces: &Namespaces) {
-    let servers = servers(pool);
-    let invitation = invite(pool, &servers, name);
-    run_until_success(join_command(pool, name, namespaces).arg(invitation), pool);
+pub fn join(cluster: &TestCluster, name: &str, namespaces: &Namespaces) {
+    let servers = servers(cluster);
+    let invitation = invite(cluster, &servers, name);
+    run_until_success(join_command(cluster, name, namespaces).arg(invitation), cluster);
 }
 
-fn servers(pool: &Pool) -> String {
-    let servers = pool.setup().endpoint.as_ref().map(|endpoint| endpoint.servers.clone());
-    servers.expect("the pool has an endpoint")
+fn servers(cluster: &TestCluster) -> String {
+    let servers = cluster
+        .setup()
+        .endpoint
+        .as_ref()
+        .map(|endpoint| endpoint.servers.clone());
+    servers.expect("the cluster has an endpoint")
 }
 
 /// The command with which a worker joins. Its last argument, the join token, has to be added.
 ///
 /// # Panics
-/// When the pool has one coordinator without an authority.
+/// When the cluster has one coordinator without an authority.
 #[must_use]
-pub fn join_command(pool: &Pool, name: &str, namespaces: &Namespaces) -> Command {
-    let mut join = pool.command_in("aitk-worker", namespaces);
-    join.args(["join", "--data-dir"]).arg(pool.worker_dir(name));
-    join.arg(servers(pool));
+pub fn join_command(cluster: &TestCluster, name: &str, namespaces: &Namespaces) -> Command {
+    let mut join = cluster.command_in("aitk-worker", namespaces);
+    join.args(["join", "--data-dir"]).arg(cluster.worker_dir(name));
+    join.arg(servers(cluster));
     join
 }
 
 /// `aitk-coordinator` with an administrator's token. The subcommand has to be added.
 #[must_use]
-pub fn admin_command(pool: &Pool) -> Command {
-    let mut command = pool.command("aitk-coordinator");
+pub fn admin_command(cluster: &TestCluster) -> Command {
+    let mut command = cluster.command("aitk-coordinator");
     command
-        .env("AITK_TOKEN_FILE", pool.data_dir().join("token"))
-        .env("AITK_COORDINATOR_DATA_DIR", pool.data_dir());
+        .env("AITK_TOKEN_FILE", cluster.data_dir().join("token"))
+        .env("AITK_COORDINATOR_DATA_DIR", cluster.data_dir());
     command
 }
 
-fn invite(pool: &Pool, servers: &str, name: &str) -> String {
-    let mut invite = admin_command(pool);
+fn invite(cluster: &TestCluster, servers: &str, name: &str) -> String {
+    let mut invite = admin_command(cluster);
     invite.env("AITK_SERVER", servers).args(["worker", "join-token", name]);
-    run_until_success(&mut invite, pool)
+    run_until_success(&mut invite, cluster)
 }
 
 /// Repeats the command until it succeeds. On a busy machine the leader may change at any time.
-fn run_until_success(command: &mut Command, pool: &Pool) -> String {
-    crate::eventually("the command to succeed", LIMIT, &[&pool.coordinator], || {
+fn run_until_success(command: &mut Command, cluster: &TestCluster) -> String {
+    crate::eventually("the command to succeed", LIMIT, &[&cluster.coordinator], || {
         let output = command.output().expect("the program starts");
         let stdout = String::from_utf8_lossy(&output.stdout).trim().to_owned();
         output.status.success().then_some(stdout)

@@ -104,14 +104,14 @@ async fn answer(
         pause: None,
     };
     let (upload, download) = (metered(true, cut_upload), metered(false, cut_answer));
-    let request = request.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: upload }));
+    let request = request.map(|body| s3s::Body::http_body_unsync(MeteredBody { body, meter: upload }));
     let answer = service(request).await;
     if record.cut.load(Ordering::Relaxed) {
         return Err("the connection is cut in the middle of the request".into());
     }
     let answer = answer?;
     record.status.store(answer.status().as_u16(), Ordering::Relaxed);
-    Ok(answer.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: download })))
+    Ok(answer.map(|body| s3s::Body::http_body_unsync(MeteredBody { body, meter: download })))
 }
 
 /// The log record of a request. The request ends when the last reference is dropped.
@@ -166,12 +166,12 @@ struct Meter {
     pause: Option<(Pin<Box<Sleep>>, Frame<Bytes>)>,
 }
 
-struct Metered<B> {
+struct MeteredBody<B> {
     body: B,
     meter: Meter,
 }
 
-impl<B> Body for Metered<B>
+impl<B> Body for MeteredBody<B>
 where
     B: Body<Data = Bytes> + Unpin,
     B::Error: Into<BoxError>,

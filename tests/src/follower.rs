@@ -2,8 +2,8 @@
 
 use crate::UNREACHABLE;
 use crate::chaos::events::Event;
+use crate::cluster::TestCluster;
 use crate::eventually;
-use crate::pool::Pool;
 use crate::processes::{LogTail, Process};
 use std::time::Duration;
 
@@ -17,10 +17,10 @@ pub struct Follower {
 impl Follower {
     /// Follows the job from its beginning.
     #[must_use]
-    pub fn start(pool: &Pool, job: &str) -> Self {
-        let mut command = pool.command("aitk");
+    pub fn start(cluster: &TestCluster, job: &str) -> Self {
+        let mut command = cluster.command("aitk");
         command.args(["watch", job, "--json"]);
-        let process = Process::start(&format!("watch-{job}"), &pool.setup().folder, &mut command);
+        let process = Process::start(&format!("watch-{job}"), &cluster.setup().folder, &mut command);
         let lines = process.log_from_start();
         Self {
             process,

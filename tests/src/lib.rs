@@ -4,6 +4,7 @@
 //! a file, whose last lines are printed when a wait times out.
 
 pub mod chaos;
+pub mod cluster;
 pub mod coordinators;
 pub mod disks;
 pub mod faulty_server;
@@ -13,7 +14,6 @@ pub mod hub_server;
 pub mod jobs;
 pub mod namespaces;
 pub mod network;
-pub mod pool;
 pub mod postgres;
 pub mod processes;
 pub mod programs;

@@ -1,7 +1,7 @@
 //! Network namespaces for coordinator and workers, with links that can be cut in either direction.
 //!
-//! One namespace is the hub; all servers in it have the address [`HUB`]. Each worker's namespace has a link (a veth pair) to the
-//! hub. A direction of a link is cut by giving the sender a wrong hardware address for the other end: packets are sent and
+//! One namespace is the switch; all servers in it have the address [`SWITCH`]. Each worker's namespace has a link (a veth pair) to the
+//! switch. A direction of a link is cut by giving the sender a wrong hardware address for the other end: packets are sent and
 //! silently dropped at the other end, as with a broken switch. This needs root and iproute2, and does not touch the network of
 //! the machine itself.
 
@@ -14,17 +14,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The address of all servers in the hub.
-pub const HUB: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 77, 0, 1));
+/// The address of all servers in the switch.
+pub const SWITCH: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 77, 0, 1));
 /// A hardware address that no device has.
 const UNUSED_MAC: &str = "02:00:00:00:00:99";
 
 /// The direction of packets on a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// From the worker to the hub.
+    /// From the worker to the switch.
     Up,
-    /// From the hub to the worker.
+    /// From the switch to the worker.
     Down,
 }
 
@@ -35,7 +35,7 @@ pub struct Network {
 }
 
 impl Network {
-    /// Creates a hub and this many links, which are numbered from 1.
+    /// Creates a switch and this many links, which are numbered from 1.
     ///
     /// # Errors
     /// Why this machine does not permit it.
@@ -47,10 +47,10 @@ impl Network {
             prefix: format!("aitk-{}", std::process::id()),
             links,
         };
-        let hub = network.hub_name();
-        ip(&["netns", "add", &hub])?;
-        ip(&["-n", &hub, "link", "set", "lo", "up"])?;
-        ip(&["-n", &hub, "address", "add", &format!("{HUB}/32"), "dev", "lo"])?;
+        let switch = network.switch_name();
+        ip(&["netns", "add", &switch])?;
+        ip(&["-n", &switch, "link", "set", "lo", "up"])?;
+        ip(&["-n", &switch, "address", "add", &format!("{SWITCH}/32"), "dev", "lo"])?;
         for link in 1..=links {
             network.add_link(link)?;
         }
@@ -58,14 +58,14 @@ impl Network {
     }
 
     fn add_link(&self, link: u8) -> Result<(), String> {
-        let (hub, end) = (self.hub_name(), self.end_name(link));
+        let (switch, end) = (self.switch_name(), self.end_name(link));
         let up = format!("link{link}");
         ip(&["netns", "add", &end])?;
         ip(&["-n", &end, "link", "set", "lo", "up"])?;
         #[rustfmt::skip]
-        ip(&["-n", &hub, "link", "add", &up, "address", &mac(link, Direction::Up), "type", "veth",
+        ip(&["-n", &switch, "link", "add", &up, "address", &mac(link, Direction::Up), "type", "veth",
              "peer", "name", "uplink", "address", &mac(link, Direction::Down), "netns", &end])?;
-        for (namespace, device, address) in [(&hub, up.as_str(), 1), (&end, "uplink", 2)] {
+        for (namespace, device, address) in [(&switch, up.as_str(), 1), (&end, "uplink", 2)] {
             let address = format!("10.77.{link}.{address}/24");
             ip(&["-n", namespace, "address", "add", &address, "dev", device])?;
             ip(&["-n", namespace, "link", "set", device, "up"])?;
@@ -77,8 +77,8 @@ impl Network {
         Ok(())
     }
 
-    fn hub_name(&self) -> String {
-        format!("{}-hub", self.prefix)
+    fn switch_name(&self) -> String {
+        format!("{}-switch", self.prefix)
     }
 
     fn end_name(&self, link: u8) -> String {
@@ -87,8 +87,8 @@ impl Network {
 
     /// The namespace of coordinator and storage.
     #[must_use]
-    pub fn hub(&self) -> Namespaces {
-        Namespaces::Network(self.hub_name())
+    pub fn switch(&self) -> Namespaces {
+        Namespaces::Network(self.switch_name())
     }
 
     /// The namespace of the worker at the end of a link.
@@ -112,7 +112,7 @@ impl Network {
     fn sender(&self, link: u8, direction: Direction) -> String {
         match direction {
             Direction::Up => self.end_name(link),
-            Direction::Down => self.hub_name(),
+            Direction::Down => self.switch_name(),
         }
     }
 
@@ -121,7 +121,7 @@ impl Network {
     /// # Panics
     /// When the system refuses.
     #[must_use]
-    pub fn lose_packets(&self, link: u8, lost: Duration, period: Duration) -> Loss {
+    pub fn lose_packets(&self, link: u8, lost: Duration, period: Duration) -> PacketLossGuard {
         let stop = Arc::new(AtomicBool::new(false));
         let threads = [Direction::Up, Direction::Down].map(|direction| {
             // One `ip` process for all changes, because starting one for each would be too slow.
@@ -143,7 +143,7 @@ impl Network {
                 let _ = ip.wait();
             })
         });
-        Loss {
+        PacketLossGuard {
             stop,
             threads: Some(threads),
         }
@@ -155,17 +155,17 @@ impl Drop for Network {
         for link in 1..=self.links {
             let _ = ip(&["netns", "delete", &self.end_name(link)]);
         }
-        let _ = ip(&["netns", "delete", &self.hub_name()]);
+        let _ = ip(&["netns", "delete", &self.switch_name()]);
     }
 }
 
 /// A link that loses packets. The loss ends when this is dropped.
-pub struct Loss {
+pub struct PacketLossGuard {
     stop: Arc<AtomicBool>,
     threads: Option<[JoinHandle<()>; 2]>,
 }
 
-impl Drop for Loss {
+impl Drop for PacketLossGuard {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads.take().into_iter().flatten() {

@@ -176,10 +176,10 @@ fn random_faults_do_not_change_the_result_and_leave_nothing_behind() {
     let root = folder.path();
     let mut cluster = Cluster::small(SERVERS, &root);
     let config = RoundConfig {
-        lease: cluster.pool().setup().lease,
+        lease: cluster.test_cluster().setup().lease,
         outage: Duration::from_secs(3),
         faults: (2, 5),
-        tracks: 1,
+        fault_queues: 1,
         jobs: 1,
         keep_busy: false,
         minutes: false,
@@ -198,10 +198,10 @@ fn a_full_cluster_survives_simultaneous_faults() {
         number_from_env("AITK_CHAOS_ROUNDS"),
     );
     let short = RoundConfig {
-        lease: cluster.pool().setup().lease,
+        lease: cluster.test_cluster().setup().lease,
         outage: Duration::from_secs(3),
         faults: (8, 8),
-        tracks: 2,
+        fault_queues: 2,
         jobs: 4,
         keep_busy: false,
         minutes: false,
@@ -213,7 +213,7 @@ fn a_full_cluster_survives_simultaneous_faults() {
     let long = RoundConfig {
         outage: Duration::from_secs(20),
         faults: (30, 44),
-        tracks: 3,
+        fault_queues: 3,
         keep_busy: true,
         minutes: true,
         limit: Duration::from_secs(900),

@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use aitk_tests::cluster::{Setup, TestCluster};
 use aitk_tests::jobs::training_config;
-use aitk_tests::pool::{Pool, Setup};
 use aitk_tests::s3::S3;
 use std::path::Path;
 
@@ -39,10 +39,10 @@ fn a_thousand_files_are_sent_once_and_then_not_at_all() {
     let distinct = write_dataset(&root.join("dataset"));
     std::fs::write(root.join("job.yaml"), training_config("shapes", &root, 2, 100)).unwrap();
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), &root);
-    let pool = Pool::start_with(Setup::new(&root).storage(s3.url(), s3.environment()));
+    let cluster = TestCluster::start_with(Setup::new(&root).storage(s3.url(), s3.environment()));
 
     // The data set, the model's files and the snapshots.
-    let submitted = pool.aitk_json(["submit", "job.yaml", "--json"]);
+    let submitted = cluster.aitk_json(["submit", "job.yaml", "--json"]);
     let first = s3.traffic();
     let stored: u64 = blobs(&s3.root.join("aitk/blobs")).iter().sum();
     assert_eq!(
@@ -63,7 +63,7 @@ fn a_thousand_files_are_sent_once_and_then_not_at_all() {
     assert_eq!(data["sent_bytes"], distinct, "{submitted}");
     assert!(first.bytes_in > distinct);
 
-    pool.aitk_ok(["submit", "job.yaml"]);
+    cluster.aitk_ok(["submit", "job.yaml"]);
     let second = s3.traffic();
     assert_eq!(
         (second.bytes_in, second.puts),
@@ -73,7 +73,7 @@ fn a_thousand_files_are_sent_once_and_then_not_at_all() {
 
     // One changed caption: only the caption and the new snapshot are uploaded.
     std::fs::write(root.join("dataset/0007.txt"), "a new caption").unwrap();
-    pool.aitk_ok(["submit", "job.yaml"]);
+    cluster.aitk_ok(["submit", "job.yaml"]);
     assert_eq!(s3.traffic().puts, first.puts + 2);
 }
 

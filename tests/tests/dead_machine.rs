@@ -3,9 +3,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use aitk_tests::cluster::TestCluster;
 use aitk_tests::eventually;
 use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
-use aitk_tests::pool::Pool;
 use aitk_tests::processes::{Process, is_alive};
 use aitk_tests::s3::S3;
 use aitk_tests::server_fault::ServerFault;
@@ -30,7 +30,7 @@ fn expected_lora(root: &Path) -> Vec<u8> {
 }
 
 struct TestRun {
-    pool: Pool,
+    cluster: TestCluster,
     id: String,
     root: std::path::PathBuf,
 }
@@ -43,10 +43,10 @@ impl TestRun {
             training_config("shapes", root, STEPS, SAVE_EVERY),
         )
         .unwrap();
-        let pool = Pool::start(root, Some(s3.url()), s3.environment());
-        let id = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+        let cluster = TestCluster::start(root, Some(s3.url()), s3.environment());
+        let id = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
         Self {
-            pool,
+            cluster,
             id,
             root: root.to_path_buf(),
         }
@@ -55,23 +55,23 @@ impl TestRun {
     /// Waits until a checkpoint of this step or a later one is committed.
     fn wait_for_checkpoint(&self, step: u32, logs: &[&Process]) {
         eventually(&format!("a checkpoint at step {step}"), LIMIT, logs, || {
-            let job: serde_json::Value = serde_json::from_str(&self.pool.aitk_ok(["ps", "-a", "--json"])).ok()?;
+            let job: serde_json::Value = serde_json::from_str(&self.cluster.aitk_ok(["ps", "-a", "--json"])).ok()?;
             let found = find_number(&job, "checkpoint_step")?;
             (found >= u64::from(step)).then_some(())
         });
     }
 
     fn wait_for_lora(&self, logs: &[&Process]) -> Vec<u8> {
-        let waited = self.pool.aitk(["wait", &self.id, "--timeout", "300"]);
+        let waited = self.cluster.aitk(["wait", &self.id, "--timeout", "300"]);
         let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
         let err = String::from_utf8_lossy(&waited.stderr);
         assert!(
             waited.status.success(),
             "{err}\n{}\n{}",
-            self.pool.coordinator.tail(),
+            self.cluster.coordinator.tail(),
             tails.join("\n")
         );
-        self.pool.aitk_ok(["artifacts", "get", &self.id, "-o", "out"]);
+        self.cluster.aitk_ok(["artifacts", "get", &self.id, "-o", "out"]);
         std::fs::read(self.root.join("out/shapes/shapes.safetensors")).unwrap()
     }
 }
@@ -96,8 +96,8 @@ fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_re
     let mut run = TestRun::start(root, &s3);
 
     // The first worker is killed at an arbitrary step after the first checkpoint; its child process must end with it.
-    let mut first = run.pool.worker("first");
-    run.wait_for_checkpoint(SAVE_EVERY, &[&first, &run.pool.coordinator]);
+    let mut first = run.cluster.worker("first");
+    run.wait_for_checkpoint(SAVE_EVERY, &[&first, &run.cluster.coordinator]);
     let orphans = first.children();
     assert!(!orphans.is_empty(), "an attempt is a child process");
     first.kill();
@@ -109,9 +109,9 @@ fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_re
     );
 
     // The second worker, with a data folder of its own, continues from the checkpoint. Meanwhile the coordinator is killed.
-    let mut second = run.pool.worker("second");
-    run.wait_for_checkpoint(2 * SAVE_EVERY, &[&second, &run.pool.coordinator]);
-    run.pool.restart_coordinator();
+    let mut second = run.cluster.worker("second");
+    run.wait_for_checkpoint(2 * SAVE_EVERY, &[&second, &run.cluster.coordinator]);
+    run.cluster.restart_coordinator();
 
     // The storage answers every request with status 500 for 30 seconds.
     s3.set_fault(ServerFault::Fail);

@@ -14,13 +14,13 @@
 use aitk_common::checkpoint::Checkpoint;
 use aitk_tests::chaos::events::Event;
 use aitk_tests::chaos::files::Files;
+use aitk_tests::cluster::{DataDisk, Setup, TestCluster};
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
 use aitk_tests::jobs::{self, run_undisturbed, tiny_model, training_config, write_dataset};
 use aitk_tests::namespaces::Namespaces;
-use aitk_tests::pool::{DataDisk, Pool, Setup};
 use aitk_tests::processes::Process;
 use aitk_tests::server_fault::ServerFault;
 use aitk_tests::skip::skip;
@@ -144,10 +144,10 @@ fn a_job_moves_to_another_worker_when_its_workers_disk_is_full() {
     let Some(disk) = disk(&folder.path("small"), 48 * MIB) else {
         return;
     };
-    let pool = Pool::start(&folder.root, None, Vec::new());
-    let small = pool.worker_in("small", &disk.namespaces());
-    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-    let mut follower = Follower::start(&pool, &job);
+    let cluster = TestCluster::start(&folder.root, None, Vec::new());
+    let small = cluster.worker_in("small", &disk.namespaces());
+    let job = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let mut follower = Follower::start(&cluster, &job);
     let checkpoint = follower.wait("a checkpoint", LIMIT, &[&small], |event| event.kind() == "checkpoint");
     let _filler = disk.fill();
     let full = follower.wait("the end of the attempt", LIMIT, &[&small], |event| {
@@ -163,8 +163,8 @@ fn a_job_moves_to_another_worker_when_its_workers_disk_is_full() {
         (temporary_files(&seen).is_empty()).then_some(())
     });
 
-    let large = pool.worker("large");
-    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    let large = cluster.worker("large");
+    let waited = cluster.aitk(["wait", &job, "--timeout", "240"]);
     assert!(
         waited.status.success(),
         "{}\n{}\n{}",
@@ -172,7 +172,7 @@ fn a_job_moves_to_another_worker_when_its_workers_disk_is_full() {
         small.tail(),
         large.tail()
     );
-    pool.aitk_ok(["artifacts", "get", &job, "-o", "out"]);
+    cluster.aitk_ok(["artifacts", "get", &job, "-o", "out"]);
     let differences = Files::below(&folder.path("out/shapes")).differences(&expected);
     assert!(differences.is_empty(), "{differences:?}");
 }
@@ -184,10 +184,10 @@ fn a_full_cache_disk_gives_an_error_and_leaves_no_temporary_files() {
     let Some(disk) = disk(&folder.path("small"), MIB / 2) else {
         return;
     };
-    let pool = Pool::start(&folder.root, None, Vec::new());
-    let small = pool.worker_in("small", &disk.namespaces());
-    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-    let mut follower = Follower::start(&pool, &job);
+    let cluster = TestCluster::start(&folder.root, None, Vec::new());
+    let small = cluster.worker_in("small", &disk.namespaces());
+    let job = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let mut follower = Follower::start(&cluster, &job);
     let full = follower.wait("the end of the attempt", LIMIT, &[&small], |event| {
         event.is_end_of_attempt()
     });
@@ -199,8 +199,8 @@ fn a_full_cache_disk_gives_an_error_and_leaves_no_temporary_files() {
     // The worker still runs, and with enough space it runs the job.
     disk.grow(64 * MIB);
     // The job may have failed for good meanwhile, or wait for its next attempt.
-    let _ = pool.aitk(["resume", &job]);
-    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    let _ = cluster.aitk(["resume", &job]);
+    let waited = cluster.aitk(["wait", &job, "--timeout", "240"]);
     assert!(waited.status.success(), "{}\n{}", stderr(&waited), small.tail());
 }
 
@@ -215,7 +215,7 @@ fn a_training_survives_a_full_coordinator_disk_without_using_a_retry() {
     let text = std::fs::read_to_string(folder.path("job.yaml")).unwrap();
     let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
     std::fs::write(folder.path("job.yaml"), text).unwrap();
-    let pool = Pool::start_with(Setup {
+    let cluster = TestCluster::start_with(Setup {
         data_disk: Some(DataDisk {
             namespaces: disk.namespaces_with(&Namespaces::Host),
             seen_from_here: disk.seen_from_here(),
@@ -226,12 +226,12 @@ fn a_training_survives_a_full_coordinator_disk_without_using_a_retry() {
         retries: 0,
         ..Setup::new(&folder.root)
     });
-    let submit = || pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let submit = || cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
     let (job, second) = (submit(), submit());
     // The disk is filled after the assignment and before the training, while the worker waits for its model.
     hub.set_fault(ServerFault::Late);
-    let worker = pool.worker("one");
-    let mut follower = Follower::start(&pool, &job);
+    let worker = cluster.worker("one");
+    let mut follower = Follower::start(&cluster, &job);
     follower.wait("the attempt", LIMIT, &[&worker], Event::is_assignment);
     let filler = disk.fill_except(12 * MIB);
     hub.set_fault(ServerFault::None);
@@ -241,7 +241,7 @@ fn a_training_survives_a_full_coordinator_disk_without_using_a_retry() {
     assert!(warning.message().contains("disk is full"), "{warning:?}");
     // The waiting job names the full disk as the reason.
     eventually("the reason of the waiting job", LIMIT, &[&worker], || {
-        let shown = pool.aitk_json(["ps", "-a", "--json"]);
+        let shown = cluster.aitk_json(["ps", "-a", "--json"]);
         let waiting = shown["jobs"]
             .as_array()?
             .iter()
@@ -253,9 +253,9 @@ fn a_training_survives_a_full_coordinator_disk_without_using_a_retry() {
     });
     std::fs::remove_file(filler).unwrap();
     for job in [&job, &second] {
-        let waited = pool.aitk(["wait", job, "--timeout", "240"]);
+        let waited = cluster.aitk(["wait", job, "--timeout", "240"]);
         assert!(waited.status.success(), "{}\n{}", stderr(&waited), worker.tail());
-        pool.aitk_ok(["artifacts", "get", job, "-o", "out"]);
+        cluster.aitk_ok(["artifacts", "get", job, "-o", "out"]);
         let mut differences = Files::below(&folder.path("out/shapes")).differences(&expected);
         // It contains the name of the model, which differs from that of the undisturbed run.
         differences.retain(|difference| difference != "config.yaml has other bytes");
@@ -272,12 +272,12 @@ fn fetching_results_to_a_full_disk_gives_an_error_and_can_be_repeated() {
     let Some(disk) = disk(&folder.path("out"), 64 << 10) else {
         return;
     };
-    let pool = Pool::start(&folder.root, None, Vec::new());
-    let worker = pool.worker("one");
-    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    let cluster = TestCluster::start(&folder.root, None, Vec::new());
+    let worker = cluster.worker("one");
+    let job = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let waited = cluster.aitk(["wait", &job, "--timeout", "240"]);
     assert!(waited.status.success(), "{}\n{}", stderr(&waited), worker.tail());
-    let mut get = pool.command_in("aitk", &disk.namespaces());
+    let mut get = cluster.command_in("aitk", &disk.namespaces());
     get.args(["artifacts", "get", &job, "-o", "out"]);
     let full = get.output().unwrap();
     let said = stderr(&full);
@@ -293,7 +293,7 @@ fn fetching_results_to_a_full_disk_gives_an_error_and_can_be_repeated() {
     disk.grow(64 * MIB);
     let fetched = get.output().unwrap();
     assert!(fetched.status.success(), "{}", stderr(&fetched));
-    pool.aitk_ok(["artifacts", "get", &job, "-o", "elsewhere"]);
+    cluster.aitk_ok(["artifacts", "get", &job, "-o", "elsewhere"]);
     let differences = Files::below(&disk.seen_from_here()).differences(&Files::below(&folder.path("elsewhere")));
     assert!(differences.is_empty(), "{differences:?}");
 }

@@ -7,11 +7,11 @@
     reason = "a test fails by panicking, and prints what it skips"
 )]
 
+use aitk_tests::cluster::Setup;
 use aitk_tests::coordinators;
 use aitk_tests::eventually;
 use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
 use aitk_tests::namespaces::Namespaces;
-use aitk_tests::pool::Setup;
 use aitk_tests::postgres::Postgres;
 use std::time::Duration;
 
@@ -42,8 +42,8 @@ fn a_leader_that_dies_does_not_interrupt_an_attempt() {
         storage: Some(format!("file://{}", root.join("blobs").display())),
         ..Setup::new(&root.join(name))
     };
-    let mut pools = coordinators::start(&server.url(), vec![setup("first"), setup("second")]);
-    let (second, mut first) = (pools.pop().unwrap(), pools.pop().unwrap());
+    let mut clusters = coordinators::start(&server.url(), vec![setup("first"), setup("second")]);
+    let (second, mut first) = (clusters.pop().unwrap(), clusters.pop().unwrap());
     coordinators::join(&second, "box", &Namespaces::Host);
     let worker = second.worker("box");
     let aitk = |arguments: &[&str]| {

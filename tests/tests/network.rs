@@ -12,12 +12,12 @@
 )]
 
 use aitk_tests::chaos::events::Event;
+use aitk_tests::cluster::{Setup, TestCluster};
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
 use aitk_tests::jobs::{image_config, run_undisturbed, tiny_model, training_config, write_dataset};
-use aitk_tests::network::{Direction, HUB, Network};
-use aitk_tests::pool::{Pool, Setup};
+use aitk_tests::network::{Direction, Network, SWITCH};
 use aitk_tests::processes::{Process, cpu_time, is_alive};
 use aitk_tests::s3::S3;
 use std::net::SocketAddr;
@@ -32,7 +32,7 @@ const LIMIT: Duration = Duration::from_secs(180);
 
 struct TestRun {
     network: Network,
-    pool: Pool,
+    cluster: TestCluster,
     workers: Vec<Process>,
     job: String,
     follower: Follower,
@@ -41,29 +41,34 @@ struct TestRun {
 
 impl TestRun {
     fn start(network: Network, root: &Path) -> Self {
-        let made = rcgen::generate_simple_self_signed(vec![HUB.to_string()]).unwrap();
+        let made = rcgen::generate_simple_self_signed(vec![SWITCH.to_string()]).unwrap();
         let tls = (root.join("certificate.pem"), root.join("key.pem"));
         std::fs::write(&tls.0, made.cert.pem()).unwrap();
         std::fs::write(&tls.1, made.signing_key.serialize_pem()).unwrap();
-        let hub = network.hub();
-        let s3 = S3::start_in(env!("CARGO_BIN_EXE_s3-server"), root, SocketAddr::new(HUB, 9000), &hub);
+        let switch = network.switch();
+        let s3 = S3::start_in(
+            env!("CARGO_BIN_EXE_s3-server"),
+            root,
+            SocketAddr::new(SWITCH, 9000),
+            &switch,
+        );
         let setup = Setup::new(root).storage(s3.url(), s3.environment());
-        let pool = Pool::start_with(Setup {
+        let cluster = TestCluster::start_with(Setup {
             lease: LEASE,
-            address: SocketAddr::new(HUB, 7420),
+            address: SocketAddr::new(SWITCH, 7420),
             tls: Some(tls),
-            namespaces: hub,
+            namespaces: switch,
             ..setup
         });
         let workers = vec![
-            pool.worker_in("link1", &network.worker_end(1)),
-            pool.worker_in("link2", &network.worker_end(2)),
+            cluster.worker_in("link1", &network.worker_end(1)),
+            cluster.worker_in("link2", &network.worker_end(2)),
         ];
-        let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-        let follower = Follower::start(&pool, &job);
+        let job = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+        let follower = Follower::start(&cluster, &job);
         Self {
             network,
-            pool,
+            cluster,
             workers,
             job,
             follower,
@@ -79,11 +84,11 @@ impl TestRun {
     }
 
     fn logs(&self) -> Vec<&Process> {
-        vec![&self.pool.coordinator, &self.workers[0], &self.workers[1]]
+        vec![&self.cluster.coordinator, &self.workers[0], &self.workers[1]]
     }
 
     fn wait(&mut self, what: &str, wanted: impl Fn(&Event) -> bool) -> Event {
-        let logs = [&self.pool.coordinator, &self.workers[0], &self.workers[1]];
+        let logs = [&self.cluster.coordinator, &self.workers[0], &self.workers[1]];
         self.follower.wait(what, LIMIT, &logs, wanted)
     }
 
@@ -160,7 +165,7 @@ impl TestRun {
         eventually("the child of the lost attempt to end", LIMIT, &self.logs(), || {
             children.iter().all(|id| !is_alive(*id)).then_some(())
         });
-        let folder = self.pool.worker_dir(&format!("link{link}")).join("attempts");
+        let folder = self.cluster.worker_dir(&format!("link{link}")).join("attempts");
         eventually("the lost attempt's folder to go", LIMIT, &self.logs(), || {
             (std::fs::read_dir(&folder).ok()?.count() == 0).then_some(())
         });
@@ -220,14 +225,14 @@ fn a_short_break_changes_nothing_and_a_long_one_ends_the_attempt() {
     eventually("two checkpoints over links that lose packets", LIMIT, &[], || {
         (run.checkpoint() >= done + 2 * SAVE_EVERY).then_some(())
     });
-    run.pool.aitk_ok(["stop", &run.job]);
+    run.cluster.aitk_ok(["stop", &run.job]);
     eventually("the job to stop", LIMIT, &[], || {
         let ended = |event: &Event| event.kind() == "state" && event.state() == "stopped";
         run.follower.events().iter().any(ended).then_some(())
     });
     drop(loss);
     let step = run.checkpoint();
-    run.pool.aitk_ok(["artifacts", "get", &run.job, "-o", "out"]);
+    run.cluster.aitk_ok(["artifacts", "get", &run.job, "-o", "out"]);
     let lora = std::fs::read(root.join("out/shapes").join(save_of(step))).unwrap();
     assert!(
         lora == expected_lora(&root, step),
@@ -243,19 +248,19 @@ fn an_unreachable_hub_uses_no_retry_and_does_not_quarantine_the_device() {
     let text = image_config("hubbed", &root.join("hubbed"), 1, None);
     let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
     std::fs::write(root.join("job.yaml"), text).unwrap();
-    let pool = Pool::start_with(Setup {
+    let cluster = TestCluster::start_with(Setup {
         environment: hub.environment(),
         // Any counted failure would end the job.
         retries: 0,
         ..Setup::new(&root)
     });
-    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let job = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
     hub.stop();
-    let worker = pool.worker("one");
-    let mut follower = Follower::start(&pool, &job);
+    let worker = cluster.worker("one");
+    let mut follower = Follower::start(&cluster, &job);
     let failed = follower.wait("the end of an attempt", LIMIT, &[&worker], Event::is_end_of_attempt);
     assert!(failed.message().contains("could not fetch"), "{failed:?}");
-    let workers = pool.aitk_json(["workers", "--json"]);
+    let workers = cluster.aitk_json(["workers", "--json"]);
     let device = &workers["workers"][0]["devices"][0];
     assert_eq!(
         (&device["faults"], &device["quarantined"]),
@@ -263,7 +268,7 @@ fn an_unreachable_hub_uses_no_retry_and_does_not_quarantine_the_device() {
         "{device}"
     );
     hub.start_again();
-    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    let waited = cluster.aitk(["wait", &job, "--timeout", "240"]);
     let stderr = String::from_utf8_lossy(&waited.stderr);
     assert!(waited.status.success(), "{stderr}\n{}", worker.tail());
 }

@@ -2,8 +2,8 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+use aitk_tests::cluster::TestCluster;
 use aitk_tests::jobs::{training_config, write_dataset};
-use aitk_tests::pool::Pool;
 use std::time::Duration;
 
 #[test]
@@ -12,24 +12,24 @@ fn a_submitted_training_job_gives_a_lora_and_images() {
     let root = folder.path();
     write_dataset(&root.join("dataset"), 4);
     std::fs::write(root.join("job.yaml"), training_config("shapes", root, 6, 3)).unwrap();
-    let pool = Pool::start(root, None, Vec::new());
-    let mut worker = pool.worker("one");
+    let cluster = TestCluster::start(root, None, Vec::new());
+    let mut worker = cluster.worker("one");
 
-    let id = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let id = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
     assert!(
         !id.is_empty() && !id.contains(char::is_whitespace),
         "submit prints the id alone: {id:?}"
     );
-    let waited = pool.aitk(["wait", &id, "--timeout", "240"]);
+    let waited = cluster.aitk(["wait", &id, "--timeout", "240"]);
     assert!(
         waited.status.success(),
         "{}\n{}\n{}",
         String::from_utf8_lossy(&waited.stderr),
-        pool.coordinator.tail(),
+        cluster.coordinator.tail(),
         worker.tail()
     );
 
-    pool.aitk_ok(["artifacts", "get", &id, "-o", "out"]);
+    cluster.aitk_ok(["artifacts", "get", &id, "-o", "out"]);
     let run = root.join("out/shapes");
     let lora = std::fs::read(run.join("shapes.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&lora).unwrap();
@@ -47,15 +47,15 @@ fn a_submitted_training_job_gives_a_lora_and_images() {
     assert_eq!(images, 2, "one image before, one after the training");
 
     // Every command that shows the completed job works, as text and as JSON.
-    let ps: serde_json::Value = serde_json::from_str(&pool.aitk_ok(["ps", "-a", "--json"])).unwrap();
+    let ps: serde_json::Value = serde_json::from_str(&cluster.aitk_ok(["ps", "-a", "--json"])).unwrap();
     assert!(ps.to_string().contains(&id), "{ps}");
-    assert!(pool.aitk_ok(["ps", "-a"]).contains("shapes"));
-    assert!(pool.aitk_ok(["workers"]).contains("one"));
-    assert!(!pool.aitk_ok(["logs", &id]).is_empty());
-    for line in pool
+    assert!(cluster.aitk_ok(["ps", "-a"]).contains("shapes"));
+    assert!(cluster.aitk_ok(["workers"]).contains("one"));
+    assert!(!cluster.aitk_ok(["logs", &id]).is_empty());
+    for line in cluster
         .aitk_ok(["ps", "-a"])
         .lines()
-        .chain(pool.aitk_ok(["workers"]).lines())
+        .chain(cluster.aitk_ok(["workers"]).lines())
     {
         assert!(line.chars().count() <= 80, "wider than 80 columns: {line}");
     }
@@ -70,21 +70,21 @@ fn the_second_submission_uploads_nothing() {
     let root = folder.path();
     write_dataset(&root.join("dataset"), 4);
     std::fs::write(root.join("job.yaml"), training_config("shapes", root, 2, 100)).unwrap();
-    let pool = Pool::start(root, None, Vec::new());
+    let cluster = TestCluster::start(root, None, Vec::new());
     let submit = || {
-        let submitted = pool.aitk_json(["submit", "job.yaml", "--json"]);
+        let submitted = cluster.aitk_json(["submit", "job.yaml", "--json"]);
         let inputs = submitted["inputs"].as_array().unwrap().clone();
         let sent = inputs.iter().map(|input| input["sent_bytes"].as_u64().unwrap());
         sent.sum::<u64>()
     };
     assert!(submit() > 0);
-    let stored = count_files(&pool.data_dir());
+    let stored = count_files(&cluster.data_dir());
     assert!(stored > 0);
     // Storage is addressed by content, so the number of files alone would not show a repeated upload.
     assert_eq!(submit(), 0);
-    assert_eq!(count_files(&pool.data_dir()), stored);
+    assert_eq!(count_files(&cluster.data_dir()), stored);
     // Without a worker both jobs wait, with that reason.
-    let ps = pool.aitk_ok(["ps", "--json"]);
+    let ps = cluster.aitk_ok(["ps", "--json"]);
     assert!(ps.contains("no worker"), "{ps}");
 }
 

@@ -1,8 +1,8 @@
 //! Announcements of results that the coordinator does not know yet, saved beside their pins.
 //!
 //! A checkpoint is only useful together with the files that were made before it: the next attempt starts after them
-//! and does not make them again. Whoever keeps a checkpoint must therefore know which of these files are still to be
-//! announced, even after this daemon was killed.
+//! and does not make them again. A worker that keeps a checkpoint must therefore know which of these files it
+//! has not announced yet, even after it was killed.
 
 use aitk_common::control::Artifact;
 use aitk_common::fsutil::{self, FsError};

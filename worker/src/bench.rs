@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 /// The result of a benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Finding {
+pub struct BenchmarkResult {
     /// The name of the benchmark.
     pub work: String,
     /// Seconds per run: the median.
@@ -27,10 +27,10 @@ pub struct Finding {
 ///
 /// # Errors
 /// If the device cannot be opened or fails.
-pub fn measure(work: &Benchmark, device: DeviceRef) -> Result<Finding, EngineError> {
+pub fn measure(work: &Benchmark, device: DeviceRef) -> Result<BenchmarkResult, EngineError> {
     let compute = open_with_dtype(device, "float32")?;
     let measured = on_pool(|| work.measure(&compute, reset_peak_memory))?;
-    Ok(Finding {
+    Ok(BenchmarkResult {
         work: work.name.to_owned(),
         seconds: measured.seconds,
         flops: work.flops,

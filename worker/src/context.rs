@@ -39,8 +39,8 @@ pub(crate) struct Context {
     /// How long a child may show no progress, if its job does not set a limit.
     pub(crate) progress_timeout: Duration,
     /// How long storage may be unavailable before an attempt that fetches from it fails.
-    pub(crate) storage_patience: Duration,
+    pub(crate) storage_timeout: Duration,
     /// How long a finished job waits for its results to be stored.
-    pub(crate) end_patience: Duration,
+    pub(crate) end_timeout: Duration,
     pub(crate) spans: SpanRecorder,
 }

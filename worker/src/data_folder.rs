@@ -57,8 +57,8 @@ impl DataFolder {
         Self::open_with_timeout(root, Duration::ZERO)
     }
 
-    /// Like [`Self::open`], but waits for up to `patience` until another process releases the lock.
-    fn open_with_timeout(root: &Path, patience: Duration) -> Result<Self, DataFolderError> {
+    /// Like [`Self::open`], but waits for up to `timeout` until another process releases the lock.
+    fn open_with_timeout(root: &Path, timeout: Duration) -> Result<Self, DataFolderError> {
         fsutil::create_private_dir(root)?;
         // Absolute, because a child may start in another directory.
         let root = fs::canonicalize(root).map_err(|error| FsError::new("open", root, error))?;
@@ -73,7 +73,7 @@ impl DataFolder {
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
-                Err(TryLockError::WouldBlock) if started_at.elapsed() < patience => thread::sleep(LOCK_RETRY_INTERVAL),
+                Err(TryLockError::WouldBlock) if started_at.elapsed() < timeout => thread::sleep(LOCK_RETRY_INTERVAL),
                 Err(TryLockError::WouldBlock) => return Err(DataFolderError::InUse(root)),
                 Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error).into()),
             }

@@ -102,19 +102,19 @@ pub struct Config {
     /// `cluster.progress_timeout` overrides it; phases with slow steps get a longer limit.
     pub progress_timeout: Duration,
     /// How long all attempts together may take to save, upload and report when the worker shuts down.
-    pub shutdown_patience: Duration,
+    pub shutdown_timeout: Duration,
     /// The most extra time at shutdown for checkpoints that are still being uploaded: one second per MiB.
-    pub upload_patience: Duration,
+    pub upload_timeout: Duration,
     /// How long object storage may fail, while there is a connection, before an attempt that fetches from it fails.
-    pub storage_patience: Duration,
+    pub storage_timeout: Duration,
     /// How long a finished job waits for its results to be stored.
-    pub end_patience: Duration,
+    pub end_timeout: Duration,
     /// The exporter for the spans of attempts.
     pub traces: Traces,
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of other users may use this worker's
     /// `HF_TOKEN`. Jobs that run in place may always use it.
     pub hub_allow: Vec<String>,
-    /// A folder with Hugging Face tokens of the pool's users, in files `USER/NAME` that only the owner can read. A
+    /// A folder with Hugging Face tokens of the cluster's users, in files `USER/NAME` that only the owner can read. A
     /// job may name a token of its own user (`cluster.hub_token`). `None`: no job may.
     pub hub_secrets: Option<PathBuf>,
 }
@@ -146,10 +146,10 @@ impl Config {
             derived_quota: 20 << 30,
             grace: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
-            shutdown_patience: Duration::from_secs(80),
-            upload_patience: Duration::from_secs(15 * 60),
-            storage_patience: Duration::from_secs(15 * 60),
-            end_patience: Duration::from_secs(24 * 3600),
+            shutdown_timeout: Duration::from_secs(80),
+            upload_timeout: Duration::from_secs(15 * 60),
+            storage_timeout: Duration::from_secs(15 * 60),
+            end_timeout: Duration::from_secs(24 * 3600),
             traces: Traces::default(),
             hub_allow: Vec::new(),
             hub_secrets: None,
@@ -172,7 +172,7 @@ pub enum StartError {
     /// The data folder cannot be used.
     #[error(transparent)]
     DataFolder(#[from] DataFolderError),
-    /// An entry of `--hub-allow_list` is not a repository.
+    /// An entry of `--hub-allow` is not a repository.
     #[error("--hub-allow: `{0}` is not a repository; expected ORG/NAME, or ORG/* for all of an organisation")]
     HubAllow(String),
     /// No device was selected.
@@ -188,7 +188,7 @@ pub enum StartError {
 
 /// A worker that runs in the background. Dropping it kills its children at once; [`Self::shutdown`] lets them save.
 #[derive(Debug)]
-pub struct Running {
+pub struct WorkerHandle {
     shutdown_token: CancellationToken,
     /// The task that renews the certificate.
     renewal: Option<JoinHandle<()>>,
@@ -199,13 +199,13 @@ pub struct Running {
 /// Starts a worker: locks its data folder, then keeps a session with the coordinator open.
 ///
 /// # Errors
-/// [`StartError`]. Connection errors and refusals appear in [`Running::status`] and [`Running::ended`].
-pub fn start(config: Config) -> BoxFuture<'static, Result<Running, StartError>> {
+/// [`StartError`]. Connection errors and refusals appear in [`WorkerHandle::status`] and [`WorkerHandle::ended`].
+pub fn start(config: Config) -> BoxFuture<'static, Result<WorkerHandle, StartError>> {
     // Boxed: compiled once, in this crate; an `async fn` is compiled by each crate that awaits it.
     Box::pin(start_session(config))
 }
 
-async fn start_session(config: Config) -> Result<Running, StartError> {
+async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
     if config.devices.is_empty() {
         return Err(StartError::NoDevice);
     }
@@ -216,7 +216,7 @@ async fn start_session(config: Config) -> Result<Running, StartError> {
         ));
     }
     let allow_list = stage::hub::AllowList::parse(&config.hub_allow).map_err(StartError::HubAllow)?;
-    let (data_dir, upload_patience) = (config.data_dir.clone(), config.upload_patience);
+    let (data_dir, upload_timeout) = (config.data_dir.clone(), config.upload_timeout);
     let (data_folder, uncommitted) = tokio::task::spawn_blocking(move || data_folder::open_all(&data_dir))
         .await
         .map_err(std::io::Error::other)??;
@@ -225,7 +225,7 @@ async fn start_session(config: Config) -> Result<Running, StartError> {
         .as_ref()
         .is_some_and(|measured| measured.files.in_force);
     let spans = trace::SpanRecorder::new(&config.traces, &config.name);
-    let identity = session::Identity {
+    let identity = session::RegistrationInfo {
         worker: config
             .membership
             .as_ref()
@@ -258,8 +258,8 @@ async fn start_session(config: Config) -> Result<Running, StartError> {
         largest_file: config.largest_file,
         grace: config.grace,
         progress_timeout: config.progress_timeout,
-        storage_patience: config.storage_patience,
-        end_patience: config.end_patience,
+        storage_timeout: config.storage_timeout,
+        end_timeout: config.end_timeout,
         spans,
     });
     let cleaned = Arc::clone(&context);
@@ -289,10 +289,10 @@ async fn start_session(config: Config) -> Result<Running, StartError> {
     let session = tokio::spawn(session.run(
         connection_target,
         shutdown_token.clone(),
-        config.shutdown_patience,
-        upload_patience,
+        config.shutdown_timeout,
+        upload_timeout,
     ));
-    Ok(Running {
+    Ok(WorkerHandle {
         shutdown_token,
         renewal: renewer.map(|renewer| tokio::spawn(renewer.run())),
         session,
@@ -300,7 +300,7 @@ async fn start_session(config: Config) -> Result<Running, StartError> {
     })
 }
 
-impl Running {
+impl WorkerHandle {
     /// The state of the session; a watch channel that reports changes.
     #[must_use]
     pub fn status(&self) -> watch::Receiver<Status> {
@@ -331,7 +331,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for WorkerHandle {
     fn drop(&mut self) {
         self.session.abort();
         if let Some(renewal) = &self.renewal {

@@ -4,7 +4,7 @@ use aitk_common::job::cluster::TimeSpan;
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
-use aitk_worker::probe::{self, Choice};
+use aitk_worker::probe::{self, DeviceSelection};
 use aitk_worker::runner::detect_control_groups;
 use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
 use anyhow::Context as _;
@@ -148,8 +148,8 @@ struct Daemon {
     #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
     largest_file_gib: u64,
     /// The most extra time at shutdown for checkpoints that are still being uploaded, such as 15m.
-    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
-    upload_patience: Duration,
+    #[arg(long = "upload-patience", env = "AITK_UPLOAD_PATIENCE", value_name = "UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
+    upload_timeout: Duration,
     /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of other users may use this worker's HF_TOKEN.
     /// May be repeated; separated by commas in the variable. Default: none, so that jobs get only public models.
     #[arg(
@@ -159,7 +159,7 @@ struct Daemon {
         value_delimiter = ','
     )]
     hub_allow: Vec<String>,
-    /// A folder with Hugging Face tokens of the pool's users, in files USER/NAME with mode 0600: jobs of that user
+    /// A folder with Hugging Face tokens of the cluster's users, in files USER/NAME with mode 0600: jobs of that user
     /// may name them (`cluster.hub_token: NAME`) for private and gated models. Default: none.
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "FOLDER")]
     hub_secrets: Option<PathBuf>,
@@ -299,7 +299,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         Some(path) => Some(Token::read(path)?),
         None => Token::from_env(&|name| std::env::var(name).ok())?,
     };
-    let choice: Choice = options.devices.parse()?;
+    let choice: DeviceSelection = options.devices.parse()?;
     let data_dir = data_dir_or_default(options.data_dir)?;
     // An explicit token takes precedence over a saved identity.
     let joined = if token.is_none() {
@@ -324,7 +324,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.name = name.unwrap_or(config.name);
     config.membership = joined;
     config.token_file = options.token_file.clone();
-    config.upload_patience = options.upload_patience;
+    config.upload_timeout = options.upload_timeout;
     config.ca_file = options.ca_file;
     config.traces = Traces::from_environment();
     if let Some(name) = options.name {
@@ -383,7 +383,7 @@ fn default_data_dir() -> Option<PathBuf> {
 }
 
 async fn serve(config: Config) -> anyhow::Result<ExitCode> {
-    let patience = config.shutdown_patience;
+    let timeout = config.shutdown_timeout;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut worker = aitk_worker::start(config).await?;
@@ -396,7 +396,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
         Ok(()) => {
             tracing::info!(
                 "shutting down within {} s: attempts save and report; a second signal ends them at once",
-                patience.as_secs()
+                timeout.as_secs()
             );
             tokio::select! {
                 () = worker.shutdown() => {}
@@ -409,7 +409,7 @@ async fn serve(config: Config) -> anyhow::Result<ExitCode> {
             let _ = writeln!(std::io::stderr(), "error: {refusal}");
             Ok(ExitCode::from(match refusal {
                 Refusal::Token(_) => 4,
-                Refusal::Protocol(_) | Refusal::SentAway(_) => 6,
+                Refusal::Protocol(_) | Refusal::SessionEnded(_) => 6,
                 Refusal::Config(_) => 1,
             }))
         }

@@ -24,12 +24,9 @@ pub(crate) fn drop_privileges() -> (PrivateUmask, Vec<String>) {
     };
     // No program that it starts gains privileges, whatever its set-user-ID bits.
     #[cfg(target_os = "linux")]
-    record(
-        "new privileges cannot be ruled out",
-        nix::sys::prctl::set_no_new_privs(),
-    );
+    record("no_new_privs cannot be set", nix::sys::prctl::set_no_new_privs());
     // A core dump would hold weights and images, in an unpredictable place.
-    record("core dumps cannot be ruled out", setrlimit(Resource::RLIMIT_CORE, 0, 0));
+    record("core dumps cannot be disabled", setrlimit(Resource::RLIMIT_CORE, 0, 0));
     let files = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, most)| {
         let files = most.min(MAX_OPEN_FILES);
         setrlimit(Resource::RLIMIT_NOFILE, files, files)

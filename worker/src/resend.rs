@@ -84,7 +84,7 @@ async fn try_send(context: &Context, reporter: &Reporter, checkpoint: &OfferedCh
     let folder = &folder;
     let sent = context
         .storage
-        .retry(context.storage_patience, |store| {
+        .retry(context.storage_timeout, |store| {
             Box::pin(async move { checkpoints::upload(store.as_ref(), folder, &mut |_| {}).await })
         })
         .await;
@@ -114,7 +114,7 @@ async fn send_announcement(
             let hashed = hash_file(pin).await;
             let (hash, bytes) =
                 hashed.map_err(|error| ResendError::unreadable(&format!("the file {}", artifact.name), &error))?;
-            let put = context.storage.retry(context.storage_patience, |store| {
+            let put = context.storage.retry(context.storage_timeout, |store| {
                 Box::pin(async move { store.put_file(hash, pin).await })
             });
             put.await?;

@@ -84,13 +84,13 @@ impl StorageAccess {
         }
     }
 
-    /// Calls `work` until it succeeds, fails for good, or storage has failed for longer than `patience`. While there
+    /// Calls `work` until it succeeds, fails for good, or storage has failed for longer than `timeout`. While there
     /// is no store at all, it waits, and that time does not count: the training goes on, and must not fail because a
     /// coordinator is away for an hour. A request through a coordinator is aborted when the session ends, and
     /// repeated in the next session, which may be with another coordinator.
     pub(crate) async fn retry<'a, T>(
         &self,
-        patience: Duration,
+        timeout: Duration,
         mut work: impl FnMut(Arc<dyn BlobStore>) -> BoxFuture<'a, Result<T, StorageError>> + Send,
     ) -> Result<T, StorageError> {
         let mut spent = Duration::ZERO;
@@ -108,7 +108,7 @@ impl StorageAccess {
             };
             spent += started_at.elapsed() + delay;
             let corrupt = matches!(error, StorageError::Corrupt { .. });
-            if !(error.is_transient() || corrupt) || spent > patience {
+            if !(error.is_transient() || corrupt) || spent > timeout {
                 return Err(error);
             }
             tracing::warn!(%error, "object storage failed; trying again");
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn errors_are_retried_for_the_patience_and_time_without_a_store_does_not_count() {
+    async fn errors_are_retried_for_the_timeout_and_time_without_a_store_does_not_count() {
         let access = StorageAccess {
             first_delay: Duration::from_millis(1),
             ..StorageAccess::new()
@@ -226,9 +226,9 @@ mod tests {
         });
         assert_eq!(result.await.unwrap(), 7);
         let mut tries = 0;
-        let patience = Duration::from_millis(60);
+        let timeout = Duration::from_millis(60);
         let result: Result<(), _> = access
-            .retry(patience, |_| {
+            .retry(timeout, |_| {
                 tries += 1;
                 Box::pin(async move { Err(storage_error()) })
             })

@@ -97,7 +97,7 @@ pub(crate) async fn run(
             Err(UploadError::Fatal(outcome)) => return Err(outcome),
             Err(UploadError::Retryable(error)) => {
                 let has_job_ended = queue.is_closed() && queue.is_empty();
-                let Some(delay) = retry_delay.next_delay(has_job_ended, context.end_patience) else {
+                let Some(delay) = retry_delay.next_delay(has_job_ended, context.end_timeout) else {
                     return Err(storage_failure(&format!("could not store {}", item.name()), &error));
                 };
                 let goes_on = if has_job_ended {
@@ -140,10 +140,10 @@ struct RetryDelay {
 }
 
 impl RetryDelay {
-    /// The delay before the next try; `None` if the finished job has waited longer than `patience`.
-    fn next_delay(&mut self, has_job_ended: bool, patience: Duration) -> Option<Duration> {
+    /// The delay before the next try; `None` if the finished job has waited longer than `timeout`.
+    fn next_delay(&mut self, has_job_ended: bool, timeout: Duration) -> Option<Duration> {
         let waiting_since = has_job_ended.then(|| *self.waiting_since.get_or_insert_with(Instant::now));
-        if waiting_since.is_some_and(|waiting_since| waiting_since.elapsed() >= patience) {
+        if waiting_since.is_some_and(|waiting_since| waiting_since.elapsed() >= timeout) {
             return None;
         }
         let delay = self.delay.unwrap_or(FIRST_RETRY_DELAY);
@@ -202,8 +202,8 @@ async fn upload_item(
         ResultItem::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
         ResultItem::Checkpoint { .. } if local => Ok(()),
         ResultItem::Artifact { artifact, pinned } => {
-            let patience = TRY_TIMEOUT.min(context.storage_patience);
-            let artifact = upload_file(context, artifact.clone(), pinned, patience).await?;
+            let timeout = TRY_TIMEOUT.min(context.storage_timeout);
+            let artifact = upload_file(context, artifact.clone(), pinned, timeout).await?;
             Ok(announce(reporter, artifact).await?)
         }
         ResultItem::Checkpoint { pinned, step } => commit_checkpoint(context, reporter, trace, pinned, *step).await,
@@ -267,7 +267,7 @@ async fn upload_file(
     context: &Context,
     artifact: Artifact,
     pinned: &Path,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<Artifact, UploadError> {
     let name = artifact.name.clone();
     let (hash, bytes) = hash_file(pinned).await.map_err(|error| Outcome::Failed {
@@ -276,7 +276,7 @@ async fn upload_file(
     })?;
     context
         .storage
-        .retry(patience, |store| {
+        .retry(timeout, |store| {
             Box::pin(async move { store.put_file(hash, pinned).await })
         })
         .await
@@ -312,7 +312,7 @@ async fn commit_checkpoint(
     let mut upload = checkpoint_span.start_step("upload");
     let manifest = context
         .storage
-        .retry(TRY_TIMEOUT.min(context.storage_patience), |store| {
+        .retry(TRY_TIMEOUT.min(context.storage_timeout), |store| {
             Box::pin(async move { checkpoints::upload(store.as_ref(), pinned, &mut |_| {}).await })
         })
         .await
@@ -433,11 +433,11 @@ mod tests {
         let (send, mut queue) = mpsc::channel(QUEUE_CAPACITY);
         let mut backlog = VecDeque::from([checkpoint(1)]);
         let mut retry_delay = RetryDelay::default();
-        let patience = Duration::from_secs(100);
+        let timeout = Duration::from_secs(100);
         // While the job runs, retries never end and new results are read.
         for step in 2..100 {
             send.try_send(checkpoint(step)).unwrap();
-            let delay = retry_delay.next_delay(false, patience).unwrap();
+            let delay = retry_delay.next_delay(false, timeout).unwrap();
             assert!(delay <= MAX_RETRY_DELAY);
             wait_and_collect(Duration::from_millis(1), &mut queue, &mut backlog).await;
             let Some(ResultItem::Checkpoint { step: newest, pinned }) =
@@ -449,7 +449,7 @@ mod tests {
             backlog.push_front(ResultItem::Checkpoint { step: newest, pinned });
         }
         assert_eq!(backlog.len(), 1);
-        assert_eq!(retry_delay.next_delay(true, patience), Some(MAX_RETRY_DELAY));
+        assert_eq!(retry_delay.next_delay(true, timeout), Some(MAX_RETRY_DELAY));
         assert_eq!(
             retry_delay.next_delay(true, Duration::ZERO),
             None,

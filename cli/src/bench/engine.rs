@@ -9,8 +9,8 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::format::size;
 use crate::output::{Column, Table};
 use aitk_common::capability::DeviceRef;
-use aitk_worker::bench::{BENCHMARKS, Benchmark, Finding, measure};
-use aitk_worker::probe::Choice;
+use aitk_worker::bench::{BENCHMARKS, Benchmark, BenchmarkResult, measure};
+use aitk_worker::probe::DeviceSelection;
 use serde_json::{Value, json};
 use std::process::Stdio;
 use tokio::process::Command;
@@ -103,9 +103,9 @@ fn pretty(value: &Value) -> String {
 
 /// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool
 /// too early.
-async fn measure_here(benchmarks: &[&'static Benchmark], device: Option<&str>) -> Result<Finding, Failure> {
-    let choice = device.unwrap_or("cpu").parse::<Choice>();
-    let (&[benchmark], Ok(Choice::These(devices))) = (benchmarks, choice) else {
+async fn measure_here(benchmarks: &[&'static Benchmark], device: Option<&str>) -> Result<BenchmarkResult, Failure> {
+    let choice = device.unwrap_or("cpu").parse::<DeviceSelection>();
+    let (&[benchmark], Ok(DeviceSelection::Listed(devices))) = (benchmarks, choice) else {
         return Err(Failure::usage("--here takes one benchmark and one device"));
     };
     let device = devices.first().copied();
@@ -117,7 +117,7 @@ async fn measure_here(benchmarks: &[&'static Benchmark], device: Option<&str>) -
 }
 
 /// Measures in a child process.
-async fn measure_in_child(benchmark: &Benchmark, device: DeviceRef) -> Result<Finding, Failure> {
+async fn measure_in_child(benchmark: &Benchmark, device: DeviceRef) -> Result<BenchmarkResult, Failure> {
     let failed = |why: String| Failure::failed(why);
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let output = Command::new(program)
@@ -151,7 +151,7 @@ async fn measure_in_child(benchmark: &Benchmark, device: DeviceRef) -> Result<Fi
         .map_err(|error| failed(format!("the child process printed invalid JSON: {error}")))
 }
 
-fn line(finding: &Finding) -> String {
+fn line(finding: &BenchmarkResult) -> String {
     let rate = if finding.flops > 0 {
         format!("{:8.1} GFLOP/s", finding.flops as f64 / finding.seconds / 1e9)
     } else {
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn a_line_fits_a_terminal() {
-        let finding = Finding {
+        let finding = BenchmarkResult {
             work: "unet_sd15_lora_step_64_recomputed".to_owned(),
             seconds: 123.4567,
             flops: 2_432_043_569_152,

@@ -160,20 +160,21 @@ async fn run_worker(
 impl SimulatedWorker {
     async fn run(mut self) -> Result<(), String> {
         let far = std::time::Duration::from_secs(3600);
-        let mut beats = tokio::time::interval(far);
+        let mut heartbeats = tokio::time::interval(far);
         loop {
             let message = tokio::select! {
                 message = self.incoming.message() => message.map_err(|status| status.message().to_owned())?,
-                _ = beats.tick() => {
+                _ = heartbeats.tick() => {
                     let running = self.attempts.values().cloned().collect();
-                    self.send(ToCoordinator::Beat { running }).await?;
+                    self.send(ToCoordinator::Heartbeat { running }).await?;
                     continue;
                 }
             };
             let Some(message) = message else { return Ok(()) };
             match ToWorker::try_from(message).map_err(|error| error.to_string())? {
-                ToWorker::Welcome { beat_interval, .. } => {
-                    beats = tokio::time::interval_at(tokio::time::Instant::now() + beat_interval, beat_interval);
+                ToWorker::Welcome { heartbeat_interval, .. } => {
+                    heartbeats =
+                        tokio::time::interval_at(tokio::time::Instant::now() + heartbeat_interval, heartbeat_interval);
                     self.report(WorkerEvent::Registered);
                 }
                 ToWorker::Assign(assignment) => self.accept(*assignment).await?,
@@ -191,7 +192,7 @@ impl SimulatedWorker {
                 // A heartbeat named an attempt whose end was on its way. The answer about the end follows.
                 ToWorker::Fence { .. } => {}
                 ToWorker::GoingAway { reason, .. } => return Err(reason),
-                ToWorker::BeatReply { .. } | ToWorker::Stop { .. } => {}
+                ToWorker::HeartbeatReply { .. } | ToWorker::Stop { .. } => {}
             }
         }
     }

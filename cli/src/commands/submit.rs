@@ -19,7 +19,7 @@ use crate::preflight::{self, Commits};
 use crate::sweep::{self, Sweep};
 use crate::trace::SubmitSpan;
 use crate::upload::{StagedInput, Upload, hash_inputs};
-use aitk_common::control::{JobView, NewMember, Submission, Submitted};
+use aitk_common::control::{JobView, NewMember, Submission, SubmissionReceipt};
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
 use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};
@@ -476,9 +476,13 @@ fn confirm_upload(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
-pub(super) async fn submit_with_retries<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
+pub(super) async fn submit_with_retries<F>(
+    api: &Api,
+    ui: &Ui,
+    submit: impl Fn(Api) -> F,
+) -> Result<SubmissionReceipt, Failure>
 where
-    F: Future<Output = Result<Submitted, Failure>>,
+    F: Future<Output = Result<SubmissionReceipt, Failure>>,
 {
     let mut pause = Duration::from_millis(500);
     for _ in 1..MAX_ATTEMPTS {

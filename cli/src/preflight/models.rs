@@ -7,7 +7,7 @@ use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
 use aitk_common::model_files::{
-    Identity, Inventory, check_supported, damaged_file, identify, is_adapter, missing_files,
+    Inventory, ModelFileKind, check_supported, damaged_file, identify, is_adapter, missing_files,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -200,8 +200,8 @@ fn adapter_problem(path: &str, files: &Inventory) -> Option<String> {
         return Some(format!("{path}: {problem}"));
     }
     let what = match identify(files) {
-        Identity::Model { family, .. } => format!("a {family} model"),
-        Identity::Other { what, .. } if !is_adapter(&what) => what,
+        ModelFileKind::Model { family, .. } => format!("a {family} model"),
+        ModelFileKind::Other { what, .. } if !is_adapter(&what) => what,
         _ => return None,
     };
     Some(format!("{path} is {what}, but a LoRA was expected"))
@@ -229,19 +229,21 @@ impl ModelReport {
     fn set_identity(&mut self, files: &Inventory, arch: Option<ArchName>) {
         let identity = identify(files);
         match &identity {
-            Identity::Model { family, evidence, .. } => {
+            ModelFileKind::Model { family, evidence, .. } => {
                 (self.family, self.evidence) = (Some(family.to_string()), Some(evidence.clone()));
             }
-            Identity::Other { what, evidence } => {
+            ModelFileKind::Other { what, evidence } => {
                 (self.family, self.evidence) = (Some(what.clone()), Some(evidence.clone()));
             }
-            Identity::Pickle { evidence } | Identity::Unknown { evidence } => self.evidence = Some(evidence.clone()),
+            ModelFileKind::Pickle { evidence } | ModelFileKind::Unknown { evidence } => {
+                self.evidence = Some(evidence.clone())
+            }
         }
         self.problem = match (arch, &identity) {
             (Some(arch), identity) => check_supported(&self.path, arch, identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
-            (None, Identity::Pickle { .. }) => check_supported(&self.path, ArchName::Sd1, &identity)
+            (None, ModelFileKind::Pickle { .. }) => check_supported(&self.path, ArchName::Sd1, &identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
             (None, _) => None,

@@ -8,7 +8,7 @@ use std::time::Duration;
 /// A coordinator and a home with a job file, a model and a data set.
 pub(crate) struct TestCluster {
     pub(crate) home: Home,
-    pub(crate) coordinator: aitk_coordinator::Running,
+    pub(crate) coordinator: aitk_coordinator::CoordinatorHandle,
     pub(crate) data: tempfile::TempDir,
 }
 

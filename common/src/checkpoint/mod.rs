@@ -24,7 +24,7 @@ pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_NAME, MAX_MANIFEST_BYTES,
 pub use read::{Checkpoint, Scan};
 pub use write::CheckpointWriter;
 #[cfg(feature = "storage")]
-pub(crate) use write::Staging;
+pub(crate) use write::UnfinishedCheckpoint;
 
 use crate::fsutil::FsError;
 use crate::fsutil::names::BadName;

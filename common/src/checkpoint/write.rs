@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 
 /// The folder of an unfinished checkpoint, next to the final one.
 #[derive(Debug)]
-pub(crate) struct Staging {
+pub(crate) struct UnfinishedCheckpoint {
     parent: PathBuf,
     folder: TemporaryFolder,
 }
 
-impl Staging {
+impl UnfinishedCheckpoint {
     pub(crate) fn new(parent: &Path, step: u64) -> Result<Self, FsError> {
         Ok(Self {
             parent: parent.to_owned(),
@@ -55,7 +55,7 @@ impl Staging {
 #[derive(Debug)]
 pub struct CheckpointWriter {
     parent: PathBuf,
-    staging: Staging,
+    staging: UnfinishedCheckpoint,
     manifest: Manifest,
 }
 
@@ -76,7 +76,7 @@ impl CheckpointWriter {
         };
         Ok(Self {
             parent: parent.to_owned(),
-            staging: Staging::new(parent, step)?,
+            staging: UnfinishedCheckpoint::new(parent, step)?,
             manifest,
         })
     }

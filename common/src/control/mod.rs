@@ -15,7 +15,7 @@ pub use forecast::{DeviceForecast, Forecast};
 pub use session::{Assignment, HeldAttempt, OfferedCheckpoint, Registration, ToCoordinator, ToWorker, Verdict};
 pub use state::{AttemptState, JobState};
 pub use time::UnixMillis;
-pub use views::{AttemptView, JobView, ServerInfo, Submission, Submitted, WorkerDeviceView, WorkerView};
+pub use views::{AttemptView, JobView, ServerInfo, Submission, SubmissionReceipt, WorkerDeviceView, WorkerView};
 
 /// The version of the wire protocol. Both sides must have the same version.
 pub const PROTOCOL_VERSION: u32 = 1;

@@ -63,8 +63,8 @@ pub struct OfferedCheckpoint {
 pub enum ToCoordinator {
     /// Registers the worker. The first message.
     Register(Box<Registration>),
-    /// Heartbeat.
-    Beat {
+    /// Renews leases.
+    Heartbeat {
         /// The attempts that it holds, whose leases are renewed.
         running: Vec<HeldAttempt>,
     },
@@ -180,7 +180,7 @@ pub enum ToWorker {
         /// The worker's id, which it stores and sends in its next registration.
         worker: WorkerId,
         /// The heartbeat interval.
-        beat_interval: Duration,
+        heartbeat_interval: Duration,
         /// How long an attempt's lease lasts without heartbeats.
         lease: Duration,
         /// A storage that the worker can open itself; none: it transfers blobs through the coordinator.
@@ -191,7 +191,7 @@ pub enum ToWorker {
         wanted: Vec<AttemptId>,
     },
     /// The reply to a heartbeat: for each held attempt, the sequence number of the last event received.
-    BeatReply {
+    HeartbeatReply {
         /// Attempt and sequence number.
         events: Vec<(AttemptId, u64)>,
     },

@@ -210,7 +210,7 @@ pub struct Submission {
 
 /// The reply to a submission.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Submitted {
+pub struct SubmissionReceipt {
     /// The job.
     pub job: JobId,
     /// Its name.

@@ -1,7 +1,7 @@
 //! Tests against a small HTTP server that supports ranges.
 
 use super::*;
-use crate::model_files::{Identity, identify};
+use crate::model_files::{ModelFileKind, identify};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -95,7 +95,7 @@ async fn small_files_identify_the_family_of_a_repository() {
         let (commit, files) = hub.inventory("org/tiny").await.unwrap();
         assert_eq!(commit, "abc123");
         match identify(&files) {
-            Identity::Model { family, evidence, .. } => format!("{family}: {evidence}"),
+            ModelFileKind::Model { family, evidence, .. } => format!("{family}: {evidence}"),
             other => format!("{other:?}"),
         }
     };

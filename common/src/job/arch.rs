@@ -2,7 +2,7 @@
 
 use super::declare::choices;
 use super::node::Node;
-use super::schema::{FieldValue, ReadContext, Report, Status};
+use super::schema::{FieldValue, ReadContext, SupportLevel, SupportReport};
 use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
@@ -259,10 +259,10 @@ impl FieldValue for Arch {
     fn is_falsy(&self) -> bool {
         false
     }
-    fn check_support(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut SupportReport) {
         self.name.check_support(path, report);
     }
-    fn values() -> Vec<(&'static str, Status)> {
+    fn values() -> Vec<(&'static str, SupportLevel)> {
         ArchName::values()
     }
 }

@@ -2,7 +2,7 @@
 
 use super::declare::section;
 use super::node::Node;
-use super::schema::{FieldValue, ReadContext, Status};
+use super::schema::{FieldValue, ReadContext, SupportLevel};
 use super::secret::looks_like_token;
 use super::values::{OneOrMany, read_choice};
 use crate::capability::DeviceKind;
@@ -239,10 +239,10 @@ impl FieldValue for MemoryProfile {
     fn is_falsy(&self) -> bool {
         false
     }
-    fn values() -> Vec<(&'static str, Status)> {
+    fn values() -> Vec<(&'static str, SupportLevel)> {
         Self::ALL
             .iter()
-            .map(|profile| (profile.name(), Status::Works))
+            .map(|profile| (profile.name(), SupportLevel::Works))
             .collect()
     }
 }
@@ -267,8 +267,11 @@ impl FieldValue for DeviceKind {
     fn is_falsy(&self) -> bool {
         false
     }
-    fn values() -> Vec<(&'static str, Status)> {
-        DEVICE_KINDS.iter().map(|kind| (kind.name(), Status::Works)).collect()
+    fn values() -> Vec<(&'static str, SupportLevel)> {
+        DEVICE_KINDS
+            .iter()
+            .map(|kind| (kind.name(), SupportLevel::Works))
+            .collect()
     }
 }
 

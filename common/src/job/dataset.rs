@@ -3,7 +3,7 @@
 use super::declare::{choices, section};
 use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
-use super::schema::{FieldValue, PresentKeys, ReadContext, Report, join};
+use super::schema::{FieldValue, PresentKeys, ReadContext, SupportReport, join};
 use super::values::{Float, OneOrMany, TextSource};
 use serde::{Deserialize, Serialize};
 
@@ -223,7 +223,7 @@ section! {
     check = check;
 }
 
-fn check(dataset: &DatasetConfig, path: &str, report: &mut Report) {
+fn check(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
     if dataset.random_crop && !dataset.buckets {
         report.error(
             join(path, "random_crop"),

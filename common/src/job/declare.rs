@@ -3,7 +3,7 @@
 /// Declares a section: a struct with one public field per key, its defaults, its reader, its documentation and its support checks.
 ///
 /// Each key has: its documentation, `field`, optionally `as "key"` if the key is not a Rust identifier, optionally `[required]`,
-/// the type, the default and the [`Status`]. Then optionally `shown "…"` (the documented default when it depends on other
+/// the type, the default and the [`SupportLevel`]. Then optionally `shown "…"` (the documented default when it depends on other
 /// keys) and `input Kind` (the value may be a path). `rare` lists keys without a typed field. `finish` normalises and
 /// validates a section after reading; `check` reports unsupported values.
 macro_rules! section {
@@ -44,9 +44,9 @@ macro_rules! section {
             /// The section's name.
             pub const TITLE: &'static str = $title;
             const KEYS: &'static [&'static str] = &[$( $crate::job::declare::section!(@key $field $($key)?) ),*];
-            const RARE: &'static [(&'static str, $crate::job::schema::Status)] = {
+            const RARE: &'static [(&'static str, $crate::job::schema::SupportLevel)] = {
                 #[allow(unused_imports)]
-                use $crate::job::schema::Status::*;
+                use $crate::job::schema::SupportLevel::*;
                 &[$($( ($rare, $rare_status) ),*)?]
             };
 
@@ -54,7 +54,7 @@ macro_rules! section {
             #[must_use]
             pub fn describe() -> $crate::job::schema::SectionInfo {
                 #[allow(unused_imports)]
-                use $crate::job::schema::{FieldInfo, FieldValue, Status::*};
+                use $crate::job::schema::{FieldInfo, FieldValue, SupportLevel::*};
                 let mut fields = Vec::new();
                 $({
                     #[allow(unused_mut, unused_assignments)]
@@ -125,9 +125,9 @@ macro_rules! section {
                 *self == Self::default()
             }
 
-            fn check_support(&self, path: &str, report: &mut $crate::job::schema::Report) {
+            fn check_support(&self, path: &str, report: &mut $crate::job::schema::SupportReport) {
                 #[allow(unused_imports)]
-                use $crate::job::schema::Status::*;
+                use $crate::job::schema::SupportLevel::*;
                 $({
                     let default: $ty = $default;
                     report.check_field(path, $crate::job::declare::section!(@key $field $($key)?), $status, &self.$field, &default);
@@ -142,7 +142,7 @@ macro_rules! section {
 
             fn collect_inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
                 #[allow(unused_imports)]
-                use $crate::job::schema::{FieldValue, Input, InputKind, Status::*, join};
+                use $crate::job::schema::{FieldValue, Input, InputKind, SupportLevel::*, join};
                 $(if $status.opens_paths() {
                     const KEY: &str = $crate::job::declare::section!(@key $field $($key)?);
                     if <$ty as FieldValue>::HAS_INPUTS {
@@ -172,7 +172,7 @@ macro_rules! section {
 }
 pub(crate) use section;
 
-/// Declares an enum of names, each with a [`Status`]. Names are matched without regard to case.
+/// Declares an enum of names, each with a [`SupportLevel`]. Names are matched without regard to case.
 macro_rules! choices {
     (
         $(#[$meta:meta])*
@@ -206,9 +206,9 @@ macro_rules! choices {
 
             /// The status of this value in this release.
             #[must_use]
-            pub fn status(self) -> $crate::job::schema::Status {
+            pub fn status(self) -> $crate::job::schema::SupportLevel {
                 #[allow(unused_imports)]
-                use $crate::job::schema::Status::*;
+                use $crate::job::schema::SupportLevel::*;
                 match self { $(Self::$variant => $status),* }
             }
 
@@ -250,11 +250,11 @@ macro_rules! choices {
                 false
             }
 
-            fn check_support(&self, path: &str, report: &mut $crate::job::schema::Report) {
+            fn check_support(&self, path: &str, report: &mut $crate::job::schema::SupportReport) {
                 report.add_status(path, self.status(), self.name());
             }
 
-            fn values() -> Vec<(&'static str, $crate::job::schema::Status)> {
+            fn values() -> Vec<(&'static str, $crate::job::schema::SupportLevel)> {
                 Self::ALL.iter().map(|value| (value.name(), value.status())).collect()
             }
         }

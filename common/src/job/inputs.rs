@@ -4,7 +4,7 @@ use super::node::shorten;
 use super::process::ProcessKind;
 use super::prompt::PromptFlags;
 use super::sample::SampleConfig;
-use super::schema::{Input, InputKind, ReadContext, Report};
+use super::schema::{Input, InputKind, ReadContext, SupportReport};
 use super::spec::JobSpec;
 use super::values::TextSource;
 use std::collections::BTreeSet;
@@ -49,7 +49,7 @@ impl JobSpec {
     }
 
     /// Reports prompt flags that this release does not support, like the config keys of the same meaning.
-    pub(super) fn check_flag_support(&self, report: &mut Report) {
+    pub(super) fn check_flag_support(&self, report: &mut SupportReport) {
         for (index, process) in self.process.iter().enumerate() {
             for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
                 let flags = PromptFlags::parse(text);

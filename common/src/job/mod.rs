@@ -54,7 +54,7 @@ pub use crate::plan::qtype::QType;
 pub use error::{Finding, JobError, Support, summary};
 pub use load::{LoadOptions, LoadedJob, dotenv, env_with, find, load, parse};
 pub use process::{JobKind, Process, ProcessKind, ProcessType};
-pub use schema::{Input, InputKind, Status};
+pub use schema::{Input, InputKind, SupportLevel};
 pub use spec::JobSpec;
 
 use serde::{Deserialize, Serialize};

@@ -3,7 +3,7 @@
 use super::arch::{Arch, ArchName};
 use super::declare::section;
 use super::dtype::DType;
-use super::schema::{PresentKeys, ReadContext, Report, join};
+use super::schema::{PresentKeys, ReadContext, SupportReport, join};
 use super::values::{FreeMap, OneOrMany};
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::qtype::QType;
@@ -182,7 +182,7 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
     }
 }
 
-fn check(model: &ModelConfig, path: &str, report: &mut Report) {
+fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
     let kinds = [
         (model.quantize, "qtype", &model.qtype),
         (model.quantizes_text_encoder(), "qtype_te", &model.qtype_te),
@@ -281,9 +281,9 @@ impl ModelConfig {
         self.layer_offloading.unwrap_or(self.auto_memory)
     }
 
-    /// The memory choices that the keys of this section request in addition to the memory profile.
+    /// The memory options that the keys of this section request in addition to the memory profile.
     #[must_use]
-    pub fn memory_choices(&self) -> MemoryOptions {
+    pub fn memory_options(&self) -> MemoryOptions {
         let shares = [
             self.layer_offloading_transformer_percent,
             self.layer_offloading_text_encoder_percent,

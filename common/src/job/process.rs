@@ -12,7 +12,7 @@ use super::network::NetworkConfig;
 use super::node::Node;
 use super::sample::SampleConfig;
 use super::save::SaveConfig;
-use super::schema::{FieldValue, Input, PresentKeys, ReadContext, Report, SectionInfo, Status, join};
+use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
 use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
 use super::train::TrainConfig;
 use super::values::FreeMap;
@@ -323,8 +323,8 @@ impl FieldValue for Process {
         false
     }
 
-    fn check_support(&self, path: &str, report: &mut Report) {
-        if let Status::Refused(_) = self.process_type.status() {
+    fn check_support(&self, path: &str, report: &mut SupportReport) {
+        if let SupportLevel::Refused(_) = self.process_type.status() {
             // One error is enough; the keys inside do not matter.
             self.process_type.check_support(&join(path, "type"), report);
         } else {
@@ -340,7 +340,7 @@ impl FieldValue for Process {
         None
     }
 
-    fn values() -> Vec<(&'static str, Status)> {
+    fn values() -> Vec<(&'static str, SupportLevel)> {
         ProcessType::values()
     }
 }

@@ -12,7 +12,7 @@ use super::network::{NetworkConfig, NetworkKwargs};
 use super::process::{GenerateProcess, Img2ImgProcess, TrainerProcess};
 use super::sample::{SampleConfig, SampleItem};
 use super::save::SaveConfig;
-use super::schema::{FieldInfo, SectionInfo, Status};
+use super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::slider::{EmbeddingConfig, ReferenceDataset, Replacement, SliderAnchor, SliderConfig, SliderTarget};
 use super::spec::{ConfigSection, Document};
 use super::train::{EmaConfig, TrainConfig, ValidationConfig, ValidationItem};
@@ -154,18 +154,18 @@ fn escape_cell(text: &str) -> String {
     text.replace('|', "\\|")
 }
 
-fn describe_status(status: Status) -> String {
+fn describe_status(status: SupportLevel) -> String {
     match status {
-        Status::Works => "works".into(),
-        Status::Accepted(why) => format!("accepted: {why}"),
-        Status::DependsOn(key) => format!("with `{key}`"),
-        Status::Ignored(why) => format!("warning: {why}"),
-        Status::Refused(why) => format!("refused: {why}"),
+        SupportLevel::Works => "works".into(),
+        SupportLevel::Accepted(why) => format!("accepted: {why}"),
+        SupportLevel::DependsOn(key) => format!("with `{key}`"),
+        SupportLevel::Ignored(why) => format!("warning: {why}"),
+        SupportLevel::Refused(why) => format!("refused: {why}"),
     }
 }
 
 fn write_values(page: &mut String, field: &FieldInfo) {
-    let listed = |keep: fn(Status) -> bool| -> String {
+    let listed = |keep: fn(SupportLevel) -> bool| -> String {
         let names: Vec<String> = field
             .values
             .iter()
@@ -174,8 +174,8 @@ fn write_values(page: &mut String, field: &FieldInfo) {
             .collect();
         names.join(", ")
     };
-    let works = listed(|status| !matches!(status, Status::Refused(_)));
-    let refused = listed(|status| matches!(status, Status::Refused(_)));
+    let works = listed(|status| !matches!(status, SupportLevel::Refused(_)));
+    let refused = listed(|status| matches!(status, SupportLevel::Refused(_)));
     // The values of a list of processes are those of the key `type` of each.
     let key = if field.key == "process" {
         "`type` in `process`".to_owned()

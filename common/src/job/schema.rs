@@ -12,7 +12,7 @@ pub use super::read_context::{PresentKeys, ReadContext, join, nearest};
 
 /// What this release does with a key or a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Status {
+pub enum SupportLevel {
     /// Supported.
     Works,
     /// Has no influence on the result, so there is no message. The text says why.
@@ -25,8 +25,8 @@ pub enum Status {
     Refused(&'static str),
 }
 
-impl Status {
-    /// Whether any code opens a path under a key with this status. A key named by [`Status::DependsOn`] is refused or ignored
+impl SupportLevel {
+    /// Whether any code opens a path under a key with this status. A key named by [`SupportLevel::DependsOn`] is refused or ignored
     /// itself; a test in `paths` checks that.
     pub(crate) fn opens_paths(self) -> bool {
         !matches!(self, Self::DependsOn(_) | Self::Ignored(_))
@@ -45,13 +45,13 @@ pub struct FieldInfo {
     /// Its meaning.
     pub doc: String,
     /// Its status in this release.
-    pub status: Status,
+    pub status: SupportLevel,
     /// Whether the key is known by name only, without a typed field.
     pub rare: bool,
     /// The keys below it.
     pub nested: Option<SectionInfo>,
     /// Its allowed values, when there is a list.
-    pub values: Vec<(&'static str, Status)>,
+    pub values: Vec<(&'static str, SupportLevel)>,
     /// What the path refers to, if the value may be a path.
     pub input: Option<InputKind>,
 }
@@ -121,7 +121,7 @@ pub trait FieldValue: Sized + PartialEq {
     fn is_falsy(&self) -> bool;
 
     /// Reports unsupported parts of this value; `path` is its key.
-    fn check_support(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut SupportReport) {
         let _ = (path, report);
     }
 
@@ -141,7 +141,7 @@ pub trait FieldValue: Sized + PartialEq {
     }
 
     /// The allowed values, if there is a list.
-    fn values() -> Vec<(&'static str, Status)> {
+    fn values() -> Vec<(&'static str, SupportLevel)> {
         Vec::new()
     }
 }
@@ -178,14 +178,14 @@ impl ReadContext {
 
 /// Collects the unsupported keys and values of a config.
 #[derive(Debug, Default)]
-pub struct Report {
+pub struct SupportReport {
     /// Key path and message.
     pub errors: Vec<(String, String)>,
     /// Key path and message.
     pub warnings: Vec<(String, String)>,
 }
 
-impl Report {
+impl SupportReport {
     /// Adds an error: ignoring this would change the result.
     pub fn error(&mut self, path: impl Into<String>, message: impl Into<String>) {
         self.errors.push((path.into(), message.into()));
@@ -197,8 +197,8 @@ impl Report {
     }
 
     /// Checks one key: reports its status if the value differs from the default.
-    pub fn check_field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
-        if matches!(status, Status::Works | Status::Accepted(_)) {
+    pub fn check_field<T: FieldValue>(&mut self, path: &str, key: &str, status: SupportLevel, value: &T, default: &T) {
+        if matches!(status, SupportLevel::Works | SupportLevel::Accepted(_)) {
             if T::HAS_CHECKS {
                 value.check_support(&join(path, key), self);
             }
@@ -208,18 +208,18 @@ impl Report {
     }
 
     /// Checks a key without a typed field: reports its status unless the value is false, zero or empty.
-    pub fn check_rare_key(&mut self, path: &str, key: &str, status: Status, value: &serde_json::Value) {
+    pub fn check_rare_key(&mut self, path: &str, key: &str, status: SupportLevel, value: &serde_json::Value) {
         if !is_falsy_json(value) {
             self.add_status(&join(path, key), status, &show_json(value));
         }
     }
 
     /// Adds the error or warning that a status implies for a value.
-    pub fn add_status(&mut self, path: &str, status: Status, shown: &str) {
+    pub fn add_status(&mut self, path: &str, status: SupportLevel, shown: &str) {
         match status {
-            Status::Works | Status::Accepted(_) | Status::DependsOn(_) => {}
-            Status::Ignored(why) => self.warn(path, format!("{} is ignored: {why}", quoted(shown))),
-            Status::Refused(why) => self.error(path, format!("{} is not supported yet: {why}", quoted(shown))),
+            SupportLevel::Works | SupportLevel::Accepted(_) | SupportLevel::DependsOn(_) => {}
+            SupportLevel::Ignored(why) => self.warn(path, format!("{} is ignored: {why}", quoted(shown))),
+            SupportLevel::Refused(why) => self.error(path, format!("{} is not supported yet: {why}", quoted(shown))),
         }
     }
 }

@@ -6,7 +6,7 @@ use super::error::{Finding, Support};
 use super::limits::{MAX_LABELS, MAX_PROCESSES};
 use super::node::Node;
 use super::process::{JobKind, Process, ProcessKind};
-use super::schema::{FieldValue, Input, ReadContext, Report};
+use super::schema::{FieldValue, Input, ReadContext, SupportReport};
 use super::values::{FreeMap, TextSource};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -196,7 +196,7 @@ impl JobSpec {
     /// Returns the keys and values that this release does not support.
     #[must_use]
     pub fn unsupported(&self) -> Support {
-        let mut report = Report::default();
+        let mut report = SupportReport::default();
         self.job.check_support("job", &mut report);
         if report.errors.is_empty() {
             self.config.check_support("config", &mut report);

@@ -6,7 +6,7 @@ use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
-use super::schema::{PresentKeys, ReadContext, Report, Status, join};
+use super::schema::{PresentKeys, ReadContext, SupportLevel, SupportReport, join};
 use super::values::{FloatOrRange, FreeMap};
 
 pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
@@ -347,7 +347,7 @@ fn lr_scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
     ]
 }
 
-fn check(train: &TrainConfig, path: &str, report: &mut Report) {
+fn check(train: &TrainConfig, path: &str, report: &mut SupportReport) {
     if train.noise_scheduler.is_karras() {
         let message = format!(
             "`{}` is not supported yet: training does not use Karras sigmas, use `ddpm`",
@@ -356,7 +356,7 @@ fn check(train: &TrainConfig, path: &str, report: &mut Report) {
         report.error(join(path, "noise_scheduler"), message);
     }
     // The parameters of an unsupported optimizer are not known.
-    if matches!(train.optimizer.status(), Status::Works) {
+    if matches!(train.optimizer.status(), SupportLevel::Works) {
         let checked = OptimizerParams::new(train.optimizer, &train.optimizer_params);
         for (key, problem) in checked.err().unwrap_or_default() {
             report.error(join(path, &format!("optimizer_params.{key}")), problem);

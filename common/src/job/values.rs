@@ -2,8 +2,8 @@
 
 use super::node::{Node, Value};
 use super::schema::{
-    FieldValue, Input, ReadContext, Report, SectionInfo, Status, is_falsy_json, nearest, read_items, show_items,
-    show_json,
+    FieldValue, Input, ReadContext, SectionInfo, SupportLevel, SupportReport, is_falsy_json, nearest, read_items,
+    show_items, show_json,
 };
 
 pub use super::compound::{Float, FloatOrRange, ImageSize, Integer, OneOrMany, TextOrFalse, TextSource};
@@ -175,7 +175,7 @@ impl<T: FieldValue> FieldValue for Option<T> {
     fn is_falsy(&self) -> bool {
         self.as_ref().is_none_or(T::is_falsy)
     }
-    fn check_support(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut SupportReport) {
         if let Some(value) = self {
             value.check_support(path, report);
         }
@@ -193,7 +193,7 @@ impl<T: FieldValue> FieldValue for Option<T> {
     fn section() -> Option<SectionInfo> {
         T::section()
     }
-    fn values() -> Vec<(&'static str, Status)> {
+    fn values() -> Vec<(&'static str, SupportLevel)> {
         T::values()
     }
 }
@@ -213,7 +213,7 @@ impl<T: FieldValue> FieldValue for Box<T> {
     fn is_falsy(&self) -> bool {
         (**self).is_falsy()
     }
-    fn check_support(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut SupportReport) {
         (**self).check_support(path, report);
     }
     fn collect_inputs(&self, path: &str, out: &mut Vec<Input>) {
@@ -245,7 +245,7 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     fn is_falsy(&self) -> bool {
         self.is_empty()
     }
-    fn check_support(&self, path: &str, report: &mut Report) {
+    fn check_support(&self, path: &str, report: &mut SupportReport) {
         for (index, item) in self.iter().enumerate() {
             item.check_support(&format!("{path}[{index}]"), report);
         }
@@ -263,7 +263,7 @@ impl<T: FieldValue> FieldValue for Vec<T> {
     fn section() -> Option<SectionInfo> {
         T::section()
     }
-    fn values() -> Vec<(&'static str, Status)> {
+    fn values() -> Vec<(&'static str, SupportLevel)> {
         T::values()
     }
 }

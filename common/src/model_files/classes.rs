@@ -3,7 +3,7 @@
 //! Class names are those of diffusers' pipelines and models (`_class_name`), of transformers (`architectures`) and of the
 //! authors' repositories.
 
-use super::family::{Family, Identity};
+use super::family::{Family, ModelFileKind};
 use super::inventory::Inventory;
 use super::keys;
 use crate::job::arch::ArchName;
@@ -130,7 +130,7 @@ const UNET: &str = "unet/config.json";
 const TRANSFORMER: &str = "transformer/config.json";
 
 /// Identifies a folder by its JSON files. None if they name no class.
-pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
+pub(super) fn of_folder(files: &Inventory) -> Option<ModelFileKind> {
     if !files.is_folder {
         return None;
     }
@@ -139,7 +139,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
         let family = PIPELINES.iter().find(|(prefix, _)| class.starts_with(prefix));
         return Some(match family {
             Some((_, family)) => refine(*family, files, evidence),
-            None => Identity::Other {
+            None => ModelFileKind::Other {
                 what: format!("a {class} model"),
                 evidence,
             },
@@ -157,7 +157,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
                 return Some(unet_without_index(files, file));
             }
             let part = OTHER_MODELS.iter().find(|(prefix, _)| class.starts_with(prefix));
-            return Some(Identity::Other {
+            return Some(ModelFileKind::Other {
                 what: part.map_or_else(|| format!("a {class}"), |(_, what)| (*what).to_owned()),
                 evidence: format!("{file} names {class}"),
             });
@@ -174,7 +174,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
                 None if language => "a language model".to_owned(),
                 None => format!("a {class}"),
             };
-            return Some(Identity::Other {
+            return Some(ModelFileKind::Other {
                 what,
                 evidence: format!("{file} names {class}"),
             });
@@ -184,7 +184,7 @@ pub(super) fn of_folder(files: &Inventory) -> Option<Identity> {
 }
 
 /// Refines a pipeline's family with the configs of its components.
-fn refine(family: Family, files: &Inventory, evidence: String) -> Identity {
+fn refine(family: Family, files: &Inventory, evidence: String) -> ModelFileKind {
     let unet = |key: &str| files.configs.get(UNET).and_then(|config| config.get(key));
     let number = |key: &str| unet(key).and_then(Value::as_u64);
     let mut evidence = evidence;
@@ -230,7 +230,7 @@ fn refine(family: Family, files: &Inventory, evidence: String) -> Identity {
         }
         _ => {}
     }
-    Identity::Model {
+    ModelFileKind::Model {
         family,
         evidence,
         missing: Vec::new(),
@@ -256,7 +256,7 @@ fn class_variant(class: &str) -> Option<&'static str> {
 }
 
 /// Identifies a U-Net in diffusers' layout without a `model_index.json`.
-fn unet_without_index(files: &Inventory, file: &str) -> Identity {
+fn unet_without_index(files: &Inventory, file: &str) -> ModelFileKind {
     let config = files.configs.get(file);
     let get = |key: &str| config.and_then(|config| config.get(key));
     let context = get("cross_attention_dim").and_then(Value::as_u64).unwrap_or(0);
@@ -267,7 +267,7 @@ fn unet_without_index(files: &Inventory, file: &str) -> Identity {
         get("transformer_layers_per_block").map(keys::deepest_level),
     );
     let variant = keys::input_variant(get("in_channels").and_then(Value::as_u64));
-    Identity::Model {
+    ModelFileKind::Model {
         family: variant.map_or(family, |variant| family.with_variant(variant)),
         evidence: format!("{file} names a UNet2DConditionModel with a context of {context}, and there is no {INDEX}"),
         missing: vec!["model_index.json"],

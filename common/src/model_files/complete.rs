@@ -2,7 +2,7 @@
 
 use super::inventory::is_weights;
 use super::json::parse_json;
-use super::weights_files::{Choice, WeightsError, choose, weights_files};
+use super::weights_files::{WeightsError, WeightsSelection, choose, weights_files};
 use super::{Inventory, Unreadable, header_of};
 use crate::fsutil::regular;
 use crate::job::limits::MAX_TEXT_FILE_BYTES;
@@ -35,7 +35,7 @@ pub fn missing_files(files: &Inventory) -> Vec<String> {
             missing.push(config);
         }
         let names = names_in(files, part);
-        if choose(&names) == Choice::None {
+        if choose(&names) == WeightsSelection::None {
             // Among several files with other names it is unclear which are the weights.
             let stem = if names.iter().any(|name| is_weights(name)) {
                 stem

@@ -51,7 +51,7 @@ impl fmt::Display for Family {
 
 /// The result of [`identify`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Identity {
+pub enum ModelFileKind {
     /// A base model.
     Model {
         /// The model's family.

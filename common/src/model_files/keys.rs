@@ -4,7 +4,7 @@
 //! `generative-models` (SDXL, SD 3), Black Forest Labs' `flux`, Wan-Video's `Wan2.1`, Lightricks' LTX, and what diffusers
 //! writes.
 
-use super::family::{Family, Identity};
+use super::family::{Family, ModelFileKind};
 use super::inventory::Weights;
 use crate::job::arch::ArchName;
 use serde_json::Value;
@@ -63,9 +63,9 @@ impl<'a> Names<'a> {
 }
 
 /// Identifies a weights file.
-pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
+pub(super) fn of_file(file: &str, weights: &Weights) -> ModelFileKind {
     if let Some((what, name)) = adapter(weights) {
-        return Identity::Other {
+        return ModelFileKind::Other {
             what: what.to_owned(),
             evidence: format!("{file} has `{name}`"),
         };
@@ -77,7 +77,7 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
             Some(ArchName::Sd1) => missing_components(weights),
             _ => Vec::new(),
         };
-        return Identity::Model {
+        return ModelFileKind::Model {
             family,
             evidence: format!("{file} has {why}"),
             missing,
@@ -86,24 +86,24 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
     if let Some((family, kind)) = weights.architecture.as_deref().and_then(gguf_family) {
         let evidence = format!("{file} says `general.architecture: {kind}`");
         return match family {
-            Some(family) => Identity::Model {
+            Some(family) => ModelFileKind::Model {
                 family,
                 evidence,
                 missing: Vec::new(),
             },
-            None => Identity::Other {
+            None => ModelFileKind::Other {
                 what: "a language model".to_owned(),
                 evidence,
             },
         };
     }
     if let Some((what, name)) = single_component(weights) {
-        return Identity::Other {
+        return ModelFileKind::Other {
             what: what.to_owned(),
             evidence: format!("{file} has `{name}` and no U-Net or transformer"),
         };
     }
-    Identity::Unknown {
+    ModelFileKind::Unknown {
         evidence: match weights.shapes.keys().next() {
             Some(name) => format!(
                 "{file} has {} tensors of no known family, such as `{name}`",
@@ -127,7 +127,7 @@ const ADAPTERS: [(&str, &str); 9] = [
     (".oft_diag", "an OFT"),
 ];
 
-/// Whether the `what` of a [`super::Identity::Other`] is a kind of adapter.
+/// Whether the `what` of a [`super::ModelFileKind::Other`] is a kind of adapter.
 #[must_use]
 pub fn is_adapter(what: &str) -> bool {
     ADAPTERS.iter().any(|(_, adapter)| *adapter == what)

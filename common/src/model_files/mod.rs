@@ -14,7 +14,7 @@ mod support;
 mod weights_files;
 
 pub use complete::{damaged_file, missing_files};
-pub use family::{Family, Identity};
+pub use family::{Family, ModelFileKind};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
 pub use json::parse_json;
 pub use keys::is_adapter;
@@ -23,9 +23,9 @@ pub use weights_files::{WeightsError, weights_files};
 
 /// Identifies the model in these files.
 #[must_use]
-pub fn identify(files: &Inventory) -> Identity {
+pub fn identify(files: &Inventory) -> ModelFileKind {
     if let Some(evidence) = &files.pickle {
-        return Identity::Pickle {
+        return ModelFileKind::Pickle {
             evidence: evidence.clone(),
         };
     }
@@ -36,14 +36,14 @@ pub fn identify(files: &Inventory) -> Identity {
     let first = found.next();
     // If there are several files, a base model takes precedence.
     let best = found.fold(first, |best, next| match (&best, &next) {
-        (Some(Identity::Model { .. }), _) => best,
-        (_, Identity::Model { .. }) => Some(next),
-        (Some(Identity::Unknown { .. }), _) => Some(next),
+        (Some(ModelFileKind::Model { .. }), _) => best,
+        (_, ModelFileKind::Model { .. }) => Some(next),
+        (Some(ModelFileKind::Unknown { .. }), _) => Some(next),
         _ => best,
     });
     match best {
         Some(identity) => identity,
-        None => Identity::Unknown {
+        None => ModelFileKind::Unknown {
             evidence: files.problem.clone().unwrap_or_else(|| unknown_reason(files)),
         },
     }

@@ -1,8 +1,8 @@
 //! Checks whether this release supports a model.
 
-use super::Identity;
+use super::ModelFileKind;
 use crate::job::arch::ArchName;
-use crate::job::schema::Status;
+use crate::job::schema::SupportLevel;
 use std::fmt;
 
 /// The reason why a model is not supported.
@@ -21,7 +21,7 @@ impl std::error::Error for UnsupportedModel {}
 fn supported() -> String {
     let supported = ArchName::ALL
         .iter()
-        .filter(|arch| matches!(arch.status(), Status::Works));
+        .filter(|arch| matches!(arch.status(), SupportLevel::Works));
     let names: Vec<String> = supported
         .map(|arch| match arch {
             ArchName::Sd1 => "Stable Diffusion 1.x (`arch: sd1`)".to_owned(),
@@ -36,16 +36,18 @@ fn supported() -> String {
 ///
 /// # Errors
 /// When the model is not supported. The message names what was found, the evidence, and what is supported.
-pub fn check_supported(path: &str, configured: ArchName, identity: &Identity) -> Result<(), UnsupportedModel> {
+pub fn check_supported(path: &str, configured: ArchName, identity: &ModelFileKind) -> Result<(), UnsupportedModel> {
     let refuse = |text: String| Err(UnsupportedModel(text));
     match identity {
-        Identity::Model {
+        ModelFileKind::Model {
             family,
             evidence,
             missing,
         } => {
-            let runs =
-                family.variant.is_none() && family.arch.is_some_and(|arch| matches!(arch.status(), Status::Works));
+            let runs = family.variant.is_none()
+                && family
+                    .arch
+                    .is_some_and(|arch| matches!(arch.status(), SupportLevel::Works));
             if runs && family.arch == Some(configured) {
                 if missing.is_empty() {
                     return Ok(());
@@ -66,15 +68,15 @@ pub fn check_supported(path: &str, configured: ArchName, identity: &Identity) ->
             };
             refuse(format!("{path} is {family}: {evidence}{says}; {advice}"))
         }
-        Identity::Other { what, evidence } => refuse(format!(
+        ModelFileKind::Other { what, evidence } => refuse(format!(
             "{path} is {what}, not a base model: {evidence}; {}, from a diffusers folder or one .safetensors or .gguf file",
             supported()
         )),
-        Identity::Pickle { evidence } => refuse(format!(
+        ModelFileKind::Pickle { evidence } => refuse(format!(
             "{path} is a pickle file, which can run code when it is opened: {evidence}; use the model as .safetensors or .gguf, \
              or convert it on a machine that holds nothing valuable"
         )),
-        Identity::Unknown { evidence } => refuse(format!(
+        ModelFileKind::Unknown { evidence } => refuse(format!(
             "{path} is not a known model: {evidence}; {}, from a diffusers folder or one .safetensors or .gguf file",
             supported()
         )),

@@ -20,25 +20,25 @@ fn write(path: &Path, bytes: impl AsRef<[u8]>) {
     std::fs::write(path, bytes).unwrap();
 }
 
-fn of_header(tensors: &[(&str, &[u64])]) -> Identity {
+fn of_header(tensors: &[(&str, &[u64])]) -> ModelFileKind {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("m.safetensors");
     write(&file, header(tensors));
     identify(&Inventory::open(&file))
 }
 
-fn named(identity: &Identity) -> String {
+fn named(identity: &ModelFileKind) -> String {
     match identity {
-        Identity::Model { family, .. } => match family.arch {
+        ModelFileKind::Model { family, .. } => match family.arch {
             Some(arch) => format!(
                 "{arch}{}",
                 family.variant.map_or(String::new(), |kind| format!("+{kind}"))
             ),
             None => family.name.to_owned(),
         },
-        Identity::Other { what, .. } => what.clone(),
-        Identity::Pickle { .. } => "pickle".to_owned(),
-        Identity::Unknown { .. } => "unknown".to_owned(),
+        ModelFileKind::Other { what, .. } => what.clone(),
+        ModelFileKind::Pickle { .. } => "pickle".to_owned(),
+        ModelFileKind::Unknown { .. } => "unknown".to_owned(),
     }
 }
 
@@ -247,7 +247,7 @@ fn adapters_and_components_are_not_base_models() {
 }
 
 /// Identifies a folder with only these JSON files.
-fn folder(files: &[(&str, &str)]) -> Identity {
+fn folder(files: &[(&str, &str)]) -> ModelFileKind {
     let folder = tempfile::tempdir().unwrap();
     for (name, text) in files {
         write(&folder.path().join(name), text);

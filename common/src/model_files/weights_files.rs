@@ -69,12 +69,12 @@ pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, WeightsError> {
         reason,
     };
     match choose(&names) {
-        Choice::File(name) => Ok(vec![path.join(name)]),
-        Choice::Shards(index) => shards(&path.join(index)),
-        Choice::Ambiguous(one, other) => Err(invalid(format!(
+        WeightsSelection::File(name) => Ok(vec![path.join(name)]),
+        WeightsSelection::Shards(index) => shards(&path.join(index)),
+        WeightsSelection::Ambiguous(one, other) => Err(invalid(format!(
             "`{one}` and `{other}` both hold weights: leave one of them here"
         ))),
-        Choice::None => Err(match names.iter().find(|name| pickle_extension(name).is_some()) {
+        WeightsSelection::None => Err(match names.iter().find(|name| pickle_extension(name).is_some()) {
             Some(pickle) => WeightsError::Pickle {
                 path: path.join(pickle),
             },
@@ -88,7 +88,7 @@ pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, WeightsError> {
 
 /// The weights files selected in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Choice<'a> {
+pub(super) enum WeightsSelection<'a> {
     /// One file.
     File(&'a str),
     /// The shards listed in this index.
@@ -100,21 +100,21 @@ pub(super) enum Choice<'a> {
 }
 
 /// Selects the weights among the file names of one folder.
-pub(super) fn choose<'a>(names: &BTreeSet<&'a str>) -> Choice<'a> {
+pub(super) fn choose<'a>(names: &BTreeSet<&'a str>) -> WeightsSelection<'a> {
     let find = |name: String| names.get(name.as_str()).copied();
     for stem in STEMS {
         if let Some(file) = find(format!("{stem}.safetensors")) {
-            return Choice::File(file);
+            return WeightsSelection::File(file);
         }
         if let Some(index) = find(format!("{stem}.safetensors.index.json")) {
-            return Choice::Shards(index);
+            return WeightsSelection::Shards(index);
         }
         let variants = names
             .iter()
             .filter_map(|name| Some((variant(stem, name)? != "fp16", *name)));
         match variants.min() {
-            Some((_, index)) if index.ends_with(".json") => return Choice::Shards(index),
-            Some((_, file)) => return Choice::File(file),
+            Some((_, index)) if index.ends_with(".json") => return WeightsSelection::Shards(index),
+            Some((_, file)) => return WeightsSelection::File(file),
             None => {}
         }
     }
@@ -122,12 +122,12 @@ pub(super) fn choose<'a>(names: &BTreeSet<&'a str>) -> Choice<'a> {
         let of_kind = |name: &&str| name.ends_with(ending) && !is_hidden(name);
         let mut files = names.iter().copied().filter(of_kind);
         match (files.next(), files.next()) {
-            (Some(only), None) => return Choice::File(only),
-            (Some(one), Some(other)) if ending == ".gguf" => return Choice::Ambiguous(one, other),
+            (Some(only), None) => return WeightsSelection::File(only),
+            (Some(one), Some(other)) if ending == ".gguf" => return WeightsSelection::Ambiguous(one, other),
             _ => {}
         }
     }
-    Choice::None
+    WeightsSelection::None
 }
 
 /// The variant in `<stem>.fp16.safetensors` or `<stem>.safetensors.index.fp16.json`: `fp16`.
@@ -181,7 +181,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, WeightsError> {
 mod tests {
     use super::*;
 
-    fn of<'a>(names: &[&'a str]) -> Choice<'a> {
+    fn of<'a>(names: &[&'a str]) -> WeightsSelection<'a> {
         choose(&names.iter().copied().collect())
     }
 
@@ -194,24 +194,24 @@ mod tests {
         let shard = "diffusion_pytorch_model-00001-of-00002.safetensors";
         let gguf = "unet-q4_0.gguf";
         let all = [gguf, "a.safetensors", shard, other, fp16, index, full];
-        let cases: &[(&[&str], Choice<'_>)] = &[
-            (&all[..], Choice::File(full)),
-            (&all[..6], Choice::Shards(index)),
-            (&all[..5], Choice::File(fp16)),
-            (&all[..4], Choice::File(other)),
-            (&all[..3], Choice::File(gguf)),
-            (&all[..2], Choice::File("a.safetensors")),
-            (&all[..1], Choice::File(gguf)),
-            (&[], Choice::None),
-            (&["a.safetensors", "b.safetensors"], Choice::None),
-            (&["a.gguf", "b.gguf"], Choice::Ambiguous("a.gguf", "b.gguf")),
-            (&["diffusion_pytorch_model.bin"], Choice::None),
+        let cases: &[(&[&str], WeightsSelection<'_>)] = &[
+            (&all[..], WeightsSelection::File(full)),
+            (&all[..6], WeightsSelection::Shards(index)),
+            (&all[..5], WeightsSelection::File(fp16)),
+            (&all[..4], WeightsSelection::File(other)),
+            (&all[..3], WeightsSelection::File(gguf)),
+            (&all[..2], WeightsSelection::File("a.safetensors")),
+            (&all[..1], WeightsSelection::File(gguf)),
+            (&[], WeightsSelection::None),
+            (&["a.safetensors", "b.safetensors"], WeightsSelection::None),
+            (&["a.gguf", "b.gguf"], WeightsSelection::Ambiguous("a.gguf", "b.gguf")),
+            (&["diffusion_pytorch_model.bin"], WeightsSelection::None),
             (
                 &[
                     "model.safetensors.index.fp16.json",
                     "model.fp16-00001-of-00002.safetensors",
                 ],
-                Choice::Shards("model.safetensors.index.fp16.json"),
+                WeightsSelection::Shards("model.safetensors.index.fp16.json"),
             ),
         ];
         for (names, expected) in cases {
@@ -221,9 +221,12 @@ mod tests {
 
     #[test]
     fn macos_metadata_files_are_ignored() {
-        assert_eq!(of(&["._a.safetensors", "a.safetensors"]), Choice::File("a.safetensors"));
-        assert_eq!(of(&["._a.gguf", "a.gguf"]), Choice::File("a.gguf"));
-        assert_eq!(of(&["._a.safetensors"]), Choice::None);
+        assert_eq!(
+            of(&["._a.safetensors", "a.safetensors"]),
+            WeightsSelection::File("a.safetensors")
+        );
+        assert_eq!(of(&["._a.gguf", "a.gguf"]), WeightsSelection::File("a.gguf"));
+        assert_eq!(of(&["._a.safetensors"]), WeightsSelection::None);
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("._a.gguf"), "x").unwrap();
         assert!(matches!(

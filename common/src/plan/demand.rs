@@ -3,7 +3,7 @@
 //! The predictions are conservative; `cluster.memory_budget` in a config overrides them. The job's JSON is read key by key, so
 //! that jobs of a newer version with unknown keys get a prediction, too.
 
-use super::family::{ActivationCosts, Family};
+use super::family::{ActivationCosts, FamilyCosts};
 use super::layout::{Activations, ComponentWeights, GIB, Layout, memory_need};
 use super::memory_options::MemoryOptions;
 use super::need::MemoryNeed;
@@ -145,7 +145,7 @@ pub(super) fn is_factored(optimizer: &str) -> bool {
 }
 
 /// Bytes of a factored optimizer's means for convolution kernels, per parameter of the model: six numbers per nine weights.
-pub(super) fn factored_convolution_bytes(family: &Family) -> f64 {
+pub(super) fn factored_convolution_bytes(family: &FamilyCosts) -> f64 {
     4.0 * family.convolutions * 6.0 / 9.0
 }
 
@@ -153,12 +153,12 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
     let arch = text(body, "/model/arch")?;
-    let family = Family::of(arch);
+    let family = FamilyCosts::of(arch);
     let name = family.map_or_else(
         || arch.split(':').next().unwrap_or(arch).to_owned(),
         |f| f.name.to_owned(),
     );
-    let figures = family.map(|family| Figures::of(family, counts));
+    let figures = family.map(|family| ModelFigures::of(family, counts));
     match kind.as_str() {
         "train" => Some(training(name, body, figures)),
         "generate" | "img2_img" => Some(generation(name, body, figures)),
@@ -167,8 +167,8 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand
 }
 
 /// A family's figures, scaled to the actual model. Parameters in millions.
-pub(super) struct Figures {
-    pub(super) family: &'static Family,
+pub(super) struct ModelFigures {
+    pub(super) family: &'static FamilyCosts,
     pub(super) denoiser: f64,
     pub(super) text: f64,
     pub(super) vae: f64,
@@ -178,8 +178,8 @@ pub(super) struct Figures {
     stored: [CompactWeights; 3],
 }
 
-impl Figures {
-    pub(super) fn of(family: &'static Family, counts: Option<ParameterCounts>) -> Self {
+impl ModelFigures {
+    pub(super) fn of(family: &'static FamilyCosts, counts: Option<ParameterCounts>) -> Self {
         match counts {
             None => Self {
                 family,
@@ -211,7 +211,7 @@ impl Figures {
     }
 }
 
-impl Figures {
+impl ModelFigures {
     /// Factor on the VAE's activations, relative to the family.
     fn vae_scale(&self) -> f64 {
         (self.vae / self.family.vae).sqrt().clamp(0.01, 4.0)
@@ -226,7 +226,7 @@ impl Figures {
 
     /// The memory of the weights alone, without activations and training state. `full` says whether the denoiser and the text
     /// encoders themselves are trained.
-    fn layout(&self, body: &Value, target: Target, full: [bool; 2]) -> Layout {
+    fn layout(&self, body: &Value, target: ComputeTarget, full: [bool; 2]) -> Layout {
         let [denoiser, text, vae] = self.stored;
         let tables = self.text_tables();
         Layout {
@@ -260,12 +260,12 @@ impl Figures {
 
 /// The kind of device, and the bytes per number of its compute dtype.
 #[derive(Clone, Copy)]
-struct Target {
+struct ComputeTarget {
     width: f64,
     cpu: bool,
 }
 
-impl Target {
+impl ComputeTarget {
     fn gpu(width: f64) -> Self {
         Self { width, cpu: false }
     }
@@ -283,7 +283,7 @@ fn component_weights(
     tables: f64,
     stored: CompactWeights,
     quantised: Option<f64>,
-    target: Target,
+    target: ComputeTarget,
 ) -> ComponentWeights {
     let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
     let in_file = (stored.quantised as f64 / 1e6).min(all);
@@ -309,7 +309,7 @@ fn component_weights(
     }
 }
 
-fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
+fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Demand {
     let batch = number(body, "/train/batch_size").unwrap_or(1.0).max(1.0);
     let datasets = body.get("datasets").and_then(Value::as_array);
     let side = datasets
@@ -337,10 +337,10 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
     let memory = figures.map(|figures| {
         let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
         let network = body.get("network").filter(|network| !network.is_null());
-        let Trained {
+        let TrainedParameters {
             millions: trained,
             full,
-        } = Trained::of(body, &figures);
+        } = TrainedParameters::of(body, &figures);
         // A full fine-tune keeps and computes its weights in f32.
         let width = match network {
             Some(_) => dtype_bytes(text(body, "/train/dtype")),
@@ -355,7 +355,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         let tables = f64::from(full[1]) * figures.text_tables() * 1e6 * 4.0 / GIB;
         let averaged = flag(body, "/train/ema_config/use_ema");
         let one = (side / 1024.0).powi(2);
-        let layout = |target: Target, costs: ActivationCosts| {
+        let layout = |target: ComputeTarget, costs: ActivationCosts| {
             let per_image = |activations: f64| one * batch * activations * figures.scale;
             // A full fine-tune's weights are counted with their component, updated in place and saved one by one; the EMA
             // is swapped with them to be saved. An adapter needs one more number per parameter during an optimizer step,
@@ -379,7 +379,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
                     } else {
                         per_image(costs.train_plain)
                     },
-                    lean_work: per_image(costs.train_lean),
+                    memory_saving_work: per_image(costs.train_memory_saving),
                     // Images are encoded one at a time.
                     vae: (one * costs.encode + VAE_FIXED_GIB) * figures.vae_scale(),
                     vae_megapixels: one,
@@ -389,8 +389,8 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         };
         let family = figures.family;
         memory_need(
-            &layout(Target::gpu(width), family.on_gpu(width)),
-            &layout(Target::cpu(), family.on_cpu()),
+            &layout(ComputeTarget::gpu(width), family.on_gpu(width)),
+            &layout(ComputeTarget::cpu(), family.on_cpu()),
         )
     });
     Demand {
@@ -401,15 +401,15 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
 }
 
 /// The parameters that a training run trains.
-pub(super) struct Trained {
+pub(super) struct TrainedParameters {
     /// Millions of trained parameters.
     pub(super) millions: f64,
     /// Whether denoiser and text encoders themselves are trained.
     pub(super) full: [bool; 2],
 }
 
-impl Trained {
-    pub(super) fn of(body: &Value, figures: &Figures) -> Self {
+impl TrainedParameters {
+    pub(super) fn of(body: &Value, figures: &ModelFigures) -> Self {
         let network = body.get("network").filter(|network| !network.is_null());
         let components = [
             body.pointer("/train/train_unet")
@@ -436,7 +436,7 @@ impl Trained {
     }
 }
 
-fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand {
+fn generation(family: String, body: &Value, figures: Option<ModelFigures>) -> Demand {
     let width_px = number(body, "/generate/width").unwrap_or(512.0);
     let height_px = number(body, "/generate/height").unwrap_or(512.0);
     let steps = number(body, "/generate/sample_steps").unwrap_or(20.0);
@@ -447,12 +447,12 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
     let units = images * steps * passes * area / (512.0 * 512.0);
     let memory = figures.map(|figures| {
         let megapixels = area / (1024.0 * 1024.0);
-        let layout = |target: Target, costs: ActivationCosts| {
+        let layout = |target: ComputeTarget, costs: ActivationCosts| {
             let one = megapixels * costs.denoise * figures.scale;
             Layout {
                 activations: Activations {
                     work: passes * one,
-                    lean_work: one,
+                    memory_saving_work: one,
                     vae: (megapixels * costs.decode + VAE_FIXED_GIB) * figures.vae_scale(),
                     vae_megapixels: megapixels,
                 },
@@ -461,8 +461,8 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
         };
         let (family, width) = (figures.family, dtype_bytes(text(body, "/model/dtype")));
         memory_need(
-            &layout(Target::gpu(width), family.on_gpu(width)),
-            &layout(Target::cpu(), family.on_cpu()),
+            &layout(ComputeTarget::gpu(width), family.on_gpu(width)),
+            &layout(ComputeTarget::cpu(), family.on_cpu()),
         )
     });
     Demand {

@@ -8,7 +8,7 @@
 /// `docs/sdxl_train_network.md`), FLUX.1 LoRA above 30 GB in bf16, about 17 GB with an 8-bit base and 8 GB with 28 of 35
 /// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`).
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Family {
+pub struct FamilyCosts {
     /// The name as in `model.arch`.
     pub name: &'static str,
     /// Parameters of the U-Net or transformer.
@@ -48,7 +48,7 @@ pub struct ActivationCosts {
     /// Training with gradient checkpointing.
     pub train_checkpointed: f64,
     /// Training with gradient checkpointing, if freed memory is returned immediately.
-    pub train_lean: f64,
+    pub train_memory_saving: f64,
     /// Training without gradient checkpointing.
     pub train_plain: f64,
     /// One denoiser pass.
@@ -75,7 +75,7 @@ pub struct SaveCopies {
 /// Stable Diffusion 1.5 on a CPU in float32, measured (docs/memory.md).
 const SD1_ON_CPU: ActivationCosts = ActivationCosts {
     train_checkpointed: 2.2,
-    train_lean: 0.75,
+    train_memory_saving: 0.75,
     train_plain: 5.53,
     denoise: 0.76,
     decode: 3.1,
@@ -88,8 +88,8 @@ const SD1_ON_CPU: ActivationCosts = ActivationCosts {
 };
 
 /// The known families. Speeds are roughly those published for an RTX 3090.
-const FAMILIES: [Family; 6] = [
-    Family {
+const FAMILIES: [FamilyCosts; 6] = [
+    FamilyCosts {
         name: "sd1",
         denoiser: 860.0,
         convolutions: 0.63,
@@ -104,7 +104,7 @@ const FAMILIES: [Family; 6] = [
         denoise: 4.0,
         seconds_per_unit: 0.05,
     },
-    Family {
+    FamilyCosts {
         name: "sd2",
         denoiser: 866.0,
         convolutions: 0.62,
@@ -119,7 +119,7 @@ const FAMILIES: [Family; 6] = [
         denoise: 4.0,
         seconds_per_unit: 0.05,
     },
-    Family {
+    FamilyCosts {
         name: "sdxl",
         denoiser: 2567.0,
         convolutions: 0.12,
@@ -134,7 +134,7 @@ const FAMILIES: [Family; 6] = [
         denoise: 2.0,
         seconds_per_unit: 0.1,
     },
-    Family {
+    FamilyCosts {
         name: "sd3",
         denoiser: 8057.0,
         convolutions: 0.0,
@@ -149,7 +149,7 @@ const FAMILIES: [Family; 6] = [
         denoise: 2.0,
         seconds_per_unit: 0.2,
     },
-    Family {
+    FamilyCosts {
         name: "flux",
         denoiser: 11_901.0,
         convolutions: 0.0,
@@ -164,7 +164,7 @@ const FAMILIES: [Family; 6] = [
         denoise: 2.0,
         seconds_per_unit: 0.3,
     },
-    Family {
+    FamilyCosts {
         name: "qwen_image",
         denoiser: 20_430.0,
         convolutions: 0.0,
@@ -184,14 +184,14 @@ const FAMILIES: [Family; 6] = [
 /// Seconds per unit of work for unknown families.
 pub const UNKNOWN_SECONDS_PER_UNIT: f64 = 0.2;
 
-impl Family {
+impl FamilyCosts {
     /// Activation memory on a GPU whose numbers have `width` bytes.
     #[must_use]
     pub fn on_gpu(&self, width: f64) -> ActivationCosts {
         let factor = width / 2.0;
         ActivationCosts {
             train_checkpointed: self.train_checkpointed * factor,
-            train_lean: self.train_checkpointed * factor,
+            train_memory_saving: self.train_checkpointed * factor,
             train_plain: self.train_plain * factor,
             // The published figures are for both guidance passes in one batch.
             denoise: self.denoise * factor / 2.0,
@@ -208,7 +208,7 @@ impl Family {
         let sd = &FAMILIES[0];
         let ActivationCosts {
             train_checkpointed,
-            train_lean,
+            train_memory_saving,
             train_plain,
             denoise,
             ..
@@ -216,7 +216,7 @@ impl Family {
         let ratio = self.train_checkpointed / sd.train_checkpointed;
         ActivationCosts {
             train_checkpointed: train_checkpointed * ratio,
-            train_lean: train_lean * ratio,
+            train_memory_saving: train_memory_saving * ratio,
             train_plain: train_plain * self.train_plain / sd.train_plain,
             denoise: denoise * self.denoise / sd.denoise,
             ..SD1_ON_CPU
@@ -242,8 +242,8 @@ mod tests {
 
     #[test]
     fn arch_names_map_to_families() {
-        assert_eq!(Family::of("flex1").unwrap().name, "flux");
-        assert_eq!(Family::of("sdxl:v-pred").unwrap().name, "sdxl");
-        assert_eq!(Family::of("wan21"), None);
+        assert_eq!(FamilyCosts::of("flex1").unwrap().name, "flux");
+        assert_eq!(FamilyCosts::of("sdxl:v-pred").unwrap().name, "sdxl");
+        assert_eq!(FamilyCosts::of("wan21"), None);
     }
 }

@@ -11,7 +11,7 @@ const HEADER_LIMIT: u64 = 64 << 20;
 
 /// How a tensor is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Storage {
+pub(super) enum WeightEncoding {
     /// Converted to the compute dtype when loaded.
     Plain,
     /// A 16-bit weight of a GGUF file.
@@ -29,7 +29,7 @@ pub(super) enum Storage {
 /// A tensor's shape and storage.
 pub(super) struct Tensor {
     pub(super) shape: Vec<u64>,
-    pub(super) storage: Storage,
+    pub(super) storage: WeightEncoding,
 }
 
 impl Tensor {
@@ -73,10 +73,10 @@ pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
         .filter_map(|(name, value)| {
             let entry: Entry = serde_json::from_value(value).ok()?;
             let storage = match entry.dtype.as_str() {
-                "F8_E4M3" | "F8_E5M2" => Storage::Float8,
-                "U8" => Storage::Bytes,
-                "I8" => Storage::Signed,
-                _ => Storage::Plain,
+                "F8_E4M3" | "F8_E5M2" => WeightEncoding::Float8,
+                "U8" => WeightEncoding::Bytes,
+                "I8" => WeightEncoding::Signed,
+                _ => WeightEncoding::Plain,
             };
             Some((
                 name,
@@ -91,9 +91,9 @@ pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
 
 fn of_gguf((name, info): (String, gguf::TensorInfo)) -> (String, Tensor) {
     let storage = match info.kind {
-        Ok(kind) if kind.block > 1 => Storage::Blocks(kind.block, kind.bytes),
-        Ok(kind) if kind.bytes == 2 => Storage::Half,
-        _ => Storage::Plain,
+        Ok(kind) if kind.block > 1 => WeightEncoding::Blocks(kind.block, kind.bytes),
+        Ok(kind) if kind.bytes == 2 => WeightEncoding::Half,
+        _ => WeightEncoding::Plain,
     };
     (
         name,

@@ -56,7 +56,7 @@ pub(super) struct Activations {
     /// While denoising or training with the config's options.
     pub(super) work: f64,
     /// The same with the profile's memory-saving options: sequential guidance, gradient checkpointing.
-    pub(super) lean_work: f64,
+    pub(super) memory_saving_work: f64,
     /// While the VAE runs.
     pub(super) vae: f64,
     /// Megapixels that the VAE processes at once.
@@ -135,7 +135,7 @@ impl Layout {
             .sum();
         let Activations {
             work,
-            lean_work,
+            memory_saving_work,
             mut vae,
             vae_megapixels,
         } = self.activations;
@@ -147,8 +147,8 @@ impl Layout {
         if options.vae_tiled && vae_megapixels > TILE_MEGAPIXELS {
             vae *= TILE_MEGAPIXELS / vae_megapixels;
         }
-        let lean = options.sequential_cfg || options.gradient_checkpointing;
-        let work = if lean { lean_work } else { work };
+        let memory_saving = options.sequential_cfg || options.gradient_checkpointing;
+        let work = if memory_saving { memory_saving_work } else { work };
         let full_training = self.denoiser_trained || self.text_trained;
         let gradients = match full_training {
             true if options.fused_backward && self.separable => self

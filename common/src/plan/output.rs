@@ -1,7 +1,9 @@
 //! Predicts the output of a training run: saved weights, checkpoints, samples.
 
-use super::demand::{Figures, Trained, factored_convolution_bytes, is_factored, state_bytes_per_parameter};
-use super::family::Family;
+use super::demand::{
+    ModelFigures, TrainedParameters, factored_convolution_bytes, is_factored, state_bytes_per_parameter,
+};
+use super::family::FamilyCosts;
 use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;
 use crate::job::sample::SampleConfig;
@@ -60,8 +62,8 @@ impl RunOutput {
     /// Bytes of a save and of a checkpoint.
     fn bytes(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Option<(u64, u64)> {
         let body = serde_json::to_value(process).ok()?;
-        let figures = Figures::of(Family::of(process.model.arch.name.name())?, counts);
-        let Trained { millions, full } = Trained::of(&body, &figures);
+        let figures = ModelFigures::of(FamilyCosts::of(process.model.arch.name.name())?, counts);
+        let TrainedParameters { millions, full } = TrainedParameters::of(&body, &figures);
         let optimizer = process.train.optimizer.name();
         let mut state = state_bytes_per_parameter(optimizer);
         if full[0] && is_factored(optimizer) {

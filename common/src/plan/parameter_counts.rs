@@ -1,6 +1,6 @@
 //! Counts the parameters of a model's components from the headers of its files. Weights are not read.
 
-use super::headers::{Storage, Tensor, tensors};
+use super::headers::{Tensor, WeightEncoding, tensors};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
@@ -139,26 +139,26 @@ impl Count {
         };
         let flat = tensor.shape.len() < 2;
         match tensor.storage {
-            Storage::Half if !table && !flat => Self {
+            WeightEncoding::Half if !table && !flat => Self {
                 total: count,
                 stored: CompactWeights {
                     halves: count,
                     ..CompactWeights::default()
                 },
             },
-            Storage::Blocks(block, bytes) if !table && !flat => {
+            WeightEncoding::Blocks(block, bytes) if !table && !flat => {
                 quantised(count, (count / block).saturating_mul(bytes), 0)
             }
-            Storage::Float8 if !table && !flat => {
+            WeightEncoding::Float8 if !table && !flat => {
                 let scale = sibling("scale_weight").or_else(|| sibling("weight_scale"));
                 quantised(count, count, scale.map_or(outputs, |scale| scale.count().max(outputs)))
             }
-            Storage::Signed => match sibling("SCB") {
+            WeightEncoding::Signed => match sibling("SCB") {
                 Some(_) => quantised(count, count, outputs),
                 None => plain,
             },
             // Two weights per byte; the scales of the blocks are dequantised.
-            Storage::Bytes => match sibling("weight.absmax") {
+            WeightEncoding::Bytes => match sibling("weight.absmax") {
                 Some(scales) => quantised(count.saturating_mul(2), count, scales.count()),
                 None => plain,
             },

@@ -1,4 +1,4 @@
-//! The certificate authority of a pool.
+//! The certificate authority of a cluster.
 //!
 //! It signs two kinds of certificate: coordinator certificates, which are valid only for TLS servers, and worker certificates,
 //! which are valid only for TLS clients. So neither can be used in place of the other. The subject alternative name of a

@@ -3,9 +3,11 @@
 //! The manifest is uploaded last, so all files of an existing manifest exist. The coordinator updates its pointer to the
 //! checkpoint after [`upload`] has returned.
 
-use super::snapshot::Progress;
+use super::snapshot::TransferProgress;
 use super::{BlobStore, StorageError};
-use crate::checkpoint::{self, Checkpoint, CheckpointError, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Staging};
+use crate::checkpoint::{
+    self, Checkpoint, CheckpointError, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, UnfinishedCheckpoint,
+};
 use crate::fsutil::{self, names};
 use crate::hash::ContentHash;
 use bytes::Bytes;
@@ -24,7 +26,7 @@ const FILES_AT_ONCE: usize = 4;
 pub async fn upload(
     store: &dyn BlobStore,
     folder: &Path,
-    progress: &mut (dyn FnMut(Progress) + Send),
+    progress: &mut (dyn FnMut(TransferProgress) + Send),
 ) -> Result<ContentHash, StorageError> {
     let from = folder.to_owned();
     let (manifest, text) = super::blocking("read the checkpoint", move || {
@@ -37,10 +39,10 @@ pub async fn upload(
     for file in &manifest.files {
         sources.insert(file.sha256, (names::below(folder, &file.path)?, file.bytes));
     }
-    let mut done = Progress {
+    let mut done = TransferProgress {
         files_total: sources.len() as u64,
         bytes_total: sources.values().map(|(_, bytes)| bytes).sum(),
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     let missing: BTreeSet<_> = super::snapshot::missing(store, sources.keys().copied().collect())
         .await?
@@ -89,7 +91,7 @@ pub async fn fetch(
     store: &dyn BlobStore,
     hash: ContentHash,
     parent: &Path,
-    progress: &mut (dyn FnMut(Progress) + Send),
+    progress: &mut (dyn FnMut(TransferProgress) + Send),
 ) -> Result<Checkpoint, StorageError> {
     let text = store.get_bytes(hash, MAX_MANIFEST_BYTES).await?;
     let manifest = Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(into_storage_error)?;
@@ -107,11 +109,11 @@ pub async fn fetch(
     }
 
     let (beside, step) = (parent.to_owned(), manifest.step);
-    let staging = super::blocking("write the checkpoint", move || Staging::new(&beside, step)).await?;
-    let mut done = Progress {
+    let staging = super::blocking("write the checkpoint", move || UnfinishedCheckpoint::new(&beside, step)).await?;
+    let mut done = TransferProgress {
         files_total: manifest.files.len() as u64,
         bytes_total: manifest.total_bytes(),
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     progress(done);
     let folder = staging.folder();

@@ -22,8 +22,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// The size limit of a message.
 const MAX_BODY_BYTES: usize = 64 << 10;
-/// Pauses before the retries.
-const RETRY_PAUSES: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
+/// Delays before the retries.
+const RETRY_DELAYS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(3)];
 
 /// Why a message was not posted. Errors contain only the host of the URL, because the path is often a secret.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -78,7 +78,7 @@ impl WebhookError {
 pub struct Webhook {
     url: Url,
     allow_private: bool,
-    retry_pauses: [Duration; 2],
+    retry_delays: [Duration; 2],
 }
 
 impl std::fmt::Debug for Webhook {
@@ -122,7 +122,7 @@ impl Webhook {
         Ok(Self {
             url,
             allow_private,
-            retry_pauses: RETRY_PAUSES,
+            retry_delays: RETRY_DELAYS,
         })
     }
 
@@ -148,11 +148,11 @@ impl Webhook {
                 body.len()
             )));
         }
-        let mut pauses = self.retry_pauses.iter();
+        let mut delays = self.retry_delays.iter();
         loop {
             match self.try_post(&body).await {
-                Err(error) if error.is_retryable() => match pauses.next() {
-                    Some(pause) => tokio::time::sleep(*pause).await,
+                Err(error) if error.is_retryable() => match delays.next() {
+                    Some(delay) => tokio::time::sleep(*delay).await,
                     None => return Err(error),
                 },
                 result => return result,

@@ -62,10 +62,10 @@ async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
     let _ = stream.shutdown().await;
 }
 
-/// A webhook that allows private addresses, without pauses between retries.
+/// A webhook that allows private addresses, without delays between retries.
 fn private_webhook(url: &str) -> Webhook {
     Webhook {
-        retry_pauses: [Duration::ZERO; 2],
+        retry_delays: [Duration::ZERO; 2],
         ..Webhook::new(url, true).unwrap()
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{Random, files_below, folder_for_role, reexecute};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::snapshot::{self, Progress, Scanned, Snapshot};
+use aitk_common::storage::snapshot::{self, ScannedSnapshot, Snapshot, TransferProgress};
 use aitk_common::storage::{BlobInfo, BlobStore, ObjectBlobs, StorageError, gc};
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -77,7 +77,7 @@ impl BlobStore for CountingStore {
     }
 }
 
-fn scan(path: &Path) -> Scanned {
+fn scan(path: &Path) -> ScannedSnapshot {
     snapshot::scan(path, &mut |_| {}).unwrap()
 }
 
@@ -110,7 +110,7 @@ async fn files_are_uploaded_only_once() {
     assert_eq!(scanned.snapshot.files.len(), 1000);
     let list = scanned.snapshot.to_bytes().len() as u64;
 
-    let mut seen: Vec<Progress> = Vec::new();
+    let mut seen: Vec<TransferProgress> = Vec::new();
     let first = snapshot::upload(&store, &scanned, &mut |progress| seen.push(progress))
         .await
         .unwrap();
@@ -297,7 +297,7 @@ fn a_scan_skips_derived_files_and_refuses_links_that_leave_the_folder() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(path, b"x").unwrap();
     }
-    let names = |scanned: &Scanned| {
+    let names = |scanned: &ScannedSnapshot| {
         scanned
             .snapshot
             .files

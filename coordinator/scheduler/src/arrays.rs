@@ -6,7 +6,7 @@ use super::model::{ArrayMembership, Condition, Job, QueueState, Ticket};
 use super::state::State;
 use super::step::Step;
 use crate::state::array::Array;
-use aitk_common::control::{JobState, MAX_ARRAY_MEMBERS, Submitted, UnixMillis};
+use aitk_common::control::{JobState, MAX_ARRAY_MEMBERS, SubmissionReceipt, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ impl State {
     }
 
     /// Accepts all members of an array, or none.
-    fn accept_array(&mut self, step: &mut Step, new: NewArray) -> Result<Submitted, Refusal> {
+    fn accept_array(&mut self, step: &mut Step, new: NewArray) -> Result<SubmissionReceipt, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -30,7 +30,7 @@ impl State {
             members,
         } = new;
         let size = u32::try_from(members.len()).unwrap_or(u32::MAX);
-        if let Some(first) = members.first().filter(|first| first.capped) {
+        if let Some(first) = members.first().filter(|first| first.user_limits_apply) {
             let bytes = members.iter().map(|member| member.config_bytes).sum();
             self.check_user_limits(&first.requirements.owner, members.len() as u64, bytes)?;
         }
@@ -79,7 +79,7 @@ impl State {
             };
             self.insert_job(step, member, after, Some(Box::new(membership)));
         }
-        Ok(Submitted {
+        Ok(SubmissionReceipt {
             job: id,
             name,
             existed: false,
@@ -88,13 +88,13 @@ impl State {
 
     /// The job or array that was submitted with this idempotency key before.
     #[must_use]
-    pub fn submitted_before(&self, key: Option<&String>) -> Option<Submitted> {
+    pub fn submitted_before(&self, key: Option<&String>) -> Option<SubmissionReceipt> {
         let id = self.keys.get(key?)?;
         let name = match (self.jobs.get(id), self.arrays.get(id)) {
             (Some(job), _) => job.name.clone(),
             (None, array) => array.map(|array| array.name.clone()).unwrap_or_default(),
         };
-        Some(Submitted {
+        Some(SubmissionReceipt {
             job: id.clone(),
             name,
             existed: true,

@@ -235,7 +235,7 @@ impl State {
         let Some(id) = self.accept_file_report(step, session, request, &held) else {
             return;
         };
-        step.push(Effect::Persist(Record::ArtifactGone(id.clone(), name.clone())));
+        step.push(Effect::Persist(Record::ArtifactRemoved(id.clone(), name.clone())));
         self.log(step, &id, Some(held.attempt), EventBody::ArtifactRemoved { name }, None);
         self.accept(step, session, request);
     }

@@ -181,11 +181,11 @@ fn check_classes(state: &State) -> Result<(), String> {
                 ));
             }
         }
-        let computed = state.compute_fastest_and_leanest(class);
-        if class.fastest_and_leanest.is_some_and(|cached| cached != computed) {
+        let computed = state.compute_least_seconds_and_bytes(class);
+        if class.least_seconds_and_bytes.is_some_and(|cached| cached != computed) {
             return fail(format!(
-                "caches {:?} as fastest and leanest, not {computed:?}",
-                class.fastest_and_leanest
+                "caches {:?} as least seconds and bytes, not {computed:?}",
+                class.least_seconds_and_bytes
             ));
         }
         // When parts are left to faster devices depends on the time, and a device that is reserved on the state of a part.

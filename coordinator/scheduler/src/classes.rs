@@ -16,10 +16,10 @@ pub(super) fn device_fit(
     worker: &Worker,
     device: &Device,
 ) -> Result<DeviceFit, FitError> {
-    let choice = check_fit(needs, worker, device)?;
+    let profile = check_fit(needs, worker, device)?;
     Ok(DeviceFit {
-        choice,
-        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), choice.0),
+        profile,
+        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), profile.0),
     })
 }
 
@@ -66,7 +66,7 @@ impl State {
         let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.get_mut(class_id)) else {
             return;
         };
-        class.fastest_and_leanest = None;
+        class.least_seconds_and_bytes = None;
         let fit = match self.workers.get(&slot.worker) {
             Some(worker) if slot.connected => device_fit(&self.speeds, &class.needs, worker, &slot.device).ok(),
             _ => None,

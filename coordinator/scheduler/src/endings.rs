@@ -223,7 +223,7 @@ impl State {
         let ran = step.now.since(attempt.created);
         let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
         let live = job.live.take();
-        // Only an attempt that reported progress has its inputs in the worker's cache, and tells a speed.
+        // Only an attempt that reported progress has its inputs in the worker's cache, and a measured speed.
         let data = job.progress.map(|_| job.requirements.data.clone()).unwrap_or_default();
         let worked = live.and_then(|live| live.pace).zip(job.requirements.demand.as_ref());
         let worked = worked.map(|(pace, demand)| (pace, demand.clone()));
@@ -308,10 +308,10 @@ impl State {
     }
 
     /// Requeues a job after a failure of the network or of a model hub. Such an outage can last hours and is not the fault of
-    /// the job or the device, so failures count only after `Settings::network_patience`.
+    /// the job or the device, so failures count only after `Settings::network_timeout`.
     fn network_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
         let (backoff, most) = (self.settings.network_backoff, self.settings.backoff_limit);
-        let patience = self.settings.network_patience;
+        let timeout = self.settings.network_timeout;
         let Some(job) = self.jobs.get_mut(id) else { return };
         let outage = job.network_outage.get_or_insert(NetworkOutage {
             since: step.now,
@@ -319,7 +319,7 @@ impl State {
         });
         outage.tries = outage.tries.saturating_add(1);
         let reason = format!("{}: {message}", failure_label(FailureCause::Network));
-        if step.now.since(outage.since) > patience {
+        if step.now.since(outage.since) > timeout {
             return self.retry(step, id, reason, true);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);

@@ -5,7 +5,9 @@ use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::UnixMillis;
 use aitk_common::control::WorkerView;
-use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, Submitted, ToWorker};
+use aitk_common::control::{
+    Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker,
+};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
@@ -89,7 +91,7 @@ pub struct NewJob {
     /// The span that submitted it.
     pub trace: Option<TraceContext>,
     /// [`super::UserLimits`] apply to its submitter.
-    pub capped: bool,
+    pub user_limits_apply: bool,
     /// Bytes of its config in the store.
     pub config_bytes: u64,
     /// What its worker needs.
@@ -316,11 +318,11 @@ pub enum Record {
     /// A job changed.
     Job(Arc<Job>),
     /// A job is removed, with everything that is stored of it.
-    JobGone(JobId),
+    JobRemoved(JobId),
     /// A worker registered or changed.
     Worker(Box<Worker>),
     /// A worker is removed.
-    WorkerGone(WorkerId),
+    WorkerRemoved(WorkerId),
     /// A new event in a job's log.
     Event {
         /// The job.
@@ -333,7 +335,7 @@ pub enum Record {
     /// A file of a job is new or was replaced.
     Artifact(JobId, Box<Artifact>),
     /// A file of a job was removed.
-    ArtifactGone(JobId, String),
+    ArtifactRemoved(JobId, String),
 }
 
 /// An attempt that was placed on a device. The job's payload is only in the store.
@@ -366,8 +368,8 @@ pub enum Effect {
     Persist(Record),
     /// Send a message to a worker.
     Send(SessionId, ToWorker),
-    /// Note in the audit log that a worker reported on the current attempt of another worker: losing an attempt of its own
-    /// does not lead a worker to that. The answer to the worker follows.
+    /// Note in the audit log that a worker reported on the current attempt of another worker: a worker that merely lost
+    /// its own attempt does not do this. The answer to the worker follows.
     ForeignReport {
         /// The worker's session.
         session: SessionId,
@@ -395,7 +397,7 @@ pub enum Effect {
 #[derive(Clone, Debug)]
 pub enum Reply {
     /// A job or an array was submitted.
-    Submitted(Submitted),
+    Submitted(SubmissionReceipt),
     /// A job after it was changed.
     Job(Box<JobView>),
     /// A worker after it was changed.
@@ -410,9 +412,9 @@ pub enum Refusal {
     NotFound(String),
     /// No such worker.
     #[error("there is no worker {0:?}; `aitk workers` lists them")]
-    NoWorker(String),
+    UnknownWorker(String),
     /// A prefix or a name that several jobs or workers share.
-    #[error("{text:?} means several: {}; write more of it", matches.join(", "))]
+    #[error("{text:?} matches several: {}; give more characters", matches.join(", "))]
     Ambiguous {
         /// The text of the request.
         text: String,
@@ -421,7 +423,7 @@ pub enum Refusal {
     },
     /// A name that several active jobs share.
     #[error("{count} jobs that have not ended are called {name:?}; give the id: {}", ids.iter().map(JobId::as_str).collect::<Vec<_>>().join(", "))]
-    SameName {
+    DuplicateName {
         /// The text of the request.
         name: String,
         /// How many jobs share it.
@@ -434,8 +436,8 @@ pub enum Refusal {
     Conflict(String),
     /// The user would exceed a limit.
     #[error("{0}")]
-    TooMuch(String),
-    /// The database has no room.
+    LimitExceeded(String),
+    /// The database has no free disk space.
     #[error("{0}")]
-    NoRoom(String),
+    DatabaseFull(String),
 }

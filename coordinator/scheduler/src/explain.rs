@@ -105,7 +105,7 @@ impl State {
         let attempt = job.current();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
         DeviceFit {
-            choice: (profile, attempt.and_then(|attempt| attempt.memory)),
+            profile: (profile, attempt.and_then(|attempt| attempt.memory)),
             seconds_per_unit: self
                 .speeds
                 .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
@@ -306,7 +306,7 @@ impl State {
         })
     }
 
-    /// What is said of a job that does not wait.
+    /// The status of a job that does not wait.
     fn job_status<'a>(&self, now: UnixMillis, job: &'a Job) -> JobStatus<'a> {
         let running = job.current().map(|attempt| {
             let since = now.since(attempt.created);
@@ -374,7 +374,7 @@ impl State {
                 .then((budget(a), a.slot).cmp(&(budget(b), b.slot)))
         });
         let family = needs.family.as_deref();
-        let own = job.and_then(own_pace);
+        let own = job.and_then(measured_pace);
         let describe = |verdict: &DeviceVerdict<'_>| {
             let here = own
                 .filter(|(worker, device, _)| *worker == &verdict.worker.id && *device == verdict.device.device.device);
@@ -414,7 +414,7 @@ impl State {
                 device_fit,
                 availability,
             }) => {
-                let (profile, bytes) = device_fit.choice;
+                let (profile, bytes) = device_fit.profile;
                 let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
                 forecast.description = fit_line(&FitLine {
                     device: &label,
@@ -455,7 +455,7 @@ fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_>
 }
 
 /// Where a job runs, and the seconds that it still takes there, from the steps that it has taken.
-fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
+fn measured_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
     if !job.reports_work() {
         return None;
     }

@@ -5,7 +5,7 @@ use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Tick
 use super::saved_work::saved_work_message;
 use super::state::State;
 use super::step::Step;
-use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
+use aitk_common::control::{EventBody, HeldAttempt, JobState, SubmissionReceipt, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ impl State {
         step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
     }
 
-    fn accept_job(&mut self, step: &mut Step, new: NewJob) -> Result<Submitted, Refusal> {
+    fn accept_job(&mut self, step: &mut Step, new: NewJob) -> Result<SubmissionReceipt, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -29,14 +29,14 @@ impl State {
                 new.id
             )));
         }
-        if new.capped {
+        if new.user_limits_apply {
             self.check_user_limits(&new.requirements.owner, 1, new.config_bytes)?;
         }
         let after = self.resolve_prerequisites(&new.after, &new.requirements.owner, new.sees_all)?;
         self.check_can_be_met(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
         self.insert_job(step, new, after, None);
-        Ok(Submitted {
+        Ok(SubmissionReceipt {
             job,
             name,
             existed: false,
@@ -46,7 +46,7 @@ impl State {
     /// Checks whether a user may submit this many more jobs, whose configs have this many bytes.
     ///
     /// # Errors
-    /// [`Refusal::TooMuch`] names the limit, the current use, and what to do.
+    /// [`Refusal::LimitExceeded`] names the limit, the current use, and what to do.
     pub fn check_user_limits(&self, owner: &UserName, jobs: u64, bytes: u64) -> Result<(), Refusal> {
         let UserLimits {
             waiting_jobs,
@@ -54,14 +54,14 @@ impl State {
         } = self.settings.user_limits;
         let waiting = self.users.get(owner).map_or(0, |user| user.waiting as u64);
         if let Some(most) = waiting_jobs.filter(|most| waiting.saturating_add(jobs) > *most) {
-            return Err(Refusal::TooMuch(format!(
+            return Err(Refusal::LimitExceeded(format!(
                 "user {owner} has {waiting} waiting jobs and wants {jobs} more; at most {most} may wait \
                  (`--user-waiting-jobs` of the coordinator): submit again when some have started, or `aitk stop` some"
             )));
         }
         let stored = self.config_bytes.get(owner).copied().unwrap_or(0);
         if let Some(most) = config_bytes.filter(|most| stored.saturating_add(bytes) > *most) {
-            return Err(Refusal::TooMuch(format!(
+            return Err(Refusal::LimitExceeded(format!(
                 "the configs of user {owner}'s jobs have {stored} bytes and would get {bytes} more; at most {most} are kept \
                  (`--user-config-mib` of the coordinator): submit smaller configs, or have old jobs forgotten \
                  (`--keep-jobs-days`)"
@@ -395,7 +395,7 @@ impl State {
                 Some((_, other)) if other == condition => {}
                 Some(_) => {
                     return Err(Refusal::Conflict(format!(
-                        "job {shown:?} stands in two of cluster.after, after_any and after_failed; leave it in one of them"
+                        "job {shown:?} is in two of cluster.after, after_any and after_failed; keep it in one of them"
                     )));
                 }
             }
@@ -428,7 +428,7 @@ impl State {
     /// The job or array with this id or name, or the only one whose id has this prefix.
     ///
     /// # Errors
-    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::DuplicateName`]
     pub fn find(&self, text: &str) -> Result<JobId, Refusal> {
         self.find_among(text, |_| true)
     }
@@ -436,7 +436,7 @@ impl State {
     /// [`Self::find`] among the jobs for which `is_visible` is true.
     ///
     /// # Errors
-    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::DuplicateName`]
     pub fn find_among(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
         if let Some(id) = self.find_by_exact_id(text, &is_visible) {
             return Ok(id);
@@ -461,11 +461,11 @@ impl State {
     fn find_by_name(&self, name: &str, is_visible: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
         /// Jobs or arrays of a name.
         #[derive(Default)]
-        struct Named<'a> {
+        struct NameMatches<'a> {
             active: BTreeSet<&'a JobId>,
             newest_ended: Option<(u64, &'a JobId)>,
         }
-        impl<'a> Named<'a> {
+        impl<'a> NameMatches<'a> {
             fn add(&mut self, job: &Job, id: &'a JobId) {
                 if job.state.is_ended() {
                     self.newest_ended = self.newest_ended.max(Some((job.order, id)));
@@ -474,7 +474,7 @@ impl State {
                 }
             }
         }
-        let (mut whole, mut members) = (Named::default(), Named::default());
+        let (mut whole, mut members) = (NameMatches::default(), NameMatches::default());
         for job in self.jobs.values() {
             match &job.array {
                 None if job.name == name && is_visible(job) => whole.add(job, &job.id),
@@ -488,7 +488,7 @@ impl State {
             match (active.next(), active.next(), named.newest_ended) {
                 (Some(only), None, _) => return Ok(Some((*only).clone())),
                 (Some(_), Some(_), _) => {
-                    return Err(Refusal::SameName {
+                    return Err(Refusal::DuplicateName {
                         name: name.chars().take(80).collect(),
                         count: named.active.len(),
                         ids: named.active.iter().take(MAX_NAMED).map(|id| (*id).clone()).collect(),

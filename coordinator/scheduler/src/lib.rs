@@ -50,7 +50,7 @@ pub use model::{
 };
 pub use model::{Requirements, Worker};
 pub use retention::MAX_EXPIRED_PER_STEP;
-pub use state::{ActiveJobs, Restored, State};
+pub use state::{ActiveJobs, RestoredJob, State};
 pub use view::RunningAttempt;
 
 use aitk_common::control::{EventBody, UnixMillis};

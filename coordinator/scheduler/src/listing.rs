@@ -206,7 +206,7 @@ impl State {
 #[cfg(test)]
 impl State {
     /// The members of an array, by index.
-    pub(super) fn members_listed(&self, now: UnixMillis, id: &JobId) -> Vec<JobView> {
+    pub(super) fn list_members(&self, now: UnixMillis, id: &JobId) -> Vec<JobView> {
         let query = ListQuery {
             array: Some(id.clone()),
             ..ListQuery::default()
@@ -226,7 +226,7 @@ fn keep_first_rows(rows: &mut Vec<(ListPosition, &JobId)>, most: usize) {
 #[cfg(test)]
 impl State {
     /// Everything that a plain list shows, on one page; arrays, or their members.
-    pub(super) fn all_listed(&self, now: UnixMillis, all: bool, members: bool) -> Vec<JobView> {
+    pub(super) fn list_all_jobs(&self, now: UnixMillis, all: bool, members: bool) -> Vec<JobView> {
         let query = ListQuery {
             all,
             members,

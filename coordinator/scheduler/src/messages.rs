@@ -11,7 +11,7 @@ use std::time::Duration;
 /// The most jobs ahead in the queue that a reason counts.
 pub(super) const MAX_AHEAD: usize = 1000;
 
-/// What is said when no worker is connected.
+/// The reason that is shown when no worker is connected.
 pub(super) const NO_WORKER: &str = "no worker is connected; `aitk-worker` starts one";
 
 /// Why a waiting job waits.
@@ -205,7 +205,7 @@ pub(super) fn no_device(mut errors: Vec<&FitError>) -> String {
         None => "no connected device has memory to offer".into(),
         Some(FitError::OtherMachine) => "it runs in place, and no worker of this machine is connected".into(),
         Some(FitError::MissingLabel(key, value)) => {
-            format!("no connected worker carries all its labels; missing is {key}: {value}")
+            format!("no connected worker has all its labels; not found: {key}: {value}")
         }
         Some(FitError::OtherKind(kind)) => format!("no connected device is of kind {}", kind.name()),
         Some(FitError::UnsupportedProfile(profile)) => match profile {
@@ -227,7 +227,7 @@ pub(super) fn no_device(mut errors: Vec<&FitError>) -> String {
             gib(*budget)
         ),
         Some(FitError::RequestedMemory { budget, requested }) => format!(
-            "it asks for {} of device memory; the most that fits otherwise has {}",
+            "it asks for {} of device memory; the largest device that fits otherwise has {}",
             gib(*requested),
             gib(*budget)
         ),

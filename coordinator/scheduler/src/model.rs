@@ -19,7 +19,7 @@ pub struct Settings {
     /// moment does not lose its attempt.
     pub lease: Duration,
     /// Time between two heartbeats of a worker.
-    pub beat_interval: Duration,
+    pub heartbeat_interval: Duration,
     /// How long an attempt lives after its worker's session closed. Shorter than the lease, because a closed session is a
     /// second sign that the worker is gone.
     pub disconnect_grace: Duration,
@@ -30,7 +30,7 @@ pub struct Settings {
     /// Wait before the first retry after a network failure; doubles with each further one.
     pub network_backoff: Duration,
     /// How long network failures in a row do not count as failures of the job.
-    pub network_patience: Duration,
+    pub network_timeout: Duration,
     /// How long a device with faults gets no work. After that a single further fault quarantines it again.
     pub quarantine: Duration,
     /// How many devices each user may hold at once.
@@ -45,12 +45,12 @@ impl Settings {
     pub fn from_lease(lease: Duration) -> Self {
         Self {
             lease,
-            beat_interval: (lease / 6).clamp(Duration::from_millis(20), Duration::from_secs(10)),
+            heartbeat_interval: (lease / 6).clamp(Duration::from_millis(20), Duration::from_secs(10)),
             disconnect_grace: lease / 2,
             backoff: (lease / 20).clamp(Duration::from_millis(20), Duration::from_secs(5)),
             backoff_limit: Duration::from_secs(300),
             network_backoff: Duration::from_secs(15),
-            network_patience: Duration::from_secs(24 * 3600),
+            network_timeout: Duration::from_secs(24 * 3600),
             quarantine: Duration::from_secs(3600),
             quotas: Quotas::default(),
             user_limits: UserLimits::default(),

@@ -93,7 +93,7 @@ impl State {
             blocked: Vec::new(),
         };
         for class in std::mem::take(&mut self.classes.candidates) {
-            self.cache_fastest_and_leanest(class);
+            self.cache_least_seconds_and_bytes(class);
             if self.is_blocked(class) {
                 round.blocked.push(class);
             } else {
@@ -166,29 +166,29 @@ impl State {
         let Some(class) = self.classes.get(id) else {
             return true;
         };
-        let (_, min_bytes) = self.fastest_and_leanest(class);
+        let (_, min_bytes) = self.least_seconds_and_bytes(class);
         let largest = self.slots.shareable.last();
         largest.is_none_or(|(bytes, _)| *bytes < min_bytes)
     }
 
-    /// Caches [`Self::fastest_and_leanest`] in the class.
-    fn cache_fastest_and_leanest(&mut self, id: ClassId) {
-        let computed = self.classes.get(id).map(|class| self.fastest_and_leanest(class));
+    /// Caches [`Self::least_seconds_and_bytes`] in the class.
+    fn cache_least_seconds_and_bytes(&mut self, id: ClassId) {
+        let computed = self.classes.get(id).map(|class| self.least_seconds_and_bytes(class));
         if let Some(class) = self.classes.get_mut(id) {
-            class.fastest_and_leanest = computed;
+            class.least_seconds_and_bytes = computed;
         }
     }
 
     /// Of the devices that accept jobs and on which the class fits: the least seconds per unit of work, and the least bytes that its jobs
     /// need.
-    fn fastest_and_leanest(&self, class: &JobClass) -> (f64, u64) {
+    fn least_seconds_and_bytes(&self, class: &JobClass) -> (f64, u64) {
         class
-            .fastest_and_leanest
-            .unwrap_or_else(|| self.compute_fastest_and_leanest(class))
+            .least_seconds_and_bytes
+            .unwrap_or_else(|| self.compute_least_seconds_and_bytes(class))
     }
 
-    /// [`Self::fastest_and_leanest`] without the cache.
-    pub(super) fn compute_fastest_and_leanest(&self, class: &JobClass) -> (f64, u64) {
+    /// [`Self::least_seconds_and_bytes`] without the cache.
+    pub(super) fn compute_least_seconds_and_bytes(&self, class: &JobClass) -> (f64, u64) {
         let accepts_jobs = |slot: &SlotId| self.slots.get(*slot).is_some_and(|slot| slot.accepts_jobs);
         let fits = class
             .fits
@@ -196,7 +196,7 @@ impl State {
             .filter(|(slot, _)| accepts_jobs(slot))
             .map(|(_, fit)| fit);
         fits.fold((f64::INFINITY, u64::MAX), |(fastest, min_bytes), fit| {
-            let bytes = fit.choice.1.unwrap_or(u64::MAX);
+            let bytes = fit.profile.1.unwrap_or(u64::MAX);
             (fastest.min(fit.seconds_per_unit), min_bytes.min(bytes))
         })
     }
@@ -207,7 +207,7 @@ impl State {
             return None;
         }
         let class = self.classes.get(class_id)?;
-        let (fastest, min_bytes) = self.fastest_and_leanest(class);
+        let (fastest, min_bytes) = self.least_seconds_and_bytes(class);
         let mut chosen: Option<(Cost, DeviceChoice)> = None;
         let mut consider = |slot: SlotId| {
             if let Some(found) = self.start_cost(now, job, class, slot, fastest)
@@ -245,7 +245,7 @@ impl State {
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let millis = (seconds * 1000.0).clamp(0.0, 1e18) as u64;
         let cost = (failed_here, millis, slot.device.memory_budget, slot_id);
-        let (profile, bytes) = fit.choice;
+        let (profile, bytes) = fit.profile;
         Some((
             cost,
             DeviceChoice {
@@ -264,7 +264,7 @@ impl State {
             return None;
         }
         let class = self.classes.get(class_id)?;
-        let (fastest, _) = self.fastest_and_leanest(class);
+        let (fastest, _) = self.least_seconds_and_bytes(class);
         let candidate = |id: &JobId| {
             let job = self.jobs.get(id).filter(|job| job.level() > position.level)?;
             let attempt = job.current()?;
@@ -272,7 +272,7 @@ impl State {
             let (slot, fit) = (self.slots.get(slot_id)?, class.fits.get(&slot_id)?);
             let usable = slot.accepts_jobs
                 && !class.needs.is_too_slow(fit.seconds_per_unit, fastest)
-                && slot.has_capacity_for(class.needs.reservation(fit.choice.1), Some(id));
+                && slot.has_capacity_for(class.needs.reservation(fit.profile.1), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };
         let (level, _, victim) = self.preemptible.iter().filter_map(candidate).max()?;

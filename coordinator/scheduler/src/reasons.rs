@@ -108,13 +108,13 @@ pub(super) enum JobLabel<'a> {
     Unknown(&'a JobId),
 }
 
-/// What is said of a job that does not wait.
+/// The status of a job that does not wait.
 #[derive(Debug)]
 pub(super) struct JobStatus<'a> {
     pub(super) state: JobState,
     /// Time since the live attempt began, its worker and its device.
     pub(super) running: Option<(Duration, &'a str, String)>,
-    /// What else there is to say; empty: nothing.
+    /// Additional text; may be empty.
     pub(super) reason: String,
 }
 

@@ -173,7 +173,7 @@ impl State {
             }
             self.unindex_job(&job);
         }
-        step.push(Effect::Persist(Record::JobGone(id.clone())));
+        step.push(Effect::Persist(Record::JobRemoved(id.clone())));
     }
 
     /// Removes a job or an array that has ended, at its user's request.

@@ -1,4 +1,4 @@
-//! What of a job's work is saved when an attempt stops, as text: by what was committed, not by what the attempt claims.
+//! Describes which part of a job's work is saved when an attempt stops. Counts what was committed, not what the attempt claims.
 
 use super::model::Job;
 

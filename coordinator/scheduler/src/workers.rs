@@ -103,7 +103,7 @@ impl State {
             session,
             ToWorker::Welcome {
                 worker: id.clone(),
-                beat_interval: self.settings.beat_interval,
+                heartbeat_interval: self.settings.heartbeat_interval,
                 lease: self.settings.lease,
                 // The runner knows the storage and fills this in.
                 storage_url: None,
@@ -154,7 +154,7 @@ impl State {
                 None => self.fence(step, session, held),
             }
         }
-        step.push(Effect::Send(session, ToWorker::BeatReply { events }));
+        step.push(Effect::Send(session, ToWorker::HeartbeatReply { events }));
     }
 
     pub(super) fn worker_leaving(&mut self, session: SessionId, reason: &str) {
@@ -167,7 +167,7 @@ impl State {
         self.refresh_worker(&id);
     }
 
-    /// Drains a worker or ends its drain. Ending it also forgives the faults of its devices. `now`: its jobs move to other
+    /// Drains a worker or ends its drain. Ending it also clears the faults of its devices. `now`: its jobs move to other
     /// devices.
     pub(super) fn drain(&mut self, step: &mut Step, ticket: Ticket, text: &str, drain: bool, now: bool) {
         let reply = self.find_worker(text).map(|id| {
@@ -191,7 +191,7 @@ impl State {
             }
             self.worker_view(&id)
         });
-        let reply = reply.and_then(|view| view.ok_or_else(|| Refusal::NoWorker(text.to_owned())));
+        let reply = reply.and_then(|view| view.ok_or_else(|| Refusal::UnknownWorker(text.to_owned())));
         step.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
     }
 
@@ -200,7 +200,7 @@ impl State {
         let forgotten = self.find_worker(text).and_then(|id| {
             let view = self
                 .worker_view(&id)
-                .ok_or_else(|| Refusal::NoWorker(text.to_owned()))?;
+                .ok_or_else(|| Refusal::UnknownWorker(text.to_owned()))?;
             if view.connected {
                 return Err(Refusal::Conflict(format!(
                     "{} is connected; end its aitk-worker first",
@@ -214,7 +214,7 @@ impl State {
                 )));
             }
             self.workers.swap_remove(&id);
-            step.push(Effect::Persist(Record::WorkerGone(id)));
+            step.push(Effect::Persist(Record::WorkerRemoved(id)));
             Ok(view)
         });
         step.push(Effect::Reply(
@@ -237,7 +237,7 @@ impl State {
         }
         found.sort_unstable_by_key(|worker| &worker.id);
         match found.as_slice() {
-            [] => Err(Refusal::NoWorker(text.chars().take(80).collect())),
+            [] => Err(Refusal::UnknownWorker(text.chars().take(80).collect())),
             [one] => Ok(one.id.clone()),
             several => Err(Refusal::Ambiguous {
                 text: text.chars().take(80).collect(),
@@ -299,7 +299,7 @@ impl State {
                 .is_some_and(|worker| worker.leaving);
             let why = match announced {
                 true => "its worker was shut down",
-                false => "its worker was not heard of for too long",
+                false => "its worker sent no heartbeat for too long",
             };
             self.attempt_lost(step, &job, why, !announced);
         }

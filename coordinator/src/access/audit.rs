@@ -56,7 +56,7 @@ impl RefusalBudget {
 pub(super) async fn write(store: &dyn Store, lines: &[AuditLine], unwritten: &Path) {
     let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(5), STORE_RETRY_TIME);
     while let Err(error) = store.administer(&[], lines).await {
-        let Some(pause) = backoff.next_pause().filter(|_| error.is_transient()) else {
+        let Some(delay) = backoff.next_delay().filter(|_| error.is_transient()) else {
             match append_unwritten(unwritten, lines) {
                 Ok(()) => tracing::warn!(
                     error = %error_chain(&error),
@@ -70,7 +70,7 @@ pub(super) async fn write(store: &dyn Store, lines: &[AuditLine], unwritten: &Pa
             }
             return;
         };
-        tokio::time::sleep(pause).await;
+        tokio::time::sleep(delay).await;
     }
 }
 

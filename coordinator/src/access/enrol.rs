@@ -2,10 +2,10 @@
 
 use super::Access;
 use super::enrolments::{
-    Certified, ENROLMENT, EnrolError, Enrolment, JOIN, JoinAnswer, JoinToken, UNNAMED, document, new_id,
+    ENROLMENT, EnrolError, Enrolment, IssuedCertificate, JOIN, JoinAnswer, JoinToken, UNNAMED, document, new_id,
     worker_name_from_host,
 };
-use super::error::{AccessError, Denied};
+use super::error::{AccessError, AuthenticationError};
 use super::identity::{Identity, address};
 use super::limit;
 use super::records::MACHINE;
@@ -28,7 +28,7 @@ impl Access {
         &self,
         shown: &WorkerCertificate,
         from: Option<SocketAddr>,
-    ) -> Result<Identity, Denied> {
+    ) -> Result<Identity, AuthenticationError> {
         let who = Identity {
             name: shown.name.clone(),
             role: Role::Worker,
@@ -58,7 +58,7 @@ impl Access {
         let mut line = who.audit_line(now, "login", &shown.serial);
         (line.done, line.detail) = (false, format!("the certificate {problem}"));
         self.record_audit(line);
-        Err(Denied::Certificate(problem))
+        Err(AuthenticationError::Certificate(problem))
     }
 
     /// Records in the audit log that TLS refused a certificate.
@@ -90,7 +90,7 @@ impl Access {
         &self,
         secret: &str,
         from: Option<SocketAddr>,
-    ) -> Option<Result<Identity, Denied>> {
+    ) -> Option<Result<Identity, AuthenticationError>> {
         if !join::is_join_secret(secret) {
             return None;
         }
@@ -118,7 +118,7 @@ impl Access {
                 let mut line = who.audit_line(now, "worker.enrol", &found.id);
                 (line.done, line.detail) = (false, why.to_owned());
                 self.record_audit(line);
-                Err(Denied::Join(why))
+                Err(AuthenticationError::Join(why))
             }
         })
     }
@@ -162,7 +162,7 @@ impl Access {
         request: CertificateRequest,
         host: &str,
         worker: Option<WorkerId>,
-    ) -> Result<Certified, EnrolError> {
+    ) -> Result<IssuedCertificate, EnrolError> {
         let result = self.try_enrol(who, signer, request, host, worker).await;
         if let Err(error) = &result {
             let mut line = who.audit_line(self.inner.clock.wall_time(), "worker.enrol", &who.by);
@@ -179,7 +179,7 @@ impl Access {
         request: CertificateRequest,
         host: &str,
         worker: Option<WorkerId>,
-    ) -> Result<Certified, EnrolError> {
+    ) -> Result<IssuedCertificate, EnrolError> {
         let request = CheckedRequest::check(request)?;
         let known = &self.inner.enrolments;
         let _write_guard = known.write_lock.lock().await;
@@ -251,7 +251,7 @@ impl Access {
         }
         known.put_join(join);
         known.put(enrolment.clone());
-        Ok(Certified { enrolment, pem })
+        Ok(IssuedCertificate { enrolment, pem })
     }
 
     /// Returns the earlier answer again if the same key asks, because the machine lost it.
@@ -261,7 +261,7 @@ impl Access {
         join: &JoinToken,
         request: &CheckedRequest,
         now: UnixMillis,
-    ) -> Option<Certified> {
+    ) -> Option<IssuedCertificate> {
         join.check_usable(now).ok()?;
         let answer = join.answer.as_ref().filter(|answer| answer.key == request.key_hash())?;
         let good = |enrolment: &Enrolment| enrolment.revoked.is_none() && wall_clock() < enrolment.expires;
@@ -270,7 +270,7 @@ impl Access {
         line.who = enrolment.name.to_string();
         line.detail = format!("{} with {}, again: the answer was lost", enrolment.id, join.id);
         self.record_audit(line);
-        Some(Certified {
+        Some(IssuedCertificate {
             enrolment,
             pem: answer.certificate.clone(),
         })
@@ -282,7 +282,7 @@ impl Access {
         who: &Identity,
         signer: &Signer,
         request: CertificateRequest,
-    ) -> Result<Certified, EnrolError> {
+    ) -> Result<IssuedCertificate, EnrolError> {
         if who.certificate.is_none() {
             return Err(EnrolError::NoCertificate);
         }
@@ -308,7 +308,7 @@ impl Access {
             .await
             .map_err(AccessError::from)?;
         known.put(enrolment.clone());
-        Ok(Certified { enrolment, pem })
+        Ok(IssuedCertificate { enrolment, pem })
     }
 
     /// Returns all workers that joined, newest last.

@@ -73,7 +73,7 @@ impl JoinToken {
     /// Returns why the token cannot be used any more, or `None`.
     pub(super) fn unusable_reason(&self, now: UnixMillis) -> Option<&'static str> {
         if self.used.is_some() {
-            Some("the join token was used already: each lets one machine in, once")
+            Some("the join token was used already; each can be used once, by one machine")
         } else if self.revoked.is_some() {
             Some("the join token was revoked")
         } else if now >= self.expires {
@@ -95,7 +95,7 @@ impl JoinToken {
 }
 
 /// An enrolled worker: its enrolment and its certificate as PEM.
-pub(crate) struct Certified {
+pub(crate) struct IssuedCertificate {
     pub(crate) enrolment: Enrolment,
     pub(crate) pem: String,
 }
@@ -106,13 +106,13 @@ pub(crate) enum EnrolError {
     #[error("{0}; ask for another one: aitk-coordinator worker join-token")]
     Token(&'static str),
     #[error(
-        "there is a worker {0} already, with a certificate that is good; join under another name (--name), or end that one \
-         first: aitk-coordinator worker revoke {0}"
+        "worker {0} has a valid certificate already; join under another name (--name), or revoke that one first: \
+         aitk-coordinator worker revoke {0}"
     )]
     NameTaken(UserName),
     #[error("{0:?} cannot be the name of a worker: expected 1 to 64 letters, digits, '-' or '_'; give one with --name")]
     BadName(String),
-    #[error("this call is for workers with a certificate; a token is renewed by another token")]
+    #[error("this call is for workers with a certificate; to renew a token, create a new one")]
     NoCertificate,
     #[error(transparent)]
     Certificate(#[from] CaError),

@@ -5,7 +5,7 @@ use aitk_common::id::UserName;
 
 /// Why authentication failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
+pub(crate) enum AuthenticationError {
     /// The token is unknown, revoked or expired.
     InvalidToken,
     /// Too many invalid tokens came from this address.
@@ -24,8 +24,8 @@ pub(crate) enum AccessError {
     #[error("no worker {0:?} has joined; `aitk-coordinator worker certs ls` lists those that have")]
     NoWorker(String),
     #[error(
-        "worker {0} is another machine's, as its token or certificate has another name; let this one have its own \
-         --data-dir, or give it a token of that name"
+        "worker {0} belongs to another machine: its token or certificate has another name; give this worker its own \
+         --data-dir, or a token with that name"
     )]
     NotYours(String),
     #[error(

@@ -14,8 +14,8 @@ mod machines;
 mod records;
 mod tokens;
 
-pub(crate) use enrolments::{Certified, EnrolError, Enrolment};
-pub(crate) use error::{AccessError, Denied};
+pub(crate) use enrolments::{EnrolError, Enrolment, IssuedCertificate};
+pub(crate) use error::{AccessError, AuthenticationError};
 pub(crate) use identity::Identity;
 pub(crate) use limit::network_of;
 pub(crate) use records::TokenRecord;
@@ -131,7 +131,7 @@ impl Access {
     }
 
     /// Authenticates a token that was sent from this address.
-    pub(crate) fn authenticate(&self, secret: &str, from: Option<SocketAddr>) -> Result<Identity, Denied> {
+    pub(crate) fn authenticate(&self, secret: &str, from: Option<SocketAddr>) -> Result<Identity, AuthenticationError> {
         // A client should send only the secret; the full text with the CA hash is accepted as well.
         let (secret, _) = join::split(secret);
         // Only tests and local listeners have no peer address.
@@ -160,16 +160,16 @@ impl Access {
                 let mut line = who.audit_line(self.inner.clock.wall_time(), "login", &who.by);
                 (line.done, line.detail) = (false, format!("the token {why}"));
                 self.record_audit(line);
-                Err(Denied::InvalidToken)
+                Err(AuthenticationError::InvalidToken)
             }
             TokenLookup::Unknown => {
                 let failure = limit.record_failure(now, ip);
                 drop(limit);
                 self.audit_failure(failure, from);
                 Err(if open {
-                    Denied::InvalidToken
+                    AuthenticationError::InvalidToken
                 } else {
-                    Denied::TooManyFailures
+                    AuthenticationError::TooManyFailures
                 })
             }
         }
@@ -209,7 +209,7 @@ impl Access {
             Failure::Ignored => return,
             Failure::Counted => "a token that is not known".to_owned(),
             Failure::Last => format!(
-                "too many wrong tokens; nothing new is let in from there for {} s",
+                "too many wrong tokens; no new token is accepted from this address for {} s",
                 limit::WINDOW.as_secs()
             ),
         };

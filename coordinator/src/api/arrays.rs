@@ -9,7 +9,7 @@ use crate::size;
 use crate::store::AuditLine;
 use crate::store::Body;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_submission};
-use aitk_common::control::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, Submitted};
+use aitk_common::control::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, SubmissionReceipt};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
@@ -66,7 +66,7 @@ impl ArrayTemplate {
         self.submission.job_json = job_json;
         let parsed = parse_submission(&self.submission, self.retries)?;
         if parsed.split.is_some() {
-            return Err("cluster.split: a member of an array is not cut into parts; take the key out".into());
+            return Err("cluster.split: a member of an array is not cut into parts; remove the key".into());
         }
         let payload = Payload {
             job_json: self.submission.job_json.as_str().into(),
@@ -95,7 +95,7 @@ impl JobsApi {
         request: v1::SubmitArrayRequest,
         same_machine: bool,
         trace: Option<TraceContext>,
-    ) -> Result<Submitted, Status> {
+    ) -> Result<SubmissionReceipt, Status> {
         let shared = request
             .shared
             .ok_or_else(|| Status::invalid_argument("shared: missing"))?;
@@ -257,7 +257,7 @@ impl JobsApi {
         }))
     }
 
-    pub(super) async fn submit_new_array(&self, who: &Identity, array: NewArray) -> Result<Submitted, Status> {
+    pub(super) async fn submit_new_array(&self, who: &Identity, array: NewArray) -> Result<SubmissionReceipt, Status> {
         let key = array.idempotency_key.clone();
         if let Some(earlier) = self
             .0
@@ -289,7 +289,7 @@ impl JobsApi {
         &self,
         payloads: Vec<(JobId, Arc<Payload>)>,
         submit: impl FnOnce() -> F,
-    ) -> Result<Submitted, Status>
+    ) -> Result<SubmissionReceipt, Status>
     where
         F: Future<Output = Result<Reply, Status>>,
     {

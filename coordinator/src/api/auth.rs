@@ -4,7 +4,7 @@
 //! left open by mistake.
 
 use super::calls::{CallLimiter, LimitedResponse};
-use crate::access::{Access, Denied, Identity};
+use crate::access::{Access, AuthenticationError, Identity};
 use crate::connection_limiter::ConnectionLimiter;
 use aitk_common::control::PROTOCOL_VERSION;
 use aitk_common::security::ca::WorkerCertificate;
@@ -108,8 +108,8 @@ impl Authenticator {
     }
 
     /// Wraps a service so that its calls are authenticated.
-    pub(super) fn wrap<S>(&self, service: S) -> Authenticated<S> {
-        Authenticated {
+    pub(super) fn wrap<S>(&self, service: S) -> AuthenticatedService<S> {
+        AuthenticatedService {
             authenticator: self.clone(),
             service,
         }
@@ -187,20 +187,20 @@ fn needs_certificate(who: &Identity, right: Right) -> bool {
     is_worker && who.certificate.is_none()
 }
 
-fn denied_status(denied: Denied) -> Status {
+fn denied_status(denied: AuthenticationError) -> Status {
     match denied {
-        Denied::InvalidToken => Status::unauthenticated(
+        AuthenticationError::InvalidToken => Status::unauthenticated(
             "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
              with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
         ),
-        Denied::TooManyFailures => Status::resource_exhausted(
+        AuthenticationError::TooManyFailures => Status::resource_exhausted(
             "too many wrong tokens came from your address; wait a minute, then try again with the right one",
         ),
-        Denied::Certificate(problem) => Status::unauthenticated(format!(
+        AuthenticationError::Certificate(problem) => Status::unauthenticated(format!(
             "this worker's certificate {problem}; join again with a new join token: `aitk-coordinator worker join-token` there, \
              `aitk-worker join` here"
         )),
-        Denied::Join(problem) => Status::unauthenticated(format!(
+        AuthenticationError::Join(problem) => Status::unauthenticated(format!(
             "{problem}; ask for another one: aitk-coordinator worker join-token"
         )),
     }
@@ -227,7 +227,7 @@ pub(crate) fn peer_address<B>(request: &http::Request<B>) -> Option<SocketAddr> 
     info.and_then(TcpConnectInfo::remote_addr)
 }
 
-/// Returns the caller, as set by [`Authenticated`].
+/// Returns the caller, as set by [`AuthenticatedService`].
 pub(super) fn caller<T>(request: &Request<T>) -> Result<Identity, Status> {
     let found = request.extensions().get::<Identity>().cloned();
     found.ok_or_else(|| Status::internal("the call was not authenticated; this is a bug of the coordinator"))
@@ -235,16 +235,16 @@ pub(super) fn caller<T>(request: &Request<T>) -> Result<Identity, Status> {
 
 /// A service whose calls are authenticated.
 #[derive(Clone, Debug)]
-pub(super) struct Authenticated<S> {
+pub(super) struct AuthenticatedService<S> {
     authenticator: Authenticator,
     service: S,
 }
 
-impl<S: NamedService> NamedService for Authenticated<S> {
+impl<S: NamedService> NamedService for AuthenticatedService<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S> Service<http::Request<Body>> for Authenticated<S>
+impl<S> Service<http::Request<Body>> for AuthenticatedService<S>
 where
     S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible> + Clone + Send + 'static,
     S::Future: Send + 'static,

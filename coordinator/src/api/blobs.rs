@@ -39,13 +39,13 @@ const WIRE_BUFFER: usize = 4;
 pub(super) struct BlobsApi(pub(super) Shared);
 
 /// A temporary file of an upload; removed when dropped.
-struct TransitFile {
+struct TempUpload {
     path: PathBuf,
     // Acquired before the file is created, so that the disk holds a bounded number of files.
     _permit: TransferPermit,
 }
 
-impl Drop for TransitFile {
+impl Drop for TempUpload {
     fn drop(&mut self) {
         // The file may not exist. Files left by a crash are removed at the next start.
         let _ = std::fs::remove_file(&self.path);
@@ -64,11 +64,14 @@ fn local_disk_status(error: &std::io::Error) -> Status {
 }
 
 impl BlobsApi {
-    async fn transit(&self, who: &Identity) -> Result<TransitFile, Status> {
+    async fn create_temp_upload(&self, who: &Identity) -> Result<TempUpload, Status> {
         let permit = self.0.uploads.permit(&who.name).await;
         let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
-        let path = self.0.transit.join(format!("{}.part", uuid::Uuid::new_v4().simple()));
-        Ok(TransitFile { path, _permit: permit })
+        let path = self
+            .0
+            .upload_folder
+            .join(format!("{}.part", uuid::Uuid::new_v4().simple()));
+        Ok(TempUpload { path, _permit: permit })
     }
 
     /// Checks that the caller may download a blob: operators and administrators any, workers those that their running
@@ -175,18 +178,18 @@ impl BlobsApi {
                 self.audit_refused(who, "blob.put", hash, &too_much.to_string());
                 Status::resource_exhausted(too_much.to_string())
             })?;
-        let transit = self.transit(who).await?;
-        let room = self.0.space.reserve_upload(header.bytes);
-        let _room = room.map_err(|room| {
+        let upload = self.create_temp_upload(who).await?;
+        let reservation = self.0.space.reserve_upload(header.bytes);
+        let _reservation = reservation.map_err(|space| {
             storage_full_status(format!(
                 "the coordinator's disk is full: {} bytes are free, {} of them are reserved for the database, and this blob has {}",
-                room.free, room.reserve, header.bytes
+                space.free, space.reserve, header.bytes
             ))
         })?;
         let (began, mut held_back) = (Instant::now(), Duration::ZERO);
         // No limit for workers: other jobs wait for their checkpoints.
         let is_limited = !who.role.changes_all() && who.role != Role::Worker;
-        let mut file = tokio::fs::File::create(&transit.path)
+        let mut file = tokio::fs::File::create(&upload.path)
             .await
             .map_err(|error| local_disk_status(&error))?;
         let mut received = 0_u64;
@@ -231,12 +234,14 @@ impl BlobsApi {
         // The storage verifies the hash.
         self.0
             .blobs
-            .put_file(hash, &transit.path)
+            .put_file(hash, &upload.path)
             .await
             .map_err(|error| storage_status(&error))?;
         self.0.scope.record_upload(who, hash, received).await?;
         reservation.commit();
-        self.0.pins.announce([hash], self.0.collector.retention.short());
+        self.0
+            .pins
+            .announce([hash], self.0.collector.retention.unreferenced_retention());
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
 }

@@ -3,7 +3,7 @@
 use super::auth::caller;
 use super::shared::Shared;
 use super::status::access_status;
-use crate::access::{Certified, EnrolError, Enrolment, Identity};
+use crate::access::{EnrolError, Enrolment, Identity, IssuedCertificate};
 use crate::pki::{Signer, wall_clock};
 use aitk_common::control::Registration;
 use aitk_common::id::{UserName, WorkerId};
@@ -42,7 +42,7 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn wire_certificate(signer: &Signer, certified: &Certified) -> v1::WorkerCertificate {
+fn wire_certificate(signer: &Signer, certified: &IssuedCertificate) -> v1::WorkerCertificate {
     v1::WorkerCertificate {
         certificate: certified.pem.clone(),
         renew_in_ms: millis(signer.renew_after()),

@@ -28,7 +28,7 @@ pub(super) fn new_job(
         trace: parsed.trace,
         local: submission.local,
         idempotency_key: submission.idempotency_key.as_ref().map(|key| who.idempotency_key(key)),
-        capped: !who.role.changes_all(),
+        user_limits_apply: !who.role.changes_all(),
         config_bytes: 0,
         payload: Arc::new(payload),
     }

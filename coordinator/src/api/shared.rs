@@ -40,7 +40,7 @@ pub(crate) struct Shared {
     /// Signs certificates, if there is a certificate authority.
     pub(crate) signer: Option<Arc<Signer>>,
     /// Folder for blobs that are being uploaded.
-    pub(crate) transit: PathBuf,
+    pub(crate) upload_folder: PathBuf,
     /// Limits the large submissions that are parsed at once.
     pub(crate) parsing: Arc<Semaphore>,
     /// Creates the assignment messages for workers.

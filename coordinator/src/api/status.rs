@@ -30,11 +30,11 @@ impl From<ScopeError> for Status {
 /// Status of a refused request.
 pub(crate) fn refusal_status(refusal: &Refusal) -> Status {
     match refusal {
-        Refusal::NotFound(_) | Refusal::NoWorker(_) => Status::not_found(refusal.to_string()),
-        Refusal::Ambiguous { .. } | Refusal::SameName { .. } => Status::invalid_argument(refusal.to_string()),
+        Refusal::NotFound(_) | Refusal::UnknownWorker(_) => Status::not_found(refusal.to_string()),
+        Refusal::Ambiguous { .. } | Refusal::DuplicateName { .. } => Status::invalid_argument(refusal.to_string()),
         Refusal::Conflict(_) => Status::aborted(refusal.to_string()),
-        Refusal::TooMuch(_) => Status::resource_exhausted(refusal.to_string()),
-        Refusal::NoRoom(_) => storage_full_status(refusal.to_string()),
+        Refusal::LimitExceeded(_) => Status::resource_exhausted(refusal.to_string()),
+        Refusal::DatabaseFull(_) => storage_full_status(refusal.to_string()),
     }
 }
 

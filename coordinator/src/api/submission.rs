@@ -34,7 +34,7 @@ impl JobsApi {
             )
         } else if owner != who.name && !who.role.changes_all() {
             Status::permission_denied(format!(
-                "your token is {}'s, so your jobs are, too; only an operator submits in another name (--user, AITK_USER)",
+                "your token belongs to {}, and so do jobs submitted with it; only an operator may submit in another name (--user, AITK_USER)",
                 who.name
             ))
         } else {

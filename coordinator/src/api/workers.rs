@@ -5,7 +5,7 @@ use super::enrol;
 use super::shared::{Shared, wait_for_shutdown};
 use super::status::{access_status, token_ended_status};
 use crate::access::Identity;
-use crate::assign::{Outgoing, Unsendable, Work};
+use crate::assign::{AssignmentError, Outgoing, PendingAssignment};
 use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
 use crate::scope::BlobReference;
@@ -191,7 +191,7 @@ impl Session<'_> {
                 message = outbox.recv() => match message {
                     None => return Ok(()),
                     Some(Outgoing::Message(message)) => self.send_to_worker(message).await?,
-                    Some(Outgoing::Work(work)) => self.assign(*work).await?,
+                    Some(Outgoing::Assignment(pending)) => self.assign(*pending).await?,
                     Some(Outgoing::ForeignReport(attempt)) => self.audit_foreign_report(attempt),
                 },
                 () = wait_for_shutdown(&mut stopping) => {
@@ -222,11 +222,11 @@ impl Session<'_> {
 
     /// Sends an assignment to the worker, or reports to the scheduler why that is impossible. The session continues
     /// either way.
-    async fn assign(&self, work: Work) -> Result<(), Status> {
-        let (job, held) = (work.placed.job.clone(), work.placed.held.clone());
-        match self.shared.assigner.message(work).await {
+    async fn assign(&self, pending: PendingAssignment) -> Result<(), Status> {
+        let (job, held) = (pending.placed.job.clone(), pending.placed.held.clone());
+        match self.shared.assigner.message(pending).await {
             Ok(message) => self.send(message).await,
-            Err(Unsendable { reason, transient }) => {
+            Err(AssignmentError { reason, transient }) => {
                 tracing::error!(%job, reason, transient, "an assignment cannot be sent");
                 let failed = Event::AssignmentFailed {
                     session: self.id,
@@ -255,7 +255,7 @@ impl Session<'_> {
                     "a session registers once, in its first message",
                 ));
             }
-            ToCoordinator::Beat { running } => {
+            ToCoordinator::Heartbeat { running } => {
                 return Ok(self
                     .shared
                     .scheduler

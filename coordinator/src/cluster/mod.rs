@@ -12,10 +12,10 @@ use crate::config::{Cluster, Config};
 use crate::connection_limiter::ConnectionLimiter;
 use crate::pki::Tls;
 use crate::server::{
-    FIRST_CALL_TIMEOUT, LocalResources, MAX_UNAUTHENTICATED, RunError, Running, StartError, listen, listen_for_metrics,
-    server_builder, start_leading,
+    CoordinatorHandle, FIRST_CALL_TIMEOUT, LocalResources, MAX_UNAUTHENTICATED, RunError, StartError, listen,
+    listen_for_metrics, server_builder, start_leading,
 };
-use crate::store::Contender;
+use crate::store::LeaderElection;
 use crate::store::lease::{Candidate, Leader, RENEW};
 use crate::store::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
@@ -34,23 +34,23 @@ const HANDOVER_TIMEOUT: Duration = Duration::from_secs(1);
 const WARN_INTERVAL: Duration = Duration::from_secs(60);
 
 /// One of several coordinators on the same database.
-pub struct Member {
+pub struct ClusterNode {
     config: Config,
     cluster: Cluster,
     local: LocalResources,
-    contender: Contender,
+    election: LeaderElection,
     candidate: Candidate,
 }
 
-impl std::fmt::Debug for Member {
+impl std::fmt::Debug for ClusterNode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Member")
+        f.debug_struct("ClusterNode")
             .field("cluster", &self.cluster)
             .finish_non_exhaustive()
     }
 }
 
-impl Member {
+impl ClusterNode {
     /// Checks the config and locks the data folder.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl Member {
         }
         client::connect_lazily(&cluster.address, cluster.ca_file.as_deref())
             .map_err(|error| StartError::Advertise(error.to_string()))?;
-        let contender = Contender::new(database)?;
+        let election = LeaderElection::new(database)?;
         let local = LocalResources::prepare(&config)?;
         let candidate = Candidate {
             address: Some(cluster.address.clone()),
@@ -84,7 +84,7 @@ impl Member {
             config,
             cluster,
             local,
-            contender,
+            election,
             candidate,
         })
     }
@@ -92,14 +92,14 @@ impl Member {
     /// Stands by, leads, and stands by again after another coordinator took over, until `stopping` turns true.
     ///
     /// # Errors
-    /// [`StartError`] when it cannot listen or differs from the leader's config; [`RunError`] inside [`MemberError`]
+    /// [`StartError`] when it cannot listen or differs from the leader's config; [`RunError`] inside [`ClusterNodeError`]
     /// when leading ended for another reason than a new leader.
-    pub fn run(self, stopping: watch::Receiver<bool>) -> BoxFuture<'static, Result<(), MemberError>> {
+    pub fn run(self, stopping: watch::Receiver<bool>) -> BoxFuture<'static, Result<(), ClusterNodeError>> {
         // Boxed: compiled once, in this crate.
         Box::pin(self.stand_by_and_lead(stopping))
     }
 
-    async fn stand_by_and_lead(self, mut stopping: watch::Receiver<bool>) -> Result<(), MemberError> {
+    async fn stand_by_and_lead(self, mut stopping: watch::Receiver<bool>) -> Result<(), ClusterNodeError> {
         loop {
             let Some(store) = Box::pin(self.stand_by(&mut stopping)).await? else {
                 return Ok(());
@@ -107,7 +107,7 @@ impl Member {
             tracing::info!(address = self.cluster.address, "this coordinator leads");
             let mut running = Box::pin(start_leading(self.config.clone(), &self.local, store)).await?;
             let failure = tokio::select! {
-                failure = running.failed() => Some(failure),
+                failure = running.wait_for_failure() => Some(failure),
                 _ = stopping.wait_for(|stop| *stop) => None,
             };
             let Some(failure) = failure else {
@@ -118,7 +118,7 @@ impl Member {
         }
     }
 
-    async fn step_down(&self, running: Running, failure: RunError) -> Result<(), MemberError> {
+    async fn step_down(&self, running: CoordinatorHandle, failure: RunError) -> Result<(), ClusterNodeError> {
         match failure {
             RunError::Store(StoreError::Superseded { .. } | StoreError::LeaseLost | StoreError::Failed { .. }) => {
                 tracing::warn!(error = %failure, cause = ?std::error::Error::source(&failure).map(ToString::to_string), "this coordinator does not lead any more; it stands by");
@@ -133,7 +133,7 @@ impl Member {
     }
 
     /// Forwards calls until this coordinator leads; then returns its store. `None` at shutdown.
-    async fn stand_by(&self, stopping: &mut watch::Receiver<bool>) -> Result<Option<SqlStore>, MemberError> {
+    async fn stand_by(&self, stopping: &mut watch::Receiver<bool>) -> Result<Option<SqlStore>, ClusterNodeError> {
         let (leader_sender, leader) = watch::channel(None);
         let (end, ended) = watch::channel(false);
         let (listener, addr) = listen(self.config.bind).await?;
@@ -149,7 +149,7 @@ impl Member {
         let limiter = ConnectionLimiter::new(FIRST_CALL_TIMEOUT, MAX_UNAUTHENTICATED);
         let routes = axum::Router::new().fallback_service(Forward::new(leader, limiter.clone()));
         let router = server_builder().add_routes(tonic::service::Routes::from(routes));
-        let (serving, renewing): (BoxFuture<'static, _>, _) =
+        let (serving, certificate_task): (BoxFuture<'static, _>, _) =
             match Tls::open(self.config.tls.as_ref(), self.config.pki.as_ref(), addr).map_err(StartError::from)? {
                 None => {
                     let incoming = limiter.incoming(listener);
@@ -157,24 +157,24 @@ impl Member {
                 }
                 Some(tls) => {
                     let refused = |from, problem: &str| tracing::info!(%from, problem, "a certificate was refused");
-                    let (incoming, renewing) = tls.accept(limiter, listener, refused);
+                    let (incoming, certificate_task) = tls.accept(limiter, listener, refused);
                     (
                         Box::pin(router.serve_with_incoming_shutdown(incoming, shutdown)),
-                        renewing,
+                        certificate_task,
                     )
                 }
             };
         let mut serving = tokio::spawn(serving);
         tracing::info!(%addr, "this coordinator stands by");
         let found = tokio::select! {
-            found = self.wait_for_leadership(&leader_sender) => found.map(Some).map_err(MemberError::from),
+            found = self.wait_for_leadership(&leader_sender) => found.map(Some).map_err(ClusterNodeError::from),
             _ = stopping.wait_for(|stop| *stop) => Ok(None),
             result = &mut serving => Err(RunError::Serve(format!("{result:?}")).into()),
         };
         // The address must be free for the leader's listener.
         let _ = end.send(true);
-        if let Some(renewing) = renewing {
-            renewing.abort();
+        if let Some(certificate_task) = certificate_task {
+            certificate_task.abort();
         }
         if !serving.is_finished() && tokio::time::timeout(HANDOVER_TIMEOUT, &mut serving).await.is_err() {
             serving.abort();
@@ -198,12 +198,12 @@ impl Member {
         let mut warned_at: Option<Instant> = None;
         loop {
             ticks.tick().await;
-            let attempt = match self.contender.leader().await {
+            let attempt = match self.election.leader().await {
                 Ok(Some(leader)) => {
                     self.follow(leader_sender, leader)?;
                     continue;
                 }
-                Ok(None) => self.contender.try_lead(&self.candidate).await,
+                Ok(None) => self.election.try_lead(&self.candidate).await,
                 Err(error) => Err(error),
             };
             match attempt {
@@ -237,7 +237,7 @@ impl Member {
             leader_sender.send_replace(None);
             return Ok(());
         };
-        let mismatch = |what, remedy| StartError::Unlike {
+        let mismatch = |what, remedy| StartError::SettingsDiffer {
             what,
             leader: address.clone(),
             remedy,
@@ -270,9 +270,9 @@ impl Member {
     }
 }
 
-/// Why a member of a cluster ended.
+/// Why a node of a cluster ended.
 #[derive(Debug, thiserror::Error)]
-pub enum MemberError {
+pub enum ClusterNodeError {
     /// It could not start.
     #[error(transparent)]
     Start(#[from] StartError),

@@ -30,7 +30,7 @@ pub(crate) struct RemoteArgs {
 
 impl RemoteArgs {
     /// Returns the coordinator's address for other machines.
-    pub(crate) fn for_others(&self) -> String {
+    pub(crate) fn remote_address(&self) -> String {
         if let Some(server) = &self.server {
             // A loopback address means another machine there.
             let here = ["localhost", "127.", "[::1]"];
@@ -43,7 +43,7 @@ impl RemoteArgs {
         }
         let dir = self.data_dir.clone().map_or_else(default_data_dir, Ok);
         let address = dir.ok().and_then(|dir| ClientAddress::read(&dir));
-        address.map_or_else(|| "https://HOST:7420".to_owned(), |address| address.for_others())
+        address.map_or_else(|| "https://HOST:7420".to_owned(), |address| address.remote_address())
     }
 
     /// Returns the address for `aitk login`. A coordinator without TLS is only reachable from its own machine.
@@ -60,7 +60,7 @@ impl RemoteArgs {
         let loopback = ["http://127.", "http://localhost", "http://[::1]"];
         match plain.filter(|address| loopback.iter().any(|prefix| address.starts_with(prefix))) {
             Some(address) => format!("{address} (on this machine; others need TLS, see docs/server.md)"),
-            None => self.for_others(),
+            None => self.remote_address(),
         }
     }
 

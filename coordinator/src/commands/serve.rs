@@ -5,7 +5,7 @@ use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_coordinator::{
-    Cluster, Config, DatabaseUrl, Limits, Member, PkiConfig, Retention, TlsFiles, ca_folder, start,
+    Cluster, ClusterNode, Config, DatabaseUrl, Limits, PkiConfig, Retention, TlsFiles, ca_folder, start,
 };
 use aitk_scheduler::Quotas;
 use anyhow::{Context, bail};
@@ -188,7 +188,7 @@ impl ServeArgs {
             retention: Retention {
                 every: Some(every).filter(|every| !every.is_zero()),
                 grace: Duration::from_secs(u64::from(self.gc_grace_hours) * HOUR),
-                unnamed: Duration::from_secs(u64::from(self.gc_unnamed_minutes) * 60),
+                unreferenced: Duration::from_secs(u64::from(self.gc_unnamed_minutes) * 60),
                 jobs: self.keep_jobs_days.map(days),
                 checkpoints: Some(days(self.keep_checkpoints_days)),
                 refusals: days(self.keep_refusals_days),
@@ -260,7 +260,7 @@ pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
 
 async fn serve_with(config: Config) -> anyhow::Result<()> {
     if config.cluster.is_some() {
-        return run_member(Member::prepare(config)?).await;
+        return run_cluster_node(ClusterNode::prepare(config)?).await;
     }
     let mut running = start(config).await?;
     // The log names only the token's file.
@@ -271,7 +271,7 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
         .unwrap_or_default();
     tracing::info!(url = %running.url(), token_file, "the coordinator answers");
     let failure = tokio::select! {
-        failure = running.failed() => Some(failure),
+        failure = running.wait_for_failure() => Some(failure),
         () = shutdown_signal() => None,
     };
     match failure {
@@ -285,7 +285,7 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
 }
 
 /// Leads or stands by until the shutdown signal.
-async fn run_member(member: Member) -> anyhow::Result<()> {
+async fn run_cluster_node(node: ClusterNode) -> anyhow::Result<()> {
     let (stop, stopping) = tokio::sync::watch::channel(false);
     let asked = async {
         shutdown_signal().await;
@@ -294,7 +294,7 @@ async fn run_member(member: Member) -> anyhow::Result<()> {
         std::future::pending::<()>().await;
     };
     tokio::select! {
-        ended = Box::pin(member.run(stopping)) => Ok(ended?),
+        ended = Box::pin(node.run(stopping)) => Ok(ended?),
         () = asked => Ok(()),
     }
 }

@@ -90,7 +90,7 @@ async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
         made.id,
         args.name.as_deref().unwrap_or("any worker"),
         date(made.expires_ms),
-        args.remote.for_others()
+        args.remote.remote_address()
     );
     match args.output {
         None => print_line(&made.text),

@@ -42,7 +42,7 @@ pub struct Retention {
     /// longer than any upload takes.
     pub grace: Duration,
     /// Other unreferenced blobs are removed after this time, at most [`Self::grace`].
-    pub unnamed: Duration,
+    pub unreferenced: Duration,
     /// Ended jobs that no other job depends on are removed after this time, with their logs and files; `None`:
     /// never.
     pub jobs: Option<Duration>,
@@ -60,7 +60,7 @@ impl Default for Retention {
         Self {
             every: Some(Duration::from_secs(3600)),
             grace: Duration::from_secs(24 * 3600),
-            unnamed: Duration::from_secs(3600),
+            unreferenced: Duration::from_secs(3600),
             jobs: None,
             checkpoints: Some(Duration::from_secs(30 * 24 * 3600)),
             refusals: Duration::from_secs(90 * 24 * 3600),
@@ -71,14 +71,14 @@ impl Default for Retention {
 
 impl Retention {
     /// How long an unreferenced blob stays after its sender stopped uploading.
-    pub(crate) fn short(&self) -> Duration {
-        self.unnamed.min(self.grace)
+    pub(crate) fn unreferenced_retention(&self) -> Duration {
+        self.unreferenced.min(self.grace)
     }
 }
 
 /// Result of a collection or a dry run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Collected {
+pub(crate) struct CollectionReport {
     /// Blobs in the storage at the beginning.
     pub(crate) blobs: u64,
     /// Blobs that jobs need.
@@ -141,13 +141,13 @@ impl Collector {
         }
     }
 
-    /// Runs one collection. With `dry`, only counts.
-    pub(crate) async fn collect(&self, dry: bool) -> Result<Collected, CollectError> {
+    /// Runs one collection. With `dry_run`, only counts.
+    pub(crate) async fn collect(&self, dry_run: bool) -> Result<CollectionReport, CollectError> {
         let Some(_collection) = self.pins.begin_collection() else {
             return Err(CollectError::Busy);
         };
-        let mut done = Collected::default();
-        if !dry {
+        let mut done = CollectionReport::default();
+        if !dry_run {
             done.jobs_forgotten = self.expire().await?;
             // A failure to clean the audit log does not stop the collection.
             if let Err(error) = self.forget_refusals().await {
@@ -162,14 +162,19 @@ impl Collector {
         done.blobs = listed.len() as u64;
         let needed = self.needed_blobs().await?;
         done.needed = needed.len() as u64;
-        if !dry {
+        if !dry_run {
             self.uploads.measure(&listed).await?;
         }
-        let garbage = gc::unneeded(listed, &needed, self.retention.short(), jiff::Timestamp::now());
+        let garbage = gc::unneeded(
+            listed,
+            &needed,
+            self.retention.unreferenced_retention(),
+            jiff::Timestamp::now(),
+        );
         drop(needed);
         let removed = stream::iter(garbage)
             .map(|blob| async move {
-                let gone = if dry {
+                let gone = if dry_run {
                     self.is_expired(blob.hash, blob.stored).await?
                 } else {
                     self.remove(&blob).await?
@@ -181,7 +186,7 @@ impl Collector {
             .await?;
         (done.removed, done.removed_bytes) = removed;
         tracing::info!(
-            dry,
+            dry = dry_run,
             blobs = done.blobs,
             needed = done.needed,
             removed = done.removed,
@@ -272,7 +277,10 @@ impl Collector {
         if gc::is_older(stored, long, now) {
             return Ok(true);
         }
-        let kept = self.uploads.retention_of(hash, self.retention.short(), long).await?;
+        let kept = self
+            .uploads
+            .retention_of(hash, self.retention.unreferenced_retention(), long)
+            .await?;
         Ok(gc::is_older(stored, kept, now))
     }
 

@@ -12,7 +12,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 
-/// Concurrent handshakes: enough for a pool of workers that reconnects at once. More connections wait in the listen
+/// Concurrent handshakes: enough for a cluster of workers that reconnects at once. More connections wait in the listen
 /// backlog.
 const MAX_HANDSHAKES: usize = 1024;
 /// A handshake that takes longer is cancelled.

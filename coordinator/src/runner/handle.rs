@@ -39,16 +39,16 @@ pub(crate) struct SchedulerStopped;
 pub(crate) struct SchedulerHandle {
     inputs: mpsc::Sender<Input>,
     ids: Arc<AtomicU64>,
-    hub: Arc<EventHub>,
+    broadcaster: Arc<EventBroadcaster>,
 }
 
 /// Broadcast channels of followed jobs.
 #[derive(Debug, Default)]
-pub(super) struct EventHub {
+pub(super) struct EventBroadcaster {
     followers: Mutex<HashMap<JobId, broadcast::Sender<Arc<JobEvent>>>>,
 }
 
-impl EventHub {
+impl EventBroadcaster {
     fn subscribe(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
         let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
         followers
@@ -67,11 +67,11 @@ impl EventHub {
 }
 
 impl SchedulerHandle {
-    pub(super) fn new(inputs: mpsc::Sender<Input>, hub: Arc<EventHub>) -> Self {
+    pub(super) fn new(inputs: mpsc::Sender<Input>, broadcaster: Arc<EventBroadcaster>) -> Self {
         Self {
             inputs,
             ids: Arc::new(AtomicU64::new(1)),
-            hub,
+            broadcaster,
         }
     }
 
@@ -144,6 +144,6 @@ impl SchedulerHandle {
 
     /// Subscribes to the events of a job from now on.
     pub(crate) fn follow(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
-        self.hub.subscribe(job)
+        self.broadcaster.subscribe(job)
     }
 }

@@ -39,7 +39,7 @@ impl Runner {
     ///
     /// # Errors
     /// When the store fails in another way for too long, or all handles are dropped.
-    pub(super) async fn wait_for_room(
+    pub(super) async fn wait_for_disk_space(
         &mut self,
         records: &[Record],
         audit: &[AuditLine],
@@ -110,7 +110,7 @@ impl Runner {
                 let text = format!(
                     "{DISK_FULL}, so nothing can be changed now; nothing was done. Try again when there is room"
                 );
-                let _ = caller.send(Err(Refusal::NoRoom(text)));
+                let _ = caller.send(Err(Refusal::DatabaseFull(text)));
             }
             Input::OpenSession(_, sender) => ask_to_reconnect(&sender),
             Input::Event(Event::StorageSpace { full }) => {
@@ -147,7 +147,7 @@ fn answer_callers(effects: &mut Vec<Effect>, callers: &mut HashMap<Ticket, Reply
                 "{DISK_FULL}, so what you asked for is not stored yet. It is done when there is room, as long as the coordinator is not \
                  stopped before: look at `aitk ps` before you ask again"
             );
-            let reply = reply.clone().and(Err(Refusal::NoRoom(text)));
+            let reply = reply.clone().and(Err(Refusal::DatabaseFull(text)));
             let _ = caller.send(reply);
         }
         false

@@ -64,7 +64,7 @@ pub enum StartError {
     Advertise(String),
     /// The leader has a different token or storage.
     #[error("{what} of this coordinator differs from that of {leader}, which leads: {remedy}")]
-    Unlike {
+    SettingsDiffer {
         /// What differs.
         what: &'static str,
         /// Address of the leader.

@@ -19,7 +19,7 @@ impl SqlStore {
                 &[kind.into()],
             )
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let document = |row: &super::connection::Row| Document {
             kind,
             id: row.text(0).to_owned(),
@@ -38,10 +38,12 @@ impl SqlStore {
                     &[(*kind).into(), id.as_str().into(), record.as_str().into()],
                 )
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
         }
-        write_audit(&mut transaction, lines).await.map_err(|e| self.failed(e))?;
-        transaction.commit().await.map_err(|e| self.failed(e))
+        write_audit(&mut transaction, lines)
+            .await
+            .map_err(|e| self.store_error(e))?;
+        transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
     pub(super) async fn remove_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError> {
@@ -61,9 +63,9 @@ impl SqlStore {
                 transaction
                     .run("DELETE FROM audit WHERE seq = $1", &[(*number).into()])
                     .await
-                    .map_err(|e| self.failed(e))?;
+                    .map_err(|e| self.store_error(e))?;
             }
-            transaction.commit().await.map_err(|e| self.failed(e))?;
+            transaction.commit().await.map_err(|e| self.store_error(e))?;
         }
         Ok(RemovedRefusals {
             after: last,
@@ -80,7 +82,7 @@ impl SqlStore {
                 &[after.into(), u64::from(limit).into()],
             )
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         rows.iter()
             .map(|row| {
                 let number = row.number(0);

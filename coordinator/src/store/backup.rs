@@ -113,7 +113,7 @@ impl SqlStore {
                 let page = transaction
                     .rows(table.read, &values)
                     .await
-                    .map_err(|e| self.failed(e))?;
+                    .map_err(|e| self.store_error(e))?;
                 for row in &page {
                     out.write_line(&Line::Row(table.name.into(), table.cells(row)))?;
                 }
@@ -151,7 +151,7 @@ impl SqlStore {
                 &[],
             )
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let count = |column| counts.first().map_or(0, |row| row.number(column));
         let (jobs, workers, tokens) = (count(0), count(1), count(2));
         if jobs + workers + tokens > 0 {
@@ -180,12 +180,12 @@ impl SqlStore {
             transaction
                 .run(table.write, &values)
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
             counts.rows += 1;
             counts.jobs += u64::from(name == "jobs");
         }
         self.fence_jobs(&mut transaction, now).await?;
-        transaction.commit().await.map_err(|e| self.failed(e))?;
+        transaction.commit().await.map_err(|e| self.store_error(e))?;
         Ok(counts)
     }
 
@@ -197,7 +197,7 @@ impl SqlStore {
                 &[],
             )
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         for row in rows {
             let id = row.text(0);
             let mut job: Job = self.parse("job", id, row.text(1))?;
@@ -224,7 +224,7 @@ impl SqlStore {
             ];
             super::records::write_all(transaction, &records, &[], super::EVENTS_KEPT)
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
         }
         Ok(())
     }

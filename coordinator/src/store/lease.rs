@@ -1,7 +1,7 @@
 //! Leader election of several coordinators on one PostgreSQL database.
 //!
 //! Two mechanisms separate them. The **lease** decides when another coordinator may take over: the leader renews it
-//! periodically, by the database's clock, and after it has expired the first contender gets it. The **epoch** protects
+//! periodically, by the database's clock, and after it has expired the first coordinator that asks gets it. The **epoch** protects
 //! the data: every transaction compares it (see [`super::sql`]), so a leader that was suspended past its lease cannot
 //! write when it wakes up. A coordinator without a cluster holds an advisory lock as well, so that a second one is
 //! refused at its start.
@@ -17,7 +17,7 @@ use tokio::sync::Mutex;
 /// Lifetime of the lease. A takeover takes this time, one poll, and loading the queue: about a second with 100,000
 /// jobs, so below ten seconds in total.
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
-/// Interval of renewals, and of polls by contenders.
+/// Interval of renewals, and of polls by standby coordinators.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 /// Timeout of one renewal.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -73,7 +73,7 @@ pub(super) struct LeaseConnection {
 }
 
 /// The right to write, until another coordinator takes over.
-pub(super) struct Writer {
+pub(super) struct LeaderLease {
     options: PgConnectOptions,
     /// Our epoch in the table `writer`.
     pub(super) epoch: u64,
@@ -85,15 +85,15 @@ pub(super) struct Writer {
     valid_until: Mutex<Instant>,
 }
 
-impl std::fmt::Debug for Writer {
+impl std::fmt::Debug for LeaderLease {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Writer")
+        f.debug_struct("LeaderLease")
             .field("epoch", &self.epoch)
             .finish_non_exhaustive()
     }
 }
 
-impl Writer {
+impl LeaderLease {
     /// Without a cluster: takes the advisory lock, then migrates the tables if necessary, and takes a new epoch.
     /// Without the lock nothing is changed, because its holder may be of another version.
     pub(super) async fn acquire_exclusive(
@@ -125,7 +125,7 @@ impl Writer {
         let began = Instant::now();
         let proof = Token::generate();
         let mut transaction = pool.begin().await?;
-        // Of two concurrent contenders the second waits here, and then sees that the lease is taken.
+        // Of two concurrent candidates the second waits here, and then sees that the lease is taken.
         let look = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({free}) FOR UPDATE"));
         let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *transaction).await?;
         if vacant.is_none() {

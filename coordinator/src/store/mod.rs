@@ -9,9 +9,9 @@ mod backup;
 mod batch;
 mod body;
 mod connection;
-mod contender;
 mod database_url;
 mod error;
+mod leader_election;
 pub(crate) mod lease;
 mod payloads;
 mod postgres;
@@ -26,11 +26,11 @@ mod uploads;
 pub use audit_line::AuditLine;
 pub use backup::{BackupCounts, BackupError};
 pub use body::Body;
-pub(crate) use contender::Contender;
 pub use database_url::DatabaseUrl;
 pub use error::StoreError;
+pub(crate) use leader_election::LeaderElection;
 pub use sql::SqlStore;
-pub use types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
+pub use types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -47,7 +47,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn load(&self) -> Result<Loaded, StoreError>;
+    async fn load(&self) -> Result<StoredState, StoreError>;
 
     /// Commits records with their audit lines: all or none, in order. When this returns, they survive a power failure.
     ///

@@ -52,17 +52,17 @@ impl SqlStore {
                     &[id.into(), number.into(), piece.into()],
                 )
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
             bytes += piece.len();
             if bytes < TRANSACTION_BYTES {
                 transaction = Some(writing);
                 continue;
             }
             bytes = 0;
-            writing.commit().await.map_err(|e| self.failed(e))?;
+            writing.commit().await.map_err(|e| self.store_error(e))?;
         }
         match transaction {
-            Some(transaction) => transaction.commit().await.map_err(|e| self.failed(e)),
+            Some(transaction) => transaction.commit().await.map_err(|e| self.store_error(e)),
             None => Ok(()),
         }
     }
@@ -73,9 +73,9 @@ impl SqlStore {
             transaction
                 .run("DELETE FROM payloads WHERE id = $1", &[id.as_str().into()])
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
         }
-        transaction.commit().await.map_err(|e| self.failed(e))
+        transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
     /// Removes texts of jobs that were never accepted. Call it at the start, when nothing writes any. Returns the
@@ -92,8 +92,8 @@ impl SqlStore {
                 &[],
             )
             .await
-            .map_err(|e| self.failed(e))?;
-        transaction.commit().await.map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
+        transaction.commit().await.map_err(|e| self.store_error(e))?;
         Ok(swept)
     }
 
@@ -102,7 +102,7 @@ impl SqlStore {
         let rows = transaction
             .rows("SELECT body FROM payloads WHERE id = $1 ORDER BY piece", &[id.into()])
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         Ok(rows.iter().map(|row| row.text(0)).collect())
     }
 
@@ -132,7 +132,7 @@ impl SqlStore {
                 &[job.into()],
             )
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let Some(row) = rows.first() else { return Ok(None) };
         let Some(key) = row.optional_text(4) else {
             return Ok(Some(Payload {

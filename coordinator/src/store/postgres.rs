@@ -4,7 +4,7 @@
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{Candidate, Writer, with_keepalive};
+use super::lease::{Candidate, LeaderLease, with_keepalive};
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use futures::future::BoxFuture;
@@ -15,12 +15,12 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
-    pub fn postgres_to_read(url: &DatabaseUrl) -> BoxFuture<'_, Result<Self, StoreError>> {
+    pub fn postgres_read_only(url: &DatabaseUrl) -> BoxFuture<'_, Result<Self, StoreError>> {
         // Boxed: compiled once, in this crate.
-        Box::pin(Self::open_postgres_to_read(url))
+        Box::pin(Self::open_postgres_read_only(url))
     }
 
-    async fn open_postgres_to_read(url: &DatabaseUrl) -> Result<Self, StoreError> {
+    async fn open_postgres_read_only(url: &DatabaseUrl) -> Result<Self, StoreError> {
         let options = url.options()?.options([("default_transaction_read_only", "on")]);
         let pool = PgPoolOptions::new()
             .max_connections(1)
@@ -64,12 +64,12 @@ impl SqlStore {
             token: ContentHash::of(b""),
             storage: String::new(),
         };
-        let Some(writer) = Writer::acquire_exclusive(&options, &pool, &alone)
+        let Some(lease) = LeaderLease::acquire_exclusive(&options, &pool, &alone)
             .await
             .map_err(failed)?
         else {
             return Err(StoreError::InUse { database });
         };
-        Ok(Self::new(database, Database::Postgres(pool), Some(writer)))
+        Ok(Self::new(database, Database::Postgres(pool), Some(lease)))
     }
 }

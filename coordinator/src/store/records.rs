@@ -77,14 +77,14 @@ pub(super) async fn write_all(
                 rows.jobs.insert(&job.id, (job, Some(payload)));
             }
             Record::Job(job) => rows.jobs.entry(&job.id).or_insert((job, None)).0 = job,
-            Record::JobGone(job) => {
+            Record::JobRemoved(job) => {
                 rows.write(to).await?;
                 delete_job(to, job).await?;
             }
             Record::Worker(worker) => {
                 rows.workers.insert(&worker.id, worker);
             }
-            Record::WorkerGone(worker) => {
+            Record::WorkerRemoved(worker) => {
                 rows.workers.remove(worker);
                 to.run("DELETE FROM workers WHERE id = $1", &[worker.as_str().into()])
                     .await?;
@@ -101,7 +101,7 @@ pub(super) async fn write_all(
                 }
             }
             Record::Artifact(job, artifact) => write_artifact(to, job, artifact).await?,
-            Record::ArtifactGone(job, name) => {
+            Record::ArtifactRemoved(job, name) => {
                 to.run(
                     "DELETE FROM artifacts WHERE job = $1 AND name = $2",
                     &[job.as_str().into(), name.as_str().into()],

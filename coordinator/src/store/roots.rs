@@ -37,7 +37,7 @@ impl SqlStore {
                     &[after.as_str().into(), PAGE_SIZE.into()],
                 )
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
             for row in &jobs {
                 let id = row.text(0);
                 let job: Job = self.parse("job", id, row.text(1))?;
@@ -65,7 +65,7 @@ impl SqlStore {
     }
 
     async fn query(&self, transaction: &mut SqlTransaction, statement: &'static str) -> Result<Vec<Row>, StoreError> {
-        transaction.rows(statement, &[]).await.map_err(|e| self.failed(e))
+        transaction.rows(statement, &[]).await.map_err(|e| self.store_error(e))
     }
 
     fn by_job(&self, rows: &[Row]) -> Result<HashMap<String, Vec<ContentHash>>, StoreError> {

@@ -4,14 +4,14 @@ use super::audit_line::AuditLine;
 use super::body::Body;
 use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
-use super::lease::Writer;
-use super::types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
+use super::lease::LeaderLease;
+use super::types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 use super::{Store, records};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
-use aitk_scheduler::{Job, Payload, Record, Restored, Worker};
+use aitk_scheduler::{Job, Payload, Record, RestoredJob, Worker};
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::Migrator;
@@ -28,25 +28,25 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 pub struct SqlStore {
     /// Address, for messages.
     database: String,
-    link: Database,
+    pool: Database,
     /// PostgreSQL: the right to write.
-    writer: Option<Writer>,
+    lease: Option<LeaderLease>,
     events_kept: u64,
 }
 
 impl SqlStore {
-    pub(super) fn new(database: String, link: Database, writer: Option<Writer>) -> Self {
+    pub(super) fn new(database: String, pool: Database, lease: Option<LeaderLease>) -> Self {
         Self {
             database,
-            link,
-            writer,
+            pool,
+            lease,
             events_kept: EVENTS_KEPT,
         }
     }
 
     /// Keeps about this many log lines and metrics of a job instead of [`EVENTS_KEPT`].
     #[must_use]
-    pub fn keeping_events(mut self, events: u64) -> Self {
+    pub fn with_events_kept(mut self, events: u64) -> Self {
         self.events_kept = events.max(1);
         self
     }
@@ -55,7 +55,7 @@ impl SqlStore {
         &self.database
     }
 
-    pub(super) fn failed(&self, source: sqlx::Error) -> StoreError {
+    pub(super) fn store_error(&self, source: sqlx::Error) -> StoreError {
         StoreError::Failed {
             database: self.database.clone(),
             source,
@@ -83,14 +83,14 @@ impl SqlStore {
 
     /// Begins a transaction that writes, if we still may.
     pub(super) async fn begin_write(&self) -> Result<SqlTransaction, StoreError> {
-        let mut transaction = self.link.write().await.map_err(|e| self.failed(e))?;
-        if let Some(writer) = &self.writer {
+        let mut transaction = self.pool.write().await.map_err(|e| self.store_error(e))?;
+        if let Some(lease) = &self.lease {
             // A shared lock: a takeover waits until this transaction ends, and none begins after it.
             let rows = transaction
                 .rows("SELECT epoch FROM writer WHERE id = 1 FOR SHARE", &[])
                 .await
-                .map_err(|e| self.failed(e))?;
-            if rows.first().map(|row| row.number(0)) != Some(writer.epoch) {
+                .map_err(|e| self.store_error(e))?;
+            if rows.first().map(|row| row.number(0)) != Some(lease.epoch) {
                 return Err(self.superseded());
             }
         }
@@ -120,23 +120,23 @@ impl SqlStore {
 
     /// Begins a read-only transaction with a consistent snapshot.
     pub(super) async fn begin_read(&self) -> Result<SqlTransaction, StoreError> {
-        self.link.read().await.map_err(|e| self.failed(e))
+        self.pool.read().await.map_err(|e| self.store_error(e))
     }
 
     /// Limits the time of a call to PostgreSQL.
     async fn with_timeout<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
-        if self.writer.is_none() {
+        if self.lease.is_none() {
             return call.await;
         }
         tokio::time::timeout(ANSWER_TIMEOUT, call).await.unwrap_or_else(|_| {
             let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
-            Err(self.failed(sqlx::Error::Io(late)))
+            Err(self.store_error(sqlx::Error::Io(late)))
         })
     }
 
     async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, StoreError> {
         // Boxed here and below: the library's futures are large and would be copied from caller to caller.
-        let call = Box::pin(async { self.link.rows(statement, values).await.map_err(|e| self.failed(e)) });
+        let call = Box::pin(async { self.pool.rows(statement, values).await.map_err(|e| self.store_error(e)) });
         self.with_timeout(call).await
     }
 
@@ -144,18 +144,18 @@ impl SqlStore {
         let mut transaction = self.begin_write().await?;
         records::write_all(&mut transaction, records, audit, self.events_kept)
             .await
-            .map_err(|e| self.failed(e))?;
-        transaction.commit().await.map_err(|e| self.failed(e))
+            .map_err(|e| self.store_error(e))?;
+        transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
-    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<Restored>, StoreError> {
+    async fn restored(&self, transaction: &mut SqlTransaction) -> Result<Vec<RestoredJob>, StoreError> {
         let jobs = transaction
             .rows(
                 "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
                 &[],
             )
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let mut restored = Vec::with_capacity(jobs.len());
         for row in jobs {
             let id = row.text(0);
@@ -168,11 +168,11 @@ impl SqlStore {
                         &[id.into(), attempt.id.as_str().into()],
                     )
                     .await
-                    .map_err(|e| self.failed(e))?
+                    .map_err(|e| self.store_error(e))?
                     .first()
                     .map_or(0, |row| row.number(0)),
             };
-            restored.push(Restored {
+            restored.push(RestoredJob {
                 cursor: row.number(2),
                 seq,
                 job,
@@ -184,18 +184,18 @@ impl SqlStore {
 
 #[async_trait]
 impl Store for SqlStore {
-    async fn load(&self) -> Result<Loaded, StoreError> {
+    async fn load(&self) -> Result<StoredState, StoreError> {
         let mut transaction = self.begin_read().await?;
         let jobs = self.restored(&mut transaction).await?;
         let rows = transaction
             .rows("SELECT id, record FROM workers", &[])
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let workers = rows
             .iter()
             .map(|row| self.parse::<Worker>("worker", row.text(0), row.text(1)))
             .collect::<Result<_, _>>()?;
-        Ok(Loaded { jobs, workers })
+        Ok(StoredState { jobs, workers })
     }
 
     async fn commit(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
@@ -275,17 +275,17 @@ impl Store for SqlStore {
     }
 
     async fn renew(&self) -> Result<Option<Instant>, StoreError> {
-        let Some(writer) = &self.writer else { return Ok(None) };
-        match writer.renew().await {
+        let Some(lease) = &self.lease else { return Ok(None) };
+        match lease.renew().await {
             Ok(true) => {}
             Ok(false) => return Err(self.superseded()),
             Err(error) => tracing::warn!(%error, "the database did not answer when the lease was renewed"),
         }
-        Ok(Some(writer.valid_until().await))
+        Ok(Some(lease.valid_until().await))
     }
 
     fn proof(&self) -> Option<Token> {
-        self.writer.as_ref().map(|writer| writer.proof.clone())
+        self.lease.as_ref().map(|lease| lease.proof.clone())
     }
 
     async fn note_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {
@@ -313,9 +313,9 @@ impl Store for SqlStore {
     }
 
     async fn close(&self) {
-        if let Some(writer) = &self.writer {
-            writer.close().await;
+        if let Some(lease) = &self.lease {
+            lease.close().await;
         }
-        self.link.close().await;
+        self.pool.close().await;
     }
 }

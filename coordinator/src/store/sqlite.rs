@@ -65,12 +65,12 @@ impl SqlStore {
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
-    pub fn sqlite_to_read(path: &Path) -> BoxFuture<'_, Result<Self, StoreError>> {
+    pub fn sqlite_read_only(path: &Path) -> BoxFuture<'_, Result<Self, StoreError>> {
         // Boxed: compiled once, in this crate.
-        Box::pin(Self::open_sqlite_to_read(path))
+        Box::pin(Self::open_sqlite_read_only(path))
     }
 
-    async fn open_sqlite_to_read(path: &Path) -> Result<Self, StoreError> {
+    async fn open_sqlite_read_only(path: &Path) -> Result<Self, StoreError> {
         let pool = SqlitePoolOptions::new()
             .max_connections(1)
             .connect_with(options(path).read_only(true))
@@ -79,11 +79,11 @@ impl SqlStore {
                 database: path.display().to_string(),
                 source: Box::new(e),
             })?;
-        let link = Database::Sqlite {
+        let database = Database::Sqlite {
             writer: pool.clone(),
             readers: pool,
         };
-        let store = Self::new(path.display().to_string(), link, None);
+        let store = Self::new(path.display().to_string(), database, None);
         store.check_schema(&MIGRATIONS).await?;
         Ok(store)
     }

@@ -1,16 +1,16 @@
 //! Types of the store besides the scheduler's records.
 
 use aitk_common::hash::ContentHash;
-use aitk_scheduler::{Restored, Worker};
+use aitk_scheduler::{RestoredJob, Worker};
 
 /// A job's log keeps about this many of its newest log lines and metrics; state changes, checkpoints and artifacts stay.
 pub const EVENTS_KEPT: u64 = 100_000;
 
 /// State that a coordinator loads at its start.
 #[derive(Debug, Default)]
-pub struct Loaded {
+pub struct StoredState {
     /// Jobs with the ends of their event logs.
-    pub jobs: Vec<Restored>,
+    pub jobs: Vec<RestoredJob>,
     /// Workers.
     pub workers: Vec<Worker>,
 }

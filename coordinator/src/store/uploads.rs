@@ -19,9 +19,9 @@ impl SqlStore {
                     &[who.as_str().into(), hash.to_hex().into(), (*bytes).into()],
                 )
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
         }
-        transaction.commit().await.map_err(|e| self.failed(e))
+        transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
     pub(super) async fn read_uploads(&self, who: &str) -> Result<Vec<(ContentHash, u64)>, StoreError> {
@@ -34,7 +34,7 @@ impl SqlStore {
                     &[who.into(), after.as_str().into(), PAGE_SIZE.into()],
                 )
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
             for row in &rows {
                 all.push((self.hash(who, row.text(0))?, row.number(1)));
             }
@@ -50,7 +50,7 @@ impl SqlStore {
         let rows = transaction
             .rows("SELECT who FROM uploads WHERE hash = $1", &[hash.to_hex().into()])
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         Ok(rows.iter().map(|row| row.text(0).to_owned()).collect())
     }
 
@@ -60,7 +60,7 @@ impl SqlStore {
         let rows = transaction
             .rows("SELECT DISTINCT hash FROM uploads WHERE bytes IS NULL", &[])
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         rows.iter().map(|row| self.hash("uploads", row.text(0))).collect()
     }
 
@@ -73,9 +73,9 @@ impl SqlStore {
                     &[hash.to_hex().into(), (*bytes).into()],
                 )
                 .await
-                .map_err(|e| self.failed(e))?;
+                .map_err(|e| self.store_error(e))?;
         }
-        transaction.commit().await.map_err(|e| self.failed(e))
+        transaction.commit().await.map_err(|e| self.store_error(e))
     }
 
     pub(super) async fn drop_uploads(&self, hash: ContentHash) -> Result<(), StoreError> {
@@ -83,7 +83,7 @@ impl SqlStore {
         transaction
             .run("DELETE FROM uploads WHERE hash = $1", &[hash.to_hex().into()])
             .await
-            .map_err(|e| self.failed(e))?;
-        transaction.commit().await.map_err(|e| self.failed(e))
+            .map_err(|e| self.store_error(e))?;
+        transaction.commit().await.map_err(|e| self.store_error(e))
     }
 }

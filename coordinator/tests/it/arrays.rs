@@ -1,6 +1,6 @@
 //! Arrays of jobs through the protocol, and jobs that are split into parts.
 
-use crate::support::{FakeWorker, Pool, held_attempt, job_json, submission, within};
+use crate::support::{FakeWorker, TestCoordinator, held_attempt, job_json, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Artifact, Assignment, JobState, JobView, NewMember, Submission, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -28,17 +28,17 @@ fn request(names: &[&str], key: &str) -> v1::SubmitArrayRequest {
     }
 }
 
-async fn submit(pool: &Pool, request: v1::SubmitArrayRequest) -> Result<String, Status> {
-    let reply = within(pool.clients.jobs.clone().submit_array(request)).await?;
+async fn submit(coordinator: &TestCoordinator, request: v1::SubmitArrayRequest) -> Result<String, Status> {
+    let reply = within(coordinator.clients.jobs.clone().submit_array(request)).await?;
     Ok(reply.into_inner().job_id)
 }
 
-async fn members(pool: &Pool, array: &str) -> Vec<JobView> {
+async fn members(coordinator: &TestCoordinator, array: &str) -> Vec<JobView> {
     let request = v1::ListJobsRequest {
         array_id: array.into(),
         ..Default::default()
     };
-    let reply = within(pool.clients.jobs.clone().list(request)).await.unwrap();
+    let reply = within(coordinator.clients.jobs.clone().list(request)).await.unwrap();
     reply
         .into_inner()
         .jobs
@@ -47,12 +47,14 @@ async fn members(pool: &Pool, array: &str) -> Vec<JobView> {
         .collect()
 }
 
-async fn artifacts(pool: &Pool, id: &str) -> Vec<String> {
+async fn artifacts(coordinator: &TestCoordinator, id: &str) -> Vec<String> {
     let request = v1::ArtifactsRequest {
         job_id: id.into(),
         ..Default::default()
     };
-    let reply = within(pool.clients.jobs.clone().artifacts(request)).await.unwrap();
+    let reply = within(coordinator.clients.jobs.clone().artifacts(request))
+        .await
+        .unwrap();
     reply
         .into_inner()
         .artifacts
@@ -88,23 +90,26 @@ async fn report_artifact(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let array = submit(&pool, request(&["a", "b", "c"], "monday")).await.unwrap();
-    assert_eq!(submit(&pool, request(&["a", "b", "c"], "monday")).await.unwrap(), array);
-    let all = members(&pool, &array).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let array = submit(&coordinator, request(&["a", "b", "c"], "monday")).await.unwrap();
+    assert_eq!(
+        submit(&coordinator, request(&["a", "b", "c"], "monday")).await.unwrap(),
+        array
+    );
+    let all = members(&coordinator, &array).await;
     let names: Vec<&str> = all.iter().map(|job| job.name.as_str()).collect();
     assert_eq!(names, ["a", "b", "c"]);
-    let view = pool.job(&array[..5]).await;
+    let view = coordinator.job(&array[..5]).await;
     assert_eq!((view.id.as_str(), view.state), (array.as_str(), JobState::Queued));
     assert_eq!(view.array.as_ref().unwrap().counts.waiting, 3);
     assert!(view.config_text.unwrap().contains("shared"));
-    let list = within(pool.clients.jobs.clone().list(v1::ListJobsRequest::default()))
+    let list = within(coordinator.clients.jobs.clone().list(v1::ListJobsRequest::default()))
         .await
         .unwrap();
     assert_eq!(list.into_inner().jobs.len(), 1);
 
-    let blob = pool.put(b"file").await;
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let blob = coordinator.put(b"file").await;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     let mut seeds = Vec::new();
     for name in ["a", "b"] {
         let work = worker.next_assignment().await;
@@ -126,11 +131,11 @@ async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
         seeds[0] == seeds[1] && seeds[0] != last.seed,
         "twins share a seed: {seeds:?}"
     );
-    assert_eq!(artifacts(&pool, &array).await, ["a/a.safetensors", "b/1_0.png"]);
-    assert_eq!(artifacts(&pool, &format!("{array}-1")).await, ["1_0.png"]);
+    assert_eq!(artifacts(&coordinator, &array).await, ["a/a.safetensors", "b/1_0.png"]);
+    assert_eq!(artifacts(&coordinator, &format!("{array}-1")).await, ["1_0.png"]);
 
-    let pool = pool.restart().await;
-    let view = pool.job(&array).await;
+    let coordinator = coordinator.restart().await;
+    let view = coordinator.job(&array).await;
     let counts = view.array.unwrap().counts;
     assert_eq!(
         (view.state, counts.completed, counts.running),
@@ -140,24 +145,26 @@ async fn an_array_is_one_job_for_its_user_and_several_for_the_workers() {
         job_id: array.clone(),
         now: true,
     };
-    within(pool.clients.jobs.clone().stop(stop)).await.unwrap();
-    assert_eq!(pool.job(&array).await.state, JobState::Stopping);
+    within(coordinator.clients.jobs.clone().stop(stop)).await.unwrap();
+    assert_eq!(coordinator.job(&array).await.state, JobState::Stopping);
     let events = v1::EventsRequest {
         job_id: array.clone(),
         cursor: 0,
         follow: false,
     };
-    let refused = within(pool.clients.jobs.clone().events(events)).await.unwrap_err();
+    let refused = within(coordinator.clients.jobs.clone().events(events))
+        .await
+        .unwrap_err();
     assert!(
         refused.code() == Code::InvalidArgument && refused.message().contains("-0"),
         "{refused}"
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_invalid_array_is_refused_as_a_whole() {
-    let pool = Pool::start(LONG_LEASE).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
     let invalid = |change: fn(&mut v1::SubmitArrayRequest)| {
         let mut request = request(&["a", "b"], "key");
         change(&mut request);
@@ -187,7 +194,7 @@ async fn an_invalid_array_is_refused_as_a_whole() {
             "is not in storage",
         ),
     ] {
-        let refused = submit(&pool, request).await.unwrap_err();
+        let refused = submit(&coordinator, request).await.unwrap_err();
         assert!(refused.message().contains(expected), "{refused}");
     }
     let list = v1::ListJobsRequest {
@@ -196,19 +203,19 @@ async fn an_invalid_array_is_refused_as_a_whole() {
         ..Default::default()
     };
     assert!(
-        within(pool.clients.jobs.clone().list(list))
+        within(coordinator.clients.jobs.clone().list(list))
             .await
             .unwrap()
             .into_inner()
             .jobs
             .is_empty()
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_is_split_into_parts_and_a_failed_part_continues_after_its_last_image() {
-    let pool = Pool::start(LONG_LEASE).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
     let whole = Submission {
         job_json: job_json("cats", r#""split":{"parts":4},"retries":3"#),
         images: Some(10),
@@ -218,26 +225,32 @@ async fn a_job_is_split_into_parts_and_a_failed_part_continues_after_its_last_im
         images: None,
         ..whole.clone()
     };
-    let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(without_count)))
-        .await
-        .unwrap_err();
+    let refused = within(
+        coordinator
+            .clients
+            .jobs
+            .clone()
+            .submit(v1::SubmitRequest::from(without_count)),
+    )
+    .await
+    .unwrap_err();
     assert!(
         refused.message().starts_with("cluster.split: only a job with one"),
         "{refused}"
     );
-    let reply = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(whole)))
+    let reply = within(coordinator.clients.jobs.clone().submit(v1::SubmitRequest::from(whole)))
         .await
         .unwrap();
     let array = reply.into_inner().job_id;
-    let view = pool.job(&array).await;
+    let view = coordinator.job(&array).await;
     assert!(
         view.name == "cats" && view.array.as_ref().is_some_and(|array| array.split),
         "{view:?}"
     );
-    assert_eq!(members(&pool, &array).await.len(), 4);
+    assert_eq!(members(&coordinator, &array).await.len(), 4);
 
-    let blob = pool.put(b"file").await;
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let blob = coordinator.put(b"file").await;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     let mut ended = std::collections::BTreeMap::new();
     let mut failed = false;
     while ended.len() < 4 {
@@ -264,15 +277,15 @@ async fn a_job_is_split_into_parts_and_a_failed_part_continues_after_its_last_im
         worker.finish(&held_attempt(&work), Outcome::Completed).await;
         ended.insert((from, to), work.seed);
     }
-    pool.in_state(&array, JobState::Completed).await;
+    coordinator.in_state(&array, JobState::Completed).await;
     let ranges: Vec<(u64, u64)> = ended.keys().copied().collect();
     assert_eq!(ranges, [(0, 2), (2, 5), (5, 7), (7, 10)]);
     assert!(
         ended.values().all(|seed| Some(seed) == ended.values().next()),
         "all parts have the same seed"
     );
-    let names = artifacts(&pool, &array).await;
+    let names = artifacts(&coordinator, &array).await;
     let expected = (0..10).map(|index| format!("{}_{index}.png", if index == 2 { 1 } else { 2 }));
     assert_eq!(names, expected.collect::<Vec<_>>());
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

@@ -1,6 +1,6 @@
 //! Authentication of connections, and the handling of misbehaving clients.
 
-use crate::support::{self, FakeWorker, Pool, TIMEOUT, config, eventually, held_attempt, within};
+use crate::support::{self, FakeWorker, TIMEOUT, TestCoordinator, config, eventually, held_attempt, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_coordinator::{Config, DataFolderError, StartError, TlsFiles, start};
 use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
@@ -25,9 +25,9 @@ pub(crate) fn self_signed_certificate(folder: &Path) -> (PathBuf, PathBuf) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn calls_need_the_right_token_and_protocol_version() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let url = pool.running.url();
-    let token = pool.running.token.clone();
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let url = coordinator.running.url();
+    let token = coordinator.running.token.clone();
     let last = if token.ends_with('0') { '1' } else { '0' };
     let almost_right = format!("{}{last}", &token[..token.len() - 1]);
     for (credentials, code, expected) in [
@@ -71,17 +71,17 @@ async fn calls_need_the_right_token_and_protocol_version() {
         .await
         .unwrap_err();
     assert_eq!(error.code(), Code::Unauthenticated);
-    let info = within(pool.clients.jobs.clone().info(v1::InfoRequest {}))
+    let info = within(coordinator.clients.jobs.clone().info(v1::InfoRequest {}))
         .await
         .unwrap()
         .into_inner();
     assert_eq!((info.protocol, info.storage.as_str()), (1, "file"));
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_invalid_worker_message_closes_only_its_session() {
-    let pool = Pool::start(Duration::from_millis(900)).await;
+    let coordinator = TestCoordinator::start(Duration::from_millis(900)).await;
     let register = |protocol| {
         let mut registration = FakeWorker::registration("w", None, Vec::new());
         registration.protocol = protocol;
@@ -90,7 +90,10 @@ async fn an_invalid_worker_message_closes_only_its_session() {
     let mut duplicate_device = FakeWorker::registration("w", None, Vec::new());
     duplicate_device.devices.push(support::cpu());
     for (first, code) in [
-        (Some(ToCoordinator::Beat { running: Vec::new() }), Code::InvalidArgument),
+        (
+            Some(ToCoordinator::Heartbeat { running: Vec::new() }),
+            Code::InvalidArgument,
+        ),
         (Some(register(99)), Code::FailedPrecondition),
         (
             Some(ToCoordinator::Register(Box::new(duplicate_device))),
@@ -98,7 +101,7 @@ async fn an_invalid_worker_message_closes_only_its_session() {
         ),
         (None, Code::DeadlineExceeded),
     ] {
-        let (_sender, mut messages) = FakeWorker::open(&pool.clients, first).await.unwrap();
+        let (_sender, mut messages) = FakeWorker::open(&coordinator.clients, first).await.unwrap();
         let error = within(messages.message()).await.unwrap_err();
         assert_eq!(error.code(), code, "{error}");
     }
@@ -116,7 +119,7 @@ async fn an_invalid_worker_message_closes_only_its_session() {
         },
     ];
     for message in invalid {
-        let (sender, mut messages) = FakeWorker::open(&pool.clients, Some(register(1))).await.unwrap();
+        let (sender, mut messages) = FakeWorker::open(&coordinator.clients, Some(register(1))).await.unwrap();
         sender.send(message).await.unwrap();
         let error = within(async {
             loop {
@@ -129,25 +132,25 @@ async fn an_invalid_worker_message_closes_only_its_session() {
     }
     // Wait until those sessions are closed, so that none of them can be assigned the job.
     eventually("all sessions to be closed", || async {
-        let info = pool.clients.jobs.clone().info(v1::InfoRequest {}).await.unwrap();
+        let info = coordinator.clients.jobs.clone().info(v1::InfoRequest {}).await.unwrap();
         (info.into_inner().workers_connected == 0).then_some(())
     })
     .await;
     // A worker that stops sending heartbeats: its session ends, and its job goes back to the queue.
-    let job = pool.submit("shapes").await.job;
-    let mut silent = FakeWorker::new(&pool, "silent").await;
+    let job = coordinator.submit("shapes").await.job;
+    let mut silent = FakeWorker::new(&coordinator, "silent").await;
     let work = silent.next_assignment().await;
     silent.heartbeat(&[held_attempt(&work)]).await;
     while silent.next().await.is_some() {}
-    let view = pool.in_state(job.as_str(), JobState::Queued).await;
+    let view = coordinator.in_state(job.as_str(), JobState::Queued).await;
     // More than once if the machine is so busy that a heartbeat came too late.
     assert!(view.failures >= 1);
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn garbage_bytes_only_close_their_connection() {
-    let pool = Pool::start(LONG_LEASE).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
     let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
     let mut garbage = preface.to_vec();
     garbage.extend((0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8));
@@ -161,7 +164,7 @@ async fn garbage_bytes_only_close_their_connection() {
         b"\x16\x03\x01\x02\x00",
         b"",
     ] {
-        let mut stream = within(TcpStream::connect(pool.running.addr)).await.unwrap();
+        let mut stream = within(TcpStream::connect(coordinator.running.addr)).await.unwrap();
         // The server may close the connection before everything is written.
         let _ = stream.write_all(bytes).await;
         let _ = stream.shutdown().await;
@@ -171,9 +174,9 @@ async fn garbage_bytes_only_close_their_connection() {
             .expect("the server closes the connection");
         assert!(answer.len() < 4096);
     }
-    let info = within(pool.clients.jobs.clone().info(v1::InfoRequest {})).await;
+    let info = within(coordinator.clients.jobs.clone().info(v1::InfoRequest {})).await;
     assert!(info.is_ok(), "the coordinator still answers: {info:?}");
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

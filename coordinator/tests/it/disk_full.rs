@@ -10,7 +10,7 @@ use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
-use aitk_coordinator::{Config, Running, start};
+use aitk_coordinator::{Config, CoordinatorHandle, start};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
@@ -22,7 +22,7 @@ use std::time::Duration;
 use tonic::Code;
 
 /// Starts a coordinator that reserves this many bytes of its disk for the database.
-async fn start_with_reserve(dir: &Path, reserve: u64) -> (Running, Clients) {
+async fn start_with_reserve(dir: &Path, reserve: u64) -> (CoordinatorHandle, Clients) {
     let config = Config {
         disk_reserve: Some(reserve),
         ..config(dir, Duration::from_secs(60))
@@ -215,7 +215,7 @@ async fn a_full_database_serves_reads_refuses_writes_and_recovers_when_there_is_
     assert!(status.message().contains("database is full"), "{status}");
     let listed = names(&clients).await;
     assert!(acknowledged.iter().all(|name| listed.contains(name)), "{listed:?}");
-    assert_eq!(view(&clients, &first).await.state, JobState::Running);
+    assert_eq!(view(&clients, &first).await.state, JobState::CoordinatorHandle);
     let refused = within(clients.jobs.clone().submit(large(0))).await;
     assert_eq!(refused.unwrap_err().code(), Code::ResourceExhausted);
     assert!(!within(blobs.get_bytes(input().id(), 1 << 20)).await.unwrap().is_empty());

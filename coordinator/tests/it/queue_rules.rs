@@ -1,6 +1,6 @@
 //! Queue rules through the protocol, before and after a restart.
 
-use crate::support::{FakeWorker, Pool, held_attempt, submission, within};
+use crate::support::{FakeWorker, TestCoordinator, held_attempt, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
@@ -26,19 +26,19 @@ fn lora(name: &str, cluster: &str) -> Submission {
     }
 }
 
-async fn submit(pool: &Pool, submission: Submission) -> JobView {
-    let mut jobs = pool.clients.jobs.clone();
+async fn submit(coordinator: &TestCoordinator, submission: Submission) -> JobView {
+    let mut jobs = coordinator.clients.jobs.clone();
     let reply = within(jobs.submit(v1::SubmitRequest::from(submission))).await.unwrap();
-    pool.job(&reply.into_inner().job_id).await
+    coordinator.job(&reply.into_inner().job_id).await
 }
 
-async fn drain(pool: &Pool, worker: &str, drain: bool, now: bool) -> WorkerView {
+async fn drain(coordinator: &TestCoordinator, worker: &str, drain: bool, now: bool) -> WorkerView {
     let request = v1::DrainWorkerRequest {
         worker: worker.into(),
         drain,
         now,
     };
-    let mut jobs = pool.clients.jobs.clone();
+    let mut jobs = coordinator.clients.jobs.clone();
     within(jobs.drain_worker(request))
         .await
         .unwrap()
@@ -58,9 +58,9 @@ async fn next_stop_message(worker: &mut FakeWorker) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fit_and_explain_name_devices_and_reasons() {
-    let pool = Pool::start(LONG_LEASE).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
     let fit = |submission: Submission| {
-        let mut jobs = pool.clients.jobs.clone();
+        let mut jobs = coordinator.clients.jobs.clone();
         async move {
             let reply = within(jobs.fit(v1::SubmitRequest::from(submission))).await.unwrap();
             Forecast::try_from(reply.into_inner()).unwrap()
@@ -71,7 +71,7 @@ async fn fit_and_explain_name_devices_and_reasons() {
         !without_workers.fits_somewhere() && without_workers.summary.contains("no worker is connected"),
         "{without_workers:?}"
     );
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     // All of SD 1.5 does not fit into the 4 GiB of this device. With a smaller profile it does, a tiny model does, and so does a
     // job whose `memory_budget` fits.
     let all_in_memory = || lora("a", r#""memory_profile":"cpu_only""#);
@@ -109,12 +109,12 @@ async fn fit_and_explain_name_devices_and_reasons() {
         "{with_budget:?}"
     );
 
-    let job = submit(&pool, all_in_memory()).await;
+    let job = submit(&coordinator, all_in_memory()).await;
     assert_eq!(job.state, JobState::Queued);
     let request = v1::ExplainRequest {
         job_id: job.id.to_string(),
     };
-    let explained = within(pool.clients.jobs.clone().explain(request))
+    let explained = within(coordinator.clients.jobs.clone().explain(request))
         .await
         .unwrap()
         .into_inner();
@@ -129,40 +129,44 @@ async fn fit_and_explain_name_devices_and_reasons() {
     let unknown_job = v1::ExplainRequest {
         job_id: "jnobody".into(),
     };
-    let refused = within(pool.clients.jobs.clone().explain(unknown_job))
+    let refused = within(coordinator.clients.jobs.clone().explain(unknown_job))
         .await
         .unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
-    let small = submit(&pool, lora("b", r#""memory_budget":1000000000"#)).await;
+    let small = submit(&coordinator, lora("b", r#""memory_budget":1000000000"#)).await;
     assert_eq!(worker.next_assignment().await.job, small.id);
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     let owned = Submission {
         owner: Some(UserName::new("ada")),
         ..submission("first")
     };
-    let first = submit(&pool, owned).await;
+    let first = submit(&coordinator, owned).await;
     assert_eq!(first.owner, UserName::new("ada"));
     let work = worker.next_assignment().await;
     worker.heartbeat(&[held_attempt(&work)]).await;
     let small = r#""memory_budget":1000000000"#;
-    let second = submit(&pool, lora("second", &format!(r#"{small},"after":["{}"]"#, first.id))).await;
+    let second = submit(
+        &coordinator,
+        lora("second", &format!(r#"{small},"after":["{}"]"#, first.id)),
+    )
+    .await;
     assert!(
         second.reason.starts_with(&format!("waits for {} (first)", first.id)),
         "{}",
         second.reason
     );
-    let third = submit(&pool, lora("third", small)).await;
+    let third = submit(&coordinator, lora("third", small)).await;
     let change = v1::SetPriorityRequest {
         job_id: third.id.to_string(),
         priority: -7,
     };
-    let third: JobView = within(pool.clients.jobs.clone().set_priority(change))
+    let third: JobView = within(coordinator.clients.jobs.clone().set_priority(change))
         .await
         .unwrap()
         .into_inner()
@@ -172,21 +176,27 @@ async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
     let pause = v1::PauseJobRequest {
         job_id: third.id.to_string(),
     };
-    within(pool.clients.jobs.clone().pause(pause)).await.unwrap();
+    within(coordinator.clients.jobs.clone().pause(pause)).await.unwrap();
     let unknown = lora("fourth", r#""after":["nobody"]"#);
-    let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(unknown)))
-        .await
-        .unwrap_err();
+    let refused = within(
+        coordinator
+            .clients
+            .jobs
+            .clone()
+            .submit(v1::SubmitRequest::from(unknown)),
+    )
+    .await
+    .unwrap_err();
     assert!(refused.message().contains("no job \"nobody\""), "{refused:?}");
 
-    let pool = pool.restart().await;
-    let third = pool.job(third.id.as_str()).await;
+    let coordinator = coordinator.restart().await;
+    let third = coordinator.job(third.id.as_str()).await;
     assert!(
         third.paused && third.priority == -7 && third.reason.starts_with("paused"),
         "{third:?}"
     );
     let registration = FakeWorker::registration("w1", Some(worker.id.clone()), vec![held_attempt(&work)]);
-    let mut worker = FakeWorker::register(&pool.clients, registration).await;
+    let mut worker = FakeWorker::register(&coordinator.clients, registration).await;
     assert_eq!(worker.keep, std::slice::from_ref(&work.attempt));
     worker
         .request(|request| aitk_common::control::ToCoordinator::Finished {
@@ -197,18 +207,18 @@ async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
         .await;
     let next = worker.next_assignment().await;
     assert_eq!(next.job, second.id);
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drained_worker_gives_its_job_back_and_stays_drained_after_a_restart() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let mut one = FakeWorker::new(&pool, "w1").await;
-    let job = submit(&pool, submission("a")).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let mut one = FakeWorker::new(&coordinator, "w1").await;
+    let job = submit(&coordinator, submission("a")).await;
     let work = one.next_assignment().await;
     assert_eq!(work.job, job.id);
     one.heartbeat(&[held_attempt(&work)]).await;
-    let drained = drain(&pool, "w1", true, true).await;
+    let drained = drain(&coordinator, "w1", true, true).await;
     assert!(
         drained.drained && drained.devices[0].jobs == [job.id.clone()],
         "{drained:?}"
@@ -220,27 +230,27 @@ async fn a_drained_worker_gives_its_job_back_and_stays_drained_after_a_restart()
         outcome: Outcome::stopped(),
     })
     .await;
-    let waiting = pool.job(job.id.as_str()).await;
+    let waiting = coordinator.job(job.id.as_str()).await;
     assert_eq!((waiting.state, waiting.failures), (JobState::Queued, 0));
     assert!(waiting.reason.contains("w1 is drained"), "{}", waiting.reason);
-    let pool = pool.restart().await;
+    let coordinator = coordinator.restart().await;
     let registration = FakeWorker::registration("w1", Some(one.id.clone()), Vec::new());
-    let mut one = FakeWorker::register(&pool.clients, registration).await;
+    let mut one = FakeWorker::register(&coordinator.clients, registration).await;
     assert_eq!(
-        pool.job(job.id.as_str()).await.state,
+        coordinator.job(job.id.as_str()).await.state,
         JobState::Queued,
         "also after a restart"
     );
-    drain(&pool, one.id.clone().as_str(), false, false).await;
+    drain(&coordinator, one.id.clone().as_str(), false, false).await;
     assert_eq!(one.next_assignment().await.job, job.id);
     let request = v1::DrainWorkerRequest {
         worker: "nobody".into(),
         drain: true,
         now: false,
     };
-    let refused = within(pool.clients.jobs.clone().drain_worker(request))
+    let refused = within(coordinator.clients.jobs.clone().drain_worker(request))
         .await
         .unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

@@ -1,6 +1,6 @@
 //! Model commits: when a job names no commit, all its attempts use the commit that its first attempt used.
 
-use crate::support::{FakeWorker, Pool, held_attempt, submission, within};
+use crate::support::{FakeWorker, TestCoordinator, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Assignment, Report, ToCoordinator, UnixMillis, Verdict};
 use aitk_proto::v1;
@@ -39,9 +39,9 @@ async fn fail(worker: &mut FakeWorker, work: &Assignment) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn later_attempts_use_the_commit_of_the_first_attempt() {
-    let pool = Pool::start(Duration::from_secs(60)).await;
-    let mut worker = FakeWorker::new(&pool, "w").await;
-    let job = pool.submit("free").await.job.to_string();
+    let coordinator = TestCoordinator::start(Duration::from_secs(60)).await;
+    let mut worker = FakeWorker::new(&coordinator, "w").await;
+    let job = coordinator.submit("free").await.job.to_string();
     let work = worker.next_assignment().await;
     assert_eq!(revisions(&work), Value::Null);
     let (first, second) = ("0a".repeat(20), "0b".repeat(20));
@@ -49,7 +49,7 @@ async fn later_attempts_use_the_commit_of_the_first_attempt() {
     // A later report of another commit is ignored.
     report_commit(&worker, &work, 2, &second).await;
     fail(&mut worker, &work).await;
-    let events = pool.events(&job, 0, false).await;
+    let events = coordinator.events(&job, 0, false).await;
     assert!(
         crate::support::logs(&events).iter().any(|line| line.contains(&first)),
         "{events:?}"
@@ -57,8 +57,8 @@ async fn later_attempts_use_the_commit_of_the_first_attempt() {
     drop(worker);
 
     // The commit is stored with the job.
-    let pool = pool.restart().await;
-    let mut worker = FakeWorker::new(&pool, "w").await;
+    let coordinator = coordinator.restart().await;
+    let mut worker = FakeWorker::new(&coordinator, "w").await;
     let work = worker.next_assignment().await;
     assert_eq!(work.job.as_str(), job);
     assert_eq!(revisions(&work), serde_json::json!({ "org/model": first }));
@@ -76,7 +76,7 @@ async fn later_attempts_use_the_commit_of_the_first_attempt() {
         ),
         ..v1::SubmitRequest::from(submission("named"))
     };
-    within(pool.clients.jobs.clone().submit(named)).await.unwrap();
+    within(coordinator.clients.jobs.clone().submit(named)).await.unwrap();
     let work = worker.next_assignment().await;
     report_commit(&worker, &work, 1, &first).await;
     fail(&mut worker, &work).await;
@@ -87,5 +87,5 @@ async fn later_attempts_use_the_commit_of_the_first_attempt() {
         Verdict::Accepted
     );
     drop(worker);
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

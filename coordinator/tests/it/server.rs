@@ -1,6 +1,6 @@
 //! A coordinator over gRPC on loopback, with workers that the tests drive.
 
-use crate::support::{self, FakeWorker, Pool, eventually, held_attempt, logs, submission, within};
+use crate::support::{self, FakeWorker, TestCoordinator, eventually, held_attempt, logs, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{
     Artifact, EventBody, HeldAttempt, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
@@ -18,14 +18,14 @@ const LONG_LEASE: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_runs_from_submission_to_artifact() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let job = pool.submit("shapes").await.job;
-    let waiting = pool.job(job.as_str()).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let job = coordinator.submit("shapes").await.job;
+    let waiting = coordinator.job(job.as_str()).await;
     assert_eq!(waiting.state, JobState::Queued);
     assert!(waiting.reason.contains("no worker is connected"), "{}", waiting.reason);
     assert_eq!(waiting.config_text.as_deref(), Some("name: shapes\n"));
 
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     let work = worker.next_assignment().await;
     assert_eq!((&work.job, work.epoch, work.resume), (&job, Epoch(1), None));
     assert_eq!(work.inputs["./data"], support::input().id());
@@ -33,7 +33,7 @@ async fn a_job_runs_from_submission_to_artifact() {
     worker.heartbeat(&[held_attempt(&work)]).await;
 
     let follower = {
-        let clients = pool.clients.clone();
+        let clients = coordinator.clients.clone();
         let request = v1::EventsRequest {
             job_id: job.to_string(),
             cursor: 0,
@@ -72,28 +72,30 @@ async fn a_job_runs_from_submission_to_artifact() {
         Verdict::Refused,
         "the manifest is not in storage yet"
     );
-    within(pool.blobs().put_bytes(manifest, text.into())).await.unwrap();
+    within(coordinator.blobs().put_bytes(manifest, text.into()))
+        .await
+        .unwrap();
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 1).await,
         Verdict::Refused,
         "a file that the manifest lists is not in storage yet"
     );
-    within(pool.blobs().put_bytes(ContentHash::of(&file), file.into()))
+    within(coordinator.blobs().put_bytes(ContentHash::of(&file), file.into()))
         .await
         .unwrap();
-    let junk = pool.put(b"not a manifest").await;
+    let junk = coordinator.put(b"not a manifest").await;
     assert_eq!(worker.commit(&held_attempt(&work), junk, 1).await, Verdict::Refused);
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 1).await,
         Verdict::Accepted
     );
-    let view = pool.job(job.as_str()).await;
+    let view = coordinator.job(job.as_str()).await;
     assert_eq!((view.checkpoint_step, view.progress), (Some(1), Some(progress)));
 
     let artifact = Artifact {
         name: "shapes/shapes.safetensors".into(),
         kind: "lora".into(),
-        hash: Some(pool.put(b"lora").await),
+        hash: Some(coordinator.put(b"lora").await),
         bytes: 4,
         step: Some(2),
         index: None,
@@ -134,9 +136,11 @@ async fn a_job_runs_from_submission_to_artifact() {
         "no gap, no repetition"
     );
     // Read again from a cursor in the middle, and from the end.
-    let later = pool.events(job.as_str(), log_cursors[3], false).await;
+    let later = coordinator.events(job.as_str(), log_cursors[3], false).await;
     assert_eq!(later.first().unwrap().cursor, log_cursors[4]);
-    let rest = pool.events(job.as_str(), *log_cursors.last().unwrap(), true).await;
+    let rest = coordinator
+        .events(job.as_str(), *log_cursors.last().unwrap(), true)
+        .await;
     assert!(
         rest.iter().all(|event| matches!(event.body, EventBody::Progress(_))),
         "{rest:?}"
@@ -146,15 +150,20 @@ async fn a_job_runs_from_submission_to_artifact() {
         job_id: job.as_str()[..5].into(),
         ..Default::default()
     };
-    let reply = within(pool.clients.jobs.clone().artifacts(request))
+    let reply = within(coordinator.clients.jobs.clone().artifacts(request))
         .await
         .unwrap()
         .into_inner();
     assert_eq!(reply.artifacts, [v1::Artifact::from(artifact)]);
-    let lora = pool.blobs().get_bytes(ContentHash::of(b"lora"), 10).await.unwrap();
+    let lora = coordinator
+        .blobs()
+        .get_bytes(ContentHash::of(b"lora"), 10)
+        .await
+        .unwrap();
     assert_eq!(&lora[..], b"lora");
     let workers = within(
-        pool.clients
+        coordinator
+            .clients
             .jobs
             .clone()
             .list_workers(v1::ListWorkersRequest::default()),
@@ -166,33 +175,33 @@ async fn a_job_runs_from_submission_to_artifact() {
         (workers.workers[0].name.as_str(), workers.workers[0].connected),
         ("w1", true)
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let job = pool.submit("long").await.job;
-    let waiting = pool.submit("next").await.job;
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let job = coordinator.submit("long").await.job;
+    let waiting = coordinator.submit("next").await.job;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     let work = worker.next_assignment().await;
     worker.heartbeat(&[held_attempt(&work)]).await;
     worker.log(&work, 1, "before").await;
-    let manifest = pool.checkpoint(5).await;
+    let manifest = coordinator.checkpoint(5).await;
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 5).await,
         Verdict::Accepted
     );
     let id = worker.id.clone();
-    let token = pool.running.token.clone();
+    let token = coordinator.running.token.clone();
 
-    let pool = pool.restart().await;
+    let coordinator = coordinator.restart().await;
     assert!(matches!(
         worker.wait_for_message(Some).await,
-        ToWorker::BeatReply { .. } | ToWorker::GoingAway { .. }
+        ToWorker::HeartbeatReply { .. } | ToWorker::GoingAway { .. }
     ));
-    assert_eq!(pool.running.token, token, "the token is created once");
-    let view = pool.job(job.as_str()).await;
+    assert_eq!(coordinator.running.token, token, "the token is created once");
+    let view = coordinator.job(job.as_str()).await;
     assert_eq!((view.state, view.checkpoint_step), (JobState::Running, Some(5)));
     assert!(view.reason.contains("not connected"), "{}", view.reason);
 
@@ -201,7 +210,7 @@ async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
         epoch: Epoch(3),
     };
     let registration = FakeWorker::registration("w1", Some(id.clone()), vec![held_attempt(&work), stale]);
-    let mut worker = FakeWorker::register(&pool.clients, registration).await;
+    let mut worker = FakeWorker::register(&coordinator.clients, registration).await;
     assert_eq!(
         (&worker.id, &worker.keep),
         (&id, &vec![work.attempt.clone()]),
@@ -209,7 +218,7 @@ async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
     );
     worker.log(&work, 1, "before").await;
     worker.log(&work, 2, "after").await;
-    let manifest = pool.checkpoint(9).await;
+    let manifest = coordinator.checkpoint(9).await;
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 9).await,
         Verdict::Accepted
@@ -223,32 +232,32 @@ async fn a_running_attempt_survives_a_restart_of_the_coordinator() {
         Verdict::Accepted,
         "a repeated report is accepted"
     );
-    assert_eq!(pool.job(job.as_str()).await.state, JobState::Completed);
+    assert_eq!(coordinator.job(job.as_str()).await.state, JobState::Completed);
     assert_eq!(
-        logs(&pool.events(job.as_str(), 0, false).await),
+        logs(&coordinator.events(job.as_str(), 0, false).await),
         ["before", "after"],
         "once each"
     );
 
     // The queue survives, too. A worker without its attempt is assigned work again.
     let second = FakeWorker::registration("w1", Some(id.clone()), Vec::new());
-    let mut worker = FakeWorker::register(&pool.clients, second).await;
+    let mut worker = FakeWorker::register(&coordinator.clients, second).await;
     let next = worker.next_assignment().await;
     assert_eq!((next.job, next.resume), (waiting, None));
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
-    let pool = Pool::start(Duration::from_millis(800)).await;
-    let job = pool.submit("shapes").await.job;
-    let mut one = FakeWorker::new(&pool, "one").await;
+    let coordinator = TestCoordinator::start(Duration::from_millis(800)).await;
+    let job = coordinator.submit("shapes").await.job;
+    let mut one = FakeWorker::new(&coordinator, "one").await;
     let first = one.next_assignment().await;
     one.heartbeat(&[held_attempt(&first)]).await;
-    let saved = pool.checkpoint(10).await;
+    let saved = coordinator.checkpoint(10).await;
     assert_eq!(one.commit(&held_attempt(&first), saved, 10).await, Verdict::Accepted);
 
-    let mut two = FakeWorker::new(&pool, "two").await;
+    let mut two = FakeWorker::new(&coordinator, "two").await;
     let second = loop {
         two.heartbeat(&[]).await;
         let next = tokio::time::timeout(Duration::from_millis(100), two.next()).await;
@@ -267,9 +276,9 @@ async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
     // The first worker's session has ended. A new session tells it that it may keep nothing.
     while one.next().await.is_some() {}
     let registration = FakeWorker::registration("one", Some(one.id.clone()), vec![held_attempt(&first)]);
-    let mut one = FakeWorker::register(&pool.clients, registration).await;
+    let mut one = FakeWorker::register(&coordinator.clients, registration).await;
     assert!(one.keep.is_empty());
-    let stale = pool.checkpoint(30).await;
+    let stale = coordinator.checkpoint(30).await;
     assert_eq!(one.commit(&held_attempt(&first), stale, 30).await, Verdict::Fenced);
     assert_eq!(
         one.finish(&held_attempt(&first), Outcome::Completed).await,
@@ -296,26 +305,29 @@ async fn a_worker_without_heartbeats_is_fenced_and_its_job_goes_on_elsewhere() {
         two.finish(&held_attempt(&second), Outcome::Completed).await,
         Verdict::Accepted
     );
-    let view = pool.job(job.as_str()).await;
+    let view = coordinator.job(job.as_str()).await;
     assert_eq!(
         (view.state, view.checkpoint_step, view.attempts.len()),
         (JobState::Completed, Some(10), 2)
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn stop_saves_and_resume_continues_from_the_checkpoint() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let job = pool.submit("shapes").await.job.to_string();
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let job = coordinator.submit("shapes").await.job.to_string();
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     let work = worker.next_assignment().await;
     worker.heartbeat(&[held_attempt(&work)]).await;
     let stop = v1::StopJobRequest {
         job_id: job[..4].into(),
         now: false,
     };
-    let view = within(pool.clients.jobs.clone().stop(stop)).await.unwrap().into_inner();
+    let view = within(coordinator.clients.jobs.clone().stop(stop))
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(view.state(), v1::JobState::Stopping);
     let save = worker
         .wait_for_message(|m| {
@@ -327,19 +339,23 @@ async fn stop_saves_and_resume_continues_from_the_checkpoint() {
         })
         .await;
     assert!(save);
-    let saved = pool.checkpoint(7).await;
+    let saved = coordinator.checkpoint(7).await;
     assert_eq!(worker.commit(&held_attempt(&work), saved, 7).await, Verdict::Accepted);
     assert_eq!(
         worker.finish(&held_attempt(&work), Outcome::stopped()).await,
         Verdict::Accepted
     );
-    pool.in_state(&job, JobState::Stopped).await;
+    coordinator.in_state(&job, JobState::Stopped).await;
     let resume = v1::ResumeJobRequest { job_id: job.clone() };
-    within(pool.clients.jobs.clone().resume(resume.clone())).await.unwrap();
+    within(coordinator.clients.jobs.clone().resume(resume.clone()))
+        .await
+        .unwrap();
     let resumed = worker.next_assignment().await;
     assert_eq!((resumed.epoch, resumed.resume), (Epoch(2), Some(saved)));
     assert_eq!(resumed.seed, work.seed, "all attempts of a job have the same seed");
-    let refused = within(pool.clients.jobs.clone().resume(resume)).await.unwrap_err();
+    let refused = within(coordinator.clients.jobs.clone().resume(resume))
+        .await
+        .unwrap_err();
     assert_eq!(refused.code(), Code::Aborted);
     let failed = Outcome::Failed {
         cause: FailureCause::BadInput,
@@ -347,16 +363,16 @@ async fn stop_saves_and_resume_continues_from_the_checkpoint() {
     };
     worker.finish(&held_attempt(&resumed), failed).await;
     assert_eq!(
-        pool.in_state(&job, JobState::Failed).await.reason,
+        coordinator.in_state(&job, JobState::Failed).await.reason,
         "cat.png has 0 bytes"
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn submissions_are_idempotent_validated_and_found_by_id_prefix() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let mut jobs = pool.clients.jobs.clone();
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let mut jobs = coordinator.clients.jobs.clone();
     let keyed = Submission {
         idempotency_key: Some("k1".into()),
         ..submission("a")
@@ -373,8 +389,8 @@ async fn submissions_are_idempotent_validated_and_found_by_id_prefix() {
         (repeated.job_id.as_str(), repeated.existed, first.existed),
         (first.job_id.as_str(), true, false)
     );
-    let pool = pool.restart().await;
-    let mut jobs = pool.clients.jobs.clone();
+    let coordinator = coordinator.restart().await;
+    let mut jobs = coordinator.clients.jobs.clone();
     let later = within(jobs.submit(v1::SubmitRequest::from(keyed)))
         .await
         .unwrap()
@@ -391,7 +407,7 @@ async fn submissions_are_idempotent_validated_and_found_by_id_prefix() {
     .await
     .unwrap_err();
     assert_eq!(unknown.code(), Code::NotFound);
-    pool.submit("b").await;
+    coordinator.submit("b").await;
     let ambiguous = within(jobs.get(v1::GetJobRequest { job_id: "j".into() }))
         .await
         .unwrap_err();
@@ -437,22 +453,22 @@ async fn submissions_are_idempotent_validated_and_found_by_id_prefix() {
         .unwrap()
         .into_inner();
     assert_eq!(list.jobs.len(), 2, "refused submissions leave no job");
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn blobs_are_verified_on_upload_and_download() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let blobs = pool.blobs();
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let blobs = coordinator.blobs();
     let big: Vec<u8> = (0..3_500_000_u32).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
     let hash = ContentHash::of(&big);
-    let path = pool.dir.path().join("big");
+    let path = coordinator.dir.path().join("big");
     std::fs::write(&path, &big).unwrap();
     assert_eq!(blobs.has(&[hash]).await.unwrap(), [false]);
     within(blobs.put_file(hash, &path)).await.unwrap();
     within(blobs.put_file(hash, &path)).await.unwrap();
     assert_eq!(blobs.has(&[hash, ContentHash::of(b"no")]).await.unwrap(), [true, false]);
-    let back = pool.dir.path().join("back");
+    let back = coordinator.dir.path().join("back");
     assert_eq!(within(blobs.get_to_file(hash, &back)).await.unwrap(), big.len() as u64);
     assert_eq!(std::fs::read(&back).unwrap(), big);
     assert!(matches!(
@@ -493,7 +509,7 @@ async fn blobs_are_verified_on_upload_and_download() {
             .into_iter()
             .map(|part| v1::PutBlobRequest { part: Some(part) })
             .collect();
-        let error = within(pool.clients.blobs.clone().put(tokio_stream::iter(parts)))
+        let error = within(coordinator.clients.blobs.clone().put(tokio_stream::iter(parts)))
             .await
             .unwrap_err();
         assert_eq!(error.code(), code, "case {index}: {error}");
@@ -504,9 +520,11 @@ async fn blobs_are_verified_on_upload_and_download() {
         "failed uploads store nothing"
     );
     eventually("the partial uploads to be removed", || async {
-        let left = std::fs::read_dir(pool.dir.path().join("transit")).unwrap().count();
+        let left = std::fs::read_dir(coordinator.dir.path().join("transit"))
+            .unwrap()
+            .count();
         (left == 0).then_some(())
     })
     .await;
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

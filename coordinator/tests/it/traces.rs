@@ -3,7 +3,7 @@
 use crate::support::daemon::Daemon;
 use crate::support::{FakeWorker, eventually, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
+use aitk_common::control::{JobState, JobView, NewMember, Submission, SubmissionReceipt, Verdict};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
@@ -24,7 +24,7 @@ fn job(name: &str) -> Submission {
     }
 }
 
-async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> Submitted {
+async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> SubmissionReceipt {
     let mut request = tonic::Request::new(v1::SubmitRequest::from(job(name)));
     trace::insert(request.metadata_mut(), from);
     let reply = within(clients.jobs.clone().submit(request)).await.unwrap();

@@ -5,7 +5,7 @@ use crate::support::data_sets::{collect, data_set, put, submission_with};
 use crate::support::{TIMEOUT, config, within};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
-use aitk_coordinator::{Config, Limits, Retention, Running, start};
+use aitk_coordinator::{Config, CoordinatorHandle, Limits, Retention, start};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use std::path::Path;
@@ -14,18 +14,18 @@ use std::time::{Duration, SystemTime};
 const KIB: usize = 1 << 10;
 
 struct TestServer {
-    running: Running,
+    running: CoordinatorHandle,
     admin: Clients,
 }
 
-/// Starts a coordinator. `unnamed` is how long uploads that no job references are kept.
-async fn start_server(dir: &Path, limits: Limits, unnamed: Duration) -> TestServer {
+/// Starts a coordinator. `unreferenced` is how long uploads that no job references are kept.
+async fn start_server(dir: &Path, limits: Limits, unreferenced: Duration) -> TestServer {
     let running = start(Config {
         limits,
         disk_reserve: Some(0),
         retention: Retention {
             every: None,
-            unnamed,
+            unreferenced,
             ..Retention::default()
         },
         ..config(dir, Duration::from_secs(60))
@@ -152,7 +152,7 @@ fn backdate(dir: &Path, hash: ContentHash, by: Duration) {
 async fn unreferenced_uploads_are_removed_after_an_hour_unless_their_uploader_is_active() {
     let dir = tempfile::tempdir().unwrap();
     let defaults = Retention::default();
-    let start = || start_server(dir.path(), Limits::default(), defaults.unnamed);
+    let start = || start_server(dir.path(), Limits::default(), defaults.unreferenced);
     let server = start().await;
     let (eve_token, _) = create_token(&server.admin, "eve", "submitter", None).await;
     let (ada_token, _) = create_token(&server.admin, "ada", "submitter", None).await;

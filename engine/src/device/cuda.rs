@@ -25,7 +25,7 @@ pub(super) fn count() -> Result<u32, String> {
 }
 
 /// Opens a device, reads its properties and tests it.
-pub(super) fn examine(index: u32) -> candle_core::Result<Gpu> {
+pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
     let device = Device::new_cuda(index as usize)?;
     let stream = device.as_cuda_device()?.cuda_stream();
     let context = stream.context();

@@ -4,9 +4,9 @@ pub use super::gpu::Gpu;
 use super::self_test::catch_panic;
 use aitk_common::capability::DeviceKind;
 
-/// The result of [`survey`].
+/// The result of [`probe_gpus`].
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Survey {
+pub struct GpuProbe {
     /// GPUs that work, at least in f32.
     pub gpus: Vec<Gpu>,
     /// GPUs that do not work and drivers that do not start: a sentence for the user each.
@@ -20,7 +20,7 @@ pub struct Survey {
 struct Backend {
     kind: DeviceKind,
     count: fn() -> Result<u32, String>,
-    examine: fn(u32) -> candle_core::Result<Gpu>,
+    open_and_test: fn(u32) -> candle_core::Result<Gpu>,
 }
 
 const BACKENDS: &[Backend] = &[
@@ -28,52 +28,50 @@ const BACKENDS: &[Backend] = &[
     Backend {
         kind: DeviceKind::Cuda,
         count: super::cuda::count,
-        examine: super::cuda::examine,
+        open_and_test: super::cuda::open_and_test,
     },
     #[cfg(feature = "metal")]
     Backend {
         kind: DeviceKind::Metal,
         count: super::metal::count,
-        examine: super::metal::examine,
+        open_and_test: super::metal::open_and_test,
     },
 ];
 
 /// Finds and tests every GPU that this build supports. Takes seconds with CUDA, which compiles its kernels for the card
 /// when they are first used. Never fails: a GPU that cannot be used is left out, with a reason.
 #[must_use]
-pub fn survey() -> Survey {
-    let mut survey = Survey::default();
+pub fn probe_gpus() -> GpuProbe {
+    let mut probe = GpuProbe::default();
     for backend in BACKENDS {
-        survey_backend(backend, &mut survey);
+        probe_backend(backend, &mut probe);
     }
-    survey.not_built_for.extend(unsupported_gpu());
-    survey
+    probe.not_built_for.extend(unsupported_gpu());
+    probe
 }
 
-fn survey_backend(backend: &Backend, survey: &mut Survey) {
+fn probe_backend(backend: &Backend, probe: &mut GpuProbe) {
     let name = backend.kind.name();
     let count = match catch_panic(backend.count) {
         Some(Ok(count)) => count,
-        Some(Err(reason)) => return survey.left_out.push(format!("{name}: {reason}")),
+        Some(Err(reason)) => return probe.left_out.push(format!("{name}: {reason}")),
         None => {
-            return survey
+            return probe
                 .left_out
                 .push(format!("{name}: its driver failed while listing devices"));
         }
     };
     for index in 0..count {
-        match catch_panic(|| (backend.examine)(index)) {
-            Some(Ok(gpu)) if gpu.dtypes.iter().any(|dtype| dtype == "f32") => survey.gpus.push(gpu),
-            Some(Ok(gpu)) => survey.left_out.push(format!(
+        match catch_panic(|| (backend.open_and_test)(index)) {
+            Some(Ok(gpu)) if gpu.dtypes.iter().any(|dtype| dtype == "f32") => probe.gpus.push(gpu),
+            Some(Ok(gpu)) => probe.left_out.push(format!(
                 "{name}:{index} ({} {}) does not compute f32: {}",
                 gpu.name,
                 gpu.architecture,
                 gpu.faults.join("; ")
             )),
-            Some(Err(error)) => survey
-                .left_out
-                .push(format!("{name}:{index} cannot be opened: {error}")),
-            None => survey
+            Some(Err(error)) => probe.left_out.push(format!("{name}:{index} cannot be opened: {error}")),
+            None => probe
                 .left_out
                 .push(format!("{name}:{index}: its driver failed during the test")),
         }
@@ -118,33 +116,33 @@ mod tests {
         }
     }
 
-    fn survey_with(count: fn() -> Result<u32, String>, examine: fn(u32) -> candle_core::Result<Gpu>) -> Survey {
-        let mut survey = Survey::default();
+    fn probe_with(count: fn() -> Result<u32, String>, open_and_test: fn(u32) -> candle_core::Result<Gpu>) -> GpuProbe {
+        let mut probe = GpuProbe::default();
         let backend = Backend {
             kind: DeviceKind::Cuda,
             count,
-            examine,
+            open_and_test,
         };
-        survey_backend(&backend, &mut survey);
-        survey
+        probe_backend(&backend, &mut probe);
+        probe
     }
 
     #[test]
     fn a_gpu_is_used_if_f32_works() {
-        let survey = survey_with(|| Ok(1), |_| Ok(gpu(&["f32", "f16"])));
-        assert_eq!((survey.gpus.len(), survey.left_out.len()), (1, 0));
-        let survey = survey_with(|| Ok(1), |_| Ok(gpu(&["f16"])));
-        assert!(survey.gpus.is_empty());
-        assert!(survey.left_out[0].contains("no such kernel"), "{survey:?}");
+        let probe = probe_with(|| Ok(1), |_| Ok(gpu(&["f32", "f16"])));
+        assert_eq!((probe.gpus.len(), probe.left_out.len()), (1, 0));
+        let probe = probe_with(|| Ok(1), |_| Ok(gpu(&["f16"])));
+        assert!(probe.gpus.is_empty());
+        assert!(probe.left_out[0].contains("no such kernel"), "{probe:?}");
     }
 
     #[test]
     fn errors_and_panics_of_a_driver_become_reasons() {
-        let survey = survey_with(|| Err("too old".to_owned()), |_| Ok(gpu(&["f32"])));
-        assert_eq!(survey.left_out, ["cuda: too old"]);
-        let survey = survey_with(|| panic!("no library"), |_| Ok(gpu(&["f32"])));
-        assert!(survey.left_out[0].contains("failed"), "{survey:?}");
-        let survey = survey_with(
+        let probe = probe_with(|| Err("too old".to_owned()), |_| Ok(gpu(&["f32"])));
+        assert_eq!(probe.left_out, ["cuda: too old"]);
+        let probe = probe_with(|| panic!("no library"), |_| Ok(gpu(&["f32"])));
+        assert!(probe.left_out[0].contains("failed"), "{probe:?}");
+        let probe = probe_with(
             || Ok(3),
             |index| match index {
                 0 => panic!("a fault of the driver"),
@@ -152,9 +150,9 @@ mod tests {
                 _ => Ok(gpu(&["f32"])),
             },
         );
-        assert_eq!(survey.gpus.len(), 1);
-        assert!(survey.left_out[0].starts_with("cuda:0"), "{survey:?}");
-        assert!(survey.left_out[1].contains("in use"), "{survey:?}");
+        assert_eq!(probe.gpus.len(), 1);
+        assert!(probe.left_out[0].starts_with("cuda:0"), "{probe:?}");
+        assert!(probe.left_out[1].contains("in use"), "{probe:?}");
     }
 
     #[test]

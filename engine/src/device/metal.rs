@@ -20,7 +20,7 @@ pub(super) fn count() -> Result<u32, String> {
 }
 
 /// Opens the GPU, reads its properties and tests it.
-pub(super) fn examine(index: u32) -> candle_core::Result<Gpu> {
+pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
     let device = Device::new_metal(index as usize)?;
     let metal = device.as_metal_device()?.metal_device();
     // The memory is shared with all other programs: this much can be used before the system starts to swap.

@@ -25,7 +25,7 @@ pub(super) struct LoadedModel {
     /// The folder or file of its VAE: the model's own, or `model.vae_path`.
     pub(super) vae_path: PathBuf,
     /// What the memory profile chose.
-    pub(super) choices: MemoryOptions,
+    pub(super) memory_options: MemoryOptions,
 }
 
 /// The context that a process runs in.
@@ -140,7 +140,7 @@ impl Context<'_> {
             }
             None => path,
         };
-        if !options.choices.pages_returned {
+        if !options.memory_options.pages_returned {
             FreePages::Retain.apply();
         }
         if config.compile || config.block_compile {
@@ -149,7 +149,7 @@ impl Context<'_> {
         Ok(LoadedModel {
             model,
             vae_path,
-            choices: options.choices,
+            memory_options: options.memory_options,
         })
     }
 

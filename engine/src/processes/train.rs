@@ -96,7 +96,7 @@ impl<'a> Run<'a> {
         let LoadedModel {
             mut model,
             vae_path,
-            choices,
+            memory_options,
         } = cx.load_model(&process.model, &compute, target::trained_tensors(process))?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
@@ -106,10 +106,10 @@ impl<'a> Run<'a> {
         }
 
         let residency =
-            Residency::checkpointing(process.train.gradient_checkpointing || choices.gradient_checkpointing);
+            Residency::checkpointing(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
         let target = Target::new(process, &mut model, seed, cx)?;
-        let trainer = trainer(process, &target, &choices)?;
+        let trainer = trainer(process, &target, &memory_options)?;
         let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
         if lr != process.train.lr {
             cx.log(
@@ -143,7 +143,7 @@ impl<'a> Run<'a> {
             compute,
             target,
             trainer,
-            choices,
+            memory_options,
             loss: options::loss_options(process),
             noise: options::noise_options(process, schedule.len()),
             schedule,

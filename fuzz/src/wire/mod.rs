@@ -4,7 +4,7 @@
 mod build;
 
 use super::unstructured::Unstructured;
-use aitk_common::control::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, Submitted};
+use aitk_common::control::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt};
 use aitk_common::control::{ToCoordinator, ToWorker, WorkerView};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, UserName, WorkerId};
@@ -66,7 +66,7 @@ messages! {
     WorkerMessage => ToCoordinator,
     CoordinatorMessage => ToWorker,
     SubmitRequest => Submission,
-    SubmitReply => Submitted,
+    SubmitReply => SubmissionReceipt,
     InfoReply => ServerInfo,
     Job => JobView,
     JobEvent => JobEvent,

@@ -9,7 +9,9 @@ use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::control::{
     ArrayCounts, ArrayView, DeviceForecast, Forecast, NewMember, UnixMillis, WorkerDeviceView, WorkerView,
 };
-use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
+use aitk_common::control::{
+    Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt,
+};
 use aitk_common::id::{Epoch, UserName};
 use aitk_common::plan::parameter_counts::{CompactWeights, ParameterCounts};
 
@@ -170,8 +172,8 @@ impl From<v1::ArrayMember> for NewMember {
     }
 }
 
-impl From<Submitted> for v1::SubmitReply {
-    fn from(submitted: Submitted) -> Self {
+impl From<SubmissionReceipt> for v1::SubmitReply {
+    fn from(submitted: SubmissionReceipt) -> Self {
         Self {
             job_id: submitted.job.to_string(),
             name: submitted.name,
@@ -180,7 +182,7 @@ impl From<Submitted> for v1::SubmitReply {
     }
 }
 
-impl TryFrom<v1::SubmitReply> for Submitted {
+impl TryFrom<v1::SubmitReply> for SubmissionReceipt {
     type Error = ConvertError;
     fn try_from(wire: v1::SubmitReply) -> Result<Self> {
         Ok(Self {

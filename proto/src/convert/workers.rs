@@ -215,7 +215,7 @@ impl TryFrom<v1::WorkerMessage> for ToCoordinator {
         let request = wire.request_id;
         Ok(match required(wire.message, "message")? {
             Wire::Register(register) => Self::Register(Box::new(Registration::try_from(register).within("register")?)),
-            Wire::Beat(beat) => Self::Beat {
+            Wire::Beat(beat) => Self::Heartbeat {
                 running: held_list(beat.running, "beat.running")?,
             },
             Wire::Event(event) => Self::Event {
@@ -259,7 +259,7 @@ impl From<ToCoordinator> for v1::WorkerMessage {
         let ids = |held: HeldAttempt| (held.attempt.to_string(), held.epoch.0);
         let (request_id, message) = match message {
             ToCoordinator::Register(registration) => (0, Wire::Register((*registration).into())),
-            ToCoordinator::Beat { running } => (
+            ToCoordinator::Heartbeat { running } => (
                 0,
                 Wire::Beat(v1::Beat {
                     running: wire_held(running),
@@ -420,7 +420,7 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
                 }
                 Self::Welcome {
                     worker: worker_id(&welcome.worker_id, "welcome.worker_id")?,
-                    beat_interval: Duration::from_millis(welcome.beat_interval_ms),
+                    heartbeat_interval: Duration::from_millis(welcome.beat_interval_ms),
                     lease: Duration::from_millis(welcome.lease_ms),
                     storage_url: Some(welcome.storage_url).filter(|url| !url.is_empty()),
                     keep: welcome
@@ -435,7 +435,7 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
                         .collect::<Result<Vec<_>>>()?,
                 }
             }
-            Wire::BeatReply(reply) => Self::BeatReply {
+            Wire::BeatReply(reply) => Self::HeartbeatReply {
                 events: reply
                     .events
                     .iter()
@@ -477,20 +477,20 @@ impl From<ToWorker> for v1::CoordinatorMessage {
         let message = match message {
             ToWorker::Welcome {
                 worker,
-                beat_interval,
+                heartbeat_interval,
                 lease,
                 storage_url,
                 keep,
                 wanted,
             } => Wire::Welcome(v1::Welcome {
                 worker_id: worker.to_string(),
-                beat_interval_ms: millis(beat_interval),
+                beat_interval_ms: millis(heartbeat_interval),
                 lease_ms: millis(lease),
                 storage_url: storage_url.unwrap_or_default(),
                 keep: keep.iter().map(ToString::to_string).collect(),
                 wanted: wanted.iter().map(ToString::to_string).collect(),
             }),
-            ToWorker::BeatReply { events } => Wire::BeatReply(v1::BeatReply {
+            ToWorker::HeartbeatReply { events } => Wire::BeatReply(v1::BeatReply {
                 events: events
                     .into_iter()
                     .map(|(attempt, seq)| v1::EventCursor {

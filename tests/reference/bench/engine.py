@@ -29,7 +29,7 @@ import subprocess
 import sys
 import time
 
-import twins
+import pytorch_benchmarks
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -75,12 +75,12 @@ def known(aitk):
 def chosen(only, listed):
     """The works with these names, or with these in their names, as `aitk bench engine --only` has it."""
     for name in listed:
-        if name not in twins.WORKS:
-            say(f"{name}: left out, nobody wrote it in PyTorch yet (tests/reference/bench/twins.py)")
-    for name in twins.WORKS:
+        if name not in pytorch_benchmarks.WORKS:
+            say(f"{name}: left out, nobody wrote it in PyTorch yet (tests/reference/bench/pytorch_benchmarks.py)")
+    for name in pytorch_benchmarks.WORKS:
         if name not in listed:
             say(f"{name}: left out, this aitk does not have it")
-    names = [name for name in twins.WORKS if name in listed]
+    names = [name for name in pytorch_benchmarks.WORKS if name in listed]
     if not only:
         return names
     picked = set()
@@ -101,10 +101,10 @@ def ours():
 def wait_for_quiet(limit):
     """Until others take little, at most so many seconds."""
     end = time.monotonic() + limit
-    while twins.busy() is not None and time.monotonic() < end:
-        before, began = twins.busy(), time.monotonic()
+    while pytorch_benchmarks.busy() is not None and time.monotonic() < end:
+        before, began = pytorch_benchmarks.busy(), time.monotonic()
         time.sleep(1)
-        if (twins.busy() - before) / (time.monotonic() - began) / os.cpu_count() < LITTLE:
+        if (pytorch_benchmarks.busy() - before) / (time.monotonic() - began) / os.cpu_count() < LITTLE:
             return
 
 
@@ -115,7 +115,7 @@ def spawn(command, args):
     threads = str(args.threads)
     env = os.environ | {
         "RAYON_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    before, mine, began = twins.busy(), ours(), time.monotonic()
+    before, mine, began = pytorch_benchmarks.busy(), ours(), time.monotonic()
     # A session of its own: aitk measures in a child, and both have to go when they take too long.
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
@@ -137,7 +137,7 @@ def spawn(command, args):
     took = time.monotonic() - began
     # Loading PyTorch from a disk is waiting: its process tells what others took while it computed.
     if "others" not in found:
-        found["others"] = None if before is None else max(0.0, twins.busy() - before - (ours() - mine)) / took / os.cpu_count()
+        found["others"] = None if before is None else max(0.0, pytorch_benchmarks.busy() - before - (ours() - mine)) / took / os.cpu_count()
     return found
 
 
@@ -153,7 +153,7 @@ def compare(name, operations, aitk, args):
     """One work, in turns."""
     commands = {
         "aitk": [aitk, "bench", "engine", "--device", "cpu", "--only", name, "--json"],
-        "pytorch": [sys.executable, str(HERE / "twins.py"), name, "--threads", str(args.threads)]}
+        "pytorch": [sys.executable, str(HERE / "pytorch_benchmarks.py"), name, "--threads", str(args.threads)]}
     found = {who: [] for who in commands}
     for turn in range(args.repeat):
         for who, command in commands.items():
@@ -166,7 +166,7 @@ def compare(name, operations, aitk, args):
     sides = {who: side(some) for who, some in found.items()}
     others = [one["others"] for some in found.values() for one in some if one["others"] is not None]
     return {
-        "work": name, "shape": twins.WORKS[name][0], "flops": operations, **sides,
+        "work": name, "shape": pytorch_benchmarks.WORKS[name][0], "flops": operations, **sides,
         "ratio": sides["pytorch"]["median"] / sides["aitk"]["median"],
         "ratio_of_least": sides["pytorch"]["least"] / sides["aitk"]["least"],
         "others": max(others, default=None)}
@@ -185,7 +185,7 @@ def line(row):
 
 
 HEAD = (
-    "| work | shape | aitk, s: median (least) | PyTorch, s | PyTorch / aitk | aitk, GiB | PyTorch, GiB | others |\n"
+    "| work | shape | aitk, s: median (least) | PyTorch, s | PyTorch / aitk | aitk, GiB | PyTorch, GiB | other load |\n"
     "|---|---|---|---|---|---|---|---|")
 
 
@@ -216,7 +216,7 @@ def check_flops(names, listed):
     """Whether aitk counts as PyTorch does."""
     wrong = 0
     for name in names:
-        theirs = twins.flops(name)
+        theirs = pytorch_benchmarks.flops(name)
         wrong += theirs != listed[name]
         print(f"{name} {theirs}{'' if theirs == listed[name] else f', but aitk says {listed[name]}'}", flush=True)
     return 1 if wrong else 0

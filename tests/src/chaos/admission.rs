@@ -1,8 +1,8 @@
 //! Revokes a worker's certificate or token, and later gives it a new one.
 
+use crate::cluster::TestCluster;
 use crate::coordinators::{admin_command, join_command};
 use crate::namespaces::Namespaces;
-use crate::pool::Pool;
 use std::io::{Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -36,16 +36,16 @@ enum Access {
 
 impl Admission {
     /// The admission of this worker.
-    pub(super) fn of(pool: &Pool, name: &str, namespaces: &Namespaces) -> Self {
-        let access = match pool.setup().endpoint {
+    pub(super) fn of(test_cluster: &TestCluster, name: &str, namespaces: &Namespaces) -> Self {
+        let access = match test_cluster.setup().endpoint {
             Some(_) => Access::Certificate {
-                join: join_command(pool, name, namespaces),
+                join: join_command(test_cluster, name, namespaces),
             },
-            None => Access::Token(pool.worker_token(name)),
+            None => Access::Token(test_cluster.worker_token(name)),
         };
         Self {
             name: name.to_owned(),
-            admin: admin_command(pool),
+            admin: admin_command(test_cluster),
             access,
         }
     }

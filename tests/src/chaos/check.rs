@@ -45,7 +45,7 @@ pub fn violations(cluster: &mut Cluster, outcome: &RoundOutcome) -> Vec<String> 
 fn run<const N: usize>(cluster: &Cluster, arguments: [&str; N]) -> Output {
     let begun = Instant::now();
     loop {
-        let output = cluster.pool().aitk(arguments);
+        let output = cluster.test_cluster().aitk(arguments);
         if output.status.code() != Some(UNREACHABLE) || begun.elapsed() > CLEANUP_TIMEOUT {
             return output;
         }
@@ -113,7 +113,10 @@ fn check_processes(cluster: &mut Cluster) -> Vec<String> {
     for text in &mut violations {
         *text = format!("exited on its own: {text}");
     }
-    let folders = cluster.coordinators.iter().map(|pool| pool.setup().folder.clone());
+    let folders = cluster
+        .coordinators
+        .iter()
+        .map(|test_cluster| test_cluster.setup().folder.clone());
     for entry in folders.flat_map(std::fs::read_dir).flatten().flatten() {
         let path = entry.path();
         if path.extension().is_none_or(|extension| extension != "log") {
@@ -228,8 +231,8 @@ fn find_leftovers(cluster: &Cluster) -> Vec<String> {
     for machine in &cluster.machines {
         found.extend(worker_leftovers(&machine.folder));
     }
-    for pool in &cluster.coordinators {
-        for path in files_below(&pool.data_dir().join("transit")) {
+    for test_cluster in &cluster.coordinators {
+        for path in files_below(&test_cluster.data_dir().join("transit")) {
             found.push(format!("{} is left of a transfer", path.display()));
         }
     }

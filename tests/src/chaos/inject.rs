@@ -3,7 +3,7 @@
 use super::admission::Admission;
 use super::faults::{FaultKind, HubFault, PacketLoss};
 use super::{Cluster, RESERVE_MIB};
-use crate::network::{Direction, Loss};
+use crate::network::{Direction, PacketLossGuard};
 use crate::processes::{Process, send};
 use crate::server_fault::ServerFault;
 use nix::sys::signal::Signal;
@@ -37,7 +37,7 @@ enum RecoveryKind {
     Coordinator { at: usize },
     FrozenLeader { at: usize, id: u32 },
     Storage,
-    Link { at: usize, loss: Option<Loss> },
+    Link { at: usize, loss: Option<PacketLossGuard> },
     Database,
     SlowDatabase,
     FullDisk { filler: PathBuf },
@@ -82,7 +82,11 @@ impl FaultInjector {
                     return false;
                 }
                 let machine = &cluster.machines[at];
-                let admission = Box::new(Admission::of(cluster.pool(), &machine.name, &machine.namespaces));
+                let admission = Box::new(Admission::of(
+                    cluster.test_cluster(),
+                    &machine.name,
+                    &machine.namespaces,
+                ));
                 if !admission.revoke() {
                     // Perhaps only the answer was lost, so it gets a new token or certificate in any case.
                     cluster.machines[at].is_revoked = true;

@@ -1,4 +1,4 @@
-//! Chaos tests: a pool runs jobs while processes are killed or frozen, and network links, disks, storage and the database fail.
+//! Chaos tests: a cluster runs jobs while processes are killed or frozen, and network links, disks, storage and the database fail.
 //! A [`plan::Plan`], drawn from a seed, says which faults happen. After each round [`check`] verifies all invariants.
 //!
 //! The small cluster is one coordinator with SQLite and two workers, on loopback. The full cluster is two coordinators with a
@@ -15,12 +15,12 @@ pub mod plan;
 pub mod round;
 pub mod work;
 
+use crate::cluster::{DataDisk, Setup, TestCluster};
 use crate::coordinators;
 use crate::disks::SmallDisk;
 use crate::hub::Hub;
 use crate::namespaces::Namespaces;
-use crate::network::{Direction, HUB, Network};
-use crate::pool::{DataDisk, Pool, Setup};
+use crate::network::{Direction, Network, SWITCH};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
 use crate::s3::S3;
@@ -81,7 +81,7 @@ pub struct Machine {
 /// All processes of a chaos test.
 pub struct Cluster {
     /// One coordinator or two. Commands run in the folder of the first.
-    pub coordinators: Vec<Pool>,
+    pub coordinators: Vec<TestCluster>,
     /// The coordinators that are down.
     down: BTreeSet<usize>,
     logs: Vec<LogTail>,
@@ -131,7 +131,7 @@ impl Cluster {
             }
             Err(why) => skip("tmpfs", format!("no coordinator has a small disk: {why}")),
         }
-        let coordinators = vec![Pool::start_with(setup)];
+        let coordinators = vec![TestCluster::start_with(setup)];
         let mut cluster = Self::new(root, workloads, s3, coordinators);
         cluster.coordinator_disks = disks;
         for name in ["left", "right"] {
@@ -165,18 +165,18 @@ impl Cluster {
             .or_else(|_| SmallDisk::mount(&small, WORKER_DISK))
             .map_err(|why| skip("tmpfs", format!("no worker has a small disk: {why}")))
             .ok();
-        let hub = network.as_ref().map_or(Namespaces::Host, Network::hub);
-        let address = |port| match hub {
+        let switch = network.as_ref().map_or(Namespaces::Host, Network::switch);
+        let address = |port| match switch {
             Namespaces::Host => free_address(),
-            _ => SocketAddr::new(HUB, port),
+            _ => SocketAddr::new(SWITCH, port),
         };
-        let s3 = S3::start_in(servers.s3, root, address(9000), &hub);
-        let models = Hub::start_in(servers.hub, root, address(9100), &hub);
+        let s3 = S3::start_in(servers.s3, root, address(9000), &switch);
+        let models = Hub::start_in(servers.hub, root, address(9100), &switch);
         let mut disks = Vec::new();
         let mut setup = |folder: &Path, port| {
             let mut setup = Setup {
                 storage: Some(s3.url()),
-                namespaces: hub.clone(),
+                namespaces: switch.clone(),
                 address: address(port),
                 environment: models.environment(),
                 worker_tokens: database.is_none(),
@@ -190,7 +190,7 @@ impl Cluster {
                     setup.coordinator_environment.push(direct_storage());
                 }
             }
-            match data_disk(folder, &hub) {
+            match data_disk(folder, &switch) {
                 Ok((disk, data_disk)) => {
                     disks.push(disk);
                     setup.data_disk = Some(data_disk);
@@ -204,7 +204,7 @@ impl Cluster {
                 &database.url(),
                 vec![setup(root, 7420), setup(&root.join("second"), 7421)],
             ),
-            None => vec![Pool::start_with(setup(root, 7420))],
+            None => vec![TestCluster::start_with(setup(root, 7420))],
         };
         let mut cluster = Self::new(root, workloads, s3, coordinators);
         (cluster.network, cluster.database) = (network, database);
@@ -215,10 +215,10 @@ impl Cluster {
         cluster
     }
 
-    fn new(root: &Path, workloads: Vec<Workload>, s3: S3, coordinators: Vec<Pool>) -> Self {
+    fn new(root: &Path, workloads: Vec<Workload>, s3: S3, coordinators: Vec<TestCluster>) -> Self {
         let logs = coordinators
             .iter()
-            .map(|pool| pool.coordinator.log_from_start())
+            .map(|test_cluster| test_cluster.coordinator.log_from_start())
             .collect();
         Self {
             coordinators,
@@ -248,17 +248,17 @@ impl Cluster {
         let namespaces = disk
             .as_ref()
             .map_or(network.clone(), |disk| disk.namespaces_with(&network));
-        if self.pool().setup().endpoint.is_some() {
-            coordinators::join(self.pool(), name, &namespaces);
+        if self.test_cluster().setup().endpoint.is_some() {
+            coordinators::join(self.test_cluster(), name, &namespaces);
         } else {
-            let admitted = Admission::of(self.pool(), name, &namespaces).admit().join();
+            let admitted = Admission::of(self.test_cluster(), name, &namespaces).admit().join();
             assert!(admitted.unwrap_or(false), "{name} could not get a token");
         }
         let folder = disk.as_ref().map(SmallDisk::seen_from_here);
         self.machines.push(Machine {
             name: name.to_owned(),
-            process: Some(self.pool().worker_in(name, &namespaces)),
-            folder: folder.unwrap_or_else(|| self.pool().worker_dir(name)),
+            process: Some(self.test_cluster().worker_in(name, &namespaces)),
+            folder: folder.unwrap_or_else(|| self.test_cluster().worker_dir(name)),
             disk,
             namespaces,
             link,
@@ -268,9 +268,9 @@ impl Cluster {
         });
     }
 
-    /// The pool through which commands run.
+    /// The coordinator through which commands run, with its workers.
     #[must_use]
-    pub fn pool(&self) -> &Pool {
+    pub fn test_cluster(&self) -> &TestCluster {
         &self.coordinators[0]
     }
 
@@ -302,11 +302,11 @@ impl Cluster {
 
     /// Restarts processes that exited on their own, as a service manager does.
     fn supervise(&mut self) {
-        for (at, pool) in self.coordinators.iter_mut().enumerate() {
-            if !self.down.contains(&at) && pool.coordinator.has_ended() {
+        for (at, test_cluster) in self.coordinators.iter_mut().enumerate() {
+            if !self.down.contains(&at) && test_cluster.coordinator.has_ended() {
                 self.unexpected_exits
-                    .push(format!("coordinator {at}:\n{}", pool.coordinator.tail()));
-                pool.spawn_coordinator();
+                    .push(format!("coordinator {at}:\n{}", test_cluster.coordinator.tail()));
+                test_cluster.spawn_coordinator();
             }
         }
         for at in 0..self.machines.len() {
@@ -338,7 +338,7 @@ impl Cluster {
         if machine.process.is_some() {
             return;
         }
-        let process = self.pool().worker_in(&machine.name, &machine.namespaces);
+        let process = self.test_cluster().worker_in(&machine.name, &machine.namespaces);
         self.machines[at].process = Some(process);
     }
 
@@ -352,7 +352,7 @@ impl Cluster {
             }
         }
         for machine in &self.machines {
-            let _ = self.pool().aitk(["worker", "undrain", &machine.name]);
+            let _ = self.test_cluster().aitk(["worker", "undrain", &machine.name]);
         }
     }
 
@@ -372,8 +372,8 @@ impl Cluster {
         for at in std::mem::take(&mut self.down) {
             self.coordinators[at].spawn_coordinator();
         }
-        for pool in &self.coordinators {
-            pool.coordinator.signal(nix::sys::signal::Signal::SIGCONT);
+        for test_cluster in &self.coordinators {
+            test_cluster.coordinator.signal(nix::sys::signal::Signal::SIGCONT);
         }
         for at in 0..self.machines.len() {
             if let (Some(network), Some(link)) = (&self.network, self.machines[at].link) {
@@ -393,7 +393,11 @@ impl Cluster {
     /// The tails of all logs, for a message.
     #[must_use]
     pub fn tails(&self) -> String {
-        let mut tails: Vec<String> = self.coordinators.iter().map(|pool| pool.coordinator.tail()).collect();
+        let mut tails: Vec<String> = self
+            .coordinators
+            .iter()
+            .map(|test_cluster| test_cluster.coordinator.tail())
+            .collect();
         for machine in self.machines.iter().filter_map(|machine| machine.process.as_ref()) {
             tails.push(machine.tail());
         }

@@ -69,14 +69,14 @@ pub struct Capabilities {
 /// The parameters of a round.
 #[derive(Clone, Copy, Debug)]
 pub struct RoundConfig {
-    /// The lease of the pool.
+    /// The lease of the cluster.
     pub lease: Duration,
     /// The longest fault of storage, links, disks and the database.
     pub outage: Duration,
     /// The smallest and the largest number of faults.
     pub faults: (u64, u64),
     /// How many faults wait for their triggers at the same time.
-    pub tracks: u8,
+    pub fault_queues: u8,
     /// How many jobs run at a time.
     pub jobs: usize,
     /// Whether new jobs are submitted until the last fault was injected.
@@ -300,7 +300,7 @@ mod tests {
             lease: Duration::from_secs(4),
             outage: Duration::from_secs(30),
             faults: (2, 5),
-            tracks: 1,
+            fault_queues: 1,
             jobs: 1,
             keep_busy: false,
             minutes: true,

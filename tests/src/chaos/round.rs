@@ -60,7 +60,7 @@ impl RoundOutcome {
 }
 
 /// A queue of faults that are injected one after another.
-struct Track {
+struct FaultQueue {
     waiting: VecDeque<PlannedFault>,
     ready: Instant,
     due: Option<Instant>,
@@ -119,14 +119,14 @@ impl Round<'_> {
     /// Injects the faults and waits for the end of all jobs. Returns the injected faults.
     fn inject_all(&mut self, plan: &Plan, begun: Instant, max_faults: usize) -> Vec<(Duration, PlannedFault)> {
         let mut injected = Vec::new();
-        let mut tracks: Vec<Track> = (0..self.config.tracks).map(|_| Track::new()).collect();
-        let count = tracks.len();
+        let mut fault_queues: Vec<FaultQueue> = (0..self.config.fault_queues).map(|_| FaultQueue::new()).collect();
+        let count = fault_queues.len();
         for (index, fault) in plan.faults.iter().enumerate() {
-            tracks[index % count].waiting.push_back(*fault);
+            fault_queues[index % count].waiting.push_back(*fault);
         }
         let mut last_supervised = Instant::now();
         while begun.elapsed() < self.config.limit {
-            let faults_left = injected.len() < max_faults && tracks.iter().any(|track| !track.waiting.is_empty());
+            let faults_left = injected.len() < max_faults && fault_queues.iter().any(|queue| !queue.waiting.is_empty());
             let frozen = self.frozen_until.is_some_and(|until| Instant::now() < until);
             self.submit(faults_left || frozen);
             let triggers = self.poll();
@@ -139,11 +139,11 @@ impl Round<'_> {
             if all_over && !(self.config.keep_busy && (faults_left || frozen)) {
                 break;
             }
-            for track in &mut tracks {
+            for queue in &mut fault_queues {
                 if injected.len() >= max_faults {
                     break;
                 }
-                if let Some(fault) = track.next_due(&triggers)
+                if let Some(fault) = queue.next_due(&triggers)
                     && self.inject(fault.kind)
                 {
                     injected.push((begun.elapsed(), fault));
@@ -164,7 +164,7 @@ impl Round<'_> {
             let key = format!("round-{}-{}", self.seed, self.jobs.len());
             let workload = &self.cluster.workloads[index];
             self.jobs
-                .push(Submission::new(self.cluster.pool(), index, workload, key));
+                .push(Submission::new(self.cluster.test_cluster(), index, workload, key));
         }
     }
 
@@ -172,7 +172,7 @@ impl Round<'_> {
     fn poll(&mut self) -> Vec<Trigger> {
         let mut triggers = vec![Trigger::Next];
         for job in &mut self.jobs {
-            for event in job.poll(self.cluster.pool()) {
+            for event in job.poll(self.cluster.test_cluster()) {
                 if event.is_assignment() {
                     triggers.push(Trigger::Staging);
                 }
@@ -249,7 +249,7 @@ impl Round<'_> {
     }
 }
 
-impl Track {
+impl FaultQueue {
     fn new() -> Self {
         Self {
             waiting: VecDeque::new(),

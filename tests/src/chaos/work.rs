@@ -2,10 +2,10 @@
 
 use super::events::Event;
 use super::files::Files;
+use crate::cluster::TestCluster;
 use crate::follower::Follower;
 use crate::hub;
 use crate::jobs;
-use crate::pool::Pool;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -126,7 +126,7 @@ impl Member {
 impl Submission {
     /// Prepares a submission with this idempotency key.
     #[must_use]
-    pub fn new(pool: &Pool, index: usize, workload: &Workload, key: String) -> Self {
+    pub fn new(test_cluster: &TestCluster, index: usize, workload: &Workload, key: String) -> Self {
         Self {
             workload: index,
             submissions: 0,
@@ -135,7 +135,7 @@ impl Submission {
             key,
             parts: workload.parts,
             config: workload.config,
-            log: pool.setup().folder.join("submit.log"),
+            log: test_cluster.setup().folder.join("submit.log"),
             running: None,
             next_attempt: Instant::now(),
         }
@@ -148,15 +148,15 @@ impl Submission {
     }
 
     /// Submits the job if it is not acknowledged yet. Returns the new events of its jobs.
-    pub fn poll(&mut self, pool: &Pool) -> Vec<Event> {
+    pub fn poll(&mut self, test_cluster: &TestCluster) -> Vec<Event> {
         if self.id.is_none() {
-            self.submit(pool);
+            self.submit(test_cluster);
             return Vec::new();
         }
         let mut new_events = Vec::new();
         for member in &mut self.members {
             if member.follower.was_unreachable() {
-                member.follower = Follower::start(pool, &member.id);
+                member.follower = Follower::start(test_cluster, &member.id);
             }
             // Checked before the events are read, so no event after the end is missed.
             member.is_over = member.follower.has_ended();
@@ -172,11 +172,11 @@ impl Submission {
         new_events
     }
 
-    fn submit(&mut self, pool: &Pool) {
+    fn submit(&mut self, test_cluster: &TestCluster) {
         let Some(running) = &mut self.running else {
             if Instant::now() >= self.next_attempt {
                 self.submissions += 1;
-                self.running = Some(self.start(pool));
+                self.running = Some(self.start(test_cluster));
             }
             return;
         };
@@ -198,7 +198,7 @@ impl Submission {
             Some(parts) => (0..parts).map(|part| format!("{id}-{part}")).collect(),
         };
         let follow = |id: String| Member {
-            follower: Follower::start(pool, &id),
+            follower: Follower::start(test_cluster, &id),
             id,
             worker: None,
             is_over: false,
@@ -207,9 +207,9 @@ impl Submission {
         self.id = Some(id);
     }
 
-    fn start(&self, pool: &Pool) -> Child {
+    fn start(&self, test_cluster: &TestCluster) -> Child {
         let log = File::options().create(true).append(true).open(&self.log);
-        let mut command = pool.command("aitk");
+        let mut command = test_cluster.command("aitk");
         command.args(["submit", self.config, "--idempotency-key", &self.key]);
         command
             .stdin(Stdio::null())

@@ -25,13 +25,13 @@ pub struct ProbeResult {
 /// Finds devices and tests them. Takes about a second; with CUDA, longer the first time on a machine.
 #[must_use]
 pub fn probe_devices() -> ProbeResult {
-    let survey = gpus::survey();
-    let mut devices: Vec<Device> = survey.gpus.into_iter().map(gpu_device).collect();
+    let probe = gpus::probe_gpus();
+    let mut devices: Vec<Device> = probe.gpus.into_iter().map(gpu_device).collect();
     devices.push(cpu::device());
     ProbeResult {
         devices,
-        left_out: survey.left_out,
-        not_built_for: survey.not_built_for,
+        left_out: probe.left_out,
+        not_built_for: probe.not_built_for,
     }
 }
 
@@ -74,17 +74,17 @@ fn gpu_budget(kind: DeviceKind, free: u64) -> u64 {
 
 /// The selection of devices that a worker offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Choice {
+pub enum DeviceSelection {
     /// The GPUs, or the CPU if there is none.
     #[default]
     Auto,
     /// The listed devices.
-    These(Vec<DeviceRef>),
+    Listed(Vec<DeviceRef>),
 }
 
 /// Why a selection of devices cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ChoiceError {
+pub enum DeviceSelectionError {
     /// The text is not a valid selection.
     #[error("cannot read the device {0:?}: expected auto, cpu, cuda:N or metal:N, several with commas between them")]
     Unreadable(String),
@@ -98,22 +98,22 @@ pub enum ChoiceError {
     },
 }
 
-impl FromStr for Choice {
-    type Err = ChoiceError;
+impl FromStr for DeviceSelection {
+    type Err = DeviceSelectionError;
 
-    fn from_str(text: &str) -> Result<Self, ChoiceError> {
+    fn from_str(text: &str) -> Result<Self, DeviceSelectionError> {
         if text.trim() == "auto" {
             return Ok(Self::Auto);
         }
         text.split(',')
             .map(|part| parse_device(part.trim()))
             .collect::<Result<_, _>>()
-            .map(Self::These)
+            .map(Self::Listed)
     }
 }
 
-fn parse_device(text: &str) -> Result<DeviceRef, ChoiceError> {
-    let unreadable = || ChoiceError::Unreadable(text.to_owned());
+fn parse_device(text: &str) -> Result<DeviceRef, DeviceSelectionError> {
+    let unreadable = || DeviceSelectionError::Unreadable(text.to_owned());
     let (kind, index) = text.split_once(':').unwrap_or((text, "0"));
     let kind = match kind {
         "cpu" => DeviceKind::Cpu,
@@ -131,11 +131,11 @@ fn parse_device(text: &str) -> Result<DeviceRef, ChoiceError> {
 /// The devices of `found` that were selected, in the order of the selection.
 ///
 /// # Errors
-/// [`ChoiceError::Missing`] for a device that does not exist.
-pub fn choose(found: Vec<Device>, choice: &Choice) -> Result<Vec<Device>, ChoiceError> {
+/// [`DeviceSelectionError::Missing`] for a device that does not exist.
+pub fn choose(found: Vec<Device>, choice: &DeviceSelection) -> Result<Vec<Device>, DeviceSelectionError> {
     let names = |devices: &[Device]| devices.iter().map(|d| label(d.device)).collect::<Vec<_>>().join(", ");
     match choice {
-        Choice::Auto => {
+        DeviceSelection::Auto => {
             let gpus: Vec<Device> = found
                 .iter()
                 .filter(|d| d.device.kind != DeviceKind::Cpu)
@@ -143,17 +143,15 @@ pub fn choose(found: Vec<Device>, choice: &Choice) -> Result<Vec<Device>, Choice
                 .collect();
             Ok(if gpus.is_empty() { found } else { gpus })
         }
-        Choice::These(requested) => {
+        DeviceSelection::Listed(requested) => {
             let mut chosen: Vec<Device> = Vec::new();
             for requested in requested {
-                let device =
-                    found
-                        .iter()
-                        .find(|device| device.device == *requested)
-                        .ok_or_else(|| ChoiceError::Missing {
-                            requested: label(*requested),
-                            found: names(&found),
-                        })?;
+                let device = found.iter().find(|device| device.device == *requested).ok_or_else(|| {
+                    DeviceSelectionError::Missing {
+                        requested: label(*requested),
+                        found: names(&found),
+                    }
+                })?;
                 if !chosen.iter().any(|known| known.device == *requested) {
                     chosen.push(device.clone());
                 }
@@ -183,7 +181,7 @@ mod tests {
         }
     }
 
-    fn chosen(found: &[&str], choice: &str) -> Result<Vec<String>, ChoiceError> {
+    fn chosen(found: &[&str], choice: &str) -> Result<Vec<String>, DeviceSelectionError> {
         let found = found.iter().map(|text| device(text)).collect();
         let devices = choose(found, &choice.parse()?)?;
         Ok(devices.iter().map(|device| label(device.device)).collect())
@@ -211,7 +209,7 @@ mod tests {
         );
         for bad in ["", "gpu", "cuda:x", "cuda:-1", "cpu,,"] {
             assert!(
-                matches!(chosen(&["cpu"], bad), Err(ChoiceError::Unreadable(_))),
+                matches!(chosen(&["cpu"], bad), Err(DeviceSelectionError::Unreadable(_))),
                 "{bad:?}"
             );
         }

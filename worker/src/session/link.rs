@@ -231,11 +231,10 @@ async fn run_connection(
                 "the coordinator closed the connection".to_owned(),
             ));
         };
-        let message = ToWorker::try_from(message).map_err(|error| {
-            ConnectionError::Retry(format!("the coordinator sent a message that makes no sense: {error}"))
-        })?;
+        let message = ToWorker::try_from(message)
+            .map_err(|error| ConnectionError::Retry(format!("the coordinator sent an invalid message: {error}")))?;
         if let ToWorker::GoingAway { reason, retry: false } = message {
-            return Err(ConnectionError::Refused(Refusal::SentAway(reason)));
+            return Err(ConnectionError::Refused(Refusal::SessionEnded(reason)));
         }
         if events.send(LinkEvent::Message(Box::new(message))).await.is_err() {
             return Ok(());
@@ -270,7 +269,7 @@ async fn run_connection(
     Ok(())
 }
 
-/// A random delay between half of `delay` and `delay`, so that the workers of a pool do not reconnect at the same
+/// A random delay between half of `delay` and `delay`, so that the workers of a cluster do not reconnect at the same
 /// moment.
 fn with_jitter(delay: Duration) -> Duration {
     let random = std::collections::hash_map::RandomState::new().build_hasher().finish() % 1000;

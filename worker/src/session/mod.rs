@@ -57,7 +57,7 @@ pub enum Status {
 
 /// What this worker registers with.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
+pub(crate) struct RegistrationInfo {
     pub(crate) worker: Option<WorkerId>,
     pub(crate) name: String,
     pub(crate) host: String,
@@ -78,7 +78,7 @@ struct AttemptHandle {
 
 pub(crate) struct Session {
     context: Arc<Context>,
-    identity: Identity,
+    identity: RegistrationInfo,
     outbox: Outbox,
     attempts: BTreeMap<AttemptId, AttemptHandle>,
     tasks: JoinSet<AttemptId>,
@@ -98,7 +98,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    pub(crate) fn new(context: Arc<Context>, identity: Identity, status: watch::Sender<Status>) -> Self {
+    pub(crate) fn new(context: Arc<Context>, identity: RegistrationInfo, status: watch::Sender<Status>) -> Self {
         let (to_session, from_attempts) = mpsc::channel(ATTEMPT_CHANNEL_CAPACITY);
         Self {
             context,
@@ -119,20 +119,20 @@ impl Session {
         }
     }
 
-    /// Runs until `leave` is cancelled and every attempt has ended or `patience` is over, or until the coordinator
+    /// Runs until `leave` is cancelled and every attempt has ended or `shutdown_timeout` is over, or until the coordinator
     /// refuses the worker.
     pub(crate) async fn run(
         mut self,
         target: ConnectionTarget,
         leave: CancellationToken,
-        patience: Duration,
-        upload_patience: Duration,
+        shutdown_timeout: Duration,
+        upload_timeout: Duration,
     ) -> Result<(), Refusal> {
         let (link_events, mut events) = mpsc::channel(LINK_CHANNEL_CAPACITY);
         let mut link = tokio::spawn(link::keep_connected(target, link_events));
         let mut heartbeats = tokio::time::interval(Duration::from_secs(5));
         let mut deadline: Option<Instant> = None;
-        let mut upload_extension = upload_patience;
+        let mut upload_extension = upload_timeout;
         let ended = loop {
             let is_done = self.is_leaving && self.attempts.is_empty() && !self.outbox.has_unsent();
             if is_done && !(self.is_registered && self.goodbye_due) {
@@ -168,7 +168,7 @@ impl Session {
                 }
                 () = leave.cancelled(), if !self.is_leaving => {
                     self.leave();
-                    deadline = Some(Instant::now() + patience);
+                    deadline = Some(Instant::now() + shutdown_timeout);
                 }
                 () = sleep_until_deadline(deadline) => {
                     // Checkpoints that are being sent extend the deadline once, by their size.
@@ -264,7 +264,7 @@ impl Session {
         match message {
             ToWorker::Welcome {
                 worker,
-                beat_interval,
+                heartbeat_interval,
                 storage_url,
                 keep,
                 wanted,
@@ -272,9 +272,9 @@ impl Session {
             } => {
                 self.welcome(worker, storage_url.as_deref(), &keep, &wanted);
                 // A lower bound, so that no value from the coordinator causes a busy loop.
-                return Some(beat_interval.max(Duration::from_millis(20)));
+                return Some(heartbeat_interval.max(Duration::from_millis(20)));
             }
-            ToWorker::BeatReply { events } => {
+            ToWorker::HeartbeatReply { events } => {
                 for (attempt, seq) in events {
                     self.outbox.acknowledge(&attempt, seq);
                 }
@@ -304,11 +304,11 @@ impl Session {
     }
 
     /// Returns whether to keep trying after a refusal, because attempts or their checkpoints would be lost with this
-    /// worker. A worker that was sent away has been replaced by another one.
+    /// worker. A worker whose session was ended for good has been replaced by another one.
     fn should_retry(&self, refusal: &Refusal) -> bool {
         let would_lose_work =
             self.attempts.values().any(|attempt| !attempt.is_over) || !self.context.uncommitted.is_empty();
-        would_lose_work && !matches!(refusal, Refusal::SentAway(_))
+        would_lose_work && !matches!(refusal, Refusal::SessionEnded(_))
     }
 
     fn on_refused(&mut self, refusal: &Refusal) {
@@ -485,7 +485,7 @@ impl Session {
             });
         }
         if std::mem::take(&mut self.heartbeat_due) {
-            return Some(ToCoordinator::Beat {
+            return Some(ToCoordinator::Heartbeat {
                 running: self.running_attempts(),
             });
         }

@@ -12,7 +12,7 @@ pub enum Refusal {
     /// The address, the certificate or the token cannot be used at all.
     #[error("{0}")]
     Config(String),
-    /// The coordinator sent this worker away for good.
-    #[error("the coordinator sent this worker away: {0}")]
-    SentAway(String),
+    /// The coordinator ended this worker's session for good.
+    #[error("the coordinator ended this worker's session: {0}")]
+    SessionEnded(String),
 }

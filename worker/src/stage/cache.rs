@@ -70,7 +70,7 @@ impl InputCache {
     pub(crate) async fn materialise(
         &self,
         storage: &StorageAccess,
-        patience: Duration,
+        timeout: Duration,
         id: ContentHash,
         warn: &(dyn Fn(String) + Sync),
     ) -> Result<(PathBuf, InputGuard), StorageError> {
@@ -83,13 +83,13 @@ impl InputCache {
                 Box::pin(async move { snapshot::materialise(store.as_ref(), id, &self.blobs, tree, &mut |_| {}).await })
             };
             let _verifying = self.verify_lock.lock().await;
-            let mut list = storage.retry(patience, fetch).await?;
+            let mut list = storage.retry(timeout, fetch).await?;
             if let Err(error) = self.verify(&list, &tree).await {
                 warn(format!(
                     "an input in the cache is not what was sent, and is fetched again: {error}"
                 ));
                 discard(&tree)?;
-                list = storage.retry(patience, fetch).await?;
+                list = storage.retry(timeout, fetch).await?;
                 let verified_again = self.verify(&list, &tree).await;
                 verified_again.map_err(|error| FsError::new("keep", &tree, std::io::Error::other(error)))?;
             }

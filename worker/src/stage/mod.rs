@@ -77,7 +77,7 @@ pub(crate) async fn stage_inputs(
         let warn = |message| warnings.lock().unwrap_or_else(PoisonError::into_inner).push(message);
         let fetched = context
             .cache
-            .materialise(&context.storage, context.storage_patience, *id, &warn)
+            .materialise(&context.storage, context.storage_timeout, *id, &warn)
             .await;
         for message in warnings.into_inner().unwrap_or_else(PoisonError::into_inner) {
             reporter.log("warn", message).await;
@@ -107,7 +107,7 @@ pub(crate) async fn stage_inputs(
         let target = &target;
         let fetched = context
             .storage
-            .retry(context.storage_patience, |store| {
+            .retry(context.storage_timeout, |store| {
                 Box::pin(async move { checkpoints::fetch(store.as_ref(), manifest, target, &mut |_| {}).await })
             })
             .await;

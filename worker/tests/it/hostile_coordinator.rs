@@ -105,7 +105,7 @@ impl Session {
                     .await;
                     return outcome;
                 }
-                ToCoordinator::Beat { .. } => self.send(ToWorker::BeatReply { events: Vec::new() }).await,
+                ToCoordinator::Heartbeat { .. } => self.send(ToWorker::HeartbeatReply { events: Vec::new() }).await,
                 _ => {}
             }
         }
@@ -143,7 +143,7 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
     config.attempt_command = ["sh", "-c", &format!("touch '{}'", marker.display())]
         .map(Into::into)
         .to_vec();
-    config.shutdown_patience = TIMEOUT;
+    config.shutdown_timeout = TIMEOUT;
     let worker = aitk_worker::start(config).await.unwrap();
     let (messages, wire) = tokio::time::timeout(TIMEOUT, sessions.recv()).await.unwrap().unwrap();
     let mut session = Session {
@@ -157,7 +157,7 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
     session
         .send(ToWorker::Welcome {
             worker: registration.worker.unwrap_or_else(|| WorkerId::new("w1")),
-            beat_interval: Duration::from_millis(200),
+            heartbeat_interval: Duration::from_millis(200),
             lease: Duration::from_secs(20),
             storage_url: None,
             keep: Vec::new(),

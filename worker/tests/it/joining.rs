@@ -5,13 +5,13 @@ use crate::support::{TIMEOUT, device, eventually, wait_until_connected};
 use aitk_coordinator::{PkiConfig, ca_folder, init};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::v1;
-use aitk_worker::{Config, JoinOptions, Membership, Refusal, Running, join};
+use aitk_worker::{Config, JoinOptions, Membership, Refusal, WorkerHandle, join};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 struct TestCluster {
     folder: tempfile::TempDir,
-    running: aitk_coordinator::Running,
+    running: aitk_coordinator::CoordinatorHandle,
     admin: Clients,
 }
 
@@ -61,7 +61,7 @@ impl TestCluster {
         }
     }
 
-    async fn worker(&self, joined: &Membership) -> Running {
+    async fn worker(&self, joined: &Membership) -> WorkerHandle {
         let mut config = Config::new(&joined.server, "", self.path("w"));
         config.membership = Some(joined.clone());
         config.devices = vec![device()];

@@ -369,10 +369,10 @@ async fn a_refusal_ends_the_worker_with_a_message() {
 }
 
 /// A coordinator with another protocol version.
-struct Newer;
+struct NewerCoordinator;
 
 #[tonic::async_trait]
-impl v1::workers_server::Workers for Newer {
+impl v1::workers_server::Workers for NewerCoordinator {
     type SessionStream = tokio_stream::Empty<Result<v1::CoordinatorMessage, tonic::Status>>;
 
     async fn session(
@@ -404,7 +404,7 @@ async fn another_protocol_version_is_a_refusal() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     let incoming = tonic::transport::server::TcpIncoming::from(listener);
-    let service = v1::workers_server::WorkersServer::new(Newer);
+    let service = v1::workers_server::WorkersServer::new(NewerCoordinator);
     let server = tonic::transport::Server::builder()
         .add_service(service)
         .serve_with_incoming(incoming);
@@ -424,7 +424,7 @@ async fn another_protocol_version_is_a_refusal() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restarted_worker_keeps_its_id() {
     let cluster = TestCluster::start().await;
-    let id = |worker: &aitk_worker::Running| worker.status().borrow().clone();
+    let id = |worker: &aitk_worker::WorkerHandle| worker.status().borrow().clone();
     let first = cluster.worker("w", "true").await;
     let before = id(&first);
     first.shutdown().await;
@@ -588,7 +588,7 @@ async fn a_checkpoint_that_was_not_sent_at_shutdown_is_sent_after_the_restart() 
         &emit_finished("stopped"),
     ]);
     let mut config = cluster.config("w", &text);
-    config.shutdown_patience = support::TIMEOUT;
+    config.shutdown_timeout = support::TIMEOUT;
     let worker = aitk_worker::start(config.clone()).await.unwrap();
     wait_until_connected(&worker).await;
     let job = cluster.submit_training().await;

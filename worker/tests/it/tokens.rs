@@ -21,7 +21,7 @@ async fn token(admin: &Clients, name: &str, role: &str) -> String {
     created.into_inner().secret
 }
 
-async fn worker(cluster: &TestCluster, token: String, name: &str, text: &str) -> aitk_worker::Running {
+async fn worker(cluster: &TestCluster, token: String, name: &str, text: &str) -> aitk_worker::WorkerHandle {
     let mut config = cluster.config(name, text);
     config.token = token;
     let worker = aitk_worker::start(config).await.unwrap();

@@ -1,5 +1,5 @@
 use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessType, TrainerProcess};
-use super::super::schema::{FieldInfo, SectionInfo, Status};
+use super::super::schema::{FieldInfo, SectionInfo, SupportLevel};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, load_yaml, with_line_after};
 use super::super::{caption, modify};
@@ -134,7 +134,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
 fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     for field in &section.fields {
         let is_text = field.kind.contains("text") || field.kind.contains("map") || field.kind.contains("any");
-        // A key without a typed field is only ever refused or ignored: `Report::check_rare_key`.
+        // A key without a typed field is only ever refused or ignored: `SupportReport::check_rare_key`.
         if let Some(nested) = &field.nested {
             text_keys(nested, found);
         } else if is_text && field.values.is_empty() && !field.rare {
@@ -239,7 +239,7 @@ fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
         if let Some(nested) = &field.nested {
             paths_with(nested, found);
         }
-        let Status::DependsOn(other) = field.status else {
+        let SupportLevel::DependsOn(other) = field.status else {
             continue;
         };
         if !has_input(field) {
@@ -255,8 +255,8 @@ fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
         };
         let name = format!("{}.{}", section.title, field.key);
         assert!(
-            matches!(status, Some(Status::Refused(_) | Status::Ignored(_))),
-            "`{other}` works now: `Status::opens_paths` must say when the path in `{name}` is opened"
+            matches!(status, Some(SupportLevel::Refused(_) | SupportLevel::Ignored(_))),
+            "`{other}` works now: `SupportLevel::opens_paths` must say when the path in `{name}` is opened"
         );
         found.insert(name);
     }

@@ -252,7 +252,7 @@ fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
     }
 }
 
-/// The engine's test `states_are_as_small_as_they_say` measures the same sizes.
+/// The engine's test `states_have_the_documented_size` measures the same sizes.
 #[test]
 fn the_state_size_of_every_supported_optimizer_is_known() {
     for (name, bytes) in [

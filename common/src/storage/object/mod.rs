@@ -98,8 +98,8 @@ impl ObjectBlobs {
             address: opened.address,
             retry: Retry {
                 budget: options.budget,
-                first_wait: options.first_wait,
-                longest_wait: options.longest_wait,
+                first_delay: options.first_delay,
+                max_delay: options.max_delay,
             },
             quick_timeout: options.quick_timeout,
             transfer_timeout: options.transfer_timeout,

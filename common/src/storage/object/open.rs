@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use url::Url;
 
-pub(super) struct Opened {
+pub(super) struct OpenedStore {
     pub(super) store: Arc<dyn ObjectStore>,
     pub(super) multipart: Option<Arc<dyn MultipartStore>>,
     pub(super) folder: Option<PathBuf>,
@@ -31,7 +31,7 @@ const EXPECTED: &str = "expected file:///folder, s3://bucket, gs://bucket, az://
 /// The time limit for establishing a connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-pub(super) fn open(address: &str, options: &Options) -> Result<Opened, StorageError> {
+pub(super) fn open(address: &str, options: &Options) -> Result<OpenedStore, StorageError> {
     if Path::new(address).is_absolute() {
         return open_folder(Path::new(address), address);
     }
@@ -80,9 +80,9 @@ pub(super) fn open(address: &str, options: &Options) -> Result<Opened, StorageEr
     }
 }
 
-fn cloud<S: ObjectStore + MultipartStore>(store: S, prefix: Key, address: String) -> Opened {
+fn cloud<S: ObjectStore + MultipartStore>(store: S, prefix: Key, address: String) -> OpenedStore {
     let store = Arc::new(store);
-    Opened {
+    OpenedStore {
         multipart: Some(Arc::clone(&store) as _),
         store,
         folder: None,
@@ -91,7 +91,7 @@ fn cloud<S: ObjectStore + MultipartStore>(store: S, prefix: Key, address: String
     }
 }
 
-fn open_folder(folder: &Path, shown: &str) -> Result<Opened, StorageError> {
+fn open_folder(folder: &Path, shown: &str) -> Result<OpenedStore, StorageError> {
     fsutil::create_dir_all(folder)?;
     // Removes unfinished files of killed processes, which were never visible as blobs.
     for entry in fs::read_dir(folder.join(BLOBS_FOLDER)).into_iter().flatten().flatten() {
@@ -100,7 +100,7 @@ fn open_folder(folder: &Path, shown: &str) -> Result<Opened, StorageError> {
         }
     }
     let store = LocalFileSystem::new_with_prefix(folder).map_err(|error| refuse(shown, &error.to_string()))?;
-    Ok(Opened {
+    Ok(OpenedStore {
         store: Arc::new(store),
         multipart: None,
         folder: Some(folder.to_owned()),

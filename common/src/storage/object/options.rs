@@ -13,10 +13,10 @@ pub struct Options {
     pub transfer_timeout: Duration,
     /// The total time for a request and its retries. Default 300 s.
     pub budget: Duration,
-    /// The pause before the first retry, which doubles with each retry. Default 200 ms.
-    pub first_wait: Duration,
-    /// The longest pause. Default 10 s.
-    pub longest_wait: Duration,
+    /// The delay before the first retry, which doubles with each retry. Default 200 ms.
+    pub first_delay: Duration,
+    /// The longest delay. Default 10 s.
+    pub max_delay: Duration,
     /// The part size of transfers; S3 requires at least 5 MiB. Default 8 MiB.
     pub part_bytes: usize,
     /// Number of concurrent part transfers over all calls. Each part is held in memory. Default 4.
@@ -31,8 +31,8 @@ impl Default for Options {
             quick_timeout: Duration::from_secs(30),
             transfer_timeout: Duration::from_secs(180),
             budget: Duration::from_secs(300),
-            first_wait: Duration::from_millis(200),
-            longest_wait: Duration::from_secs(10),
+            first_delay: Duration::from_millis(200),
+            max_delay: Duration::from_secs(10),
             part_bytes: 8 << 20,
             in_flight: 4,
             settings: BTreeMap::new(),

@@ -12,8 +12,8 @@ use tokio::time::Instant;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Retry {
     pub(super) budget: Duration,
-    pub(super) first_wait: Duration,
-    pub(super) longest_wait: Duration,
+    pub(super) first_delay: Duration,
+    pub(super) max_delay: Duration,
 }
 
 impl Retry {
@@ -30,7 +30,7 @@ impl Retry {
         A: Future<Output = object_store::Result<T>>,
     {
         let begin = Instant::now();
-        let mut wait = self.first_wait;
+        let mut wait = self.first_delay;
         loop {
             let left = self.budget.saturating_sub(begin.elapsed());
             let message = match tokio::time::timeout(limit.min(left), attempt()).await {
@@ -51,7 +51,7 @@ impl Retry {
             }
             tracing::warn!(what, pause_ms = pause.as_millis(), error = %message, "object storage failed; retrying");
             tokio::time::sleep(pause).await;
-            wait = (wait * 2).min(self.longest_wait);
+            wait = (wait * 2).min(self.max_delay);
         }
     }
 }
@@ -148,8 +148,8 @@ mod tests {
 
     const QUICK: Retry = Retry {
         budget: Duration::from_millis(300),
-        first_wait: Duration::from_millis(5),
-        longest_wait: Duration::from_millis(20),
+        first_delay: Duration::from_millis(5),
+        max_delay: Duration::from_millis(20),
     };
 
     #[tokio::test]

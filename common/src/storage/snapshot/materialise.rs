@@ -1,6 +1,6 @@
 //! Downloads a snapshot to a folder.
 
-use super::{MAX_LIST_BYTES, Progress, Snapshot};
+use super::{MAX_LIST_BYTES, Snapshot, TransferProgress};
 use crate::fsutil::{self, FsError, TemporaryFolder, names};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};
@@ -28,17 +28,17 @@ pub async fn materialise(
     id: ContentHash,
     cache: &Path,
     target: &Path,
-    progress: &mut (dyn FnMut(Progress) + Send),
+    progress: &mut (dyn FnMut(TransferProgress) + Send),
 ) -> Result<Snapshot, StorageError> {
     let snapshot = Snapshot::from_bytes(&store.get_bytes(id, MAX_LIST_BYTES).await?)?;
     if target.is_dir() {
         return Ok(snapshot);
     }
     let sizes: BTreeMap<ContentHash, u64> = snapshot.files.iter().map(|file| (file.sha256, file.bytes)).collect();
-    let mut done = Progress {
+    let mut done = TransferProgress {
         files_total: sizes.len() as u64,
         bytes_total: sizes.values().sum(),
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     progress(done);
     let mut fetched = stream::iter(sizes)

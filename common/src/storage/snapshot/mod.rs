@@ -14,9 +14,9 @@ mod upload;
 mod verify;
 
 pub use materialise::materialise;
-pub use scan::{Scanned, scan};
+pub use scan::{ScannedSnapshot, scan};
 pub(crate) use upload::missing;
-pub use upload::{Uploaded, upload};
+pub use upload::{UploadSummary, upload};
 pub use verify::{TreeError, TreeRecord, make_read_only, verify};
 
 use super::StorageError;
@@ -56,7 +56,7 @@ pub struct SnapshotFile {
 
 /// The progress of a long operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Progress {
+pub struct TransferProgress {
     /// Files done.
     pub files: u64,
     /// Total number of files; 0 if unknown.

@@ -1,6 +1,6 @@
 //! Lists and hashes the files of a folder.
 
-use super::{Progress, Snapshot, SnapshotFile};
+use super::{Snapshot, SnapshotFile, TransferProgress};
 use crate::fsutil::names::{self, BadName};
 use crate::fsutil::{FsError, regular};
 use crate::hash::ContentHash;
@@ -19,7 +19,7 @@ const MAX_FILES: usize = 300_000;
 
 /// A snapshot and the local paths of its contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Scanned {
+pub struct ScannedSnapshot {
     /// The list.
     pub snapshot: Snapshot,
     /// One local file for each distinct content.
@@ -34,7 +34,7 @@ pub struct Scanned {
 ///
 /// # Errors
 /// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
-pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, StorageError> {
+pub fn scan(path: &Path, progress: &mut dyn FnMut(TransferProgress)) -> Result<ScannedSnapshot, StorageError> {
     let root = fs::canonicalize(path).map_err(|error| FsError::new("read", path, error))?;
     let kind = fs::metadata(&root)
         .map_err(|error| FsError::new("read", path, error))?
@@ -61,9 +61,9 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
     }
     found.sort();
 
-    let mut done = Progress {
+    let mut done = TransferProgress {
         files_total: found.len() as u64,
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     done.bytes_total = found
         .iter()
@@ -92,7 +92,7 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
         sources.entry(sha256).or_insert(file);
     }
     progress(done);
-    Ok(Scanned {
+    Ok(ScannedSnapshot {
         snapshot: Snapshot::new(files, is_file)?,
         sources,
     })
@@ -101,8 +101,8 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
 /// Reports progress while a file is read, because a single file may be most of a model.
 struct ReportProgress<'a, R> {
     file: R,
-    done: Progress,
-    progress: &'a mut dyn FnMut(Progress),
+    done: TransferProgress,
+    progress: &'a mut dyn FnMut(TransferProgress),
 }
 
 impl<R: Read> Read for ReportProgress<'_, R> {

@@ -1,6 +1,6 @@
 //! Uploads a scanned folder.
 
-use super::{Progress, Scanned};
+use super::{ScannedSnapshot, TransferProgress};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};
 use bytes::Bytes;
@@ -14,7 +14,7 @@ const FILES_AT_ONCE: usize = 8;
 
 /// The result of an upload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Uploaded {
+pub struct UploadSummary {
     /// The snapshot's id.
     pub id: ContentHash,
     /// Distinct contents uploaded.
@@ -32,9 +32,9 @@ pub struct Uploaded {
 /// [`StorageError::Corrupt`] when a file changed since it was scanned; otherwise the errors of the store.
 pub async fn upload(
     store: &dyn BlobStore,
-    scanned: &Scanned,
-    progress: &mut (dyn FnMut(Progress) + Send),
-) -> Result<Uploaded, StorageError> {
+    scanned: &ScannedSnapshot,
+    progress: &mut (dyn FnMut(TransferProgress) + Send),
+) -> Result<UploadSummary, StorageError> {
     let sizes: BTreeMap<ContentHash, u64> = scanned
         .snapshot
         .files
@@ -43,16 +43,16 @@ pub async fn upload(
         .collect();
     let list = Bytes::from(scanned.snapshot.to_bytes());
     let id = ContentHash::of(&list);
-    let mut uploaded = Uploaded {
+    let mut uploaded = UploadSummary {
         id,
         files_sent: 0,
         bytes_sent: 0,
         bytes_present: 0,
     };
-    let mut done = Progress {
+    let mut done = TransferProgress {
         files_total: sizes.len() as u64,
         bytes_total: sizes.values().sum(),
-        ..Progress::default()
+        ..TransferProgress::default()
     };
     progress(done);
 

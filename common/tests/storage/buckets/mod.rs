@@ -60,8 +60,8 @@ impl Bucket {
             quick_timeout: Duration::from_millis(700),
             transfer_timeout: Duration::from_secs(1),
             budget: Duration::from_secs(4),
-            first_wait: Duration::from_millis(20),
-            longest_wait: Duration::from_millis(200),
+            first_delay: Duration::from_millis(20),
+            max_delay: Duration::from_millis(200),
             part_bytes: 5 * MIB,
             settings: settings
                 .into_iter()

@@ -1,4 +1,4 @@
-//! Simulates a random pool from a seed: users submit, pause, stop and resume jobs; workers connect, sleep, crash and repeat
+//! Simulates a random cluster from a seed: users submit, pause, stop and resume jobs; workers connect, sleep, crash and repeat
 //! messages; attempts hang, devices get stuck, workers are refused for a while; the network loses, delays, reorders and
 //! duplicates messages; the coordinator crashes between any two effects, its disk is full for a while, and its store fails.
 //! Users have quotas; jobs ask for labels, for a memory or a profile; machines change their labels and the memory that they
@@ -8,8 +8,8 @@
 //!
 //!     AITK_SIM_SEED=17 cargo test -p aitk-scheduler --lib simulation -- --nocapture
 //!
-//! When an invariant or a rule of placement fails, the events that it takes are searched for and printed. They replay without
-//! the others:
+//! When an invariant or a rule of placement fails, the test searches for the few events that cause the failure and prints them.
+//! They replay without the others:
 //!
 //!     AITK_SIM_SEED=17 AITK_SIM_STEPS=0,4,31 cargo test -p aitk-scheduler --lib simulation -- --nocapture
 //!

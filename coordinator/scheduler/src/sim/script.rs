@@ -1,4 +1,5 @@
-//! What happened to the scheduler in a life, as a script that can be shortened and replayed without the world around it.
+//! Records the scheduler's events in a life as a script, which can be shortened and replayed without the rest of the
+//! simulation.
 
 use super::rules::check_step;
 use super::store::MemoryStore;
@@ -15,7 +16,7 @@ const SAME_CHARS: usize = 60;
 
 /// Something that happened to the scheduler.
 #[derive(Clone, Debug)]
-pub(super) enum Happening {
+pub(super) enum ScriptEvent {
     /// It handled an event.
     Event(Event),
     /// It was restored from its store.
@@ -27,7 +28,7 @@ pub(super) enum Happening {
 pub(super) struct ScriptStep {
     pub(super) number: usize,
     pub(super) time: UnixMillis,
-    pub(super) what: Happening,
+    pub(super) what: ScriptEvent,
 }
 
 /// A recording of a life. Clones record into the same script.
@@ -45,18 +46,18 @@ impl Script {
         }
     }
 
-    fn push(&self, time: UnixMillis, what: Happening) {
+    fn push(&self, time: UnixMillis, what: ScriptEvent) {
         let mut steps = self.steps.borrow_mut();
         let number = steps.len();
         steps.push(ScriptStep { number, time, what });
     }
 
     pub(super) fn record(&self, time: UnixMillis, event: Event) {
-        self.push(time, Happening::Event(event));
+        self.push(time, ScriptEvent::Event(event));
     }
 
     pub(super) fn record_restart(&self, time: UnixMillis) {
-        self.push(time, Happening::Restart);
+        self.push(time, ScriptEvent::Restart);
     }
 
     /// Forgets the last event: the coordinator died before anything of it was stored.
@@ -87,15 +88,15 @@ impl Script {
                     println!("step {} at {}: {:?}", step.number, step.time.0, step.what);
                 }
                 let effects = match &step.what {
-                    Happening::Event(event) => state.handle(step.time, event.clone()),
-                    Happening::Restart => {
+                    ScriptEvent::Event(event) => state.handle(step.time, event.clone()),
+                    ScriptEvent::Restart => {
                         state = store.load(&self.settings, step.time);
                         Vec::new()
                     }
                 };
                 check(&state)?;
                 rule(&state)?;
-                if matches!(step.what, Happening::Event(_)) {
+                if matches!(step.what, ScriptEvent::Event(_)) {
                     check_step(&state, step.time, &placed_by(&effects));
                 }
                 for effect in effects {
@@ -160,7 +161,7 @@ pub(super) fn placed_by(effects: &[Effect]) -> Vec<PlacedAttempt> {
     effects.iter().filter_map(placed).collect()
 }
 
-/// Whether two messages tell of the same failure, with other ids and numbers.
+/// Whether two messages report the same failure, ignoring ids and numbers.
 fn is_same(one: &str, other: &str) -> bool {
     let start = |text: &str| -> String { text.chars().filter(|c| !c.is_ascii_digit()).take(SAME_CHARS).collect() };
     start(one) == start(other)

@@ -1,6 +1,6 @@
 //! A store in memory for the simulation.
 
-use crate::{Job, Record, Restored, Settings, State, Worker};
+use crate::{Job, Record, RestoredJob, Settings, State, Worker};
 use aitk_common::control::{JobEvent, UnixMillis};
 use aitk_common::id::{JobId, WorkerId};
 use std::collections::BTreeMap;
@@ -24,7 +24,7 @@ impl MemoryStore {
                 self.jobs.insert(job.id.clone(), Job::clone(&job)).is_some(),
                 "a job changed before it was stored"
             ),
-            Record::JobGone(job) => {
+            Record::JobRemoved(job) => {
                 let gone = self.jobs.remove(&job).expect("a job was removed before it was stored");
                 assert!(gone.state.is_ended(), "a job that had not ended was removed");
                 self.events.remove(&job);
@@ -32,7 +32,7 @@ impl MemoryStore {
             Record::Worker(worker) => {
                 self.workers.insert(worker.id.clone(), *worker);
             }
-            Record::WorkerGone(worker) => {
+            Record::WorkerRemoved(worker) => {
                 self.workers
                     .remove(&worker)
                     .expect("a worker was removed before it was stored");
@@ -42,7 +42,7 @@ impl MemoryStore {
                 assert_eq!(event.cursor, log.len() as u64 + 1, "a gap in the log");
                 log.push((JobEvent::clone(&event), seq));
             }
-            Record::Artifact(..) | Record::ArtifactGone(..) => {}
+            Record::Artifact(..) | Record::ArtifactRemoved(..) => {}
         }
     }
 
@@ -56,7 +56,7 @@ impl MemoryStore {
                 .iter()
                 .filter(|(event, _)| event.attempt == current)
                 .filter_map(|(_, seq)| *seq);
-            Restored {
+            RestoredJob {
                 cursor: log.last().map_or(0, |(event, _)| event.cursor),
                 seq: seqs.max().unwrap_or(0),
                 job,

@@ -37,7 +37,7 @@ pub(super) struct SimAttempt {
 
 /// The faults that concern a worker at a moment.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Trouble {
+pub(super) struct ActiveFaults {
     /// Random faults occur.
     pub(super) faults: bool,
     /// Storage has no room for checkpoints and results.
@@ -53,7 +53,7 @@ pub(super) struct SimWorker {
     pub(super) connecting_since: Option<UnixMillis>,
     pub(super) attempts: BTreeMap<AttemptId, SimAttempt>,
     /// Attempts that it once had; faults make it report on them.
-    pub(super) past: Vec<HeldAttempt>,
+    pub(super) earlier_attempts: Vec<HeldAttempt>,
     /// It is suspended until then, like a laptop with a closed lid.
     pub(super) sleeps_until: UnixMillis,
     /// Its process does not run until then.
@@ -66,8 +66,8 @@ pub(super) struct SimWorker {
     offers: Vec<(OfferedCheckpoint, u32)>,
     /// Its labels; another value for a while when its owner moves it.
     labels: BTreeMap<String, String>,
-    /// Its owner lends only half of its memory.
-    lends_half: bool,
+    /// Its owner offers only half of its memory.
+    offers_half_memory: bool,
 }
 
 impl SimWorker {
@@ -77,14 +77,14 @@ impl SimWorker {
             session: None,
             connecting_since: None,
             attempts: BTreeMap::new(),
-            past: Vec::new(),
+            earlier_attempts: Vec::new(),
             sleeps_until: UnixMillis(0),
             dead_until: UnixMillis(0),
             leaving: false,
             refused_until: UnixMillis(0),
             offers: Vec::new(),
             labels: BTreeMap::new(),
-            lends_half: false,
+            offers_half_memory: false,
         }
     }
 
@@ -127,7 +127,7 @@ impl SimWorker {
             }],
             _ => vec![device(DeviceKind::Cpu, 0)],
         };
-        for device in devices.iter_mut().filter(|_| self.lends_half) {
+        for device in devices.iter_mut().filter(|_| self.offers_half_memory) {
             device.memory_budget /= 2;
         }
         devices
@@ -141,7 +141,7 @@ impl SimWorker {
     pub(super) fn change_settings(&mut self, random: &mut Random) {
         let site = random.pick(&SITES).copied().unwrap_or_default();
         self.labels = BTreeMap::from([("site".into(), site.into())]);
-        self.lends_half = random.once_in(4);
+        self.offers_half_memory = random.once_in(4);
     }
 
     /// Opens a session and registers.
@@ -174,7 +174,7 @@ impl SimWorker {
     }
 
     pub(super) fn start_attempt(&mut self, random: &mut Random, placed: &PlacedAttempt) {
-        self.past.push(placed.held.clone());
+        self.earlier_attempts.push(placed.held.clone());
         // Members of arrays take long on the slow machines, so that migrations pay.
         let slowness = if placed.job.as_str().contains('-') {
             self.index as u64 * 50
@@ -245,13 +245,13 @@ impl SimWorker {
                 self.session = None;
                 self.connecting_since = None;
             }
-            ToWorker::BeatReply { .. } | ToWorker::Assign(_) => {}
+            ToWorker::HeartbeatReply { .. } | ToWorker::Assign(_) => {}
         }
     }
 
     /// Half a second of the worker. Returns what it sends.
-    pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, trouble: Trouble) -> Vec<Event> {
-        let Trouble { faults, full } = trouble;
+    pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, active: ActiveFaults) -> Vec<Event> {
+        let ActiveFaults { faults, full } = active;
         let Some(session) = self.session.filter(|_| self.connecting_since.is_none()) else {
             return Vec::new();
         };
@@ -260,7 +260,7 @@ impl SimWorker {
         if faults && random.once_in(40) {
             // It omits an attempt, and lists one that it had earlier.
             held.pop();
-            held.extend(random.pick(&self.past).cloned());
+            held.extend(random.pick(&self.earlier_attempts).cloned());
         }
         events.push(Event::Heartbeat { session, running: held });
         // Sent several times, because the network may lose it.
@@ -352,7 +352,7 @@ impl SimWorker {
         }
         if faults && random.once_in(60) {
             // It commits a checkpoint of an attempt that it has lost.
-            events.extend(random.pick(&self.past).map(|held| Event::CommitCheckpoint {
+            events.extend(random.pick(&self.earlier_attempts).map(|held| Event::CommitCheckpoint {
                 session,
                 request: 2,
                 held: held.clone(),

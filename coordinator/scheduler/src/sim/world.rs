@@ -4,7 +4,7 @@ use super::random::Random;
 use super::rules::check_step;
 use super::script::{Script, placed_by};
 use super::store::{MemoryStore, durable};
-use super::worker::{SimWorker, Trouble};
+use super::worker::{ActiveFaults, SimWorker};
 use crate::model::job_of;
 use crate::tests::settings;
 use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Quotas, Record, Reply, SessionId, Settings, State, check};
@@ -211,13 +211,13 @@ impl World {
         }
         self.faults = false;
         self.recover();
-        let patience = self.now.after(Duration::from_secs(3000));
+        let deadline = self.now.after(Duration::from_secs(3000));
         while self.state.jobs.values().any(|job| !job.state.is_ended()) {
             assert!(
-                self.now < patience,
+                self.now < deadline,
                 "some job does not end although all faults are over: {:#?}",
                 self.state
-                    .all_listed(self.now, false, true)
+                    .list_all_jobs(self.now, false, true)
                     .iter()
                     .filter(|job| !job.state.is_ended())
                     .map(|job| format!("{} {}: {}", job.id, job.state, job.reason))
@@ -342,11 +342,11 @@ impl World {
             let event = self.workers[index].connect(self.now, session);
             return self.send(|| SimEvent::ToCoordinator(event.clone()));
         }
-        let trouble = Trouble {
+        let active = ActiveFaults {
             faults: self.faults,
             full: self.is_full(),
         };
-        let events = self.workers[index].tick(&mut self.random, self.now, trouble);
+        let events = self.workers[index].tick(&mut self.random, self.now, active);
         for event in events {
             self.send(|| SimEvent::ToCoordinator(event.clone()));
         }
@@ -431,7 +431,7 @@ impl World {
             if cut == Some(done + 1) {
                 return self.crash();
             }
-            self.carry_out(effect, about.as_ref());
+            self.apply_effect(effect, about.as_ref());
         }
         if self.stats.events.is_multiple_of(16) {
             let loaded = self.store.load(&self.settings, self.now);
@@ -514,7 +514,7 @@ impl World {
     /// Updates the expectations for jobs that are removed or lose their checkpoint.
     fn observe(&mut self, record: &Record) {
         match record {
-            Record::JobGone(id) => {
+            Record::JobRemoved(id) => {
                 self.acknowledged.remove(id);
                 if let Some((array, _)) = id.as_str().rsplit_once('-') {
                     // An array is removed as a whole.
@@ -529,7 +529,7 @@ impl World {
         }
     }
 
-    fn carry_out(&mut self, effect: Effect, about: Option<&(HeldAttempt, u64)>) {
+    fn apply_effect(&mut self, effect: Effect, about: Option<&(HeldAttempt, u64)>) {
         match effect {
             Effect::Assign(session, placed) => {
                 let newest = self.epochs.entry(placed.job.clone()).or_default();

@@ -65,7 +65,7 @@ impl DeviceNeeds {
         }
     }
 
-    /// Whether such a job had better wait than take a device that needs this many seconds per unit of work, when the
+    /// Whether a job with these needs should wait instead of taking a device that needs this many seconds per unit of work, when the
     /// fastest device that fits needs `fastest`. A job that asks for a kind of device takes a slow one.
     pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, fastest: f64) -> bool {
         self.device.is_none() && seconds_per_unit > fastest * MAX_SLOWDOWN
@@ -87,7 +87,7 @@ pub(crate) enum FitError {
     MissingLabel(String, String),
     OtherKind(DeviceKind),
     UnsupportedProfile(MemoryProfile),
-    /// The prediction under the leanest profile that may be tried is more than the device's budget.
+    /// The prediction under the smallest profile that may be tried is more than the device's budget.
     PredictedMemory {
         budget: u64,
         needed: u64,
@@ -103,14 +103,14 @@ pub(crate) enum FitError {
 }
 
 /// How a job would run on a device: the memory profile, and the bytes that it needs; none: not known.
-pub(crate) type Choice = (MemoryProfile, Option<u64>);
+pub(crate) type FitProfile = (MemoryProfile, Option<u64>);
 
 /// Checks whether a job with these needs fits on a device when the device is idle, and chooses the fastest profile that fits.
-/// Beside other jobs it runs under the same profile or not at all: a leaner one would be too slow.
+/// Beside other jobs it runs under the same profile or not at all: a smaller one would be too slow.
 ///
 /// # Errors
 /// Why it does not fit.
-pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<Choice, FitError> {
+pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<FitProfile, FitError> {
     if needs.local && !worker.same_machine {
         return Err(FitError::OtherMachine);
     }
@@ -157,21 +157,21 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
         return Ok((*chosen.unwrap_or(&own), needs.memory));
     };
     let mut layouts: Vec<_> = tried.iter().map(|one| (*one, predicted.under(*one, on_cpu))).collect();
-    // A leaner profile that saves no memory is not tried.
+    // A smaller profile that saves no memory is not tried.
     layouts.dedup_by_key(|(_, bytes)| *bytes);
     // The job gets the memory that its user states; otherwise it may fill the device.
     let limit = needs.memory.unwrap_or(budget);
     let fitting = layouts.iter().find(|(_, bytes)| *bytes <= limit);
-    let leanest = layouts.last().copied().unwrap_or((MemoryProfile::Extreme, 0));
+    let smallest = layouts.last().copied().unwrap_or((MemoryProfile::Extreme, 0));
     match (fitting, needs.memory) {
         // A prediction does not stop a job whose user states its memory, nor one that runs in place.
-        (found, Some(wanted)) => Ok((found.map_or(leanest.0, |found| found.0), Some(wanted))),
-        (found, None) if needs.local => Ok((found.map_or(leanest.0, |found| found.0), None)),
+        (found, Some(wanted)) => Ok((found.map_or(smallest.0, |found| found.0), Some(wanted))),
+        (found, None) if needs.local => Ok((found.map_or(smallest.0, |found| found.0), None)),
         (Some((profile, bytes)), None) => Ok((*profile, Some(*bytes))),
         (None, None) => Err(FitError::PredictedMemory {
             budget,
-            needed: leanest.1,
-            profile: leanest.0,
+            needed: smallest.1,
+            profile: smallest.0,
         }),
     }
 }
@@ -179,7 +179,7 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
 /// How the jobs of a class would run on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct DeviceFit {
-    pub(crate) choice: Choice,
+    pub(crate) profile: FitProfile,
     /// Seconds per unit of work.
     pub(crate) seconds_per_unit: f64,
 }
@@ -191,7 +191,7 @@ pub(crate) struct JobClass {
     /// The connected devices on which the jobs fit when the devices are idle.
     pub(crate) fits: BTreeMap<SlotId, DeviceFit>,
     /// The least seconds per unit of work, and the least bytes that a job needs, among the devices that accept jobs; none: to be computed.
-    pub(crate) fastest_and_leanest: Option<(f64, u64)>,
+    pub(crate) least_seconds_and_bytes: Option<(f64, u64)>,
     /// The jobs that wait for a device, by level, user and order.
     pub(crate) waiting: BTreeMap<Level, BTreeMap<UserIndex, UserQueue>>,
     /// How many jobs wait for a device.
@@ -252,7 +252,7 @@ impl JobClasses {
             *entry = Some(JobClass {
                 needs,
                 fits: BTreeMap::new(),
-                fastest_and_leanest: None,
+                least_seconds_and_bytes: None,
                 waiting: BTreeMap::new(),
                 count: 0,
                 blocked: false,

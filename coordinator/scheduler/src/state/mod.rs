@@ -78,7 +78,7 @@ impl State {
     /// Restores the state from stored records at `now`. No worker is connected. Every live attempt gets a full lease,
     /// because its worker could not renew it while the coordinator was down.
     #[must_use]
-    pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<Restored>, workers: Vec<Worker>) -> Self {
+    pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<RestoredJob>, workers: Vec<Worker>) -> Self {
         let mut state = Self {
             settings,
             jobs: Jobs::default(),
@@ -113,7 +113,7 @@ impl State {
             }
         }
         let mut waiting = Vec::new();
-        for Restored { mut job, cursor, seq } in jobs {
+        for RestoredJob { mut job, cursor, seq } in jobs {
             job.cursor = cursor;
             job.live = None;
             state.next_order = state.next_order.max(job.order.saturating_add(1));
@@ -252,7 +252,7 @@ pub struct ActiveJobs {
 
 /// A job as it is stored.
 #[derive(Clone, Debug)]
-pub struct Restored {
+pub struct RestoredJob {
     /// The job.
     pub job: Job,
     /// The cursor of its newest stored event.

@@ -3,14 +3,14 @@
 use crate::model::Speed;
 
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::plan::family::{Family, UNKNOWN_SECONDS_PER_UNIT};
+use aitk_common::plan::family::{FamilyCosts, UNKNOWN_SECONDS_PER_UNIT};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// A device is not used if it is slower than the fastest device that fits by more than this factor: waiting is better.
 pub(crate) const MAX_SLOWDOWN: f64 = 8.0;
-/// The most names of devices that are remembered; far more than a pool has.
+/// The most names of devices that are remembered; far more than a cluster has.
 pub(crate) const MAX_ENTRIES: usize = 4096;
 
 /// The slowdown of a step under a profile, compared with everything on the device. Offloaded text encoders cost
@@ -63,7 +63,7 @@ impl Speeds {
     pub(crate) fn seconds_per_unit(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
         let plain = self.measured(device, family).unwrap_or_else(|| {
             let usual = family
-                .and_then(Family::of)
+                .and_then(FamilyCosts::of)
                 .map_or(UNKNOWN_SECONDS_PER_UNIT, |family| family.seconds_per_unit);
             usual * guessed_slowdown(device.device.kind)
         });

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::NewArray;
-use crate::Restored;
+use crate::RestoredJob;
 
 impl World {
     pub(super) fn array(
@@ -42,13 +42,13 @@ impl World {
     }
 
     fn states(&self, id: &str) -> String {
-        let states = self.state.members_listed(self.now, &JobId::new(id));
+        let states = self.state.list_members(self.now, &JobId::new(id));
         let letter = |view: &JobView| view.state.name().chars().next().unwrap();
         states.iter().map(letter).collect()
     }
 
     fn stored(&self) -> State {
-        let jobs = self.state.jobs.values().map(|job| Restored {
+        let jobs = self.state.jobs.values().map(|job| RestoredJob {
             job: serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap(),
             cursor: job.cursor,
             seq: 0,
@@ -174,9 +174,9 @@ fn a_list_shows_an_array_as_one_row() {
     world.submit("jz", retries(0));
     let session = world.cpu("w1");
     let ids = |views: Vec<JobView>| views.iter().map(|view| view.id.to_string()).collect::<Vec<_>>();
-    let overview = |world: &World| ids(world.state.all_listed(world.now, false, false));
+    let overview = |world: &World| ids(world.state.list_all_jobs(world.now, false, false));
     assert_eq!(overview(&world), ["ja", "jz"]);
-    let members = ids(world.state.all_listed(world.now, false, true));
+    let members = ids(world.state.list_all_jobs(world.now, false, true));
     assert_eq!(members, ["ja-0", "ja-1", "ja-2", "jz"]);
     world.finish(session, &held("ja-0", 1), failed(FailureCause::BadInput));
     assert_eq!(overview(&world), ["ja", "jz"]);
@@ -189,7 +189,7 @@ fn a_list_shows_an_array_as_one_row() {
     world.finish(session, &held("ja-1", 1), Outcome::stopped());
     assert_eq!(overview(&world), ["jz", "ja"], "it has ended");
     assert_eq!(world.view("ja").state, JobState::Failed);
-    assert_eq!(ids(world.state.all_listed(world.now, true, false)).len(), 2);
+    assert_eq!(ids(world.state.list_all_jobs(world.now, true, false)).len(), 2);
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert!(
         forecast.summary.contains("2 stopped") && forecast.devices.len() == 1,

@@ -127,7 +127,7 @@ fn a_hub_outage_counts_neither_against_the_device_nor_the_job() {
     assert_eq!(waits, [2, 4, 8, 8, 8, 8], "ever less often, up to the limit");
     let view = world.state.worker_views(|_| true)[0].devices[0].clone();
     assert_eq!((view.faults, view.quarantined), (0, false));
-    // After `network_patience` the failures count.
+    // After `network_timeout` the failures count.
     world.now = world.now.after(Duration::from_secs(2 * 3600));
     let session = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 7)]);
     world.finish(session, &held("ja", 7), failed(FailureCause::Network));

@@ -28,12 +28,12 @@ use std::time::Duration;
 pub(super) fn settings() -> Settings {
     Settings {
         lease: Duration::from_millis(6000),
-        beat_interval: Duration::from_millis(1000),
+        heartbeat_interval: Duration::from_millis(1000),
         disconnect_grace: Duration::from_millis(3000),
         backoff: Duration::from_millis(1000),
         backoff_limit: Duration::from_millis(8000),
         network_backoff: Duration::from_millis(2000),
-        network_patience: Duration::from_secs(3600),
+        network_timeout: Duration::from_secs(3600),
         quarantine: Duration::from_secs(60),
         quotas: Quotas::default(),
         user_limits: super::UserLimits::default(),
@@ -86,7 +86,7 @@ pub(super) fn new_job(id: &str, requirements: Requirements) -> NewJob {
         after: Vec::new(),
         not_before: None,
         trace: None,
-        capped: false,
+        user_limits_apply: false,
         config_bytes: 0,
         payload: Arc::new(Payload::default()),
     }

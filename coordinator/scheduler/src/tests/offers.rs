@@ -98,8 +98,12 @@ fn files_of_an_offered_checkpoint_are_accepted() {
         })
     };
     let stored = |effects: &[Effect]| {
-        let changes =
-            |effect: &&Effect| matches!(effect, Effect::Persist(Record::Artifact(..) | Record::ArtifactGone(..)));
+        let changes = |effect: &&Effect| {
+            matches!(
+                effect,
+                Effect::Persist(Record::Artifact(..) | Record::ArtifactRemoved(..))
+            )
+        };
         effects.iter().filter(changes).count()
     };
     let effects = world.step(ready(held("ja", 1))).to_vec();

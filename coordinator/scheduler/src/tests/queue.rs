@@ -103,10 +103,10 @@ fn a_reason_says_why_no_device_fits() {
     );
     for (job, text) in [
         ("jcuda", "no connected device is of kind cuda"),
-        ("jlabel", "missing is zone: b"),
+        ("jlabel", "not found: zone: b"),
         (
             "jmem",
-            "asks for 40.0 GiB of device memory; the most that fits otherwise has 20.0 GiB",
+            "asks for 40.0 GiB of device memory; the largest device that fits otherwise has 20.0 GiB",
         ),
         (
             "jprof",
@@ -131,7 +131,7 @@ fn a_reason_says_why_no_device_fits() {
         .collect();
     assert_eq!(started, ["jcuda-1"]);
     assert!(world.view("jprof").reason.contains("next in line") || world.view("jprof").reason.contains("ahead"));
-    // With a GPU in the pool, a job without a device preference waits for it instead of running for days on a CPU.
+    // With a GPU in the cluster, a job without a device preference waits for it instead of running for days on a CPU.
     world.submit("jslow", retries(3));
     assert_eq!(world.view("jslow").state, JobState::Queued);
     world.submit(
@@ -220,7 +220,7 @@ fn events_are_numbered_and_progress_does_not_advance_the_cursor() {
     let (_, long) = report(4, log(&"é".repeat(9000)));
     assert_eq!(long.len(), 1);
     world.heartbeat(session, &[held("ja", 1)]);
-    assert!(world.sent(|m| matches!(m, ToWorker::BeatReply { events } if events[0].1 == 4)));
+    assert!(world.sent(|m| matches!(m, ToWorker::HeartbeatReply { events } if events[0].1 == 4)));
 }
 
 #[test]
@@ -340,7 +340,7 @@ fn a_name_that_two_active_jobs_share_is_refused() {
     assert_eq!(world.state.find_among("bob", not_j5).unwrap().as_str(), "j3");
     assert!(matches!(
         world.state.find("bob"),
-        Err(Refusal::SameName { count: 2, .. })
+        Err(Refusal::DuplicateName { count: 2, .. })
     ));
     assert!(matches!(world.state.find("j"), Err(Refusal::Ambiguous { .. })));
     assert!(matches!(world.state.find("no such job"), Err(Refusal::NotFound(_))));

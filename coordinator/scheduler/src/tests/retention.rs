@@ -134,7 +134,7 @@ fn only_ended_jobs_without_dependents_can_be_removed() {
     world.stop("jb", false).unwrap();
     world.remove("jb").unwrap();
     assert_eq!(world.remove("ja").unwrap().id.as_str(), "ja");
-    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobGone(id)) if id.as_str() == "ja");
+    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobRemoved(id)) if id.as_str() == "ja");
     assert!(world.last.iter().any(is_removed));
     assert!(matches!(world.remove("ja"), Err(Refusal::NotFound(_))));
 }
@@ -151,9 +151,10 @@ fn only_disconnected_workers_without_jobs_can_be_removed() {
     world.pass(60);
     world.forget("w1").unwrap();
     assert!(world.state.worker_views(|_| true).is_empty());
-    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
+    let is_removed =
+        |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerRemoved(id)) if id.as_str() == "w1");
     assert!(world.last.iter().any(is_removed));
-    assert!(matches!(world.forget("w1"), Err(Refusal::NoWorker(_))));
+    assert!(matches!(world.forget("w1"), Err(Refusal::UnknownWorker(_))));
     // It registers again and gets work.
     world.cpu("w1");
     world.submit("jb", retries(0));

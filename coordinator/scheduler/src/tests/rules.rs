@@ -295,7 +295,7 @@ fn changing_a_priority_reorders_the_queue() {
     world.priority("j1", -1).unwrap();
     let order: Vec<String> = world
         .state
-        .all_listed(world.now, false, true)
+        .list_all_jobs(world.now, false, true)
         .iter()
         .map(|job| job.id.to_string())
         .collect();
@@ -335,7 +335,10 @@ fn a_drained_worker_gets_no_work_and_can_hand_its_jobs_over() {
         drain: true,
         now: false,
     });
-    assert!(matches!(world.last[0], Effect::Reply(_, Err(Refusal::NoWorker(_)))));
+    assert!(matches!(
+        world.last[0],
+        Effect::Reply(_, Err(Refusal::UnknownWorker(_)))
+    ));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::{LONG_LEASE, audit_log, create_token, get, put_input, submit, wait_for_audit_line};
 use crate::support::postgres::Postgres;
-use crate::support::{Pool, config, input, within};
+use crate::support::{TestCoordinator, config, input, within};
 use aitk_common::control::UnixMillis;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_coordinator::{Config, start};
@@ -12,17 +12,17 @@ use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_database_contains_no_secret_and_the_audit_log_is_append_only() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let (secret, _) = create_token(&pool.clients, "anna", "admin", None).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let (secret, _) = create_token(&coordinator.clients, "anna", "admin", None).await;
     for file in ["aitk.db", "aitk.db-wal"] {
-        let bytes = std::fs::read(pool.dir.path().join(file)).unwrap_or_default();
+        let bytes = std::fs::read(coordinator.dir.path().join(file)).unwrap_or_default();
         let holds = |text: &str| bytes.windows(text.len()).any(|window| window == text.as_bytes());
         assert!(
-            !holds(&secret) && !holds(&secret[5..]) && !holds(&pool.running.token),
+            !holds(&secret) && !holds(&secret[5..]) && !holds(&coordinator.running.token),
             "{file}"
         );
     }
-    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(pool.dir.path().join("aitk.db"));
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(coordinator.dir.path().join("aitk.db"));
     let database = sqlx::SqlitePool::connect_with(options).await.unwrap();
     for attack in ["DELETE FROM audit", "UPDATE audit SET record = '{}'"] {
         let error = sqlx::query(attack).execute(&database).await.unwrap_err();
@@ -38,12 +38,12 @@ async fn the_database_contains_no_secret_and_the_audit_log_is_append_only() {
         assert_eq!(changed, 0, "{attack}");
     }
     assert!(
-        audit_log(&pool.clients)
+        audit_log(&coordinator.clients)
             .await
             .iter()
             .any(|line| line.action == "token.create" && line.done)
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

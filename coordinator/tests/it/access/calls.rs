@@ -2,7 +2,7 @@
 //! tested, too.
 
 use super::{LONG_LEASE, create_token};
-use crate::support::{Pool, within};
+use crate::support::{TestCoordinator, within};
 use aitk_proto::PROTOCOL_HEADER;
 use bytes::Buf;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
@@ -89,8 +89,8 @@ async fn call_status(channel: &Channel, call: &str, authorization: Option<&str>)
     ended.await.map_or_else(|status| status.code(), |()| Code::Ok)
 }
 
-async fn channel(pool: &Pool) -> Channel {
-    Endpoint::from_shared(pool.running.url())
+async fn channel(coordinator: &TestCoordinator) -> Channel {
+    Endpoint::from_shared(coordinator.running.url())
         .unwrap()
         .connect()
         .await
@@ -99,15 +99,15 @@ async fn channel(pool: &Pool) -> Channel {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_call_needs_authentication() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let channel = channel(&pool).await;
-    let basic = format!("Basic {}", pool.running.token);
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let channel = channel(&coordinator).await;
+    let basic = format!("Basic {}", coordinator.running.token);
     for call in all_calls() {
         for authorization in [
             None,
             Some("Bearer"),
             Some(basic.as_str()),
-            Some(pool.running.token.as_str()),
+            Some(coordinator.running.token.as_str()),
         ] {
             let code = call_status(&channel, &call, authorization).await;
             assert_eq!(code, Code::Unauthenticated, "{call} {authorization:?}");
@@ -121,7 +121,7 @@ async fn every_call_needs_authentication() {
             "{call}: {code}"
         );
     }
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -168,8 +168,8 @@ async fn a_workers_certificate_permits_the_same_calls_as_a_workers_token() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn every_role_may_make_its_calls_and_no_others() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let channel = channel(&pool).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let channel = channel(&coordinator).await;
     for (role, allowed) in [
         ("viewer", VIEWER.to_owned()),
         ("submitter", format!("{VIEWER} {SUBMITTER}")),
@@ -177,7 +177,7 @@ async fn every_role_may_make_its_calls_and_no_others() {
         ("worker", WORKER.to_owned()),
     ] {
         let allowed: Vec<&str> = allowed.split(' ').collect();
-        let (secret, _) = create_token(&pool.clients, "somebody", role, None).await;
+        let (secret, _) = create_token(&coordinator.clients, "somebody", role, None).await;
         let authorization = format!("Bearer {secret}");
         for call in all_calls() {
             let code = call_status(&channel, &call, Some(&authorization)).await;
@@ -197,5 +197,5 @@ async fn every_role_may_make_its_calls_and_no_others() {
     for name in [VIEWER, SUBMITTER, OPERATOR, WORKER].join(" ").split(' ') {
         assert!(calls.iter().any(|call| call == name), "{name}");
     }
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

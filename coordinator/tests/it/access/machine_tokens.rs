@@ -1,7 +1,7 @@
 //! A worker's token is only valid for that worker's own id.
 
 use super::{LONG_LEASE, client_with_role, create_token, wait_for_audit_line};
-use crate::support::{FakeWorker, Pool, TIMEOUT, eventually, held_attempt, put_checkpoint, within};
+use crate::support::{FakeWorker, TIMEOUT, TestCoordinator, eventually, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
@@ -10,11 +10,11 @@ use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_worker_cannot_act_as_another_worker() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let job = pool.submit("a").await.job;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let job = coordinator.submit("a").await.job;
     let (one, two) = (
-        client_with_role(&pool, "box-1", "worker").await,
-        client_with_role(&pool, "box-2", "worker").await,
+        client_with_role(&coordinator, "box-1", "worker").await,
+        client_with_role(&coordinator, "box-2", "worker").await,
     );
     let mut worker = FakeWorker::register(&one, FakeWorker::registration("one", None, Vec::new())).await;
     let work = worker.next_assignment().await;
@@ -26,8 +26,8 @@ async fn a_worker_cannot_act_as_another_worker() {
     let (_sender, mut messages) = FakeWorker::open(&two, Some(first)).await.unwrap();
     let error = within(messages.message()).await.unwrap_err();
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
-    assert!(error.message().contains("another machine's"), "{error}");
-    let refused = wait_for_audit_line(&pool.clients, "the refused worker id", |line| {
+    assert!(error.message().contains("belongs to another machine"), "{error}");
+    let refused = wait_for_audit_line(&coordinator.clients, "the refused worker id", |line| {
         line.action == "worker.join" && !line.done
     })
     .await;
@@ -43,7 +43,10 @@ async fn a_worker_cannot_act_as_another_worker() {
     assert!(other.keep.is_empty());
     let manifest = put_checkpoint(&RemoteBlobs::with_budget(&one, TIMEOUT), 3).await;
     assert_eq!(other.commit(&held_attempt(&work), manifest, 3).await, Verdict::Fenced);
-    let forged = wait_for_audit_line(&pool.clients, "the report", |line| line.action == "worker.report").await;
+    let forged = wait_for_audit_line(&coordinator.clients, "the report", |line| {
+        line.action == "worker.report"
+    })
+    .await;
     assert!(!forged.done && forged.who == "box-2", "{forged:?}");
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 3).await,
@@ -51,25 +54,25 @@ async fn a_worker_cannot_act_as_another_worker() {
     );
 
     // Another token with the same name, as after a renewal, keeps the worker's id, also after a restart.
-    let (renewed, _) = create_token(&pool.clients, "box-1", "worker", None).await;
+    let (renewed, _) = create_token(&coordinator.clients, "box-1", "worker", None).await;
     let id = worker.id.clone();
     drop((worker, other));
-    let pool = pool.restart().await;
-    let clients = connect(&pool.running.url(), &renewed, None).await.unwrap();
+    let coordinator = coordinator.restart().await;
+    let clients = connect(&coordinator.running.url(), &renewed, None).await.unwrap();
     let registration = FakeWorker::registration("one", Some(id.clone()), vec![held_attempt(&work)]);
     let worker = FakeWorker::register(&clients, registration).await;
     assert_eq!((&worker.id, worker.keep.len()), (&id, 1));
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_connected_worker_with_the_admin_token_keeps_its_id() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let job = pool.submit("a").await.job;
-    let mut worker = FakeWorker::new(&pool, "w").await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let job = coordinator.submit("a").await.job;
+    let mut worker = FakeWorker::new(&coordinator, "w").await;
     let work = worker.next_assignment().await;
     assert_eq!(work.job, job);
-    let other = client_with_role(&pool, "box", "worker").await;
+    let other = client_with_role(&coordinator, "box", "worker").await;
     let stolen = FakeWorker::registration("w", Some(worker.id.clone()), vec![held_attempt(&work)]);
     let first = ToCoordinator::Register(Box::new(stolen.clone()));
     let (_sender, mut messages) = FakeWorker::open(&other, Some(first)).await.unwrap();
@@ -77,13 +80,13 @@ async fn a_connected_worker_with_the_admin_token_keeps_its_id() {
     // Only for now: a worker that gets a token of its own keeps its id.
     assert_eq!(error.code(), Code::Unavailable, "{error}");
     assert!(error.message().contains("an administrator's token"), "{error}");
-    let refused = wait_for_audit_line(&pool.clients, "the refused worker id", |line| {
+    let refused = wait_for_audit_line(&coordinator.clients, "the refused worker id", |line| {
         line.action == "worker.join"
     })
     .await;
     assert!(!refused.done && refused.who == "box", "{refused:?}");
     worker.heartbeat(&[held_attempt(&work)]).await;
-    let manifest = pool.checkpoint(3).await;
+    let manifest = coordinator.checkpoint(3).await;
     assert_eq!(
         worker.commit(&held_attempt(&work), manifest, 3).await,
         Verdict::Accepted
@@ -91,10 +94,10 @@ async fn a_connected_worker_with_the_admin_token_keeps_its_id() {
 
     let id = worker.id.clone();
     drop(worker);
-    let pool = pool.restart().await;
+    let coordinator = coordinator.restart().await;
     let other = {
-        let (secret, _) = create_token(&pool.clients, "box", "worker", None).await;
-        connect(&pool.running.url(), &secret, None).await.unwrap()
+        let (secret, _) = create_token(&coordinator.clients, "box", "worker", None).await;
+        connect(&coordinator.running.url(), &secret, None).await.unwrap()
     };
     // The worker is not connected, but its attempt has not ended, so another token cannot take its id over.
     let first = ToCoordinator::Register(Box::new(stolen.clone()));
@@ -102,11 +105,11 @@ async fn a_connected_worker_with_the_admin_token_keeps_its_id() {
     let error = within(messages.message()).await.unwrap_err();
     assert_eq!(error.code(), Code::Unavailable, "{error}");
     let registration = FakeWorker::registration("w", Some(id.clone()), vec![held_attempt(&work)]);
-    let mut worker = FakeWorker::register(&pool.clients, registration).await;
+    let mut worker = FakeWorker::register(&coordinator.clients, registration).await;
     assert_eq!((&worker.id, worker.keep.len()), (&id, 1));
     worker.finish(&held_attempt(&work), Outcome::Completed).await;
     drop(worker);
     let worker = eventually("the id to be free", || FakeWorker::try_register(&other, stolen.clone())).await;
     assert_eq!((&worker.id, worker.keep.len()), (&id, 0));
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

@@ -10,7 +10,7 @@ mod scope;
 mod token_expiry;
 mod token_guessing;
 
-use crate::support::{Pool, TIMEOUT, data_sets, eventually, input, submission, within};
+use crate::support::{TIMEOUT, TestCoordinator, data_sets, eventually, input, submission, within};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
@@ -40,9 +40,9 @@ pub(crate) async fn create_token(
 }
 
 /// Creates a token with this role and connects with it. A submitter also uploads the input of the test jobs.
-pub(super) async fn client_with_role(pool: &Pool, name: &str, role: &str) -> Clients {
-    let (secret, _) = create_token(&pool.clients, name, role, None).await;
-    let clients = connect(&pool.running.url(), &secret, None).await.unwrap();
+pub(super) async fn client_with_role(coordinator: &TestCoordinator, name: &str, role: &str) -> Clients {
+    let (secret, _) = create_token(&coordinator.clients, name, role, None).await;
+    let clients = connect(&coordinator.running.url(), &secret, None).await.unwrap();
     if role == "submitter" {
         put_input(&clients).await;
     }

@@ -1,7 +1,7 @@
 //! Jobs, their logs and their files belong to the user who submitted them.
 
 use super::{LONG_LEASE, audit_log, client_with_role, get, list, stop, submit, wait_for_audit_line};
-use crate::support::{self, FakeWorker, Pool, eventually, held_attempt, job_json, submission, within};
+use crate::support::{self, FakeWorker, TestCoordinator, eventually, held_attempt, job_json, submission, within};
 use aitk_common::control::{Artifact, Submission, ToCoordinator, Verdict};
 use aitk_common::id::UserName;
 use aitk_common::storage::BlobStore;
@@ -13,7 +13,7 @@ use tonic::{Code, Status};
 
 /// Two users: anna's job runs, ben's job waits.
 struct Fixture {
-    pool: Pool,
+    coordinator: TestCoordinator,
     anna: Clients,
     ben: Clients,
     hers: String,
@@ -24,17 +24,17 @@ struct Fixture {
 
 impl Fixture {
     async fn start() -> Self {
-        let pool = Pool::start(LONG_LEASE).await;
-        let anna = client_with_role(&pool, "anna", "submitter").await;
-        let ben = client_with_role(&pool, "ben", "submitter").await;
+        let coordinator = TestCoordinator::start(LONG_LEASE).await;
+        let anna = client_with_role(&coordinator, "anna", "submitter").await;
+        let ben = client_with_role(&coordinator, "ben", "submitter").await;
         let hers = submit(&anna, "hers").await.unwrap();
         let his = submit(&ben, "his").await.unwrap();
-        let mut worker = FakeWorker::new(&pool, "w").await;
+        let mut worker = FakeWorker::new(&coordinator, "w").await;
         let work = worker.next_assignment().await;
         assert_eq!(work.job.as_str(), hers);
         let work = held_attempt(&work);
         Self {
-            pool,
+            coordinator,
             anna,
             ben,
             hers,
@@ -101,7 +101,7 @@ async fn a_user_cannot_access_another_users_job_or_log() {
         }
     }
     for action in ["job.read", "job.stop", "job.pause", "job.resume", "job.priority"] {
-        let refused = wait_for_audit_line(&fixture.pool.clients, action, |line| line.action == action).await;
+        let refused = wait_for_audit_line(&fixture.coordinator.clients, action, |line| line.action == action).await;
         assert!(
             !refused.done && refused.who == "ben" && refused.object == fixture.hers,
             "{refused:?}"
@@ -116,12 +116,12 @@ async fn a_user_cannot_access_another_users_job_or_log() {
         assert_eq!(get(&fixture.anna, &name).await.unwrap().owner, "anna");
     }
     stop(&fixture.anna, &fixture.hers).await.unwrap();
-    let stopped = wait_for_audit_line(&fixture.pool.clients, "her stop", |line| {
+    let stopped = wait_for_audit_line(&fixture.coordinator.clients, "her stop", |line| {
         line.action == "job.stop" && line.who == "anna"
     })
     .await;
     assert!(stopped.done && stopped.object == fixture.hers, "{stopped:?}");
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -160,7 +160,7 @@ async fn an_array_and_its_members_belong_to_the_submitter() {
     };
     let refused = within(fixture.ben.jobs.clone().list(theirs)).await.unwrap_err();
     assert_eq!(refused.code(), Code::NotFound);
-    let submitted = wait_for_audit_line(&fixture.pool.clients, "her array", |line| {
+    let submitted = wait_for_audit_line(&fixture.coordinator.clients, "her array", |line| {
         line.action == "job.submit" && line.object == array
     })
     .await;
@@ -169,13 +169,13 @@ async fn an_array_and_its_members_belong_to_the_submitter() {
         "{submitted:?}"
     );
     stop(&fixture.anna, &array).await.unwrap();
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_user_cannot_fetch_another_users_files() {
     let mut fixture = Fixture::start().await;
-    let lora = fixture.pool.put(b"her lora").await;
+    let lora = fixture.coordinator.put(b"her lora").await;
     let artifact = Artifact {
         name: "hers.safetensors".into(),
         kind: "lora".into(),
@@ -200,17 +200,17 @@ async fn a_user_cannot_fetch_another_users_files() {
         };
         let error = within(fixture.ben.blobs.clone().get(request)).await.unwrap_err();
         assert_eq!(error.code(), Code::NotFound, "{error}");
-        let refused = wait_for_audit_line(&fixture.pool.clients, "the file", |line| {
+        let refused = wait_for_audit_line(&fixture.coordinator.clients, "the file", |line| {
             line.action == "blob.get" && line.object == blob.to_hex()
         })
         .await;
         assert!(!refused.done && refused.who == "ben", "{refused:?}");
     }
-    let vera = client_with_role(&fixture.pool, "vera", "viewer").await;
-    for clients in [&fixture.anna, &vera, &fixture.pool.clients] {
+    let vera = client_with_role(&fixture.coordinator, "vera", "viewer").await;
+    for clients in [&fixture.anna, &vera, &fixture.coordinator.clients] {
         assert_eq!(&blobs(clients).get_bytes(lora, 100).await.unwrap()[..], b"her lora");
     }
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -239,7 +239,7 @@ async fn users_see_only_the_owners_of_other_users_jobs() {
         "{answers}"
     );
     assert!(format!("{:?}", workers(&fixture.anna).await).contains(&fixture.hers));
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -252,7 +252,7 @@ async fn a_job_cannot_depend_on_another_users_job() {
         let error = within(fixture.ben.jobs.clone().submit(after)).await.unwrap_err();
         assert!(error.message().contains("there is no job"), "{error}");
     }
-    let refused = wait_for_audit_line(&fixture.pool.clients, "the dependency", |line| {
+    let refused = wait_for_audit_line(&fixture.coordinator.clients, "the dependency", |line| {
         line.action == "job.submit" && !line.done
     })
     .await;
@@ -260,7 +260,7 @@ async fn a_job_cannot_depend_on_another_users_job() {
         refused.who == "ben" && refused.detail.contains("there is no job"),
         "{refused:?}"
     );
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -280,7 +280,7 @@ async fn a_submitter_cannot_submit_for_another_user() {
         assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     }
     let lines = eventually("both refusals", || async {
-        let lines = audit_log(&fixture.pool.clients).await;
+        let lines = audit_log(&fixture.coordinator.clients).await;
         let refused = lines
             .into_iter()
             .filter(|line| line.action == "job.submit" && !line.done);
@@ -291,7 +291,7 @@ async fn a_submitter_cannot_submit_for_another_user() {
     assert!(lines.iter().all(|line| line.who == "ben"), "{lines:?}");
 
     // An operator may, and then the job belongs to that user.
-    let olga = client_with_role(&fixture.pool, "olga", "operator").await;
+    let olga = client_with_role(&fixture.coordinator, "olga", "operator").await;
     let reply = within(olga.jobs.clone().submit(v1::SubmitRequest::from(forged)))
         .await
         .unwrap()
@@ -314,5 +314,5 @@ async fn a_submitter_cannot_submit_for_another_user() {
     );
     assert!(!second.existed && first.job_id != second.job_id);
     assert!(repeated.existed && first.job_id == repeated.job_id);
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }

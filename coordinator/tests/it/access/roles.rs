@@ -1,7 +1,7 @@
 //! Permissions of each role, and the list of tokens.
 
 use super::{LONG_LEASE, audit_log, client_with_role, create_token, drain, get, stop, submit, wait_for_audit_line};
-use crate::support::{FakeWorker, Pool, eventually, within};
+use crate::support::{FakeWorker, TestCoordinator, eventually, within};
 use aitk_common::control::ToCoordinator;
 use aitk_common::hash::ContentHash;
 use aitk_proto::v1;
@@ -9,16 +9,16 @@ use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn each_role_has_its_permissions_and_no_others() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let job = pool.submit("a").await.job.to_string();
-    let viewer = client_with_role(&pool, "vera", "viewer").await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let job = coordinator.submit("a").await.job.to_string();
+    let viewer = client_with_role(&coordinator, "vera", "viewer").await;
     assert_eq!(get(&viewer, &job).await.unwrap().owner, "default");
     let has = v1::HasRequest {
         sha256: vec![ContentHash::of(b"x").to_hex()],
     };
-    let worker = client_with_role(&pool, "box", "worker").await;
-    let submitter = client_with_role(&pool, "sam", "submitter").await;
-    let operator = client_with_role(&pool, "olga", "operator").await;
+    let worker = client_with_role(&coordinator, "box", "worker").await;
+    let submitter = client_with_role(&coordinator, "sam", "submitter").await;
+    let operator = client_with_role(&coordinator, "olga", "operator").await;
     let gc = v1::CollectGarbageRequest { dry_run: true };
     let create = v1::CreateTokenRequest {
         name: "me".into(),
@@ -60,7 +60,7 @@ async fn each_role_has_its_permissions_and_no_others() {
         assert_eq!(error.code(), Code::PermissionDenied, "{error}");
     }
     let refused = eventually("every refusal in the log", || async {
-        let lines = audit_log(&pool.clients).await;
+        let lines = audit_log(&coordinator.clients).await;
         let refused: Vec<_> = lines.into_iter().filter(|line| line.action == "refused").collect();
         (refused.len() == calls + 3).then_some(refused)
     })
@@ -79,22 +79,22 @@ async fn each_role_has_its_permissions_and_no_others() {
     let theirs = submit(&operator, "c").await.unwrap();
     assert_eq!(get(&operator, &theirs).await.unwrap().owner, "olga");
     stop(&operator, &job).await.unwrap();
-    let done = wait_for_audit_line(&pool.clients, "the stop", |line| line.action == "job.stop").await;
+    let done = wait_for_audit_line(&coordinator.clients, "the stop", |line| line.action == "job.stop").await;
     assert!(done.done && done.who == "olga" && done.object == job, "{done:?}");
     let registration = FakeWorker::registration("w", None, Vec::new());
     let _worker = FakeWorker::register(&worker, registration).await;
     drain(&operator).await.unwrap();
-    let done = wait_for_audit_line(&pool.clients, "the drain", |line| line.action == "worker.drain").await;
+    let done = wait_for_audit_line(&coordinator.clients, "the drain", |line| line.action == "worker.drain").await;
     assert!(done.done && done.who == "olga" && done.object == "w", "{done:?}");
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tokens_are_listed_page_by_page() {
-    let pool = Pool::start(LONG_LEASE).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
     let mut made = Vec::new();
     for name in ["ada", "ben", "cleo", "dan", "eve"] {
-        made.push(create_token(&pool.clients, name, "viewer", None).await.1);
+        made.push(create_token(&coordinator.clients, name, "viewer", None).await.1);
     }
     let (mut listed, mut page_token, mut pages) = (Vec::new(), String::new(), 0);
     loop {
@@ -102,7 +102,7 @@ async fn tokens_are_listed_page_by_page() {
             page_token,
             page_size: 2,
         };
-        let reply = within(pool.clients.admin.clone().list_tokens(request))
+        let reply = within(coordinator.clients.admin.clone().list_tokens(request))
             .await
             .unwrap()
             .into_inner();
@@ -121,9 +121,9 @@ async fn tokens_are_listed_page_by_page() {
         page_token: "x".into(),
         page_size: 0,
     };
-    let error = within(pool.clients.admin.clone().list_tokens(request))
+    let error = within(coordinator.clients.admin.clone().list_tokens(request))
         .await
         .unwrap_err();
     assert!(error.message().contains("page_token"), "{error}");
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

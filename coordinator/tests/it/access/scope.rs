@@ -3,7 +3,9 @@
 
 use super::{LONG_LEASE, audit_log, client_with_role, create_token, submit, wait_for_audit_line};
 use crate::support::data_sets::{collect, data_set, put, submission_with};
-use crate::support::{FakeWorker, Pool, checkpoint, config, eventually, held_attempt, put_checkpoint, within};
+use crate::support::{
+    FakeWorker, TestCoordinator, checkpoint, config, eventually, held_attempt, put_checkpoint, within,
+};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, Assignment, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -115,8 +117,13 @@ async fn report_artifact(worker: &mut FakeWorker, work: &Assignment, hash: Conte
         .await
 }
 
-async fn wait_for_refusal(pool: &Pool, action: &str, who: &str, object: ContentHash) -> v1::AuditLine {
-    wait_for_audit_line(&pool.clients, action, |line| {
+async fn wait_for_refusal(
+    coordinator: &TestCoordinator,
+    action: &str,
+    who: &str,
+    object: ContentHash,
+) -> v1::AuditLine {
+    wait_for_audit_line(&coordinator.clients, action, |line| {
         line.action == action && line.who == who && line.object == object.to_hex() && !line.done
     })
     .await
@@ -124,7 +131,7 @@ async fn wait_for_refusal(pool: &Pool, action: &str, who: &str, object: ContentH
 
 /// Anna's job runs on box-1, box-2 is idle, and Ben has uploaded a secret.
 struct Fixture {
-    pool: Pool,
+    coordinator: TestCoordinator,
     anna: Clients,
     one: Clients,
     two: Clients,
@@ -140,22 +147,22 @@ const SECRET: &[u8] = b"an image of ben";
 
 impl Fixture {
     async fn start() -> Self {
-        let pool = Pool::start(LONG_LEASE).await;
-        let anna = client_with_role(&pool, "anna", "submitter").await;
-        let ben = client_with_role(&pool, "ben", "submitter").await;
+        let coordinator = TestCoordinator::start(LONG_LEASE).await;
+        let anna = client_with_role(&coordinator, "anna", "submitter").await;
+        let ben = client_with_role(&coordinator, "ben", "submitter").await;
         let secret = put(&blobs(&ben), SECRET).await;
         let (snapshot, data) = put_data_set(&anna, "hers").await;
         let job = submit_with(&anna, &snapshot).await.unwrap();
         let (one, two) = (
-            client_with_role(&pool, "box-1", "worker").await,
-            client_with_role(&pool, "box-2", "worker").await,
+            client_with_role(&coordinator, "box-1", "worker").await,
+            client_with_role(&coordinator, "box-2", "worker").await,
         );
         let mut worker = FakeWorker::register(&one, FakeWorker::registration("one", None, Vec::new())).await;
         let work = worker.next_assignment().await;
         assert_eq!(work.job.as_str(), job);
         let idle = FakeWorker::register(&two, FakeWorker::registration("two", None, Vec::new())).await;
         Self {
-            pool,
+            coordinator,
             anna,
             one,
             two,
@@ -182,7 +189,7 @@ async fn a_worker_reads_the_inputs_of_its_attempts_and_nothing_else() {
         let error = fetch(&fixture.one, hash).await.unwrap_err();
         assert_eq!(error.code(), Code::NotFound);
         assert_eq!(error.message(), format!("the object storage has no blob {hash}"));
-        let refused = wait_for_refusal(&fixture.pool, "blob.get", "box-1", hash).await;
+        let refused = wait_for_refusal(&fixture.coordinator, "blob.get", "box-1", hash).await;
         assert_eq!(refused.detail, "nothing that this worker runs needs it");
     }
     // A worker without an attempt has access to nothing, not even to another worker's inputs.
@@ -191,14 +198,14 @@ async fn a_worker_reads_the_inputs_of_its_attempts_and_nothing_else() {
         fetch(&fixture.two, fixture.data[0]).await.unwrap_err().code(),
         Code::NotFound
     );
-    wait_for_refusal(&fixture.pool, "blob.get", "box-2", fixture.data[0]).await;
+    wait_for_refusal(&fixture.coordinator, "blob.get", "box-2", fixture.data[0]).await;
     // An administrator has access to everything.
     assert_eq!(
-        has(&fixture.pool.clients, &[fixture.secret, fixture.data[0]]).await,
+        has(&fixture.coordinator.clients, &[fixture.secret, fixture.data[0]]).await,
         [true, true]
     );
     drop((fixture.worker, fixture.idle));
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -206,9 +213,12 @@ async fn a_worker_may_upload_only_while_it_runs_an_attempt() {
     let mut fixture = Fixture::start().await;
     let error = upload(&fixture.two, b"junk").await.unwrap_err();
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
-    let refused = wait_for_refusal(&fixture.pool, "blob.put", "box-2", ContentHash::of(b"junk")).await;
+    let refused = wait_for_refusal(&fixture.coordinator, "blob.put", "box-2", ContentHash::of(b"junk")).await;
     assert_eq!(refused.detail, "this worker runs nothing");
-    assert_eq!(has(&fixture.pool.clients, &[ContentHash::of(b"junk")]).await, [false]);
+    assert_eq!(
+        has(&fixture.coordinator.clients, &[ContentHash::of(b"junk")]).await,
+        [false]
+    );
 
     // A blob that another user uploaded is accepted like a new one. From then on this worker may use it, too.
     assert!(!upload(&fixture.one, SECRET).await.unwrap());
@@ -222,7 +232,7 @@ async fn a_worker_may_upload_only_while_it_runs_an_attempt() {
         let error = within(upload).await.unwrap().unwrap_err();
         assert_eq!(error.code(), Code::ResourceExhausted, "{error}");
     }
-    wait_for_refusal(&fixture.pool, "blob.put", "box-1", huge).await;
+    wait_for_refusal(&fixture.coordinator, "blob.put", "box-1", huge).await;
 
     // An upload fails when its attempt ends meanwhile.
     let late = b"late";
@@ -230,7 +240,7 @@ async fn a_worker_may_upload_only_while_it_runs_an_attempt() {
     send_part(&parts, header(ContentHash::of(late), late.len() as u64)).await;
     send_part(&parts, Part::Data(late[..2].to_vec())).await;
     eventually("the upload to begin", || async {
-        let parts = std::fs::read_dir(fixture.pool.dir.path().join("transit")).unwrap();
+        let parts = std::fs::read_dir(fixture.coordinator.dir.path().join("transit")).unwrap();
         (parts.count() == 1).then_some(())
     })
     .await;
@@ -243,13 +253,16 @@ async fn a_worker_may_upload_only_while_it_runs_an_attempt() {
     drop(parts);
     let error = within(upload).await.unwrap().unwrap_err();
     assert_eq!(error.code(), Code::PermissionDenied, "{error}");
-    assert_eq!(has(&fixture.pool.clients, &[ContentHash::of(late)]).await, [false]);
+    assert_eq!(
+        has(&fixture.coordinator.clients, &[ContentHash::of(late)]).await,
+        [false]
+    );
     // Its inputs are inaccessible then, too.
     assert_eq!(
         fetch(&fixture.one, fixture.data[0]).await.unwrap_err().code(),
         Code::NotFound
     );
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -262,7 +275,7 @@ async fn a_worker_cannot_report_blobs_that_it_has_no_access_to() {
         message,
         format!("blob {} is not in storage; upload it first", fixture.secret)
     );
-    let refused = wait_for_refusal(&fixture.pool, "blob.name", "box-1", fixture.secret).await;
+    let refused = wait_for_refusal(&fixture.coordinator, "blob.name", "box-1", fixture.secret).await;
     assert_eq!(refused.detail, "this worker neither sent it nor needs it");
     assert_eq!(
         fetch(&fixture.anna, fixture.secret).await.unwrap_err().code(),
@@ -270,12 +283,12 @@ async fn a_worker_cannot_report_blobs_that_it_has_no_access_to() {
     );
 
     // The same with a checkpoint of another user, and with its own checkpoint that lists another user's file.
-    let foreign = fixture.pool.checkpoint(5).await;
+    let foreign = fixture.coordinator.checkpoint(5).await;
     assert_eq!(
         fixture.worker.commit(&held_attempt(&fixture.work), foreign, 5).await,
         Verdict::Refused
     );
-    wait_for_refusal(&fixture.pool, "blob.name", "box-1", foreign).await;
+    wait_for_refusal(&fixture.coordinator, "blob.name", "box-1", foreign).await;
     let (manifest, _) = checkpoint(5);
     let file = ContentHash::of(b"weights of step 5");
     assert_eq!(file, ContentHash::of(&checkpoint(5).1));
@@ -284,18 +297,18 @@ async fn a_worker_cannot_report_blobs_that_it_has_no_access_to() {
         fixture.worker.commit(&held_attempt(&fixture.work), foreign, 5).await,
         Verdict::Refused
     );
-    wait_for_refusal(&fixture.pool, "blob.name", "box-1", file).await;
+    wait_for_refusal(&fixture.coordinator, "blob.name", "box-1", file).await;
 
     // Its own blobs are accepted, also after a restart, and anna can fetch the artifact.
     put_checkpoint(&blobs(&fixture.one), 5).await;
     let lora = put(&blobs(&fixture.one), b"lora").await;
     let (id, running) = (fixture.worker.id.clone(), vec![held_attempt(&fixture.work)]);
     drop((fixture.worker, fixture.idle));
-    let (box_1, _) = create_token(&fixture.pool.clients, "box-1", "worker", None).await;
-    let (anna, _) = create_token(&fixture.pool.clients, "anna", "submitter", None).await;
-    let pool = fixture.pool.restart().await;
-    let one = connect(&pool.running.url(), &box_1, None).await.unwrap();
-    let anna = connect(&pool.running.url(), &anna, None).await.unwrap();
+    let (box_1, _) = create_token(&fixture.coordinator.clients, "box-1", "worker", None).await;
+    let (anna, _) = create_token(&fixture.coordinator.clients, "anna", "submitter", None).await;
+    let coordinator = fixture.coordinator.restart().await;
+    let one = connect(&coordinator.running.url(), &box_1, None).await.unwrap();
+    let anna = connect(&coordinator.running.url(), &anna, None).await.unwrap();
     let mut worker = FakeWorker::register(&one, FakeWorker::registration("one", Some(id), running)).await;
     assert_eq!(worker.keep.len(), 1);
     assert_eq!(
@@ -307,7 +320,7 @@ async fn a_worker_cannot_report_blobs_that_it_has_no_access_to() {
         Verdict::Accepted
     );
     assert_eq!(fetch(&anna, lora).await.unwrap(), b"lora");
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -347,14 +360,14 @@ async fn only_the_current_worker_can_read_the_checkpoint() {
         fixture.idle.commit(&held_attempt(&work), manifest, 8).await,
         Verdict::Accepted
     );
-    within(fixture.pool.running.shutdown()).await;
+    within(fixture.coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_submitter_may_only_reference_their_own_uploads() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let anna = client_with_role(&pool, "anna", "submitter").await;
-    let ben = client_with_role(&pool, "ben", "submitter").await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let anna = client_with_role(&coordinator, "anna", "submitter").await;
+    let ben = client_with_role(&coordinator, "ben", "submitter").await;
     let (hers, files) = put_data_set(&anna, "hers").await;
     let (absent, contents) = data_set("nobody's");
     submit_with(&anna, &hers).await.unwrap();
@@ -372,7 +385,7 @@ async fn a_submitter_may_only_reference_their_own_uploads() {
             error.message().contains("is not in storage; upload it first"),
             "{error}"
         );
-        let refused = wait_for_refusal(&pool, "job.submit", "ben", snapshot.id()).await;
+        let refused = wait_for_refusal(&coordinator, "job.submit", "ben", snapshot.id()).await;
         assert_eq!(refused.detail, "an input that this user has not sent");
     }
     // A snapshot of his own that lists her file does not help.
@@ -385,31 +398,31 @@ async fn a_submitter_may_only_reference_their_own_uploads() {
     put(&blobs(&ben), &own.to_bytes()).await;
     let error = submit_with(&ben, &own).await.unwrap_err();
     assert!(error.message().contains("a file of the snapshot"), "{error}");
-    wait_for_refusal(&pool, "job.submit", "ben", files[0]).await;
-    let all = audit_log(&pool.clients).await;
+    wait_for_refusal(&coordinator, "job.submit", "ben", files[0]).await;
+    let all = audit_log(&coordinator.clients).await;
     assert!(all.iter().all(|line| line.who != "anna" || line.done), "{all:?}");
 
     // A user who uploads the same content may use it, and it is stored once.
-    let before = collect(&pool.clients, true).await.blobs;
+    let before = collect(&coordinator.clients, true).await.blobs;
     put_data_set(&ben, "hers").await;
-    assert_eq!(collect(&pool.clients, true).await.blobs, before);
+    assert_eq!(collect(&coordinator.clients, true).await.blobs, before);
     submit_with(&ben, &hers).await.unwrap();
     submit_with(&ben, &own).await.unwrap();
     put(&blobs(&ben), &contents[0]).await;
     // A worker with the same name as a user has no access to the user's uploads.
-    let machine = client_with_role(&pool, "ben", "worker").await;
+    let machine = client_with_role(&coordinator, "ben", "worker").await;
     assert_eq!(has(&machine, &files).await, [false; 3]);
     // Operators have access to everything.
-    let olga = client_with_role(&pool, "olga", "operator").await;
+    let olga = client_with_role(&coordinator, "olga", "operator").await;
     submit_with(&olga, &hers).await.unwrap();
 
     // Uploads stay known after a restart.
-    let (secret, _) = create_token(&pool.clients, "ben", "submitter", None).await;
-    let pool = pool.restart().await;
-    let ben = connect(&pool.running.url(), &secret, None).await.unwrap();
+    let (secret, _) = create_token(&coordinator.clients, "ben", "submitter", None).await;
+    let coordinator = coordinator.restart().await;
+    let ben = connect(&coordinator.running.url(), &secret, None).await.unwrap();
     assert_eq!(has(&ben, &files).await, [true; 3]);
     submit(&ben, "again").await.unwrap();
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

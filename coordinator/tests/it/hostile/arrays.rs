@@ -62,7 +62,7 @@ async fn send_heartbeats(
                 sent.push_back(Instant::now());
             }
             message = worker.next() => match message {
-                Some(ToWorker::BeatReply { .. }) => {
+                Some(ToWorker::HeartbeatReply { .. }) => {
                     let sent_at = sent.pop_front().expect("the answer belongs to a heartbeat");
                     longest = longest.max(sent_at.elapsed());
                 }

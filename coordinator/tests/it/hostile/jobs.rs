@@ -2,7 +2,7 @@
 
 use crate::access::{create_token, wait_for_audit_line};
 use crate::support::data_sets::put;
-use crate::support::{FakeWorker, Pool, TIMEOUT, input, job_json, submission, within};
+use crate::support::{FakeWorker, TIMEOUT, TestCoordinator, input, job_json, submission, within};
 use aitk_common::control::{NewMember, Submission};
 use aitk_proto::client::connect;
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -65,12 +65,12 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_with_paths_of_other_files_is_refused_and_audited() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let (secret, _) = create_token(&pool.clients, "mallory", "submitter", None).await;
-    let mallory = connect(&pool.running.url(), &secret, None).await.unwrap();
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let (secret, _) = create_token(&coordinator.clients, "mallory", "submitter", None).await;
+    let mallory = connect(&coordinator.running.url(), &secret, None).await.unwrap();
     put(&RemoteBlobs::with_budget(&mallory, TIMEOUT), &input().to_bytes()).await;
     // This file exists. The error must be the same as for a file that does not.
-    let admins_token = pool.dir.path().join("token");
+    let admins_token = coordinator.dir.path().join("token");
     std::fs::write(&admins_token, "the admin's").unwrap();
     let attacks = attacks(admins_token.to_str().unwrap());
     for (job_json, expected) in &attacks {
@@ -89,7 +89,7 @@ async fn a_job_with_paths_of_other_files_is_refused_and_audited() {
         error.replace(path, "")
     };
     assert_eq!(error_for("/etc/passwd"), error_for("/nowhere/at/all"));
-    let refusal = wait_for_audit_line(&pool.clients, "the refusal", |line| {
+    let refusal = wait_for_audit_line(&coordinator.clients, "the refusal", |line| {
         line.action == "job.submit" && !line.done && line.detail.contains("/proc/self/environ")
     })
     .await;
@@ -126,7 +126,7 @@ async fn a_job_with_paths_of_other_files_is_refused_and_audited() {
         .unwrap()
         .into_inner()
         .job_id;
-    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
     assert_eq!(worker.next_assignment().await.job.as_str(), good);
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

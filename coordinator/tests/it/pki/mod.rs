@@ -10,7 +10,7 @@ use crate::support::{eventually, within};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::ca::WorkerRequest;
-use aitk_coordinator::{Config, PkiConfig, Running, TlsFiles, ca_folder, init, start};
+use aitk_coordinator::{Config, CoordinatorHandle, PkiConfig, TlsFiles, ca_folder, init, start};
 use aitk_proto::client::{Clients, ConnectError, Credentials, Trust, connect, connect_with};
 use aitk_proto::v1;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use tonic::Status;
 
 /// A coordinator with a certificate authority, on loopback.
 pub(crate) struct PkiServer {
-    pub(crate) running: Running,
+    pub(crate) running: CoordinatorHandle,
     /// Clients with the administrator's token.
     pub(crate) admin: Clients,
     pub(crate) dir: tempfile::TempDir,

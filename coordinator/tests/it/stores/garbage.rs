@@ -1,7 +1,7 @@
 //! Garbage collection removes blobs that nothing references, and keeps the others.
 
 use crate::support::data_sets::{collect, data_set, put, submission_with};
-use crate::support::{FakeWorker, Pool, config, held_attempt, put_checkpoint, within};
+use crate::support::{FakeWorker, TestCoordinator, config, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -18,8 +18,8 @@ const LONG_LEASE: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_submission_may_only_reference_stored_inputs() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let mut jobs = pool.clients.jobs.clone();
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let mut jobs = coordinator.clients.jobs.clone();
     let (snapshot, contents) = data_set("a");
     let error = within(jobs.submit(submission_with("a", &snapshot))).await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
@@ -28,8 +28,8 @@ async fn a_submission_may_only_reference_stored_inputs() {
         "{error}"
     );
 
-    put(&pool.blobs(), &snapshot.to_bytes()).await;
-    put(&pool.blobs(), &contents[0]).await;
+    put(&coordinator.blobs(), &snapshot.to_bytes()).await;
+    put(&coordinator.blobs(), &contents[0]).await;
     let error = within(jobs.submit(submission_with("a", &snapshot))).await.unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
     let missing = ContentHash::of(&contents[1]).to_hex();
@@ -39,7 +39,7 @@ async fn a_submission_may_only_reference_stored_inputs() {
     );
 
     let (_, junk) = (
-        put(&pool.blobs(), b"no list").await,
+        put(&coordinator.blobs(), b"no list").await,
         Snapshot::new(Vec::new(), false).unwrap(),
     );
     let mut request = submission_with("a", &junk);
@@ -50,9 +50,9 @@ async fn a_submission_may_only_reference_stored_inputs() {
     assert_eq!(error.code(), Code::InvalidArgument);
     assert!(error.message().contains("is no snapshot"), "{error}");
 
-    put(&pool.blobs(), &contents[1]).await;
+    put(&coordinator.blobs(), &contents[1]).await;
     within(jobs.submit(submission_with("a", &snapshot))).await.unwrap();
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -179,22 +179,22 @@ async fn a_jobs_blobs_are_kept_until_the_job_is_removed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn young_blobs_are_kept_and_an_unreadable_input_stops_the_collection() {
-    let pool = Pool::start(LONG_LEASE).await;
-    let orphan = pool.put(b"orphan").await;
-    let done = collect(&pool.clients, false).await;
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let orphan = coordinator.put(b"orphan").await;
+    let done = collect(&coordinator.clients, false).await;
     assert_eq!(
         (done.blobs, done.removed),
         (2, 0),
         "the grace period of a day has not passed"
     );
-    assert_eq!(pool.blobs().has(&[orphan]).await.unwrap(), [true]);
+    assert_eq!(coordinator.blobs().has(&[orphan]).await.unwrap(), [true]);
 
-    pool.submit("waits").await;
-    let file = pool.dir.path().join("storage/blobs");
+    coordinator.submit("waits").await;
+    let file = coordinator.dir.path().join("storage/blobs");
     let id = crate::support::input().id().to_hex();
     std::fs::remove_file(file.join(&id[..2]).join(&id)).unwrap();
     let request = CollectGarbageRequest { dry_run: false };
-    let error = within(pool.clients.admin.clone().collect_garbage(request))
+    let error = within(coordinator.clients.admin.clone().collect_garbage(request))
         .await
         .unwrap_err();
     assert_eq!(error.code(), Code::FailedPrecondition);
@@ -202,5 +202,5 @@ async fn young_blobs_are_kept_and_an_unreadable_input_stops_the_collection() {
         error.message().contains("nothing was removed") && error.message().contains(&id),
         "{error}"
     );
-    within(pool.running.shutdown()).await;
+    within(coordinator.running.shutdown()).await;
 }

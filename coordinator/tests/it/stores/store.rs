@@ -26,7 +26,7 @@ impl Location<'_> {
             Self::File(folder) => SqlStore::sqlite(&folder.join("aitk.db")).await,
             Self::Server(server) => SqlStore::postgres(&server.url().parse().unwrap()).await,
         };
-        store.unwrap().keeping_events(RETAINED)
+        store.unwrap().with_events_kept(RETAINED)
     }
 }
 
@@ -70,7 +70,7 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
         not_before: None,
         trace: None,
         idempotency_key: Some(format!("key of {id}")),
-        capped: false,
+        user_limits_apply: false,
         config_bytes: 0,
         payload: Arc::new(payload()),
     };
@@ -251,7 +251,7 @@ async fn artifacts_are_replaced_by_identity(location: &Location<'_>) {
     .await;
     let names = |found: Vec<Artifact>| found.into_iter().map(|a| a.name).collect::<Vec<_>>();
     assert_eq!(names(store.artifacts(&job).await.unwrap()), ["a.png", "lora"]);
-    commit(&store, &[Record::ArtifactGone(job.clone(), "lora".into())]).await;
+    commit(&store, &[Record::ArtifactRemoved(job.clone(), "lora".into())]).await;
     assert_eq!(
         store.artifacts(&job).await.unwrap(),
         [artifact("a.png", Some(0), "two")]
@@ -297,7 +297,7 @@ async fn roots_are_what_jobs_can_still_use(location: &Location<'_>) {
     let ended = mine().await;
     assert!(ended.ended);
     assert_eq!(ended.checkpoints, [hash("m4")]);
-    commit(&store, &[Record::JobGone(job.id.clone())]).await;
+    commit(&store, &[Record::JobRemoved(job.id.clone())]).await;
     assert_eq!(store.roots().await.unwrap().len(), before);
     assert_eq!(store.events(&job.id, 0, 10).await.unwrap(), []);
     assert_eq!(store.artifacts(&job.id).await.unwrap(), []);

@@ -9,14 +9,14 @@ use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::{FORMAT_VERSION, FileEntry, Manifest};
 use aitk_common::control::{
     Assignment, EventBody, HeldAttempt, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report,
-    Submission, Submitted, ToCoordinator, ToWorker, UnixMillis, Verdict,
+    Submission, SubmissionReceipt, ToCoordinator, ToWorker, UnixMillis, Verdict,
 };
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::storage::BlobStore;
 use aitk_common::storage::snapshot::Snapshot;
-use aitk_coordinator::{Config, Running, start};
+use aitk_coordinator::{Config, CoordinatorHandle, start};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
@@ -60,29 +60,29 @@ pub(crate) fn config(dir: &Path, lease: Duration) -> Config {
 }
 
 /// A coordinator with SQLite in a temporary folder, and an administrator's clients.
-pub(crate) struct Pool {
-    pub(crate) running: Running,
+pub(crate) struct TestCoordinator {
+    pub(crate) running: CoordinatorHandle,
     pub(crate) clients: Clients,
     pub(crate) dir: tempfile::TempDir,
     lease: Duration,
 }
 
-impl Pool {
+impl TestCoordinator {
     pub(crate) async fn start(lease: Duration) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let running = start(config(dir.path(), lease)).await.unwrap();
         let clients = connect(&running.url(), &running.token, None).await.unwrap();
-        let pool = Self {
+        let coordinator = Self {
             running,
             clients,
             dir,
             lease,
         };
         let input = input();
-        within(pool.blobs().put_bytes(input.id(), input.to_bytes().into()))
+        within(coordinator.blobs().put_bytes(input.id(), input.to_bytes().into()))
             .await
             .unwrap();
-        pool
+        coordinator
     }
 
     /// Shuts the coordinator down and starts it again on the same folder, on another port.
@@ -116,7 +116,7 @@ impl Pool {
         put_checkpoint(&self.blobs(), step).await
     }
 
-    pub(crate) async fn submit(&self, name: &str) -> Submitted {
+    pub(crate) async fn submit(&self, name: &str) -> SubmissionReceipt {
         within(
             self.clients
                 .jobs
@@ -308,8 +308,8 @@ impl FakeWorker {
         Some(worker)
     }
 
-    pub(crate) async fn new(pool: &Pool, name: &str) -> Self {
-        Self::register(&pool.clients, Self::registration(name, None, Vec::new())).await
+    pub(crate) async fn new(coordinator: &TestCoordinator, name: &str) -> Self {
+        Self::register(&coordinator.clients, Self::registration(name, None, Vec::new())).await
     }
 
     /// The next message; `None` when the session has ended.
@@ -347,7 +347,7 @@ impl FakeWorker {
     }
 
     pub(crate) async fn heartbeat(&self, running: &[HeldAttempt]) {
-        self.send(ToCoordinator::Beat {
+        self.send(ToCoordinator::Heartbeat {
             running: running.to_vec(),
         })
         .await;

@@ -56,8 +56,8 @@ pub struct LoadOptions {
     pub unet_quantization: Option<QuantizationConfig>,
     /// How to quantise the text encoder's layers.
     pub text_encoder_quantization: Option<QuantizationConfig>,
-    /// The choices of the memory profile: what is streamed, tiled and so on.
-    pub choices: MemoryOptions,
+    /// The options of the memory profile: what is streamed, tiled and so on.
+    pub memory_options: MemoryOptions,
     /// Which tensors of the U-Net are trained.
     pub unet_trained: TrainableFilter,
     /// Which tensors of the text encoder are trained.
@@ -79,7 +79,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: None,
             text_encoder_quantization: None,
-            choices: MemoryOptions::default(),
+            memory_options: MemoryOptions::default(),
             unet_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
@@ -102,7 +102,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: quantization(model.quantization(), &exclude),
             text_encoder_quantization: quantization(model.text_encoder_quantization(), &exclude),
-            choices: MemoryOptions::of(profile).merge(model.memory_choices()),
+            memory_options: MemoryOptions::of(profile).merge(model.memory_options()),
             unet_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
@@ -115,11 +115,11 @@ impl LoadOptions {
     pub fn training(mut self, unet: TrainableFilter, text_encoder: TrainableFilter) -> Self {
         if unet != TrainableFilter::Nothing {
             self.unet_quantization = None;
-            self.choices.denoiser_streamed = 0.0;
+            self.memory_options.denoiser_streamed = 0.0;
         }
         if text_encoder != TrainableFilter::Nothing {
             self.text_encoder_quantization = None;
-            self.choices.text_streamed = 0.0;
+            self.memory_options.text_streamed = 0.0;
         }
         (self.unet_trained, self.text_encoder_trained) = (unet, text_encoder);
         self
@@ -236,7 +236,7 @@ impl SdModel {
             true => components.map(|index| index.shapes_only()),
             false => components,
         };
-        let choices = &options.choices;
+        let memory_options = &options.memory_options;
         let weights =
             |index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
         let unet_quantization = options.unet_quantization.clone().map(|mut quantization| {
@@ -246,25 +246,25 @@ impl SdModel {
         let quantised = [("text encoder", &text_encoder), ("U-Net", &unet), ("VAE", &vae)]
             .map(|(component, index)| (component, index.quantization_kinds().into_iter().collect::<Vec<_>>()));
         let positions = configs.text_encoder.max_position_embeddings;
-        let text_weights = weights(text_encoder, choices.text_streamed)
+        let text_weights = weights(text_encoder, memory_options.text_streamed)
             .quantize_on_load(options.text_encoder_quantization.clone())
             .training(options.text_encoder_trained.clone());
-        let unet_weights = weights(unet, choices.denoiser_streamed)
+        let unet_weights = weights(unet, memory_options.denoiser_streamed)
             .quantize_on_load(unet_quantization)
             .training(options.unet_trained.clone());
-        let vae_weights = weights(vae, choices.vae_streamed);
+        let vae_weights = weights(vae, memory_options.vae_streamed);
         let mut model = Self {
             tokenizer: tokenizer.limited_to(positions),
             text_encoder: ClipTextModel::new(&text_weights, &configs.text_encoder)?,
             unet: UNet2DConditionModel::new(&unet_weights, &configs.unet)?,
-            vae: AutoencoderKl::new(&vae_weights, &configs.vae)?.tiled(choices.vae_tiled),
+            vae: AutoencoderKl::new(&vae_weights, &configs.vae)?.tiled(memory_options.vae_tiled),
             source: Arc::new(SdSource::new(
                 path,
                 files,
                 [&text_weights, &unet_weights, &vae_weights],
             )?),
             scheduler_config: configs.scheduler,
-            sequential_cfg: choices.sequential_cfg,
+            sequential_cfg: memory_options.sequential_cfg,
             quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
             trained: Vec::new(),
             frozen_text_encoder: None,
@@ -309,8 +309,9 @@ impl SdModel {
     /// As [`AutoencoderKl::open`].
     pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
         let (settings, index) = vae::config_and_index(folder)?;
-        let weights = Weights::from_index(index, options.dtype, &options.device).streamed(options.choices.vae_streamed);
-        let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.choices.vae_tiled);
+        let weights =
+            Weights::from_index(index, options.dtype, &options.device).streamed(options.memory_options.vae_streamed);
+        let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.memory_options.vae_tiled);
         let config = config::read_text(&settings).map_err(|e| EngineError::io(&settings, e))?;
         Arc::make_mut(&mut self.source).replace_vae(Component::new(ComponentKind::Vae, &weights, config)?);
         self.vae = vae;

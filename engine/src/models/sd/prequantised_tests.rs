@@ -249,8 +249,8 @@ fn quantised_weights_stay_and_others_are_quantised_or_streamed() {
     assert_eq!(quantized["int8"], stored["f16"] - 2, "{stored:?} {quantized:?}");
     assert_eq!(quantized["q8_0"], stored["q8_0"]);
     let mut streamed = options(&configs);
-    streamed.choices.denoiser_streamed = 1.0;
-    streamed.choices.text_streamed = 1.0;
+    streamed.memory_options.denoiser_streamed = 1.0;
+    streamed.memory_options.text_streamed = 1.0;
     let mut model = load(&streamed);
     let left = unet(&mut model);
     let mut expected = stored;

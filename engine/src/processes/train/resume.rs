@@ -118,7 +118,7 @@ impl Run<'_> {
                     ))
                 })?;
                 // A new trainer, so that the EMA starts from these weights too.
-                self.trainer = super::run::trainer(self.process, &self.target, &self.choices)?;
+                self.trainer = super::run::trainer(self.process, &self.target, &self.memory_options)?;
             }
         }
         self.start_step = step;
@@ -184,7 +184,7 @@ impl Run<'_> {
             );
         }
         // A new trainer, so that the EMA starts from these weights too.
-        self.trainer = super::run::trainer(self.process, &self.target, &self.choices)?;
+        self.trainer = super::run::trainer(self.process, &self.target, &self.memory_options)?;
         Ok(())
     }
 
@@ -220,7 +220,7 @@ impl Run<'_> {
             tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
         }
         // A new trainer, so that an EMA that is not in the checkpoint starts from these weights.
-        self.trainer = super::run::trainer(self.process, &self.target, &self.choices)?;
+        self.trainer = super::run::trainer(self.process, &self.target, &self.memory_options)?;
         self.trainer
             .restore_state(tensors, number("ema_updates").unwrap_or(0))?;
         self.start_step = checkpoint.step();

@@ -22,7 +22,7 @@ pub(super) struct Run<'a> {
     pub(super) model: SdModel,
     pub(super) target: Target,
     pub(super) trainer: Trainer,
-    pub(super) choices: MemoryOptions,
+    pub(super) memory_options: MemoryOptions,
     pub(super) schedule: NoiseSchedule,
     pub(super) loss: LossOptions,
     pub(super) noise: NoiseOptions,
@@ -42,7 +42,7 @@ pub(super) struct Run<'a> {
 }
 
 /// Makes a trainer with a new optimizer.
-pub(super) fn trainer(process: &TrainerProcess, target: &Target, choices: &MemoryOptions) -> Result<Trainer> {
+pub(super) fn trainer(process: &TrainerProcess, target: &Target, memory_options: &MemoryOptions) -> Result<Trainer> {
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;
@@ -69,6 +69,6 @@ pub(super) fn trainer(process: &TrainerProcess, target: &Target, choices: &Memor
         max_grad_norm,
         ema,
         // The gradients of a LoRA are small, so it needs no fused backward pass.
-        fused_backward: choices.fused_backward && matches!(target, Target::Model(_)),
+        fused_backward: memory_options.fused_backward && matches!(target, Target::Model(_)),
     }))
 }

@@ -1,4 +1,4 @@
-//! Hugging Face tokens that a worker's owner keeps for users of the pool: `FOLDER/USER/NAME`. A job names a token of
+//! Hugging Face tokens that a worker's owner keeps for users of the cluster: `FOLDER/USER/NAME`. A job names a token of
 //! its own user; the token itself is sent only to the hub.
 
 use aitk_common::id::UserName;

@@ -1,7 +1,7 @@
 //! Generates jobs with one hostile value, from a seed.
 
 use aitk_common::job::schema::SectionInfo;
-use aitk_common::job::{self, Format, JobSpec, LoadOptions, Status};
+use aitk_common::job::{self, Format, JobSpec, LoadOptions, SupportLevel};
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -86,7 +86,7 @@ fn collect_names(section: &SectionInfo, names: &mut Vec<&'static str>) {
             field
                 .values
                 .iter()
-                .filter(|(_, status)| matches!(status, Status::Works))
+                .filter(|(_, status)| matches!(status, SupportLevel::Works))
                 .map(|(name, _)| *name),
         );
         if let Some(nested) = &field.nested {

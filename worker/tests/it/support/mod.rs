@@ -12,7 +12,7 @@ use aitk_common::telemetry::traces::Traces;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use aitk_worker::{Config, Running, Status};
+use aitk_worker::{Config, Status, WorkerHandle};
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub(crate) async fn put_model(store: &dyn BlobStore) -> ContentHash {
 
 pub(crate) struct TestCluster {
     pub(crate) folder: tempfile::TempDir,
-    pub(crate) coordinator: Option<aitk_coordinator::Running>,
+    pub(crate) coordinator: Option<aitk_coordinator::CoordinatorHandle>,
     pub(crate) addr: SocketAddr,
     pub(crate) token: String,
     pub(crate) traces: Traces,
@@ -99,7 +99,7 @@ impl TestCluster {
     }
 
     /// Starts a worker whose children run this script: `$2` is the specification, `$PWD` the attempt's folder.
-    pub(crate) async fn worker(&self, name: &str, script: &str) -> Running {
+    pub(crate) async fn worker(&self, name: &str, script: &str) -> WorkerHandle {
         let worker = aitk_worker::start(self.config(name, script)).await.unwrap();
         wait_until_connected(&worker).await;
         worker
@@ -111,7 +111,7 @@ impl TestCluster {
         config.devices = vec![device()];
         config.attempt_command = ["sh", "-c", script].map(Into::into).to_vec();
         config.grace = Duration::from_secs(60);
-        config.shutdown_patience = TIMEOUT;
+        config.shutdown_timeout = TIMEOUT;
         config.traces.clone_from(&self.traces);
         config
     }
@@ -247,7 +247,7 @@ impl TestCluster {
     }
 }
 
-async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_coordinator::Running {
+async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_coordinator::CoordinatorHandle {
     let mut config = aitk_coordinator::Config::new(folder.join("coordinator"));
     config.bind = bind;
     config.lease = LEASE;
@@ -264,7 +264,7 @@ async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_c
 }
 
 /// Starts a worker in the folder of a worker that was just dropped, as soon as the lock is free.
-pub(crate) async fn restart_worker(config: Config) -> Running {
+pub(crate) async fn restart_worker(config: Config) -> WorkerHandle {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         match aitk_worker::start(config.clone()).await {
@@ -275,7 +275,7 @@ pub(crate) async fn restart_worker(config: Config) -> Running {
     }
 }
 
-pub(crate) async fn wait_until_connected(worker: &Running) {
+pub(crate) async fn wait_until_connected(worker: &WorkerHandle) {
     let mut status = worker.status();
     let waiting = status.wait_for(|status| matches!(status, Status::Connected(_)));
     tokio::time::timeout(TIMEOUT, waiting)

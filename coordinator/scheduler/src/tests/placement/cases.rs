@@ -2,7 +2,7 @@
 
 use super::*;
 
-const POOL: &[&str] = &["4090", "3060", "2080", "1060", "mac", "cpu"];
+const CLUSTER: &[&str] = &["4090", "3060", "2080", "1060", "mac", "cpu"];
 
 pub(super) fn alone() -> Vec<Case> {
     use MemoryProfile::{Balanced, CpuOnly, Extreme, FullGpu, GpuPoor};
@@ -141,14 +141,14 @@ pub(super) fn alone() -> Vec<Case> {
             &["it needs about"],
         ),
         case(
-            "a large batch takes a leaner profile",
+            "a large batch takes a smaller profile",
             &["3060"],
             lora("sdxl").set("/train/batch_size", json!(2)),
             "3060 gpu_poor",
             &[],
         ),
         case(
-            "f32 takes a leaner profile",
+            "f32 takes a smaller profile",
             &["3060"],
             train("sdxl", 1024, "float32", 16),
             "3060 extreme",
@@ -198,7 +198,7 @@ pub(super) fn alone() -> Vec<Case> {
             &["no connected device is a GPU"],
         ),
         case(
-            "a lean profile on a CPU",
+            "a small profile on a CPU",
             &["cpu"],
             lora("sd1").profile(Balanced),
             "cpu balanced",
@@ -230,24 +230,24 @@ pub(super) fn alone() -> Vec<Case> {
 
 pub(super) fn mixed() -> Vec<Case> {
     vec![
-        // The whole pool idle: fastest that fits, and the smallest of equals.
+        // The whole cluster idle: fastest that fits, and the smallest of equals.
         case(
             "sd lora leaves the large cards to others",
-            POOL,
+            CLUSTER,
             lora("sd1"),
             "1060 full_gpu",
             &[],
         ),
         case(
             "sdxl lora goes where it needs no tricks",
-            POOL,
+            CLUSTER,
             lora("sdxl"),
             "4090 full_gpu",
             &["3060 cuda:0: balanced"],
         ),
         case(
             "flux lora goes to the large card, not to the slower Mac",
-            POOL,
+            CLUSTER,
             lora("flux"),
             "4090 gpu_poor",
             &["mac metal:0: full_gpu"],
@@ -259,17 +259,17 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060 extreme",
             &[],
         ),
-        case("sd images", POOL, images("sd1"), "1060 full_gpu", &[]),
+        case("sd images", CLUSTER, images("sd1"), "1060 full_gpu", &[]),
         case(
             "a kind that was asked for",
-            POOL,
+            CLUSTER,
             lora("sd1").on(DeviceKind::Metal),
             "mac full_gpu",
             &["the job asks for metal"],
         ),
         case(
             "the CPU, if asked for",
-            POOL,
+            CLUSTER,
             lora("sd1").on(DeviceKind::Cpu),
             "cpu cpu_only",
             &[],
@@ -486,7 +486,7 @@ pub(super) fn mixed() -> Vec<Case> {
                 requirements.labels.insert("room".into(), "b".into());
             }),
             "waits",
-            &["missing is room: b"],
+            &["not found: room: b"],
         ),
         case(
             "a user at the quota",

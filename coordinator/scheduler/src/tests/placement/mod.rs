@@ -1,6 +1,6 @@
 //! Tests of placement on mixed machines with jobs of several families.
 //!
-//! A case is a table row: the pool, the jobs that run already, the job, where it is placed (machine, profile), and texts that
+//! A case is a table row: the cluster, the jobs that run already, the job, where it is placed (machine, profile), and texts that
 //! the explanation must contain. Devices are named by their model: `4090` has 24 GB, `3060` 12, `2080` 8, `1060` 6; `mac` is a
 //! Mac with 64 GB, `cpu` a CPU with 32 GB. Budgets are those that the probes report for such machines when idle.
 
@@ -129,7 +129,7 @@ impl TestJob {
     }
 }
 
-/// The initial state of a case beside the pool.
+/// The initial state of a case beside the cluster.
 #[derive(Clone, Default)]
 struct Setup {
     /// Jobs that run already, in order.
@@ -150,7 +150,7 @@ struct Setup {
 
 struct Case {
     name: &'static str,
-    pool: &'static [&'static str],
+    cluster: &'static [&'static str],
     setup: Setup,
     job: TestJob,
     /// `machine profile`, or `waits`.
@@ -161,14 +161,14 @@ struct Case {
 
 fn case(
     name: &'static str,
-    pool: &'static [&'static str],
+    cluster: &'static [&'static str],
     job: TestJob,
     placed_on: &'static str,
     explanation: &'static [&'static str],
 ) -> Case {
     Case {
         name,
-        pool,
+        cluster,
         setup: Setup::default(),
         job,
         placed_on,
@@ -191,7 +191,7 @@ fn run_case(case: &Case) -> Result<(), String> {
     let mut world = World::new();
     world.state.settings.quotas.everyone = case.setup.quota;
     let data = manifest("data");
-    for name in case.pool {
+    for name in case.cluster {
         let mut registration = machine(name);
         for (machine, key, value) in &case.setup.labels {
             if machine == name {
@@ -248,7 +248,7 @@ fn run_case(case: &Case) -> Result<(), String> {
     let mut requirements = case.job.requirements();
     requirements.data = vec![data];
     if let Some(failed_on) = case.setup.failed_on {
-        fail_on(&mut world, failed_on, requirements, case.pool);
+        fail_on(&mut world, failed_on, requirements, case.cluster);
     } else {
         let before = world.state.forecast_new_job(&requirements);
         world.submit("j", requirements);
@@ -288,9 +288,9 @@ fn run_case(case: &Case) -> Result<(), String> {
 }
 
 /// Lets the job fail on one machine, so that it is placed again.
-fn fail_on(world: &mut World, name: &str, requirements: Requirements, pool: &[&str]) {
+fn fail_on(world: &mut World, name: &str, requirements: Requirements, cluster: &[&str]) {
     // The other machines connect later.
-    for (index, other) in pool.iter().enumerate() {
+    for (index, other) in cluster.iter().enumerate() {
         if *other != name {
             world.step(Event::SessionClosed {
                 session: SessionId(index as u64 + 1),
@@ -298,10 +298,10 @@ fn fail_on(world: &mut World, name: &str, requirements: Requirements, pool: &[&s
         }
     }
     world.submit("j", requirements);
-    let session = SessionId(pool.iter().position(|other| *other == name).unwrap() as u64 + 1);
+    let session = SessionId(cluster.iter().position(|other| *other == name).unwrap() as u64 + 1);
     world.heartbeat(session, &[held("j", 1)]);
     world.finish(session, &held("j", 1), failed(FailureCause::DiskFull));
-    for other in pool.iter().filter(|other| **other != name) {
+    for other in cluster.iter().filter(|other| **other != name) {
         world.sessions += 1;
         world.step(Event::WorkerRegistered {
             session: SessionId(world.sessions),

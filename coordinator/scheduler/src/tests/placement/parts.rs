@@ -18,7 +18,7 @@ struct TestBed {
 }
 
 impl TestBed {
-    fn new(pool: &[&str]) -> Self {
+    fn new(cluster: &[&str]) -> Self {
         let mut bed = Self {
             world: World::new(),
             sessions: BTreeMap::new(),
@@ -30,7 +30,7 @@ impl TestBed {
                 nanoseconds_per_unit: (seconds_per_unit * 1e9) as u64,
             });
         }
-        for name in pool {
+        for name in cluster {
             bed.connect(name);
         }
         bed
@@ -436,8 +436,8 @@ const CASES: &[Case] = &[
 #[test]
 fn parts_are_placed_as_expected() {
     let mut wrong = Vec::new();
-    for (name, pool, play) in CASES {
-        let played = std::panic::catch_unwind(|| play(&mut TestBed::new(pool)));
+    for (name, cluster, play) in CASES {
+        let played = std::panic::catch_unwind(|| play(&mut TestBed::new(cluster)));
         if played.is_err() {
             wrong.push(*name);
         }

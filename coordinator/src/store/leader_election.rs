@@ -3,21 +3,21 @@
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
 use super::error::StoreError;
-use super::lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaseConnection, Writer, try_lock, with_keepalive};
+use super::lease::{ANSWER_TIMEOUT, Candidate, Leader, LeaderLease, LeaseConnection, try_lock, with_keepalive};
 use super::sql::SqlStore;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{Connection, PgConnection};
 
 /// A standby coordinator that leads as soon as no other does.
 #[derive(Debug)]
-pub(crate) struct Contender {
+pub(crate) struct LeaderElection {
     url: DatabaseUrl,
     options: PgConnectOptions,
     /// Reads the lease; a leader gets a pool of its own.
     pool: PgPool,
 }
 
-impl Contender {
+impl LeaderElection {
     /// Prepares the connection; connects at the first query.
     pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
         url.warn_if_unencrypted()?;
@@ -33,7 +33,7 @@ impl Contender {
         })
     }
 
-    fn failed(&self, source: impl Into<BoxError>) -> StoreError {
+    fn store_error(&self, source: impl Into<BoxError>) -> StoreError {
         StoreError::Open {
             database: self.url.to_string(),
             source: source.into(),
@@ -68,7 +68,7 @@ impl Contender {
         };
         let late = || sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time"));
         let found = tokio::time::timeout(ANSWER_TIMEOUT, looking).await;
-        found.unwrap_or_else(|_| Err(late())).map_err(|e| self.failed(e))
+        found.unwrap_or_else(|_| Err(late())).map_err(|e| self.store_error(e))
     }
 
     /// Becomes the leader, if there is none.
@@ -81,23 +81,23 @@ impl Contender {
             .acquire_timeout(ACQUIRE_TIMEOUT)
             .connect_with(self.options.clone())
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let mut connection = PgConnection::connect_with(&self.options)
             .await
-            .map_err(|e| self.failed(e))?;
-        let locked = try_lock(&mut connection).await.map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
+        let locked = try_lock(&mut connection).await.map_err(|e| self.store_error(e))?;
         let store = SqlStore::new(self.url.to_string(), Database::Postgres(pool.clone()), None);
         if locked {
-            MIGRATIONS.run(&pool).await.map_err(|e| self.failed(e))?;
+            MIGRATIONS.run(&pool).await.map_err(|e| self.store_error(e))?;
         } else if store.check_schema(&MIGRATIONS).await.is_err() {
             // The holder of the lock uses these tables.
             return Ok(None);
         }
         let holder = LeaseConnection { connection, locked };
-        let writer = Writer::acquire(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
+        let lease = LeaderLease::acquire(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
             .await
-            .map_err(|e| self.failed(e))?;
+            .map_err(|e| self.store_error(e))?;
         let database = self.url.to_string();
-        Ok(writer.map(|writer| SqlStore::new(database, Database::Postgres(pool), Some(writer))))
+        Ok(lease.map(|lease| SqlStore::new(database, Database::Postgres(pool), Some(lease))))
     }
 }

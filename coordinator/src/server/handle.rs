@@ -17,7 +17,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A running coordinator. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
 #[derive(Debug)]
-pub struct Running {
+pub struct CoordinatorHandle {
     /// Address of its listener.
     pub addr: SocketAddr,
     /// The administrator's token.
@@ -31,16 +31,16 @@ pub struct Running {
     pub(super) stop: watch::Sender<bool>,
     pub(super) server: JoinHandle<Result<(), tonic::transport::Error>>,
     pub(super) runner: JoinHandle<Result<(), StoreError>>,
-    pub(super) collecting: JoinHandle<()>,
-    pub(super) auditing: JoinHandle<()>,
+    pub(super) garbage_task: JoinHandle<()>,
+    pub(super) audit_task: JoinHandle<()>,
     /// Renews the listener's own certificate.
-    pub(super) renewing: Option<JoinHandle<()>>,
-    pub(super) leading: JoinHandle<StoreError>,
+    pub(super) certificate_task: Option<JoinHandle<()>>,
+    pub(super) lease_task: JoinHandle<StoreError>,
     pub(super) store: Arc<dyn Store>,
     pub(super) _local: LocalResources,
 }
 
-impl Running {
+impl CoordinatorHandle {
     /// Returns the URL for clients on this machine.
     #[must_use]
     pub fn url(&self) -> String {
@@ -48,7 +48,7 @@ impl Running {
     }
 
     /// Waits until the coordinator fails permanently.
-    pub fn failed(&mut self) -> BoxFuture<'_, RunError> {
+    pub fn wait_for_failure(&mut self) -> BoxFuture<'_, RunError> {
         // Boxed: compiled once, in this crate.
         Box::pin(self.wait_for_tasks())
     }
@@ -60,7 +60,7 @@ impl Running {
                 Ok(Ok(())) => RunError::Serve("the queue ended".into()),
                 Err(error) => RunError::Serve(error.to_string()),
             },
-            result = &mut self.leading => match result {
+            result = &mut self.lease_task => match result {
                 Ok(error) => RunError::Store(error),
                 Err(error) => RunError::Serve(error.to_string()),
             },
@@ -82,9 +82,9 @@ impl Running {
     async fn end_tasks(mut self) {
         let _ = self.stop.send(true);
         // Stopping a collection at any point is safe: it only deleted unneeded blobs.
-        self.collecting.abort();
-        if let Some(renewing) = &self.renewing {
-            renewing.abort();
+        self.garbage_task.abort();
+        if let Some(certificate_task) = &self.certificate_task {
+            certificate_task.abort();
         }
         if !finished_in_time(&mut self.server).await {
             tracing::warn!("some calls did not end in time; cancelling them");
@@ -96,9 +96,9 @@ impl Running {
             self.runner.abort();
             finished_in_time(&mut self.runner).await;
         }
-        self.leading.abort();
+        self.lease_task.abort();
         // Recent refusals are still written to the audit log.
-        finished_in_time(&mut self.auditing).await;
+        finished_in_time(&mut self.audit_task).await;
         self.store.close().await;
     }
 }

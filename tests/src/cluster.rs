@@ -1,4 +1,4 @@
-//! A pool: one coordinator, its workers, and the folder with all their files.
+//! A test cluster: one coordinator, its workers, and the folder with all their files.
 
 use crate::namespaces::Namespaces;
 use crate::processes::{Process, free_address, wait_for_port};
@@ -9,14 +9,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-/// How a pool is set up.
+/// How a cluster is set up.
 #[derive(Clone, Debug)]
 pub struct Setup {
-    /// The folder with all files of the pool.
+    /// The folder with all files of the cluster.
     pub folder: PathBuf,
     /// The value of `--storage`; `None` for a folder of the coordinator.
     pub storage: Option<String>,
-    /// Environment variables of every process of the pool.
+    /// Environment variables of every process of the cluster.
     pub environment: Vec<(String, String)>,
     /// Environment variables of the coordinator only.
     pub coordinator_environment: Vec<(String, String)>,
@@ -99,14 +99,14 @@ impl Setup {
     }
 }
 
-/// A running pool.
-pub struct Pool {
+/// A running cluster.
+pub struct TestCluster {
     setup: Setup,
     /// The coordinator.
     pub coordinator: Process,
 }
 
-impl Pool {
+impl TestCluster {
     /// Starts a coordinator in `folder`. `storage` is the value of `--storage`; all processes get `environment`.
     #[must_use]
     pub fn start(folder: &Path, storage: Option<String>, environment: Vec<(String, String)>) -> Self {
@@ -187,13 +187,13 @@ impl Pool {
         self.setup.data_dir()
     }
 
-    /// The settings of the pool.
+    /// The settings of the cluster.
     #[must_use]
     pub fn setup(&self) -> &Setup {
         &self.setup
     }
 
-    /// Runs `aitk` against this pool and waits for its end.
+    /// Runs `aitk` against this cluster and waits for its end.
     ///
     /// # Panics
     /// When it does not start.
@@ -227,7 +227,7 @@ impl Pool {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// One of our programs with the pool's address, token and environment.
+    /// One of our programs with the cluster's address, token and environment.
     #[must_use]
     pub fn command(&self, name: &str) -> Command {
         self.command_in(name, &self.setup.namespaces)

@@ -1,12 +1,12 @@
-"""Every work of `aitk bench engine` in PyTorch (diffusers, transformers, peft): the same shapes, random weights, float32.
+"""Every benchmark of `aitk bench engine` in PyTorch (diffusers, transformers, peft): the same shapes, random weights, float32.
 
-    python tests/reference/bench/twins.py NAME [--threads N]
+    python tests/reference/bench/pytorch_benchmarks.py NAME [--threads N]
 
 measures one and prints what `aitk bench engine --only NAME --json` prints: weights and inputs are made first, one run is
 not counted, then runs are timed for three seconds, at least three; the median counts. Peak memory is the most that the
 process held from there on (`VmHWM`). `engine.py` starts this in turns with aitk.
 
-A work is a function that makes weights and inputs and returns what is timed.
+A benchmark is a function that makes weights and inputs and returns what is timed.
 """
 import argparse
 import gc
@@ -199,7 +199,7 @@ def load():
     save_file({f"t{i}": torch.zeros(1 << 22) for i in range(32)}, file)
 
     def run(folder=folder):
-        # Read through, as whoever computes with them will: load_file only maps the file, and has read nothing.
+        # Reads every value, as a computation would: load_file only maps the file.
         sum(float(t.sum()) for t in load_file(file).values())
     return run
 
