@@ -179,8 +179,8 @@ impl BlobsApi {
                 Status::resource_exhausted(too_much.to_string())
             })?;
         let upload = self.create_temp_upload(who).await?;
-        let reservation = self.0.space.reserve_upload(header.bytes);
-        let _reservation = reservation.map_err(|space| {
+        let disk_space = self.0.space.reserve_upload(header.bytes);
+        let _disk_space = disk_space.map_err(|space| {
             storage_full_status(format!(
                 "the coordinator's disk is full: {} bytes are free, {} of them are reserved for the database, and this blob has {}",
                 space.free, space.reserve, header.bytes

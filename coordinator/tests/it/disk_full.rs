@@ -215,7 +215,7 @@ async fn a_full_database_serves_reads_refuses_writes_and_recovers_when_there_is_
     assert!(status.message().contains("database is full"), "{status}");
     let listed = names(&clients).await;
     assert!(acknowledged.iter().all(|name| listed.contains(name)), "{listed:?}");
-    assert_eq!(view(&clients, &first).await.state, JobState::CoordinatorHandle);
+    assert_eq!(view(&clients, &first).await.state, JobState::Running);
     let refused = within(clients.jobs.clone().submit(large(0))).await;
     assert_eq!(refused.unwrap_err().code(), Code::ResourceExhausted);
     assert!(!within(blobs.get_bytes(input().id(), 1 << 20)).await.unwrap().is_empty());
