@@ -23,6 +23,9 @@ pub(super) const SLOW: &str = "slow";
 /// Capacity of a worker's outgoing messages. A worker has one device, so at most one attempt and a heartbeat wait.
 const OUTGOING: usize = 8;
 
+/// Events that wait for the benchmark to count them. Workers wait when it is full; their times are measured before.
+const EVENT_CAPACITY: usize = 1024;
+
 /// An event of a simulated worker.
 #[derive(Debug)]
 pub(super) enum WorkerEvent {
@@ -37,7 +40,7 @@ pub(super) enum WorkerEvent {
 /// Simulated workers that run until they are dropped.
 pub(super) struct SimulatedWorkers {
     tasks: JoinSet<Result<(), Failure>>,
-    events: mpsc::UnboundedReceiver<WorkerEvent>,
+    events: mpsc::Receiver<WorkerEvent>,
 }
 
 impl SimulatedWorkers {
@@ -46,7 +49,7 @@ impl SimulatedWorkers {
     /// # Errors
     /// When the coordinator refuses one of them.
     pub(super) async fn start(server: &str, token: &str, ca_file: &Path, count: usize) -> Result<Self, Failure> {
-        let (sender, events) = mpsc::unbounded_channel();
+        let (sender, events) = mpsc::channel(EVENT_CAPACITY);
         let mut workers = Self {
             tasks: JoinSet::new(),
             events,
@@ -127,7 +130,7 @@ struct SimulatedWorker {
     incoming: Streaming<v1::CoordinatorMessage>,
     attempts: HashMap<u64, HeldAttempt>,
     request: u64,
-    events: mpsc::UnboundedSender<WorkerEvent>,
+    events: mpsc::Sender<WorkerEvent>,
 }
 
 async fn run_worker(
@@ -136,7 +139,7 @@ async fn run_worker(
     ca_file: std::path::PathBuf,
     number: usize,
     slow: bool,
-    events: mpsc::UnboundedSender<WorkerEvent>,
+    events: mpsc::Sender<WorkerEvent>,
 ) -> Result<(), Failure> {
     let cannot = |what: &dyn std::fmt::Display| Failure::failed(format!("simulated worker {number}: {what}"));
     let mut clients = connect(&server, &token, Some(&ca_file))
@@ -175,7 +178,7 @@ impl SimulatedWorker {
                 ToWorker::Welcome { heartbeat_interval, .. } => {
                     heartbeats =
                         tokio::time::interval_at(tokio::time::Instant::now() + heartbeat_interval, heartbeat_interval);
-                    self.report(WorkerEvent::Registered);
+                    self.report(WorkerEvent::Registered).await;
                 }
                 ToWorker::Assign(assignment) => self.accept(*assignment).await?,
                 ToWorker::Answer {
@@ -187,7 +190,7 @@ impl SimulatedWorker {
                         return Err(format!("the end of an attempt was not accepted: {message}"));
                     }
                     self.attempts.remove(&request);
-                    self.report(WorkerEvent::Finished(Instant::now()));
+                    self.report(WorkerEvent::Finished(Instant::now())).await;
                 }
                 // A heartbeat named an attempt whose end was on its way. The answer about the end follows.
                 ToWorker::Fence { .. } => {}
@@ -198,7 +201,7 @@ impl SimulatedWorker {
     }
 
     async fn accept(&mut self, assignment: Assignment) -> Result<(), String> {
-        self.report(WorkerEvent::Assigned(assignment.job, Instant::now()));
+        self.report(WorkerEvent::Assigned(assignment.job, Instant::now())).await;
         let held = HeldAttempt {
             attempt: assignment.attempt,
             epoch: assignment.epoch,
@@ -221,8 +224,8 @@ impl SimulatedWorker {
         self.outgoing.send(message.into()).await.map_err(closed)
     }
 
-    fn report(&self, what: WorkerEvent) {
+    async fn report(&self, what: WorkerEvent) {
         // The receiver is closed when the benchmark has ended.
-        let _ = self.events.send(what);
+        let _ = self.events.send(what).await;
     }
 }
