@@ -6,7 +6,7 @@ use crate::download::{ExistingFile, check_existing, fetch, matches_pattern, targ
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Format;
-use crate::output::format::size;
+use crate::output::format::{plural, size};
 use crate::views::artifacts_table;
 use aitk_common::control::{Artifact, JobView};
 use aitk_common::hash::ContentHash;
@@ -136,7 +136,8 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
         } else {
             String::new()
         };
-        ui.notice(&format!("{fetched} files downloaded{skipped} ({})", size(total)));
+        let fetched = plural(fetched as u64, "file");
+        ui.notice(&format!("{fetched} downloaded{skipped} ({})", size(total)));
     }
     Ok(Exit::Ok)
 }
