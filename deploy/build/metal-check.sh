@@ -25,15 +25,27 @@ if [ "$(uname)" = Darwin ]; then
   exec cargo check --release --locked "${packages[@]}"
 fi
 
+libraries=$rust/usr/lib/$(uname -m)-linux-gnu:$rust/lib/$(uname -m)-linux-gnu
+
+# Whether the unpacked compiler runs here, and is as new as Cargo.toml wants.
+rust_works() {
+  local wanted found
+  wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+  [ -x "$rust/usr/bin/cargo" ] || return 1
+  found=$(LD_LIBRARY_PATH=$libraries "$rust/usr/bin/cargo" --version | cut -d' ' -f2) || return 1
+  [ "$(printf '%s\n' "$wanted" "$found" | sort -V | head -n 1)" = "$wanted" ] && return 0
+  say "rustc-web is $found, and aitk needs $wanted"
+  return 1
+}
+
 # Debian's rustc-web has the source of the standard library, so that it can be checked for a Mac too. Its packages are only unpacked,
 # not installed.
 install_rust() {
-  [ ! -x "$rust/usr/bin/cargo" ] || return 0
+  ! rust_works || return 0
   command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
   local names=(rustc-web cargo-web rust-web-src) wanted
-  if ! apt-cache show rust-web-src >/dev/null 2>&1; then
-    [ "$(id -u)" = 0 ] && timeout 120 apt-get update -qq || return 1
-  fi
+  # An old list names an old compiler.
+  [ "$(id -u)" != 0 ] || timeout 120 apt-get update -qq || say "the list of Debian's packages could not be updated"
   # The packages, and those of their dependencies that are not installed.
   mapfile -t wanted < <(apt-get install --simulate --no-install-recommends --reinstall "${names[@]}" | sed -n 's/^Inst \([^ ]*\).*/\1/p')
   [ "${#wanted[@]}" -ge 3 ] || return 1
@@ -44,7 +56,7 @@ install_rust() {
   for package in "$rust.new"/packages/*.deb; do
     dpkg -x "$package" "$rust.new" || return 1
   done
-  rm -r "$rust.new/packages" && mv "$rust.new" "$rust"
+  rm -r "$rust.new/packages" && mv "$rust.new" "$rust" && rust_works
 }
 
 # zig is a C compiler with macOS' headers: some crates compile C. Cargo's crates call it as they would call Apple's.
@@ -87,7 +99,6 @@ if ! install_rust || ! install_zig; then
   exit 3
 fi
 
-libraries=$rust/usr/lib/$(uname -m)-linux-gnu
 # A wrapper for the compiler, so that LD_LIBRARY_PATH is set for the compiler only.
 cat >"$tools/rustc-web" <<END
 #!/bin/sh
