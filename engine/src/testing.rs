@@ -1,9 +1,12 @@
 //! Helpers for the tests of several modules.
 
-use crate::models::sd::{LoadOptions, SdModel};
+use crate::families::stable_diffusion::{SdModel, Variant};
+use crate::families::{LoadOptions, Model, Part};
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::job::JobSpec;
+use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::{Inventory, ModelFileKind, identify};
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::Tensor;
 use serde_json::json;
@@ -16,7 +19,34 @@ pub(crate) fn fixtures() -> PathBuf {
 
 /// The tiny Stable Diffusion model with random weights (`tests/reference/tiny_sd.py`).
 pub(crate) fn tiny_sd() -> SdModel {
-    SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
+    tiny(&crate::families::sd1::VARIANT, "tiny_sd")
+}
+
+/// Loads a Stable Diffusion model of the family that its files show, with the checks of a job's model.
+pub(crate) fn load_sd(path: impl AsRef<Path>, options: &LoadOptions) -> crate::error::Result<SdModel> {
+    let path = path.as_ref();
+    let (arch, variant) = match identify(&Inventory::open(path)) {
+        ModelFileKind::Model { family, .. } if family.arch == Some(ArchName::Sd2) => {
+            (ArchName::Sd2, &crate::families::sd2::VARIANT)
+        }
+        _ => (ArchName::Sd1, &crate::families::sd1::VARIANT),
+    };
+    let only_shapes = LoadOptions {
+        layout_only: true,
+        ..options.clone()
+    };
+    crate::families::load(path, arch, &only_shapes)?;
+    SdModel::load(variant, path, options)
+}
+
+/// The U-Net of a model, for adapters.
+pub(crate) fn unet_part(model: &mut SdModel) -> Part<'_> {
+    model.parts().pop().unwrap()
+}
+
+/// The tiny model of a fixture folder.
+pub(crate) fn tiny(variant: &'static Variant, folder: &str) -> SdModel {
+    SdModel::load(variant, fixtures().join(folder), &LoadOptions::cpu()).unwrap()
 }
 
 /// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that

@@ -53,10 +53,11 @@ def text_fixture(pipe):
     save("clip_gelu", {"ids": ids, "last": model(ids)[0], **weights})
 
 
-def gradients(module, inputs, output, seed):
-    """The gradients of <output, noise> for the inputs and some weights."""
+def gradients(module, inputs, output, seed, also=()):
+    """The gradients of <output, noise> for the inputs, some weights and those whose names are in `also`."""
     names = [name for name, _ in module.named_parameters()]
     chosen = names[:: max(1, len(names) // 12)]
+    chosen += [name for name in also if name not in chosen]
     params = dict(module.named_parameters())
     loss = (output * noise(seed, *output.shape)).sum()
     grads = torch.autograd.grad(loss, [*inputs, *(params[name] for name in chosen)])

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
+from diffusers import LCMScheduler, StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
 from make_images import make_image
 from make_samplers import CLASSES
 from peft import LoraConfig
@@ -21,8 +21,15 @@ from tiny_sd import FIXTURES, TINY_SD
 
 OUT = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else FIXTURES / "pipelines")
 LORA = "lora.safetensors"
+SCHEDULERS = CLASSES | {"lcm": LCMScheduler}
+SIZES = ["original_size", "crops_coords_top_left", "target_size"]
 SAMPLERS = [*(name for name in CLASSES if name != "dpmsolver"), "k_euler", "k_lms", "k_dpmsolver++"]
 LONG = "a photo of a red circle on a blue background " * 12
+# The pipelines for text to image and image to image, and what both are given besides the models.
+STABLE_DIFFUSION = (
+    (StableDiffusionPipeline, StableDiffusionImg2ImgPipeline),
+    {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False},
+)
 
 
 def cases():
@@ -76,16 +83,20 @@ def make_lora():
     save_file(folded, OUT / LORA)
 
 
-def generate(case, parts, raw, lora=OUT / LORA):
-    """The images of a case as [batch, height, width, 3] bytes; `lora` is used where the case has a strength for it."""
+def generate(case, parts, raw, lora=OUT / LORA, family=STABLE_DIFFUSION):
+    """The images of a case as [batch, height, width, 3] bytes; `lora` is used where the case has a strength for it.
+
+    `scheduler` of a case replaces values of the scheduler's config. A case without a negative prompt has `negative` null.
+    """
     name = case["sampler"]
     bare = name.removeprefix("k_")
     config = dict(raw)
     if case.get("v_prediction"):
         config["prediction_type"] = "v_prediction"
-    scheduler = CLASSES[bare].from_config(config, **({"use_karras_sigmas": True} if bare != name else {}))
-    cls = StableDiffusionImg2ImgPipeline if "image" in case else StableDiffusionPipeline
-    pipe = cls(**parts, scheduler=scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
+    config |= case.get("scheduler", {})
+    scheduler = SCHEDULERS[bare].from_config(config, **({"use_karras_sigmas": True} if bare != name else {}))
+    (text_to_image, image_to_image), others = family
+    pipe = (image_to_image if "image" in case else text_to_image)(**parts, scheduler=scheduler, **others)
     pipe.set_progress_bar_config(disable=True)
     if "lora" in case:
         pipe.load_lora_weights(lora, adapter_name="l")
@@ -93,7 +104,7 @@ def generate(case, parts, raw, lora=OUT / LORA):
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in case["seeds"]]
     options = {
         "prompt": case["prompts"],
-        "negative_prompt": [case["negative"]] * len(case["prompts"]),
+        "negative_prompt": None if case["negative"] is None else [case["negative"]] * len(case["prompts"]),
         "num_inference_steps": case["steps"],
         "guidance_scale": case["guidance"],
         "eta": case.get("eta", 0.0),
@@ -103,10 +114,34 @@ def generate(case, parts, raw, lora=OUT / LORA):
         options |= {"image": Image.fromarray(make_image(*case["image"], 5)), "strength": case["strength"]}
     else:
         options |= {"width": case["width"], "height": case["height"], "guidance_rescale": case.get("guidance_rescale", 0.0)}
+    if "prompts_2" in case:
+        options["prompt_2"] = case["prompts_2"]
+    if "negative_2" in case:
+        options["negative_prompt_2"] = [case["negative_2"]] * len(case["prompts"])
+    options |= {name: tuple(case[name]) for name in SIZES if name in case}
     images = pipe(**options).images
     if "lora" in case:
         pipe.unload_lora_weights()
     return torch.from_numpy(np.stack([np.array(image) for image in images]))
+
+
+def write(named_cases, parts, raw, out, images="images.safetensors", cases="cases.json", **options):
+    """Generates the cases, each a name and what it asks for, and writes the images and the list of cases to the folder `out`."""
+    tensors = {}
+    index = []
+    for name, case in named_cases:
+        tensors[name] = generate(case, parts, raw, **options)
+        index.append({"case": name} | case)
+        if "image" in case:
+            width, height = case["image"]
+            tensors[f"input_{width}x{height}"] = torch.from_numpy(make_image(width, height, 5))
+    save_file(tensors, out / images)
+    (out / cases).write_text("[\n" + ",\n".join(json.dumps(c) for c in index) + "\n]\n")
+    spread = {name: round(float(t.float().std()), 1) for name, t in tensors.items()}
+    print(len(index), "images, spread", min(spread.values()), max(spread.values()))
+    saturated = max(float(((t == 0) | (t == 255)).float().mean()) for t in tensors.values())
+    print("largest share of saturated values", round(saturated, 3))
+    return tensors
 
 
 def main():
@@ -115,20 +150,7 @@ def main():
     pipe = StableDiffusionPipeline.from_pretrained(TINY_SD, safety_checker=None)
     raw = json.loads((TINY_SD / "scheduler" / "scheduler_config.json").read_text())
     parts = {name: getattr(pipe, name) for name in ("vae", "text_encoder", "tokenizer", "unet")}
-    tensors = {}
-    index = []
-    for name, case in cases():
-        tensors[name] = generate(case, parts, raw)
-        index.append({"case": name} | case)
-        if "image" in case:
-            width, height = case["image"]
-            tensors[f"input_{width}x{height}"] = torch.from_numpy(make_image(width, height, 5))
-    save_file(tensors, OUT / "images.safetensors")
-    (OUT / "cases.json").write_text("[\n" + ",\n".join(json.dumps(c) for c in index) + "\n]\n")
-    spread = {name: round(float(t.float().std()), 1) for name, t in tensors.items()}
-    print(len(index), "images, spread", min(spread.values()), max(spread.values()))
-    saturated = max(float(((t == 0) | (t == 255)).float().mean()) for t in tensors.values())
-    print("largest share of saturated values", round(saturated, 3))
+    write(cases(), parts, raw, OUT)
 
 
 if __name__ == "__main__":

@@ -139,9 +139,9 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
 /// another shape, or the parts do not fit together.
 #[cfg(feature = "embedded")]
 fn load_error(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
-    let is_supported = arch == ArchName::Sd1 && check_supported("", arch, &identify(files)).is_ok();
+    let is_supported = check_supported("", arch, &identify(files)).is_ok();
     let is_whole = !files.is_folder || missing_files(files).is_empty();
-    let result = (is_supported && is_whole).then(|| aitk_engine::models::sd::SdModel::check(local))?;
+    let result = (is_supported && is_whole).then(|| aitk_engine::families::check(local, arch))?;
     result.err().map(|error| error.to_string())
 }
 
@@ -248,7 +248,7 @@ impl ModelReport {
                 .map(|refusal| refusal.to_string()),
             (None, _) => None,
         };
-        if self.problem.is_none() && arch == Some(ArchName::Sd1) {
+        if self.problem.is_none() && arch.is_some() {
             let missing = missing_files(files);
             self.problem = (!missing.is_empty()).then(|| {
                 format!(

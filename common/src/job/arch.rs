@@ -7,7 +7,7 @@ use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-const LATER: &str = "this release runs Stable Diffusion 1.x (`sd1`)";
+const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x and XL (`sd1`, `sd2`, `sdxl`)";
 
 choices! {
     /// A family of models.
@@ -15,9 +15,9 @@ choices! {
         /// Stable Diffusion 1.x.
         Sd1 = "sd1" | "sd15", Works;
         /// Stable Diffusion 2.x.
-        Sd2 = "sd2", Refused(LATER);
+        Sd2 = "sd2", Works;
         /// Stable Diffusion XL.
-        Sdxl = "sdxl", Refused(LATER);
+        Sdxl = "sdxl", Works;
         /// SSD-1B.
         Ssd = "ssd", Refused(LATER);
         /// Segmind Vega.

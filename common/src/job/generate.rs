@@ -22,9 +22,9 @@ section! {
         /// Negative prompt.
         neg: String = String::new(), Works;
         /// Prompt of the second text encoder.
-        prompt_2: Option<String> = None, Accepted("Stable Diffusion 1.x has one text encoder");
+        prompt_2: Option<String> = None, Works;
         /// Negative prompt of the second text encoder.
-        neg_2: Option<String> = None, Accepted("Stable Diffusion 1.x has one text encoder");
+        neg_2: Option<String> = None, Works;
         /// Seed of every image; -1 is random per image.
         seed: i64 = -1, Works;
         /// Guidance scale.

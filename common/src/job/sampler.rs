@@ -38,13 +38,13 @@ choices! {
         /// KDPM2 with ancestral noise.
         Dpm2A = "dpm_2_a", Refused("use `euler_a`");
         /// Latent consistency.
-        Lcm = "lcm", Refused("latent consistency models come later");
+        Lcm = "lcm", Works;
         /// ai-toolkit's variant of `lcm`.
-        CustomLcm = "custom_lcm", Refused("latent consistency models come later");
+        CustomLcm = "custom_lcm", Refused("use `lcm`");
         /// Mean flow.
         MeanFlow = "mean_flow", Refused("flow models come later");
         /// Flow matching.
-        FlowMatch = "flowmatch", Refused("flow models come later; Stable Diffusion 1.x wants `ddpm`");
+        FlowMatch = "flowmatch", Refused("flow models come later; Stable Diffusion wants `ddpm`");
     }
 }
 

@@ -199,6 +199,7 @@ fn refine(family: Family, files: &Inventory, evidence: String) -> ModelFileKind 
                     context,
                     xl || unet("addition_embed_type").is_some_and(Value::is_string),
                     depth,
+                    unet("use_linear_projection").and_then(Value::as_bool).unwrap_or(false),
                 );
                 family = known;
                 evidence = format!("{evidence}, and {UNET} a context of {context}");
@@ -265,6 +266,7 @@ fn unet_without_index(files: &Inventory, file: &str) -> ModelFileKind {
         context,
         xl,
         get("transformer_layers_per_block").map(keys::deepest_level),
+        get("use_linear_projection").and_then(Value::as_bool).unwrap_or(false),
     );
     let variant = keys::input_variant(get("in_channels").and_then(Value::as_u64));
     ModelFileKind::Model {

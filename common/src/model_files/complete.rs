@@ -11,16 +11,31 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// Component folders of a Stable Diffusion 1.x model in diffusers' layout, each with a `config.json` and weights of this name.
-const COMPONENTS: [(&str, &str); 3] = [
+/// Component folders of a Stable Diffusion model in diffusers' layout, each with a `config.json` and weights of this name.
+/// The last one only in Stable Diffusion XL.
+const COMPONENTS: [(&str, &str); 4] = [
     ("unet", "diffusion_pytorch_model"),
     ("vae", "diffusion_pytorch_model"),
     ("text_encoder", "model"),
+    ("text_encoder_2", "model"),
 ];
+/// Tokenizer folders; the last one only in Stable Diffusion XL.
+const TOKENIZERS: [&str; 2] = ["tokenizer", "tokenizer_2"];
 /// The scheduler config, which the engine reads.
 const SCHEDULER: &str = "scheduler/scheduler_config.json";
 
-/// Lists the files that a Stable Diffusion 1.x model in diffusers' layout needs and this folder or repository lacks. Empty for
+/// How many text encoders the model has: two in Stable Diffusion XL.
+fn text_encoders(files: &Inventory) -> usize {
+    let class = files.text("model_index.json", "_class_name").unwrap_or_default();
+    if class.starts_with("StableDiffusionXL") { 2 } else { 1 }
+}
+
+/// The component folders of this model.
+fn components(files: &Inventory) -> impl Iterator<Item = (&'static str, &'static str)> {
+    COMPONENTS.into_iter().take(2 + text_encoders(files))
+}
+
+/// Lists the files that a Stable Diffusion model in diffusers' layout needs and this folder or repository lacks. Empty for
 /// a single file.
 #[must_use]
 pub fn missing_files(files: &Inventory) -> Vec<String> {
@@ -29,7 +44,7 @@ pub fn missing_files(files: &Inventory) -> Vec<String> {
     }
     let has = |name: &str| files.names.iter().any(|other| other == name);
     let mut missing = Vec::new();
-    for (part, stem) in COMPONENTS {
+    for (part, stem) in components(files) {
         let config = format!("{part}/config.json");
         if !has(&config) {
             missing.push(config);
@@ -48,9 +63,11 @@ pub fn missing_files(files: &Inventory) -> Vec<String> {
     if !has(SCHEDULER) {
         missing.push(SCHEDULER.to_owned());
     }
-    if !has("tokenizer/tokenizer.json") {
-        let needed = ["tokenizer/vocab.json", "tokenizer/merges.txt"];
-        missing.extend(needed.into_iter().filter(|name| !has(name)).map(str::to_owned));
+    for folder in TOKENIZERS.into_iter().take(text_encoders(files)) {
+        if !has(&format!("{folder}/tokenizer.json")) {
+            let needed = ["vocab.json", "merges.txt"].map(|name| format!("{folder}/{name}"));
+            missing.extend(needed.into_iter().filter(|name| !has(name)));
+        }
     }
     missing
 }
@@ -62,7 +79,7 @@ pub fn damaged_file(path: &Path, files: &Inventory) -> Option<String> {
     if !files.is_folder {
         return files.problem.clone();
     }
-    let component = COMPONENTS.iter().find_map(|(part, _)| {
+    let component = components(files).find_map(|(part, _)| {
         let config = format!("{part}/config.json");
         damaged_json(path, &config, Value::is_object).or_else(|| damaged_weights(path, part))
     });
@@ -132,7 +149,7 @@ mod tests {
     /// A complete model.
     fn complete_model() -> tempfile::TempDir {
         let model = tempfile::tempdir().unwrap();
-        for (part, stem) in COMPONENTS {
+        for (part, stem) in components(files) {
             write(model.path(), &format!("{part}/config.json"), "{}");
             write(model.path(), &format!("{part}/{stem}.safetensors"), weights(9));
         }
@@ -190,7 +207,7 @@ mod tests {
         assert_eq!(report(model.path()), COMPLETE);
         let mut cut = weights(9);
         cut.pop();
-        for (part, stem) in COMPONENTS {
+        for (part, stem) in components(files) {
             for (name, content, says) in [
                 (format!("{part}/{stem}.safetensors"), &cut[..], "it is cut off"),
                 (format!("{part}/{stem}.safetensors"), POINTER.as_bytes(), "git lfs pull"),

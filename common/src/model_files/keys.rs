@@ -14,6 +14,7 @@ use std::ops::Bound;
 /// Prefixes of the denoiser's tensors in whole checkpoints, and in files of some trainers.
 const PREFIXES: [&str; 4] = ["model.diffusion_model.", "diffusion_model.", "model.model.", "net."];
 
+const SD2: Family = Family::of("Stable Diffusion 2.x", ArchName::Sd2);
 const SD1: Family = Family::of("Stable Diffusion 1.x", ArchName::Sd1);
 
 /// The tensors of a denoiser without their common prefix.
@@ -74,7 +75,7 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> ModelFileKind {
     let found = unet(&names, weights).or_else(|| transformer(&names));
     if let Some((family, why)) = found {
         let missing = match family.arch {
-            Some(ArchName::Sd1) => missing_components(weights),
+            Some(arch @ (ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl)) => missing_components(arch, weights),
             _ => Vec::new(),
         };
         return ModelFileKind::Model {
@@ -173,7 +174,9 @@ fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
     };
     let xl = names.has("label_emb.") || names.has("add_embedding.");
     let depth = depth("input_blocks.7.").or_else(|| depth("down_blocks.2."));
-    let mut family = unet_family(context, xl && context != 1024, depth);
+    let projection = names.shapes.iter().find(|(name, _)| name.ends_with(".proj_in.weight"));
+    let linear = projection.is_some_and(|(_, shape)| shape.len() == 2);
+    let mut family = unet_family(context, xl && context != 1024, depth, linear);
     if names.has("encoder_hid_proj.") && context == 2048 {
         family = Family::without_arch("Kolors");
     }
@@ -199,19 +202,22 @@ fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
     Some((family, why))
 }
 
-/// Identifies a U-Net's family by its cross-attention dimension, by whether it has size conditioning (`label_emb`), and by the
-/// number of transformer blocks of its third level.
-pub(super) fn unet_family(context: u64, xl: bool, depth: Option<u64>) -> Family {
+/// Identifies a U-Net's family by its cross-attention dimension, by whether it has size conditioning (`label_emb`), by the
+/// number of transformer blocks of its third level, and by whether the projections of its transformers are linear layers.
+pub(super) fn unet_family(context: u64, xl: bool, depth: Option<u64>, linear: bool) -> Family {
     let sdxl = Family::of("Stable Diffusion XL", ArchName::Sdxl);
     match (context, xl) {
-        (1024, false) => Family::of("Stable Diffusion 2.x", ArchName::Sd2),
+        (1024, false) => SD2,
         (1280, _) => sdxl.with_variant("refiner"),
-        (2048, _) | (_, true) => match depth {
+        (2048, _) => match depth {
             Some(4) => Family::of("SSD-1B", ArchName::Ssd),
             Some(2) => Family::of("Segmind Vega", ArchName::Vega),
             _ => sdxl,
         },
-        // Also custom models of other sizes; loading checks that they match their config.
+        // Custom models of other sizes; loading checks that they match their config.
+        (_, true) => sdxl,
+        (768, false) => SD1,
+        (_, false) if linear => SD2,
         _ => SD1,
     }
 }
@@ -235,17 +241,28 @@ pub(super) fn input_variant(channels: Option<u64>) -> Option<&'static str> {
     }
 }
 
-/// The required components that a single file of Stable Diffusion 1.x lacks.
-fn missing_components(weights: &Weights) -> Vec<&'static str> {
+/// The required components that a single file of a Stable Diffusion family lacks.
+fn missing_components(arch: ArchName, weights: &Weights) -> Vec<&'static str> {
     let has = |prefix: &str| weights.shapes.keys().any(|name| name.starts_with(prefix));
-    let parts = [
-        ("cond_stage_model.", "text encoder (`cond_stage_model.…`)"),
-        ("first_stage_model.", "VAE (`first_stage_model.…`)"),
-    ];
+    let vae = ("first_stage_model.", "VAE (`first_stage_model.…`)");
+    let parts: &[(&str, &str)] = match arch {
+        ArchName::Sdxl => &[
+            (
+                "conditioner.embedders.0.",
+                "first text encoder (`conditioner.embedders.0.…`)",
+            ),
+            (
+                "conditioner.embedders.1.",
+                "second text encoder (`conditioner.embedders.1.…`)",
+            ),
+            vae,
+        ],
+        _ => &[("cond_stage_model.", "text encoder (`cond_stage_model.…`)"), vae],
+    };
     parts
-        .into_iter()
+        .iter()
         .filter(|(prefix, _)| !has(prefix))
-        .map(|(_, what)| what)
+        .map(|(_, what)| *what)
         .collect()
 }
 

@@ -25,6 +25,8 @@ fn supported() -> String {
     let names: Vec<String> = supported
         .map(|arch| match arch {
             ArchName::Sd1 => "Stable Diffusion 1.x (`arch: sd1`)".to_owned(),
+            ArchName::Sd2 => "Stable Diffusion 2.x (`arch: sd2`)".to_owned(),
+            ArchName::Sdxl => "Stable Diffusion XL (`arch: sdxl`)".to_owned(),
             other => format!("`arch: {other}`"),
         })
         .collect();

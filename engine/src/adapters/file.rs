@@ -1,6 +1,7 @@
 //! Reads LoRA files of every supported dialect.
 
-use super::keys::{Component, LayerIndex, ParsedKey, TensorRole, parse_key};
+use super::keys::{ParsedKey, TensorRole, parse_key};
+use super::names::{LayerIndex, LayerKey};
 use crate::error::{EngineError, Result};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor};
@@ -176,7 +177,7 @@ impl LoraFile {
     /// Matches the file's names to the layers of a model. The second value is the names that match no layer. A missing
     /// alpha is read from peft's metadata; otherwise it is the rank.
     #[must_use]
-    pub fn resolve(&self, index: &LayerIndex) -> (BTreeMap<(Component, String), LoraTensors>, Vec<String>) {
+    pub fn resolve(&self, index: &LayerIndex) -> (BTreeMap<LayerKey, LoraTensors>, Vec<String>) {
         let peft: Option<serde_json::Value> = self
             .metadata
             .get("lora_adapter_metadata")
@@ -194,10 +195,10 @@ impl LoraFile {
             let alpha = tensors
                 .alpha
                 .filter(|a| *a != 0.0 && a.is_finite())
-                .or_else(|| peft_alpha(peft.as_ref()?, layer, rank))
+                .or_else(|| peft_alpha(peft.as_ref()?, &layer, rank))
                 .unwrap_or(rank);
             tensors.alpha = Some(alpha);
-            resolved.insert(layer.clone(), tensors);
+            resolved.insert(layer, tensors);
         }
         (resolved, unknown)
     }
@@ -231,12 +232,8 @@ fn find_regex_pattern(metadata: &BTreeMap<String, String>) -> Option<String> {
 
 /// Reads a layer's alpha from the metadata that diffusers writes (`unet.lora_alpha`, `unet.alpha_pattern`,
 /// `unet.use_rslora`).
-fn peft_alpha(peft: &serde_json::Value, (component, path): &(Component, String), rank: f64) -> Option<f64> {
-    let prefix = match component {
-        Component::Unet => "unet",
-        Component::TextEncoder => "text_encoder",
-    };
-    let get = |key: &str| peft.get(format!("{prefix}.{key}")).filter(|v| !v.is_null());
+fn peft_alpha(peft: &serde_json::Value, (part, path): &LayerKey, rank: f64) -> Option<f64> {
+    let get = |key: &str| peft.get(format!("{part}.{key}")).filter(|v| !v.is_null());
     let by_pattern = get("alpha_pattern")
         .and_then(serde_json::Value::as_object)
         .and_then(|patterns| {

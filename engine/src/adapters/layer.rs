@@ -1,5 +1,6 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
+use crate::autograd::PassKey;
 use crate::nn::{self, LayerAdapter, LowRank, conv2d, linear};
 use crate::rng::generator_from_text;
 use candle_core::{DType, Result, Tensor, Var};
@@ -36,6 +37,17 @@ pub struct LoraHandle {
     pub multiplier: Multiplier,
     /// `Some` while training: the text that seeds the dropout masks, together with the layer's name.
     dropout_seed: Mutex<Option<Arc<str>>>,
+    /// The settings of the current pass, which have precedence.
+    pass: PassKey,
+}
+
+/// The settings of a LoRA in one forward pass.
+#[derive(Clone, Debug)]
+pub struct LoraPass {
+    /// The strength.
+    pub strength: f64,
+    /// As in [`LoraHandle::set_training`].
+    pub dropout_seed: Option<Arc<str>>,
 }
 
 impl LoraHandle {
@@ -45,6 +57,7 @@ impl LoraHandle {
         Arc::new(Self {
             multiplier: Multiplier::new(multiplier),
             dropout_seed: Mutex::new(None),
+            pass: PassKey::new(),
         })
     }
 
@@ -55,8 +68,25 @@ impl LoraHandle {
         *self.lock_dropout_seed() = dropout_seed.map(Arc::from);
     }
 
+    /// Runs a forward pass with these settings. Blocks that the backward pass runs again get the same settings, whatever
+    /// is set then.
+    pub fn in_pass<R>(&self, pass: LoraPass, forward: impl FnOnce() -> R) -> R {
+        self.pass.with(pass, forward)
+    }
+
+    /// The strength of the current pass.
+    fn strength(&self) -> f64 {
+        match self.pass.get::<LoraPass>() {
+            Some(pass) => pass.strength,
+            None => self.multiplier.get(),
+        }
+    }
+
     fn dropout_seed(&self) -> Option<Arc<str>> {
-        self.lock_dropout_seed().clone()
+        match self.pass.get::<LoraPass>() {
+            Some(pass) => pass.dropout_seed.clone(),
+            None => self.lock_dropout_seed().clone(),
+        }
     }
 
     fn lock_dropout_seed(&self) -> MutexGuard<'_, Option<Arc<str>>> {
@@ -104,9 +134,9 @@ impl LoraLayer {
         self.down.dims().first().copied().unwrap_or(1).max(1)
     }
 
-    /// alpha / rank times the current multiplier.
+    /// alpha / rank times the strength of the pass.
     fn strength(&self) -> f64 {
-        self.handle.multiplier.get() * self.alpha / self.rank() as f64
+        self.handle.strength() * self.alpha / self.rank() as f64
     }
 
     /// `down` and `up`, tracked for gradients if `is_training`.

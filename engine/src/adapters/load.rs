@@ -1,10 +1,11 @@
 //! Attaches a LoRA file to a model.
 
 use super::file::{LoraFile, LoraTensors};
-use super::keys::{Component, LayerIndex, kohya_name};
 use super::layer::{LayerKind, LoraHandle, LoraLayer, Multiplier};
+use super::names::{LayerIndex, kohya_name};
 use crate::error::{EngineError, Result};
-use crate::nn::{LayerMut, VisitLayers};
+use crate::families::Part;
+use crate::nn::LayerMut;
 use candle_core::{Device, Tensor, Var};
 use std::path::Path;
 use std::sync::Arc;
@@ -20,17 +21,13 @@ pub struct LoadedLora {
     pub unknown: Vec<String>,
 }
 
-/// Loads a LoRA file and attaches its layers to the models in `components`.
+/// Loads a LoRA file and attaches its layers to the models in `parts`.
 ///
 /// # Errors
 /// When the file is damaged or not a LoRA, a shape does not match its layer, or no name matches a layer.
-pub fn load_lora(
-    components: &mut [(Component, &mut dyn VisitLayers)],
-    path: &Path,
-    multiplier: f64,
-) -> Result<LoadedLora> {
+pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedLora> {
     let file = LoraFile::open(path)?;
-    let index = index_layers(components)?;
+    let index = index_layers(parts)?;
     let (mut found, unknown) = file.resolve(&index);
     if found.is_empty() {
         return Err(EngineError::WeightsFile {
@@ -44,16 +41,21 @@ pub fn load_lora(
     }
     let handle = LoraHandle::new(multiplier);
     let layers = found.len();
-    for (component, model) in components.iter_mut() {
-        model.visit_layers(&mut |name, mut layer| {
-            let Some(tensors) = found.remove(&(*component, name.to_owned())) else {
+    for Part {
+        id,
+        role,
+        lora_prefix,
+        layers,
+    } in parts.iter_mut()
+    {
+        layers.visit_layers(&mut |name, mut layer| {
+            let Some(tensors) = found.remove(&(*id, name.to_owned())) else {
                 return Ok(());
             };
-            let lora = build_layer(&mut layer, kohya_name(*component, name), tensors, &handle).map_err(|reason| {
-                EngineError::WeightsFile {
-                    path: file.path.clone(),
-                    reason: format!("layer `{name}`: {reason}"),
-                }
+            let kohya = kohya_name(*role, lora_prefix, name);
+            let lora = build_layer(&mut layer, kohya, tensors, &handle).map_err(|reason| EngineError::WeightsFile {
+                path: file.path.clone(),
+                reason: format!("layer `{name}`: {reason}"),
             })?;
             attach_adapter(layer, Arc::new(lora));
             Ok(())
@@ -67,15 +69,15 @@ pub fn load_lora(
 }
 
 /// Indexes all layers of the models by name.
-pub(super) fn index_layers(components: &mut [(Component, &mut dyn VisitLayers)]) -> Result<LayerIndex> {
+pub(super) fn index_layers(parts: &mut [Part<'_>]) -> Result<LayerIndex> {
     let mut index = LayerIndex::default();
-    for (component, model) in components.iter_mut() {
+    for part in parts.iter_mut() {
         let mut paths = Vec::new();
-        model.visit_layers(&mut |name, _| {
+        part.layers.visit_layers(&mut |name, _| {
             paths.push(name.to_owned());
             Ok(())
         })?;
-        index.add(*component, &paths);
+        index.add(part, &paths);
     }
     Ok(index)
 }

@@ -10,13 +10,14 @@ mod file;
 mod keys;
 mod layer;
 mod load;
+mod names;
 mod network;
 mod save;
 
 pub use file::{LoraFile, LoraModule, LoraTensors};
-pub use keys::{Component, LayerIndex};
-pub use layer::{LoraHandle, LoraLayer, Multiplier};
+pub use layer::{LoraHandle, LoraLayer, LoraPass, Multiplier};
 pub use load::{LoadedLora, load_lora};
+pub use names::{LayerIndex, LayerKey};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
 

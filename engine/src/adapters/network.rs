@@ -1,11 +1,11 @@
 //! The trainable LoRA of a model: its target layers, initialisation, saving and loading.
 
 use super::file::LoraFile;
-use super::keys::{Component, LayerIndex, kohya_name};
 use super::layer::{LayerKind, LoraHandle, LoraLayer};
 use super::load::{attach_adapter, index_layers, layer_info};
+use super::names::{LayerIndex, kohya_name};
 use crate::error::{EngineError, Result};
-use crate::nn::VisitLayers;
+use crate::families::{Part, PartRole};
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Device, Tensor, Var};
@@ -33,12 +33,17 @@ pub struct LoraConfig {
 
 impl LoraConfig {
     /// The rank and alpha for a layer with this path and weight shape; `None` if it is no target.
-    fn rank_and_alpha(&self, component: Component, path: &str, dims: &[usize]) -> Option<(usize, f64)> {
-        if component == Component::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
+    fn rank_and_alpha(
+        &self,
+        (role, lora_prefix): (PartRole, &str),
+        path: &str,
+        dims: &[usize],
+    ) -> Option<(usize, f64)> {
+        if role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
             return None;
         }
-        let dotted = format!("{}.{path}", component.prefix());
-        let kohya = kohya_name(component, path);
+        let dotted = format!("{lora_prefix}.{path}");
+        let kohya = kohya_name(role, lora_prefix, path);
         if self.ignore_if_contains.iter().any(|s| dotted.contains(s.as_str())) {
             return None;
         }
@@ -61,7 +66,8 @@ impl LoraConfig {
 /// A layer with a LoRA.
 #[derive(Debug)]
 struct TargetLayer {
-    component: Component,
+    part: &'static str,
+    role: PartRole,
     path: String,
     layer: Arc<LoraLayer>,
 }
@@ -90,27 +96,29 @@ pub struct LoraNetwork {
 
 impl LoraNetwork {
     /// Attaches a new LoRA layer to every target of the config. `down` is Kaiming-uniform with a = sqrt(5), that is
-    /// uniform in ±1/sqrt(fan_in), drawn layer by layer in the order of `components` and of their layers. `up` is zero.
+    /// uniform in ±1/sqrt(fan_in), drawn layer by layer in the order of `parts` and of their layers. `up` is zero.
     ///
     /// # Errors
     /// When there is no target layer, or a rank is 0.
-    pub fn attach(
-        config: &LoraConfig,
-        components: &mut [(Component, &mut dyn VisitLayers)],
-        generator: &mut TorchGenerator,
-    ) -> Result<Self> {
+    pub fn attach(config: &LoraConfig, parts: &mut [Part<'_>], generator: &mut TorchGenerator) -> Result<Self> {
         if config.rank == 0 || config.conv_rank == Some(0) {
             return Err(EngineError::bad_input(
                 "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
             ));
         }
         let handle = LoraHandle::new(1.0);
-        let index = index_layers(components)?;
+        let index = index_layers(parts)?;
         let mut targets = Vec::new();
-        for (component, model) in components.iter_mut() {
-            model.visit_layers(&mut |path, layer| {
+        for Part {
+            id,
+            role,
+            lora_prefix,
+            layers,
+        } in parts.iter_mut()
+        {
+            layers.visit_layers(&mut |path, layer| {
                 let (kind, dims, device) = layer_info(&layer);
-                let Some((rank, alpha)) = config.rank_and_alpha(*component, path, &dims) else {
+                let Some((rank, alpha)) = config.rank_and_alpha((*role, lora_prefix), path, &dims) else {
                     return Ok(());
                 };
                 let fan_in: usize = dims[1..].iter().product();
@@ -119,7 +127,7 @@ impl LoraNetwork {
                 let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
                 let down = generator.uniform(rank * fan_in, -bound, bound);
                 let lora = Arc::new(LoraLayer {
-                    name: kohya_name(*component, path),
+                    name: kohya_name(*role, lora_prefix, path),
                     down: Var::from_tensor(&Tensor::from_vec(down, down_dims, &device)?)?,
                     up: Var::from_tensor(&Tensor::zeros(up_dims, DType::F32, &device)?)?,
                     mid: None,
@@ -129,7 +137,8 @@ impl LoraNetwork {
                     handle: handle.clone(),
                 });
                 targets.push(TargetLayer {
-                    component: *component,
+                    part: id,
+                    role: *role,
                     path: path.to_owned(),
                     layer: lora.clone(),
                 });
@@ -151,10 +160,10 @@ impl LoraNetwork {
         self.targets.len()
     }
 
-    /// Whether a layer of the text encoder has a LoRA.
+    /// Whether a layer of a text encoder has a LoRA.
     #[must_use]
     pub fn covers_text_encoder(&self) -> bool {
-        self.targets.iter().any(|e| e.component == Component::TextEncoder)
+        self.targets.iter().any(|e| e.role == PartRole::TextEncoder)
     }
 
     /// The trained parameters in a fixed order: for each layer `<name>.lora_down.weight`, then `<name>.lora_up.weight`.
@@ -203,7 +212,7 @@ impl LoraNetwork {
         };
         let mut updates: Vec<(&Var, Tensor)> = Vec::new();
         for e in &self.targets {
-            let Some(tensors) = resolved.remove(&(e.component, e.path.clone())) else {
+            let Some(tensors) = resolved.remove(&(e.part, e.path.clone())) else {
                 report.missing.push(e.layer.name.clone());
                 continue;
             };
@@ -244,7 +253,7 @@ impl LoraNetwork {
         }
         report
             .unknown
-            .extend(resolved.into_keys().map(|(c, path)| kohya_name(c, &path)));
+            .extend(resolved.into_keys().map(|(part, path)| format!("{part}.{path}")));
         for (var, value) in updates {
             var.set(&value.contiguous()?)?;
         }

@@ -1,10 +1,11 @@
 //! Comparison with the fixtures of `tests/reference/make_lora_dialects.py`.
 
 use super::*;
-use crate::models::sd::SdModel;
-use crate::nn::VisitLayers;
+use crate::families::stable_diffusion::SdModel;
+use crate::families::{Conditioning, Model, Prompt, sdxl};
+use crate::residency::Residency;
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, gap, tiny_sd as model};
+use crate::testing::{fixtures, gap, largest, tiny_sd as model, unet_part};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -14,11 +15,7 @@ fn expected() -> HashMap<String, Tensor> {
 }
 
 fn load(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedLora> {
-    let mut components: [(Component, &mut dyn VisitLayers); 2] = [
-        (Component::TextEncoder, &mut model.text_encoder),
-        (Component::Unet, &mut model.unet),
-    ];
-    load_lora(&mut components, path, multiplier)
+    load_lora(&mut model.parts(), path, multiplier)
 }
 
 fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
@@ -29,9 +26,9 @@ fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
 }
 
 fn encode_text(model: &SdModel) -> Tensor {
-    model
-        .text_encoder
-        .forward(&model.tokenizer.encode(&["a red circle"]).unwrap())
+    model.text_encoders[0]
+        .model
+        .forward(&model.text_encoders[0].tokenizer.encode(&["a red circle"]).unwrap())
         .unwrap()
 }
 
@@ -54,6 +51,76 @@ fn every_dialect_gives_the_output_of_peft() {
             gap(&encode_text(&model), &e[text_key]),
         );
         assert!(u < 2e-5 && t < 2e-5, "{file}: unet {u}, text {t}");
+    }
+}
+
+/// The prompt of `tests/reference/make_lora_sdxl.py`.
+const SDXL_PROMPT: &str = "a red circle!";
+
+#[test]
+fn every_dialect_of_sdxl_gives_the_output_of_peft() {
+    let folder = fixtures().join("lora_sdxl");
+    let e = candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
+    let answers = |model: &SdModel| {
+        let text = model.encode_prompts(&[Prompt::new(SDXL_PROMPT)]).unwrap();
+        let given = Conditioning::default()
+            .with("context", e["context"].clone())
+            .with("pooled", e["pooled"].clone())
+            .with("time_ids", e["time_ids"].clone());
+        let t = e["t"].to_dtype(DType::F32).unwrap();
+        let unet = model
+            .predict(std::slice::from_ref(&e["x"]), &t, &given)
+            .unwrap()
+            .remove(0);
+        [
+            ("unet", unet),
+            ("context", text.get("context").unwrap().clone()),
+            ("pooled", text.get("pooled").unwrap().clone()),
+        ]
+    };
+    for file in ["diffusers", "ai_toolkit", "sd_scripts_original", "comfyui"] {
+        for (strength, key) in [(1.0, "full"), (0.5, "half"), (0.0, "plain")] {
+            let mut model = crate::testing::tiny(&sdxl::VARIANT, "tiny_sdxl");
+            let loaded = load(&mut model, &folder.join(format!("{file}.safetensors")), strength).unwrap();
+            assert!(loaded.unknown.is_empty(), "{file}: {:?}", loaded.unknown);
+            for (name, ours) in answers(&model) {
+                let gap = gap(&ours, &e[&format!("{key}/{name}")]);
+                assert!(gap < 2e-5, "{file} at {strength}: {name} differs by {gap}");
+            }
+        }
+    }
+}
+
+/// A slider trains with several strengths in one loss.
+#[test]
+fn each_pass_keeps_its_strength_in_the_backward_pass() {
+    let e = expected();
+    let gradients_with = |residency| -> Vec<Tensor> {
+        let mut model = model();
+        model.unet.residency = residency;
+        let network = attach(&mut model, &config());
+        randomise(&network);
+        let pass = |strength| {
+            let pass = LoraPass {
+                strength,
+                dropout_seed: Some("masks".into()),
+            };
+            network.handle.in_pass(pass, || unet(&model, &e))
+        };
+        let loss = || -> crate::error::Result<Tensor> {
+            let (strong, weak) = (pass(1.0).sqr()?.mean_all()?, pass(-0.5).sqr()?.mean_all()?);
+            Ok((strong + (weak * 3.0)?)?)
+        };
+        let (_, gradients) = crate::autograd::gradients(loss).unwrap();
+        let params = network.params();
+        let of = |param: &crate::optim::Param| gradients.get(&param.var).unwrap().clone();
+        params.iter().map(of).collect()
+    };
+    let resident = gradients_with(Residency::Resident);
+    let recomputed = gradients_with(Residency::Checkpointed { steps: 1 });
+    for (a, b) in resident.iter().zip(&recomputed) {
+        let gap = gap(a, b) / largest(a);
+        assert!(gap < 1e-4, "gradients differ by {gap}");
     }
 }
 
@@ -82,12 +149,7 @@ fn config() -> LoraConfig {
 }
 
 fn attach(model: &mut SdModel, config: &LoraConfig) -> LoraNetwork {
-    LoraNetwork::attach(
-        config,
-        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
-        &mut TorchGenerator::manual_seed(9),
-    )
-    .unwrap()
+    LoraNetwork::attach(config, &mut [unet_part(model)], &mut TorchGenerator::manual_seed(9)).unwrap()
 }
 
 fn randomise(network: &LoraNetwork) {
@@ -173,11 +235,7 @@ fn name_filters_select_the_target_layers() {
         ..config()
     };
     let mut sd = model();
-    let failed = LoraNetwork::attach(
-        &none,
-        &mut [(Component::Unet, &mut sd.unet as &mut dyn VisitLayers)],
-        &mut TorchGenerator::manual_seed(0),
-    );
+    let failed = LoraNetwork::attach(&none, &mut [unet_part(&mut sd)], &mut TorchGenerator::manual_seed(0));
     assert!(failed.unwrap_err().to_string().contains("only_if_contains"));
 }
 

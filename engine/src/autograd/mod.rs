@@ -19,17 +19,20 @@
 //! Outside [`record`], the engine's operations are nodes of candle's graph, and candle's `backward()` does everything.
 
 mod operation;
+mod pass;
 mod slices;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
 
 pub(crate) use operation::{Input, Operation, apply};
+pub(crate) use pass::PassKey;
 pub(crate) use slices::{is_cpu_f32, with_slice};
 
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor, TensorId, Var};
 use candle_core::{CudaStorage, DType};
+use pass::PassValues;
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -314,7 +317,7 @@ fn leaf_tensor(elements: Vec<f32>, shape: Shape) -> Tensor {
 }
 
 /// Gradient checkpointing (`torch.utils.checkpoint`): runs `forward(inputs)` and saves only the inputs; the backward
-/// pass runs `forward` a second time with a tape. Outside [`record`], and where no output depends on a variable,
+/// pass runs `forward` a second time with a tape and with the values of this pass ([`PassKey`]). Outside [`record`], and where no output depends on a variable,
 /// nothing is recomputed.
 ///
 /// # Errors
@@ -349,8 +352,9 @@ pub(crate) fn checkpoint(
     }
     let (indices, output_ids): (Vec<usize>, Vec<TensorId>) = tracked.into_iter().unzip();
     let saved_inputs = inputs.clone();
+    let pass = PassValues::current();
     let backward = Box::new(move |gradients: Vec<Option<Tensor>>| {
-        let (recomputed, tape) = record(|| forward(&inputs))?;
+        let (recomputed, tape) = pass.run(|| record(|| forward(&inputs)))?;
         let seeds = indices.into_iter().zip(gradients).filter_map(|(index, gradient)| {
             let output = recomputed.get(index)?.clone();
             Some((output, gradient?))

@@ -1,20 +1,20 @@
 //! Benchmarks of Stable Diffusion at full size.
 
 use super::operations::{Iteration, forward_and_backward, normal};
-use crate::adapters::{Component, LoraConfig, LoraNetwork};
+use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
+use crate::families::stable_diffusion::SdConfig;
+use crate::families::{Conditioning, Part, PartRole, sd1};
 use crate::models::clip::{ClipTextConfig, ClipTextModel};
-use crate::models::sd::SdConfig;
-use crate::models::unet::{Transformer2d, TransformerSizes, UNet2DConditionModel};
+use crate::models::unet::{Transformer2d, TransformerSizes, UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{AutoencoderKl, VaeConfig};
-use crate::nn::VisitLayers;
 use crate::optim::{Adam, AdamParams, Grads, Optimizer};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
-use crate::training::{LossOptions, MicroBatch, loss, optim_error};
+use crate::training::{Ddpm, LossKind, MicroBatch, NoiseDraw, NoiseOptions, SnrWeighting, loss, optim_error};
 use crate::weights::Weights;
 use candle_core::{Device, Tensor};
 
@@ -33,7 +33,7 @@ pub(super) fn text_encoder(compute: &Compute) -> Result<Iteration> {
 }
 
 fn unet(compute: &Compute) -> Result<UNet2DConditionModel> {
-    UNet2DConditionModel::new(&frozen(&compute.device), &SdConfig::default().unet)
+    UNet2DConditionModel::new(&frozen(&compute.device), &UNetConfig::default())
 }
 
 pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Iteration> {
@@ -63,24 +63,40 @@ pub(super) fn lora_step(compute: &Compute, side: usize, checkpointed: bool) -> R
     };
     let network = LoraNetwork::attach(
         &lora,
-        &mut [(Component::Unet, &mut unet as &mut dyn VisitLayers)],
+        &mut [Part {
+            id: "unet",
+            role: PartRole::Denoiser,
+            lora_prefix: "lora_unet",
+            layers: &mut unet,
+        }],
         &mut TorchGenerator::manual_seed(2),
     )?;
     network.handle.set_training(Some(""));
     let params = network.params();
     let mut optimizer = Adam::new(params.clone(), AdamParams::new(true)).map_err(optim_error)?;
-    let schedule = NoiseSchedule::new(&SamplerParams::from_json(&SdConfig::default().scheduler)?)?;
+    let scheduler = SdConfig::defaults(&sd1::VARIANT)?.scheduler;
+    let objective = Ddpm {
+        schedule: NoiseSchedule::new(&SamplerParams::from_json(&scheduler)?)?,
+        noise: NoiseOptions::default(),
+        weighting: SnrWeighting::default(),
+    };
     let batch = MicroBatch {
-        latents: normal(compute, &[1, 4, side, side])?,
-        noise: normal(compute, &[1, 4, side, side])?,
-        timesteps: vec![500],
-        context: normal(compute, &[1, 77, 768])?,
+        latents: vec![normal(compute, &[1, 4, side, side])?],
+        drawn: NoiseDraw {
+            timesteps: vec![500.0],
+            noise: vec![normal(compute, &[1, 4, side, side])?],
+        },
+        conditioning: Conditioning::default().with("context", normal(compute, &[1, 77, 768])?),
         weights: vec![1.0],
         mask: None,
     };
     let dtype = compute.dtype;
     Ok(Box::new(move || {
-        let (_, store) = gradients(|| loss(&unet, &schedule, &LossOptions::default(), &batch, dtype))?;
+        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
+            let context = conditioning.get("context")?.to_dtype(dtype)?;
+            Ok(vec![unet.forward(&latents[0].to_dtype(dtype)?, timesteps, &context)?])
+        };
+        let (_, store) = gradients(|| loss(&predict, &objective, LossKind::Mse, &batch))?;
         let grads: Grads = params.iter().map(|p| store.get(&p.var).cloned()).collect();
         optimizer.step(&grads, 1e-4).map_err(optim_error)
     }))
@@ -88,7 +104,7 @@ pub(super) fn lora_step(compute: &Compute, side: usize, checkpointed: bool) -> R
 
 pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Iteration> {
     let weights = Weights::init(1, &compute.device);
-    let model = UNet2DConditionModel::new(&weights, &SdConfig::default().unet)?;
+    let model = UNet2DConditionModel::new(&weights, &UNetConfig::default())?;
     let x = normal(compute, &[1, 4, side, side])?;
     let context = normal(compute, &[1, 77, 768])?;
     let time = Tensor::new(&[500f32], &compute.device)?;

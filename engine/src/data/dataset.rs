@@ -298,6 +298,7 @@ impl Dataset {
                         path: path.clone(),
                         content,
                         derived: options.derived.clone(),
+                        size: *size,
                         plan,
                         flip_x,
                         flip_y,

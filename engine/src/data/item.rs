@@ -13,6 +13,8 @@ pub struct Item {
     pub content: String,
     /// The folder of its cached latent. `None`: next to the image.
     pub derived: Option<PathBuf>,
+    /// Width and height of the image, after EXIF rotation and before anything else.
+    pub size: (u32, u32),
     /// How it is scaled and cropped.
     pub plan: BucketPlan,
     /// Whether it is flipped left to right.

@@ -38,9 +38,16 @@ const NULLABLE_KEY: &str = "mid_block_type";
 /// # Errors
 /// When it cannot be read, is not JSON, or a key has another type.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
-    let mut value = read_json(path)?;
+    from_value(read_json(path)?).map_err(|e| EngineError::model_config(path, e.to_string()))
+}
+
+/// Converts a parsed config to a config type. A key that is `null` counts as missing, except `mid_block_type`.
+///
+/// # Errors
+/// When a key has another type.
+pub(crate) fn from_value<T: DeserializeOwned>(mut value: serde_json::Value) -> serde_json::Result<T> {
     if let Some(map) = value.as_object_mut() {
         map.retain(|key, value| !value.is_null() || key == NULLABLE_KEY);
     }
-    serde_json::from_value(value).map_err(|e| EngineError::model_config(path, e.to_string()))
+    serde_json::from_value(value)
 }

@@ -1,9 +1,9 @@
-//! Model families, and the components that several families share.
+//! The components that several model families share.
 
 pub mod clip;
+pub mod codec;
 pub mod config;
 pub mod flux;
-pub mod sd;
 pub mod unet;
 pub mod vae;
 

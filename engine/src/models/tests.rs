@@ -1,11 +1,12 @@
 //! Compares the components of models with diffusers and transformers.
 
 use super::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
-use super::sd::{LoadOptions, SdModel};
-use super::unet::UNet2DConditionModel;
+use super::unet::{AdditionalConditions, UNet2DConditionModel};
 use super::{config, vae};
+use crate::families::stable_diffusion::{SdConfig, SdModel, Variant, split_checkpoint};
+use crate::families::{self, ItemSize, LoadOptions, Model, Prompt, sd1 as sd1_family, sd2, sdxl};
 use crate::nn::VisitLayers;
-use crate::testing::{fixtures, gap, largest};
+use crate::testing::{fixtures, gap, largest, load_sd};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::PathBuf;
@@ -209,7 +210,14 @@ fn check_unet(name: &str, weights: &Weights, config: &super::unet::UNetConfig) {
     let model = UNet2DConditionModel::new(weights, config).unwrap();
     let sample = Var::from_tensor(&fixture.get("sample")).unwrap();
     let context = Var::from_tensor(&fixture.get("context")).unwrap();
-    let out = model.forward(&sample, &fixture.get("timesteps"), &context).unwrap();
+    let has_pooled = fixture.index.contains("text_embeds");
+    let pooled = has_pooled.then(|| Var::from_tensor(&fixture.get("text_embeds")).unwrap());
+    let time_ids = has_pooled.then(|| fixture.get("time_ids"));
+    let conditions = pooled.as_ref().zip(time_ids.as_ref());
+    let conditions = conditions.map(|(pooled, time_ids)| AdditionalConditions { pooled, time_ids });
+    let out = model
+        .forward_with(&sample, &fixture.get("timesteps"), &context, conditions.as_ref())
+        .unwrap();
     assert_close(name, &out, &fixture.get("out"));
     let grads = (out * fixture.get("probe"))
         .unwrap()
@@ -219,6 +227,11 @@ fn check_unet(name: &str, weights: &Weights, config: &super::unet::UNetConfig) {
         .unwrap();
     assert_close("d sample", grads.get(&sample).unwrap(), &fixture.get("grad_input.0"));
     assert_close("d context", grads.get(&context).unwrap(), &fixture.get("grad_input.1"));
+    if let Some(pooled) = &pooled {
+        assert_close("d pooled", grads.get(pooled).unwrap(), &fixture.get("grad_input.2"));
+        let without = model.forward(&sample, &fixture.get("timesteps"), &context).unwrap_err();
+        assert!(without.to_string().contains("needs pooled text"), "{without}");
+    }
     let vars: std::collections::BTreeMap<_, _> = weights.vars().into_iter().collect();
     let checked = fixture.names("grad.");
     assert!(checked.len() > 8);
@@ -244,6 +257,85 @@ fn the_unet_matches_diffusers_at_odd_sizes() {
 fn an_sd_2_unet_matches_diffusers() {
     let config = config::read(&fixtures().join("models/unet_sd2.json")).unwrap();
     check_unet("unet_sd2", &fixture("unet_sd2").weights().trainable(), &config);
+}
+
+#[test]
+fn an_sdxl_unet_matches_diffusers() {
+    let config = config::read(&fixtures().join("models/unet_sdxl.json")).unwrap();
+    check_unet("unet_sdxl", &fixture("unet_sdxl").weights().trainable(), &config);
+}
+
+/// The prompts and the ids of a fixture of text encoders.
+fn text_fixture(name: &str) -> (Vec<Prompt>, std::collections::HashMap<String, Tensor>) {
+    let folder = fixtures().join("models");
+    let text = std::fs::read_to_string(folder.join(format!("{name}.json"))).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let prompts: Vec<String> = serde_json::from_value(json["prompts"].clone()).unwrap();
+    let tensors = candle_core::safetensors::load(folder.join(format!("{name}.safetensors")), &Device::Cpu).unwrap();
+    (prompts.into_iter().map(Prompt::new).collect(), tensors)
+}
+
+#[test]
+fn text_encoders_of_every_family_match_transformers() {
+    for (variant, model, name, keys) in [
+        (&sd2::VARIANT, "tiny_sd21", "sd21_text", &[("context", "last")][..]),
+        (
+            &sdxl::VARIANT,
+            "tiny_sdxl",
+            "sdxl_text",
+            &[("context", "context"), ("pooled", "pooled")],
+        ),
+    ] {
+        let (prompts, expected) = text_fixture(name);
+        let model = crate::testing::tiny(variant, model);
+        for (encoder, key) in model.text_encoders.iter().zip(["ids", "ids_2"]) {
+            let texts: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
+            let ids = encoder.tokenizer.encode(&texts).unwrap().to_dtype(DType::I64).unwrap();
+            let expected = expected[key].to_dtype(DType::I64).unwrap();
+            assert_eq!(
+                ids.to_vec2::<i64>().unwrap(),
+                expected.to_vec2::<i64>().unwrap(),
+                "{name} {key}"
+            );
+        }
+        let conditioning = model.encode_prompts(&prompts).unwrap();
+        for (ours, theirs) in keys {
+            assert_close(name, conditioning.get(ours).unwrap(), &expected[*theirs]);
+        }
+    }
+}
+
+/// A single file has half of the bits of the folder.
+#[test]
+fn single_files_of_every_family_give_the_same_model() {
+    for (variant, folder, file) in [
+        (&sd2::VARIANT, "tiny_sd21", "tiny_sd21_single"),
+        (&sdxl::VARIANT, "tiny_sdxl", "tiny_sdxl_single"),
+    ] {
+        let reference = crate::testing::tiny(variant, folder);
+        let options = LoadOptions {
+            config_folder: Some(fixtures().join(folder)),
+            ..LoadOptions::cpu()
+        };
+        let file = fixtures().join(format!("models/{file}.safetensors"));
+        families::check_identity(&file, variant.family.arch()).unwrap();
+        let single = SdModel::load(variant, &file, &options).unwrap();
+        let prompts = [Prompt::new("a red circle"), Prompt::new("zorb!")];
+        let sizes = [ItemSize::whole(64, 32), ItemSize::whole(640, 480)];
+        let conditioning = |model: &SdModel| {
+            let conditioning = model.encode_prompts(&prompts).unwrap();
+            model.with_sizes(conditioning, &sizes).unwrap()
+        };
+        let close = |what: &str, a: &Tensor, b: &Tensor| assert!(error(a, b) < 5e-3, "{what}: {}", error(a, b));
+        let (ours, theirs) = (conditioning(&single), conditioning(&reference));
+        close("context", ours.get("context").unwrap(), theirs.get("context").unwrap());
+        let sample = [fixture("unet_tiny").get("sample").narrow(2, 0, 8).unwrap()];
+        let t = Tensor::new(&[300f32, 7.0], &Device::Cpu).unwrap();
+        let predict = |model: &SdModel| model.predict(&sample, &t, &theirs).unwrap().remove(0);
+        close("prediction", &predict(&single), &predict(&reference));
+        let decode = |model: &SdModel| model.vae.decode(&sample[0]).unwrap();
+        close("decoded", &decode(&single), &decode(&reference));
+    }
 }
 
 #[test]
@@ -277,7 +369,7 @@ fn the_autoencoder_and_its_gradients_match_diffusers() {
 
 #[test]
 fn layers_are_visited_by_their_diffusers_paths() {
-    let mut model = SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap();
+    let mut model = load_sd(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap();
     assert_eq!(model.default_size(), (64, 64));
     let names = |model: &mut dyn VisitLayers| {
         let mut names = Vec::new();
@@ -300,7 +392,7 @@ fn layers_are_visited_by_their_diffusers_paths() {
         .count();
     assert_eq!(found.len(), layers);
     let text = Index::open(fixtures().join("tiny_sd/text_encoder")).unwrap();
-    let found = names(&mut model.text_encoder);
+    let found = names(&mut model.text_encoders[0].model);
     assert_eq!(found.len(), 12);
     for name in found {
         assert!(text.contains(name.strip_prefix("text_model.").unwrap()), "{name}");
@@ -317,7 +409,8 @@ fn full_size(file: &str, part: &str) -> Index {
     };
     Index::from_shapes(text.lines().filter_map(|line| line.strip_prefix(&prefix)).map(|line| {
         let (name, shape) = line.split_once(' ').unwrap();
-        (name.to_owned(), shape.split('x').map(|n| n.parse().unwrap()).collect())
+        let sides = shape.split('x').filter(|side| *side != "scalar");
+        (name.to_owned(), sides.map(|n| n.parse().unwrap()).collect())
     }))
 }
 
@@ -332,32 +425,50 @@ fn check_reads_all(index: Index, build: impl FnOnce(&Weights)) {
     assert_eq!(asked, all);
 }
 
-fn check_sd15(parts: [Index; 3]) {
-    let [text, unet, vae] = parts;
-    let config = super::sd::SdConfig::default();
-    check_reads_all(text, |w| drop(ClipTextModel::new(w, &config.text_encoder).unwrap()));
+/// Checks the components of a full-size model: text encoders, U-Net, VAE.
+fn check_full_size(variant: &Variant, mut parts: Vec<Index>) {
+    let config = SdConfig::defaults(variant).unwrap();
+    let others = parts.split_off(config.text_encoders.len());
+    for ((text, config), spec) in parts.into_iter().zip(&config.text_encoders).zip(variant.text_encoders) {
+        check_reads_all(text, |w| match spec.class {
+            "CLIPTextModel" => drop(ClipTextModel::new(w, config).unwrap()),
+            _ => drop(ClipTextModel::with_projection(w, config).unwrap()),
+        });
+    }
+    let [unet, vae]: [Index; 2] = others.try_into().unwrap();
     check_reads_all(unet, |w| drop(UNet2DConditionModel::new(w, &config.unet).unwrap()));
     check_reads_all(vae, |w| drop(vae::AutoencoderKl::new(w, &config.vae).unwrap()));
 }
 
 #[test]
 fn full_size_models_have_the_names_and_shapes_of_diffusers() {
-    check_sd15(["text_encoder", "unet", "vae"].map(|part| full_size("full_size_names.txt", part)));
-    let sd21 = super::unet::UNetConfig {
-        cross_attention_dim: super::unet::PerBlock::One(1024),
-        attention_head_dim: super::unet::PerBlock::Each(vec![5, 10, 20, 20]),
-        use_linear_projection: true,
-        ..Default::default()
-    };
-    check_reads_all(full_size("full_size_names.txt", "unet_sd21"), |w| {
-        drop(UNet2DConditionModel::new(w, &sd21).unwrap())
-    });
+    for (variant, file) in [
+        (&sd1_family::VARIANT, "full_size_names.txt"),
+        (&sd2::VARIANT, "full_size_names_sd21.txt"),
+        (&sdxl::VARIANT, "full_size_names_sdxl.txt"),
+    ] {
+        let text = variant.text_encoders.iter().map(|spec| spec.folder);
+        let parts = text.chain(["unet", "vae"]).map(|part| full_size(file, part));
+        check_full_size(variant, parts.collect());
+    }
 }
 
 #[test]
 fn a_full_size_single_file_checkpoint_has_the_expected_names() {
-    let index = full_size("full_size_ldm_names.txt", "");
-    check_sd15(super::sd::split_checkpoint(&index, &super::sd::SdConfig::default()).unwrap());
+    for (variant, file) in [
+        (&sd1_family::VARIANT, "full_size_ldm_names.txt"),
+        (&sd2::VARIANT, "full_size_single_file_names_sd21.txt"),
+        (&sdxl::VARIANT, "full_size_single_file_names_sdxl.txt"),
+    ] {
+        let index = full_size(file, "");
+        let mut parts = split_checkpoint(&index, &SdConfig::defaults(variant).unwrap(), variant).unwrap();
+        // A single file of SD 2.x has one more layer and a projection, which the model does not use.
+        parts[0] = parts[0].renamed(|name, shape| {
+            let unused = name.contains("encoder.layers.23.") || name.starts_with("text_projection");
+            (!unused).then(|| (name.to_owned(), shape.to_vec()))
+        });
+        check_full_size(variant, parts);
+    }
 }
 
 #[test]
@@ -370,12 +481,12 @@ fn a_single_file_checkpoint_gives_the_same_model() {
         config_folder: Some(tiny.clone()),
         ..LoadOptions::cpu()
     };
-    let single = SdModel::load(&file, &options).unwrap();
-    let reference = SdModel::load(&tiny, &options).unwrap();
-    let ids = reference.tokenizer.encode(&["a red circle"]).unwrap();
+    let single = load_sd(&file, &options).unwrap();
+    let reference = load_sd(&tiny, &options).unwrap();
+    let ids = reference.text_encoders[0].tokenizer.encode(&["a red circle"]).unwrap();
     let close = |a: &Tensor, b: &Tensor| assert!(error(a, b) < 5e-3, "{}", error(a, b));
-    let context = reference.text_encoder.forward(&ids).unwrap();
-    close(&single.text_encoder.forward(&ids).unwrap(), &context);
+    let context = reference.text_encoders[0].model.forward(&ids).unwrap();
+    close(&single.text_encoders[0].model.forward(&ids).unwrap(), &context);
     let sample = fixture("unet_tiny").get("sample").narrow(0, 0, 1).unwrap();
     let t = Tensor::new(&[300f32], &Device::Cpu).unwrap();
     let expected = reference.unet.forward(&sample, &t, &context).unwrap();
@@ -392,16 +503,16 @@ fn a_single_file_checkpoint_gives_the_same_model() {
 
     // Without configs it is loaded as SD 1.5, and the error names a tensor that does not match. A tokenizer beside it
     // is used.
-    let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
+    let error = load_sd(&file, &LoadOptions::cpu()).unwrap_err().to_string();
     assert!(error.contains("has shape") && error.contains("text_model"), "{error}");
     std::fs::create_dir(folder.path().join("tokenizer")).unwrap();
-    let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
+    let error = load_sd(&file, &LoadOptions::cpu()).unwrap_err().to_string();
     assert!(error.contains("vocab.json"), "{error}");
 }
 
 #[test]
 fn paths_that_are_no_sd_model_are_refused_with_the_reason() {
-    let refused = |path: PathBuf| SdModel::load(path, &LoadOptions::cpu()).unwrap_err().to_string();
+    let refused = |path: PathBuf| load_sd(path, &LoadOptions::cpu()).unwrap_err().to_string();
     let folder = tempfile::tempdir().unwrap();
     assert!(refused(folder.path().join("none.safetensors")).contains("no such model"));
     assert!(refused(folder.path().to_path_buf()).contains("model_index.json"));
@@ -431,7 +542,7 @@ fn a_unet_of_another_family_is_refused() {
         UNet2DConditionModel::new(&tiny("unet"), &config).map(drop)
     };
     for (key, value) in [
-        ("addition_embed_type", "text_time".into()),
+        ("addition_embed_type", "image".into()),
         ("time_embedding_act_fn", "gelu".into()),
         ("timestep_post_act", "gelu".into()),
         ("reverse_transformer_layers_per_block", serde_json::json!([[1], [2]])),

@@ -2,76 +2,103 @@
 
 use super::pipeline::{GenerateRequest, Pipeline};
 use crate::error::{EngineError, Result};
-use candle_core::{D, DType, Tensor};
+use crate::families::{Conditioning, ItemSize, Model, Prompt};
+use candle_core::{D, Tensor};
 
 /// The encoded prompts of a batch and the guidance scales.
 pub(super) struct Guidance {
-    /// [negative prompts, prompts] with guidance, else the prompts alone: [2b or b, tokens, width].
-    context: Tensor,
-    /// Whether the context has negative prompts: the guidance scale is above 1.
+    /// [negative prompts, prompts] with guidance, else the prompts alone.
+    conditioning: Conditioning,
+    /// Whether the conditioning has negative prompts: the guidance scale is above 1.
     guided: bool,
     scale: f64,
     rescale: f64,
 }
 
+/// Pairs prompts with the prompts for the second text encoder: none, one for all, or one each.
+fn prompts(texts: &[String], second: &[String], count: usize, what: &str) -> Result<Vec<Prompt>> {
+    let expand = |texts: &[String]| match texts.len() {
+        1 => Ok(vec![texts[0].clone(); count]),
+        found if found == count => Ok(texts.to_vec()),
+        found => Err(EngineError::bad_input(format!(
+            "{found} {what} for {count} prompts: give one, or one for each"
+        ))),
+    };
+    let texts = expand(texts)?;
+    if second.is_empty() {
+        return Ok(texts.into_iter().map(Prompt::new).collect());
+    }
+    let pairs = texts.into_iter().zip(expand(second)?);
+    Ok(pairs
+        .map(|(text, second)| Prompt {
+            text,
+            text_2: Some(second),
+        })
+        .collect())
+}
+
 impl Guidance {
-    pub(super) fn new(pipeline: &Pipeline<'_>, request: &GenerateRequest) -> Result<Self> {
-        let batch = request.prompts.len();
+    /// `size`: of the images, for models that are conditioned on it.
+    pub(super) fn new(pipeline: &Pipeline<'_>, request: &GenerateRequest, size: ItemSize) -> Result<Self> {
+        let (model, batch) = (pipeline.model, request.prompts.len());
         if batch == 0 {
             return Err(EngineError::bad_input("there is no prompt"));
         }
-        let encode = |texts: &[&str]| -> Result<Tensor> {
-            let ids = pipeline.model.tokenizer.encode(texts)?.to_device(&pipeline.device)?;
-            pipeline.model.text_encoder.forward(&ids)
-        };
-        let prompts: Vec<&str> = request.prompts.iter().map(String::as_str).collect();
-        let mut context = encode(&prompts)?;
+        let positive = prompts(&request.prompts, &request.prompts_2, batch, "prompts")?;
+        let mut conditioning = model.encode_prompts(&positive)?;
         let guided = request.guidance_scale > 1.0;
         if guided {
-            let mut negative: Vec<&str> = request.negative.iter().map(String::as_str).collect();
-            if negative.len() <= 1 {
-                negative = vec![negative.first().copied().unwrap_or(""); batch];
-            }
-            if negative.len() != batch {
-                return Err(EngineError::bad_input(format!(
-                    "{} negative prompts for {batch} prompts: give one, or one for each",
-                    negative.len()
-                )));
-            }
-            context = Tensor::cat(&[encode(&negative)?, context], 0)?;
+            let negative = match request.negative.is_empty() {
+                true => model.encode_nothing(batch)?,
+                false => {
+                    let texts = prompts(&request.negative, &request.negative_2, batch, "negative prompts")?;
+                    model.encode_prompts(&texts)?
+                }
+            };
+            conditioning = Conditioning::cat(&[&negative, &conditioning])?;
         }
+        let count = conditioning.batch();
         Ok(Self {
-            context,
+            conditioning: model.with_sizes(conditioning, &vec![size; count])?,
             guided,
             scale: request.guidance_scale,
             rescale: request.guidance_rescale,
         })
     }
 
-    /// The guided prediction at time step `t`, in f32. `input`: the scaled sample of the sampler.
-    pub(super) fn predict(&self, pipeline: &Pipeline<'_>, input: &Tensor, t: f64) -> Result<Tensor> {
-        let input = input.to_dtype(pipeline.dtype)?;
-        let forward = |input: &Tensor, context: &Tensor| -> Result<Tensor> {
-            let timesteps = Tensor::full(t as f32, input.dim(0)?, &pipeline.device)?;
-            let output = pipeline.model.unet.forward(input, &timesteps, context)?;
-            Ok(output.to_dtype(DType::F32)?)
+    /// The guided predictions at time step `t`, in f32. `inputs`: the scaled samples of the samplers.
+    pub(super) fn predict(&self, model: &dyn Model, inputs: &[Tensor], t: f64) -> Result<Vec<Tensor>> {
+        let forward = |inputs: &[Tensor], conditioning: &Conditioning| -> Result<Vec<Tensor>> {
+            let batch = inputs.first().map_or(Ok(0), |input| input.dim(0))?;
+            let timesteps = Tensor::full(t as f32, batch, model.device())?;
+            model.predict(inputs, &timesteps, conditioning)
         };
         if !self.guided {
-            return forward(&input, &self.context);
+            return forward(inputs, &self.conditioning);
         }
-        let (unconditional, conditional) = if pipeline.model.sequential_cfg {
-            let contexts = self.context.chunk(2, 0)?;
-            (forward(&input, &contexts[0])?, forward(&input, &contexts[1])?)
+        let batch = self.conditioning.batch() / 2;
+        let (unconditional, conditional) = if model.sequential_cfg() {
+            (
+                forward(inputs, &self.conditioning.narrow(0, batch)?)?,
+                forward(inputs, &self.conditioning.narrow(batch, batch)?)?,
+            )
         } else {
-            let outputs = forward(&Tensor::cat(&[&input, &input], 0)?, &self.context)?.chunk(2, 0)?;
-            (outputs[0].clone(), outputs[1].clone())
+            let twice = inputs.iter().map(|input| Tensor::cat(&[input, input], 0));
+            let outputs = forward(&twice.collect::<candle_core::Result<Vec<_>>>()?, &self.conditioning)?;
+            let half = |from: usize| -> candle_core::Result<Vec<Tensor>> {
+                outputs.iter().map(|output| output.narrow(0, from, batch)).collect()
+            };
+            (half(0)?, half(batch)?)
         };
-        let (unconditional, conditional) = (&unconditional, &conditional);
-        let guided = (unconditional + ((conditional - unconditional)? * self.scale)?)?;
-        if self.rescale > 0.0 {
-            return rescale_noise_cfg(&guided, conditional, self.rescale);
-        }
-        Ok(guided)
+        let pairs = unconditional.iter().zip(&conditional);
+        let guided = pairs.map(|(unconditional, conditional)| {
+            let guided = (unconditional + ((conditional - unconditional)? * self.scale)?)?;
+            match self.rescale > 0.0 {
+                true => rescale_noise_cfg(&guided, conditional, self.rescale),
+                false => Ok(guided),
+            }
+        });
+        guided.collect()
     }
 }
 
@@ -85,7 +112,9 @@ fn rescale_noise_cfg(guided: &Tensor, conditional: &Tensor, rescale: f64) -> Res
         let centred = flat.broadcast_sub(&flat.mean_keepdim(D::Minus1)?)?;
         (centred.sqr()?.sum_keepdim(D::Minus1)? / (count - 1) as f64)?.sqrt()
     };
-    let ratio = (std_dev(conditional)? / std_dev(guided)?)?.reshape((guided.dim(0)?, 1, 1, 1))?;
+    let mut per_item = vec![1; guided.rank()];
+    per_item[0] = guided.dim(0)?;
+    let ratio = (std_dev(conditional)? / std_dev(guided)?)?.reshape(per_item)?;
     let rescaled = guided.broadcast_mul(&ratio)?;
     Ok(((rescaled * rescale)? + (guided * (1.0 - rescale))?)?)
 }

@@ -1,6 +1,8 @@
-//! Text-to-image and image-to-image: `StableDiffusionPipeline` and `StableDiffusionImg2ImgPipeline` of diffusers
-//! 0.42.1. With a CPU generator of the same seed the images are the same.
+//! Text-to-image and image-to-image for every family, as the pipelines of diffusers 0.42.1. With a CPU generator of the same seed the images are the same.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod family_tests;
 mod guidance;
 mod pipeline;
 mod sample;
@@ -12,12 +14,13 @@ pub(crate) use sample::to_generate_request;
 pub use sample::{SampleSettings, generate_images, random_seed};
 
 use crate::error::{EngineError, Result};
+use crate::families::{ItemSize, Model};
 use crate::image_io::{self, Filter};
-use crate::models::sd::SdModel;
+use crate::media::{Media, MediaSize};
 use crate::samplers::{
     self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, SamplerStep,
 };
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use guidance::Guidance;
 use image::RgbImage;
 
@@ -31,22 +34,17 @@ impl From<SamplerError> for EngineError {
 }
 
 impl<'a> Pipeline<'a> {
-    /// Makes a pipeline. `dtype` and `device`: those that the model was loaded with. `v_prediction`: the model predicts
-    /// velocity, whatever its config says.
+    /// Makes a pipeline. `v_prediction`: the model predicts velocity, whatever its config says.
     ///
     /// # Errors
     /// When `scheduler_config.json` has a wrong value.
-    pub fn new(model: &'a SdModel, device: &Device, dtype: DType, v_prediction: bool) -> Result<Self> {
-        let mut params = SamplerParams::from_json(&model.scheduler_config)?.with_stable_diffusion_overrides();
+    pub fn new(model: &'a dyn Model, v_prediction: bool) -> Result<Self> {
+        let params = SamplerParams::from_json(model.scheduler_config())?;
+        let mut params = model.family().sampler_params(params);
         if v_prediction {
             params.prediction_type = Some(PredictionType::VPrediction);
         }
-        Ok(Self {
-            model,
-            device: device.clone(),
-            dtype,
-            params,
-        })
+        Ok(Self { model, params })
     }
 
     /// Generates images from prompts. `None`: `on_step` returned `false`.
@@ -59,19 +57,17 @@ impl<'a> Pipeline<'a> {
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
-        check_size(request.width, request.height)?;
-        let guidance = Guidance::new(self, request)?;
-        let sampler = self.sampler(request)?;
-        let scale = self.model.vae_scale_factor();
-        let channels = self.model.vae.config().latent_channels;
-        let shape = [
-            request.prompts.len(),
-            channels,
-            request.height / scale,
-            request.width / scale,
-        ];
-        let latents = (noise.randn(&shape, self.dtype, &self.device)? * sampler.init_noise_sigma())?;
-        self.denoise(&guidance, sampler, 0, latents, noise, on_step)
+        check_size(request.width, request.height, self.model.codec().pixels_per_latent())?;
+        let (width, height) = (request.width, request.height);
+        let guidance = Guidance::new(self, request, condition_size(request, width, height))?;
+        let samplers = self.samplers(request)?;
+        let mut latents = Vec::new();
+        for (shape, sampler) in self.latent_shapes(width, height)?.iter().zip(&samplers) {
+            let shape = [&[request.prompts.len()], shape.as_slice()].concat();
+            let random = noise.randn(&shape, self.model.dtype(), self.model.device())?;
+            latents.push((random * sampler.init_noise_sigma())?);
+        }
+        self.denoise(&guidance, samplers, 0, latents, noise, on_step)
     }
 
     /// Generates images from images. `strength` (0 to 1): how much of them is replaced. `images`: one for all prompts,
@@ -93,31 +89,49 @@ impl<'a> Pipeline<'a> {
                 "the strength is {strength}: it must be between 0 and 1"
             )));
         }
-        let guidance = Guidance::new(self, request)?;
-        let sampler = self.sampler(request)?;
+        let images = self.resized(images, request.prompts.len())?;
+        let (width, height) = images[0].dimensions();
+        let size = condition_size(request, width as usize, height as usize);
+        let guidance = Guidance::new(self, request, size)?;
+        let samplers = self.samplers(request)?;
+        let timesteps = samplers.first().map_or(0, |sampler| sampler.timesteps().len());
         let begin = request.steps - ((request.steps as f64 * strength) as usize).min(request.steps);
-        if begin >= sampler.timesteps().len() {
+        if begin >= timesteps {
             return Err(EngineError::bad_input(format!(
                 "{} steps at strength {strength} leave no step to do: increase one of them",
                 request.steps
             )));
         }
-        let encoded = self.encode(images, request.prompts.len(), noise)?;
-        let random = noise.randn(encoded.dims(), self.dtype, &self.device)?;
-        let latents = sampler.add_noise(&encoded, &random, begin)?;
-        self.denoise(&guidance, sampler, begin, latents, noise, on_step)
+        let mut latents = Vec::new();
+        for (encoded, sampler) in self
+            .encode(&images, request.prompts.len(), noise)?
+            .iter()
+            .zip(&samplers)
+        {
+            let random = noise.randn(encoded.dims(), self.model.dtype(), self.model.device())?;
+            latents.push(sampler.add_noise(encoded, &random, begin)?);
+        }
+        self.denoise(&guidance, samplers, begin, latents, noise, on_step)
     }
 
-    fn sampler(&self, request: &GenerateRequest) -> Result<Box<dyn Sampler>> {
+    /// The shapes of the latents of one image.
+    fn latent_shapes(&self, width: usize, height: usize) -> Result<Vec<Vec<usize>>> {
+        self.model.codec().latent_shapes(MediaSize::Image { width, height })
+    }
+
+    /// One sampler for each latent tensor.
+    fn samplers(&self, request: &GenerateRequest) -> Result<Vec<Box<dyn Sampler>>> {
         let options = SamplerOptions {
             steps: request.steps,
             eta: request.eta,
         };
-        Ok(samplers::build(&request.sampler, &self.params, options)?)
+        let streams = self.model.codec().latent_channels().len();
+        let all = (0..streams).map(|_| Ok(samplers::build(&request.sampler, &self.params, options)?));
+        all.collect()
     }
 
-    /// Encodes images to scaled latents, sampled from the VAE's posterior.
-    fn encode(&self, images: &[RgbImage], batch: usize, noise: &mut NoiseSource) -> Result<Tensor> {
+    /// The images in one size that is a multiple of the codec's, rounded down.
+    fn resized(&self, images: &[RgbImage], batch: usize) -> Result<Vec<RgbImage>> {
         let Some(first) = images.first() else {
             return Err(EngineError::bad_input("image-to-image needs an image"));
         };
@@ -127,7 +141,7 @@ impl<'a> Pipeline<'a> {
                 images.len()
             )));
         }
-        let scale = self.model.vae_scale_factor() as u32;
+        let scale = self.model.codec().pixels_per_latent() as u32;
         let (width, height) = (first.width() / scale * scale, first.height() / scale * scale);
         if width < 8 || height < 8 {
             return Err(EngineError::bad_input(format!(
@@ -136,10 +150,16 @@ impl<'a> Pipeline<'a> {
                 first.height()
             )));
         }
+        let resize = |image: &RgbImage| image_io::resize(image, width, height, Filter::Lanczos);
+        Ok(images.iter().map(resize).collect())
+    }
+
+    /// Encodes images to scaled latents, sampled from the codec's posterior.
+    fn encode(&self, images: &[RgbImage], batch: usize, noise: &mut NoiseSource) -> Result<Vec<Tensor>> {
+        let (device, dtype) = (self.model.device(), self.model.dtype());
         let mut tensors = Vec::with_capacity(batch);
         for image in images {
-            let resized = image_io::resize(image, width, height, Filter::Lanczos);
-            tensors.push(image_io::to_tensor(&resized, &self.device)?.to_dtype(self.dtype)?);
+            tensors.push(image_io::to_tensor(image, device)?);
         }
         // As in diffusers: with one generator a single image is encoded once and then repeated; with several it is
         // repeated first.
@@ -147,52 +167,66 @@ impl<'a> Pipeline<'a> {
         if repeat_first && tensors.len() == 1 {
             tensors = vec![tensors[0].clone(); batch];
         }
-        let posterior = self.model.vae.encode(&Tensor::stack(&tensors, 0)?)?;
-        let random = noise.randn(posterior.mean.dims(), self.dtype, &self.device)?;
-        let latents = posterior.sample(&random.to_dtype(self.dtype)?)?.to_dtype(DType::F32)?;
-        let latents = (latents * self.model.vae.scaling_factor)?;
-        let copies = batch / latents.dim(0)?;
-        Ok(if copies > 1 {
-            Tensor::cat(&vec![latents; copies], 0)?
-        } else {
-            latents
-        })
+        let mut draw = |shape: &[usize]| Ok(noise.randn(shape, dtype, device)?);
+        let latents = self.model.codec().encode(&Tensor::stack(&tensors, 0)?, &mut draw)?;
+        let copies = batch / tensors.len();
+        let repeat = |latents: Tensor| match copies {
+            0 | 1 => Ok(latents),
+            copies => Tensor::cat(&vec![latents; copies], 0),
+        };
+        Ok(latents.into_iter().map(repeat).collect::<candle_core::Result<_>>()?)
     }
 
     /// Samples from step `begin` on and decodes the images.
     fn denoise(
         &self,
         guidance: &Guidance,
-        mut sampler: Box<dyn Sampler>,
+        mut samplers: Vec<Box<dyn Sampler>>,
         begin: usize,
-        mut latents: Tensor,
+        mut latents: Vec<Tensor>,
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
-        let steps = sampler.timesteps().len();
-        for index in begin..steps {
+        let timesteps = samplers
+            .first()
+            .map(|sampler| sampler.timesteps().to_vec())
+            .unwrap_or_default();
+        let steps = timesteps.len();
+        for (index, t) in timesteps.into_iter().enumerate().skip(begin) {
             if !on_step(index - begin, steps - begin) {
                 return Ok(None);
             }
-            let input = sampler.scale_model_input(&latents, index)?;
-            let output = guidance.predict(self, &input, sampler.timesteps()[index])?;
-            latents = sampler.step(SamplerStep {
-                index,
-                output: &output,
-                sample: &latents,
-                noise: &mut *noise,
-                dtype: self.dtype,
-            })?;
+            let inputs = samplers.iter().zip(&latents);
+            let inputs = inputs.map(|(sampler, latents)| sampler.scale_model_input(latents, index));
+            let inputs = inputs.collect::<std::result::Result<Vec<_>, SamplerError>>()?;
+            let outputs = guidance.predict(self.model, &inputs, t)?;
+            for ((sampler, latents), output) in samplers.iter_mut().zip(&mut latents).zip(&outputs) {
+                *latents = sampler.step(SamplerStep {
+                    index,
+                    output,
+                    sample: latents,
+                    noise: &mut *noise,
+                    dtype: self.model.dtype(),
+                })?;
+            }
         }
-        let unscaled = (latents / self.model.vae.scaling_factor)?.to_dtype(self.dtype)?;
-        Ok(Some(image_io::from_tensor(&self.model.vae.decode(&unscaled)?)?))
+        let images = self.model.codec().decode(&latents)?.into_iter().map(Media::into_image);
+        Ok(Some(images.collect::<Result<_>>()?))
     }
 }
 
-fn check_size(width: usize, height: usize) -> Result<()> {
-    if width == 0 || height == 0 || !width.is_multiple_of(8) || !height.is_multiple_of(8) {
+/// The sizes that the model is conditioned on.
+fn condition_size(request: &GenerateRequest, width: usize, height: usize) -> ItemSize {
+    let whole = ItemSize::whole(width as u32, height as u32);
+    request.condition_size.unwrap_or(whole)
+}
+
+/// Checks the size of an image: its sides must be multiples of 8, and of the codec's `grid`.
+fn check_size(width: usize, height: usize, grid: usize) -> Result<()> {
+    let multiple = grid.max(8);
+    if width == 0 || height == 0 || !width.is_multiple_of(multiple) || !height.is_multiple_of(multiple) {
         return Err(EngineError::bad_input(format!(
-            "an image of {width} x {height} pixels: both sides must be multiples of 8"
+            "an image of {width} x {height} pixels: both sides must be multiples of {multiple}"
         )));
     }
     if (width as u64) * (height as u64) > image_io::MAX_PIXELS {

@@ -1,16 +1,20 @@
 //! A generation request, and the pipeline that runs it.
 
-use crate::models::sd::SdModel;
+use crate::families::{ItemSize, Model};
 use crate::samplers::SamplerParams;
-use candle_core::{DType, Device};
 
 /// What to generate: one image per prompt, all in one batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
     /// Prompts. They are truncated to 77 tokens.
     pub prompts: Vec<String>,
-    /// Negative prompts: one for all images, or one per prompt.
+    /// Prompts for the second text encoder of SDXL: none (the same prompts), one for all images, or one per prompt.
+    pub prompts_2: Vec<String>,
+    /// Negative prompts: one for all images, or one per prompt. None: what the family uses where no negative prompt is
+    /// given, see [`Model::encode_nothing`].
     pub negative: Vec<String>,
+    /// Negative prompts for the second text encoder of SDXL, as `prompts_2`.
+    pub negative_2: Vec<String>,
     /// Width in pixels; a multiple of 8. Image-to-image ignores it and uses the size of its images.
     pub width: usize,
     /// Height in pixels; a multiple of 8.
@@ -21,6 +25,8 @@ pub struct GenerateRequest {
     pub guidance_scale: f64,
     /// Guidance rescale: 0 is off.
     pub guidance_rescale: f64,
+    /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
+    pub condition_size: Option<ItemSize>,
     /// Name of the sampler, see [`crate::samplers::names`].
     pub sampler: String,
     /// `eta` of ddim.
@@ -32,7 +38,10 @@ impl Default for GenerateRequest {
     fn default() -> Self {
         Self {
             prompts: vec![String::new()],
+            prompts_2: Vec::new(),
             negative: vec![String::new()],
+            negative_2: Vec::new(),
+            condition_size: None,
             width: 512,
             height: 512,
             steps: 50,
@@ -48,10 +57,7 @@ impl Default for GenerateRequest {
 pub type OnStep<'a> = &'a mut dyn FnMut(usize, usize) -> bool;
 
 /// A loaded model with its sampler parameters, which generates images.
-#[derive(Debug)]
 pub struct Pipeline<'a> {
-    pub(super) model: &'a SdModel,
-    pub(super) device: Device,
-    pub(super) dtype: DType,
+    pub(super) model: &'a dyn Model,
     pub(super) params: SamplerParams,
 }

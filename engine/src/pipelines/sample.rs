@@ -3,20 +3,15 @@
 use super::pipeline::{GenerateRequest, OnStep, Pipeline};
 use crate::adapters::Multiplier;
 use crate::error::Result;
-use crate::models::sd::SdModel;
+use crate::families::Model;
 use crate::samplers::NoiseSource;
 use aitk_common::job::prompt::ImageRequest;
-use candle_core::{DType, Device};
 use image::RgbImage;
 use sha2::{Digest, Sha256};
 
 /// The settings that all images of a run share.
 #[derive(Clone, Debug)]
 pub struct SampleSettings<'a> {
-    /// The device that the model is on.
-    pub device: &'a Device,
-    /// The dtype that the model was loaded in.
-    pub dtype: DType,
     /// Name of the sampler.
     pub sampler: &'a str,
     /// The model predicts velocity, whatever its config says.
@@ -48,7 +43,7 @@ pub fn random_seed(job_seed: u64, index: u64) -> u64 {
 /// # Errors
 /// The first error of an image or of `on_image`.
 pub fn generate_images(
-    model: &SdModel,
+    model: &dyn Model,
     settings: &SampleSettings<'_>,
     requests: &[ImageRequest],
     on_step: OnStep<'_>,
@@ -63,13 +58,13 @@ pub fn generate_images(
 }
 
 fn generate_all(
-    model: &SdModel,
+    model: &dyn Model,
     settings: &SampleSettings<'_>,
     requests: &[ImageRequest],
     on_step: OnStep<'_>,
     on_image: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
 ) -> Result<bool> {
-    let pipeline = Pipeline::new(model, settings.device, settings.dtype, settings.v_prediction)?;
+    let pipeline = Pipeline::new(model, settings.v_prediction)?;
     let all: usize = requests.iter().map(|request| request.steps as usize).sum();
     let mut done = 0;
     for (index, request) in requests.iter().enumerate() {
@@ -98,7 +93,10 @@ fn generate_all(
 pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str) -> GenerateRequest {
     GenerateRequest {
         prompts: vec![request.prompt.clone()],
+        prompts_2: request.prompt_2.clone().into_iter().collect(),
         negative: vec![request.negative_prompt.clone()],
+        negative_2: request.negative_prompt_2.clone().into_iter().collect(),
+        condition_size: None,
         width: request.width as usize,
         height: request.height as usize,
         steps: request.steps as usize,

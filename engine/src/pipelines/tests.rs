@@ -1,17 +1,18 @@
 //! Compares generated images with those of diffusers, on the tiny model (`tests/reference/make_pipelines.py`).
 
 use super::*;
-use crate::adapters::{Component, LoadedLora, load_lora};
-use crate::models::sd::LoadOptions;
+use crate::adapters::{LoadedLora, load_lora};
+use crate::families::LoadOptions;
+use crate::families::stable_diffusion::SdModel;
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, gap, largest, tiny_sd};
-use candle_core::safetensors;
+use crate::testing::{fixtures, gap, largest, load_sd, tiny_sd};
+use candle_core::{Device, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 
 /// Largest allowed difference of one colour value of a pixel.
-const TOLERANCE: u8 = 2;
+pub(super) const TOLERANCE: u8 = 2;
 
 fn strings(value: &Value) -> Vec<String> {
     value
@@ -22,11 +23,35 @@ fn strings(value: &Value) -> Vec<String> {
         .collect()
 }
 
+/// The sizes of a case of SDXL that names some of them.
+fn condition_size(case: &Value) -> Option<ItemSize> {
+    let keys = ["original_size", "crops_coords_top_left", "target_size"];
+    if keys.iter().all(|key| case.get(key).is_none()) {
+        return None;
+    }
+    let (width, height) = match case.get("image") {
+        Some(size) => (size[0].as_u64().unwrap(), size[1].as_u64().unwrap()),
+        None => (case["width"].as_u64().unwrap(), case["height"].as_u64().unwrap()),
+    };
+    let mut size = ItemSize::whole(width as u32, height as u32);
+    let pair = |key: &str| {
+        case.get(key)
+            .map(|pair| serde_json::from_value::<(u32, u32)>(pair.clone()).unwrap())
+    };
+    size.original = pair(keys[0]).unwrap_or(size.original);
+    size.crop = pair(keys[1]).unwrap_or(size.crop);
+    size.target = pair(keys[2]).unwrap_or(size.target);
+    Some(size)
+}
+
 fn request(case: &Value) -> GenerateRequest {
     let number = |key: &str, default: f64| case.get(key).and_then(Value::as_f64).unwrap_or(default);
     GenerateRequest {
         prompts: strings(&case["prompts"]),
-        negative: vec![case["negative"].as_str().unwrap().to_owned()],
+        prompts_2: case.get("prompts_2").map(strings).unwrap_or_default(),
+        negative: case["negative"].as_str().map(str::to_owned).into_iter().collect(),
+        negative_2: case["negative_2"].as_str().map(str::to_owned).into_iter().collect(),
+        condition_size: condition_size(case),
         width: number("width", 0.0) as usize,
         height: number("height", 0.0) as usize,
         steps: number("steps", 0.0) as usize,
@@ -51,7 +76,7 @@ fn generate(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) ->
         NoiseSource::from_seeds(&seeds)
     };
     let v_prediction = case.get("v_prediction").is_some();
-    let pipeline = Pipeline::new(model, &Device::Cpu, DType::F32, v_prediction)?;
+    let pipeline = Pipeline::new(model, v_prediction)?;
     let on_step = &mut |_, _| true;
     let generated = match case.get("image") {
         None => pipeline.text_to_image(&request(case), &mut noise, on_step)?,
@@ -89,7 +114,11 @@ fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
 }
 
 /// Generates a case and compares it with diffusers' image: the largest difference and how many values differ.
-fn compare_case(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<(u8, usize), String> {
+pub(super) fn compare_case(
+    case: &Value,
+    model: &SdModel,
+    tensors: &HashMap<String, Tensor>,
+) -> Result<(u8, usize), String> {
     let name = case["case"].as_str().unwrap();
     let generated = generate(case, model, tensors).map_err(|e| e.to_string());
     match generated.and_then(|images| compare(&images, &tensors[name])) {
@@ -103,11 +132,7 @@ fn compare_case(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>
 
 fn model_with_lora(lora: &Path) -> (SdModel, LoadedLora) {
     let mut model = tiny_sd();
-    let mut parts: [(Component, &mut dyn crate::nn::VisitLayers); 2] = [
-        (Component::Unet, &mut model.unet),
-        (Component::TextEncoder, &mut model.text_encoder),
-    ];
-    let lora = load_lora(&mut parts, lora, 1.0).unwrap();
+    let lora = load_lora(&mut model.parts(), lora, 1.0).unwrap();
     (model, lora)
 }
 
@@ -146,8 +171,8 @@ fn a_lora_with_a_large_alpha_is_scaled_as_in_diffusers() {
     let relative_difference = |ours: &Tensor, name: &str| gap(ours, &tensors[name]) / largest(&tensors[name]);
     let time = Tensor::new(&[417f32], &Device::Cpu).unwrap();
     let unet = model.unet.forward(&tensors["x"], &time, &tensors["context"]).unwrap();
-    let ids = model.tokenizer.encode(&["a red circle"]).unwrap();
-    let text = model.text_encoder.forward(&ids).unwrap();
+    let ids = model.text_encoders[0].tokenizer.encode(&["a red circle"]).unwrap();
+    let text = model.text_encoders[0].model.forward(&ids).unwrap();
     let (unet, text) = (relative_difference(&unet, "unet"), relative_difference(&text, "text"));
     println!("one forward pass: the U-Net differs by {unet:.1e}, the text encoder by {text:.1e}");
     assert!(unet < 1e-4 && text < 1e-5, "{unet:e} {text:e}");
@@ -220,7 +245,7 @@ fn models_of_other_shapes_match_diffusers() {
     let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
     let mut failures = Vec::new();
     for name in ["sharded", "distilled", "old"] {
-        let model = SdModel::load(folder.join(name), &LoadOptions::cpu()).unwrap();
+        let model = load_sd(folder.join(name), &LoadOptions::cpu()).unwrap();
         let own: Vec<&Value> = cases.iter().filter(|case| case["model"] == name).collect();
         assert_eq!(own.len(), 4, "{name}");
         for case in own {
@@ -237,7 +262,7 @@ fn models_of_other_shapes_match_diffusers() {
 #[test]
 fn invalid_requests_are_errors() {
     let model = tiny_sd();
-    let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
+    let pipeline = Pipeline::new(&model, false).unwrap();
     let good = GenerateRequest {
         width: 32,
         height: 32,
@@ -321,7 +346,7 @@ fn invalid_requests_are_errors() {
 #[test]
 fn a_stop_takes_effect_between_steps() {
     let model = tiny_sd();
-    let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
+    let pipeline = Pipeline::new(&model, false).unwrap();
     let image = GenerateRequest {
         width: 32,
         height: 32,

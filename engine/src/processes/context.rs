@@ -6,7 +6,7 @@ use crate::adapters::LoadedLora;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::models::sd::{LoadOptions, SdModel};
+use crate::families::{self, LoadOptions, Model, PartRole};
 use crate::weights::TrainableFilter;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
@@ -21,7 +21,7 @@ pub(super) const COMPILE_NOTE: &str = "`compile` has no effect: nothing is compi
 
 /// A loaded model and how it was loaded.
 pub(super) struct LoadedModel {
-    pub(super) model: SdModel,
+    pub(super) model: Box<dyn Model>,
     /// The folder or file of its VAE: the model's own, or `model.vae_path`.
     pub(super) vae_path: PathBuf,
     /// What the memory profile chose.
@@ -100,26 +100,26 @@ impl Context<'_> {
 
     /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
     /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
-    /// is handled as the profile says. `[unet, text_encoder]`: which of their own tensors are trained.
+    /// is handled as the profile says. `[denoiser, text_encoder]`: which of their own tensors are trained.
     ///
     /// # Errors
-    /// As [`SdModel::load`] and [`SdModel::replace_vae`].
+    /// As [`families::load`] and [`Model::replace_codec`].
     pub(super) fn load_model(
         &mut self,
         config: &ModelConfig,
         compute: &Compute,
-        [unet, text_encoder]: [TrainableFilter; 2],
+        [denoiser, text_encoder]: [TrainableFilter; 2],
     ) -> Result<LoadedModel> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
-            .training(unet, text_encoder);
+            .training(denoiser, text_encoder);
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
-        let mut model = SdModel::load(&path, &options)?;
-        for (part, kinds) in &model.quantised_in_file {
-            let key_and_qtype = match *part {
-                "U-Net" => config.quantization().map(|qtype| ("qtype", qtype)),
-                "text encoder" => config.text_encoder_quantization().map(|qtype| ("qtype_te", qtype)),
-                _ => None,
+        let mut model = families::load(&path, config.arch.name, &options)?;
+        for (role, kinds) in model.quantised_in_file() {
+            let key_and_qtype = match role {
+                PartRole::Denoiser => config.quantization().map(|qtype| ("qtype", qtype)),
+                PartRole::TextEncoder => config.text_encoder_quantization().map(|qtype| ("qtype_te", qtype)),
+                PartRole::Codec => None,
             };
             let rest = key_and_qtype.map_or(String::new(), |(key, qtype)| {
                 format!("; `{key}` ({qtype}) applies only to layers that are not quantised in the file")
@@ -127,7 +127,7 @@ impl Context<'_> {
             self.log(
                 "info",
                 format!(
-                    "the file of the {part} holds {} weights, which are used as they are{rest}",
+                    "the file of the {role} holds {} weights, which are used as they are{rest}",
                     kinds.join(", ")
                 ),
             );
@@ -135,7 +135,7 @@ impl Context<'_> {
         let vae_path = match &config.vae_path {
             Some(vae) => {
                 let path = self.local_path(vae)?;
-                model.replace_vae(&path, &options)?;
+                model.replace_codec(&path, &options)?;
                 path
             }
             None => path,

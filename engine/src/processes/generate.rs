@@ -1,6 +1,6 @@
 //! The `to_folder` process (docs/images.md): generates images from prompts.
 //!
-//! Unlike in ai-toolkit, the flags of a prompt are honoured, and Stable Diffusion 1.x works. The job's
+//! Unlike in ai-toolkit, the flags of a prompt are honoured, and Stable Diffusion works. The job's
 //! seed decides everything random (seeds, sizes of `size_list`, random prompts, the shuffled order), so that another
 //! attempt generates the same images.
 
@@ -89,8 +89,6 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         seconds_per_step: None,
     });
     let settings = SampleSettings {
-        device: &generator.device,
-        dtype: generator.dtype,
         sampler,
         v_prediction: generator.v_prediction,
         multiplier: generator.lora.as_ref().map(|lora| &lora.multiplier),
@@ -99,7 +97,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     let stop = cx.stop.clone();
     let mut progress = Progress::new();
     let complete = generate_images(
-        &generator.model,
+        &*generator.model,
         &settings,
         &remaining,
         &mut |_, _| !stop.is_set(),

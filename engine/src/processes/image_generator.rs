@@ -1,17 +1,15 @@
 //! Shared by the processes that generate images: the loaded model, the list of finished images, and image metadata.
 
 use super::context::Context;
-use crate::adapters::{Component, LoadedLora, load_lora};
+use crate::adapters::{LoadedLora, load_lora};
 use crate::device;
 use crate::error::{EngineError, Result};
+use crate::families::Model;
 use crate::image_io;
-use crate::models::sd::SdModel;
-use crate::nn::VisitLayers;
 use aitk_common::fsutil;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::prompt::ImageRequest;
 use aitk_common::job::{JobSpec, ProcessKind, naming};
-use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -20,10 +18,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// A loaded model with its LoRA.
 pub(super) struct ImageGenerator {
-    pub(super) model: SdModel,
+    pub(super) model: Box<dyn Model>,
     pub(super) lora: Option<LoadedLora>,
-    pub(super) device: Device,
-    pub(super) dtype: DType,
     pub(super) v_prediction: bool,
 }
 
@@ -40,11 +36,7 @@ impl ImageGenerator {
             None => None,
             Some(path) => {
                 let path = cx.local_path(path)?;
-                let mut parts: [(Component, &mut dyn VisitLayers); 2] = [
-                    (Component::Unet, &mut model.unet),
-                    (Component::TextEncoder, &mut model.text_encoder),
-                ];
-                let loaded = load_lora(&mut parts, &path, 1.0)?;
+                let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
                 cx.log_loaded_lora(&path, &loaded);
                 Some(loaded)
             }
@@ -52,8 +44,6 @@ impl ImageGenerator {
         Ok(Self {
             model,
             lora,
-            device: compute.device,
-            dtype: compute.dtype,
             v_prediction: config.is_v_pred,
         })
     }

@@ -78,12 +78,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         |kind| matches!(kind, ProcessKind::Img2Img(own) if std::ptr::eq(&raw const **own, process)),
     );
     let generator = ImageGenerator::load(&process.model, cx)?;
-    let pipeline = Pipeline::new(
-        &generator.model,
-        &generator.device,
-        generator.dtype,
-        generator.v_prediction,
-    )?;
+    let pipeline = Pipeline::new(&*generator.model, generator.v_prediction)?;
 
     cx.phase("generating");
     let total = tasks.len() as u64;
@@ -158,9 +153,9 @@ fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage
     };
     ImageRequest {
         prompt: flags.prompt,
-        prompt_2: None,
+        prompt_2: flags.prompt_2,
         negative_prompt: flags.negative_prompt.unwrap_or_else(|| config.neg.clone()),
-        negative_prompt_2: None,
+        negative_prompt_2: flags.negative_prompt_2,
         width: source.width(),
         height: source.height(),
         seed: Some(flags.seed.unwrap_or(default_seed)),

@@ -90,7 +90,7 @@ fn a_model_quantised_in_its_files_generates_the_same_image_when_streamed() {
                     .any(|line| line.starts_with(&start) && line.contains("which are used as they are; `qtype"))
             };
             assert!(
-                logged("U-Net", kinds) && logged("text encoder", "fp4, int8, nf4"),
+                logged("denoiser", kinds) && logged("text encoder", "fp4, int8, nf4"),
                 "{lines:?}"
             );
             let image = image_io::open_rgb(&images(&events)[0].1).unwrap().into_raw();

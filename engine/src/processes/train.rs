@@ -21,13 +21,14 @@ pub use preview::{TrainingPreview, preview};
 
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
-use crate::adapters::load_lora;
-use crate::data::Dataset;
+use crate::adapters::{LoraPass, load_lora};
+use crate::data::{Dataset, Item};
 use crate::device;
 use crate::error::{EngineError, Result};
+use crate::families::{Conditioning, ItemSize};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
-use crate::training::{ContextCache, LatentStore, LossMasks, MicroBatch, NoiseDraw, batch_generator, draw, loss};
+use crate::training::{ConditioningCache, Ddpm, LatentStore, LossMasks, MicroBatch, NoiseDraw, batch_generator, loss};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
@@ -39,13 +40,23 @@ use record::StepRecorder;
 use run::{Run, trainer};
 use std::collections::BTreeMap;
 use std::time::Instant;
-use target::{Target, components};
+use target::Target;
 
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
 /// as zero and continues.
 const MAX_NON_FINITE_STEPS: u64 = 25;
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
+
+/// The sizes of an item that SDXL is conditioned on.
+fn item_size(item: &Item) -> ItemSize {
+    let flipped = |(width, height): (u32, u32)| (height, width);
+    ItemSize {
+        original: flipped(item.size),
+        crop: flipped(item.plan.crop),
+        target: flipped(item.plan.bucket),
+    }
+}
 
 fn not_saved_message(step: u64, non_finite: u64) -> String {
     format!("step {step} is not saved: {non_finite} steps in a row had a loss or gradients that are not finite numbers")
@@ -100,15 +111,14 @@ impl<'a> Run<'a> {
         } = cx.load_model(&process.model, &compute, target::trained_tensors(process))?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
-            let mut components = components(&mut model);
-            let loaded = load_lora(&mut components, &path, 1.0)?;
+            let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
             cx.log_loaded_lora(&path, &loaded);
         }
 
         let residency =
             Residency::checkpointing(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
-        (model.unet.residency, model.text_encoder.residency) = (residency, residency);
-        let target = Target::new(process, &mut model, seed, cx)?;
+        model.set_residency(residency);
+        let target = Target::new(process, &mut *model, seed, cx)?;
         let trainer = trainer(process, &target, &memory_options)?;
         let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
         if lr != process.train.lr {
@@ -120,7 +130,7 @@ impl<'a> Run<'a> {
                 ),
             );
         }
-        let params = SamplerParams::from_json(&model.scheduler_config)
+        let params = SamplerParams::from_json(model.scheduler_config())
             .map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
         let mut schedule =
             NoiseSchedule::new(&params).map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
@@ -130,10 +140,7 @@ impl<'a> Run<'a> {
         let latents = LatentStore::new(
             &options::vae_fingerprint(&vae_path)?,
             &options::latent_space(process),
-            &model.vae,
-            model.unet.config().in_channels,
-            compute.dtype,
-            &compute.device,
+            model.codec(),
         );
         let metrics = StepRecorder::new(&folder.path);
         let mut run = Self {
@@ -144,13 +151,16 @@ impl<'a> Run<'a> {
             target,
             trainer,
             memory_options,
-            loss: options::loss_options(process),
-            noise: options::noise_options(process, schedule.len()),
-            schedule,
+            loss_kind: options::loss_kind(process),
+            objective: Box::new(Ddpm {
+                noise: options::noise_options(process, schedule.len()),
+                weighting: options::snr_weighting(process),
+                schedule,
+            }),
             data,
             latents,
             masks: LossMasks::default(),
-            contexts: ContextCache::default(),
+            captions: ConditioningCache::default(),
             model,
             start_step: 0,
             last_checkpoint: None,
@@ -282,21 +292,22 @@ impl<'a> Run<'a> {
         let captions = self.data.captions(&step_batch.batch, process, &mut generator);
         let latents = self
             .data
-            .latents(&step_batch.batch, &mut self.latents, &self.model.vae)?;
-        let latents = latents.to_device(&self.compute.device)?;
-        let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
+            .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let latents = vec![latents.to_device(&self.compute.device)?];
+        let shapes: Vec<Vec<usize>> = latents.iter().map(|latent| latent.dims().to_vec()).collect();
+        let drawn = self.objective.draw(&mut generator, &shapes, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
             return self.forward_backward(step, &step_batch, &captions, latents, drawn);
         };
-        let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
-        handle.multiplier.set(strength);
-        // It stays set during the backward pass, which may run blocks again.
-        let dropout_key = format!("{}/dropout/{step}/{micro}", self.seed);
-        handle.set_training(Some(&dropout_key));
-        let result = self.forward_backward(step, &step_batch, &captions, latents, drawn);
-        handle.set_training(None);
-        result
+        let dropout_seed = format!("{}/dropout/{step}/{micro}", self.seed);
+        let pass = LoraPass {
+            strength: self.data.datasets[step_batch.batch.dataset].options.network_weight,
+            dropout_seed: Some(dropout_seed.into()),
+        };
+        handle.in_pass(pass, || {
+            self.forward_backward(step, &step_batch, &captions, latents, drawn)
+        })
     }
 
     /// Computes the loss of these captions and latents, and adds or applies the gradients.
@@ -305,33 +316,33 @@ impl<'a> Run<'a> {
         step: u64,
         step_batch: &StepBatch,
         captions: &[String],
-        latents: Tensor,
+        latents: Vec<Tensor>,
         drawn: NoiseDraw,
     ) -> Result<()> {
-        let model = &self.model;
-        let mask = self.masks.get(self.data.items_of(&step_batch.batch), &model.vae)?;
+        let model = &*self.model;
+        let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let cached_context = if self.target.covers_text_encoder() {
-            None
-        } else {
-            let contexts = &mut self.contexts;
-            Some(contexts.get(captions, &model.tokenizer, &model.text_encoder, self.compute.dtype)?)
+        let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(item_size).collect();
+        let cached = match self.target.covers_text_encoder() {
+            true => None,
+            false => Some(self.captions.get(captions, model)?),
         };
-        let (schedule, options, dtype) = (&self.schedule, &self.loss, self.compute.dtype);
+        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
+            model.predict(latents, timesteps, conditioning)
+        };
         let forward = || {
-            let context = match &cached_context {
-                Some(context) => context.clone(),
-                None => ContextCache::encode(captions, &model.tokenizer, &model.text_encoder)?,
+            let conditioning = match &cached {
+                Some(conditioning) => conditioning.clone(),
+                None => ConditioningCache::encode(captions, model)?,
             };
             let micro_batch = MicroBatch {
                 latents: latents.clone(),
-                noise: drawn.noise.clone(),
-                timesteps: drawn.timesteps.clone(),
-                context,
+                drawn: drawn.clone(),
+                conditioning: model.with_sizes(conditioning, &sizes)?,
                 weights: vec![step_batch.weight; step_batch.batch.items.len()],
                 mask: mask.clone(),
             };
-            loss(&model.unet, schedule, options, &micro_batch, dtype)
+            loss(&predict, &*self.objective, self.loss_kind, &micro_batch)
         };
         let train = &self.process.train;
         let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
@@ -366,7 +377,7 @@ impl<'a> Run<'a> {
                 let options = &dataset.options;
                 self.latents.get(
                     item,
-                    &self.model.vae,
+                    self.model.codec(),
                     options.cache_latents,
                     options.cache_latents_to_disk,
                 )?;

@@ -1,8 +1,9 @@
 use super::*;
-use crate::models::sd::{LoadOptions, SdModel};
+use crate::families::LoadOptions;
+use crate::families::stable_diffusion::SdModel;
 use crate::nn::{Conv2d, LayerMut, Linear, VisitLayers, conv2d, linear};
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, tiny_sd};
+use crate::testing::{fixtures, load_sd, tiny_sd};
 use crate::weights::{QuantizationConfig, Weight};
 use candle_core::Var;
 use std::collections::BTreeMap;
@@ -182,13 +183,13 @@ fn plain_layers_and_bytes(model: &mut SdModel) -> (Vec<String>, usize) {
 #[test]
 fn a_model_is_quantised_on_load_except_for_excluded_layers() {
     let options = LoadOptions {
-        unet_quantization: Some(QuantizationConfig {
+        denoiser_quantization: Some(QuantizationConfig {
             qtype: QType::Int8,
             exclude: vec!["*.attn1.to_q".into()],
         }),
         ..LoadOptions::cpu()
     };
-    let mut quantized = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
+    let mut quantized = load_sd(fixtures().join("tiny_sd"), &options).unwrap();
     let mut dense = tiny_sd();
     let (plain, bytes) = plain_layers_and_bytes(&mut quantized);
     let (_, before) = plain_layers_and_bytes(&mut dense);

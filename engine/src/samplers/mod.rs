@@ -9,6 +9,7 @@ mod discrete;
 mod dpm_multistep;
 mod euler;
 mod euler_ancestral;
+mod lcm;
 mod lms;
 mod noise;
 mod params;
@@ -38,6 +39,7 @@ fn registry() -> &'static [(&'static str, &'static [&'static str], Constructor)]
         ("euler", &["euler_discrete"], euler::make),
         ("euler_a", &["euler_ancestral", "k_euler_a"], euler_ancestral::make),
         ("lms", &[], lms::make),
+        ("lcm", &[], lcm::make),
         (
             "dpmsolver++",
             &["dpm++_2m", "dpmpp_2m", "dpm++2m", "dpmsolver_multistep"],
@@ -53,7 +55,6 @@ const NOT_IMPLEMENTED: &[&str] = &[
     "heun",
     "dpm_2",
     "dpm_2_a",
-    "lcm",
     "custom_lcm",
     "mean_flow",
     "flowmatch",
@@ -91,7 +92,7 @@ fn find(name: &str) -> Result<(Constructor, bool), SamplerError> {
         .or_else(|| normalized.strip_suffix("_karras"));
     if let Some(without_karras) = without_karras
         && let Some(make) = lookup(without_karras)
-        && !["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral"].contains(&without_karras)
+        && !["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral", "lcm"].contains(&without_karras)
     {
         return Ok((make, true));
     }

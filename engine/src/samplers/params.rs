@@ -73,6 +73,8 @@ pub struct SamplerParams {
     pub lower_order_final: Option<bool>,
     pub euler_at_final: Option<bool>,
     pub lambda_min_clipped: Option<f64>,
+    pub original_inference_steps: Option<usize>,
+    pub timestep_scaling: Option<f64>,
 }
 
 impl SamplerParams {
@@ -198,6 +200,8 @@ impl SamplerParams {
             lower_order_final: boolean("lower_order_final")?,
             euler_at_final: boolean("euler_at_final")?,
             lambda_min_clipped: number("lambda_min_clipped")?,
+            original_inference_steps: count("original_inference_steps")?,
+            timestep_scaling: number("timestep_scaling")?,
         })
     }
 

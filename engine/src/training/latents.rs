@@ -1,8 +1,8 @@
-//! The latents of training images: encoded by the VAE, cached in memory and on disk.
+//! The latents of training images: encoded by the codec, cached in memory and on disk.
 
 use crate::data::{Item, LatentCache, LatentKey};
 use crate::error::{EngineError, Result};
-use crate::models::vae::AutoencoderKl;
+use crate::models::codec::Codec;
 use crate::rng::generator_from_text;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
@@ -11,7 +11,7 @@ use std::path::PathBuf;
 /// Latents are always cached in memory up to this number of elements (128 MiB), whatever the config says.
 const MIN_CACHED_ELEMENTS: usize = 32 << 20;
 
-/// Encodes images to latents and caches them. Caching does not change a latent: the VAE's posterior is sampled with a
+/// Encodes images to latents and caches them. Caching does not change a latent: the codec's posterior is sampled with a
 /// generator that is seeded with the latent's cache key.
 pub struct LatentStore {
     cache: LatentCache,
@@ -21,29 +21,19 @@ pub struct LatentStore {
     cached_elements: usize,
     /// Whether a latent could not be written to disk.
     unwritable: bool,
-    dtype: DType,
-    device: Device,
 }
 
 impl LatentStore {
-    /// Creates an empty cache. `latent_space` is the tag of the latent space; `vae` identifies the VAE's weights.
+    /// Creates an empty cache. `latent_space` is the tag of the latent space; `weights` identifies the codec's weights.
     #[must_use]
-    pub fn new(
-        vae: &str,
-        latent_space: &str,
-        model: &AutoencoderKl,
-        channels: usize,
-        dtype: DType,
-        device: &Device,
-    ) -> Self {
+    pub fn new(weights: &str, latent_space: &str, codec: &dyn Codec) -> Self {
+        let channels = codec.latent_channels().first().copied().unwrap_or(0);
         Self {
-            cache: LatentCache::new(vae, channels, model.scale_factor()),
+            cache: LatentCache::new(weights, channels, codec.pixels_per_latent()),
             latent_space: latent_space.to_owned(),
             memory: HashMap::new(),
             cached_elements: 0,
             unwritable: false,
-            dtype,
-            device: device.clone(),
         }
     }
 
@@ -51,7 +41,7 @@ impl LatentStore {
     ///
     /// # Errors
     /// When the image cannot be decoded, or the disk is full.
-    pub fn get(&mut self, item: &Item, vae: &AutoencoderKl, in_memory: bool, on_disk: bool) -> Result<Tensor> {
+    pub fn get(&mut self, item: &Item, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
         let key = item.latent_key(&self.latent_space);
         let name = self
             .cache
@@ -68,7 +58,7 @@ impl LatentStore {
         let latent = match cached {
             Some(latent) => latent,
             None => {
-                let latent = self.encode(item, vae, &name)?;
+                let latent = encode(item, codec, &name)?;
                 if on_disk {
                     self.write(item, &key, &latent)?;
                 }
@@ -99,24 +89,28 @@ impl LatentStore {
             Ok(()) => Ok(()),
         }
     }
+}
 
-    fn encode(&self, item: &Item, vae: &AutoencoderKl, name: &std::path::Path) -> Result<Tensor> {
-        let pixels = crate::data::load_pixels(item)?;
-        let pixels = pixels.to_device(&self.device)?.to_dtype(self.dtype)?.unsqueeze(0)?;
-        let posterior = vae.encode(&pixels)?;
-        let mean = posterior.mean.clone();
-        // The file name contains the hash of everything that the latent depends on.
-        let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let noise = generator_from_text(&format!("latent/{name}")).randn(mean.elem_count());
-        let noise = Tensor::from_vec(noise, mean.shape(), &Device::Cpu)?
-            .to_device(mean.device())?
-            .to_dtype(mean.dtype())?;
-        let latent = ((posterior.sample(&noise)? - vae.shift_factor)? * vae.scaling_factor)?;
-        Ok(latent
-            .squeeze(0)?
-            .detach()
-            .to_dtype(DType::F32)?
-            .to_device(&Device::Cpu)?
-            .contiguous()?)
-    }
+/// Encodes an item: [c, h, w], float32 on the CPU.
+fn encode(item: &Item, codec: &dyn Codec, name: &std::path::Path) -> Result<Tensor> {
+    let pixels = crate::data::load_pixels(item)?.unsqueeze(0)?;
+    // The file name contains the hash of everything that the latent depends on.
+    let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let mut generator = generator_from_text(&format!("latent/{name}"));
+    let mut noise = |shape: &[usize]| {
+        let random = Tensor::from_vec(generator.randn(shape.iter().product()), shape, &Device::Cpu)?;
+        Ok(random)
+    };
+    let latents = codec.encode(&pixels, &mut noise)?;
+    let [latent] = latents.as_slice() else {
+        return Err(EngineError::Unsupported(
+            "training images have one latent tensor each".into(),
+        ));
+    };
+    Ok(latent
+        .squeeze(0)?
+        .detach()
+        .to_dtype(DType::F32)?
+        .to_device(&Device::Cpu)?
+        .contiguous()?)
 }

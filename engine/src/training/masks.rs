@@ -2,7 +2,7 @@
 
 use crate::data::{Item, load_mask};
 use crate::error::Result;
-use crate::models::vae::AutoencoderKl;
+use crate::models::codec::Codec;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 
@@ -19,11 +19,11 @@ impl LossMasks {
     ///
     /// # Errors
     /// When a mask cannot be read or its shape differs from its image's.
-    pub fn get<'a>(&mut self, items: impl Iterator<Item = &'a Item>, vae: &AutoencoderKl) -> Result<Option<Tensor>> {
+    pub fn get<'a>(&mut self, items: impl Iterator<Item = &'a Item>, codec: &dyn Codec) -> Result<Option<Tensor>> {
         let (mut masks, mut any) = (Vec::new(), false);
         for item in items {
             any |= item.mask.is_some();
-            masks.push(self.item_mask(item, vae.scale_factor())?);
+            masks.push(self.item_mask(item, codec.pixels_per_latent())?);
         }
         if !any {
             return Ok(None);

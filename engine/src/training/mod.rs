@@ -2,21 +2,26 @@
 //!
 //! - [`loss`]: the loss of one micro-batch. All inputs are arguments, so that tests can compare it with the reference.
 //! - [`Trainer`]: gradient accumulation, clipping, optimizer, EMA; the state that a checkpoint stores.
-//! - [`draw`]: draws the time steps and the noise of a micro-batch (`docs/randomness.md`).
-//! - [`LatentStore`], [`LossMasks`], [`ContextCache`]: cached latents of images, loss masks and encoded captions.
+//! - [`Objective`], [`Ddpm`]: what the model predicts; draws the time steps and the noise of a micro-batch
+//!   (`docs/randomness.md`).
+//! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
 
-mod context;
+mod conditioning_cache;
+mod ddpm;
 mod latents;
 mod loss;
 mod masks;
+mod objective;
 mod random;
 mod trainer;
 
-pub use context::ContextCache;
+pub use conditioning_cache::ConditioningCache;
+pub use ddpm::{Ddpm, SnrWeighting};
 pub use latents::LatentStore;
-pub use loss::{LossKind, LossOptions, MicroBatch, loss};
+pub use loss::{LossKind, MicroBatch, Predict, loss};
 pub use masks::LossMasks;
-pub use random::{NoiseDraw, NoiseLevelPreference, NoiseOptions, batch_generator, draw};
+pub use objective::{NoiseDraw, Objective};
+pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};
 

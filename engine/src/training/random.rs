@@ -1,5 +1,6 @@
 //! Draws the time steps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
 
+use super::objective::NoiseDraw;
 use crate::error::Result;
 use crate::rng::{TorchGenerator, generator_for};
 use candle_core::{Device, Tensor};
@@ -45,15 +46,6 @@ impl Default for NoiseOptions {
     }
 }
 
-/// The time steps and the noise of a micro-batch.
-#[derive(Clone, Debug)]
-pub struct NoiseDraw {
-    /// One training time step per item, 0 = least noise.
-    pub timesteps: Vec<i64>,
-    /// [b, c, h, w].
-    pub noise: Tensor,
-}
-
 /// The generator of a micro-batch: captions draw from it first, then [`draw`].
 #[must_use]
 pub fn batch_generator(seed: u64, step: u64, micro: u64) -> TorchGenerator {
@@ -61,16 +53,17 @@ pub fn batch_generator(seed: u64, step: u64, micro: u64) -> TorchGenerator {
 }
 
 /// Draws time steps (`randint` or `rand`), then noise (`randn` of the whole batch), then, if it is on, the offset
-/// (`randn` of one number per item and channel).
+/// (`randn` of one number per item and channel). With several latent tensors, noise and offset of each in turn.
 ///
 /// # Errors
 /// When the device fails.
 pub fn draw(
     options: &NoiseOptions,
     generator: &mut TorchGenerator,
-    (b, c, h, w): (usize, usize, usize, usize),
+    shapes: &[Vec<usize>],
     device: &Device,
 ) -> Result<NoiseDraw> {
+    let b = shapes.first().and_then(|shape| shape.first().copied()).unwrap_or(0);
     let (low, high) = (
         i64::from(options.min_index),
         i64::from(options.max_index.max(options.min_index)),
@@ -96,18 +89,24 @@ pub fn draw(
     };
     let timesteps = indices
         .into_iter()
-        .map(|i| (table_len - 1 - i).clamp(0, table_len - 1))
+        .map(|i| (table_len - 1 - i).clamp(0, table_len - 1) as f32)
         .collect();
-    let mut noise = Tensor::from_vec(generator.randn(b * c * h * w), (b, c, h, w), &Device::Cpu)?;
-    if options.offset != 0.0 {
-        let offset = Tensor::from_vec(generator.randn(b * c), (b, c, 1, 1), &Device::Cpu)?;
-        noise = noise.broadcast_add(&(offset * options.offset)?)?;
+    let mut all = Vec::with_capacity(shapes.len());
+    for shape in shapes {
+        let count = shape.iter().product();
+        let mut noise = Tensor::from_vec(generator.randn(count), shape.as_slice(), &Device::Cpu)?;
+        if options.offset != 0.0 {
+            let mut per_channel = vec![1; shape.len()];
+            let leading = shape.len().min(2);
+            per_channel[..leading].copy_from_slice(&shape[..leading]);
+            let count = per_channel.iter().product();
+            let offset = Tensor::from_vec(generator.randn(count), per_channel, &Device::Cpu)?;
+            noise = noise.broadcast_add(&(offset * options.offset)?)?;
+        }
+        if options.multiplier != 1.0 {
+            noise = (noise * options.multiplier)?;
+        }
+        all.push(noise.to_device(device)?);
     }
-    if options.multiplier != 1.0 {
-        noise = (noise * options.multiplier)?;
-    }
-    Ok(NoiseDraw {
-        timesteps,
-        noise: noise.to_device(device)?,
-    })
+    Ok(NoiseDraw { timesteps, noise: all })
 }

@@ -1,21 +1,43 @@
 //! Comparison with the fixtures of `tests/reference/make_train_lora.py`: the same twenty steps with diffusers and peft.
 
+mod families;
 mod full;
 
 use super::*;
-use crate::adapters::{Component, LoraConfig, LoraNetwork};
+use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
-use crate::nn::VisitLayers;
+use crate::families::{Conditioning, Model};
 use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
-use crate::testing::{fixtures, gap, tiny_sd};
+use crate::testing::{fixtures, gap, tiny_sd, unet_part};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 
 fn load(name: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("train").join(name), &Device::Cpu).unwrap()
+}
+
+fn ddpm(schedule: NoiseSchedule, weighting: SnrWeighting) -> Ddpm {
+    Ddpm {
+        schedule,
+        noise: NoiseOptions::default(),
+        weighting,
+    }
+}
+
+/// The loss of a model.
+fn loss_of(
+    model: &dyn Model,
+    objective: &dyn Objective,
+    kind: LossKind,
+    batch: &MicroBatch,
+) -> crate::error::Result<Tensor> {
+    let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
+        model.predict(latents, timesteps, conditioning)
+    };
+    loss(&predict, objective, kind, batch)
 }
 
 fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
@@ -79,13 +101,8 @@ fn compare(name: &str) -> (f64, f64) {
         only_if_contains: targets,
         ignore_if_contains: vec![],
     };
-    let mut trained: Vec<(Component, &mut dyn VisitLayers)> = Vec::new();
-    if trains("text_encoder") {
-        trained.push((Component::TextEncoder, &mut model.text_encoder));
-    }
-    if trains("unet") {
-        trained.push((Component::Unet, &mut model.unet));
-    }
+    let mut trained = model.parts();
+    trained.retain(|part| trains(part.id));
     let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     assert_eq!(network.covers_text_encoder(), trains("text_encoder"));
     let params = network.params();
@@ -109,18 +126,18 @@ fn compare(name: &str) -> (f64, f64) {
     if variant["prediction"] == "v_prediction" {
         schedule.prediction_type = PredictionType::VPrediction;
     }
-    let options = LossOptions {
-        kind: if variant["loss"] == "mae" {
-            LossKind::Mae
-        } else {
-            LossKind::Mse
-        },
+    let kind = match variant["loss"] == "mae" {
+        true => LossKind::Mae,
+        false => LossKind::Mse,
+    };
+    let weighting = SnrWeighting {
         min_snr_gamma: number("min_snr_gamma"),
         snr_gamma: None,
     };
+    let objective = ddpm(schedule, weighting);
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
     let weights: Vec<f64> = serde_json::from_value(variant["weights"].clone()).unwrap_or(vec![1.0, 1.0]);
-    let mut contexts = ContextCache::default();
+    let mut cache = ConditioningCache::default();
     let micro = number("micro").unwrap_or(1.0) as usize;
     let mut loss_gap = 0f64;
     for step in 0..20usize {
@@ -134,20 +151,21 @@ fn compare(name: &str) -> (f64, f64) {
                 .collect();
             network.handle.set_training(Some("masks"));
             let forward = || {
-                let context = if trains("text_encoder") {
-                    ContextCache::encode(&texts, &model.tokenizer, &model.text_encoder)
-                } else {
-                    contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
+                let conditioning = match trains("text_encoder") {
+                    true => ConditioningCache::encode(&texts, &model),
+                    false => cache.get(&texts, &model),
                 };
                 let batch = MicroBatch {
-                    latents: row("latents"),
-                    noise: row("noise"),
-                    timesteps: row("timesteps").to_vec1().unwrap(),
-                    context: context?,
+                    latents: vec![row("latents")],
+                    drawn: NoiseDraw {
+                        timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
+                        noise: vec![row("noise")],
+                    },
+                    conditioning: conditioning?,
                     weights: weights.clone(),
                     mask: variant.get("mask").map(|_| inputs["mask"].clone()),
                 };
-                loss(&model.unet, &schedule, &options, &batch, DType::F32)
+                loss_of(&model, &objective, kind, &batch)
             };
             trainer.accumulate(forward).unwrap();
         }
@@ -245,7 +263,7 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
     };
     let network = LoraNetwork::attach(
         &config,
-        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
+        &mut [unet_part(&mut model)],
         &mut TorchGenerator::manual_seed(0),
     )
     .unwrap();
@@ -260,17 +278,19 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
     }
     let batch = MicroBatch {
         // Odd sizes: the up blocks must restore the sizes of the down blocks.
-        latents: random(&[2, 4, 9, 7]),
-        noise: random(&[2, 4, 9, 7]),
-        timesteps: vec![417, 30],
-        context: random(&[2, 77, 32]),
+        latents: vec![random(&[2, 4, 9, 7])],
+        drawn: NoiseDraw {
+            noise: vec![random(&[2, 4, 9, 7])],
+            timesteps: vec![417.0, 30.0],
+        },
+        conditioning: Conditioning::default().with("context", random(&[2, 77, 32])),
         weights: vec![1.0, 0.5],
         mask: None,
     };
     network.handle.set_training(Some("masks"));
     let schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
-    let options = LossOptions::default();
-    let (loss, grads) = gradients(|| loss(&model.unet, &schedule, &options, &batch, DType::F32)).unwrap();
+    let objective = ddpm(schedule, SnrWeighting::default());
+    let (loss, grads) = gradients(|| loss_of(&model, &objective, LossKind::Mse, &batch)).unwrap();
     let of = |p: &crate::optim::Param| grads.get(p.var.as_tensor()).unwrap().clone();
     (loss.to_scalar().unwrap(), params.iter().map(of).collect())
 }
@@ -351,13 +371,14 @@ fn timesteps_are_drawn_in_the_configured_range() {
             preference,
             ..options.clone()
         };
-        let drawn = draw(&options, &mut batch_generator(1, 2, 3), (64, 4, 2, 2), &Device::Cpu).unwrap();
+        let shapes = [vec![64, 4, 2, 2]];
+        let drawn = draw(&options, &mut batch_generator(1, 2, 3), &shapes, &Device::Cpu).unwrap();
         assert!(
-            drawn.timesteps.iter().all(|t| (699..=899).contains(t)),
+            drawn.timesteps.iter().all(|t| (699.0..=899.0).contains(t)),
             "{:?}",
             drawn.timesteps
         );
-        let mean = drawn.timesteps.iter().sum::<i64>() as f64 / 64.0;
+        let mean = f64::from(drawn.timesteps.iter().sum::<f32>()) / 64.0;
         match preference {
             NoiseLevelPreference::Content => assert!(mean > 820.0, "{mean}"),
             NoiseLevelPreference::Style => assert!(mean < 780.0, "{mean}"),
@@ -397,16 +418,11 @@ fn the_documented_python_draws_the_same_numbers() {
                 want.as_str().unwrap()
             );
         }
-        let drawn = draw(
-            &options,
-            &mut generator,
-            (shape[0], shape[1], shape[2], shape[3]),
-            &Device::Cpu,
-        )
-        .unwrap();
-        assert_eq!(serde_json::json!(drawn.timesteps), case["timesteps"]);
+        let drawn = draw(&options, &mut generator, &[shape], &Device::Cpu).unwrap();
+        let timesteps: Vec<i64> = drawn.timesteps.iter().map(|t| *t as i64).collect();
+        assert_eq!(serde_json::json!(timesteps), case["timesteps"]);
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let (ours, theirs) = (numbers(&drawn.noise), numbers(&noises[&format!("noise.{number}")]));
+        let (ours, theirs) = (numbers(&drawn.noise[0]), numbers(&noises[&format!("noise.{number}")]));
         if options.offset == 0.0 {
             assert_eq!(ours, theirs, "case {number}");
         }

@@ -1,7 +1,7 @@
 //! The tensors of weights files, by name.
 
 use super::bytes::FloatFormat;
-use super::entry::{Entry, StoredQuantization, TensorLocation};
+use super::entry::{Entry, StoredQuantization, StoredView, TensorLocation, View};
 use super::file::TensorFile;
 use super::header::StorageType;
 use super::streamed::StreamedWeight;
@@ -48,6 +48,7 @@ impl Index {
                     storage: stored.storage.clone(),
                     shape: stored.shape.clone(),
                     quantization: None,
+                    view: None,
                 };
                 entries.insert(name.clone(), entry);
             }
@@ -118,12 +119,65 @@ impl Index {
         }
     }
 
+    /// The tensors that are views of tensors of this index. `views` gives the name and the view of each tensor that is
+    /// made from a tensor of this name and shape. A view that the tensor does not have is left out.
+    #[must_use]
+    pub fn views(&self, views: impl Fn(&str, &[usize]) -> Vec<(String, View)>) -> Self {
+        let mut entries = BTreeMap::new();
+        for (name, entry) in self.entries.iter().filter(|(_, entry)| entry.view.is_none()) {
+            for (new_name, view) in views(name, &entry.shape) {
+                let Some(shape) = view.shape(&entry.shape) else {
+                    continue;
+                };
+                let view = Some(StoredView {
+                    stored_shape: entry.shape.clone(),
+                    view,
+                });
+                entries.insert(
+                    new_name,
+                    Entry {
+                        shape,
+                        view,
+                        ..entry.clone()
+                    },
+                );
+            }
+        }
+        Self {
+            path: self.path.clone(),
+            files: self.files.clone(),
+            entries,
+        }
+    }
+
+    /// The tensors of both indexes, which are of the same files.
+    #[must_use]
+    pub fn merged(mut self, other: Self) -> Self {
+        self.entries.extend(other.entries);
+        self
+    }
+
     /// Reads a tensor as `dtype`. A quantised weight is dequantised.
     ///
     /// # Errors
     /// When the name does not exist, or the file cannot be read.
     pub fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        match &entry.view {
+            Some(view) if !self.files.is_empty() => {
+                let stored = Entry {
+                    shape: view.stored_shape.clone(),
+                    view: None,
+                    ..entry.clone()
+                };
+                let viewed = view.view.apply(&self.read_entry(&stored, dtype, device)?)?;
+                Ok(viewed.reshape(entry.shape.as_slice())?)
+            }
+            _ => self.read_entry(entry, dtype, device),
+        }
+    }
+
+    fn read_entry(&self, entry: &Entry, dtype: DType, device: &Device) -> Result<Tensor> {
         if self.files.is_empty() {
             // An index without files has only names and shapes.
             return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
@@ -132,18 +186,22 @@ impl Index {
             .quantization
             .as_ref()
             .is_some_and(|quantization| !quantization.is_self_contained())
-            && let Some(quantized) = self.read_quantized(name, dtype, device)?
+            && let Some(quantized) = self.read_quantized_entry(entry, dtype, device)?
         {
             return Ok(quantized.dequantize()?);
         }
         self.files[entry.location.file].read(&entry.location.name, &entry.shape, dtype, device)
     }
 
-    /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised.
+    /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised, or a view.
     pub(super) fn read_quantized(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        self.read_quantized_entry(entry, dtype, device)
+    }
+
+    fn read_quantized_entry(&self, entry: &Entry, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         match &entry.quantization {
-            Some(quantization) if entry.shape.iter().all(|side| *side > 0) => {
+            Some(quantization) if entry.view.is_none() && entry.shape.iter().all(|side| *side > 0) => {
                 quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
             }
             _ => Ok(None),
@@ -158,17 +216,17 @@ impl Index {
             StorageType::GgufHalf(FloatFormat::Bf16) => (GgmlDType::BF16, "bf16"),
             _ => return Ok(None),
         };
-        if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
+        if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) || entry.view.is_some() {
             return Ok(None);
         }
         let quantization = StoredQuantization::GgmlBlocks(block, type_name);
         quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
     }
 
-    /// A streamed weight for this tensor; `None` if the weight consists of several tensors.
+    /// A streamed weight for this tensor; `None` if the weight consists of several tensors, or is a view of another one.
     pub(super) fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<StreamedWeight>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
-        if self.files.is_empty() {
+        if self.files.is_empty() || entry.view.is_some() {
             return Ok(None);
         }
         if entry
@@ -223,6 +281,7 @@ impl Index {
             storage: StorageType::Bytes,
             shape,
             quantization: None,
+            view: None,
         };
         let entries = shapes
             .map(|(name, shape)| (name.clone(), entry(&name, shape)))

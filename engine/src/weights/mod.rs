@@ -20,6 +20,7 @@ mod tests;
 mod weight;
 mod write;
 
+pub use entry::View;
 pub use index::Index;
 pub use init::Init;
 pub use select::{QuantizationConfig, TrainableFilter};

@@ -1,11 +1,12 @@
-//! CLIP's text encoder (transformers' `CLIPTextModel`).
+//! CLIP's text encoder (transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`).
 
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
 use crate::residency::{Residency, Stack};
 use crate::weights::{Init, Weights};
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde::Deserialize;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// `text_encoder/config.json`. Missing keys have the values of SD 1.x.
@@ -28,6 +29,11 @@ pub struct ClipTextConfig {
     pub hidden_act: String,
     /// The epsilon of the layer norms.
     pub layer_norm_eps: f64,
+    /// Features of the pooled text, if the model has a projection.
+    pub projection_dim: usize,
+    /// The id of the end token, at which the text is pooled. 2, which old configs have, stands for the largest id of a
+    /// prompt.
+    pub eos_token_id: u32,
     /// Whether padding tokens are masked. Not supported: Stable Diffusion does not mask them.
     pub use_attention_mask: bool,
 }
@@ -43,6 +49,8 @@ impl Default for ClipTextConfig {
             max_position_embeddings: 77,
             hidden_act: "quick_gelu".into(),
             layer_norm_eps: 1e-5,
+            projection_dim: 512,
+            eos_token_id: 49407,
             use_attention_mask: false,
         }
     }
@@ -55,6 +63,9 @@ pub struct ClipTextModel {
     position_embedding: Tensor,
     layers: Vec<Arc<Layer>>,
     final_layer_norm: LayerNorm,
+    /// Projects the pooled text (`CLIPTextModelWithProjection`).
+    text_projection: Option<Linear>,
+    eos_token_id: u32,
     /// Whether and where gradient checkpointing is used.
     pub residency: Residency,
 }
@@ -123,8 +134,59 @@ impl ClipTextModel {
             )?,
             layers: layers.collect::<Result<_>>()?,
             final_layer_norm: LayerNorm::new(&weights.pp("final_layer_norm"), width, config.layer_norm_eps)?,
+            text_projection: None,
+            eos_token_id: config.eos_token_id,
             residency: Residency::default(),
         })
+    }
+
+    /// Loads the model with the projection of the pooled text.
+    ///
+    /// # Errors
+    /// As [`Self::new`].
+    pub fn with_projection(weights: &Weights, config: &ClipTextConfig) -> Result<Self> {
+        let projection = weights.pp("text_projection");
+        let projection = Linear::new(&projection, config.hidden_size, config.projection_dim, false)?;
+        Ok(Self {
+            text_projection: Some(projection),
+            ..Self::new(weights, config)?
+        })
+    }
+
+    /// ids [b, n] (u32) -> the hidden state before the last layer, without the final norm, [b, n, hidden]; and, if the
+    /// model has a projection, the projected pooled text, [b, projection]. The pooled text is the last hidden state
+    /// after the final norm at the end token.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn penultimate_and_pooled(&self, ids: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
+        let last = self.layers.len().saturating_sub(1);
+        let penultimate = self.hidden_states(ids, last)?;
+        let Some(projection) = &self.text_projection else {
+            return Ok((penultimate, None));
+        };
+        let hidden = self.run_layers(penultimate.clone(), last..self.layers.len())?;
+        let hidden = self.final_layer_norm.forward(&hidden)?;
+        let mut rows = Vec::new();
+        for (row, ids) in ids.to_dtype(DType::U32)?.to_vec2::<u32>()?.iter().enumerate() {
+            rows.push(
+                hidden
+                    .narrow(0, row, 1)?
+                    .narrow(1, self.end_position(ids), 1)?
+                    .squeeze(1)?,
+            );
+        }
+        let pooled = projection.forward(&Tensor::cat(&rows, 0)?)?;
+        Ok((penultimate, Some(pooled)))
+    }
+
+    /// The position of the end token in a prompt; the first one, as in transformers.
+    fn end_position(&self, ids: &[u32]) -> usize {
+        let end = match self.eos_token_id {
+            2 => ids.iter().max().copied().unwrap_or(0),
+            id => id,
+        };
+        ids.iter().position(|id| *id == end).unwrap_or(0)
     }
 
     /// ids [b, n] (u32, n at most 77) -> the last hidden state after the final norm, [b, n, hidden].
@@ -149,9 +211,13 @@ impl ClipTextModel {
         let (_, length) = ids.dims2()?;
         let positions = self.position_embedding.narrow(0, 0, length)?;
         let x = self.token_embedding.forward(ids)?.broadcast_add(&positions)?;
+        self.run_layers(x, 0..layers)
+    }
+
+    fn run_layers(&self, x: Tensor, range: Range<usize>) -> Result<Tensor> {
         let mut stack = Stack::new();
         let mut at = stack.input(x);
-        for (i, layer) in self.layers.iter().take(layers).enumerate() {
+        for (i, layer) in self.layers.iter().enumerate().take(range.end).skip(range.start) {
             let layer = Arc::clone(layer);
             let name = format!("text_model.encoder.layers.{i}");
             at = stack.step(name, [at], move |[x]| layer.forward(x));

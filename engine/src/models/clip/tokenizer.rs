@@ -96,12 +96,28 @@ impl ClipTokenizer {
         })
     }
 
-    /// The names and contents of the files of a `tokenizer/` folder for [`Self::openai`].
+    /// The same tokenizer that fills up prompts with the token `!`, as the folders of SD 2.x and of SDXL's second encoder
+    /// do. There `!` is a special token: it is cut out of a prompt before the rest is split.
+    ///
+    /// # Errors
+    /// When the vocabulary does not have this token.
+    pub fn padded_with_exclamation_marks(mut self) -> Result<Self> {
+        const PAD: &str = "!";
+        let id = self.tokenizer.token_to_id(PAD);
+        self.pad = id.ok_or_else(|| EngineError::Internal("the vocabulary has no `!`".into()))?;
+        self.tokenizer
+            .add_special_tokens(&[AddedToken::from(PAD, true).normalized(false)]);
+        Ok(self)
+    }
+
+    /// The names and contents of the files of a `tokenizer/` folder for [`Self::openai`]. `pad`: the token that fills up
+    /// prompts, if it is not the end token.
     #[must_use]
-    pub fn openai_files() -> [(&'static str, String); 4] {
+    pub fn openai_files(pad: Option<&str>) -> [(&'static str, String); 4] {
         let ids = openai_vocabulary().into_iter().zip(0u32..);
         let vocabulary: serde_json::Map<_, _> = ids.map(|(name, id)| (name, id.into())).collect();
-        let roles = json!({"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END});
+        let pad = pad.unwrap_or(END);
+        let roles = json!({"bos_token": START, "eos_token": END, "pad_token": pad, "unk_token": END});
         let mut settings = roles.clone();
         settings["add_prefix_space"] = false.into();
         settings["do_lower_case"] = true.into();

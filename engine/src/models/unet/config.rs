@@ -22,6 +22,9 @@ impl<T: Clone> PerBlock<T> {
     }
 }
 
+/// The `addition_embed_type` of SDXL: pooled text, and sizes as sinusoids.
+const TEXT_TIME: &str = "text_time";
+
 /// `unet/config.json`. Missing keys have the values of SD 1.x. Keys of other families are read so that a model that
 /// needs them is refused.
 #[derive(Clone, Debug, Deserialize)]
@@ -53,6 +56,8 @@ pub struct UNetConfig {
     pub use_linear_projection: bool,
     pub class_embed_type: Option<String>,
     pub addition_embed_type: Option<String>,
+    pub addition_time_embed_dim: Option<usize>,
+    pub projection_class_embeddings_input_dim: Option<usize>,
     pub num_class_embeds: Option<usize>,
     pub encoder_hid_dim: Option<usize>,
     pub upcast_attention: bool,
@@ -103,6 +108,8 @@ impl Default for UNetConfig {
             use_linear_projection: false,
             class_embed_type: None,
             addition_embed_type: None,
+            addition_time_embed_dim: None,
+            projection_class_embeddings_input_dim: None,
             num_class_embeds: None,
             encoder_hid_dim: None,
             upcast_attention: false,
@@ -120,6 +127,15 @@ impl Default for UNetConfig {
             conv_out_kernel: 3,
         }
     }
+}
+
+/// Widths of the additional embedding of SDXL.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AdditionalWidths {
+    /// Sinusoids per size number.
+    pub(super) size: usize,
+    /// Features of the pooled text and of all size numbers together.
+    pub(super) inputs: usize,
 }
 
 /// The parameters of each down block, from a checked config. Up blocks use the same lists in reverse order.
@@ -159,6 +175,41 @@ impl UNetConfig {
                 let first = sizes.first().copied().unwrap_or(64);
                 (first, sizes.get(1).copied().unwrap_or(first))
             }
+        }
+    }
+
+    /// The features of the pooled text that the model takes besides this many size numbers (SDXL). `None` if it takes
+    /// none.
+    ///
+    /// # Errors
+    /// When the config contradicts itself.
+    pub fn pooled_width(&self, size_numbers: usize) -> Result<Option<usize>, String> {
+        let Some(widths) = self.additional_embedding()? else {
+            return Ok(None);
+        };
+        match widths.inputs.checked_sub(size_numbers.saturating_mul(widths.size)) {
+            Some(width) if width > 0 => Ok(Some(width)),
+            _ => Err(format!(
+                "`projection_class_embeddings_input_dim` is {}, which leaves no pooled text besides {size_numbers} size \
+                 numbers of {} features",
+                widths.inputs, widths.size
+            )),
+        }
+    }
+
+    /// The widths of the additional embedding. `None` if the model has none.
+    ///
+    /// # Errors
+    /// When a key is missing.
+    pub(super) fn additional_embedding(&self) -> Result<Option<AdditionalWidths>, String> {
+        if self.addition_embed_type.is_none() {
+            return Ok(None);
+        }
+        match (self.addition_time_embed_dim, self.projection_class_embeddings_input_dim) {
+            (Some(size), Some(inputs)) if size > 0 && inputs > 0 => Ok(Some(AdditionalWidths { size, inputs })),
+            _ => Err("`addition_embed_type: text_time` needs `addition_time_embed_dim` and \
+                      `projection_class_embeddings_input_dim`"
+                .into()),
         }
     }
 
@@ -225,7 +276,12 @@ impl UNetConfig {
             (self.dual_cross_attention, "dual_cross_attention"),
             (self.class_embed_type.is_some(), "class_embed_type"),
             (self.num_class_embeds.is_some(), "num_class_embeds"),
-            (self.addition_embed_type.is_some(), "addition_embed_type (SDXL)"),
+            (
+                self.addition_embed_type
+                    .as_deref()
+                    .is_some_and(|kind| kind != TEXT_TIME),
+                "addition_embed_type",
+            ),
             (self.encoder_hid_dim.is_some(), "encoder_hid_dim"),
             (self.time_cond_proj_dim.is_some(), "time_cond_proj_dim"),
             (self.time_embedding_dim.is_some(), "time_embedding_dim"),
@@ -259,7 +315,7 @@ impl UNetConfig {
         ];
         match other.iter().find(|(present, _)| *present) {
             Some((_, key)) => Err(format!(
-                "this U-Net needs `{key}`, which is not supported: only Stable Diffusion 1.x and 2.x models work now"
+                "this U-Net needs `{key}`, which is not supported: only models like Stable Diffusion 1.x, 2.x and XL work now"
             )),
             None => Ok(()),
         }

@@ -1,18 +1,23 @@
-//! The U-Net of Stable Diffusion (diffusers' `UNet2DConditionModel`, as SD 1.x and 2.x configure it).
+//! The U-Net of Stable Diffusion (diffusers' `UNet2DConditionModel`, as SD 1.x, 2.x and XL configure it).
 
+mod additional;
 mod blocks;
 mod config;
+pub(crate) mod original_names;
 mod resnet;
 mod transformer;
 
+pub use additional::AdditionalConditions;
 pub use config::{PerBlock, UNetConfig};
+pub(crate) use original_names::OriginalNames;
 pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 pub use transformer::{Transformer2d, TransformerSizes};
 
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu};
 use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
+use additional::AdditionalEmbedding;
 use blocks::{Conditioning, DownBlock, MidBlock, UpBlock};
 use candle_core::{D, DType, Tensor};
 
@@ -23,6 +28,8 @@ pub struct UNet2DConditionModel {
     conv_in: Conv2d,
     time_linear_1: Linear,
     time_linear_2: Linear,
+    /// SDXL: the embedding of pooled text and sizes, which is added to that of the time step.
+    additional: Option<AdditionalEmbedding>,
     down_blocks: Vec<DownBlock>,
     mid_block: Option<MidBlock>,
     up_blocks: Vec<UpBlock>,
@@ -39,6 +46,9 @@ impl UNet2DConditionModel {
     /// When the config is not supported, or a tensor is missing or has another shape.
     pub fn new(weights: &Weights, config: &UNetConfig) -> Result<Self> {
         let params = config.block_params().map_err(|message| weights.config_error(message))?;
+        let additional = config
+            .additional_embedding()
+            .map_err(|message| weights.config_error(message))?;
         let first = params.channels[0];
         let time_width = 4 * first;
         let embedding = weights.pp("time_embedding");
@@ -60,6 +70,9 @@ impl UNet2DConditionModel {
             conv_in: conv("conv_in", config.in_channels, first, config.conv_in_kernel)?,
             time_linear_1: Linear::new(&embedding.pp("linear_1"), first, time_width, true)?,
             time_linear_2: Linear::new(&embedding.pp("linear_2"), time_width, time_width, true)?,
+            additional: additional
+                .map(|widths| AdditionalEmbedding::new(&weights.pp("add_embedding"), widths, time_width))
+                .transpose()?,
             down_blocks,
             mid_block,
             up_blocks,
@@ -85,9 +98,34 @@ impl UNet2DConditionModel {
     /// prediction [b, out, h, w]. Any h and w.
     ///
     /// # Errors
-    /// When the shapes do not match.
+    /// When the shapes do not match, or the model needs [`AdditionalConditions`].
     pub fn forward(&self, sample: &Tensor, timesteps: &Tensor, context: &Tensor) -> Result<Tensor> {
-        let time = self.time_embedding(timesteps)?.to_dtype(sample.dtype())?;
+        self.forward_with(sample, timesteps, context, None)
+    }
+
+    /// As [`Self::forward`], with the pooled text and the sizes that SDXL is conditioned on.
+    ///
+    /// # Errors
+    /// When the shapes do not match, or the model needs the additional conditions and has none, or the reverse.
+    pub fn forward_with(
+        &self,
+        sample: &Tensor,
+        timesteps: &Tensor,
+        context: &Tensor,
+        conditions: Option<&AdditionalConditions<'_>>,
+    ) -> Result<Tensor> {
+        let mut time = self.time_embedding(timesteps)?;
+        match (&self.additional, conditions) {
+            (Some(additional), Some(conditions)) => time = (time + additional.forward(conditions, &self.config)?)?,
+            (None, None) => {}
+            (wants, _) => {
+                return Err(EngineError::Internal(format!(
+                    "the U-Net {} pooled text and sizes",
+                    if wants.is_some() { "needs" } else { "takes no" }
+                )));
+            }
+        }
+        let time = time.to_dtype(sample.dtype())?;
         let x = self.conv_in.forward(sample)?;
         let size = (x.dim(2)?, x.dim(3)?);
         let mut stack = Stack::new();
@@ -152,6 +190,9 @@ impl VisitLayers for UNet2DConditionModel {
         f("conv_in", LayerMut::Conv2d(&mut self.conv_in))?;
         f("time_embedding.linear_1", LayerMut::Linear(&mut self.time_linear_1))?;
         f("time_embedding.linear_2", LayerMut::Linear(&mut self.time_linear_2))?;
+        if let Some(additional) = &mut self.additional {
+            additional.visit("add_embedding", f)?;
+        }
         for (i, block) in self.down_blocks.iter_mut().enumerate() {
             block.visit(&format!("down_blocks.{i}"), f)?;
         }

@@ -1,5 +1,6 @@
 //! The KL autoencoder (diffusers' `AutoencoderKL`): images to latents and back.
 
+mod codec;
 mod encoder_decoder;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -51,6 +52,8 @@ pub struct AutoencoderKl {
     pub shift_factor: f64,
     /// The tiles for images that are larger than the model was trained on; `None` disables tiling.
     tiling: Option<Tiling>,
+    dtype: DType,
+    device: Device,
 }
 
 impl AutoencoderKl {
@@ -74,6 +77,8 @@ impl AutoencoderKl {
             scaling_factor: config.scaling_factor,
             shift_factor: config.shift_factor.unwrap_or(0.0),
             tiling: None,
+            dtype: weights.dtype(),
+            device: weights.device().clone(),
             config: config.clone(),
         })
     }
@@ -98,6 +103,18 @@ impl AutoencoderKl {
     #[must_use]
     pub fn config(&self) -> &VaeConfig {
         &self.config
+    }
+
+    /// The dtype of the weights and of the arithmetic.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The device of the weights.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     /// Pixels per latent, along each axis.

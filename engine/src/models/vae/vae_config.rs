@@ -21,6 +21,8 @@ pub struct VaeConfig {
     pub use_quant_conv: bool,
     pub use_post_quant_conv: bool,
     pub mid_block_add_attention: bool,
+    /// Whether float16 overflows in this VAE, so that it has to compute in float32.
+    pub force_upcast: bool,
     pub sample_size: SampleSize,
 }
 
@@ -59,6 +61,7 @@ impl Default for VaeConfig {
             use_quant_conv: true,
             use_post_quant_conv: true,
             mid_block_add_attention: true,
+            force_upcast: true,
             sample_size: SampleSize::One(512),
         }
     }

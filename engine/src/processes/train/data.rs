@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::options;
 use crate::data::{Batch, Dataset, Item, batches, build_caption, epoch_order};
 use crate::error::{EngineError, Result};
-use crate::models::vae::AutoencoderKl;
+use crate::models::codec::Codec;
 use crate::rng::TorchGenerator;
 use crate::training::LatentStore;
 use aitk_common::job::process::TrainerProcess;
@@ -174,11 +174,11 @@ impl TrainingData {
     }
 
     /// The latents of a batch, [b, c, h, w] on the CPU.
-    pub(super) fn latents(&self, batch: &Batch, latents: &mut LatentStore, vae: &AutoencoderKl) -> Result<Tensor> {
+    pub(super) fn latents(&self, batch: &Batch, latents: &mut LatentStore, codec: &dyn Codec) -> Result<Tensor> {
         let options = &self.datasets[batch.dataset].options;
         let mut out = Vec::with_capacity(batch.items.len());
         for item in self.items_of(batch) {
-            out.push(latents.get(item, vae, options.cache_latents, options.cache_latents_to_disk)?);
+            out.push(latents.get(item, codec, options.cache_latents, options.cache_latents_to_disk)?);
         }
         Ok(Tensor::stack(&out, 0)?)
     }

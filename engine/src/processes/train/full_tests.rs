@@ -2,7 +2,9 @@
 
 use super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use crate::models::sd::{LoadOptions, SdModel, saved_step};
+use crate::families::stable_diffusion::saved_step;
+use crate::families::{LoadOptions, Model};
+use crate::testing::load_sd;
 use crate::testing::{fixtures, gap};
 use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
@@ -113,7 +115,7 @@ fn saves_as_diffusers_folders_are_written_and_removed_completely() {
     let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let out = dir.path().join("out/tiny");
-    let model = SdModel::load(out.join("tiny"), &LoadOptions::cpu()).unwrap();
+    let model = load_sd(out.join("tiny"), &LoadOptions::cpu()).unwrap();
     assert_eq!(model.default_size(), crate::testing::tiny_sd().default_size());
     assert!(!out.join("tiny_000000002").exists() && out.join("tiny_000000004").is_dir());
     let written = artifacts(&events, "model");

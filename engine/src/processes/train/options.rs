@@ -5,9 +5,9 @@ use super::folder::SAMPLES;
 use crate::adapters::LoraConfig;
 use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
-use crate::training::{LossKind, LossOptions, NoiseLevelPreference, NoiseOptions};
+use crate::families;
+use crate::training::{LossKind, NoiseLevelPreference, NoiseOptions, SnrWeighting};
 use aitk_common::fsutil::regular;
-use aitk_common::job::arch::ArchName;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::NetworkConfig;
 use aitk_common::job::process::TrainerProcess;
@@ -22,12 +22,7 @@ use std::path::{Path, PathBuf};
 /// against specs from other sources.
 pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()> {
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
-    if !matches!(process.model.arch.name, ArchName::Sd1) {
-        return unsupported(format!(
-            "training of `{}` models is not supported yet; this release trains Stable Diffusion 1.x (`arch: sd1`)",
-            process.model.arch.name.name()
-        ));
-    }
+    families::find(process.model.arch.name)?;
     if process.network.is_none() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
@@ -147,16 +142,19 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
     Ok(out)
 }
 
-/// Converts the options of the loss.
-pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
+/// The elementwise loss function.
+pub(super) fn loss_kind(process: &TrainerProcess) -> LossKind {
+    match process.train.loss_type {
+        LossType::Mae => LossKind::Mae,
+        _ => LossKind::Mse,
+    }
+}
+
+/// Converts the weighting of the loss.
+pub(super) fn snr_weighting(process: &TrainerProcess) -> SnrWeighting {
     let train = &process.train;
     let positive = |g: Option<f64>| g.filter(|g| *g > 1e-6);
-    LossOptions {
-        kind: if matches!(train.loss_type, LossType::Mae) {
-            LossKind::Mae
-        } else {
-            LossKind::Mse
-        },
+    SnrWeighting {
         min_snr_gamma: positive(train.min_snr_gamma),
         snr_gamma: positive(train.snr_gamma),
     }

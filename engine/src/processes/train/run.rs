@@ -6,10 +6,9 @@ use super::record::StepRecorder;
 use super::target::Target;
 use crate::device::Compute;
 use crate::error::Result;
-use crate::models::sd::SdModel;
+use crate::families::Model;
 use crate::optim::{Ema, Schedule, ScheduleParams};
-use crate::samplers::NoiseSchedule;
-use crate::training::{ContextCache, LatentStore, LossMasks, LossOptions, NoiseOptions, Trainer, TrainerOptions};
+use crate::training::{ConditioningCache, LatentStore, LossKind, LossMasks, Objective, Trainer, TrainerOptions};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 
@@ -19,17 +18,16 @@ pub(super) struct Run<'a> {
     pub(super) seed: u64,
     pub(super) folder: RunFolder,
     pub(super) compute: Compute,
-    pub(super) model: SdModel,
+    pub(super) model: Box<dyn Model>,
     pub(super) target: Target,
     pub(super) trainer: Trainer,
     pub(super) memory_options: MemoryOptions,
-    pub(super) schedule: NoiseSchedule,
-    pub(super) loss: LossOptions,
-    pub(super) noise: NoiseOptions,
+    pub(super) objective: Box<dyn Objective>,
+    pub(super) loss_kind: LossKind,
     pub(super) data: TrainingData,
     pub(super) latents: LatentStore,
     pub(super) masks: LossMasks,
-    pub(super) contexts: ContextCache,
+    pub(super) captions: ConditioningCache,
     /// The step at which this attempt starts: the number of finished steps.
     pub(super) start_step: u64,
     /// The step of the newest checkpoint on disk.

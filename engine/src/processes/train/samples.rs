@@ -59,8 +59,6 @@ impl Run<'_> {
         let root = self.folder.root.clone();
         self.with_ema_weights(|run| {
             let settings = SampleSettings {
-                device: &run.compute.device,
-                dtype: run.compute.dtype,
                 sampler: section.sampler.name(),
                 v_prediction: run.process.model.is_v_pred,
                 multiplier: run.target.handle().map(|handle| &handle.multiplier),
@@ -74,7 +72,7 @@ impl Run<'_> {
             let cx = RefCell::new(cx);
             let detached = run.model.detach();
             let completed = generate_images(
-                detached.as_ref().unwrap_or(&run.model),
+                &**detached.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
                 &mut |done, all| {

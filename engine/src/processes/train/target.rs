@@ -2,10 +2,9 @@
 
 use super::super::context::Context;
 use super::options;
-use crate::adapters::{Component, LoraHandle, LoraNetwork};
+use crate::adapters::{LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
-use crate::models::sd::SdModel;
-use crate::nn::VisitLayers;
+use crate::families::{Model, PartRole};
 use crate::optim::Param;
 use crate::rng::generator_for;
 use crate::weights::TrainableFilter;
@@ -22,7 +21,7 @@ pub(super) enum Target {
     Model(Vec<Param>),
 }
 
-/// Which tensors of the U-Net and the text encoder are trained. None if there is a `network` section.
+/// Which tensors of the denoiser and of the text encoders are trained. None if there is a `network` section.
 pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] {
     let list = |names: &Option<OneOrMany<String>>| names.as_ref().map(|names| names.0.clone()).unwrap_or_default();
     let by_name = TrainableFilter::Names {
@@ -40,24 +39,30 @@ pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] 
 
 impl Target {
     /// The parameters of a model that was just loaded. A LoRA is attached to its layers.
-    pub(super) fn new(process: &TrainerProcess, model: &mut SdModel, seed: u64, cx: &mut Context<'_>) -> Result<Self> {
+    pub(super) fn new(
+        process: &TrainerProcess,
+        model: &mut dyn Model,
+        seed: u64,
+        cx: &mut Context<'_>,
+    ) -> Result<Self> {
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
         };
         let config = options::lora_config(network);
         let mut generator = generator_for(seed, "network", 0, 0);
-        let mut trained = Vec::from(components(model));
-        trained.retain(|(component, _)| match component {
-            Component::TextEncoder => process.train.train_text_encoder,
-            Component::Unet => process.train.train_unet,
+        let mut trained = model.parts();
+        trained.retain(|part| match part.role {
+            PartRole::TextEncoder => process.train.train_text_encoder,
+            PartRole::Denoiser => process.train.train_unet,
+            PartRole::Codec => false,
         });
         Ok(Self::Lora(LoraNetwork::attach(&config, &mut trained, &mut generator)?))
     }
 
     /// The model's own weights that are trained.
-    fn full_finetune(process: &TrainerProcess, model: &SdModel, cx: &mut Context<'_>) -> Result<Self> {
+    fn full_finetune(process: &TrainerProcess, model: &dyn Model, cx: &mut Context<'_>) -> Result<Self> {
         let params: Vec<Param> = model
-            .trained
+            .trained()
             .iter()
             .map(|(name, var)| Param {
                 name: name.clone(),
@@ -72,7 +77,7 @@ impl Target {
         }
         if process.save.save_format == SaveFormat::Safetensors {
             // Checked now instead of after the training.
-            model.source.check_single_file()?;
+            model.check_single_file()?;
         }
         let weights: usize = params.iter().map(|p| p.var.elem_count()).sum();
         cx.log(
@@ -115,11 +120,11 @@ impl Target {
         }
     }
 
-    /// Whether the text encoder is trained.
+    /// Whether a text encoder is trained.
     pub(super) fn covers_text_encoder(&self) -> bool {
         match self {
             Self::Lora(network) => network.covers_text_encoder(),
-            Self::Model(params) => params.iter().any(|p| p.name.starts_with("text_encoder.")),
+            Self::Model(params) => params.iter().any(|p| p.name.starts_with("text_encoder")),
         }
     }
 
@@ -130,12 +135,4 @@ impl Target {
             Self::Model(_) => None,
         }
     }
-}
-
-/// The components of the model that may be trained.
-pub(super) fn components(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
-    [
-        (Component::TextEncoder, &mut model.text_encoder),
-        (Component::Unet, &mut model.unet),
-    ]
 }

@@ -6,7 +6,7 @@ use super::save_files::files_in_save;
 use super::target::Target;
 use crate::adapters::{lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};
-use crate::models::sd::FullModel;
+use crate::families::SaveOptions;
 use aitk_common::fsutil::{self, TemporaryFolder};
 use aitk_common::job::JobSpec;
 use aitk_common::job::dtype::DType as SaveDType;
@@ -41,8 +41,14 @@ impl Run<'_> {
             .iter()
             .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
             .collect();
-        let model = FullModel::new(&self.model.source, &trained, dtype, metadata)?;
-        let model = model.v_prediction(self.process.model.is_v_pred);
+        let model = self.model.writer(
+            &trained,
+            SaveOptions {
+                dtype,
+                metadata,
+                v_prediction: self.process.model.is_v_pred,
+            },
+        )?;
         if !self.folder.saves_folders() {
             return Ok(fsutil::write_atomic(path, |out| model.write_file(out))?);
         }

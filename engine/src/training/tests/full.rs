@@ -2,12 +2,14 @@
 //! diffusers.
 
 use super::{constant, load, with_prefix};
-use crate::models::sd::{LoadOptions, SdModel};
+use super::{ddpm, loss_of};
+use crate::families::stable_diffusion::SdModel;
+use crate::families::{LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Ema, Param};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, SamplerParams};
-use crate::testing::{fixtures, gap};
-use crate::training::{ContextCache, LossOptions, MicroBatch, Trainer, TrainerOptions, loss};
+use crate::testing::{fixtures, gap, load_sd};
+use crate::training::{ConditioningCache, LossKind, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions};
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Tensor};
 use serde_json::Value;
@@ -53,8 +55,8 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
         TrainableFilter::Nothing
     };
     let options = LoadOptions::cpu().training(selection, encoder_selection);
-    let mut model = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
-    (model.unet.residency, model.text_encoder.residency) = (variant_options.residency, variant_options.residency);
+    let mut model = load_sd(fixtures().join("tiny_sd"), &options).unwrap();
+    model.set_residency(variant_options.residency);
     let params: Vec<Param> = model
         .trained
         .iter()
@@ -82,14 +84,21 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
         let texts: Vec<String> = caption_indices.iter().map(|i| captions[*i as usize].clone()).collect();
         let forward = || {
             let batch = MicroBatch {
-                latents: row("latents"),
-                noise: row("noise"),
-                timesteps: row("timesteps").to_vec1().unwrap(),
-                context: ContextCache::encode(&texts, &model.tokenizer, &model.text_encoder)?,
+                latents: vec![row("latents")],
+                drawn: NoiseDraw {
+                    timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
+                    noise: vec![row("noise")],
+                },
+                conditioning: ConditioningCache::encode(&texts, &model)?,
                 weights: vec![1.0, 1.0],
                 mask: None,
             };
-            loss(&model.unet, &schedule, &LossOptions::default(), &batch, DType::F32)
+            loss_of(
+                &model,
+                &ddpm(schedule.clone(), SnrWeighting::default()),
+                LossKind::Mse,
+                &batch,
+            )
         };
         if trainer.uses_fused_backward() {
             trainer.fused_step(step as u64, forward).unwrap();
@@ -181,15 +190,18 @@ fn fused_backward_gives_the_same_bits() {
 fn a_detached_model_follows_the_training_and_records_no_graph() {
     let everything = TrainableFilter::everything;
     let options = LoadOptions::cpu().training(everything(), everything());
-    let model = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
-    let detached = model.detach().unwrap();
+    let model = load_sd(fixtures().join("tiny_sd"), &options).unwrap();
+    let detached = model.detached().unwrap();
     let inputs = load("parity_inputs.safetensors");
     let latents = inputs["latents"].get(0).unwrap();
     let captions = ["a red circle".to_owned(), String::new()];
     let predict = |model: &SdModel| {
-        let context = ContextCache::encode(&captions, &model.tokenizer, &model.text_encoder).unwrap();
+        let conditioning = ConditioningCache::encode(&captions, model).unwrap();
         let timesteps = Tensor::new(&[10f32, 500.0], latents.device()).unwrap();
-        model.unet.forward(&latents, &timesteps, &context).unwrap()
+        model
+            .predict(std::slice::from_ref(&latents), &timesteps, &conditioning)
+            .unwrap()
+            .remove(0)
     };
     let before = predict(&detached);
     assert!(!before.track_op() && predict(&model).track_op());
@@ -199,5 +211,5 @@ fn a_detached_model_follows_the_training_and_records_no_graph() {
     }
     let after = predict(&detached);
     assert!(gap(&before, &after) > 0.0 && gap(&after, &predict(&model)) == 0.0);
-    assert!(crate::testing::tiny_sd().detach().is_none());
+    assert!(crate::testing::tiny_sd().detached().is_none());
 }

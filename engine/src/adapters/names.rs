@@ -1,0 +1,204 @@
+//! The names of a model's layers in every dialect of LoRA files.
+
+use crate::families::{Part, PartRole};
+use crate::models::unet::OriginalNames;
+use std::collections::HashMap;
+
+/// A layer: the part of the model that it is in, and its dotted diffusers path.
+pub type LayerKey = (&'static str, String);
+
+/// The prefixes of a part's layers in files of other programs.
+fn prefixes(part: &str) -> &'static [&'static str] {
+    match part {
+        "text_encoder" => &[
+            "lora_te1_",
+            "lora_te_",
+            "text_encoder.",
+            "base_model.model.text_encoder.",
+            "text_encoders.clip_l.transformer.",
+        ],
+        "text_encoder_2" => &[
+            "lora_te2_",
+            "text_encoder_2.",
+            "base_model.model.text_encoder_2.",
+            "text_encoders.clip_g.transformer.",
+        ],
+        _ => &[
+            "lora_unet_",
+            "lycoris_unet_",
+            "lycoris_",
+            "base_model.model.unet.",
+            "unet.",
+            "diffusion_model.",
+            "base_model.model.",
+            "",
+        ],
+    }
+}
+
+pub(super) fn flatten(path: &str) -> String {
+    path.replace('.', "_")
+}
+
+/// The name of a layer in sd-scripts' files: `lora_unet_down_blocks_0_…`. Names of text encoders always contain
+/// `text_model_`.
+pub(super) fn kohya_name(role: PartRole, lora_prefix: &str, path: &str) -> String {
+    let text_model_prefix = match role {
+        PartRole::TextEncoder if !path.starts_with("text_model.") => "text_model_",
+        _ => "",
+    };
+    format!("{lora_prefix}_{text_model_prefix}{}", flatten(path))
+}
+
+/// The layers of one part by the names that files use for them, flattened and without prefix.
+#[derive(Debug)]
+struct PartNames {
+    id: &'static str,
+    role: PartRole,
+    names: HashMap<String, String>,
+}
+
+/// The layers of a model by every name that files use for them.
+#[derive(Debug, Default)]
+pub struct LayerIndex {
+    parts: Vec<PartNames>,
+}
+
+impl LayerIndex {
+    /// Adds all layers of a part, given by their dotted diffusers paths.
+    pub fn add(&mut self, part: &Part<'_>, paths: &[String]) {
+        self.add_names(part.id, part.role, paths);
+    }
+
+    pub(super) fn add_names(&mut self, id: &'static str, role: PartRole, paths: &[String]) {
+        let original = OriginalNames::new(paths.iter().map(String::as_str));
+        let mut names = HashMap::new();
+        for path in paths {
+            let mut insert = |name: String| {
+                names.entry(name).or_insert_with(|| path.clone());
+            };
+            insert(flatten(path));
+            match role {
+                // transformers 5 writes names without `text_model.`, other programs with it.
+                PartRole::TextEncoder => match path.strip_prefix("text_model.") {
+                    Some(rest) => insert(flatten(rest)),
+                    None => insert(format!("text_model_{}", flatten(path))),
+                },
+                PartRole::Denoiser | PartRole::Codec => {
+                    if let Some(name) = original.as_ref().and_then(|original| original.of_layer(path)) {
+                        insert(flatten(&name));
+                    }
+                }
+            }
+        }
+        self.parts.push(PartNames { id, role, names });
+    }
+
+    /// The layer that a stem (a key without its suffix) names.
+    #[must_use]
+    pub fn resolve(&self, stem: &str) -> Option<LayerKey> {
+        self.parts.iter().find_map(|part| {
+            prefixes(part.id).iter().find_map(|prefix| {
+                let rest = stem.strip_prefix(prefix)?;
+                let rest = rest.strip_prefix("base_model.model.").unwrap_or(rest);
+                let path = part.names.get(&normalize(part.role, rest))?;
+                Some((part.id, path.clone()))
+            })
+        })
+    }
+}
+
+/// Converts a name of an early diffusers version to the current one, and flattens it.
+fn normalize(role: PartRole, stem: &str) -> String {
+    let mut flat = flatten(&stem.replace(".processor.", ".").replace(".base_layer", ""));
+    if role == PartRole::TextEncoder {
+        for (old, new) in [
+            ("to_q", "q_proj"),
+            ("to_k", "k_proj"),
+            ("to_v", "v_proj"),
+            ("to_out", "out_proj"),
+        ] {
+            if let Some(front) = flat.strip_suffix(old) {
+                flat = format!("{front}{new}");
+            }
+        }
+    } else if flat.ends_with("_to_out") {
+        flat.push_str("_0");
+    }
+    flat
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn index() -> LayerIndex {
+        let mut index = LayerIndex::default();
+        let unet = [
+            "conv_in",
+            "down_blocks.0.resnets.0.conv1",
+            "down_blocks.0.resnets.1.conv1",
+            "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+            "down_blocks.1.attentions.1.transformer_blocks.0.attn2.to_out.0",
+            "mid_block.attentions.0.proj_in",
+            "up_blocks.1.attentions.2.proj_out",
+        ];
+        index.add_names("unet", PartRole::Denoiser, &unet.map(String::from));
+        let text = ["text_model.encoder.layers.0.self_attn.q_proj".to_owned()];
+        index.add_names("text_encoder", PartRole::TextEncoder, &text);
+        index.add_names("text_encoder_2", PartRole::TextEncoder, &text);
+        index
+    }
+
+    #[test]
+    fn names_of_every_dialect_resolve_to_the_same_layer() {
+        let index = index();
+        let q = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q";
+        for stem in [
+            "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q",
+            "lora_unet_input_blocks_1_1_transformer_blocks_0_attn1_to_q",
+            "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+            "base_model.model.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+            "base_model.model.unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+            "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor.to_q",
+            "down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor.to_q",
+            "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q",
+            "lycoris_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q",
+        ] {
+            assert_eq!(index.resolve(stem).unwrap().1, q, "{stem}");
+        }
+        let out = "down_blocks.1.attentions.1.transformer_blocks.0.attn2.to_out.0";
+        for stem in [
+            "lora_unet_input_blocks_5_1_transformer_blocks_0_attn2_to_out_0",
+            "unet.down_blocks.1.attentions.1.transformer_blocks.0.attn2.processor.to_out",
+        ] {
+            assert_eq!(index.resolve(stem).unwrap().1, out, "{stem}");
+        }
+        for stem in [
+            "lora_te_text_model_encoder_layers_0_self_attn_q_proj",
+            "lora_te1_text_model_encoder_layers_0_self_attn_q_proj",
+            "text_encoder.text_model.encoder.layers.0.self_attn.q_proj",
+            "text_encoder.text_model.encoder.layers.0.self_attn.to_q",
+            "text_encoder.encoder.layers.0.self_attn.q_proj",
+        ] {
+            assert_eq!(index.resolve(stem).unwrap().0, "text_encoder", "{stem}");
+        }
+        for stem in [
+            "lora_te2_text_model_encoder_layers_0_self_attn_q_proj",
+            "text_encoder_2.text_model.encoder.layers.0.self_attn.q_proj",
+            "text_encoders.clip_g.transformer.text_model.encoder.layers.0.self_attn.q_proj",
+        ] {
+            assert_eq!(index.resolve(stem).unwrap().0, "text_encoder_2", "{stem}");
+        }
+        assert_eq!(
+            index.resolve("lora_unet_output_blocks_5_1_proj_out").unwrap().1,
+            "up_blocks.1.attentions.2.proj_out"
+        );
+        assert_eq!(
+            index.resolve("lora_unet_middle_block_1_proj_in").unwrap().1,
+            "mid_block.attentions.0.proj_in"
+        );
+        assert!(index.resolve("lora_unet_nothing").is_none());
+    }
+}

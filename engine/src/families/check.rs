@@ -1,0 +1,31 @@
+//! Checks what a path is before a model is loaded from it.
+
+use crate::error::{EngineError, Result};
+use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::{self, Inventory};
+use std::path::Path;
+
+/// Checks that a path may be a model: a diffusers folder, or a file.
+pub(super) fn check_path(path: &Path) -> Result<()> {
+    if !path.exists() {
+        return Err(EngineError::BadInput(format!(
+            "{}: no such model: expected a diffusers folder, or a .safetensors or .gguf checkpoint",
+            path.display()
+        )));
+    }
+    if path.is_dir() && !path.join("model_index.json").is_file() {
+        return Err(EngineError::model_config(
+            path,
+            "not a diffusers model folder: it has no model_index.json (for a single-file checkpoint, give the path of the file)",
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses a model of another family, or a file that is no base model. The command line checks this before it submits a
+/// job, but a job may come from another client.
+pub(super) fn check_family(path: &Path, arch: ArchName) -> Result<()> {
+    let identity = model_files::identify(&Inventory::open(path));
+    model_files::check_supported(&path.display().to_string(), arch, &identity)
+        .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
+}

@@ -1,0 +1,76 @@
+//! Model families. A family is a folder here and a line in [`FAMILIES`]; pipelines, trainers and processes see a model
+//! only through [`Model`].
+
+mod check;
+mod conditioning;
+mod family;
+mod model;
+mod options;
+pub mod sd1;
+pub mod sd2;
+pub mod sdxl;
+pub mod stable_diffusion;
+
+pub use conditioning::{Conditioning, ItemSize, Prompt};
+pub use family::Family;
+pub use model::{Model, ModelWriter, Part, PartRole, SaveOptions};
+pub use options::LoadOptions;
+pub use sd1::SD1;
+pub use sd2::SD2;
+pub use sdxl::SDXL;
+
+use crate::error::{EngineError, Result};
+use aitk_common::job::arch::ArchName;
+use check::{check_family, check_path};
+use std::path::Path;
+
+/// Every family that this release runs.
+pub static FAMILIES: [&dyn Family; 3] = [&SD1, &SD2, &SDXL];
+
+/// The family with this name.
+///
+/// # Errors
+/// When this release does not run it.
+pub fn find(arch: ArchName) -> Result<&'static dyn Family> {
+    let found = FAMILIES.iter().find(|family| family.arch() == arch);
+    found.copied().ok_or_else(|| {
+        let known: Vec<String> = FAMILIES.iter().map(|family| format!("`{}`", family.arch())).collect();
+        EngineError::Unsupported(format!(
+            "model.arch: `{arch}` is not supported yet; this release runs {}",
+            known.join(", ")
+        ))
+    })
+}
+
+/// Loads a model of this family from a diffusers folder or a single-file checkpoint.
+///
+/// # Errors
+/// When `path` is neither, is a model of another family, or its tensors do not match its config.
+pub fn load(path: &Path, arch: ArchName, options: &LoadOptions) -> Result<Box<dyn Model>> {
+    let family = find(arch)?;
+    check_path(path)?;
+    check_family(path, arch)?;
+    family.load(path, options)
+}
+
+/// Checks that a file or folder is a model of this family.
+///
+/// # Errors
+/// When it is another one, or no model.
+#[cfg(test)]
+pub(crate) fn check_identity(path: &Path, arch: ArchName) -> Result<()> {
+    check_family(path, arch)
+}
+
+/// Checks that a model can be loaded: every tensor exists and has the right shape, the components match, the
+/// tokenizers can be read. Reads configs and headers, but no weights.
+///
+/// # Errors
+/// As [`load`].
+pub fn check(path: &Path, arch: ArchName) -> Result<()> {
+    let options = LoadOptions {
+        layout_only: true,
+        ..LoadOptions::cpu()
+    };
+    load(path, arch, &options).map(drop)
+}

@@ -1,0 +1,179 @@
+//! What pipelines and trainers see of a model.
+
+use super::conditioning::{Conditioning, ItemSize, Prompt};
+use super::family::Family;
+use super::options::LoadOptions;
+use crate::error::Result;
+use crate::models::codec::Codec;
+use crate::nn::VisitLayers;
+use crate::residency::Residency;
+use candle_core::{DType, Device, Tensor, Var};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt::{self, Debug};
+use std::io::Write;
+use std::path::Path;
+
+/// What a part of a model does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum PartRole {
+    /// Encodes prompts.
+    TextEncoder,
+    /// Predicts: a U-Net, a transformer, a language model.
+    Denoiser,
+    /// Converts between media and latents.
+    Codec,
+}
+
+impl fmt::Display for PartRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::TextEncoder => "text encoder",
+            Self::Denoiser => "denoiser",
+            Self::Codec => "VAE",
+        })
+    }
+}
+
+/// A part whose layers adapters can change.
+pub struct Part<'a> {
+    /// Its name, which is that of its folder in a diffusers model: `unet`, `text_encoder_2`.
+    pub id: &'static str,
+    /// What it does.
+    pub role: PartRole,
+    /// The beginning of the names of its layers in saved LoRA files: `lora_unet`, `lora_te2`.
+    pub lora_prefix: &'static str,
+    /// Its layers.
+    pub layers: &'a mut dyn VisitLayers,
+}
+
+/// A loaded model.
+///
+/// Pipelines, trainers and processes use only this: a family that implements it can be generated with and trained.
+/// Latents are one tensor or several, each [b, channels, …], in float32 and scaled as the codec scales them.
+pub trait Model: Send + Debug {
+    /// The family.
+    fn family(&self) -> &'static dyn Family;
+
+    /// The device.
+    fn device(&self) -> &Device;
+
+    /// The dtype of the arithmetic of the denoiser.
+    fn dtype(&self) -> DType;
+
+    /// The parts that can be trained, text encoders first, always in the same order.
+    fn parts(&mut self) -> Vec<Part<'_>>;
+
+    /// Encodes prompts. Tracked for gradients if a text encoder is trained.
+    ///
+    /// # Errors
+    /// When a tokenizer or an encoder fails.
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning>;
+
+    /// The conditioning of `count` items without a prompt, where no negative prompt is given: the empty prompt, or what
+    /// the family uses in its place.
+    ///
+    /// # Errors
+    /// As [`Self::encode_prompts`].
+    fn encode_nothing(&self, count: usize) -> Result<Conditioning> {
+        self.encode_prompts(&vec![Prompt::default(); count])
+    }
+
+    /// Adds the sizes of the items to their conditioning. Models that are not conditioned on sizes ignore them.
+    ///
+    /// # Errors
+    /// When the number of items differs.
+    fn with_sizes(&self, conditioning: Conditioning, sizes: &[ItemSize]) -> Result<Conditioning> {
+        let _ = sizes;
+        Ok(conditioning)
+    }
+
+    /// Predicts what the model is trained to predict (noise, velocity) from noisy latents, in float32, for one time step
+    /// per item, [b], float32.
+    ///
+    /// # Errors
+    /// When shapes do not match.
+    fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>>;
+
+    /// Converts between media and latents.
+    fn codec(&self) -> &dyn Codec;
+
+    /// `scheduler_config.json`: the noise schedule and the defaults of samplers.
+    fn scheduler_config(&self) -> &Value;
+
+    /// Whether classifier-free guidance runs its two predictions one after the other, with half the memory.
+    fn sequential_cfg(&self) -> bool;
+
+    /// Width and height in pixels that the model was trained on.
+    fn default_size(&self) -> (usize, usize);
+
+    /// Sets how the parts that can be trained run their blocks.
+    fn set_residency(&mut self, residency: Residency);
+
+    /// The model's own tensors that are trained, with part and name (`unet.conv_in.weight`), sorted.
+    fn trained(&self) -> &[(String, Var)];
+
+    /// The model for sampling during training: it shares the trained weights, but saves nothing for a backward pass.
+    /// `None` if no weights of the model itself are trained.
+    fn detach(&self) -> Option<Box<dyn Model>>;
+
+    /// The parts whose files contain quantised weights, with the formats.
+    fn quantised_in_file(&self) -> &[(PartRole, Vec<&'static str>)];
+
+    /// Replaces the codec by that of a folder (`model.vae_path`).
+    ///
+    /// # Errors
+    /// When it cannot be loaded.
+    fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()>;
+
+    /// Loads the trained tensors from a saved model.
+    ///
+    /// # Errors
+    /// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
+    fn load_trained(&self, path: &Path) -> Result<()>;
+
+    /// Checks that the model can be saved as a single file. Call this before training.
+    ///
+    /// # Errors
+    /// When there are no names for its tensors.
+    fn check_single_file(&self) -> Result<()>;
+
+    /// Prepares saving the whole model: `trained` (by the names of [`Self::trained`]) and everything else from where the
+    /// model was loaded.
+    ///
+    /// # Errors
+    /// When `trained` has other tensors than the model, or the dtype cannot be saved.
+    fn writer<'a>(
+        &'a self,
+        trained: &'a BTreeMap<String, Tensor>,
+        options: SaveOptions,
+    ) -> Result<Box<dyn ModelWriter + 'a>>;
+}
+
+/// How a model is saved.
+#[derive(Clone, Debug)]
+pub struct SaveOptions {
+    /// f32, f16 or bf16.
+    pub dtype: DType,
+    /// Metadata of the file or folder.
+    pub metadata: BTreeMap<String, String>,
+    /// The scheduler's config gets the prediction type `v_prediction`, whatever that of the source is.
+    pub v_prediction: bool,
+}
+
+/// Writes a whole model.
+pub trait ModelWriter {
+    /// Writes a single safetensors file with the metadata, in the layout of the family's original release.
+    ///
+    /// # Errors
+    /// The error of `out`; or an [`EngineError`](crate::error::EngineError) as [`std::io::Error::other`] when the model
+    /// has no such layout ([`Model::check_single_file`]) or its files cannot be read.
+    fn write_file(&self, out: &mut dyn Write) -> std::io::Result<()>;
+
+    /// Writes a diffusers folder, into a folder that is empty or does not exist. This is not atomic: write to a
+    /// temporary folder and rename it. Every file is synced.
+    ///
+    /// # Errors
+    /// When a file cannot be written, or a file of the source cannot be read.
+    fn write_folder(&self, folder: &Path) -> Result<()>;
+}

@@ -1,0 +1,87 @@
+//! Options for loading a model.
+
+use crate::weights::{QuantizationConfig, TrainableFilter};
+use aitk_common::job::QType;
+use aitk_common::job::model::ModelConfig;
+use aitk_common::plan::memory_options::MemoryOptions;
+use aitk_common::plan::profile::MemoryProfile;
+use candle_core::{DType, Device};
+use std::path::PathBuf;
+
+/// Options for loading a model.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// The dtype of weights and activations. A family may compute a part in another one.
+    pub dtype: DType,
+    /// The device.
+    pub device: Device,
+    /// For a single-file checkpoint: a diffusers folder with the configs and the tokenizers. Without it, the configs are
+    /// those of the family, and the tokenizers are those of `tokenizer` folders beside the file, else the family's.
+    pub config_folder: Option<PathBuf>,
+    /// How to quantise the denoiser's layers, except small ones through which all data passes.
+    pub denoiser_quantization: Option<QuantizationConfig>,
+    /// How to quantise the text encoders' layers.
+    pub text_encoder_quantization: Option<QuantizationConfig>,
+    /// The options of the memory profile: what is streamed, tiled and so on.
+    pub memory_options: MemoryOptions,
+    /// Which tensors of the denoiser are trained.
+    pub denoiser_trained: TrainableFilter,
+    /// Which tensors of the text encoders are trained.
+    pub text_encoder_trained: TrainableFilter,
+    /// Reads no weights: to check that a model can be loaded.
+    pub layout_only: bool,
+}
+
+impl LoadOptions {
+    /// Options for f32 on the CPU, without quantisation or training.
+    #[must_use]
+    pub fn cpu() -> Self {
+        Self {
+            dtype: DType::F32,
+            device: Device::Cpu,
+            config_folder: None,
+            denoiser_quantization: None,
+            text_encoder_quantization: None,
+            memory_options: MemoryOptions::default(),
+            denoiser_trained: TrainableFilter::Nothing,
+            text_encoder_trained: TrainableFilter::Nothing,
+            layout_only: false,
+        }
+    }
+
+    /// Options for a job's `model` section and its memory profile.
+    #[must_use]
+    pub fn of_job(model: &ModelConfig, profile: MemoryProfile, dtype: DType, device: Device) -> Self {
+        let exclude = model.quantize_exclude().unwrap_or_default();
+        let quantization = |qtype: Option<QType>| {
+            qtype.map(|qtype| QuantizationConfig {
+                qtype,
+                exclude: exclude.to_vec(),
+            })
+        };
+        Self {
+            dtype,
+            device,
+            denoiser_quantization: quantization(model.quantization()),
+            text_encoder_quantization: quantization(model.text_encoder_quantization()),
+            memory_options: MemoryOptions::of(profile).merge(model.memory_options()),
+            ..Self::cpu()
+        }
+    }
+
+    /// Sets the tensors of denoiser and text encoders that are trained. A trained part is neither quantised nor
+    /// streamed.
+    #[must_use]
+    pub fn training(mut self, denoiser: TrainableFilter, text_encoder: TrainableFilter) -> Self {
+        if denoiser != TrainableFilter::Nothing {
+            self.denoiser_quantization = None;
+            self.memory_options.denoiser_streamed = 0.0;
+        }
+        if text_encoder != TrainableFilter::Nothing {
+            self.text_encoder_quantization = None;
+            self.memory_options.text_streamed = 0.0;
+        }
+        (self.denoiser_trained, self.text_encoder_trained) = (denoiser, text_encoder);
+        self
+    }
+}

@@ -1,0 +1,56 @@
+//! Stable Diffusion XL.
+
+mod default_configs;
+
+use super::family::Family;
+use super::model::Model;
+use super::options::LoadOptions;
+use super::stable_diffusion::{DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant};
+use crate::error::Result;
+use aitk_common::job::arch::ArchName;
+use std::path::Path;
+
+/// Stable Diffusion XL.
+#[derive(Debug)]
+pub struct SDXL;
+
+/// What sets it apart from the other Stable Diffusion families.
+pub static VARIANT: Variant = Variant {
+    family: &SDXL,
+    title: "Stable Diffusion XL",
+    pipeline_class: "StableDiffusionXLPipeline",
+    text_encoders: &[
+        TextEncoderSpec {
+            folder: "text_encoder",
+            tokenizer: "tokenizer",
+            class: "CLIPTextModel",
+            lora_prefix: "lora_te1",
+            layout: TextLayout::HuggingFace("conditioner.embedders.0.transformer."),
+        },
+        TextEncoderSpec {
+            folder: "text_encoder_2",
+            tokenizer: "tokenizer_2",
+            class: "CLIPTextModelWithProjection",
+            lora_prefix: "lora_te2",
+            layout: TextLayout::OpenClip("conditioner.embedders.1.model."),
+        },
+    ],
+    text_output: TextOutput::PenultimateAndPooled,
+    vae_overflows_in_f16: true,
+    defaults: DefaultConfigs {
+        text_encoders: &[default_configs::TEXT_ENCODER, default_configs::TEXT_ENCODER_2],
+        unet: default_configs::UNET,
+        vae: default_configs::VAE,
+        scheduler: default_configs::SCHEDULER,
+    },
+};
+
+impl Family for SDXL {
+    fn arch(&self) -> ArchName {
+        ArchName::Sdxl
+    }
+
+    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
+        Ok(Box::new(SdModel::load(&VARIANT, path, options)?))
+    }
+}

@@ -1,0 +1,284 @@
+//! Loads a Stable Diffusion model from a diffusers folder or a single-file checkpoint.
+
+use super::ldm;
+use super::sd_config::SdConfig;
+use super::source::{ConfigFiles, SdSource, prefixed_name};
+use super::variant::{TextEncoderSpec, TextLayout, TextOutput, Variant};
+use super::{SdModel, TextEncoder};
+use crate::error::{EngineError, Result};
+use crate::families::model::PartRole;
+use crate::families::options::LoadOptions;
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
+use crate::models::config;
+use crate::models::unet::UNet2DConditionModel;
+use crate::models::vae::{self, AutoencoderKl, VaeConfig};
+use crate::weights::{Index, TrainableFilter, Weights};
+use candle_core::DType;
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Layers of a U-Net that are never quantised: they are small, and all data passes through them.
+const UNET_EXCLUDED: [&str; 4] = ["conv_in", "conv_out", "time_embedding.*", "add_embedding.*"];
+
+impl SdModel {
+    /// Loads a diffusers folder or a single-file checkpoint of this family.
+    ///
+    /// # Errors
+    /// When a file is missing, or tensors do not match the configs.
+    pub fn load(variant: &'static Variant, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+        let path = path.as_ref();
+        match path.is_dir() {
+            true => Self::load_folder(variant, path, options),
+            false => Self::load_checkpoint(variant, path, options),
+        }
+    }
+
+    fn load_folder(variant: &'static Variant, folder: &Path, options: &LoadOptions) -> Result<Self> {
+        let configs = SdConfig::open(folder, variant)?;
+        let open = |name: &str| Index::open(folder.join(name));
+        let encoders = variant.text_encoders.iter();
+        let tokenizers = encoders
+            .clone()
+            .map(|spec| ClipTokenizer::open(&folder.join(spec.tokenizer)));
+        let tokenizers = tokenizers.collect::<Result<Vec<_>>>()?;
+        let mut components = encoders.map(|spec| open(spec.folder)).collect::<Result<Vec<_>>>()?;
+        components.push(ldm::standalone_unet(open("unet")?));
+        components.push(open("vae")?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec()))));
+        let files = ConfigFiles::open(folder, variant)?;
+        Self::build(variant, (folder, files), configs, tokenizers, components, options)
+    }
+
+    fn load_checkpoint(variant: &'static Variant, file: &Path, options: &LoadOptions) -> Result<Self> {
+        let index = Index::open(file)?;
+        let (configs, mut files) = match &options.config_folder {
+            Some(folder) => (SdConfig::open(folder, variant)?, ConfigFiles::open(folder, variant)?),
+            None => {
+                let mut configs = SdConfig::defaults(variant)?;
+                read_marks(&index, &mut configs.scheduler);
+                let files = ConfigFiles::defaults(variant, &configs.scheduler);
+                (configs, files)
+            }
+        };
+        let components = ldm::split(&index, &configs, variant)?;
+        let folders = variant.text_encoders.iter();
+        files.tokenizers = folders.map(|spec| tokenizer_folder(file, spec, options)).collect();
+        let tokenizers = files.tokenizers.iter().zip(variant.text_encoders);
+        let tokenizers = tokenizers.map(|(folder, spec)| match (folder, spec.layout) {
+            (Some(folder), _) => ClipTokenizer::open(folder),
+            (None, TextLayout::HuggingFace(_)) => ClipTokenizer::openai(),
+            (None, TextLayout::OpenClip(_)) => ClipTokenizer::openai()?.padded_with_exclamation_marks(),
+        });
+        let tokenizers = tokenizers.collect::<Result<Vec<_>>>()?;
+        Self::build(variant, (file, files), configs, tokenizers, components, options)
+    }
+
+    fn build(
+        variant: &'static Variant,
+        (path, files): (&Path, ConfigFiles),
+        configs: SdConfig,
+        tokenizers: Vec<ClipTokenizer>,
+        mut components: Vec<Index>,
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        check_components(variant, &configs)?;
+        if options.layout_only {
+            components = components.iter().map(Index::shapes_only).collect();
+        }
+        let memory_options = &options.memory_options;
+        let weights = |index: &Index, dtype, streamed: f64| {
+            Weights::from_index(index.clone(), dtype, &options.device).streamed(streamed)
+        };
+        let unet_quantization = options.denoiser_quantization.clone().map(|mut quantization| {
+            quantization.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
+            quantization
+        });
+        let (text_indexes, others) = components.split_at(variant.text_encoders.len());
+        let [unet_index, vae_index] = others else {
+            return Err(EngineError::Internal(
+                "a Stable Diffusion model has a U-Net and a VAE".into(),
+            ));
+        };
+        let kinds = |indexes: &[Index]| -> Vec<&'static str> {
+            let all: BTreeSet<_> = indexes.iter().flat_map(Index::quantization_kinds).collect();
+            all.into_iter().collect()
+        };
+        let quantised = [
+            (PartRole::TextEncoder, kinds(text_indexes)),
+            (PartRole::Denoiser, kinds(std::slice::from_ref(unet_index))),
+            (PartRole::Codec, kinds(std::slice::from_ref(vae_index))),
+        ];
+        let text_weights: Vec<Weights> = text_indexes
+            .iter()
+            .map(|index| {
+                weights(index, options.dtype, memory_options.text_streamed)
+                    .quantize_on_load(options.text_encoder_quantization.clone())
+                    .training(options.text_encoder_trained.clone())
+            })
+            .collect();
+        let unet_weights = weights(unet_index, options.dtype, memory_options.denoiser_streamed)
+            .quantize_on_load(unet_quantization)
+            .training(options.denoiser_trained.clone());
+        let vae_dtype = vae_dtype(variant, &configs.vae, options.dtype);
+        let vae_weights = weights(vae_index, vae_dtype, memory_options.vae_streamed);
+
+        let mut text_encoders = Vec::with_capacity(text_weights.len());
+        let mut trained = Vec::new();
+        let parts = variant.text_encoders.iter().zip(&configs.text_encoders).zip(tokenizers);
+        for (((spec, config), tokenizer), weights) in parts.zip(&text_weights) {
+            let model = |weights: &Weights| match spec.class {
+                "CLIPTextModelWithProjection" => ClipTextModel::with_projection(weights, config),
+                _ => ClipTextModel::new(weights, config),
+            };
+            let is_trained = options.text_encoder_trained != TrainableFilter::Nothing;
+            text_encoders.push(TextEncoder {
+                spec,
+                tokenizer: tokenizer.limited_to(config.max_position_embeddings),
+                model: model(weights)?,
+                frozen: is_trained.then(|| model(&weights.detached())).transpose()?,
+            });
+            let vars = weights.vars().into_iter();
+            trained.extend(vars.map(|(name, var)| (format!("{}.{}", spec.folder, prefixed_name(&name)), var)));
+        }
+        let unet = UNet2DConditionModel::new(&unet_weights, &configs.unet)?;
+        let frozen_unet = match options.denoiser_trained {
+            TrainableFilter::Nothing => None,
+            _ => Some(UNet2DConditionModel::new(&unet_weights.detached(), &configs.unet)?),
+        };
+        trained.extend(
+            unet_weights
+                .vars()
+                .into_iter()
+                .map(|(name, var)| (format!("unet.{name}"), var)),
+        );
+        let mut all_weights: Vec<&Weights> = text_weights.iter().collect();
+        let vae = AutoencoderKl::new(&vae_weights, &configs.vae)?.tiled(memory_options.vae_tiled);
+        all_weights.extend([&unet_weights, &vae_weights]);
+        Ok(Self {
+            variant,
+            text_encoders,
+            unet,
+            vae,
+            source: Arc::new(SdSource::new(variant, path, files, &all_weights)?),
+            scheduler_config: configs.scheduler,
+            sequential_cfg: memory_options.sequential_cfg,
+            quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
+            trained,
+            frozen_unet,
+            dtype: options.dtype,
+            device: options.device.clone(),
+        })
+    }
+
+    /// Replaces the VAE by that of a diffusers `vae/` folder, or of a model folder that has one.
+    ///
+    /// # Errors
+    /// As [`AutoencoderKl::open`].
+    pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
+        let (settings, index) = vae::config_and_index(folder)?;
+        let vae_config: VaeConfig = config::read(&settings)?;
+        let dtype = vae_dtype(self.variant, &vae_config, options.dtype);
+        let weights = Weights::from_index(index, dtype, &options.device).streamed(options.memory_options.vae_streamed);
+        let vae = AutoencoderKl::new(&weights, &vae_config)?.tiled(options.memory_options.vae_tiled);
+        let config = config::read_text(&settings).map_err(|e| EngineError::io(&settings, e))?;
+        Arc::make_mut(&mut self.source).replace_vae(&weights, config)?;
+        self.vae = vae;
+        Ok(())
+    }
+}
+
+/// The dtype of the VAE. SDXL's gives NaN in float16 (diffusers' `force_upcast`).
+fn vae_dtype(variant: &Variant, config: &VaeConfig, dtype: DType) -> DType {
+    match dtype == DType::F16 && variant.vae_overflows_in_f16 && config.force_upcast {
+        true => DType::F32,
+        false => dtype,
+    }
+}
+
+/// Checks that the components belong to one model, and that the family's pipeline can run them.
+fn check_components(variant: &Variant, configs: &SdConfig) -> Result<()> {
+    let unsupported = |message: String| Err(EngineError::Unsupported(message));
+    let (unet, vae) = (&configs.unet, &configs.vae);
+    let hidden: usize = configs.text_encoders.iter().map(|config| config.hidden_size).sum();
+    let context = unet.context_width();
+    if context != Ok(hidden) {
+        return unsupported(format!(
+            "the text encoder has {hidden} features, the U-Net expects {}: they belong to different models",
+            context.map_or_else(|problem| problem, |width| width.to_string())
+        ));
+    }
+    let pooled = unet.pooled_width(SIZE_NUMBERS).map_err(EngineError::Unsupported)?;
+    match (variant.text_output, pooled) {
+        (TextOutput::LastHidden, None) => {}
+        (TextOutput::LastHidden, Some(_)) => {
+            return unsupported(format!(
+                "the U-Net has the additional embedding of Stable Diffusion XL, and this is a model of {}",
+                variant.title
+            ));
+        }
+        (TextOutput::PenultimateAndPooled, None) => {
+            return unsupported(format!(
+                "the U-Net has no additional embedding, which every model of {} has",
+                variant.title
+            ));
+        }
+        (TextOutput::PenultimateAndPooled, Some(width)) => {
+            let last = configs.text_encoders.last().map_or(0, |config| config.projection_dim);
+            if last != width {
+                return unsupported(format!(
+                    "the pooled text has {last} features, the U-Net expects {width}: they belong to different models"
+                ));
+            }
+        }
+    }
+    if unet.in_channels != vae.latent_channels {
+        return unsupported(format!(
+            "the U-Net takes {} channels and the autoencoder gives {}: inpainting and depth models are not supported yet",
+            unet.in_channels, vae.latent_channels
+        ));
+    }
+    if unet.out_channels != unet.in_channels {
+        return unsupported(format!(
+            "the U-Net takes {} channels and gives {}: models that predict the variance are not supported yet",
+            unet.in_channels, unet.out_channels
+        ));
+    }
+    Ok(())
+}
+
+/// The size numbers of an item in SDXL: original height and width, top and left of the crop, target height and width.
+pub(super) const SIZE_NUMBERS: usize = 6;
+
+/// Sets what a single file says about its noise schedule: in its metadata (`modelspec.prediction_type`), or by the
+/// tensors `v_pred` and `ztsnr` that checkpoints of SDXL have for it.
+fn read_marks(index: &Index, scheduler: &mut Value) {
+    let Some(keys) = scheduler.as_object_mut() else { return };
+    let metadata = index
+        .metadata()
+        .into_iter()
+        .find(|(key, _)| key == "modelspec.prediction_type");
+    match metadata.as_ref().map(|(_, value)| value.trim()) {
+        Some("v" | "v_prediction" | "v-prediction") => {
+            keys.insert("prediction_type".into(), "v_prediction".into());
+        }
+        Some("epsilon") => {
+            keys.insert("prediction_type".into(), "epsilon".into());
+        }
+        _ => {}
+    }
+    if index.contains("v_pred") {
+        keys.insert("prediction_type".into(), "v_prediction".into());
+    }
+    if index.contains("ztsnr") {
+        keys.insert("rescale_betas_zero_snr".into(), true.into());
+    }
+}
+
+/// The folder of a tokenizer for a single-file checkpoint: in the config folder, or beside the file.
+fn tokenizer_folder(file: &Path, spec: &TextEncoderSpec, options: &LoadOptions) -> Option<PathBuf> {
+    let parent = file.parent().unwrap_or(Path::new("."));
+    let parents = [options.config_folder.as_deref(), Some(parent)];
+    let mut folders = parents.into_iter().flatten().map(|parent| parent.join(spec.tokenizer));
+    folders.find(|folder| folder.is_dir())
+}

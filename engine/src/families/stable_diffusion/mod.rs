@@ -1,0 +1,75 @@
+//! What the families of Stable Diffusion (1.x, 2.x, XL) share: tokenizers, CLIP text encoders, U-Net, autoencoder, loading
+//! from diffusers folders and single files, and saving in both formats. A family is a [`Variant`].
+//!
+//! Weights that are quantised in their files stay quantised.
+
+mod ldm;
+mod load;
+mod metadata_yaml;
+mod model;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod prequantised_tests;
+mod resume;
+mod save;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod save_tests;
+mod sd_config;
+mod source;
+mod variant;
+
+#[cfg(test)]
+pub(crate) use ldm::split as split_checkpoint;
+pub use resume::saved_step;
+pub use save::{FullModel, META_FILE};
+pub use sd_config::SdConfig;
+pub use source::SdSource;
+pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides};
+
+use crate::families::model::PartRole;
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
+use crate::models::unet::UNet2DConditionModel;
+use crate::models::vae::AutoencoderKl;
+use candle_core::{DType, Device, Var};
+use serde_json::Value;
+use std::sync::Arc;
+
+/// A text encoder with its tokenizer.
+#[derive(Clone, Debug)]
+pub struct TextEncoder {
+    /// What it is in the family.
+    pub spec: &'static TextEncoderSpec,
+    /// Converts prompts to ids.
+    pub tokenizer: ClipTokenizer,
+    /// Encodes ids.
+    pub model: ClipTextModel,
+    /// If it is trained: a copy that shares its memory and has no variables.
+    frozen: Option<ClipTextModel>,
+}
+
+/// A Stable Diffusion model.
+#[derive(Clone, Debug)]
+pub struct SdModel {
+    variant: &'static Variant,
+    /// The text encoders.
+    pub text_encoders: Vec<TextEncoder>,
+    /// Predicts the noise.
+    pub unet: UNet2DConditionModel,
+    /// Encodes images to latents and decodes them.
+    pub vae: AutoencoderKl,
+    /// `scheduler_config.json`.
+    pub scheduler_config: Value,
+    /// Whether classifier-free guidance runs the U-Net for both predictions one after the other, with half the memory.
+    pub sequential_cfg: bool,
+    /// The components whose files contain quantised weights, with the formats.
+    pub quantised_in_file: Vec<(PartRole, Vec<&'static str>)>,
+    /// The trained tensors, with component and name (`unet.conv_in.weight`), sorted.
+    pub trained: Vec<(String, Var)>,
+    /// Where the model was loaded from, for saving it.
+    pub source: Arc<SdSource>,
+    /// If the U-Net is trained: a copy that shares its memory and has no variables.
+    frozen_unet: Option<UNet2DConditionModel>,
+    dtype: DType,
+    device: Device,
+}

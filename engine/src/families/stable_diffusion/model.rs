@@ -1,0 +1,211 @@
+//! Stable Diffusion as a [`Model`].
+
+use super::SdModel;
+use super::load::SIZE_NUMBERS;
+use super::save::FullModel;
+use super::variant::TextOutput;
+use crate::error::{EngineError, Result};
+use crate::families::conditioning::{Conditioning, ItemSize, Prompt};
+use crate::families::family::Family;
+use crate::families::model::{Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::options::LoadOptions;
+use crate::models::codec::Codec;
+use crate::models::unet::AdditionalConditions;
+use crate::residency::Residency;
+use candle_core::{D, DType, Device, Tensor, Var};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The names in the conditioning: the encoded text, the pooled text, and the sizes.
+const CONTEXT: &str = "context";
+const POOLED: &str = "pooled";
+const TIME_IDS: &str = "time_ids";
+
+impl SdModel {
+    /// The model for sampling during training, see [`Model::detach`].
+    #[must_use]
+    pub fn detached(&self) -> Option<Self> {
+        let frozen_text = self.text_encoders.iter().any(|encoder| encoder.frozen.is_some());
+        if !frozen_text && self.frozen_unet.is_none() {
+            return None;
+        }
+        let mut model = self.clone();
+        for encoder in &mut model.text_encoders {
+            if let Some(frozen) = &encoder.frozen {
+                encoder.model = frozen.clone();
+            }
+        }
+        if let Some(frozen) = &self.frozen_unet {
+            model.unet = frozen.clone();
+        }
+        Some(model)
+    }
+}
+
+impl Model for SdModel {
+    fn family(&self) -> &'static dyn Family {
+        self.variant.family
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        let mut parts: Vec<Part<'_>> = Vec::with_capacity(self.text_encoders.len() + 1);
+        for encoder in &mut self.text_encoders {
+            parts.push(Part {
+                id: encoder.spec.folder,
+                role: PartRole::TextEncoder,
+                lora_prefix: encoder.spec.lora_prefix,
+                layers: &mut encoder.model,
+            });
+        }
+        parts.push(Part {
+            id: "unet",
+            role: PartRole::Denoiser,
+            lora_prefix: "lora_unet",
+            layers: &mut self.unet,
+        });
+        parts
+    }
+
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+        let (mut contexts, mut pooled) = (Vec::new(), None);
+        for (index, encoder) in self.text_encoders.iter().enumerate() {
+            let texts: Vec<&str> = prompts
+                .iter()
+                .map(|prompt| match (&prompt.text_2, index) {
+                    (Some(second), 1) => second.as_str(),
+                    _ => prompt.text.as_str(),
+                })
+                .collect();
+            let ids = encoder.tokenizer.encode(&texts)?.to_device(&self.device)?;
+            match self.variant.text_output {
+                TextOutput::LastHidden => contexts.push(encoder.model.forward(&ids)?),
+                TextOutput::PenultimateAndPooled => {
+                    let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids)?;
+                    contexts.push(context);
+                    pooled = of_encoder.or(pooled);
+                }
+            }
+        }
+        let context = match contexts.as_slice() {
+            [only] => only.clone(),
+            all => Tensor::cat(all, D::Minus1)?,
+        };
+        let conditioning = Conditioning::default().with(CONTEXT, context);
+        Ok(match pooled {
+            Some(pooled) => conditioning.with(POOLED, pooled),
+            None => conditioning,
+        })
+    }
+
+    fn encode_nothing(&self, count: usize) -> Result<Conditioning> {
+        let empty = self.encode_prompts(&vec![Prompt::default(); count])?;
+        if self.variant.text_output == TextOutput::LastHidden || !self.source.zeros_for_no_prompt() {
+            return Ok(empty);
+        }
+        let zeros = |name| empty.get(name)?.zeros_like().map_err(EngineError::from);
+        Ok(Conditioning::default()
+            .with(CONTEXT, zeros(CONTEXT)?)
+            .with(POOLED, zeros(POOLED)?))
+    }
+
+    fn with_sizes(&self, conditioning: Conditioning, sizes: &[ItemSize]) -> Result<Conditioning> {
+        if self.variant.text_output == TextOutput::LastHidden {
+            return Ok(conditioning);
+        }
+        let numbers = sizes.iter().flat_map(|size| {
+            let pairs = [size.original, size.crop, size.target];
+            pairs
+                .into_iter()
+                .flat_map(|(vertical, horizontal)| [vertical as f32, horizontal as f32])
+        });
+        let time_ids = Tensor::from_vec(numbers.collect(), (sizes.len(), SIZE_NUMBERS), &self.device)?;
+        Ok(conditioning.with(TIME_IDS, time_ids))
+    }
+
+    fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
+        let [latents] = latents else {
+            return Err(EngineError::Internal("a U-Net takes one latent tensor".into()));
+        };
+        let sample = latents.to_dtype(self.dtype)?;
+        let context = conditioning.get(CONTEXT)?.to_dtype(self.dtype)?;
+        let prediction = match self.variant.text_output {
+            TextOutput::LastHidden => self.unet.forward(&sample, timesteps, &context)?,
+            TextOutput::PenultimateAndPooled => {
+                let pooled = conditioning.get(POOLED)?.to_dtype(self.dtype)?;
+                let conditions = AdditionalConditions {
+                    pooled: &pooled,
+                    time_ids: conditioning.get(TIME_IDS)?,
+                };
+                self.unet
+                    .forward_with(&sample, timesteps, &context, Some(&conditions))?
+            }
+        };
+        Ok(vec![prediction.to_dtype(DType::F32)?])
+    }
+
+    fn codec(&self) -> &dyn Codec {
+        &self.vae
+    }
+
+    fn scheduler_config(&self) -> &Value {
+        &self.scheduler_config
+    }
+
+    fn sequential_cfg(&self) -> bool {
+        self.sequential_cfg
+    }
+
+    fn default_size(&self) -> (usize, usize) {
+        let (height, width) = self.unet.config().sample_extent();
+        let scale = self.vae.scale_factor();
+        (width * scale, height * scale)
+    }
+
+    fn set_residency(&mut self, residency: Residency) {
+        self.unet.residency = residency;
+        for encoder in &mut self.text_encoders {
+            encoder.model.residency = residency;
+        }
+    }
+
+    fn trained(&self) -> &[(String, Var)] {
+        &self.trained
+    }
+
+    fn detach(&self) -> Option<Box<dyn Model>> {
+        Some(Box::new(self.detached()?))
+    }
+
+    fn quantised_in_file(&self) -> &[(PartRole, Vec<&'static str>)] {
+        &self.quantised_in_file
+    }
+
+    fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
+        self.replace_vae(folder, options)
+    }
+
+    fn load_trained(&self, path: &Path) -> Result<()> {
+        self.load_trained_tensors(path)
+    }
+
+    fn check_single_file(&self) -> Result<()> {
+        self.source.check_single_file()
+    }
+
+    fn writer<'a>(
+        &'a self,
+        trained: &'a BTreeMap<String, Tensor>,
+        options: SaveOptions,
+    ) -> Result<Box<dyn ModelWriter + 'a>> {
+        Ok(Box::new(FullModel::new(&self.source, trained, options)?))
+    }
+}

@@ -1,0 +1,44 @@
+//! The KL autoencoder as the codec of image models.
+
+use super::AutoencoderKl;
+use crate::error::{EngineError, Result};
+use crate::image_io;
+use crate::media::{Media, MediaSize};
+use crate::models::codec::{Codec, DrawNoise};
+use candle_core::{DType, Tensor};
+
+impl Codec for AutoencoderKl {
+    fn latent_channels(&self) -> Vec<usize> {
+        vec![self.config().latent_channels]
+    }
+
+    fn pixels_per_latent(&self) -> usize {
+        self.scale_factor()
+    }
+
+    fn latent_shapes(&self, size: MediaSize) -> Result<Vec<Vec<usize>>> {
+        let MediaSize::Image { width, height } = size else {
+            return Err(EngineError::Unsupported("this model makes images only".into()));
+        };
+        let scale = self.scale_factor();
+        Ok(vec![vec![self.config().latent_channels, height / scale, width / scale]])
+    }
+
+    fn encode(&self, media: &Tensor, noise: &mut DrawNoise<'_>) -> Result<Vec<Tensor>> {
+        let posterior = AutoencoderKl::encode(self, &media.to_device(self.device())?.to_dtype(self.dtype())?)?;
+        let random = noise(posterior.mean.dims())?
+            .to_device(self.device())?
+            .to_dtype(self.dtype())?;
+        let latents = posterior.sample(&random)?.to_dtype(DType::F32)?;
+        Ok(vec![((latents - self.shift_factor)? * self.scaling_factor)?])
+    }
+
+    fn decode(&self, latents: &[Tensor]) -> Result<Vec<Media>> {
+        let [latents] = latents else {
+            return Err(EngineError::Internal("a KL-VAE decodes one latent tensor".into()));
+        };
+        let unscaled = ((latents / self.scaling_factor)? + self.shift_factor)?.to_dtype(self.dtype())?;
+        let images = image_io::from_tensor(&AutoencoderKl::decode(self, &unscaled)?)?;
+        Ok(images.into_iter().map(Media::Image).collect())
+    }
+}

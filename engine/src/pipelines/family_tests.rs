@@ -1,0 +1,67 @@
+//! Compares images of Stable Diffusion 2.1 and XL with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
+//! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`).
+
+use super::tests::{TOLERANCE, compare_case};
+use crate::adapters::load_lora;
+use crate::families::stable_diffusion::{SdModel, Variant};
+use crate::families::{Model, sd2, sdxl};
+use crate::testing::{fixtures, tiny};
+use candle_core::{Device, Tensor, safetensors};
+use serde_json::Value;
+use std::collections::HashMap;
+
+type Images = HashMap<String, Tensor>;
+
+fn cases(folder: &str, file: &str) -> (Vec<Value>, Images) {
+    let folder = fixtures().join(folder);
+    let cases = std::fs::read(folder.join(file).with_extension("json")).unwrap();
+    let images = file.replace("cases", "images");
+    let images = safetensors::load(folder.join(images).with_extension("safetensors"), &Device::Cpu).unwrap();
+    (serde_json::from_slice(&cases).unwrap(), images)
+}
+
+/// The model with the scheduler's values that a case replaces.
+fn with_scheduler(model: &SdModel, case: &Value) -> SdModel {
+    let mut model = model.clone();
+    for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
+        model.scheduler_config[key] = value.clone();
+    }
+    model
+}
+
+fn check(variant: &'static Variant, model: &str, folder: &str, file: &str) {
+    let (cases, images) = cases(folder, file);
+    let plain = tiny(variant, model);
+    let mut failures = Vec::new();
+    let mut worst = 0;
+    for case in &cases {
+        let mut model = with_scheduler(&plain, case);
+        if let Some(strength) = case["lora"].as_f64() {
+            let lora = fixtures().join("lora_sdxl/diffusers.safetensors");
+            load_lora(&mut model.parts(), &lora, strength).unwrap();
+        }
+        match compare_case(case, &model, &images) {
+            Ok((difference, _)) if difference <= TOLERANCE => worst = worst.max(difference),
+            Ok((difference, count)) => failures.push(format!("{}: {difference} in {count} values", case["case"])),
+            Err(error) => failures.push(error),
+        }
+    }
+    println!("{folder}: {} cases, at most {worst} apart", cases.len());
+    assert!(
+        failures.is_empty(),
+        "{} of {}: {failures:#?}",
+        failures.len(),
+        cases.len()
+    );
+}
+
+#[test]
+fn stable_diffusion_2_gives_the_images_of_diffusers() {
+    check(&sd2::VARIANT, "tiny_sd21", "pipelines_sd21", "cases");
+}
+
+#[test]
+fn stable_diffusion_xl_gives_the_images_of_diffusers() {
+    check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "cases");
+    check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "lcm");
+}

@@ -1,0 +1,49 @@
+//! The encoded captions of a run.
+
+use crate::error::Result;
+use crate::families::{Conditioning, Model, Prompt};
+use std::collections::HashMap;
+
+/// A cache of encoded captions by text, for frozen text encoders.
+#[derive(Default)]
+pub struct ConditioningCache {
+    cache: HashMap<String, Conditioning>,
+}
+
+/// The largest number of cached captions. Each has 77 x 768 numbers, together about half a gigabyte for SD 1.5. The
+/// limit matters when tokens are shuffled: then every step has new texts.
+const MAX_CACHED: usize = 2048;
+
+impl ConditioningCache {
+    /// Encodes captions without the cache, with the graph, for text encoders that are trained.
+    ///
+    /// # Errors
+    /// When an encoder fails.
+    pub fn encode(captions: &[String], model: &dyn Model) -> Result<Conditioning> {
+        let prompts: Vec<Prompt> = captions.iter().map(|caption| Prompt::new(caption.as_str())).collect();
+        model.encode_prompts(&prompts)
+    }
+
+    /// Encodes captions in the model's dtype, or returns them from the cache.
+    ///
+    /// # Errors
+    /// When an encoder fails.
+    pub fn get(&mut self, captions: &[String], model: &dyn Model) -> Result<Conditioning> {
+        let mut rows = Vec::with_capacity(captions.len());
+        for caption in captions {
+            let row = match self.cache.get(caption) {
+                Some(row) => row.clone(),
+                None => {
+                    let row = Self::encode(std::slice::from_ref(caption), model)?.detached_as(model.dtype())?;
+                    if self.cache.len() >= MAX_CACHED {
+                        self.cache.clear();
+                    }
+                    self.cache.insert(caption.clone(), row.clone());
+                    row
+                }
+            };
+            rows.push(row);
+        }
+        Conditioning::cat(&rows.iter().collect::<Vec<_>>())
+    }
+}

@@ -1,0 +1,95 @@
+//! Diffusion as in DDPM: the model predicts the noise or the velocity at one of the time steps of a noise schedule
+//! (J. Ho and others, 2020; T. Salimans and J. Ho, 2022).
+
+use super::objective::{NoiseDraw, Objective};
+use super::random::{NoiseOptions, draw};
+use crate::error::{EngineError, Result};
+use crate::rng::TorchGenerator;
+use crate::samplers::{NoiseSchedule, PredictionType};
+use candle_core::{Device, Tensor};
+
+/// Weights of the loss by the signal-to-noise ratio (`docs/randomness.md` has the formulas).
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SnrWeighting {
+    /// Weight `min(snr, gamma) / snr` per item (epsilon), `min(snr, gamma) / (snr + 1)` (v prediction).
+    pub min_snr_gamma: Option<f64>,
+    /// Weight `gamma / snr` without the cap, ai-toolkit's `snr_gamma`. `min_snr_gamma` wins.
+    pub snr_gamma: Option<f64>,
+}
+
+/// The objective of diffusion models.
+#[derive(Clone, Debug)]
+pub struct Ddpm {
+    /// The noise levels, and what the model predicts.
+    pub schedule: NoiseSchedule,
+    /// How time steps and noise are drawn.
+    pub noise: NoiseOptions,
+    /// How the loss is weighted.
+    pub weighting: SnrWeighting,
+}
+
+/// Time steps are whole numbers here.
+fn index(timestep: f32) -> i64 {
+    timestep as i64
+}
+
+fn schedule_error(error: impl std::fmt::Display) -> EngineError {
+    EngineError::Internal(format!("noise schedule: {error}"))
+}
+
+impl Ddpm {
+    fn each(
+        &self,
+        latents: &[Tensor],
+        drawn: &NoiseDraw,
+        f: impl Fn(&Tensor, &Tensor, &[i64]) -> Result<Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        let timesteps: Vec<i64> = drawn.timesteps.iter().map(|t| index(*t)).collect();
+        latents
+            .iter()
+            .zip(&drawn.noise)
+            .map(|(x, noise)| f(x, noise, &timesteps))
+            .collect()
+    }
+}
+
+impl Objective for Ddpm {
+    fn draw(&self, generator: &mut TorchGenerator, shapes: &[Vec<usize>], device: &Device) -> Result<NoiseDraw> {
+        draw(&self.noise, generator, shapes, device)
+    }
+
+    fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
+        self.each(latents, drawn, |x, noise, timesteps| {
+            self.schedule.add_noise(x, noise, timesteps).map_err(schedule_error)
+        })
+    }
+
+    fn target(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
+        match self.schedule.prediction_type {
+            PredictionType::Epsilon => Ok(drawn.noise.clone()),
+            PredictionType::VPrediction => self.each(latents, drawn, |x, noise, timesteps| {
+                self.schedule.velocity(x, noise, timesteps).map_err(schedule_error)
+            }),
+            PredictionType::Sample => Err(EngineError::Unsupported(
+                "training needs a model that predicts the noise (epsilon) or the velocity (v_prediction)".into(),
+            )),
+        }
+    }
+
+    fn loss_weight(&self, timestep: f32) -> Result<f64> {
+        let snr = f64::from(self.schedule.snr(index(timestep)).map_err(schedule_error)?);
+        let weighting = &self.weighting;
+        Ok(
+            match (
+                weighting.min_snr_gamma,
+                weighting.snr_gamma,
+                self.schedule.prediction_type,
+            ) {
+                (Some(gamma), _, PredictionType::VPrediction) => snr.min(gamma) / (snr + 1.0),
+                (Some(gamma), _, _) => (gamma / snr).min(1.0),
+                (None, Some(gamma), _) => gamma / snr,
+                (None, None, _) => 1.0,
+            },
+        )
+    }
+}
