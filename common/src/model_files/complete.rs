@@ -149,7 +149,7 @@ mod tests {
     /// A complete model.
     fn complete_model() -> tempfile::TempDir {
         let model = tempfile::tempdir().unwrap();
-        for (part, stem) in components(files) {
+        for (part, stem) in COMPONENTS.into_iter().take(3) {
             write(model.path(), &format!("{part}/config.json"), "{}");
             write(model.path(), &format!("{part}/{stem}.safetensors"), weights(9));
         }
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(report(model.path()), COMPLETE);
         let mut cut = weights(9);
         cut.pop();
-        for (part, stem) in components(files) {
+        for (part, stem) in COMPONENTS.into_iter().take(3) {
             for (name, content, says) in [
                 (format!("{part}/{stem}.safetensors"), &cut[..], "it is cut off"),
                 (format!("{part}/{stem}.safetensors"), POINTER.as_bytes(), "git lfs pull"),

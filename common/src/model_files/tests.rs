@@ -70,6 +70,10 @@ fn u_nets_are_identified_by_their_cross_attention_dimension() {
     assert_eq!(ldm(768, 8, &[]), "sd1+InstructPix2Pix");
     // A small custom model.
     assert_eq!(ldm(32, 4, &[]), "sd1");
+    let linear = |shape: &'static [u64]| ("model.diffusion_model.input_blocks.1.1.proj_in.weight", shape);
+    assert_eq!(ldm(32, 4, &[linear(&[8, 8])]), "sd2");
+    assert_eq!(ldm(32, 4, &[linear(&[8, 8, 1, 1])]), "sd1");
+    assert_eq!(ldm(768, 4, &[linear(&[320, 320])]), "sd1");
     assert_eq!(ldm(1024, 4, &[]), "sd2");
     assert_eq!(ldm(1024, 5, &[]), "sd2+depth to image");
     let adm = ("model.diffusion_model.label_emb.0.0.weight", &[1280, 2816][..]);
@@ -78,6 +82,7 @@ fn u_nets_are_identified_by_their_cross_attention_dimension() {
     assert_eq!(xl(9), "sdxl");
     assert_eq!(xl(3), "ssd");
     assert_eq!(xl(1), "vega");
+    assert_eq!(ldm(40, 4, &[adm, (&last(1), &[16])]), "sdxl");
     assert_eq!(ldm(2048, 9, &[adm, (&last(9), &[1280])]), "sdxl+inpainting");
     assert_eq!(
         ldm(
@@ -419,7 +424,7 @@ fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_support
     assert_eq!(
         text,
         "models/a.safetensors is FLUX.1: m.safetensors has `double_blocks.0.img_attn.qkv.weight`, and `model.arch` of the config is \
-         `sd1`; this release runs Stable Diffusion 1.x (`arch: sd1`)"
+         `sd1`; this release runs Stable Diffusion 1.x (`arch: sd1`), Stable Diffusion 2.x (`arch: sd2`), Stable Diffusion XL (`arch: sdxl`)"
     );
     let text = check_supported("m", ArchName::Flux, &flux).unwrap_err().to_string();
     assert!(!text.contains("model.arch"), "{text}");
@@ -433,6 +438,24 @@ fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_support
     ]);
     let text = check_supported("m", ArchName::Sd1, &unet).unwrap_err().to_string();
     assert!(text.contains("text encoder") && text.contains("VAE"), "{text}");
+    let xl = of_header(&[
+        (
+            "model.diffusion_model.input_blocks.4.1.transformer_blocks.0.attn2.to_k.weight",
+            &[640, 2048],
+        ),
+        ("model.diffusion_model.output_blocks.0.0.weight", &[1]),
+        ("model.diffusion_model.label_emb.0.0.weight", &[1280, 2816]),
+        (
+            "conditioner.embedders.0.transformer.text_model.final_layer_norm.weight",
+            &[768],
+        ),
+    ]);
+    let text = check_supported("m", ArchName::Sdxl, &xl).unwrap_err().to_string();
+    assert!(
+        !text.contains("first text encoder") && text.contains("no second text encoder"),
+        "{text}"
+    );
+    assert!(text.contains("no VAE"), "{text}");
     let nothing = folder(&[("readme.txt", "hello")]);
     let text = check_supported("m", ArchName::Sd1, &nothing).unwrap_err().to_string();
     assert!(
