@@ -29,6 +29,9 @@ pub(crate) fn load_sd(path: impl AsRef<Path>, options: &LoadOptions) -> crate::e
         ModelFileKind::Model { family, .. } if family.arch == Some(ArchName::Sd2) => {
             (ArchName::Sd2, &crate::families::sd2::VARIANT)
         }
+        ModelFileKind::Model { family, .. } if family.arch == Some(ArchName::Sdxl) => {
+            (ArchName::Sdxl, &crate::families::sdxl::VARIANT)
+        }
         _ => (ArchName::Sd1, &crate::families::sd1::VARIANT),
     };
     let only_shapes = LoadOptions {

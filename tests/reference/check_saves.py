@@ -4,7 +4,7 @@
     python tests/reference/check_saves.py FOLDER
 
 Without a folder there is nothing to check. For each base model there is `folder` (diffusers' layout) and, where it has names for
-the model, `file.safetensors` (the first release's layout). The engine's test (`engine/src/models/sd/save_tests.rs`) changed some
+the model, `file.safetensors` (the first release's layout). The engine's test (`engine/src/families/stable_diffusion/save_tests.rs`) changed some
 tensors by the rule of `trained`.
 """
 import pathlib
@@ -12,17 +12,19 @@ import sys
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
 from tiny_sd import FIXTURES
 
-BASES = ["tiny_sd", "odd_models/old", "odd_models/distilled", "odd_models/sharded"]
+BASES = ["tiny_sd", "odd_models/old", "odd_models/distilled", "odd_models/sharded", "tiny_sd21", "tiny_sdxl"]
 NO_FILE = ["odd_models/sharded"]
 
 
 def numbers(pipe):
-    """Part and name of every tensor; the text encoder's without the prefix that transformers had up to version 4."""
+    """Part and name of every tensor; those of text encoders without the prefix that transformers had up to version 4."""
     out = {}
-    for part in ("text_encoder", "unet", "vae"):
+    for part in ("text_encoder", "text_encoder_2", "unet", "vae"):
+        if not hasattr(pipe, part):
+            continue
         for name, value in getattr(pipe, part).state_dict().items():
             if not name.endswith("position_ids"):
                 out[f"{part}.{name.removeprefix('text_model.')}"] = value.float().numpy()
@@ -47,17 +49,21 @@ def main():
         print("no folder of saves is given: nothing is checked")
         return
     place = pathlib.Path(sys.argv[1])
-    bare = {"torch_dtype": torch.float32, "safety_checker": None, "feature_extractor": None}
     for name in BASES:
+        xl = name == "tiny_sdxl"
+        bare = {"torch_dtype": torch.float32} | ({} if xl else {"safety_checker": None, "feature_extractor": None})
         variant = {"variant": "fp16"} if name.endswith("distilled") else {}
-        base = StableDiffusionPipeline.from_pretrained(FIXTURES / name, requires_safety_checker=False, **bare, **variant)
+        checker = {} if xl else {"requires_safety_checker": False}
+        cls = StableDiffusionXLPipeline if xl else StableDiffusionPipeline
+        base = cls.from_pretrained(FIXTURES / name, **checker, **bare, **variant)
         wanted = {key: trained(key, value) for key, value in numbers(base).items()}
         folder = place / name / "folder"
         # As users do it: nothing is said about a safety checker.
-        loaded = {"folder": StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)}
+        loaded = {"folder": DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)}
+        assert type(loaded["folder"]) is cls
         if name not in NO_FILE:
             file = place / name / "file.safetensors"
-            loaded["file"] = StableDiffusionPipeline.from_single_file(file, config=str(folder), local_files_only=True, **bare)
+            loaded["file"] = cls.from_single_file(file, config=str(folder), local_files_only=True, **bare)
         images = {}
         for form, pipe in loaded.items():
             found = numbers(pipe)

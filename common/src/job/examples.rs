@@ -60,6 +60,14 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/generate_sd15.yaml"),
         ),
         (
+            "train_lora_sdxl.yaml",
+            include_str!("../../../config/examples/train_lora_sdxl.yaml"),
+        ),
+        (
+            "generate_sdxl.yaml",
+            include_str!("../../../config/examples/generate_sdxl.yaml"),
+        ),
+        (
             "img2img_sd15.yaml",
             include_str!("../../../config/examples/img2img_sd15.yaml"),
         ),

@@ -64,7 +64,7 @@ section! {
         /// FLUX.1: mask padding in attention.
         attn_masking: bool = false, Accepted("only FLUX.1 uses it");
         /// Options of one family.
-        model_kwargs: FreeMap = FreeMap::new(), Accepted("Stable Diffusion 1.x has none");
+        model_kwargs: FreeMap = FreeMap::new(), Accepted("the families of this release have none");
         /// No effect, as in ai-toolkit.
         model_paths: FreeMap = FreeMap::new(), Accepted("never had an effect");
         /// No effect, as in ai-toolkit.

@@ -140,6 +140,9 @@ fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
         if let Some((_, what)) = ADAPTERS.iter().find(|(end, _)| name.ends_with(end)) {
             return Some((what, name));
         }
+        if name.starts_with("ip_adapter.") || name.starts_with("image_proj.") {
+            return Some(("an IP-Adapter", name));
+        }
         if name.starts_with("control_model.") || name.starts_with("controlnet_cond_embedding.") {
             return Some(("a ControlNet", name));
         }

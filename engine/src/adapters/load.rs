@@ -3,6 +3,7 @@
 use super::file::{LoraFile, LoraTensors};
 use super::layer::{LayerKind, LoraHandle, LoraLayer, Multiplier};
 use super::names::{LayerIndex, kohya_name};
+use super::origin::origin;
 use crate::error::{EngineError, Result};
 use crate::families::Part;
 use crate::nn::LayerMut;
@@ -30,13 +31,14 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
     let index = index_layers(parts)?;
     let (mut found, unknown) = file.resolve(&index);
     if found.is_empty() {
+        let origin = origin(&file).unwrap_or_else(|| "another model family".to_owned());
         return Err(EngineError::WeightsFile {
-            path: file.path,
             reason: format!(
-                "none of its {} layers is in this model (the first is `{}`): it was made for another model family",
+                "none of its {} layers is in this model (the first is `{}`): it was made for {origin}",
                 file.modules.len(),
                 file.modules.first().map_or("", |m| m.stem.as_str())
             ),
+            path: file.path,
         });
     }
     let handle = LoraHandle::new(multiplier);
@@ -53,9 +55,12 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
                 return Ok(());
             };
             let kohya = kohya_name(*role, lora_prefix, name);
-            let lora = build_layer(&mut layer, kohya, tensors, &handle).map_err(|reason| EngineError::WeightsFile {
-                path: file.path.clone(),
-                reason: format!("layer `{name}`: {reason}"),
+            let lora = build_layer(&mut layer, kohya, tensors, &handle).map_err(|reason| {
+                let origin = origin(&file).map_or_else(String::new, |origin| format!("; it was made for {origin}"));
+                EngineError::WeightsFile {
+                    path: file.path.clone(),
+                    reason: format!("layer `{name}`: {reason}{origin}"),
+                }
             })?;
             attach_adapter(layer, Arc::new(lora));
             Ok(())

@@ -12,6 +12,7 @@ mod layer;
 mod load;
 mod names;
 mod network;
+mod origin;
 mod save;
 
 pub use file::{LoraFile, LoraModule, LoraTensors};

@@ -4,6 +4,7 @@ use super::file::LoraFile;
 use super::layer::{LayerKind, LoraHandle, LoraLayer};
 use super::load::{attach_adapter, index_layers, layer_info};
 use super::names::{LayerIndex, kohya_name};
+use super::origin::origin;
 use crate::error::{EngineError, Result};
 use crate::families::{Part, PartRole};
 use crate::optim::Param;
@@ -221,10 +222,11 @@ impl LoraNetwork {
             let shape_error = |t: &Tensor, var: &Var| EngineError::WeightsFile {
                 path: file.path.clone(),
                 reason: format!(
-                    "layer `{}`: the file has {:?}, the model needs {:?}",
+                    "layer `{}`: the file has {:?}, the model needs {:?}{}",
                     e.layer.name,
                     t.dims(),
-                    var.dims()
+                    var.dims(),
+                    origin(file).map_or_else(String::new, |origin| format!("; it was made for {origin}"))
                 ),
             };
             for (var, tensor, axis) in [(&e.layer.down, &tensors.down, 0), (&e.layer.up, &tensors.up, 1)] {
@@ -248,7 +250,10 @@ impl LoraNetwork {
         if report.loaded == 0 {
             return Err(EngineError::WeightsFile {
                 path: file.path.clone(),
-                reason: "none of its layers is trained by this job: it was made for another model or network".into(),
+                reason: format!(
+                    "none of its layers is trained by this job: it was made for {}",
+                    origin(file).unwrap_or_else(|| "another model or network".into())
+                ),
             });
         }
         report

@@ -125,6 +125,24 @@ fn each_pass_keeps_its_strength_in_the_backward_pass() {
 }
 
 #[test]
+fn an_error_says_which_family_a_lora_is_for() {
+    let xl = fixtures().join("lora_sdxl/ai_toolkit.safetensors");
+    let error = load(&mut model(), &xl, 1.0).unwrap_err().to_string();
+    assert!(error.contains("made for Stable Diffusion XL"), "{error}");
+    let mut of_sd1 = model();
+    let network = attach(&mut of_sd1, &config());
+    let error = network.load(&LoraFile::open(&xl).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("made for Stable Diffusion XL"), "{error}");
+    let said = BTreeMap::from([("ss_base_model_version".to_owned(), "flux.1".to_owned())]);
+    let file = LoraFile {
+        metadata: said,
+        ..LoraFile::open(&xl).unwrap()
+    };
+    let error = network.load(&file).unwrap_err().to_string();
+    assert!(error.contains("flux.1"), "{error}");
+}
+
+#[test]
 fn the_multiplier_can_change_at_any_time() {
     let e = expected();
     let mut model = model();

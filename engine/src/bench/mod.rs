@@ -10,6 +10,7 @@ mod sd;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::Result;
+use crate::families::{sd1, sdxl};
 use operations::Iteration;
 use std::time::{Duration, Instant};
 
@@ -51,25 +52,25 @@ pub const BENCHMARKS: &[Benchmark] = &[
         "unet_sd15_forward_32",
         "SD 1.5 U-Net, 256 x 256 pixels",
         180_106_444_800,
-        |c| sd::unet_forward(c, 32),
+        |c| sd::unet_forward(c, &sd1::VARIANT, 32),
     ),
     benchmark(
         "unet_sd15_forward_64",
         "SD 1.5 U-Net, 512 x 512 pixels",
         803_273_441_280,
-        |c| sd::unet_forward(c, 64),
+        |c| sd::unet_forward(c, &sd1::VARIANT, 64),
     ),
     benchmark(
         "unet_sd15_lora_step_64",
         "training step, LoRA of rank 16 on every linear layer and 1 x 1 convolution, 512 x 512",
         1_757_914_564_608,
-        |c| sd::lora_step(c, 64, false),
+        |c| sd::lora_step(c, &sd1::VARIANT, 64, false),
     ),
     benchmark(
         "unet_sd15_lora_step_64_recomputed",
         "the same training step with gradient checkpointing",
         2_432_043_569_152,
-        |c| sd::lora_step(c, 64, true),
+        |c| sd::lora_step(c, &sd1::VARIANT, 64, true),
     ),
     benchmark(
         "unet_sd15_full_gradients_32",
@@ -88,6 +89,18 @@ pub const BENCHMARKS: &[Benchmark] = &[
         "SD 1.5 VAE, latents to pixels",
         2_514_518_933_504,
         |c| sd::vae(c, true),
+    ),
+    benchmark(
+        "unet_sdxl_forward_64",
+        "SDXL U-Net, 512 x 512 pixels",
+        1_588_778_762_240,
+        |c| sd::unet_forward(c, &sdxl::VARIANT, 64),
+    ),
+    benchmark(
+        "unet_sdxl_lora_step_64_recomputed",
+        "SDXL training step, LoRA of rank 16, gradient checkpointing, 512 x 512",
+        4_720_519_573_504,
+        |c| sd::lora_step(c, &sdxl::VARIANT, 64, true),
     ),
     benchmark(
         "sdxl_block_forward",

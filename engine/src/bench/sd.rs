@@ -5,10 +5,10 @@ use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
-use crate::families::stable_diffusion::SdConfig;
-use crate::families::{Conditioning, Part, PartRole, sd1};
+use crate::families::stable_diffusion::{SdConfig, Variant};
+use crate::families::{Conditioning, Part, PartRole};
 use crate::models::clip::{ClipTextConfig, ClipTextModel};
-use crate::models::unet::{Transformer2d, TransformerSizes, UNet2DConditionModel, UNetConfig};
+use crate::models::unet::{AdditionalConditions, Transformer2d, TransformerSizes, UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{AutoencoderKl, VaeConfig};
 use crate::optim::{Adam, AdamParams, Grads, Optimizer};
 use crate::residency::Residency;
@@ -32,23 +32,55 @@ pub(super) fn text_encoder(compute: &Compute) -> Result<Iteration> {
     }))
 }
 
-fn unet(compute: &Compute) -> Result<UNet2DConditionModel> {
-    UNet2DConditionModel::new(&frozen(&compute.device), &UNetConfig::default())
+fn unet(compute: &Compute, variant: &'static Variant) -> Result<UNet2DConditionModel> {
+    UNet2DConditionModel::new(&frozen(&compute.device), &SdConfig::defaults(variant)?.unet)
 }
 
-pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Iteration> {
-    let model = unet(compute)?;
+/// The inputs of a U-Net besides sample and time step, for one item.
+fn conditioning(compute: &Compute, unet: &UNet2DConditionModel) -> Result<Conditioning> {
+    let config_error = EngineError::Internal;
+    let width = unet.config().context_width().map_err(config_error)?;
+    let conditioning = Conditioning::default().with("context", normal(compute, &[1, 77, width])?);
+    Ok(match unet.config().pooled_width(6).map_err(config_error)? {
+        None => conditioning,
+        Some(width) => conditioning.with("pooled", normal(compute, &[1, width])?).with(
+            "time_ids",
+            Tensor::new(&[[512f32, 512.0, 0.0, 0.0, 512.0, 512.0]], &compute.device)?,
+        ),
+    })
+}
+
+fn predict(unet: &UNet2DConditionModel, x: &Tensor, t: &Tensor, conditioning: &Conditioning) -> Result<Tensor> {
+    let context = conditioning.get("context")?.to_dtype(x.dtype())?;
+    let pooled = conditioning.get("pooled").ok();
+    let conditions = match pooled {
+        None => None,
+        Some(pooled) => Some(AdditionalConditions {
+            pooled,
+            time_ids: conditioning.get("time_ids")?,
+        }),
+    };
+    unet.forward_with(x, t, &context, conditions.as_ref())
+}
+
+pub(super) fn unet_forward(compute: &Compute, variant: &'static Variant, side: usize) -> Result<Iteration> {
+    let model = unet(compute, variant)?;
     let x = normal(compute, &[1, 4, side, side])?;
-    let context = normal(compute, &[1, 77, 768])?;
+    let conditioning = conditioning(compute, &model)?;
     let time = Tensor::new(&[500f32], &compute.device)?;
     Ok(Box::new(move || {
-        model.forward(&x, &time, &context)?;
+        predict(&model, &x, &time, &conditioning)?;
         Ok(())
     }))
 }
 
-pub(super) fn lora_step(compute: &Compute, side: usize, checkpointed: bool) -> Result<Iteration> {
-    let mut unet = unet(compute)?;
+pub(super) fn lora_step(
+    compute: &Compute,
+    variant: &'static Variant,
+    side: usize,
+    checkpointed: bool,
+) -> Result<Iteration> {
+    let mut unet = unet(compute, variant)?;
     if checkpointed {
         unet.residency = Residency::Checkpointed { steps: 1 };
     }
@@ -74,7 +106,7 @@ pub(super) fn lora_step(compute: &Compute, side: usize, checkpointed: bool) -> R
     network.handle.set_training(Some(""));
     let params = network.params();
     let mut optimizer = Adam::new(params.clone(), AdamParams::new(true)).map_err(optim_error)?;
-    let scheduler = SdConfig::defaults(&sd1::VARIANT)?.scheduler;
+    let scheduler = SdConfig::defaults(variant)?.scheduler;
     let objective = Ddpm {
         schedule: NoiseSchedule::new(&SamplerParams::from_json(&scheduler)?)?,
         noise: NoiseOptions::default(),
@@ -86,15 +118,19 @@ pub(super) fn lora_step(compute: &Compute, side: usize, checkpointed: bool) -> R
             timesteps: vec![500.0],
             noise: vec![normal(compute, &[1, 4, side, side])?],
         },
-        conditioning: Conditioning::default().with("context", normal(compute, &[1, 77, 768])?),
+        conditioning: conditioning(compute, &unet)?,
         weights: vec![1.0],
         mask: None,
     };
     let dtype = compute.dtype;
     Ok(Box::new(move || {
         let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
-            let context = conditioning.get("context")?.to_dtype(dtype)?;
-            Ok(vec![unet.forward(&latents[0].to_dtype(dtype)?, timesteps, &context)?])
+            Ok(vec![predict(
+                &unet,
+                &latents[0].to_dtype(dtype)?,
+                timesteps,
+                conditioning,
+            )?])
         };
         let (_, store) = gradients(|| loss(&predict, &objective, LossKind::Mse, &batch))?;
         let grads: Grads = params.iter().map(|p| store.get(&p.var).cloned()).collect();

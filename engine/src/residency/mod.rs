@@ -43,18 +43,18 @@ impl Residency {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Value(usize);
 
-type Forward = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
+type Forward = dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync;
 
 #[derive(Clone)]
 struct Step {
     name: String,
     inputs: Vec<Value>,
-    output: Value,
+    outputs: Vec<Value>,
     forward: Arc<Forward>,
 }
 
 impl Step {
-    fn run(&self, inputs: &[Tensor]) -> Result<Tensor> {
+    fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
         (self.forward)(inputs).map_err(|e| e.context(format!("in {}", self.name)))
     }
 }
@@ -70,7 +70,7 @@ pub struct Stack {
 impl std::fmt::Debug for Stack {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list()
-            .entries(self.steps.iter().map(|s| (&s.name, &s.inputs, s.output)))
+            .entries(self.steps.iter().map(|s| (&s.name, &s.inputs, &s.outputs)))
             .finish()
     }
 }
@@ -96,19 +96,32 @@ impl Stack {
         inputs: [Value; N],
         forward: impl Fn(&[Tensor; N]) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Value {
-        self.values.push(None);
-        let output = Value(self.values.len() - 1);
+        let [output] = self.step_with_outputs(name, inputs, move |tensors| Ok([forward(tensors)?]));
+        output
+    }
+
+    /// Appends a step with several outputs: a block that works on the tokens of image and text at once.
+    pub fn step_with_outputs<const N: usize, const M: usize>(
+        &mut self,
+        name: impl Into<String>,
+        inputs: [Value; N],
+        forward: impl Fn(&[Tensor; N]) -> Result<[Tensor; M]> + Send + Sync + 'static,
+    ) -> [Value; M] {
+        let outputs = std::array::from_fn(|_| {
+            self.values.push(None);
+            Value(self.values.len() - 1)
+        });
         let forward = move |tensors: &[Tensor]| match tensors.try_into() {
-            Ok(tensors) => forward(tensors),
+            Ok(tensors) => Ok(Vec::from(forward(tensors)?)),
             Err(_) => candle_core::bail!("a step reads {N} tensors, but got {}", tensors.len()),
         };
         self.steps.push(Step {
             name: name.into(),
             inputs: inputs.to_vec(),
-            output,
+            outputs: outputs.to_vec(),
             forward: Arc::new(forward),
         });
-        output
+        outputs
     }
 
     /// Runs all steps and returns `result`. Each tensor is freed after the last segment that reads it (a segment is one step without checkpointing).
@@ -166,7 +179,7 @@ struct Segment {
 
 impl Segment {
     fn new(steps: &[Step], is_read_later: impl Fn(Value) -> bool) -> Self {
-        let outputs: Vec<Value> = steps.iter().map(|step| step.output).collect();
+        let outputs: Vec<Value> = steps.iter().flat_map(|step| step.outputs.iter().copied()).collect();
         let mut inputs = Vec::new();
         for value in steps.iter().flat_map(|step| &step.inputs) {
             if !outputs.contains(value) && !inputs.contains(value) {
@@ -187,7 +200,7 @@ impl Segment {
         };
         for step in &self.steps {
             let tensors: Vec<Tensor> = step.inputs.iter().map(|v| find(&values, v)).collect::<Result<_>>()?;
-            values.push((step.output, step.run(&tensors)?));
+            values.extend(step.outputs.iter().copied().zip(step.run(&tensors)?));
         }
         self.outputs.iter().map(|v| find(&values, v)).collect()
     }

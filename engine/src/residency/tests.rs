@@ -1,5 +1,5 @@
 //! Compares checkpointed and resident runs of a small stack with the features of a model's: skip connections, an input
-//! that every step reads, a variable that two steps share, and a step that does not depend on a variable.
+//! that every step reads, steps with two outputs, a variable that two steps share, and a step that does not depend on a variable.
 
 use super::{Residency, Stack};
 use crate::autograd::{Gradients, gradients};
@@ -54,6 +54,15 @@ impl Toy {
         }
         let plain = stack.step("plain", [constant], |[constant]| constant.sqr());
         x = stack.step("mixed", [x, plain], |[x, plain]| x + plain);
+        // Two streams, of which the second one is also read by a step that nobody reads.
+        let [image, text] = stack.step_with_outputs("double", [x, shared], |[x, shared]| {
+            Ok([x.tanh()?, x.broadcast_add(shared)?.sin()?])
+        });
+        let [image, text] = stack.step_with_outputs("double again", [image, text], |[image, text]| {
+            Ok([(image * text)?, (text + image)?])
+        });
+        stack.step("ignored", [text], |[text]| text.exp());
+        x = stack.step("joined", [image, text], |[image, text]| image + text);
         for (i, skip) in skips.into_iter().rev().enumerate() {
             let (w, runs) = (tensor(&self.vars[3 - i % 2]), Arc::clone(&self.runs));
             x = stack.step(format!("up {i}"), [x, skip, shared], move |[x, skip, shared]| {

@@ -27,6 +27,26 @@ def sd15_unet():
     return UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
 
 
+def sdxl_unet():
+    from diffusers import UNet2DConditionModel
+    return UNet2DConditionModel(
+        sample_size=128, cross_attention_dim=2048, block_out_channels=(320, 640, 1280), attention_head_dim=[5, 10, 20],
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"), transformer_layers_per_block=[1, 2, 10],
+        use_linear_projection=True, addition_embed_type="text_time", addition_time_embed_dim=256,
+        projection_class_embeddings_input_dim=2816)
+
+
+def conditions(unet):
+    """The inputs of a U-Net besides sample and time step."""
+    import torch
+    given = {"encoder_hidden_states": torch.randn(1, 77, unet.config.cross_attention_dim)}
+    if unet.config.addition_embed_type is not None:
+        sizes = torch.tensor([[512.0, 512.0, 0.0, 0.0, 512.0, 512.0]])
+        given["added_cond_kwargs"] = {"text_embeds": torch.randn(1, 1280), "time_ids": sizes}
+    return given
+
+
 def with_lora(unet, checkpointing):
     """Rank 16 on every linear layer and 1 x 1 convolution."""
     import torch
@@ -49,29 +69,29 @@ def adamw_of(params):
     return torch.optim.AdamW(params, lr=1e-4, eps=1e-6, weight_decay=0.01, **fused)
 
 
-def unet_forward(side):
+def unet_forward(side, make=sd15_unet):
     import torch
-    unet = sd15_unet().requires_grad_(False).eval()
-    x, context = torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
+    unet = make().requires_grad_(False).eval()
+    x, given = torch.randn(1, 4, side, side), conditions(unet)
     time_step = torch.tensor([500.0])
 
     def run():
         with torch.no_grad():
-            unet(x, time_step, context).sample
+            unet(x, time_step, **given).sample
     return run
 
 
-def lora_step(side, checkpointing):
+def lora_step(side, checkpointing, make=sd15_unet):
     import torch
-    unet = with_lora(sd15_unet(), checkpointing)
+    unet = with_lora(make(), checkpointing)
     params = [p for p in unet.parameters() if p.requires_grad]
     optimizer = adamw_of(params)
     latents, noise = torch.randn(1, 4, side, side), torch.randn(1, 4, side, side)
-    context, time_step = torch.randn(1, 77, 768), torch.tensor([500.0])
+    given, time_step = conditions(unet), torch.tensor([500.0])
 
     def run():
         noisy = 0.6 * latents + 0.8 * noise
-        loss = (unet(noisy, time_step, context).sample - noise).square().mean()
+        loss = (unet(noisy, time_step, **given).sample - noise).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -241,6 +261,8 @@ WORKS = {
     "unet_sd15_full_gradients_32": ("1x4x32x32, text 77x768", lambda: full_gradients(32)),
     "vae_sd15_encode_512": ("1x3x512x512", lambda: vae(False)),
     "vae_sd15_decode_512": ("1x4x64x64", lambda: vae(True)),
+    "unet_sdxl_forward_64": ("1x4x64x64, text 77x2048", lambda: unet_forward(64, sdxl_unet)),
+    "unet_sdxl_lora_step_64_recomputed": ("1x4x64x64, text 77x2048, rank 16", lambda: lora_step(64, True, sdxl_unet)),
     "sdxl_block_forward": ("1x1280x32x32, text 77x2048", lambda: sdxl_block(False)),
     "sdxl_block_step": ("1x1280x32x32, text 77x2048", lambda: sdxl_block(True)),
     "flux_double_block_forward": (FLUX, lambda: flux_block(True, False)),

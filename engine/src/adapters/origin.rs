@@ -1,0 +1,42 @@
+//! Which family of models a LoRA file was made for, for messages.
+
+use super::file::LoraFile;
+
+/// The family that a LoRA was made for, and what shows it. `None`: nothing does.
+pub(super) fn origin(file: &LoraFile) -> Option<String> {
+    let metadata = ["modelspec.architecture", "ss_base_model_version"];
+    let said = metadata.iter().find_map(|key| Some((key, file.metadata.get(*key)?)));
+    if let Some((key, said)) = said {
+        return Some(format!("{} (its `{key}`)", said.chars().take(60).collect::<String>()));
+    }
+    let has = |part: &str| file.modules.iter().any(|module| module.stem.contains(part));
+    for (part, family) in [
+        ("double_blocks", "FLUX.1 or a model like it"),
+        ("single_transformer_blocks", "FLUX.1 or a model like it"),
+        ("joint_blocks", "Stable Diffusion 3"),
+        ("lora_te3", "Stable Diffusion 3"),
+        ("cross_attn", "Wan or a model like it"),
+        ("lora_te2_", "Stable Diffusion XL"),
+        ("text_encoder_2.", "Stable Diffusion XL"),
+    ] {
+        if has(part) {
+            return Some(format!(
+                "{family} (it has layers called `{}`)",
+                part.trim_end_matches(['.', '_'])
+            ));
+        }
+    }
+    // The width of the text that the cross-attention reads.
+    let context = file.modules.iter().find_map(|module| {
+        let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");
+        is_cross.then(|| module.tensors.down.dims().get(1).copied())?
+    })?;
+    let family = match context {
+        768 => "Stable Diffusion 1.x",
+        1024 => "Stable Diffusion 2.x",
+        2048 => "Stable Diffusion XL",
+        1280 => "the refiner of Stable Diffusion XL",
+        _ => return None,
+    };
+    Some(format!("{family} (its cross-attention reads {context} features)"))
+}
