@@ -221,7 +221,12 @@ impl LeaderLease {
                 .bind(i64::try_from(self.epoch).unwrap_or(i64::MAX))
                 .execute(&mut holder.connection)
                 .await;
-            // Closing releases the lock; so does the server, a little later, without it.
+            // Closing the connection releases the lock too, but the server does that a little later, when a coordinator
+            // that starts right away may already have asked for the lock.
+            let _ = sqlx::query("SELECT pg_advisory_unlock($1)")
+                .bind(ADVISORY_LOCK)
+                .execute(&mut holder.connection)
+                .await;
             let _ = holder.connection.close().await;
         };
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, leave).await;

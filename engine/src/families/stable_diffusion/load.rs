@@ -82,7 +82,6 @@ impl SdModel {
         mut components: Vec<Index>,
         options: &LoadOptions,
     ) -> Result<Self> {
-        check_components(variant, &configs)?;
         if options.layout_only {
             components = components.iter().map(Index::shapes_only).collect();
         }
@@ -155,6 +154,8 @@ impl SdModel {
         let mut all_weights: Vec<&Weights> = text_weights.iter().collect();
         let vae = AutoencoderKl::new(&vae_weights, &configs.vae)?.tiled(memory_options.vae_tiled);
         all_weights.extend([&unet_weights, &vae_weights]);
+        // After the parts, whose errors name the tensor that does not match its config.
+        check_components(variant, &configs)?;
         Ok(Self {
             variant,
             text_encoders,
