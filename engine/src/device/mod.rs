@@ -7,6 +7,7 @@ mod gpu;
 pub mod gpus;
 #[cfg(feature = "metal")]
 mod metal;
+pub mod portable;
 pub mod self_test;
 pub mod threads;
 

@@ -6,6 +6,7 @@ use super::file::TensorFile;
 use super::header::StorageType;
 use super::streamed::StreamedWeight;
 use super::{folder, quantized};
+use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
 use crate::quant::Quantized;
 use candle_core::quantized::GgmlDType;
@@ -158,7 +159,7 @@ impl Index {
             StorageType::GgufHalf(FloatFormat::Bf16) => (GgmlDType::BF16, "bf16"),
             _ => return Ok(None),
         };
-        if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
+        if !device.is_cpu() || is_portable() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
             return Ok(None);
         }
         let quantization = StoredQuantization::GgmlBlocks(block, type_name);
