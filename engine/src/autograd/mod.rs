@@ -13,11 +13,16 @@
 //!
 //! The output of a step is a variable (a leaf) to candle: candle's graph of later operations ends at that tensor. When
 //! a step reads a tensor that candle computed, this part of candle's graph becomes one step of the tape, which runs
-//! candle's backward pass on its gradient. Both kinds of operations can therefore be mixed freely. On CUDA and Metal,
-//! where the engine's operations are composed of candle's, the whole forward pass is one such step.
+//! candle's backward pass on its gradient. Both kinds of operations can therefore be mixed freely.
 //!
-//! Outside [`record`], the engine's operations are nodes of candle's graph, and candle's `backward()` does everything.
+//! An operation has two forms, each with a forward and a backward pass: kernels on slices for f32 on the CPU, and
+//! candle's operations on tensors for CUDA, Metal, other dtypes and portable mode ([`crate::device::portable`]). In a
+//! recording, both are one step: what a step does not save, and gradients of what is not trained, exist on no device.
+//!
+//! Outside [`record`], the engine's operations are nodes of candle's graph, or are composed of its operations where
+//! they run on tensors, and candle's `backward()` does everything.
 
+mod leaf;
 mod operation;
 mod slices;
 #[cfg(test)]
@@ -27,8 +32,7 @@ mod tests;
 pub(crate) use operation::{Input, Operation, apply};
 pub(crate) use slices::{is_cpu_f32, with_slice};
 
-use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor, TensorId, Var};
+use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Tensor, TensorId, Var};
 use candle_core::{CudaStorage, DType};
 use std::cell::RefCell;
 use std::collections::hash_map::Entry;
@@ -305,12 +309,6 @@ fn record_step<'a>(
 /// Adds the variables that `tensor` depends on.
 fn add_variables(tensor: &Tensor, variables: &mut HashSet<TensorId>) {
     variables.extend(variables_of(tensor).iter().map(Tensor::id));
-}
-
-/// A tensor on the CPU that candle treats as a variable.
-fn leaf_tensor(elements: Vec<f32>, shape: Shape) -> Tensor {
-    let storage = Storage::Cpu(CpuStorage::F32(elements));
-    Tensor::from_storage(storage, shape, BackpropOp::none(), true)
 }
 
 /// Gradient checkpointing (`torch.utils.checkpoint`): runs `forward(inputs)` and saves only the inputs; the backward

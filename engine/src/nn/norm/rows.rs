@@ -1,5 +1,6 @@
 //! Norms on the CPU. One thread sums each row, in f64, so the result does not depend on the number of threads.
 
+use super::tensors;
 use crate::autograd::{Input, Operation};
 use crate::nn::activation::Activation;
 use crate::nn::cpu::{self, Function, Kernel, Simd, map_serial, run_vectorised};
@@ -159,6 +160,14 @@ impl Operation<3> for RowNorm {
             if affine { Some(vector(dw)?) } else { None },
             if affine { Some(vector(db)?) } else { None },
         ])
+    }
+
+    fn forward_tensors(&self, [x, weight, bias]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        tensors::forward(self, x, weight, bias)
+    }
+
+    fn backward_tensors(&self, inputs: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        tensors::backward(self, inputs, gradient)
     }
 }
 

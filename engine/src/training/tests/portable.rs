@@ -1,0 +1,134 @@
+//! Steps of a training in portable mode, in every dtype, compared with the kernels on slices.
+
+use super::*;
+use crate::autograd::gradients;
+use crate::device::portable::portable;
+use crate::models::sd::{LoadOptions, SdModel};
+use crate::testing::largest;
+
+/// The loss and the gradients of one step.
+type Step = (f32, Vec<Tensor>);
+
+/// Five steps of gradient descent, of a LoRA on all layers of the U-Net, at an odd size.
+fn five_steps(dtype: DType, residency: Residency) -> Vec<Step> {
+    let options = LoadOptions {
+        dtype,
+        ..LoadOptions::cpu()
+    };
+    let mut model = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
+    model.unet.residency = residency;
+    let config = LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        conv_rank: Some(4),
+        conv_alpha: 8.0,
+        dropout: 0.0,
+        only_if_contains: vec![],
+        ignore_if_contains: vec![],
+    };
+    let network = LoraNetwork::attach(
+        &config,
+        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
+        &mut TorchGenerator::manual_seed(0),
+    )
+    .unwrap();
+    network.handle.set_training(Some("no dropout"));
+    let params = network.params();
+    let mut generator = TorchGenerator::manual_seed(1);
+    let mut random = |shape: &[usize]| {
+        let count = shape.iter().product();
+        Tensor::from_vec(generator.randn(count), shape, &Device::Cpu).unwrap()
+    };
+    for p in &params {
+        p.var.set(&(random(p.var.dims()) * 0.1).unwrap()).unwrap();
+    }
+    let schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
+    let mut step = |_| {
+        let batch = MicroBatch {
+            latents: random(&[2, 4, 11, 21]),
+            noise: random(&[2, 4, 11, 21]),
+            timesteps: vec![417, 30],
+            context: random(&[2, 77, 32]),
+            weights: vec![1.0, 0.5],
+            mask: None,
+        };
+        let (loss, found) = gradients(|| loss(&model.unet, &schedule, &LossOptions::default(), &batch, dtype)).unwrap();
+        let of = |p: &crate::optim::Param| found.get(p.var.as_tensor()).unwrap().clone();
+        let found: Vec<_> = params.iter().map(of).collect();
+        for (p, gradient) in params.iter().zip(&found) {
+            p.var
+                .set(&(p.var.as_tensor() - (gradient * 0.05).unwrap()).unwrap())
+                .unwrap();
+        }
+        (loss.to_scalar().unwrap(), found)
+    };
+    (0..5).map(&mut step).collect()
+}
+
+fn norm(t: &Tensor) -> f32 {
+    t.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt()
+}
+
+/// The largest relative error of a loss, and of a component of a gradient as a fraction of its tensor's largest one.
+fn largest_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
+    let (mut of_loss, mut of_gradient) = (0f32, 0f32);
+    for ((loss, found), (expected_loss, expected)) in ours.iter().zip(expected) {
+        of_loss = of_loss.max((loss / expected_loss - 1.0).abs());
+        for (a, b) in found.iter().zip(expected) {
+            of_gradient = of_gradient.max(gap(a, b) / largest(b));
+        }
+    }
+    (of_loss, of_gradient)
+}
+
+#[test]
+fn five_steps_in_f32_equal_those_of_the_slice_kernels() {
+    let expected = five_steps(DType::F32, Residency::Resident);
+    let ours = portable(|| five_steps(DType::F32, Residency::Resident));
+    let (of_loss, of_gradient) = largest_errors(&ours, &expected);
+    println!("f32: losses differ by {of_loss:.1e}, gradients by {of_gradient:.1e}");
+    assert!(of_loss < 1e-4 && of_gradient < 1e-4, "{of_loss:.1e}, {of_gradient:.1e}");
+}
+
+/// The relative errors of the loss and of all gradients together, of the step where they are largest.
+fn overall_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
+    let squares = |all: &mut dyn Iterator<Item = f32>| all.map(|norm| norm * norm).sum::<f32>().sqrt();
+    let (mut of_loss, mut of_gradients) = (0f32, 0f32);
+    for ((loss, found), (expected_loss, expected)) in ours.iter().zip(expected) {
+        // NaN is no number below a tolerance: it must not get lost in a maximum.
+        let difference = squares(&mut found.iter().zip(expected).map(|(a, b)| norm(&(a - b).unwrap())));
+        assert!(loss.is_finite() && difference.is_finite());
+        of_loss = of_loss.max((loss / expected_loss - 1.0).abs());
+        of_gradients = of_gradients.max(difference / squares(&mut expected.iter().map(norm)));
+    }
+    (of_loss, of_gradients)
+}
+
+#[test]
+fn checkpointed_steps_equal_resident_steps_in_every_dtype() {
+    // The gradients of a tensor that several blocks read are summed in another order, in the dtype of the tensor.
+    for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::F16, 0.01), (DType::BF16, 0.05)] {
+        let resident = portable(|| five_steps(dtype, Residency::Resident));
+        let checkpointed = portable(|| five_steps(dtype, Residency::Checkpointed { steps: 2 }));
+        let (of_loss, of_gradients) = overall_errors(&checkpointed, &resident);
+        println!("{dtype:?}, checkpointed: losses differ by {of_loss:.1e}, gradients by {of_gradients:.1e}");
+        assert!(
+            of_loss < tolerance && of_gradients < tolerance,
+            "{dtype:?}: {of_loss:.1e}, {of_gradients:.1e}"
+        );
+    }
+}
+
+#[test]
+fn steps_in_half_precision_are_finite_and_close_to_f32() {
+    let expected = five_steps(DType::F32, Residency::Resident);
+    for (dtype, tolerance) in [(DType::F16, 0.01), (DType::BF16, 0.05)] {
+        let ours = portable(|| five_steps(dtype, Residency::Resident));
+        let (of_loss, of_gradients) = overall_errors(&ours, &expected);
+        println!("{dtype:?}: losses differ from f32 by {of_loss:.1e}, gradients by {of_gradients:.1e}");
+        assert!(
+            of_loss < tolerance && of_gradients < tolerance,
+            "{dtype:?}: {of_loss:.1e}, {of_gradients:.1e}"
+        );
+    }
+}
