@@ -137,8 +137,21 @@ impl Tape {
     /// # Errors
     /// The error of `take`, or when an operation fails.
     pub fn backward_each<E: From<candle_core::Error>>(
-        mut self,
+        self,
         output: &Tensor,
+        take: impl FnMut(TensorId, Tensor) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let ones = output.ones_like()?;
+        self.backward_each_from((output, ones), take)
+    }
+
+    /// As [`Tape::backward_each`], from an output with its gradient.
+    ///
+    /// # Errors
+    /// As [`Tape::backward_each`].
+    pub fn backward_each_from<E: From<candle_core::Error>>(
+        mut self,
+        (output, gradient): (&Tensor, Tensor),
         mut take: impl FnMut(TensorId, Tensor) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         self.bridge(output);
@@ -154,7 +167,7 @@ impl Tape {
         }
         let mut gradients = Gradients::default();
         if output.track_op() {
-            gradients.add(output.id(), output.ones_like()?)?;
+            gradients.add(output.id(), gradient)?;
         }
         while let Some(mut step) = self.steps.pop() {
             let (at, input_ids) = (self.steps.len(), std::mem::take(&mut step.input_ids));

@@ -227,7 +227,8 @@ fn first_line(text: &str) -> &str {
 }
 
 /// The dtypes in which all operations work on `device` (of `f32`, `bf16`, `f16`), and the failures of the others.
-pub(super) fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
+#[must_use]
+pub fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
     let (mut dtypes, mut failures) = (Vec::new(), Vec::new());
     for (dtype, name) in [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")] {
         match first_failure(device, dtype) {

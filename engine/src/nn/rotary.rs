@@ -17,6 +17,9 @@ pub enum RotaryPairs {
     Halves,
 }
 
+/// Cosines and sines by device, [1, positions, 1, width / 2].
+type Copies = Vec<(DeviceLocation, [Tensor; 2])>;
+
 /// A rotary position embedding: the cosines and sines for each position.
 #[derive(Clone, Debug)]
 pub struct Rotary {
@@ -27,7 +30,7 @@ pub struct Rotary {
     half: usize,
     pairs: RotaryPairs,
     /// Cosines and sines on the devices that used them.
-    copies: Arc<Mutex<Vec<(DeviceLocation, [Tensor; 2])>>>,
+    copies: Arc<Mutex<Copies>>,
 }
 
 impl Rotary {

@@ -8,6 +8,7 @@
 mod context;
 mod latents;
 mod loss;
+mod loss_scale;
 mod masks;
 mod random;
 mod trainer;

@@ -132,3 +132,76 @@ fn steps_in_half_precision_are_finite_and_close_to_f32() {
         );
     }
 }
+
+/// A trainer of one parameter.
+fn trainer_of_one() -> Trainer {
+    let one = Tensor::ones(1, DType::F32, &Device::Cpu).unwrap();
+    let params = vec![crate::optim::Param {
+        name: "x".into(),
+        var: candle_core::Var::from_tensor(&one).unwrap(),
+    }];
+    Trainer::new(TrainerOptions {
+        params: params.clone(),
+        optimizer: Box::new(Adam::new(params, AdamParams::new(true)).unwrap()),
+        schedule: constant(1e-3),
+        max_grad_norm: Some(1e9),
+        ema: None,
+        fused_backward: true,
+    })
+}
+
+/// A step with a loss whose gradient is `slope`, and passes through f16.
+fn step_through_f16(trainer: &mut Trainer, slope: f64, fused: bool) -> StepReport {
+    let var = trainer.params()[0].var.clone();
+    let loss = || {
+        let half = var.as_tensor().to_dtype(DType::F16)?;
+        Ok((half.to_dtype(DType::F32)? * slope)?.sum_all()?)
+    };
+    match fused {
+        true => trainer.fused_step(0, loss).unwrap(),
+        false => trainer.accumulate(loss).unwrap(),
+    }
+    trainer.finish_step(0, true).unwrap()
+}
+
+#[test]
+fn a_scaled_loss_keeps_small_gradients_and_skips_steps_that_overflow() {
+    for fused in [false, true] {
+        let mut plain = trainer_of_one();
+        let unscaled = step_through_f16(&mut plain, 1e-9, fused);
+        assert_eq!(unscaled.grad_norm, Some(0.0), "f16 has no number below 6e-8");
+        let mut trainer = trainer_of_one().with_loss_scaling();
+        let norm = step_through_f16(&mut trainer, 1e-9, fused).grad_norm.unwrap();
+        assert!((norm / 1e-9 - 1.0).abs() < 1e-3, "{norm}");
+        // 2 * 65,536 and 2 * 32,768 exceed the largest number of f16, 65,504.
+        let weight = |trainer: &Trainer| trainer.params()[0].var.to_vec1::<f32>().unwrap();
+        let before = weight(&trainer);
+        for _ in 0..2 {
+            let report = step_through_f16(&mut trainer, 2.0, fused);
+            assert_eq!((report.grad_norm, report.warning), (None, None));
+            assert_eq!(weight(&trainer), before, "the step is skipped");
+        }
+        assert_eq!(step_through_f16(&mut trainer, 2.0, fused).grad_norm, Some(2.0));
+        // The factor is part of the state.
+        let (state, _) = trainer.state().unwrap();
+        let state: BTreeMap<_, _> = state.into_iter().map(|(role, map)| (role.to_owned(), map)).collect();
+        let mut restored = trainer_of_one().with_loss_scaling();
+        restored.restore_state(state.clone(), 0).unwrap();
+        assert_eq!(step_through_f16(&mut restored, 2.0, fused).grad_norm, Some(2.0));
+        // Without scaling, the factor in a state is ignored.
+        plain.restore_state(state, 0).unwrap();
+        assert_eq!(step_through_f16(&mut plain, 2.0, fused).grad_norm, Some(2.0));
+    }
+}
+
+#[test]
+fn scaling_does_not_change_gradients_that_fit() {
+    let gradients_with = |scaled: bool| {
+        let trainer = trainer_of_one();
+        let mut trainer = if scaled { trainer.with_loss_scaling() } else { trainer };
+        (0..3)
+            .map(|_| step_through_f16(&mut trainer, 0.375, false))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(gradients_with(true), gradients_with(false));
+}
