@@ -17,6 +17,15 @@ pub fn is_portable() -> bool {
 
 /// Runs `f` in portable mode. The mode from before is restored afterwards, also after a panic.
 pub fn portable<R>(f: impl FnOnce() -> R) -> R {
+    run_in_mode(true, f)
+}
+
+/// Runs `f` outside portable mode: what portable mode is compared with.
+pub fn not_portable<R>(f: impl FnOnce() -> R) -> R {
+    run_in_mode(false, f)
+}
+
+fn run_in_mode<R>(is_portable: bool, f: impl FnOnce() -> R) -> R {
     /// Restores the mode when it is dropped.
     struct Restore(bool);
     impl Drop for Restore {
@@ -24,7 +33,7 @@ pub fn portable<R>(f: impl FnOnce() -> R) -> R {
             PORTABLE.set(self.0);
         }
     }
-    let _restore = Restore(PORTABLE.replace(true));
+    let _restore = Restore(PORTABLE.replace(is_portable));
     f()
 }
 
@@ -38,6 +47,7 @@ mod tests {
         assert!(panicked.is_err() && !is_portable());
         portable(|| {
             portable(|| assert!(is_portable()));
+            not_portable(|| assert!(!is_portable()));
             assert!(is_portable(), "a nested call ends");
             std::thread::spawn(|| assert!(!is_portable(), "another thread"))
                 .join()

@@ -1,6 +1,7 @@
 //! Tests which operations work on a device, and in which dtypes: each operation that the models need, forward and
 //! backward, on small tensors, compared with the CPU in f32.
 
+use super::portable::{not_portable, portable};
 use crate::autograd::record;
 use crate::nn::{self, Attention, matmul};
 use candle_core::{D, DType, Device, Tensor, Var};
@@ -153,7 +154,7 @@ pub fn first_failure(device: &Device, dtype: DType) -> Option<String> {
 impl TestCase {
     fn failure(&self, device: &Device, dtype: DType) -> Option<String> {
         let wrong = || {
-            let expected = run(self, &Device::Cpu, DType::F32)?;
+            let expected = not_portable(|| run(self, &Device::Cpu, DType::F32))?;
             let got = run(self, device, dtype)?;
             let pairs = got.iter().zip(&expected);
             Ok(pairs
@@ -227,8 +228,7 @@ fn first_line(text: &str) -> &str {
 }
 
 /// The dtypes in which all operations work on `device` (of `f32`, `bf16`, `f16`), and the failures of the others.
-#[must_use]
-pub fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
+pub(super) fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
     let (mut dtypes, mut failures) = (Vec::new(), Vec::new());
     for (dtype, name) in [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")] {
         match first_failure(device, dtype) {
@@ -240,6 +240,12 @@ pub fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
         }
     }
     (dtypes, failures)
+}
+
+/// The dtypes in which all operations work on the CPU in portable mode.
+#[must_use]
+pub fn portable_dtypes() -> Vec<String> {
+    portable(|| working_dtypes(&Device::Cpu)).0
 }
 
 /// The dtypes that the CPU computes in: f32, if its operations work.
@@ -259,7 +265,6 @@ pub(super) fn catch_panic<T>(call: impl FnOnce() -> T) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::portable::portable;
     use crate::weights::Weights;
 
     #[test]
