@@ -1,6 +1,12 @@
 //! The memory that a forward pass in portable mode keeps for the backward pass, and the peak of both, counted by the
 //! allocator. A program of its own, because the allocator counts for the whole process.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test fails by panicking, and prints what it measured"
+)]
+
 use aitk_engine::autograd::record;
 use aitk_engine::device::portable::portable;
 use aitk_engine::nn::{Attention, Conv2d, GroupNorm, Linear, geglu, silu, to_tokens};
