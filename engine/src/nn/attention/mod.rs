@@ -6,14 +6,16 @@
 mod cpu_op;
 mod kernel;
 mod sizes;
+mod softmax;
 mod tensors;
 #[cfg(test)]
 mod tests;
 
 use crate::autograd::apply;
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 use cpu_op::AttentionOp;
 use sizes::Sizes;
+pub use softmax::softmax;
 
 /// The parameters of softmax(q k^T * scale + bias) v per head.
 #[derive(Clone, Copy, Debug)]
@@ -84,15 +86,4 @@ pub fn key_bias(mask: &Tensor) -> candle_core::Result<Tensor> {
     unmasked
         .where_cond(&masked.zeros_like()?, &masked)?
         .reshape((batch, 1, 1, keys))
-}
-
-/// Softmax over the last dimension, composed of operations that have a backward pass. A row of only minus infinity
-/// becomes zeros.
-///
-/// # Errors
-/// When an operation fails.
-pub fn softmax(x: &Tensor) -> candle_core::Result<Tensor> {
-    let max = x.max_keepdim(D::Minus1)?.detach().maximum(f64::from(f32::MIN))?;
-    let e = x.broadcast_sub(&max)?.exp()?;
-    e.broadcast_div(&e.sum_keepdim(D::Minus1)?.maximum(f64::from(f32::MIN_POSITIVE))?)
 }

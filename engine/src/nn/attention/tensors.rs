@@ -2,7 +2,7 @@
 //! chunk, so that the scores of all queries are never in memory.
 
 use super::sizes::Sizes;
-use super::softmax;
+use super::softmax::softmax;
 use crate::nn::tensors::{matmul, sum_dtype};
 use candle_core::{D, DType, Device, Result, Tensor};
 

@@ -2,6 +2,7 @@
 //!
 //! Each computes its statistics over a row (the elements of a group, or the last dimension), then scales and shifts.
 
+mod row_norm;
 mod rows;
 mod tensors;
 
@@ -10,7 +11,7 @@ use crate::autograd::apply;
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{D, DType, Device, Tensor};
-use rows::RowNorm;
+use row_norm::RowNorm;
 
 /// Group normalisation over the channels of [b, c, ..].
 #[derive(Clone, Debug)]

@@ -1,6 +1,6 @@
 //! Norms with candle's operations, in f32 whatever the dtype of the input.
 
-use super::rows::RowNorm;
+use super::row_norm::RowNorm;
 use crate::autograd::Input;
 use crate::nn::tensors::{sum_over, widen};
 use candle_core::{D, Result, Tensor};
