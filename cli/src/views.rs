@@ -24,11 +24,12 @@ pub fn timestamp(time: UnixMillis) -> Timestamp {
         .unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
-/// Formats a device: `cuda:0`, `cpu`.
+/// Formats a device: `cuda:0`, `cpu`, `cpu:portable`.
 #[must_use]
 pub fn device(device: DeviceRef) -> String {
     match (device.kind.name(), device.index) {
         ("cpu", 0) => "cpu".to_owned(),
+        _ if device.is_portable() => "cpu:portable".to_owned(),
         (kind, index) => format!("{kind}:{index}"),
     }
 }

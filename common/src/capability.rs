@@ -32,8 +32,23 @@ impl DeviceKind {
 pub struct DeviceRef {
     /// CUDA, Metal or CPU.
     pub kind: DeviceKind,
-    /// Counted from 0 among the devices of that kind.
+    /// Counted from 0 among the devices of that kind. The CPU is 0, and 1 in portable mode.
     pub index: u32,
+}
+
+impl DeviceRef {
+    /// The CPU in portable mode, `cpu:portable`: it computes in the forms that GPUs use, to test them on a machine
+    /// without one.
+    pub const PORTABLE_CPU: Self = Self {
+        kind: DeviceKind::Cpu,
+        index: 1,
+    };
+
+    /// Whether this is the CPU in portable mode.
+    #[must_use]
+    pub fn is_portable(self) -> bool {
+        self == Self::PORTABLE_CPU
+    }
 }
 
 /// A device and its capabilities, found by running test operations on it.

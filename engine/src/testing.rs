@@ -12,6 +12,21 @@ use candle_core::Tensor;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
+/// Runs tests of this module again in portable mode, as tests of the same names in a module `in_portable_mode`.
+macro_rules! in_portable_mode {
+    ($($test:ident),* $(,)?) => {
+        mod in_portable_mode {
+            $(
+                #[test]
+                fn $test() {
+                    crate::device::portable::portable(super::$test);
+                }
+            )*
+        }
+    };
+}
+pub(crate) use in_portable_mode;
+
 /// The folder of fixtures, most of which Python scripts made.
 pub(crate) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")

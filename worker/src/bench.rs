@@ -3,6 +3,7 @@
 use crate::memory_usage::{peak_memory, reset_peak_memory};
 use aitk_common::capability::DeviceRef;
 pub use aitk_engine::bench::{BENCHMARKS, Benchmark};
+use aitk_engine::device::portable::portable;
 use aitk_engine::device::{open_with_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};
@@ -29,7 +30,14 @@ pub struct BenchmarkResult {
 /// If the device cannot be opened or fails.
 pub fn measure(work: &Benchmark, device: DeviceRef) -> Result<BenchmarkResult, EngineError> {
     let compute = open_with_dtype(device, "float32")?;
-    let measured = on_pool(|| work.measure(&compute, reset_peak_memory))?;
+    let measure = || work.measure(&compute, reset_peak_memory);
+    let measured = on_pool(|| {
+        if device.is_portable() {
+            portable(measure)
+        } else {
+            measure()
+        }
+    })?;
     Ok(BenchmarkResult {
         work: work.name.to_owned(),
         seconds: measured.seconds,

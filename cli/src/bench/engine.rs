@@ -10,7 +10,7 @@ use crate::output::format::size;
 use crate::output::{Column, Table};
 use aitk_common::capability::DeviceRef;
 use aitk_worker::bench::{BENCHMARKS, Benchmark, BenchmarkResult, measure};
-use aitk_worker::probe::DeviceSelection;
+use aitk_worker::probe::{DeviceSelection, label};
 use serde_json::{Value, json};
 use std::process::Stdio;
 use tokio::process::Command;
@@ -130,7 +130,7 @@ async fn measure_in_child(benchmark: &Benchmark, device: DeviceRef) -> Result<Be
             benchmark.name,
             "--device",
         ])
-        .arg(format!("{}:{}", device.kind.name(), device.index))
+        .arg(label(device))
         // As in a worker: candle's own thread pool waits by spinning, so only the engine's threads are used.
         .env("CANDLE_NUM_THREADS", "1")
         .stdin(Stdio::null())

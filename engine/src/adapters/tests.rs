@@ -370,3 +370,8 @@ fn an_invalid_file_is_an_error_that_names_it() {
         "time_embedding",
     );
 }
+
+crate::testing::in_portable_mode! {
+    every_dialect_gives_the_output_of_peft,
+    the_multiplier_can_change_at_any_time,
+}

@@ -13,11 +13,16 @@
 //!
 //! The output of a step is a variable (a leaf) to candle: candle's graph of later operations ends at that tensor. When
 //! a step reads a tensor that candle computed, this part of candle's graph becomes one step of the tape, which runs
-//! candle's backward pass on its gradient. Both kinds of operations can therefore be mixed freely. On CUDA and Metal,
-//! where the engine's operations are composed of candle's, the whole forward pass is one such step.
+//! candle's backward pass on its gradient. Both kinds of operations can therefore be mixed freely.
 //!
-//! Outside [`record`], the engine's operations are nodes of candle's graph, and candle's `backward()` does everything.
+//! An operation has two forms, each with a forward and a backward pass: kernels on slices for f32 on the CPU, and
+//! candle's operations on tensors for CUDA, Metal, other dtypes and portable mode ([`crate::device::portable`]). In a
+//! recording, both are one step: what a step does not save, and gradients of what is not trained, exist on no device.
+//!
+//! Outside [`record`], the engine's operations are nodes of candle's graph, or are composed of its operations where
+//! they run on tensors, and candle's `backward()` does everything.
 
+mod leaf;
 mod operation;
 mod pass;
 mod slices;
@@ -29,8 +34,7 @@ pub(crate) use operation::{Input, Operation, apply};
 pub(crate) use pass::PassKey;
 pub(crate) use slices::{is_cpu_f32, with_slice};
 
-use candle_core::op::BackpropOp;
-use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Storage, Tensor, TensorId, Var};
+use candle_core::{CpuStorage, CustomOp1, Layout, MetalStorage, Result, Shape, Tensor, TensorId, Var};
 use candle_core::{CudaStorage, DType};
 use pass::PassValues;
 use std::cell::RefCell;
@@ -136,8 +140,21 @@ impl Tape {
     /// # Errors
     /// The error of `take`, or when an operation fails.
     pub fn backward_each<E: From<candle_core::Error>>(
-        mut self,
+        self,
         output: &Tensor,
+        take: impl FnMut(TensorId, Tensor) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        let ones = output.ones_like()?;
+        self.backward_each_from((output, ones), take)
+    }
+
+    /// As [`Tape::backward_each`], from an output with its gradient.
+    ///
+    /// # Errors
+    /// As [`Tape::backward_each`].
+    pub fn backward_each_from<E: From<candle_core::Error>>(
+        mut self,
+        (output, gradient): (&Tensor, Tensor),
         mut take: impl FnMut(TensorId, Tensor) -> std::result::Result<(), E>,
     ) -> std::result::Result<(), E> {
         self.bridge(output);
@@ -153,7 +170,7 @@ impl Tape {
         }
         let mut gradients = Gradients::default();
         if output.track_op() {
-            gradients.add(output.id(), output.ones_like()?)?;
+            gradients.add(output.id(), gradient)?;
         }
         while let Some(mut step) = self.steps.pop() {
             let (at, input_ids) = (self.steps.len(), std::mem::take(&mut step.input_ids));
@@ -308,12 +325,6 @@ fn record_step<'a>(
 /// Adds the variables that `tensor` depends on.
 fn add_variables(tensor: &Tensor, variables: &mut HashSet<TensorId>) {
     variables.extend(variables_of(tensor).iter().map(Tensor::id));
-}
-
-/// A tensor on the CPU that candle treats as a variable.
-fn leaf_tensor(elements: Vec<f32>, shape: Shape) -> Tensor {
-    let storage = Storage::Cpu(CpuStorage::F32(elements));
-    Tensor::from_storage(storage, shape, BackpropOp::none(), true)
 }
 
 /// Gradient checkpointing (`torch.utils.checkpoint`): runs `forward(inputs)` and saves only the inputs; the backward

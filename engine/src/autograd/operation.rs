@@ -1,11 +1,14 @@
 //! The engine's own operations: steps of a tape, or nodes of candle's graph.
 
+use super::leaf::{leaf_from_result, leaf_from_vec};
 use super::slices::{cpu_slice, storage_slice};
-use super::{is_recording, leaf_tensor, record_step};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor};
+use super::{is_cpu_f32, is_recording, record_step};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, DType, Device, Layout, Result, Shape, Tensor};
 use std::collections::HashSet;
 
-/// A differentiable operation on `N` contiguous f32 tensors on the CPU.
+/// A differentiable operation on `N` contiguous tensors, in two forms: [`forward`](Self::forward) and
+/// [`backward`](Self::backward) work on slices, for f32 on the CPU; [`forward_tensors`](Self::forward_tensors) and
+/// [`backward_tensors`](Self::backward_tensors) work on tensors of any device and dtype.
 pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     /// The name in error messages.
     const NAME: &'static str;
@@ -13,6 +16,11 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     /// Which inputs the backward pass reads, if the inputs in `requires_grad` get a gradient. Of the other inputs only
     /// the shape is saved.
     fn saved_inputs(&self, requires_grad: [bool; N]) -> [bool; N];
+
+    /// Whether the form for slices can be used, as far as tensors are concerned that the operation itself holds.
+    fn has_slices(&self) -> bool {
+        true
+    }
 
     /// Computes the elements and the shape of the result.
     ///
@@ -26,6 +34,19 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     /// # Errors
     /// When an operation fails.
     fn backward(&self, inputs: [&Input; N], gradient: &Tensor) -> Result<[Option<Tensor>; N]>;
+
+    /// Computes the result with candle's operations, which have a backward pass, so that tracked inputs get gradients
+    /// outside a recording.
+    ///
+    /// # Errors
+    /// When the shapes do not match.
+    fn forward_tensors(&self, inputs: [&Tensor; N]) -> Result<Tensor>;
+
+    /// As [`Self::backward`], for tensors of any device and dtype. A gradient may have another dtype than its input.
+    ///
+    /// # Errors
+    /// When an operation fails.
+    fn backward_tensors(&self, inputs: [&Input; N], gradient: &Tensor) -> Result<[Option<Tensor>; N]>;
 }
 
 /// An input of an operation in the backward pass.
@@ -33,6 +54,7 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
 pub(crate) struct Input {
     elements: Option<Tensor>,
     shape: Shape,
+    dtype: DType,
     requires_grad: bool,
 }
 
@@ -45,6 +67,11 @@ impl Input {
     /// The shape of the input.
     pub(crate) fn shape(&self) -> &Shape {
         &self.shape
+    }
+
+    /// The dtype of the input.
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// The input, detached from any graph.
@@ -77,29 +104,47 @@ where
 {
     let requires_grad = inputs.map(Tensor::track_op);
     let tracked = requires_grad.contains(&true);
+    let on_slices = operation.has_slices() && inputs.iter().all(|input| is_cpu_f32(input));
     if tracked && !is_recording() {
-        return inputs.apply_in_graph(operation);
+        return match on_slices {
+            true => inputs.apply_in_graph(operation),
+            false => operation.forward_tensors(inputs),
+        };
     }
     let mut contiguous = Vec::with_capacity(N);
     for input in inputs {
         contiguous.push(input.contiguous()?);
     }
-    let (elements, shape) = run(&operation, &contiguous)?;
-    if !tracked {
-        return Tensor::from_vec(elements, shape, &Device::Cpu);
-    }
-    let result = leaf_tensor(elements, shape);
+    let result = if on_slices {
+        let (elements, shape) = run(&operation, &contiguous)?;
+        if !tracked {
+            return Tensor::from_vec(elements, shape, &Device::Cpu);
+        }
+        leaf_from_vec(elements, shape)
+    } else {
+        let detached: [Tensor; N] = std::array::from_fn(|i| contiguous[i].detach());
+        let result = operation.forward_tensors(detached.each_ref())?;
+        if !tracked {
+            return Ok(result);
+        }
+        leaf_from_result(result, &detached)?
+    };
     let saved = save_inputs(&operation, &contiguous, requires_grad);
     let ids: Vec<_> = contiguous.iter().map(Tensor::id).collect();
     let backward = Box::new(move |output_gradients: Vec<Option<Tensor>>| {
         let Some(gradient) = output_gradients.into_iter().flatten().next() else {
             return Ok(vec![]);
         };
-        let gradients = operation.backward(saved.each_ref(), &gradient.contiguous()?)?;
-        let found = gradients.into_iter().zip(ids).zip(requires_grad);
-        Ok(found
-            .filter_map(|((gradient, id), requires_grad)| Some((id, gradient.filter(|_| requires_grad)?)))
-            .collect())
+        let (inputs, gradient) = (saved.each_ref(), gradient.contiguous()?);
+        let gradients = match on_slices {
+            true => operation.backward(inputs, &gradient)?,
+            false => operation.backward_tensors(inputs, &gradient)?,
+        };
+        let found = gradients.into_iter().zip(ids).zip(inputs);
+        found
+            .filter_map(|((gradient, id), input)| Some((id, gradient.filter(|_| input.requires_grad)?, input.dtype)))
+            .map(|(id, gradient, dtype)| Ok((id, gradient.to_dtype(dtype)?)))
+            .collect()
     });
     record_step(&contiguous, HashSet::new(), vec![result.id()], backward);
     Ok(result)
@@ -123,6 +168,7 @@ fn save_inputs<const N: usize, O: Operation<N>>(
     std::array::from_fn(|i| Input {
         elements: saved_inputs[i].then(|| inputs[i].detach()),
         shape: inputs[i].shape().clone(),
+        dtype: inputs[i].dtype(),
         requires_grad: requires_grad[i],
     })
 }
@@ -156,6 +202,7 @@ impl<O> GraphNode<O> {
         let inputs = inputs.map(|input| Input {
             elements: Some(input.detach()),
             shape: input.shape().clone(),
+            dtype: input.dtype(),
             requires_grad: input.track_op(),
         });
         self.0.backward(inputs.each_ref(), &gradient.contiguous()?)

@@ -1,10 +1,11 @@
 //! The elements of tensors as slices.
 
+use crate::device::portable::is_portable;
 use candle_core::{CpuStorage, DType, Layout, Storage, Tensor};
 
-/// Whether the engine's own operations can run on this tensor: f32 on the CPU.
+/// Whether the kernels on slices can run on this tensor: f32 on the CPU, outside portable mode.
 pub(crate) fn is_cpu_f32(x: &Tensor) -> bool {
-    x.device().is_cpu() && x.dtype() == DType::F32
+    x.device().is_cpu() && x.dtype() == DType::F32 && !is_portable()
 }
 
 /// The elements of a contiguous f32 tensor on the CPU, from its storage.

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::nn::{add, conv2d, gelu, linear, silu};
-use crate::testing::gap;
+use crate::testing::{gap, in_portable_mode};
 use candle_core::Device;
 use std::rc::Rc;
 
@@ -142,4 +142,12 @@ fn an_error_or_a_panic_ends_the_recording() {
     // Afterwards candle's backward pass works again.
     let grads = silu(&x).unwrap().sum_all().unwrap().backward().unwrap();
     assert!(grads.get(&x).is_some());
+}
+
+in_portable_mode! {
+    own_operations_and_candles_can_be_mixed,
+    inputs_that_are_not_contiguous_get_gradients,
+    a_loss_may_have_only_candles_operations_or_be_a_variable,
+    nested_checkpoints_get_the_same_gradients,
+    an_error_or_a_panic_ends_the_recording,
 }

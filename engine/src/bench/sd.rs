@@ -174,6 +174,7 @@ pub(super) fn sdxl_block(compute: &Compute, with_gradients: bool) -> Result<Iter
         layers: 1,
         groups: 32,
         linear: true,
+        upcast_attention: false,
     };
     let model = Transformer2d::new(&weights, sizes)?;
     let x = normal(compute, &[1, 1280, 32, 32])?;

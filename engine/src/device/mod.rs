@@ -7,6 +7,7 @@ mod gpu;
 pub mod gpus;
 #[cfg(feature = "metal")]
 mod metal;
+pub mod portable;
 pub mod self_test;
 pub mod threads;
 
@@ -54,7 +55,7 @@ pub fn open(device: DeviceRef) -> Result<Device> {
 /// Opens a device and chooses the dtype. `requested` is the config's name (`fp16`, `bf16`, `float32`, …), or empty for
 /// f32.
 ///
-/// The CPU always computes in f32: its half-precision products are slower and less exact. A GPU computes in the
+/// The CPU always computes in f32: its half-precision products are slower. A GPU, or the CPU in portable mode, computes in the
 /// requested dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its
 /// products are summed in f32 too), else in f32.
 ///
@@ -65,11 +66,18 @@ pub fn open_with_dtype(device: DeviceRef, requested: &str) -> Result<Compute> {
     let opened = open(device)?;
     let (dtype, notes) = match (device.kind, requested_dtype) {
         (_, DType::F32) => (DType::F32, Vec::new()),
-        (DeviceKind::Cpu, _) => {
+        (DeviceKind::Cpu, _) if !device.is_portable() => {
             let note = format!("computing in f32 on the CPU (the config asks for {requested})");
             (DType::F32, vec![note])
         }
-        (kind, dtype) => first_working(dtype, kind, |dtype| self_test::first_failure(&opened, dtype)),
+        (kind, dtype) => first_working(dtype, kind, |dtype| {
+            let failure = || self_test::first_failure(&opened, dtype);
+            if device.is_portable() {
+                portable::portable(failure)
+            } else {
+                failure()
+            }
+        }),
     };
     Ok(Compute {
         device: opened,
@@ -152,6 +160,8 @@ mod tests {
         assert_eq!(bf16.dtype, DType::F32);
         assert!(bf16.notes[0].contains("f32"));
         assert!(open_with_dtype(cpu, "float32").unwrap().notes.is_empty());
+        let portable = open_with_dtype(DeviceRef::PORTABLE_CPU, "bf16").unwrap();
+        assert_eq!((portable.dtype, portable.notes), (DType::BF16, vec![]));
         assert!(open_with_dtype(cpu, "fp12").unwrap_err().to_string().contains("fp12"));
     }
 

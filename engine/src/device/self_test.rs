@@ -1,7 +1,9 @@
 //! Tests which operations work on a device, and in which dtypes: each operation that the models need, forward and
 //! backward, on small tensors, compared with the CPU in f32.
 
-use crate::nn::{self, Attention};
+use super::portable::{not_portable, portable};
+use crate::autograd::record;
+use crate::nn::{self, Attention, matmul};
 use candle_core::{D, DType, Device, Tensor, Var};
 
 /// An operation that is tested on x [2, 8, 6, 6].
@@ -12,7 +14,7 @@ struct TestCase {
 
 const INPUT: [usize; 4] = [2, 8, 6, 6];
 
-const TEST_CASES: [TestCase; 8] = [
+const TEST_CASES: [TestCase; 9] = [
     TestCase {
         name: "linear",
         run: |x| {
@@ -53,16 +55,10 @@ const TEST_CASES: [TestCase; 8] = [
     },
     TestCase {
         name: "norm",
-        // The computation of nn's norms on GPUs: in f32, whatever the dtype of x.
         run: |x| {
             let x = tokens(x)?;
-            let full = x.to_dtype(DType::F32)?;
-            let centred = full.broadcast_sub(&full.mean_keepdim(D::Minus1)?)?;
-            let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
-            centred
-                .broadcast_div(&(variance + 1e-5)?.sqrt()?)?
-                .to_dtype(x.dtype())?
-                .broadcast_mul(&test_tensor(&[8], 3, &x)?)
+            let norm = nn::LayerNorm::plain(8, 1e-5, x.dtype(), x.device())?;
+            norm.forward(&x)?.broadcast_mul(&test_tensor(&[8], 3, &x)?)
         },
     },
     TestCase {
@@ -72,6 +68,10 @@ const TEST_CASES: [TestCase; 8] = [
     TestCase {
         name: "upsample_nearest",
         run: |x| nn::upsample_nearest(x, 12, 12),
+    },
+    TestCase {
+        name: "upsample_nearest to an odd size",
+        run: |x| nn::upsample_nearest(x, 11, 13),
     },
     TestCase {
         name: "cat and index_select",
@@ -106,9 +106,8 @@ fn test_value(at: usize, step: usize) -> f32 {
 fn run(case: &TestCase, device: &Device, dtype: DType) -> candle_core::Result<[Vec<f32>; 2]> {
     let like = Tensor::zeros(1, dtype, device)?;
     let x = Var::from_tensor(&test_tensor(&INPUT, 7, &like)?)?;
-    let y = (case.run)(x.as_tensor())?;
-    let probe = test_tensor(y.dims(), 4, &y)?;
-    let grads = (&y * &probe)?.sum_all()?.backward()?;
+    let (y, tape) = record(|| (case.run)(x.as_tensor()))?;
+    let grads = tape.backward_from([(y.clone(), test_tensor(y.dims(), 4, &y)?)])?;
     let Some(dx) = grads.get(x.as_tensor()) else {
         candle_core::bail!("the input gets no gradient");
     };
@@ -155,7 +154,7 @@ pub fn first_failure(device: &Device, dtype: DType) -> Option<String> {
 impl TestCase {
     fn failure(&self, device: &Device, dtype: DType) -> Option<String> {
         let wrong = || {
-            let expected = run(self, &Device::Cpu, DType::F32)?;
+            let expected = not_portable(|| run(self, &Device::Cpu, DType::F32))?;
             let got = run(self, device, dtype)?;
             let pairs = got.iter().zip(&expected);
             Ok(pairs
@@ -208,7 +207,10 @@ fn product(device: &Device, dtype: DType, rows: usize, inner: usize) -> candle_c
     let like = Tensor::zeros(1, dtype, device)?;
     let share = 16.0 / inner as f64;
     let left = (test_tensor(&[rows, inner], 7, &like)? * share)?;
-    let got = (left.abs()? + share)?.matmul(&test_tensor(&[inner, COLUMNS], 3, &like)?.abs()?)?;
+    let got = matmul(
+        &(left.abs()? + share)?,
+        &test_tensor(&[inner, COLUMNS], 3, &like)?.abs()?,
+    )?;
     let of = |row: usize, column: usize| {
         let terms = (0..inner).map(|k| {
             let left = test_value(row * inner + k, 7).abs() + 1.0;
@@ -240,10 +242,19 @@ pub(super) fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
     (dtypes, failures)
 }
 
-/// The dtypes that work on the CPU.
+/// The dtypes in which all operations work on the CPU in portable mode.
+#[must_use]
+pub fn portable_dtypes() -> Vec<String> {
+    portable(|| working_dtypes(&Device::Cpu)).0
+}
+
+/// The dtypes that the CPU computes in: f32, if its operations work.
 #[must_use]
 pub fn cpu_dtypes() -> Vec<String> {
-    working_dtypes(&Device::Cpu).0
+    match first_failure(&Device::Cpu, DType::F32) {
+        None => vec!["f32".to_owned()],
+        Some(_) => Vec::new(),
+    }
 }
 
 /// Runs `call` and returns `None` if it panics, as bindings to drivers do.
@@ -257,26 +268,25 @@ mod tests {
     use crate::weights::Weights;
 
     #[test]
-    fn only_f32_works_on_the_cpu_and_other_dtypes_have_a_reason() {
-        let (dtypes, failures) = working_dtypes(&Device::Cpu);
-        assert_eq!(dtypes, ["f32"]);
-        // On the CPU, candle has no convolution in bf16, and sums in f16 for a matrix of one row.
-        assert!(failures[0].starts_with("bf16: conv2d: unsupported"), "{failures:?}");
-        assert!(
-            failures[1].starts_with("f16: matmul of one row over 4096 terms: wrong by"),
-            "{failures:?}"
+    fn the_cpu_computes_in_f32() {
+        assert_eq!(cpu_dtypes(), ["f32"]);
+    }
+
+    #[test]
+    fn every_dtype_works_in_portable_mode() {
+        let (dtypes, failures) = portable(|| working_dtypes(&Device::Cpu));
+        assert_eq!(
+            (dtypes.as_slice(), failures),
+            (["f32", "bf16", "f16"].map(String::from).as_slice(), vec![])
         );
     }
 
     #[test]
-    fn candles_operations_work_in_half_precision() {
+    fn every_operation_has_a_form_for_half_precision() {
         for case in &TEST_CASES {
-            assert_eq!(case.failure(&Device::Cpu, DType::F16), None);
-            // On the CPU, candle has no convolution in bf16, which the gradient of upsampling uses too.
-            let failure = case.failure(&Device::Cpu, DType::BF16);
-            let convolves = case.name.starts_with("conv2d") || case.name == "upsample_nearest";
-            let is_missing = |failure: &String| convolves && failure.contains("unsupported dtype BF16 for op matmul");
-            assert!(failure.as_ref().is_none_or(is_missing), "{failure:?}");
+            for dtype in [DType::F16, DType::BF16] {
+                assert_eq!(case.failure(&Device::Cpu, dtype), None);
+            }
         }
     }
 
@@ -336,8 +346,7 @@ mod tests {
 
     #[test]
     fn softmax_in_bf16_sums_in_f32() {
-        // A sum of 4096 equal terms stops growing at 256 in bf16. f16 is not tested: here its products are summed in
-        // f16.
+        // A sum of 4096 equal terms stops growing at 256 in bf16.
         let query = Tensor::ones((1, 1, 8), DType::BF16, &Device::Cpu).unwrap();
         let keys = Tensor::ones((1, 4096, 8), DType::BF16, &Device::Cpu).unwrap();
         let mean = Attention::new(1).forward(&query, &keys, &keys).unwrap();

@@ -3,10 +3,11 @@
 use super::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use super::unet::{AdditionalConditions, UNet2DConditionModel};
 use super::{config, vae};
+use crate::autograd::gradients;
 use crate::families::stable_diffusion::{SdConfig, SdModel, Variant, split_checkpoint};
 use crate::families::{self, ItemSize, LoadOptions, Model, Prompt, sd1 as sd1_family, sd2, sdxl};
 use crate::nn::VisitLayers;
-use crate::testing::{fixtures, gap, largest, load_sd};
+use crate::testing::{fixtures, gap, in_portable_mode, largest, load_sd};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::PathBuf;
@@ -232,14 +233,21 @@ fn check_unet(name: &str, weights: &Weights, config: &super::unet::UNetConfig) {
         let without = model.forward(&sample, &fixture.get("timesteps"), &context).unwrap_err();
         assert!(without.to_string().contains("needs pooled text"), "{without}");
     }
+    // candle's backward pass, and that of the tape.
+    let probe = fixture.get("probe");
+    let loss = || {
+        let out = model.forward_with(&sample, &fixture.get("timesteps"), &context, conditions.as_ref())?;
+        Ok::<_, crate::error::EngineError>((out * &probe)?.sum_all()?)
+    };
+    let (_, taped) = gradients(loss).unwrap();
     let vars: std::collections::BTreeMap<_, _> = weights.vars().into_iter().collect();
     let checked = fixture.names("grad.");
     assert!(checked.len() > 8);
     for name in checked {
-        let ours = grads
-            .get(&vars[&name])
-            .unwrap_or_else(|| panic!("no gradient for {name}"));
-        assert_close(&name, ours, &fixture.get(&format!("grad.{name}")));
+        for ours in [grads.get(&vars[&name]), taped.get(&vars[&name])] {
+            let ours = ours.unwrap_or_else(|| panic!("no gradient for {name}"));
+            assert_close(&name, ours, &fixture.get(&format!("grad.{name}")));
+        }
     }
 }
 
@@ -555,4 +563,13 @@ fn a_unet_of_another_family_is_refused() {
     }
     with("attention_type", "default".into()).unwrap();
     with("only_cross_attention", serde_json::json!([false, false])).unwrap();
+}
+
+in_portable_mode! {
+    the_text_encoder_matches_transformers,
+    the_text_encoder_matches_transformers_with_gelu_and_prefixed_names,
+    the_unet_and_its_gradients_match_diffusers,
+    the_unet_matches_diffusers_at_odd_sizes,
+    an_sd_2_unet_matches_diffusers,
+    the_autoencoder_and_its_gradients_match_diffusers,
 }

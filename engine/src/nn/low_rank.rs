@@ -3,7 +3,7 @@
 use super::adapter::{LayerAdapter, LowRank};
 use super::cpu::{self, Mat, MatMut};
 use crate::weights::Weight;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use std::sync::Arc;
 
 /// A frozen layer and its first adapter, which are computed as one operation.
@@ -16,10 +16,9 @@ pub(super) struct FusedLora {
 }
 
 impl FusedLora {
-    /// `None` where layer and adapter cannot be fused: the adapter is no low-rank change, the layer itself is trained,
-    /// or a tensor is not f32 on the CPU.
+    /// `None` where layer and adapter cannot be fused: the adapter is no low-rank change, or the layer itself is
+    /// trained.
     pub(super) fn try_new(
-        x: &Tensor,
         weight: &Weight,
         bias: Option<&Tensor>,
         adapters: &[Arc<dyn LayerAdapter>],
@@ -27,8 +26,7 @@ impl FusedLora {
         let Some(delta) = adapters.first().and_then(|adapter| adapter.low_rank()) else {
             return Ok(None);
         };
-        let on_cpu = [x, &delta.down, &delta.up].into_iter().chain(bias).all(cpu::is_cpu_f32);
-        if !on_cpu || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
+        if bias.is_some_and(Tensor::track_op) {
             return Ok(None);
         }
         let Some(weight) = weight.as_frozen()? else {

@@ -1,8 +1,9 @@
 //! Layers and operations with a backward pass.
 //!
 //! On the CPU they are kernels of this crate (`f32`, deterministic for any number of threads); on CUDA and Metal they
-//! are composed of candle's operations. candle-nn's fused softmax and norms are not used because they have no backward
-//! pass, and candle's convolution is not used on the CPU because it computes gradients of frozen weights.
+//! are composed of candle's operations, with a backward pass of their own ([`crate::autograd`]). candle's backward pass
+//! would compute and keep gradients of frozen weights, and keep every intermediate result. candle-nn's fused softmax and
+//! norms are not used because they have no backward pass.
 
 mod activation;
 mod adapter;
@@ -17,10 +18,13 @@ mod low_rank;
 mod modulate;
 mod norm;
 #[cfg(test)]
+mod portable_tests;
+#[cfg(test)]
 pub(crate) mod reference_tests;
 mod resize;
 mod rotary;
 mod sum;
+mod tensors;
 #[cfg(test)]
 mod tests;
 mod transpose;
@@ -39,6 +43,7 @@ pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
 pub use rotary::{Rotary, RotaryPairs};
 pub use sum::{add, add_channels, cat_channels};
+pub(crate) use tensors::matmul;
 pub use transpose::{to_image, to_tokens};
 pub(crate) use visit_layers::join;
 pub use visit_layers::{LayerMut, VisitLayers};

@@ -2,6 +2,7 @@
 //! arXiv:2212.09748).
 
 use super::cpu;
+use super::tensors::{sum_over, widen};
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
@@ -11,12 +12,7 @@ use rayon::prelude::*;
 /// # Errors
 /// When the shapes do not match.
 pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(scale) && cpu::is_cpu_f32(shift) {
-        return apply([x, scale, shift], Modulate);
-    }
-    let per_token = |v: &Tensor| v.unsqueeze(1);
-    x.broadcast_mul(&per_token(&(scale + 1.0)?)?)?
-        .broadcast_add(&per_token(shift)?)
+    apply([x, scale, shift], Modulate)
 }
 
 /// x + gate y: x and y [b, n, c], gate [b, c] -> [b, n, c].
@@ -24,10 +20,7 @@ pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Resu
 /// # Errors
 /// When the shapes do not match.
 pub fn gated_residual(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(gate) && cpu::is_cpu_f32(y) {
-        return apply([x, gate, y], GatedResidual);
-    }
-    x + y.broadcast_mul(&gate.unsqueeze(1)?)?
+    apply([x, gate, y], GatedResidual)
 }
 
 /// Checks the shapes x [b, n, c] and vectors [b, c], and returns n and c.
@@ -143,6 +136,32 @@ impl Operation<3> for Modulate {
             Ok([dx, d_scale, d_shift])
         })?
     }
+
+    fn forward_tensors(&self, [x, scale, shift]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        sizes(x.shape(), [scale.shape(), shift.shape()])?;
+        x.broadcast_mul(&(scale + 1.0)?.unsqueeze(1)?)?
+            .broadcast_add(&shift.unsqueeze(1)?)
+    }
+
+    fn backward_tensors(
+        &self,
+        [x, scale, shift]: [&Input; 3],
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let dx = match x.requires_grad() {
+            true => Some(gradient.broadcast_mul(&(scale.tensor()? + 1.0)?.unsqueeze(1)?)?),
+            false => None,
+        };
+        let d_scale = match scale.requires_grad() {
+            true => Some(sum_over(&(widen(gradient)? * widen(x.tensor()?)?)?, &[1])?),
+            false => None,
+        };
+        let d_shift = match shift.requires_grad() {
+            true => Some(sum_over(gradient, &[1])?),
+            false => None,
+        };
+        Ok([dx, d_scale, d_shift])
+    }
 }
 
 struct GatedResidual;
@@ -198,5 +217,26 @@ impl Operation<3> for GatedResidual {
             };
             Ok([Some(gradient.clone()), d_gate, dy])
         })?
+    }
+
+    fn forward_tensors(&self, [x, gate, y]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        sizes(x.shape(), [gate.shape(), gate.shape()])?;
+        x + y.broadcast_mul(&gate.unsqueeze(1)?)?
+    }
+
+    fn backward_tensors(
+        &self,
+        [_, gate, y]: [&Input; 3],
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let d_gate = match gate.requires_grad() {
+            true => Some(sum_over(&(widen(gradient)? * widen(y.tensor()?)?)?, &[1])?),
+            false => None,
+        };
+        let dy = match y.requires_grad() {
+            true => Some(gradient.broadcast_mul(&gate.tensor()?.unsqueeze(1)?)?),
+            false => None,
+        };
+        Ok([Some(gradient.clone()), d_gate, dy])
     }
 }

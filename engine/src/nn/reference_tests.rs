@@ -1,9 +1,9 @@
 //! Compares operations with PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, of the CPU
-//! kernels in f32, and of candle's operations in f64, which GPUs use.
+//! kernels in f32, and of candle's operations, which GPUs use, in f64 and, in portable mode, in f32.
 
 use super::*;
 use crate::autograd::gradients;
-use crate::testing::{fixtures, gap, largest};
+use crate::testing::{fixtures, gap, in_portable_mode, largest};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use std::collections::HashMap;
 
@@ -184,4 +184,13 @@ fn convolutions_match_pytorch() {
     let x = Tensor::zeros((1, 2, 3, 4, 4), DType::F32, &Device::Cpu).unwrap();
     let w = Tensor::zeros((1, 2, 5, 3, 3), DType::F32, &Device::Cpu).unwrap();
     assert!(conv3d(&x, &w, None, [1, 1], [0, 1]).is_err(), "five taps, three frames");
+}
+
+in_portable_mode! {
+    norms_and_modulation_match_pytorch,
+    rotary_embeddings_match_diffusers,
+    grouped_query_attention_and_masks_match_pytorch,
+    the_result_of_a_query_is_zero_if_all_keys_are_masked,
+    attention_refuses_shapes_that_do_not_match,
+    convolutions_match_pytorch,
 }

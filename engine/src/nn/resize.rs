@@ -1,6 +1,7 @@
 //! Nearest-neighbour upsampling, for the up blocks of a U-Net.
 
 use super::cpu;
+use super::tensors::{sum_over, widen};
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
@@ -15,11 +16,8 @@ pub fn upsample_nearest(x: &Tensor, height: usize, width: usize) -> candle_core:
     if (h, w) == (height, width) {
         return Ok(x.clone());
     }
-    if cpu::is_cpu_f32(x) {
-        let (from, to) = ((h, w), (height, width));
-        return apply([x], Nearest { from, to });
-    }
-    x.upsample_nearest2d(height, width)
+    let (from, to) = ((h, w), (height, width));
+    apply([x], Nearest { from, to })
 }
 
 struct Nearest {
@@ -33,6 +31,24 @@ fn source_indices(from: usize, to: usize) -> Vec<usize> {
     (0..to)
         .map(|i| ((i as f32 * scale) as usize).min(from.saturating_sub(1)))
         .collect()
+}
+
+impl Nearest {
+    /// The factors of both axes, if they are whole numbers.
+    fn factors(&self) -> Option<(usize, usize)> {
+        let ((h, w), (height, width)) = (self.from, self.to);
+        let whole = h > 0 && w > 0 && height.is_multiple_of(h) && width.is_multiple_of(w);
+        whole.then(|| (height / h, width / w))
+    }
+
+    /// The input index for each output row and each output column.
+    fn indices(&self, device: &Device) -> candle_core::Result<[Tensor; 2]> {
+        let of = |from: usize, to: usize| {
+            let indices: Vec<u32> = source_indices(from, to).into_iter().map(|i| i as u32).collect();
+            Tensor::from_vec(indices, to, device)
+        };
+        Ok([of(self.from.0, self.to.0)?, of(self.from.1, self.to.1)?])
+    }
 }
 
 impl Operation<1> for Nearest {
@@ -77,5 +93,32 @@ impl Operation<1> for Nearest {
             })?;
         }
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
+    }
+
+    // candle's `upsample_nearest2d` has no gradient for other factors than one whole number for both axes, and its
+    // gradient replaces other gradients of the same tensor instead of being added to them (0.11.1).
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        let ((b, c, h, w), (height, width)) = (x.dims4()?, self.to);
+        if let Some((rows, columns)) = self.factors() {
+            return x
+                .reshape((b, c, h, 1, w, 1))?
+                .broadcast_as((b, c, h, rows, w, columns))?
+                .reshape((b, c, height, width));
+        }
+        let [rows, columns] = self.indices(x.device())?;
+        x.contiguous()?.index_select(&rows, 2)?.index_select(&columns, 3)
+    }
+
+    fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let ((b, c, h, w), (height, _)) = (x.shape().dims4()?, self.to);
+        if let Some((rows, columns)) = self.factors() {
+            let blocks = gradient.reshape((b, c, h, rows, w, columns))?;
+            return Ok([Some(sum_over(&blocks, &[3, 5])?)]);
+        }
+        let [rows, columns] = self.indices(gradient.device())?;
+        let dy = widen(gradient)?;
+        let zeros = |shape: [usize; 4]| Tensor::zeros(&shape, dy.dtype(), dy.device());
+        let by_column = zeros([b, c, height, w])?.index_add(&columns, &dy, 3)?;
+        Ok([Some(zeros([b, c, h, w])?.index_add(&rows, &by_column, 2)?)])
     }
 }

@@ -2,10 +2,11 @@
 //! others, arXiv:2104.09864).
 
 use super::cpu;
+use super::tensors::widen;
 use crate::autograd::{Input, Operation, apply};
-use candle_core::{D, DType, Device, Shape, Tensor};
+use candle_core::{D, Device, DeviceLocation, Shape, Tensor};
 use rayon::prelude::*;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Which features of a head form a pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,6 +17,9 @@ pub enum RotaryPairs {
     Halves,
 }
 
+/// Cosines and sines by device, [1, positions, 1, width / 2].
+type Copies = Vec<(DeviceLocation, [Tensor; 2])>;
+
 /// A rotary position embedding: the cosines and sines for each position.
 #[derive(Clone, Debug)]
 pub struct Rotary {
@@ -25,6 +29,8 @@ pub struct Rotary {
     positions: usize,
     half: usize,
     pairs: RotaryPairs,
+    /// Cosines and sines on the devices that used them.
+    copies: Arc<Mutex<Copies>>,
 }
 
 impl Rotary {
@@ -64,6 +70,7 @@ impl Rotary {
             positions: positions.len(),
             half,
             pairs,
+            copies: Arc::default(),
         })
     }
 
@@ -82,20 +89,34 @@ impl Rotary {
     /// When x has another number of positions, or its features are not a multiple of the width.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.check_shape(x.shape())?;
-        if cpu::is_cpu_f32(x) {
-            return apply([x], self.clone());
+        apply([x], self.clone())
+    }
+
+    /// The cosines and sines, [1, positions, 1, width / 2], on this device. They are copied there once.
+    fn tables_on(&self, device: &Device) -> candle_core::Result<[Tensor; 2]> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, tables)) = copies.iter().find(|(location, _)| *location == device.location()) {
+            return Ok(tables.clone());
         }
+        let table = |values: &[f32]| Tensor::from_slice(values, (1, self.positions, 1, self.half), device);
+        let tables = [table(&self.cos)?, table(&self.sin)?];
+        copies.push((device.location(), tables.clone()));
+        Ok(tables)
+    }
+
+    /// [`Self::rotate`] with candle's operations, in f32.
+    fn rotate_tensors(&self, x: &Tensor, sign: f64) -> candle_core::Result<Tensor> {
         let (batch, n, features) = x.dims3()?;
         let heads = features / (2 * self.half);
         let (shape, axis) = match self.pairs {
             RotaryPairs::Interleaved => ((batch, n, heads, self.half, 2), D::Minus1),
             RotaryPairs::Halves => ((batch, n, heads, 2, self.half), D::Minus2),
         };
-        let paired = x.reshape(shape)?.to_dtype(DType::F32)?;
+        let paired = widen(&x.reshape(shape)?)?;
         let part = |which: usize| paired.narrow(axis, which, 1)?.squeeze(axis);
         let (first, second) = (part(0)?, part(1)?);
-        let table = |values: &[f32]| Tensor::from_slice(values, (1, n, 1, self.half), x.device());
-        let (cos, sin) = (table(&self.cos)?, table(&self.sin)?);
+        let [cos, sin] = self.tables_on(x.device())?;
+        let (cos, sin) = (cos.to_dtype(paired.dtype())?, (sin.to_dtype(paired.dtype())? * sign)?);
         let rotated = [
             (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?,
             (second.broadcast_mul(&cos)? + first.broadcast_mul(&sin)?)?,
@@ -167,5 +188,14 @@ impl Operation<1> for Rotary {
         let features = x.shape().dims3()?.2;
         let dx = cpu::with_slice(gradient, |dy| self.rotate(dy, features, -1.0))?;
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
+    }
+
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        self.check_shape(x.shape())?;
+        self.rotate_tensors(x, 1.0)
+    }
+
+    fn backward_tensors(&self, _: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        Ok([Some(self.rotate_tensors(gradient, -1.0)?)])
     }
 }

@@ -1,6 +1,7 @@
 //! Sums and concatenations of tensors.
 
-use super::cpu::{self, Function, Simd, map_parallel, map_serial};
+use super::cpu::{Function, Simd, map_parallel, map_serial};
+use super::tensors::sum_over;
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{Shape, Tensor};
 use rayon::prelude::*;
@@ -10,10 +11,7 @@ use rayon::prelude::*;
 /// # Errors
 /// When the shapes differ.
 pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::is_cpu_f32(a) && cpu::is_cpu_f32(b) {
-        return apply([a, b], Add);
-    }
-    a + b
+    apply([a, b], Add)
 }
 
 /// x [b, c, ..] plus shift [b, c], which is added to every element of a channel.
@@ -21,12 +19,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
 /// # Errors
 /// When the shapes do not match.
 pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(shift) {
-        return apply([x, shift], AddChannels);
-    }
-    let mut shape = vec![1; x.rank()];
-    shape[..2].copy_from_slice(&[x.dim(0)?, x.dim(1)?]);
-    x.broadcast_add(&shift.reshape(shape)?)
+    apply([x, shift], AddChannels)
 }
 
 /// a [b, c, ..] and b [b, d, ..] -> [b, c + d, ..].
@@ -34,10 +27,7 @@ pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
 /// # Errors
 /// When the shapes differ anywhere else.
 pub fn cat_channels(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::is_cpu_f32(a) && cpu::is_cpu_f32(b) {
-        return apply([a, b], CatChannels);
-    }
-    Tensor::cat(&[a, b], 1)
+    apply([a, b], CatChannels)
 }
 
 type ForwardResult = candle_core::Result<(Vec<f32>, Shape)>;
@@ -73,6 +63,14 @@ impl Operation<2> for Add {
     fn backward(&self, _: [&Input; 2], gradient: &Tensor) -> BackwardResult {
         Ok([Some(gradient.clone()), Some(gradient.clone())])
     }
+
+    fn forward_tensors(&self, [a, b]: [&Tensor; 2]) -> candle_core::Result<Tensor> {
+        a + b
+    }
+
+    fn backward_tensors(&self, inputs: [&Input; 2], gradient: &Tensor) -> BackwardResult {
+        self.backward(inputs, gradient)
+    }
 }
 
 /// x plus one number, for all elements of a channel.
@@ -88,6 +86,16 @@ impl Function<1> for AddScalar {
 
 struct AddChannels;
 
+/// The shape [b, c, 1, ..] in which a shift [b, c] is added to x [b, c, ..].
+fn channel_shape(x: &Shape, shift: &Shape) -> candle_core::Result<Vec<usize>> {
+    if x.rank() < 2 || shift.dims() != &x.dims()[..2] {
+        candle_core::bail!("add_channels: shift {shift:?} does not match x {x:?}");
+    }
+    let mut shape = vec![1; x.rank()];
+    shape[..2].copy_from_slice(shift.dims());
+    Ok(shape)
+}
+
 impl Operation<2> for AddChannels {
     const NAME: &'static str = "add-channels";
 
@@ -96,9 +104,7 @@ impl Operation<2> for AddChannels {
     }
 
     fn forward(&self, [x, shift]: [&[f32]; 2], [x_shape, shift_shape]: [&Shape; 2]) -> ForwardResult {
-        if x_shape.rank() < 2 || shift_shape.dims() != &x_shape.dims()[..2] {
-            candle_core::bail!("add_channels: shift {shift_shape:?} does not match x {x_shape:?}");
-        }
+        channel_shape(x_shape, shift_shape)?;
         let mut y = vec![0f32; x.len()];
         if !x.is_empty() {
             let pixels = x.len() / shift.len();
@@ -114,6 +120,21 @@ impl Operation<2> for AddChannels {
         let sums = if shift.requires_grad() {
             let (batch, channels) = shift.shape().dims2()?;
             Some(gradient.reshape((batch, channels, ()))?.sum(2)?)
+        } else {
+            None
+        };
+        Ok([Some(gradient.clone()), sums])
+    }
+
+    fn forward_tensors(&self, [x, shift]: [&Tensor; 2]) -> candle_core::Result<Tensor> {
+        let shape = channel_shape(x.shape(), shift.shape())?;
+        x.broadcast_add(&shift.reshape(shape)?)
+    }
+
+    fn backward_tensors(&self, [_, shift]: [&Input; 2], gradient: &Tensor) -> BackwardResult {
+        let sums = if shift.requires_grad() {
+            let (batch, channels) = shift.shape().dims2()?;
+            Some(sum_over(&gradient.reshape((batch, channels, ()))?, &[2])?)
         } else {
             None
         };
@@ -161,5 +182,13 @@ impl Operation<2> for CatChannels {
             Some(gradient.narrow(1, 0, first)?),
             Some(gradient.narrow(1, first, second)?),
         ])
+    }
+
+    fn forward_tensors(&self, [a, b]: [&Tensor; 2]) -> candle_core::Result<Tensor> {
+        Tensor::cat(&[a, b], 1)
+    }
+
+    fn backward_tensors(&self, inputs: [&Input; 2], gradient: &Tensor) -> BackwardResult {
+        self.backward(inputs, gradient)
     }
 }

@@ -25,11 +25,8 @@ pub fn to_image(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
 
 /// Reshapes x to `from` = [b, n, m], transposes it to [b, m, n] and reshapes that to `to`.
 fn transposed(x: &Tensor, from: [usize; 3], to: &[usize]) -> candle_core::Result<Tensor> {
-    if cpu::is_cpu_f32(x) {
-        let to = Shape::from(to);
-        return apply([x], Transpose { from, to });
-    }
-    x.reshape(&from)?.transpose(1, 2)?.contiguous()?.reshape(to)
+    let to = Shape::from(to);
+    apply([x], Transpose { from, to })
 }
 
 /// The side of a block. The cache lines of a block of input and output fit the L1 cache.
@@ -82,5 +79,15 @@ impl Operation<1> for Transpose {
         let [b, n, m] = self.from;
         let dx = cpu::with_slice(gradient, |dy| transpose_slice(dy, [b, m, n]))?;
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
+    }
+
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        x.reshape(&self.from)?.transpose(1, 2)?.contiguous()?.reshape(&self.to)
+    }
+
+    fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let [b, n, m] = self.from;
+        let dx = gradient.reshape((b, m, n))?.transpose(1, 2)?.contiguous()?;
+        Ok([Some(dx.reshape(x.shape())?)])
     }
 }

@@ -1,8 +1,8 @@
 //! Tests of the fused steps: against candle's operations, with several numbers of threads, and with tensors that other
 //! code holds.
 
-use super::inplace::force_tensor_ops;
 use super::*;
+use crate::device::portable::portable;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::json;
@@ -133,7 +133,7 @@ fn fused_steps_match_tensor_operations() {
     };
     for (name, options) in cases().into_iter().filter(|(name, _)| is_compared(name)) {
         let tolerance = if name == OptimizerName::Prodigy8Bit { 1e-3 } else { 1e-5 };
-        let (one, two) = (run(name, &options), force_tensor_ops::run(|| run(name, &options)));
+        let (one, two) = (run(name, &options), portable(|| run(name, &options)));
         assert_eq!(one.keys().collect::<Vec<_>>(), two.keys().collect::<Vec<_>>());
         // Sums are computed in another order, so the clipping factor differs in its last bits.
         for (key, want) in two.iter().filter(|(key, _)| !key.ends_with(".codes")) {
@@ -175,7 +175,7 @@ fn fused_steps_without_reductions_are_bit_identical_to_tensor_operations() {
             let weights: Vec<_> = params.iter().map(|p| floats(p.var.as_tensor())).collect();
             (values(&optimizer.state().unwrap()), weights)
         };
-        assert!(steps() == force_tensor_ops::run(steps), "{name:?}");
+        assert!(steps() == portable(steps), "{name:?}");
     }
 }
 
@@ -195,7 +195,7 @@ fn fused_ema_and_clipping_match_tensor_operations() {
     for (feedback, multiplier) in [(false, 1.0), (true, 1.0), (false, 0.99), (true, 0.99)] {
         let bits = in_pool(3, || ema(feedback, multiplier));
         assert!(
-            bits == force_tensor_ops::run(|| ema(feedback, multiplier)),
+            bits == portable(|| ema(feedback, multiplier)),
             "{feedback} {multiplier}"
         );
     }
@@ -204,7 +204,7 @@ fn fused_ema_and_clipping_match_tensor_operations() {
         let norm = clip_grad_norm(&mut grads, max_norm).unwrap();
         (norm, grads)
     };
-    let ((a, one), (b, two)) = (clip(0.5), force_tensor_ops::run(|| clip(0.5)));
+    let ((a, one), (b, two)) = (clip(0.5), portable(|| clip(0.5)));
     assert!(a > 1.0 && (a / b - 1.0).abs() < 1e-5, "{a} {b}");
     for (a, b) in one.iter().flatten().zip(two.iter().flatten()) {
         let gap = floats(a).into_iter().zip(floats(b)).map(|(a, b)| (a - b).abs());

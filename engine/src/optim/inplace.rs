@@ -1,5 +1,6 @@
 //! Access to the elements of CPU tensors as slices, to change them in place.
 
+use crate::device::portable::is_portable;
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
 use half::f16;
 use std::cell::{Cell, RefCell};
@@ -40,13 +41,13 @@ impl<'a> ElementsMut<'a> {
     }
 }
 
-/// Whether the tensor's elements can be accessed as one slice: a contiguous CPU tensor of a supported dtype.
+/// Whether the tensor's elements can be accessed as one slice: a contiguous CPU tensor of a supported dtype,
+/// outside portable mode.
 pub(super) fn is_supported(t: &Tensor) -> bool {
-    #[cfg(test)]
-    if force_tensor_ops::is_forced() {
-        return false;
-    }
-    t.device().is_cpu() && matches!(t.dtype(), DType::F32 | DType::F16 | DType::U8) && t.is_contiguous()
+    !is_portable()
+        && t.device().is_cpu()
+        && matches!(t.dtype(), DType::F32 | DType::F16 | DType::U8)
+        && t.is_contiguous()
 }
 
 /// Calls `f` with the elements of all these tensors, in order. Every tensor must be supported (see [`is_supported`]),
@@ -124,25 +125,5 @@ pub(super) fn readable_gradient(grad: &Tensor, param: &Tensor) -> Result<Tensor>
         grad.copy()
     } else {
         Ok(grad)
-    }
-}
-
-/// For tests: disables the in-place code, so that candle's operations run as on other devices.
-#[cfg(test)]
-pub(super) mod force_tensor_ops {
-    use std::cell::Cell;
-
-    thread_local!(static FORCED: Cell<bool> = const { Cell::new(false) });
-
-    pub(in super::super) fn is_forced() -> bool {
-        FORCED.get()
-    }
-
-    /// Runs `f` with the in-place code disabled in this thread.
-    pub(in super::super) fn run<R>(f: impl FnOnce() -> R) -> R {
-        FORCED.set(true);
-        let out = f();
-        FORCED.set(false);
-        out
     }
 }

@@ -437,3 +437,8 @@ fn automagic_keeps_its_rates_when_lr_bump_changes() {
         assert!((got / want - 1.0).abs() < 1e-3, "{bump}: {got} {want}");
     }
 }
+
+crate::testing::in_portable_mode! {
+    twenty_steps_match_the_reference,
+    eight_bit_weights_are_close_to_float32,
+}

@@ -5,7 +5,7 @@ use super::tests::{TOLERANCE, compare_case};
 use crate::adapters::load_lora;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{Model, sd2, sdxl};
-use crate::testing::{fixtures, tiny};
+use crate::testing::{fixtures, in_portable_mode, tiny};
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -64,4 +64,9 @@ fn stable_diffusion_2_gives_the_images_of_diffusers() {
 fn stable_diffusion_xl_gives_the_images_of_diffusers() {
     check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "cases");
     check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "lcm");
+}
+
+in_portable_mode! {
+    stable_diffusion_2_gives_the_images_of_diffusers,
+    stable_diffusion_xl_gives_the_images_of_diffusers,
 }

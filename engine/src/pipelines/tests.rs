@@ -370,3 +370,9 @@ fn random_seeds_depend_only_on_the_job_and_the_index() {
     assert_ne!(random_seed(7, 3), random_seed(8, 3));
     assert!(random_seed(7, 3) <= u64::from(u32::MAX));
 }
+
+crate::testing::in_portable_mode! {
+    loras_of_aitk_give_the_same_images_in_diffusers,
+    every_image_matches_diffusers,
+    models_of_other_shapes_match_diffusers,
+}

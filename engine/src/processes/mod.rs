@@ -22,12 +22,16 @@ pub use events::{EventSink, StopSignal};
 pub use log_file::LogFile;
 pub use train::{TrainingPreview, preview};
 
+use crate::device::portable::{is_portable, portable};
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::{AttemptSpec, FailureCause, Outcome};
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 
 /// Runs all processes of an attempt's job.
 pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) -> Outcome {
+    if spec.device.is_portable() && !is_portable() {
+        return portable(|| run(spec, events, stop));
+    }
     let job: JobSpec = match serde_json::from_value(spec.job.clone()) {
         Ok(job) => job,
         Err(error) => {

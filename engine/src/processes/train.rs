@@ -406,6 +406,9 @@ mod memory_tests;
 mod our_lora;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod portable_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod quantised_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -17,6 +17,7 @@ mod codes;
 mod tests;
 
 use crate::autograd::with_slice;
+use crate::device::portable::is_portable;
 use aitk_common::job::QType;
 use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
@@ -237,7 +238,7 @@ impl Quantized {
                 codes,
                 scales,
                 per_scale,
-            } if self.device.is_cpu() => {
+            } if self.device.is_cpu() && !is_portable() => {
                 let count = self.shape.iter().product();
                 let values = with_bytes(codes, |codes| {
                     with_slice(scales, |scales| {

@@ -210,3 +210,9 @@ fn a_model_is_quantised_on_load_except_for_excluded_layers() {
     let error = relative_error(&quantized.unet.forward(&x, &step, &context).unwrap(), &expected);
     assert!(error > 0.0 && error < 0.05, "{error}");
 }
+
+crate::testing::in_portable_mode! {
+    dequantised_weights_match_the_reference_libraries,
+    a_quantised_layer_matches_the_dequantised_layer_forward_and_backward,
+    a_model_is_quantised_on_load_except_for_excluded_layers,
+}

@@ -152,3 +152,9 @@ fn an_error_of_a_recomputed_step_names_the_step() {
     let error = error.unwrap_err().to_string();
     assert!(error.contains("out of memory") && error.contains("blocks.3"), "{error}");
 }
+
+crate::testing::in_portable_mode! {
+    recomputing_changes_neither_loss_nor_gradients,
+    without_a_tape_nothing_is_recomputed_and_candles_backward_pass_works,
+    steps_run_again_only_if_a_tensor_is_trainable,
+}

@@ -10,6 +10,7 @@ mod conditioning_cache;
 mod ddpm;
 mod latents;
 mod loss;
+mod loss_scale;
 mod masks;
 mod objective;
 mod random;

@@ -2,6 +2,7 @@
 
 mod families;
 mod full;
+mod portable;
 
 use super::*;
 use crate::adapters::{LoraConfig, LoraNetwork};
@@ -11,7 +12,7 @@ use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
-use crate::testing::{fixtures, gap, tiny_sd, unet_part};
+use crate::testing::{fixtures, gap, in_portable_mode, tiny_sd, unet_part};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 
@@ -435,4 +436,18 @@ fn the_documented_python_draws_the_same_numbers() {
         let order = crate::data::epoch_order(13, row["seed"].as_u64().unwrap(), row["epoch"].as_u64().unwrap(), false);
         assert_eq!(serde_json::json!(order), row["order"]);
     }
+}
+
+in_portable_mode! {
+    adamw_matches_the_reference,
+    accumulation_matches_the_reference,
+    clipping_matches_the_reference,
+    min_snr_matches_the_reference,
+    ema_matches_the_reference,
+    lora_on_convolutions_matches_the_reference,
+    training_the_text_encoder_matches_the_reference,
+    v_prediction_matches_the_reference,
+    loss_masks_match_the_reference,
+    absolute_loss_with_item_weights_matches_the_reference,
+    gradient_checkpointing_changes_neither_loss_nor_gradients,
 }

@@ -1,5 +1,6 @@
 //! The trainer: gradient accumulation, clipping, optimizer step and EMA.
 
+use super::loss_scale::LossScale;
 use crate::autograd::{Tape, record};
 use crate::error::{EngineError, Result};
 use crate::optim::{
@@ -51,7 +52,11 @@ pub struct Trainer {
     applied_squares: Option<Vec<f64>>,
     losses: Vec<f64>,
     non_finite_losses: u64,
+    loss_scale: Option<LossScale>,
 }
+
+/// The name of the loss scale among the tensors of the optimizer.
+const LOSS_SCALE: &str = "loss_scale";
 
 impl Trainer {
     /// Creates a trainer without gradients.
@@ -63,6 +68,24 @@ impl Trainer {
             applied_squares: None,
             losses: Vec::new(),
             non_finite_losses: 0,
+            loss_scale: None,
+        }
+    }
+
+    /// Scales the loss for a model that computes in f16, whose gradients may be too small or too large for f16, as
+    /// `torch.amp.GradScaler` does. A step whose gradients overflow does not update the weights and has no warning, as
+    /// long as a smaller factor may help.
+    #[must_use]
+    pub fn with_loss_scaling(mut self) -> Self {
+        self.loss_scale = Some(LossScale::default());
+        self
+    }
+
+    /// The gradient of the loss with which the backward pass starts.
+    fn loss_gradient(&self, loss: &Tensor) -> candle_core::Result<Tensor> {
+        match self.loss_scale {
+            Some(scale) => scale.scale(loss),
+            None => loss.ones_like(),
         }
     }
 
@@ -93,14 +116,18 @@ impl Trainer {
         let Some((loss, tape)) = self.forward(loss)? else {
             return Ok(());
         };
-        let store = tape.backward(&loss)?;
-        let grads = self
-            .options
-            .params
-            .iter()
-            .map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
+        let gradient = self.loss_gradient(&loss)?;
+        let store = tape.backward_from([(loss, gradient)])?;
+        let params = self.options.params.iter();
+        let grads = params.map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
+        let grads: Grads = match self.loss_scale {
+            None => grads.collect(),
+            Some(scale) => grads
+                .map(|grad| grad.map(|grad| scale.unscale(&grad)).transpose())
+                .collect::<candle_core::Result<_>>()?,
+        };
         match &mut self.accumulated {
-            None => self.accumulated = Some(grads.collect()),
+            None => self.accumulated = Some(grads),
             Some(sums) => {
                 for (sum, grad) in sums.iter_mut().zip(grads) {
                     *sum = match (sum.take(), grad) {
@@ -125,6 +152,12 @@ impl Trainer {
         let Some((mut value, mut tape)) = self.forward(&loss)? else {
             return Ok(());
         };
+        let gradient = self.loss_gradient(&value)?;
+        let loss_scale = self.loss_scale;
+        let unscale = |gradient: Tensor| match loss_scale {
+            Some(scale) => scale.unscale(&gradient),
+            None => Ok(gradient),
+        };
         let (params, optimizer) = (&self.options.params, &mut self.options.optimizer);
         let index_by_id: HashMap<_, _> = params
             .iter()
@@ -138,9 +171,9 @@ impl Trainer {
             .filter(|_| optimizer.uses_gradient_clipping());
         let mut factor = 1.0;
         if let Some(max) = clip_norm {
-            tape.backward_each(&value, |id, gradient| {
+            tape.backward_each_from((&value, gradient.clone()), |id, gradient| {
                 if let Some(index) = index_by_id.get(&id) {
-                    squares[*index] = sum_of_squares(&gradient)?;
+                    squares[*index] = sum_of_squares(&unscale(gradient)?)?;
                 }
                 Ok::<_, EngineError>(())
             })?;
@@ -153,10 +186,11 @@ impl Trainer {
             (value, tape) = record(&loss)?;
         }
         let mut single_grad: Grads = vec![None; params.len()];
-        tape.backward_each(&value, |id, gradient| {
+        tape.backward_each_from((&value, gradient), |id, gradient| {
             let Some(index) = index_by_id.get(&id) else {
                 return Ok(());
             };
+            let gradient = unscale(gradient)?;
             if clip_norm.is_none() {
                 squares[*index] = sum_of_squares(&gradient)?;
                 if !squares[*index].is_finite() {
@@ -228,6 +262,13 @@ impl Trainer {
             }
             (None, None) => return Ok(report),
         };
+        let is_explained = match &mut self.loss_scale {
+            Some(scale) => scale.update(norm.is_finite()),
+            None => false,
+        };
+        if is_explained {
+            return Ok(report);
+        }
         if !norm.is_finite() {
             report.warning = Some(format!(
                 "step {}: the gradients are not finite numbers; the weights are unchanged",
@@ -272,7 +313,11 @@ impl Trainer {
             .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
             .collect();
         out.insert("weights", weights);
-        out.insert("optimizer", self.options.optimizer.state().map_err(optim_error)?);
+        let mut optimizer = self.options.optimizer.state().map_err(optim_error)?;
+        if let Some(scale) = self.loss_scale {
+            optimizer.insert(LOSS_SCALE.to_owned(), scale.state()?);
+        }
+        out.insert("optimizer", optimizer);
         let mut updates = 0;
         if let Some(ema) = &self.options.ema {
             let (shadow, n) = ema.state();
@@ -334,7 +379,11 @@ impl Trainer {
         mut state: BTreeMap<String, BTreeMap<String, Tensor>>,
         ema_updates: u64,
     ) -> Result<()> {
-        let optimizer = state.remove("optimizer").unwrap_or_default();
+        let mut optimizer = state.remove("optimizer").unwrap_or_default();
+        // A state of another dtype has no scale, or one that is not used here.
+        if let (Some(tensor), Some(scale)) = (optimizer.remove(LOSS_SCALE), &mut self.loss_scale) {
+            *scale = LossScale::from_state(&tensor)?;
+        }
         self.options.optimizer.load_state(&optimizer).map_err(optim_error)?;
         // A state without EMA, from before EMA was turned on: the average starts with the current weights.
         if let Some(ema) = &mut self.options.ema

@@ -4,6 +4,7 @@
 use super::bytes::{FileReader, FloatFormat, vec_filled_by};
 use super::header::{FileHeader, StorageType, StoredTensor};
 use super::{gguf, safetensors};
+use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
 use crate::quant::Quantized;
 use aitk_common::fsutil::regular;
@@ -68,7 +69,8 @@ impl TensorFile {
         let (start, length) = (stored_tensor.start, stored_tensor.end - stored_tensor.start);
         match stored_tensor.storage {
             StorageType::Floats(format) | StorageType::GgufHalf(format) => {
-                let Some(dtype_in_file) = candle_dtype(format).filter(|_| !device.is_cpu() || dtype != DType::F32)
+                let Some(dtype_in_file) =
+                    candle_dtype(format).filter(|_| !device.is_cpu() || dtype != DType::F32 || is_portable())
                 else {
                     let values = self.reader.read_floats(format, start, length / format.size())?;
                     return Ok(Tensor::from_vec(values, shape, device)?.to_dtype(dtype)?);

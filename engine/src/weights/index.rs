@@ -6,6 +6,7 @@ use super::file::TensorFile;
 use super::header::StorageType;
 use super::streamed::StreamedWeight;
 use super::{folder, quantized};
+use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
 use crate::quant::Quantized;
 use candle_core::quantized::GgmlDType;
@@ -216,7 +217,8 @@ impl Index {
             StorageType::GgufHalf(FloatFormat::Bf16) => (GgmlDType::BF16, "bf16"),
             _ => return Ok(None),
         };
-        if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) || entry.view.is_some() {
+        let read_as_it_is = device.is_cpu() && !is_portable() && dtype.size_in_bytes() > 2;
+        if !read_as_it_is || entry.shape.contains(&0) || entry.view.is_some() {
             return Ok(None);
         }
         let quantization = StoredQuantization::GgmlBlocks(block, type_name);

@@ -1,6 +1,7 @@
 //! The weight of a layer: a tensor, or one that is dequantised or read from its file at each use.
 
 use super::StreamedWeight;
+use crate::device::portable::is_portable;
 use crate::quant::Quantized;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -55,6 +56,11 @@ impl Weight {
             Self::Quantized(quantized) => quantized.bytes(),
             Self::Streamed(_) => 0,
         }
+    }
+
+    /// Whether kernels on slices can read [`Self::dense`]: f32 on the CPU, outside portable mode.
+    pub(crate) fn has_slices(&self) -> bool {
+        self.device().is_cpu() && self.dtype() == DType::F32 && !is_portable()
     }
 
     /// A contiguous copy of this weight, or `None` if it gets gradients.

@@ -26,6 +26,16 @@ pub(super) fn device() -> Device {
     }
 }
 
+/// The CPU in portable mode, which computes in the forms that GPUs use.
+pub(super) fn portable_device() -> Device {
+    Device {
+        device: DeviceRef::PORTABLE_CPU,
+        dtypes: self_test::portable_dtypes(),
+        attention: vec!["eager".to_owned()],
+        ..device()
+    }
+}
+
 /// The name of the CPU, such as `AMD EPYC 7763 (2 cores)`.
 pub(super) fn name() -> String {
     let system = System::new_with_specifics(RefreshKind::nothing().with_cpu(CpuRefreshKind::nothing()));

@@ -86,7 +86,9 @@ pub enum DeviceSelection {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceSelectionError {
     /// The text is not a valid selection.
-    #[error("cannot read the device {0:?}: expected auto, cpu, cuda:N or metal:N, several with commas between them")]
+    #[error(
+        "cannot read the device {0:?}: expected auto, cpu, cpu:portable, cuda:N or metal:N, several with commas between them"
+    )]
     Unreadable(String),
     /// A selected device does not exist.
     #[error("this machine has no device {requested} (it has: {found})")]
@@ -112,8 +114,14 @@ impl FromStr for DeviceSelection {
     }
 }
 
+/// The name of the CPU in portable mode.
+const PORTABLE_CPU: &str = "cpu:portable";
+
 fn parse_device(text: &str) -> Result<DeviceRef, DeviceSelectionError> {
     let unreadable = || DeviceSelectionError::Unreadable(text.to_owned());
+    if text == PORTABLE_CPU {
+        return Ok(DeviceRef::PORTABLE_CPU);
+    }
     let (kind, index) = text.split_once(':').unwrap_or((text, "0"));
     let kind = match kind {
         "cpu" => DeviceKind::Cpu,
@@ -122,10 +130,12 @@ fn parse_device(text: &str) -> Result<DeviceRef, DeviceSelectionError> {
         "metal" | "mps" => DeviceKind::Metal,
         _ => return Err(unreadable()),
     };
-    Ok(DeviceRef {
-        kind,
-        index: index.parse().map_err(|_| unreadable())?,
-    })
+    let index = index.parse().map_err(|_| unreadable())?;
+    // The index of the portable CPU is not a name for it.
+    if kind == DeviceKind::Cpu && index != 0 {
+        return Err(unreadable());
+    }
+    Ok(DeviceRef { kind, index })
 }
 
 /// The devices of `found` that were selected, in the order of the selection.
@@ -146,25 +156,32 @@ pub fn choose(found: Vec<Device>, choice: &DeviceSelection) -> Result<Vec<Device
         DeviceSelection::Listed(requested) => {
             let mut chosen: Vec<Device> = Vec::new();
             for requested in requested {
+                if chosen.iter().any(|known| known.device == *requested) {
+                    continue;
+                }
+                // It is no device of the machine, and exists only where it is selected.
+                if requested.is_portable() {
+                    chosen.push(cpu::portable_device());
+                    continue;
+                }
                 let device = found.iter().find(|device| device.device == *requested).ok_or_else(|| {
                     DeviceSelectionError::Missing {
                         requested: label(*requested),
                         found: names(&found),
                     }
                 })?;
-                if !chosen.iter().any(|known| known.device == *requested) {
-                    chosen.push(device.clone());
-                }
+                chosen.push(device.clone());
             }
             Ok(chosen)
         }
     }
 }
 
-/// `cuda:0`, `metal:0`, `cpu`.
+/// `cuda:0`, `metal:0`, `cpu`, `cpu:portable`.
 #[must_use]
 pub fn label(device: DeviceRef) -> String {
     match device.kind {
+        DeviceKind::Cpu if device.is_portable() => PORTABLE_CPU.to_owned(),
         DeviceKind::Cpu => "cpu".to_owned(),
         kind => format!("{}:{}", kind.name(), device.index),
     }
@@ -207,7 +224,8 @@ mod tests {
             message.contains("cuda:1") && message.contains("it has: cpu"),
             "{message}"
         );
-        for bad in ["", "gpu", "cuda:x", "cuda:-1", "cpu,,"] {
+        assert_eq!(chosen(&["cpu"], "cpu:portable,cpu").unwrap(), ["cpu:portable", "cpu"]);
+        for bad in ["", "gpu", "cuda:x", "cuda:-1", "cpu,,", "cpu:1"] {
             assert!(
                 matches!(chosen(&["cpu"], bad), Err(DeviceSelectionError::Unreadable(_))),
                 "{bad:?}"

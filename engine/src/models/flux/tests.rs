@@ -64,3 +64,7 @@ fn flux_blocks_match_diffusers() {
         }))
     });
 }
+
+crate::testing::in_portable_mode! {
+    flux_blocks_match_diffusers,
+}

@@ -41,6 +41,7 @@ fn transformer(
         layers: params.transformer_layers[down_index],
         groups: config.norm_num_groups,
         linear: config.use_linear_projection,
+        upcast_attention: config.upcast_attention,
     };
     Transformer2d::new(weights, sizes)
 }

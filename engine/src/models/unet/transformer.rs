@@ -21,6 +21,8 @@ pub struct TransformerSizes {
     pub groups: usize,
     /// Whether the input and output projections are linear layers (SD 2.x) instead of 1 x 1 convolutions (SD 1.x).
     pub linear: bool,
+    /// Whether attention scores are computed in f32 whatever the dtype is: `upcast_attention`.
+    pub upcast_attention: bool,
 }
 
 /// A transformer over the pixels of an image, with cross-attention to the context.
@@ -56,6 +58,7 @@ struct CrossAttention {
     to_v: Linear,
     to_out: Linear,
     heads: usize,
+    upcast: bool,
 }
 
 impl Projection {
@@ -87,15 +90,16 @@ impl Transformer2d {
             layers,
             groups,
             linear,
+            upcast_attention,
         } = sizes;
         let blocks = (0..layers).map(|i| {
             let w = weights.pp("transformer_blocks").pp(i);
             let norm = |name| LayerNorm::new(&w.pp(name), channels, 1e-5);
             Ok(TransformerBlock {
                 norm1: norm("norm1")?,
-                attn1: CrossAttention::new(&w.pp("attn1"), channels, channels, heads)?,
+                attn1: CrossAttention::new(&w.pp("attn1"), [channels, channels], heads, upcast_attention)?,
                 norm2: norm("norm2")?,
-                attn2: CrossAttention::new(&w.pp("attn2"), channels, context, heads)?,
+                attn2: CrossAttention::new(&w.pp("attn2"), [channels, context], heads, upcast_attention)?,
                 norm3: norm("norm3")?,
                 ff_in: Linear::new(&w.pp("ff.net.0.proj"), channels, 8 * channels, true)?,
                 ff_out: Linear::new(&w.pp("ff.net.2"), 4 * channels, channels, true)?,
@@ -153,13 +157,14 @@ impl TransformerBlock {
 }
 
 impl CrossAttention {
-    fn new(weights: &Weights, channels: usize, context: usize, heads: usize) -> Result<Self> {
+    fn new(weights: &Weights, [channels, context]: [usize; 2], heads: usize, upcast: bool) -> Result<Self> {
         Ok(Self {
             to_q: Linear::new(&weights.pp("to_q"), channels, channels, false)?,
             to_k: Linear::new(&weights.pp("to_k"), context, channels, false)?,
             to_v: Linear::new(&weights.pp("to_v"), context, channels, false)?,
             to_out: Linear::new(&weights.pp("to_out.0"), channels, channels, true)?,
             heads,
+            upcast,
         })
     }
 
@@ -169,7 +174,11 @@ impl CrossAttention {
             self.to_k.forward(context)?,
             self.to_v.forward(context)?,
         );
-        self.to_out.forward(&Attention::new(self.heads).forward(&q, &k, &v)?)
+        let attention = Attention {
+            upcast: self.upcast,
+            ..Attention::new(self.heads)
+        };
+        self.to_out.forward(&attention.forward(&q, &k, &v)?)
     }
 
     fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {

@@ -56,3 +56,7 @@ fn a_scaling_factor_of_zero_is_refused() {
         "{error}"
     );
 }
+
+crate::testing::in_portable_mode! {
+    tiling_matches_diffusers,
+}

@@ -1,7 +1,8 @@
-//! Attention on the CPU as an operation, parallel over heads and queries.
+//! Attention as an operation; on the CPU parallel over heads and queries.
 
 use super::kernel::{Backward, Forward, PackHead, Problem, Scratch};
 use super::sizes::Sizes;
+use super::tensors::{CHUNK_BYTES, Parameters};
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu::{self, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
@@ -10,9 +11,11 @@ use rayon::prelude::*;
 pub(super) struct AttentionOp {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
-    pub(super) scale: f32,
+    pub(super) scale: f64,
     pub(super) causal: bool,
-    /// As [`Attention::bias`](super::Attention::bias), contiguous f32.
+    /// As [`Attention::upcast`](super::Attention::upcast).
+    pub(super) upcast: bool,
+    /// As [`Attention::bias`](super::Attention::bias), contiguous.
     pub(super) bias: Option<Tensor>,
 }
 
@@ -39,10 +42,22 @@ impl AttentionOp {
             queries: s.queries,
             keys: s.keys,
             width: s.width,
-            scale: self.scale,
+            scale: self.scale as f32,
             causal: self.causal,
             bias: bias.map(|bias| s.bias_of(bias, dims, head)),
         }
+    }
+
+    /// The sizes and parameters for the form on tensors.
+    fn parameters(&self, shapes: [&Shape; 3]) -> candle_core::Result<Parameters<'_>> {
+        Ok(Parameters {
+            sizes: self.sizes(shapes)?,
+            scale: self.scale,
+            causal: self.causal,
+            upcast: self.upcast,
+            bias: self.bias.as_ref(),
+            chunk_bytes: CHUNK_BYTES,
+        })
     }
 
     /// Computes the result, [b, queries, heads * width].
@@ -189,5 +204,20 @@ impl Operation<3> for AttentionOp {
             whole(&dk, s.keys, s.kv_heads, shapes[1])?,
             whole(&dv, s.keys, s.kv_heads, shapes[2])?,
         ])
+    }
+
+    fn has_slices(&self) -> bool {
+        self.bias.as_ref().is_none_or(cpu::is_cpu_f32)
+    }
+
+    fn forward_tensors(&self, inputs: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        self.parameters(inputs.map(Tensor::shape))?.forward(inputs)
+    }
+
+    fn backward_tensors(&self, inputs: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [q, k, v] = inputs;
+        let operands = [q.tensor()?, k.tensor()?, v.tensor()?];
+        self.parameters(inputs.map(Input::shape))?
+            .backward(operands, inputs.map(Input::requires_grad), gradient)
     }
 }

@@ -1,19 +1,21 @@
 //! Scaled dot-product attention.
 //!
-//! Queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5 at 512 pixels) is
-//! never in memory; the backward pass recomputes the scores.
+//! On every device, queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5
+//! at 512 pixels) is never in memory; the backward pass recomputes the scores.
 
 mod cpu_op;
 mod kernel;
 mod sizes;
+mod softmax;
+mod tensors;
 #[cfg(test)]
 mod tests;
 
-use super::cpu;
 use crate::autograd::apply;
-use candle_core::{D, DType, Tensor};
+use candle_core::Tensor;
 use cpu_op::AttentionOp;
 use sizes::Sizes;
+pub use softmax::softmax;
 
 /// The parameters of softmax(q k^T * scale + bias) v per head.
 #[derive(Clone, Copy, Debug)]
@@ -30,6 +32,9 @@ pub struct Attention<'a> {
     /// Added to the scores, [b or 1, heads or 1, queries or 1, keys]: minus infinity masks a key. Gets no gradient. The
     /// result of a query is zero if all keys are masked.
     pub bias: Option<&'a Tensor>,
+    /// Whether scores are computed in f32 also in f16 and bf16: diffusers' `upcast_attention`, for models whose scores
+    /// exceed the largest number of f16.
+    pub upcast: bool,
 }
 
 impl Attention<'_> {
@@ -42,6 +47,7 @@ impl Attention<'_> {
             scale: None,
             causal: false,
             bias: None,
+            upcast: false,
         }
     }
 
@@ -57,17 +63,15 @@ impl Attention<'_> {
         if let Some(bias) = &bias {
             sizes.check_bias(bias.dims())?;
         }
-        if cpu::is_cpu_f32(q) && cpu::is_cpu_f32(k) && cpu::is_cpu_f32(v) && bias.as_ref().is_none_or(cpu::is_cpu_f32) {
-            let op = AttentionOp {
-                heads: self.heads,
-                kv_heads: self.kv_heads,
-                scale: scale as f32,
-                causal: self.causal,
-                bias: bias.map(|bias| bias.contiguous()).transpose()?,
-            };
-            return apply([q, k, v], op);
-        }
-        with_candle([q, k, v], sizes, scale, self.causal, bias.as_ref())
+        let op = AttentionOp {
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            scale,
+            causal: self.causal,
+            upcast: self.upcast,
+            bias: bias.map(|bias| bias.contiguous()).transpose()?,
+        };
+        apply([q, k, v], op)
     }
 }
 
@@ -82,71 +86,4 @@ pub fn key_bias(mask: &Tensor) -> candle_core::Result<Tensor> {
     unmasked
         .where_cond(&masked.zeros_like()?, &masked)?
         .reshape((batch, 1, 1, keys))
-}
-
-/// Attention composed of candle's operations, for CUDA and Metal.
-fn with_candle(
-    [q, k, v]: [&Tensor; 3],
-    s: Sizes,
-    scale: f64,
-    causal: bool,
-    bias: Option<&Tensor>,
-) -> candle_core::Result<Tensor> {
-    let split = |x: &Tensor, length: usize, heads: usize| x.reshape((s.batch, length, heads, s.width))?.transpose(1, 2);
-    let q = split(q, s.queries, s.heads)?.contiguous()?;
-    // Repeats each key-value head for each query head that uses it.
-    let repeat = |x: &Tensor| {
-        split(x, s.keys, s.kv_heads)?
-            .unsqueeze(2)?
-            .broadcast_as((s.batch, s.kv_heads, s.heads / s.kv_heads, s.keys, s.width))?
-            .reshape((s.batch, s.heads, s.keys, s.width))?
-            .contiguous()
-    };
-    let (k, v) = (repeat(k)?.t()?, repeat(v)?);
-    // At most 64 Mi scores at a time.
-    let chunk = ((1 << 26) / (s.batch * s.heads * s.keys).max(1)).clamp(1, s.queries.max(1));
-    let mut parts = Vec::new();
-    for start in (0..s.queries).step_by(chunk) {
-        let rows = chunk.min(s.queries - start);
-        let part = if rows == s.queries {
-            q.clone()
-        } else {
-            q.narrow(2, start, rows)?.contiguous()?
-        };
-        let mut scores = (part.matmul(&k)? * scale)?.to_dtype(DType::F32)?;
-        if let Some(bias) = bias {
-            let bias = match bias.dim(2)? {
-                1 => bias.clone(),
-                _ => bias.narrow(2, start, rows)?,
-            };
-            scores = scores.broadcast_add(&bias.to_dtype(DType::F32)?)?;
-        }
-        if causal {
-            let mask: Vec<f32> = (0..rows * s.keys)
-                .map(|i| {
-                    if i % s.keys > start + i / s.keys {
-                        f32::NEG_INFINITY
-                    } else {
-                        0.0
-                    }
-                })
-                .collect();
-            scores = scores.broadcast_add(&Tensor::from_vec(mask, (rows, s.keys), scores.device())?)?;
-        }
-        parts.push(softmax(&scores)?.to_dtype(v.dtype())?.matmul(&v)?);
-    }
-    Tensor::cat(&parts, 2)?
-        .transpose(1, 2)?
-        .reshape((s.batch, s.queries, s.features()))
-}
-
-/// Softmax over the last dimension, composed of operations that have a backward pass. A row of only minus infinity
-/// becomes zeros.
-///
-/// # Errors
-/// When an operation fails.
-pub fn softmax(x: &Tensor) -> candle_core::Result<Tensor> {
-    let max = x.max_keepdim(D::Minus1)?.detach().maximum(f64::from(f32::MIN))?;
-    let e = x.broadcast_sub(&max)?.exp()?;
-    e.broadcast_div(&e.sum_keepdim(D::Minus1)?.maximum(f64::from(f32::MIN_POSITIVE))?)
 }

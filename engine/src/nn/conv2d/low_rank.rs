@@ -5,6 +5,7 @@ use super::op::ConvOp;
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu::{self, Mat, MatMut};
 use crate::nn::low_rank::LowRankSizes;
+use crate::nn::tensors::widen;
 use crate::weights::Weight;
 use candle_core::{Device, Result, Shape, Tensor};
 
@@ -22,6 +23,15 @@ struct Sizes {
     low_rank: Geometry,
     matrix: LowRankSizes,
     pixels: usize,
+}
+
+impl Sizes {
+    /// The convolution with `up`, of one pixel.
+    fn up(&self) -> Result<Geometry> {
+        let (batch, rank, outputs) = (self.full.batch, self.matrix.rank, self.full.outputs);
+        let hidden = Shape::from((batch, rank, self.full.out_h, self.full.out_w));
+        Geometry::new(&hidden, &Shape::from((outputs, rank, 1, 1)), 1, [0, 0])
+    }
 }
 
 impl LowRankConv {
@@ -134,6 +144,39 @@ impl Operation<3> for LowRankConv {
                 })
             })
         })????;
+        Ok([dx, d_down, d_up])
+    }
+
+    fn has_slices(&self) -> bool {
+        self.weight.has_slices() && Operation::<2>::has_slices(&self.op)
+    }
+
+    /// The change is computed in f32, whatever the dtype of x.
+    fn forward_tensors(&self, [x, down, up]: [&Tensor; 3]) -> Result<Tensor> {
+        let s = self.sizes(x.shape(), down.shape(), up.shape())?;
+        let y = self.op.run_tensors(x, &self.weight.dense()?, None)?;
+        let h = s.low_rank.forward_tensors(&widen(x)?, down)?;
+        let change = (s.up()?.forward_tensors(&h, up)? * f64::from(self.scale))?;
+        y + change.to_dtype(x.dtype())?
+    }
+
+    fn backward_tensors(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let s = self.sizes(x.shape(), down.shape(), up.shape())?;
+        let (down_weight, up_weight, dy) = (down.tensor()?, up.tensor()?, widen(gradient)?);
+        let dh = (s.up()?.backward_input_tensors(up_weight, &dy)? * f64::from(self.scale))?;
+        let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
+        if down.requires_grad() || up.requires_grad() {
+            let x = widen(x.tensor()?)?;
+            let h = s.low_rank.forward_tensors(&x, down_weight)?;
+            d_up = Some((s.up()?.backward_weight_tensors(&h, &dy)? * f64::from(self.scale))?);
+            d_down = Some(s.low_rank.backward_weight_tensors(&x, &dh)?);
+        }
+        drop(dy);
+        if x.requires_grad() {
+            let back = s.full.backward_input_tensors(&self.weight.dense()?, gradient)?;
+            let change = s.low_rank.backward_input_tensors(down_weight, &dh)?;
+            dx = Some((back + change.to_dtype(x.dtype())?)?);
+        }
         Ok([dx, d_down, d_up])
     }
 }

@@ -1,21 +1,22 @@
 //! Two-dimensional convolution.
 //!
 //! On the CPU it is a matrix product with an implicit im2col: panels are packed directly from the image. The gradients
-//! of input and weight are computed in the same way. On other devices it is candle's convolution.
+//! of input and weight are computed in the same way. On other devices all three are candle's convolution.
 
 mod geometry;
 mod im2col;
 mod kernels;
 mod low_rank;
 mod op;
+mod tensors;
 
+use super::LayerAdapter;
 use super::low_rank::FusedLora;
-use super::{LayerAdapter, cpu};
 use crate::autograd::apply;
 use crate::error::Result;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use geometry::Padding;
 use low_rank::LowRankConv;
 use op::{ConvOp, FrozenConv};
@@ -80,21 +81,22 @@ impl Conv2d {
     fn forward_base(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let bias = self.bias.as_ref();
         match &self.weight {
-            weight @ (Weight::Quantized(_) | Weight::Streamed(_))
-                if cpu::is_cpu_f32(x) && weight.dtype() == DType::F32 =>
-            {
-                let op = self.op(bias)?;
-                let weight = weight.clone();
+            Weight::Plain(weight) => conv2d(x, weight, bias, self.stride, self.padding),
+            // The bias of such a layer may be trained.
+            weight if bias.is_some_and(Tensor::track_op) => {
+                conv2d(x, &weight.dense()?, bias, self.stride, self.padding)
+            }
+            weight => {
+                let (op, weight) = (self.op(bias)?, weight.clone());
                 apply([x], FrozenConv { op, weight })
             }
-            weight => conv2d(x, &weight.dense()?, bias, self.stride, self.padding),
         }
     }
 
     /// The layer with its first adapter, as one operation. `None` where they cannot be fused.
     fn forward_fused(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let Some(FusedLora { delta, weight, bias }) =
-            FusedLora::try_new(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+            FusedLora::try_new(&self.weight, self.bias.as_ref(), &self.adapters)?
         else {
             return Ok(None);
         };
@@ -122,45 +124,11 @@ pub fn conv2d(
     stride: usize,
     padding: usize,
 ) -> candle_core::Result<Tensor> {
-    let outputs = weight.dim(0)?;
-    if !cpu::is_cpu_f32(x) || weight.dtype() != DType::F32 {
-        let y = if stride == 1 {
-            x.conv2d(weight, padding, stride, 1, 1)?
-        } else {
-            strided_with_candle(x, weight, stride, padding)?
-        };
-        return match bias {
-            Some(bias) => y.broadcast_add(&bias.reshape((1, outputs, 1, 1))?),
-            None => Ok(y),
-        };
-    }
-    conv2d_cpu(x, weight, bias, stride, [padding; 2])
+    conv2d_padded(x, weight, bias, stride, [padding; 2])
 }
 
-/// candle's convolution with a stride above 1. Its gradient computes the output padding from the height alone, so
-/// pixels that no window covers are cut off first, along both axes.
-fn strided_with_candle(x: &Tensor, weight: &Tensor, stride: usize, padding: usize) -> candle_core::Result<Tensor> {
-    let (height, width) = (x.dim(2)? + 2 * padding, x.dim(3)? + 2 * padding);
-    let (kernel_h, kernel_w) = (weight.dim(2)?, weight.dim(3)?);
-    if stride == 0 || height < kernel_h || width < kernel_w {
-        candle_core::bail!(
-            "conv2d: input {:?} does not match weight {:?} with stride {stride} and padding {padding}",
-            x.dims(),
-            weight.dims()
-        );
-    }
-    let covered = |size: usize, kernel: usize| (size - kernel) / stride * stride + kernel;
-    let x = x
-        .pad_with_zeros(2, padding, padding)?
-        .pad_with_zeros(3, padding, padding)?
-        .narrow(2, 0, covered(height, kernel_h))?
-        .narrow(3, 0, covered(width, kernel_w))?
-        .contiguous()?;
-    x.conv2d(weight, 0, stride, 1, 1)
-}
-
-/// [`conv2d`] in f32 on the CPU, with a padding for each axis.
-pub(super) fn conv2d_cpu(
+/// [`conv2d`] with a padding for each axis.
+pub(super) fn conv2d_padded(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -168,8 +136,12 @@ pub(super) fn conv2d_cpu(
     padding: Padding,
 ) -> candle_core::Result<Tensor> {
     let op = |bias| ConvOp { stride, padding, bias };
-    match bias.map(Tensor::contiguous).transpose()? {
-        Some(bias) if bias.track_op() => apply([x, weight, &bias], op(None)),
-        frozen => apply([x, weight], op(frozen)),
+    match (bias.map(Tensor::contiguous).transpose()?, weight.track_op()) {
+        (Some(bias), _) if bias.track_op() => apply([x, weight, &bias], op(None)),
+        (bias, true) => apply([x, weight], op(bias)),
+        (bias, false) => {
+            let weight = Weight::Plain(weight.contiguous()?);
+            apply([x], FrozenConv { op: op(bias), weight })
+        }
     }
 }

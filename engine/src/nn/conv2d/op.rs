@@ -1,6 +1,7 @@
 //! The convolution on the CPU as an operation with gradients.
 
 use super::geometry::{Geometry, Padding};
+use super::tensors::backward_bias;
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu;
 use crate::weights::Weight;
@@ -62,6 +63,40 @@ impl ConvOp {
     }
 }
 
+/// The tensor form.
+impl ConvOp {
+    fn geometry(&self, x: &Shape, weight: &Shape) -> candle_core::Result<Geometry> {
+        Geometry::new(x, weight, self.stride, self.padding)
+    }
+
+    /// The convolution, with `bias` or else the frozen bias.
+    pub(super) fn run_tensors(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> candle_core::Result<Tensor> {
+        let y = self.geometry(x.shape(), weight.shape())?.forward_tensors(x, weight)?;
+        match bias.or(self.bias.as_ref()) {
+            Some(bias) => y.broadcast_add(&bias.to_dtype(y.dtype())?.reshape((1, weight.dim(0)?, 1, 1))?),
+            None => Ok(y),
+        }
+    }
+
+    fn tensor_gradients(&self, x: &Input, weight: &Input, dy: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        let g = self.geometry(x.shape(), weight.shape())?;
+        let dx = match x.requires_grad() {
+            true => Some(g.backward_input_tensors(weight.tensor()?, dy)?),
+            false => None,
+        };
+        let dw = match weight.requires_grad() {
+            true => Some(g.backward_weight_tensors(x.tensor()?, dy)?),
+            false => None,
+        };
+        Ok([dx, dw])
+    }
+}
+
 impl Operation<2> for ConvOp {
     const NAME: &'static str = "conv2d";
 
@@ -79,6 +114,22 @@ impl Operation<2> for ConvOp {
 
     fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
         self.gradients(x, weight, gradient)
+    }
+
+    fn has_slices(&self) -> bool {
+        self.bias.as_ref().is_none_or(cpu::is_cpu_f32)
+    }
+
+    fn forward_tensors(&self, [x, weight]: [&Tensor; 2]) -> candle_core::Result<Tensor> {
+        self.run_tensors(x, weight, None)
+    }
+
+    fn backward_tensors(
+        &self,
+        [x, weight]: [&Input; 2],
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 2]> {
+        self.tensor_gradients(x, weight, gradient)
     }
 }
 
@@ -106,6 +157,20 @@ impl Operation<1> for FrozenConv {
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         let dx = self.op.backward_input(x.shape(), &self.weight.dense()?, gradient)?;
         Ok([Some(dx)])
+    }
+
+    fn has_slices(&self) -> bool {
+        self.weight.has_slices() && Operation::<2>::has_slices(&self.op)
+    }
+
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        self.op.run_tensors(x, &self.weight.dense()?, None)
+    }
+
+    fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let weight = self.weight.dense()?;
+        let g = self.op.geometry(x.shape(), weight.shape())?;
+        Ok([Some(g.backward_input_tensors(&weight, gradient)?)])
     }
 }
 
@@ -138,5 +203,22 @@ impl Operation<3> for ConvOp {
         })?;
         let db: Vec<f32> = db.into_iter().map(|v| v as f32).collect();
         Ok([dx, dw, Some(Tensor::from_vec(db, outputs, &Device::Cpu)?)])
+    }
+
+    fn forward_tensors(&self, [x, weight, bias]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        self.run_tensors(x, weight, Some(bias))
+    }
+
+    fn backward_tensors(
+        &self,
+        [x, weight, bias]: [&Input; 3],
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [dx, dw] = self.tensor_gradients(x, weight, gradient)?;
+        let db = match bias.requires_grad() {
+            true => Some(backward_bias(gradient)?),
+            false => None,
+        };
+        Ok([dx, dw, db])
     }
 }

@@ -1,9 +1,11 @@
 //! A frozen linear layer fused with a LoRA: one operation instead of five.
 
 use super::kernels::{ForwardResult, multiply, rows_of, with_bias};
+use super::tensors;
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu::{self, Mat, MatMut};
 use crate::nn::low_rank::LowRankSizes;
+use crate::nn::tensors::widen;
 use crate::weights::Weight;
 use candle_core::{Device, Result, Shape, Tensor};
 
@@ -109,6 +111,40 @@ impl Operation<3> for LowRankLinear {
                 })
             })
         })????;
+        Ok([dx, d_down, d_up])
+    }
+
+    fn has_slices(&self) -> bool {
+        self.weight.has_slices() && self.bias.as_ref().is_none_or(cpu::is_cpu_f32)
+    }
+
+    /// The change is computed in f32, whatever the dtype of x.
+    fn forward_tensors(&self, [x, down, up]: [&Tensor; 3]) -> Result<Tensor> {
+        self.sizes(x.shape(), down.shape(), up.shape())?;
+        let y = tensors::multiply(x, &self.weight.dense()?, self.bias.as_ref())?;
+        let h = tensors::multiply(&widen(x)?, down, None)?;
+        let change = (tensors::multiply(&h, up, None)? * f64::from(self.scale))?;
+        y + change.to_dtype(x.dtype())?
+    }
+
+    fn backward_tensors(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let t = self.sizes(x.shape(), down.shape(), up.shape())?;
+        let (down_weight, up_weight, dy) = (down.tensor()?, up.tensor()?, widen(gradient)?);
+        let hidden = Shape::from((t.rows, t.rank));
+        let dh = (tensors::backward_input(&hidden, up_weight, &dy)? * f64::from(self.scale))?;
+        let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
+        if down.requires_grad() || up.requires_grad() {
+            let x = widen(x.tensor()?)?;
+            let h = tensors::multiply(&x, down_weight, None)?;
+            d_up = Some((tensors::backward_weight(&h, &dy)? * f64::from(self.scale))?);
+            d_down = Some(tensors::backward_weight(&x, &dh)?);
+        }
+        drop(dy);
+        if x.requires_grad() {
+            let back = tensors::backward_input(x.shape(), &self.weight.dense()?, gradient)?;
+            let change = tensors::backward_input(x.shape(), down_weight, &dh)?;
+            dx = Some((back + change.to_dtype(x.dtype())?)?);
+        }
         Ok([dx, d_down, d_up])
     }
 }

@@ -2,6 +2,7 @@
 
 mod kernels;
 mod low_rank;
+mod tensors;
 mod trained;
 
 use super::LayerAdapter;
@@ -11,7 +12,7 @@ use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
-use candle_core::{DType, Shape, Tensor};
+use candle_core::{Shape, Tensor};
 use kernels::{ForwardResult, backward_input, multiply, with_bias};
 use low_rank::LowRankLinear;
 use std::sync::Arc;
@@ -87,7 +88,7 @@ impl Linear {
     /// The layer with its first adapter, as one operation. `None` where they cannot be fused.
     fn forward_fused(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let Some(FusedLora { delta, weight, bias }) =
-            FusedLora::try_new(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+            FusedLora::try_new(&self.weight, self.bias.as_ref(), &self.adapters)?
         else {
             return Ok(None);
         };
@@ -110,19 +111,12 @@ fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> can
     let &[outputs, inputs] = weight.dims() else {
         candle_core::bail!("linear: expected a weight of two dimensions, found {:?}", weight.dims());
     };
-    let mut shape = x.dims().to_vec();
-    match shape.last_mut() {
-        Some(last) if *last == inputs => *last = outputs,
-        _ => candle_core::bail!("linear: input {:?} does not match weight {:?}", x.dims(), weight.dims()),
+    if x.dims().last() != Some(&inputs) {
+        candle_core::bail!("linear: input {:?} does not match weight {:?}", x.dims(), weight.dims());
     }
-    if let Some(weight) = weight
-        .as_frozen()?
-        .filter(|weight| cpu::is_cpu_f32(x) && weight.dtype() == DType::F32)
-    {
+    if let Some(weight) = weight.as_frozen()? {
         let (fused_bias, other_bias) = match bias {
-            Some(bias) if !bias.track_op() && cpu::is_cpu_f32(bias) && bias.elem_count() == outputs => {
-                (Some(bias.contiguous()?), None)
-            }
+            Some(bias) if !bias.track_op() && bias.elem_count() == outputs => (Some(bias.contiguous()?), None),
             other => (None, other),
         };
         let y = apply(
@@ -137,24 +131,10 @@ fn linear_with_weight(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> can
             None => Ok(y),
         };
     }
-    // The operands are saved for the backward pass: here a quantised or streamed weight stays dense until then, unless
-    // gradient checkpointing recomputes this layer.
     let weight = weight.dense()?;
-    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(&weight) && bias.is_none_or(cpu::is_cpu_f32) {
-        return match bias {
-            Some(bias) => apply([x, &weight, bias], TrainedLinear),
-            None => apply([x, &weight], TrainedLinear),
-        };
-    }
-    let rows = x.elem_count() / inputs.max(1);
-    let y = x
-        .contiguous()?
-        .reshape((rows, inputs))?
-        .matmul(&weight.t()?)?
-        .reshape(shape)?;
     match bias {
-        Some(bias) => y.broadcast_add(bias),
-        None => Ok(y),
+        Some(bias) => apply([x, &weight, bias], TrainedLinear),
+        None => apply([x, &weight], TrainedLinear),
     }
 }
 
@@ -182,5 +162,18 @@ impl Operation<1> for FrozenLinear {
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         Ok([Some(backward_input(x.shape(), &self.weight.dense()?, gradient)?)])
+    }
+
+    fn has_slices(&self) -> bool {
+        self.weight.has_slices() && self.bias.as_ref().is_none_or(cpu::is_cpu_f32)
+    }
+
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        tensors::multiply(x, &self.weight.dense()?, self.bias.as_ref())
+    }
+
+    fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let dx = tensors::backward_input(x.shape(), &self.weight.dense()?, gradient)?;
+        Ok([Some(dx)])
     }
 }

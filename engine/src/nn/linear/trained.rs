@@ -1,6 +1,7 @@
 //! A linear layer that is trained: gradients of input, weight and bias.
 
 use super::kernels::{ForwardResult, backward_input, multiply, rows_of};
+use super::tensors;
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu;
 use candle_core::{Device, Shape, Tensor};
@@ -30,6 +31,18 @@ impl TrainedLinear {
             })
         })???;
         Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])
+    }
+
+    fn tensor_gradients(x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        let dx = match x.requires_grad() {
+            true => Some(tensors::backward_input(x.shape(), weight.tensor()?, gradient)?),
+            false => None,
+        };
+        let dw = match weight.requires_grad() {
+            true => Some(tensors::backward_weight(x.tensor()?, gradient)?),
+            false => None,
+        };
+        Ok([dx, dw])
     }
 }
 
@@ -74,6 +87,18 @@ impl Operation<2> for TrainedLinear {
     fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
         Self::gradients(x, weight, gradient)
     }
+
+    fn forward_tensors(&self, [x, weight]: [&Tensor; 2]) -> candle_core::Result<Tensor> {
+        tensors::multiply(x, weight, None)
+    }
+
+    fn backward_tensors(
+        &self,
+        [x, weight]: [&Input; 2],
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 2]> {
+        Self::tensor_gradients(x, weight, gradient)
+    }
 }
 
 impl Operation<3> for TrainedLinear {
@@ -96,6 +121,23 @@ impl Operation<3> for TrainedLinear {
             Some(Tensor::from_vec(sums, bias.shape(), &Device::Cpu)?)
         } else {
             None
+        };
+        Ok([dx, dw, db])
+    }
+
+    fn forward_tensors(&self, [x, weight, bias]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        tensors::multiply(x, weight, Some(bias))
+    }
+
+    fn backward_tensors(
+        &self,
+        [x, weight, bias]: [&Input; 3],
+        gradient: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [dx, dw] = Self::tensor_gradients(x, weight, gradient)?;
+        let db = match bias.requires_grad() {
+            true => Some(tensors::backward_bias(gradient)?),
+            false => None,
         };
         Ok([dx, dw, db])
     }

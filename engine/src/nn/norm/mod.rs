@@ -2,15 +2,16 @@
 //!
 //! Each computes its statistics over a row (the elements of a group, or the last dimension), then scales and shifts.
 
+mod row_norm;
 mod rows;
+mod tensors;
 
 use super::activation::Activation;
-use super::cpu;
 use crate::autograd::apply;
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{D, DType, Device, Tensor};
-use rows::RowNorm;
+use row_norm::RowNorm;
 
 /// Group normalisation over the channels of [b, c, ..].
 #[derive(Clone, Debug)]
@@ -75,31 +76,16 @@ impl GroupNorm {
                 x.dims()
             );
         }
-        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
-            let spatial = x.elem_count() / (x.dim(0)? * channels).max(1);
-            let rows = RowNorm {
-                length: channels / self.groups * spatial,
-                channels,
-                spatial,
-                eps: self.eps,
-                subtract_mean: true,
-                activation,
-            };
-            return apply([x, &self.weight, &self.bias], rows);
-        }
-        let dtype = x.dtype();
-        let grouped = x.reshape((x.dim(0)?, self.groups, ()))?.to_dtype(DType::F32)?;
-        let mut affine = vec![1; x.rank()];
-        affine[1] = channels;
-        let y = normalise(&grouped, self.eps)?
-            .to_dtype(dtype)?
-            .reshape(x.shape())?
-            .broadcast_mul(&self.weight.reshape(affine.as_slice())?)?
-            .broadcast_add(&self.bias.reshape(affine.as_slice())?)?;
-        match activation {
-            Some(activation) => activation.forward(&y),
-            None => Ok(y),
-        }
+        let spatial = x.elem_count() / (x.dim(0)? * channels).max(1);
+        let rows = RowNorm {
+            length: channels / self.groups * spatial,
+            channels,
+            spatial,
+            eps: self.eps,
+            subtract_mean: true,
+            activation,
+        };
+        apply([x, &self.weight, &self.bias], rows)
     }
 }
 
@@ -150,21 +136,15 @@ impl LayerNorm {
                 x.dims()
             );
         }
-        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
-            let rows = RowNorm {
-                length: features,
-                channels: features,
-                spatial: 1,
-                eps: self.eps,
-                subtract_mean: true,
-                activation: None,
-            };
-            return apply([x, &self.weight, &self.bias], rows);
-        }
-        normalise(&x.to_dtype(DType::F32)?, self.eps)?
-            .to_dtype(x.dtype())?
-            .broadcast_mul(&self.weight)?
-            .broadcast_add(&self.bias)
+        let rows = RowNorm {
+            length: features,
+            channels: features,
+            spatial: 1,
+            eps: self.eps,
+            subtract_mean: true,
+            activation: None,
+        };
+        apply([x, &self.weight, &self.bias], rows)
     }
 }
 
@@ -211,29 +191,14 @@ impl RmsNorm {
                 x.dims()
             );
         }
-        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
-            let rows = RowNorm {
-                length: features,
-                channels: features,
-                spatial: 1,
-                eps: self.eps,
-                subtract_mean: false,
-                activation: None,
-            };
-            return apply([x, &self.weight, &self.zeros], rows);
-        }
-        let rows = x.reshape(((), features))?.to_dtype(DType::F32)?;
-        let root_mean_square = (rows.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?;
-        rows.broadcast_div(&root_mean_square)?
-            .to_dtype(x.dtype())?
-            .broadcast_mul(&self.weight)?
-            .reshape(x.shape())
+        let rows = RowNorm {
+            length: features,
+            channels: features,
+            spatial: 1,
+            eps: self.eps,
+            subtract_mean: false,
+            activation: None,
+        };
+        apply([x, &self.weight, &self.zeros], rows)
     }
-}
-
-/// (x - mean) / sqrt(variance + eps) over the last dimension, with candle's operations.
-fn normalise(x: &Tensor, eps: f64) -> candle_core::Result<Tensor> {
-    let subtract_mean = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let variance = subtract_mean.sqr()?.mean_keepdim(D::Minus1)?;
-    subtract_mean.broadcast_div(&(variance + eps)?.sqrt()?)
 }

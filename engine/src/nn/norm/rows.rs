@@ -1,22 +1,12 @@
 //! Norms on the CPU. One thread sums each row, in f64, so the result does not depend on the number of threads.
 
+use super::row_norm::RowNorm;
+use super::tensors;
 use crate::autograd::{Input, Operation};
 use crate::nn::activation::Activation;
 use crate::nn::cpu::{self, Function, Kernel, Simd, map_serial, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
-
-/// Normalises rows of `length` elements. Element `i` of the tensor belongs to channel `i / spatial % channels`.
-pub(super) struct RowNorm {
-    pub(super) length: usize,
-    pub(super) channels: usize,
-    pub(super) spatial: usize,
-    pub(super) eps: f64,
-    /// Whether the mean of a row is subtracted first. Rows are then divided by their root mean square.
-    pub(super) subtract_mean: bool,
-    /// The activation that is applied to the result.
-    pub(super) activation: Option<Activation>,
-}
 
 /// `activation(mul * x + add)`.
 #[derive(Clone, Copy)]
@@ -159,6 +149,14 @@ impl Operation<3> for RowNorm {
             if affine { Some(vector(dw)?) } else { None },
             if affine { Some(vector(db)?) } else { None },
         ])
+    }
+
+    fn forward_tensors(&self, [x, weight, bias]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
+        tensors::forward(self, x, weight, bias)
+    }
+
+    fn backward_tensors(&self, inputs: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        tensors::backward(self, inputs, gradient)
     }
 }
 

@@ -15,6 +15,7 @@ pub(super) use codec::{decode, encode};
 pub(super) use quant_map::{BLOCK, QuantMap};
 
 use super::state_tensor::StateTensor;
+use crate::device::portable::is_portable;
 use candle_core::{D, DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -52,7 +53,7 @@ impl BlockwiseTensor {
     /// Converts to float32.
     pub(super) fn dequantize(&self) -> Result<Tensor> {
         let codes = self.codes.get();
-        if !codes.device().is_cpu() {
+        if !codes.device().is_cpu() || is_portable() {
             return self.dequantize_with_tensor_ops();
         }
         let mut values = vec![0f32; codes.elem_count()];
@@ -67,7 +68,7 @@ impl BlockwiseTensor {
 
     /// Replaces the values by those of a float32 tensor of the same shape.
     pub(super) fn quantize(&mut self, values: &Tensor) -> Result<()> {
-        if !self.codes.get().device().is_cpu() {
+        if !self.codes.get().device().is_cpu() || is_portable() {
             return self.quantize_with_tensor_ops(values);
         }
         let shape = self.codes.get().shape().clone();

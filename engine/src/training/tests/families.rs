@@ -9,7 +9,7 @@ use crate::families::{ItemSize, LoadOptions, Model, sd2, sdxl};
 use crate::optim::{Adam, AdamParams, Param};
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
-use crate::testing::fixtures;
+use crate::testing::{fixtures, in_portable_mode};
 use crate::training::{ConditioningCache, LossKind, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions};
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -213,4 +213,10 @@ fn full_fine_tunes_of_stable_diffusion_xl_match_the_reference() {
     for name in ["unet", "everything"] {
         SDXL.check_full(name);
     }
+}
+
+in_portable_mode! {
+    loras_of_stable_diffusion_2_match_the_reference,
+    loras_of_stable_diffusion_xl_match_the_reference,
+    full_fine_tunes_of_stable_diffusion_xl_match_the_reference,
 }

@@ -8,7 +8,7 @@ use crate::families::{LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Ema, Param};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, SamplerParams};
-use crate::testing::{fixtures, gap, load_sd};
+use crate::testing::{fixtures, gap, in_portable_mode, load_sd};
 use crate::training::{ConditioningCache, LossKind, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions};
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Tensor};
@@ -212,4 +212,11 @@ fn a_detached_model_follows_the_training_and_records_no_graph() {
     let after = predict(&detached);
     assert!(gap(&before, &after) > 0.0 && gap(&after, &predict(&model)) == 0.0);
     assert!(crate::testing::tiny_sd().detached().is_none());
+}
+
+in_portable_mode! {
+    training_the_unet_matches_the_reference,
+    training_unet_and_text_encoder_matches_the_reference,
+    training_selected_parameters_matches_the_reference,
+    fused_backward_gives_the_same_bits,
 }

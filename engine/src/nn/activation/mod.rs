@@ -1,6 +1,9 @@
 //! Activation functions and their derivatives: SiLU, GELU (exact and tanh), quick GELU; gated: GEGLU, SwiGLU.
 
+mod tensors;
+
 use super::cpu::{self, Function, Simd, map_parallel, map_serial};
+use super::tensors::widen;
 use crate::autograd::{Input, Operation, apply};
 use candle_core::{D, Device, Shape, Tensor};
 use rayon::prelude::*;
@@ -36,15 +39,7 @@ impl Activation {
     /// # Errors
     /// When an operation fails.
     pub fn forward(self, x: &Tensor) -> candle_core::Result<Tensor> {
-        if cpu::is_cpu_f32(x) {
-            return apply([x], Elementwise(self));
-        }
-        match self {
-            Self::Silu => x.silu(),
-            Self::Gelu => x.gelu_erf(),
-            Self::GeluTanh => x.gelu(),
-            Self::QuickGelu => x * ((x * -1.702)?.exp()? + 1.0)?.recip()?,
-        }
+        apply([x], Elementwise(self))
     }
 
     #[inline(always)]
@@ -172,12 +167,16 @@ fn gated(x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
     if width % 2 != 0 {
         candle_core::bail!("a gated activation needs an even last dimension, found {:?}", x.dims());
     }
-    if cpu::is_cpu_f32(x) {
-        return apply([x], Gated(activation));
-    }
-    let hidden = x.narrow(D::Minus1, 0, width / 2)?;
-    let gate = x.narrow(D::Minus1, width / 2, width / 2)?;
-    hidden * activation.forward(&gate)?
+    apply([x], Gated(activation))
+}
+
+/// The two halves of x [.., 2 d] along the last axis, in f32.
+fn halves(x: &Tensor) -> candle_core::Result<[Tensor; 2]> {
+    let half = x.dim(D::Minus1)? / 2;
+    Ok([
+        widen(&x.narrow(D::Minus1, 0, half)?)?,
+        widen(&x.narrow(D::Minus1, half, half)?)?,
+    ])
 }
 
 /// An activation: as a function of x, and its gradient as a function of x and dy.
@@ -215,6 +214,15 @@ impl Operation<1> for Elementwise {
         let mut dx = vec![0f32; x.shape().elem_count()];
         x.with(|x| cpu::with_slice(gradient, |dy| map_parallel(*self, [x, dy], &mut dx)))??;
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
+    }
+
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        self.0.value_tensors(&widen(x)?)?.to_dtype(x.dtype())
+    }
+
+    fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let derivative = self.0.derivative_tensors(&widen(x.tensor()?)?)?;
+        Ok([Some((widen(gradient)? * derivative)?)])
     }
 }
 
@@ -276,5 +284,17 @@ impl Operation<1> for Gated {
             })??;
         }
         Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
+    }
+
+    fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        let [hidden, gate] = halves(x)?;
+        (hidden * self.0.value_tensors(&gate)?)?.to_dtype(x.dtype())
+    }
+
+    fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let ([hidden, gate], dy) = (halves(x.tensor()?)?, widen(gradient)?);
+        let d_hidden = (&dy * self.0.value_tensors(&gate)?)?;
+        let d_gate = ((dy * hidden)? * self.0.derivative_tensors(&gate)?)?;
+        Ok([Some(Tensor::cat(&[d_hidden, d_gate], D::Minus1)?)])
     }
 }
