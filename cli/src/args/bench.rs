@@ -43,7 +43,7 @@ pub enum BenchCommand {
                   engine --list"
 )]
 pub struct BenchEngineArgs {
-    /// Device to compute on: cuda, cuda:1, metal, cpu [default: the best device]
+    /// Device to compute on: cuda, cuda:1, metal, cpu, cpu:portable [default: the best device]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
     /// Only the benchmark with this name, or all whose names contain it

@@ -73,7 +73,7 @@ pub struct UpArgs {
     /// Start only the coordinator, no worker
     #[arg(long)]
     pub no_worker: bool,
-    /// The worker's device: cuda, cuda:1, metal, cpu [default: the best device]
+    /// The worker's device: cuda, cuda:1, metal, cpu, cpu:portable [default: the best device]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
     /// The worker's name [default: the name of this machine]

@@ -3,7 +3,6 @@
 
 mod check;
 mod conditioning;
-mod family;
 mod model;
 mod options;
 pub mod sd1;
@@ -12,8 +11,7 @@ pub mod sdxl;
 pub mod stable_diffusion;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
-pub use family::Family;
-pub use model::{Model, ModelWriter, Part, PartRole, SaveOptions};
+pub use model::{Family, Model, ModelWriter, Part, PartRole, SaveOptions};
 pub use options::LoadOptions;
 pub use sd1::SD1;
 pub use sd2::SD2;

@@ -1,18 +1,36 @@
-//! What pipelines and trainers see of a model.
+//! A family of models, and what pipelines and trainers see of a model.
 
 use super::conditioning::{Conditioning, ItemSize, Prompt};
-use super::family::Family;
 use super::options::LoadOptions;
 use crate::error::Result;
 use crate::models::codec::Codec;
 use crate::nn::VisitLayers;
 use crate::residency::Residency;
+use crate::samplers::SamplerParams;
+use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::{self, Debug};
 use std::io::Write;
 use std::path::Path;
+
+/// A family of models: Stable Diffusion XL, FLUX.1. A folder below `families`, and a line in its registry.
+pub trait Family: Sync + Debug {
+    /// The family's name in configs.
+    fn arch(&self) -> ArchName;
+
+    /// Loads a model from a diffusers folder or a single file, whose kind was checked.
+    ///
+    /// # Errors
+    /// When tensors do not match the configs, or a component is missing.
+    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>>;
+
+    /// The sampler's parameters from `scheduler_config.json`, with the changes that the family's pipeline makes.
+    fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
+        params
+    }
+}
 
 /// What a part of a model does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

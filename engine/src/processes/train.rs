@@ -119,7 +119,7 @@ impl<'a> Run<'a> {
             Residency::checkpointing(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         model.set_residency(residency);
         let target = Target::new(process, &mut *model, seed, cx)?;
-        let trainer = trainer(process, &target, &memory_options)?;
+        let trainer = trainer(process, &target, &memory_options, compute.dtype)?;
         let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
         if lr != process.train.lr {
             cx.log(

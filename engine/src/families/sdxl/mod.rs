@@ -2,8 +2,7 @@
 
 mod default_configs;
 
-use super::family::Family;
-use super::model::Model;
+use super::model::{Family, Model};
 use super::options::LoadOptions;
 use super::stable_diffusion::{DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant};
 use crate::error::Result;

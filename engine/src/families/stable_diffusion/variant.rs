@@ -1,6 +1,6 @@
 //! What sets one Stable Diffusion family apart from another.
 
-use crate::families::family::Family;
+use crate::families::model::Family;
 use crate::samplers::SamplerParams;
 
 /// What sets a family apart: names, layouts, default configs.

@@ -3,7 +3,7 @@
 
 use super::config::{AdditionalWidths, UNetConfig};
 use super::resnet::Visitor;
-use super::sinusoids;
+use super::sinusoids::sinusoids;
 use crate::error::{EngineError, Result};
 use crate::nn::{LayerMut, Linear, join, silu};
 use crate::weights::Weights;

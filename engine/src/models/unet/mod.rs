@@ -5,6 +5,7 @@ mod blocks;
 mod config;
 pub(crate) mod original_names;
 mod resnet;
+mod sinusoids;
 mod transformer;
 
 pub use additional::AdditionalConditions;
@@ -19,7 +20,8 @@ use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
 use additional::AdditionalEmbedding;
 use blocks::{Conditioning, DownBlock, MidBlock, UpBlock};
-use candle_core::{D, DType, Tensor};
+use candle_core::Tensor;
+use sinusoids::sinusoids;
 
 /// The U-Net.
 #[derive(Clone, Debug)]
@@ -155,33 +157,6 @@ impl UNet2DConditionModel {
         let x = sinusoids(timesteps, width, self.config.flip_sin_to_cos, self.config.freq_shift)?.to_dtype(dtype)?;
         let x = silu(&self.time_linear_1.forward(&x)?)?;
         Ok(self.time_linear_2.forward(&x)?)
-    }
-}
-
-/// timesteps [b] -> [b, width]: sines and cosines of t / 10000^(i / (width / 2 - shift)).
-fn sinusoids(timesteps: &Tensor, width: usize, flip: bool, shift: f64) -> candle_core::Result<Tensor> {
-    let half = width / 2;
-    let frequencies: Vec<f32> = (0..half)
-        .map(|i| {
-            let exponent = -(10000f64.ln() as f32) * i as f32;
-            (exponent / (half as f64 - shift) as f32).exp()
-        })
-        .collect();
-    let frequencies = Tensor::from_vec(frequencies, (1, half), timesteps.device())?;
-    let angles = timesteps
-        .to_dtype(DType::F32)?
-        .reshape(((), 1))?
-        .broadcast_mul(&frequencies)?;
-    let (sin, cos) = (angles.sin()?, angles.cos()?);
-    let both = if flip {
-        Tensor::cat(&[&cos, &sin], D::Minus1)?
-    } else {
-        Tensor::cat(&[&sin, &cos], D::Minus1)?
-    };
-    if width % 2 == 1 {
-        both.pad_with_zeros(D::Minus1, 0, 1)
-    } else {
-        Ok(both)
     }
 }
 

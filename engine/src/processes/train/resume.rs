@@ -12,6 +12,7 @@ use super::target::Target;
 use crate::adapters::LoraFile;
 use crate::error::{EngineError, Result};
 use crate::families::stable_diffusion::saved_step;
+use crate::training::Trainer;
 use crate::weights::write_tensors;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
@@ -118,7 +119,7 @@ impl Run<'_> {
                     ))
                 })?;
                 // A new trainer, so that the EMA starts from these weights too.
-                self.trainer = super::run::trainer(self.process, &self.target, &self.memory_options)?;
+                self.trainer = self.new_trainer()?;
             }
         }
         self.start_step = step;
@@ -184,8 +185,13 @@ impl Run<'_> {
             );
         }
         // A new trainer, so that the EMA starts from these weights too.
-        self.trainer = super::run::trainer(self.process, &self.target, &self.memory_options)?;
+        self.trainer = self.new_trainer()?;
         Ok(())
+    }
+
+    /// A trainer with a new optimizer, and with a new EMA of the weights as they are now.
+    fn new_trainer(&self) -> Result<Trainer> {
+        super::run::trainer(self.process, &self.target, &self.memory_options, self.compute.dtype)
     }
 
     /// Restores the complete state of a checkpoint.
@@ -220,7 +226,7 @@ impl Run<'_> {
             tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
         }
         // A new trainer, so that an EMA that is not in the checkpoint starts from these weights.
-        self.trainer = super::run::trainer(self.process, &self.target, &self.memory_options)?;
+        self.trainer = self.new_trainer()?;
         self.trainer
             .restore_state(tensors, number("ema_updates").unwrap_or(0))?;
         self.start_step = checkpoint.step();

@@ -11,6 +11,7 @@ use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::training::{ConditioningCache, LatentStore, LossKind, LossMasks, Objective, Trainer, TrainerOptions};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
+use candle_core::DType;
 
 /// A training run.
 pub(super) struct Run<'a> {
@@ -39,8 +40,13 @@ pub(super) struct Run<'a> {
     pub(super) metrics: StepRecorder,
 }
 
-/// Makes a trainer with a new optimizer.
-pub(super) fn trainer(process: &TrainerProcess, target: &Target, memory_options: &MemoryOptions) -> Result<Trainer> {
+/// Makes a trainer with a new optimizer, for a model that computes in `dtype`.
+pub(super) fn trainer(
+    process: &TrainerProcess,
+    target: &Target,
+    memory_options: &MemoryOptions,
+    dtype: DType,
+) -> Result<Trainer> {
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;
@@ -60,7 +66,7 @@ pub(super) fn trainer(process: &TrainerProcess, target: &Target, memory_options:
         None
     };
     let max_grad_norm = Some(train.max_grad_norm).filter(|n| *n > 0.0);
-    Ok(Trainer::new(TrainerOptions {
+    let trainer = Trainer::new(TrainerOptions {
         params,
         optimizer,
         schedule,
@@ -68,5 +74,9 @@ pub(super) fn trainer(process: &TrainerProcess, target: &Target, memory_options:
         ema,
         // The gradients of a LoRA are small, so it needs no fused backward pass.
         fused_backward: memory_options.fused_backward && matches!(target, Target::Model(_)),
-    }))
+    });
+    Ok(match dtype {
+        DType::F16 => trainer.with_loss_scaling(),
+        _ => trainer,
+    })
 }
