@@ -1,7 +1,7 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
 use crate::autograd::PassKey;
-use crate::nn::{self, LayerAdapter, LowRank, conv2d, linear};
+use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank, conv2d, linear};
 use crate::rng::generator_from_text;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -94,20 +94,6 @@ impl LoraHandle {
     }
 }
 
-/// The kind of the base layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum LayerKind {
-    /// Linear, for inputs [.., in].
-    Linear,
-    /// Convolution, for inputs [b, in, h, w]. `down` has the stride and the padding of the base layer.
-    Conv {
-        /// The stride of the base layer.
-        stride: usize,
-        /// The padding of the base layer.
-        padding: usize,
-    },
-}
-
 /// The LoRA of one layer. The weights are float32, whatever the dtype of the base layer.
 #[derive(Debug)]
 pub struct LoraLayer {
@@ -123,7 +109,6 @@ pub struct LoraLayer {
     pub alpha: f64,
     /// The probability to drop an element between down and up during training.
     pub dropout: f64,
-    pub(super) kind: LayerKind,
     pub(super) handle: Arc<LoraHandle>,
 }
 
@@ -163,19 +148,19 @@ impl LoraLayer {
 }
 
 impl LayerAdapter for LoraLayer {
-    fn apply(&self, x: &Tensor, base_output: Tensor) -> Result<Tensor> {
+    fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> Result<Tensor> {
         let strength = self.strength();
         if strength == 0.0 {
-            return Ok(base_output);
+            return Ok(output);
         }
         let dropout_seed = self.handle.dropout_seed();
         let [down, up] = self.weights(dropout_seed.is_some());
         let x = x.to_dtype(DType::F32)?;
-        let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.kind {
+        let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match layer.kind {
             LayerKind::Linear => linear(x, w, None),
             LayerKind::Conv { .. } => conv2d(x, w, None, stride, padding),
         };
-        let (stride, padding) = match self.kind {
+        let (stride, padding) = match layer.kind {
             LayerKind::Linear => (1, 0),
             LayerKind::Conv { stride, padding } => (stride, padding),
         };
@@ -187,8 +172,8 @@ impl LayerAdapter for LoraLayer {
             h = (&h * self.dropout_mask(&dropout_seed, &h)?)?;
         }
         let change = (project(&h, &up, 1, 0)? * strength)?;
-        let change = change.to_dtype(base_output.dtype())?;
-        nn::add(&base_output, &change)
+        let change = change.to_dtype(output.dtype())?;
+        nn::add(&output, &change)
     }
 
     fn low_rank(&self) -> Option<LowRank> {

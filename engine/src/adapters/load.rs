@@ -1,7 +1,7 @@
 //! Attaches a LoRA file to a model.
 
 use super::file::{LoraFile, LoraTensors};
-use super::layer::{LayerKind, LoraHandle, LoraLayer, Multiplier};
+use super::layer::{LoraHandle, LoraLayer, Multiplier};
 use super::names::{LayerIndex, kohya_name};
 use super::origin::origin;
 use crate::error::{EngineError, Result};
@@ -95,19 +95,13 @@ pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<LoraLayer>) {
     }
 }
 
-/// The kind, the dimensions of the weight and the device of a layer.
-pub(super) fn layer_info(layer: &LayerMut<'_>) -> (LayerKind, Vec<usize>, Device) {
-    match layer {
-        LayerMut::Linear(l) => (LayerKind::Linear, l.weight.dims().to_vec(), l.weight.device().clone()),
-        LayerMut::Conv2d(c) => (
-            LayerKind::Conv {
-                stride: c.stride,
-                padding: c.padding,
-            },
-            c.weight.dims().to_vec(),
-            c.weight.device().clone(),
-        ),
-    }
+/// The dimensions of the weight and the device of a layer.
+pub(super) fn layer_info(layer: &LayerMut<'_>) -> (Vec<usize>, Device) {
+    let weight = match layer {
+        LayerMut::Linear(layer) => &layer.weight,
+        LayerMut::Conv2d(layer) => &layer.weight,
+    };
+    (weight.dims().to_vec(), weight.device().clone())
 }
 
 /// Builds the LoRA layer for `layer`. Tensors are reshaped if needed: some files store a linear layer as a 1x1
@@ -118,7 +112,7 @@ fn build_layer(
     tensors: LoraTensors,
     handle: &Arc<LoraHandle>,
 ) -> std::result::Result<LoraLayer, String> {
-    let (kind, dims, device) = layer_info(layer);
+    let (dims, device) = layer_info(layer);
     let rank = tensors.down.dims()[0];
     let reshape_to = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
         let squeezed = |d: &[usize]| d.iter().copied().filter(|n| *n != 1).collect::<Vec<_>>();
@@ -149,7 +143,6 @@ fn build_layer(
         mid,
         alpha,
         dropout: 0.0,
-        kind,
         handle: handle.clone(),
     })
 }

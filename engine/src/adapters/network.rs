@@ -1,7 +1,7 @@
 //! The trainable LoRA of a model: its target layers, initialisation, saving and loading.
 
 use super::file::LoraFile;
-use super::layer::{LayerKind, LoraHandle, LoraLayer};
+use super::layer::{LoraHandle, LoraLayer};
 use super::load::{attach_adapter, index_layers, layer_info};
 use super::names::{LayerIndex, kohya_name};
 use super::origin::origin;
@@ -118,7 +118,7 @@ impl LoraNetwork {
         } in parts.iter_mut()
         {
             layers.visit_layers(&mut |path, layer| {
-                let (kind, dims, device) = layer_info(&layer);
+                let (dims, device) = layer_info(&layer);
                 let Some((rank, alpha)) = config.rank_and_alpha((*role, lora_prefix), path, &dims) else {
                     return Ok(());
                 };
@@ -134,7 +134,6 @@ impl LoraNetwork {
                     mid: None,
                     alpha,
                     dropout: config.dropout,
-                    kind,
                     handle: handle.clone(),
                 });
                 targets.push(TargetLayer {
@@ -268,9 +267,7 @@ impl LoraNetwork {
     /// The number of convolutions with a kernel above 1x1.
     #[must_use]
     pub fn convolutions(&self) -> usize {
-        let has_large_kernel = |e: &&TargetLayer| {
-            matches!(e.layer.kind, LayerKind::Conv { .. }) && e.layer.down.dims()[2..].iter().any(|k| *k > 1)
-        };
+        let has_large_kernel = |e: &&TargetLayer| e.layer.down.dims()[2..].iter().any(|side| *side > 1);
         self.targets.iter().filter(has_large_kernel).count()
     }
 }

@@ -1,17 +1,43 @@
 //! Hooks by which adapters (LoRA and others) change layers.
 
+use crate::weights::Weight;
 use candle_core::Tensor;
 use std::fmt::Debug;
 
+/// What kind of layer an adapter changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerKind {
+    /// Linear, for inputs [.., in].
+    Linear,
+    /// Convolution, for inputs [b, in, h, w].
+    Conv {
+        /// The stride.
+        stride: usize,
+        /// The padding.
+        padding: usize,
+    },
+}
+
+/// The layer that an adapter changes.
+#[derive(Clone, Copy, Debug)]
+pub struct BaseLayer<'a> {
+    /// Its kind.
+    pub kind: LayerKind,
+    /// [out, in], or [out, in, kernel height, kernel width]. It may be quantised or streamed.
+    pub weight: &'a Weight,
+    /// [out].
+    pub bias: Option<&'a Tensor>,
+}
+
 /// An adapter of one layer.
 pub trait LayerAdapter: Send + Sync + Debug {
-    /// Computes the output of the adapted layer from its input `x` and from `base_output`, the output of the layer with
-    /// the adapters before this one. Shapes are those of the layer. An adapter of a convolution has the same stride and
-    /// padding.
+    /// Computes the output of the adapted layer from its input `x`, from the layer itself, and from `output`, the output
+    /// of the layer with the adapters before this one. It may add to that output (LoRA), or compute another one from the
+    /// layer's weight (DoRA, OFT). Shapes are those of the layer.
     ///
     /// # Errors
     /// When the shapes do not match, or an operation fails.
-    fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor>;
+    fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> candle_core::Result<Tensor>;
 
     /// The adapter as a low-rank change of the layer's weight, if it is one. The layer may then compute both as one
     /// operation. The result must be the same as that of [`Self::apply`].

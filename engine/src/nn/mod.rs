@@ -31,7 +31,7 @@ mod transpose;
 mod visit_layers;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
-pub use adapter::{LayerAdapter, LowRank};
+pub use adapter::{BaseLayer, LayerAdapter, LayerKind, LowRank};
 pub use attention::{Attention, key_bias, softmax};
 pub use conv1d::conv1d;
 pub use conv2d::{Conv2d, conv2d};

@@ -313,8 +313,17 @@ fn adapters_are_applied_in_order() {
     #[derive(Debug)]
     struct Add(f64);
     impl LayerAdapter for Add {
-        fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
+        fn apply(&self, _: &BaseLayer<'_>, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
             (base_output * 2.0)? + (x.sum_keepdim(1)?.broadcast_as((2, 3))? * self.0)?
+        }
+    }
+    /// Replaces the output by that of the layer with twice the weight.
+    #[derive(Debug)]
+    struct Twice;
+    impl LayerAdapter for Twice {
+        fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, _: Tensor) -> candle_core::Result<Tensor> {
+            assert_eq!(layer.kind, LayerKind::Linear);
+            linear(x, &(layer.weight.dense()? * 2.0)?, layer.bias)
         }
     }
     let mut layer = Linear::from_parts(random(1, &[3, 4]), None);
@@ -328,6 +337,9 @@ fn adapters_are_applied_in_order() {
         &((plain * 4.0).unwrap() + (sum * 2.0).unwrap()).unwrap(),
         1e-5,
     );
+    let plain = Linear::from_parts(layer.weight.clone(), None).forward(&x).unwrap();
+    layer.adapters.push(std::sync::Arc::new(Twice));
+    close(&layer.forward(&x).unwrap(), &(plain * 2.0).unwrap(), 1e-5);
 }
 
 #[test]
@@ -407,7 +419,7 @@ struct TestLora {
 }
 
 impl LayerAdapter for TestLora {
-    fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
+    fn apply(&self, _: &BaseLayer<'_>, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
         let LowRank { down, up, scale } = &self.low_rank;
         let change = match self.conv {
             None => linear(&linear(x, down, None)?, up, None)?,

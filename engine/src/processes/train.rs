@@ -397,6 +397,9 @@ mod data_tests;
 mod eight_bit_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod families_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod full_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -10,8 +10,8 @@ mod low_rank;
 mod op;
 mod tensors;
 
-use super::LayerAdapter;
 use super::low_rank::FusedLora;
+use super::{BaseLayer, LayerAdapter, LayerKind};
 use crate::autograd::apply;
 use crate::error::Result;
 use crate::weights::Weight;
@@ -71,8 +71,16 @@ impl Conv2d {
             Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
             None => (self.forward_base(x)?, self.adapters.as_slice()),
         };
+        let layer = BaseLayer {
+            kind: LayerKind::Conv {
+                stride: self.stride,
+                padding: self.padding,
+            },
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+        };
         for adapter in adapters {
-            y = adapter.apply(x, y)?;
+            y = adapter.apply(&layer, x, y)?;
         }
         Ok(y)
     }

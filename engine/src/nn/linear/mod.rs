@@ -5,9 +5,9 @@ mod low_rank;
 mod tensors;
 mod trained;
 
-use super::LayerAdapter;
 use super::cpu;
 use super::low_rank::FusedLora;
+use super::{BaseLayer, LayerAdapter, LayerKind};
 use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::Weight;
@@ -79,8 +79,13 @@ impl Linear {
                 self.adapters.as_slice(),
             ),
         };
+        let layer = BaseLayer {
+            kind: LayerKind::Linear,
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+        };
         for adapter in adapters {
-            y = adapter.apply(x, y)?;
+            y = adapter.apply(&layer, x, y)?;
         }
         Ok(y)
     }
