@@ -23,6 +23,7 @@ use aitk_common::job::process::GenerateProcess;
 use aitk_common::job::prompt::{ImageRequest, PromptFlags};
 use aitk_common::job::spec::JobSpec;
 use aitk_common::job::values::TextSource;
+use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
@@ -82,7 +83,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         cx.log("info", COMPILE_NOTE);
     }
     cx.phase("generating");
-    let mut done = total - remaining.len() as u64;
+    let done = total - remaining.len() as u64;
     cx.events.emit(ChildEvent::Progress {
         done,
         total,
@@ -95,13 +96,19 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         job_seed: cx.spec.seed,
     };
     let stop = cx.stop.clone();
-    let mut progress = Progress::new();
+    // Both callbacks report progress.
+    let state = RefCell::new((cx, Progress::new(), done));
     let complete = generate_images(
         &*generator.model,
         &settings,
         &remaining,
-        &mut |_, _| !stop.is_set(),
+        &mut |_, _| {
+            let (cx, progress, done) = &mut *state.borrow_mut();
+            progress.keep_alive(cx, *done, total);
+            !stop.is_set()
+        },
         &mut |i, request, seed, image| {
+            let (cx, progress, done) = &mut *state.borrow_mut();
             let index = indices[i];
             let name = image_name(&folder, index, &config.ext);
             let path = folder.join(&name);
@@ -125,8 +132,8 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
                 ),
             );
             cx.artifact("image", &folder, &path, None, Some(index_base + index));
-            done += 1;
-            progress.step(cx, done, total);
+            *done += 1;
+            progress.step(cx, *done, total);
             Ok(())
         },
     )?;

@@ -110,7 +110,10 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
             std::slice::from_ref(&source),
             config.denoise_strength,
             &mut NoiseSource::from_seeds(&[seed]),
-            &mut |_, _| !stop.is_set(),
+            &mut |_, _| {
+                progress.keep_alive(cx, done, total);
+                !stop.is_set()
+            },
         )?;
         let Some(result) = images.and_then(|images| images.into_iter().next()) else {
             return Ok(Outcome::stopped());

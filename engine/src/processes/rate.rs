@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 const WINDOW: usize = 20;
 /// The shortest time between two progress events.
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
+/// During an image, progress is reported at least this often, between two sampling steps.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Wall time per step over the last steps.
 #[derive(Debug)]
@@ -85,6 +87,15 @@ impl Progress {
             total,
             seconds_per_step: self.rate.seconds(),
         });
+    }
+
+    /// Reports the same progress again if the last report is [`KEEP_ALIVE_INTERVAL`] old: one image or step may take longer
+    /// than the worker waits for a sign of life.
+    pub(super) fn keep_alive(&mut self, cx: &mut Context<'_>, done: u64, total: u64) {
+        let is_recent = |report: Instant| report.elapsed() < KEEP_ALIVE_INTERVAL;
+        if !self.last_report.is_some_and(is_recent) {
+            self.report(cx, done, total);
+        }
     }
 
     /// Excludes time that has its own progress.
