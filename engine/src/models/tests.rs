@@ -9,6 +9,7 @@ use crate::families::{self, ItemSize, LoadOptions, Model, Prompt, sd1 as sd1_fam
 use crate::nn::VisitLayers;
 use crate::testing::{fixtures, gap, in_portable_mode, largest, load_sd};
 use crate::weights::{Index, Weights};
+use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::PathBuf;
 
@@ -520,7 +521,7 @@ fn a_single_file_checkpoint_gives_the_same_model() {
 
 #[test]
 fn paths_that_are_no_sd_model_are_refused_with_the_reason() {
-    let refused = |path: PathBuf| load_sd(path, &LoadOptions::cpu()).unwrap_err().to_string();
+    let refused = |path: PathBuf| families::check(&path, ArchName::Sd1).unwrap_err().to_string();
     let folder = tempfile::tempdir().unwrap();
     assert!(refused(folder.path().join("none.safetensors")).contains("no such model"));
     assert!(refused(folder.path().to_path_buf()).contains("model_index.json"));

@@ -4,6 +4,9 @@
 
 use candle_core::{Result, Tensor};
 
+/// The largest side of a tile in pixels.
+const MAX_SIDE: usize = 512;
+
 /// The size of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tiling {
@@ -26,8 +29,11 @@ struct Grid {
 }
 
 impl Tiling {
-    /// Tiles for a model that was trained on images of this side. `scale` pixels are one latent.
+    /// Tiles for a model that was trained on images of this side. `scale` pixels are one latent. Tiles of a model for
+    /// larger images have [`MAX_SIDE`] pixels too, unlike in diffusers: those of Stable Diffusion XL would be as large as
+    /// its images, and save nothing.
     pub(super) fn new(sample_size: usize, scale: usize) -> Self {
+        let sample_size = sample_size.min(MAX_SIDE);
         // Fewer than four latents would leave nothing to blend.
         let latents = (sample_size / scale).max(4);
         let pixels = sample_size.max(latents * scale);
