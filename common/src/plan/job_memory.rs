@@ -35,6 +35,8 @@ struct DeviceFactors {
     transient: f64,
     /// Free memory that the allocator keeps unless it is returned at once: bytes, and a fraction of those that come and go.
     retained: (f64, f64),
+    /// Bytes that stay when memory is returned at once, from the second image on: large pages were split.
+    split: f64,
     /// Safety factor on the total.
     margin: f64,
 }
@@ -46,12 +48,15 @@ const CPU: DeviceFactors = DeviceFactors {
     quantised: 1.3,
     adapter: 1.26,
     transient: 1.08,
-    retained: (0.055 * GIB, 0.32),
+    retained: (0.05 * GIB, 0.32),
+    split: 0.008 * GIB,
     margin: 1.025,
 };
 
 /// Memory per byte of activations that are kept for the backward pass: they lie between tensors that are freed.
 const GAPS: f64 = 1.35;
+/// The same if freed memory is returned at once: pages that hold a kept tensor stay.
+const GAPS_RETURNED: f64 = 1.55;
 
 /// What a job needs in one of its phases, besides its weights.
 #[derive(Clone, Copy, Debug, Default)]
@@ -76,6 +81,8 @@ pub(super) struct Need {
     is_adapter: bool,
     /// Whether freed memory is returned at once.
     pages_returned: bool,
+    /// Whether several images are generated.
+    has_several_images: bool,
 }
 
 impl Need {
@@ -86,10 +93,10 @@ impl Need {
         } else {
             factors.weights
         };
-        let (retained, fraction) = if self.pages_returned {
-            (0.0, 0.0)
-        } else {
-            factors.retained
+        let (retained, fraction) = match (self.pages_returned, self.has_several_images) {
+            (false, _) => factors.retained,
+            (true, true) => (factors.split, 0.0),
+            (true, false) => (0.0, 0.0),
         };
         let phases = self.phases.iter();
         let largest = phases
@@ -326,6 +333,11 @@ impl<'a> Job<'a> {
             recycled,
             is_adapter: !self.is_full,
             pages_returned: options.pages_returned,
+            has_several_images: match self.task {
+                Task::Generation => image_sizes(self.body).len() > 1,
+                // Samples are made at the end, and usually before it.
+                Task::Training => !sample_sizes(self.body).is_empty(),
+            },
         }
     }
 
@@ -412,10 +424,10 @@ impl<'a> Job<'a> {
             gradients,
         } = self.step(model, options, backend, fused, &data);
         let update = clipped + self.optimizer.step_copies * largest;
-        let gaps = if backend.cpu && !self.is_checkpointed(options) {
-            GAPS
-        } else {
-            1.0
+        let gaps = match (backend.cpu && !self.is_checkpointed(options), options.pages_returned) {
+            (false, _) => 1.0,
+            (true, false) => GAPS,
+            (true, true) => GAPS_RETURNED,
         };
         let activations = (step - gradients) * gaps;
         let phase = |more: f64, transient: f64| Phase {
