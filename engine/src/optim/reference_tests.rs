@@ -307,7 +307,10 @@ fn the_planner_knows_every_optimizer() {
             let bytes: usize = state.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
             let predicted = facts.state_bytes(value.elem_count() as f64, means);
             // A few scalars besides.
-            assert!((0.0..64.0).contains(&(bytes as f64 - predicted)), "{name:?}: {bytes}, {predicted} predicted");
+            assert!(
+                (-1.0..128.0).contains(&(bytes as f64 - predicted)),
+                "{name:?}: {bytes}, {predicted} predicted"
+            );
             assert_eq!(optimizer.separable(), facts.is_separable, "{name:?}");
             assert_eq!(optimizer.uses_gradient_clipping(), facts.clips, "{name:?}");
         }
