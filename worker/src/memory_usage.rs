@@ -120,15 +120,15 @@ impl MemoryUsage {
             let most = phases.iter().map(|(_, bytes)| *bytes).max().filter(|most| *most > 0);
             let Some(most) = most else { continue };
             values.insert(key.to_owned(), gib(most));
-            let mut message = format!("{memory_kind} memory: at most {:.2} GiB", gib(most));
+            let mut message = format!("{memory_kind} memory: at most {:.3} GiB", gib(most));
             if let Some(predicted) = predicted {
                 values.insert("memory/predicted_gib".into(), gib(predicted));
                 let profile = spec.profile.name();
-                message.push_str(&format!(", {:.2} GiB predicted under {profile}", gib(predicted)));
+                message.push_str(&format!(", {:.3} GiB predicted under {profile}", gib(predicted)));
             }
             let phases: Vec<_> = phases
                 .iter()
-                .map(|(name, bytes)| format!("{name} {:.2}", gib(*bytes)))
+                .map(|(name, bytes)| format!("{name} {:.3}", gib(*bytes)))
                 .collect();
             message.push_str(&format!(" ({})", phases.join(", ")));
             lines.push(ChildEvent::Log {

@@ -3,10 +3,13 @@
 //! The predictions are conservative; `cluster.memory_budget` in a config overrides them. The job's JSON is read key by key, so
 //! that jobs of a newer version with unknown keys get a prediction, too.
 
+use super::families;
 use super::family::{ActivationCosts, FamilyCosts};
-use super::layout::{Activations, ComponentWeights, GIB, Layout, memory_need};
-use super::memory_options::MemoryOptions;
+use super::job_memory::{Task, memory_need};
+use super::json::{config_options, dtype_bytes, flag, largest, number, text};
+use super::layout::{self, Activations, ComponentWeights, GIB, Layout};
 use super::need::MemoryNeed;
+use super::optimizers::{OptimizerFacts, facts};
 use super::parameter_counts::{CompactWeights, ParameterCounts};
 use super::qtype::QType;
 use serde::{Deserialize, Serialize};
@@ -16,6 +19,8 @@ use serde_json::Value;
 const TRAINING_PASSES: f64 = 3.0;
 /// The same with gradient checkpointing: one more forward pass.
 const CHECKPOINTED_PASSES: f64 = 4.0;
+/// Bytes of row and column means per trained parameter.
+const MEAN_BYTES: f64 = 0.1;
 /// GiB of activations of the VAE that do not depend on the image size.
 const VAE_FIXED_GIB: f64 = 0.039;
 
@@ -71,77 +76,15 @@ impl Demand {
     }
 }
 
-fn number(value: &Value, pointer: &str) -> Option<f64> {
-    value.pointer(pointer)?.as_f64().filter(|n| n.is_finite() && *n >= 0.0)
-}
-
-fn text<'a>(value: &'a Value, pointer: &str) -> Option<&'a str> {
-    value.pointer(pointer)?.as_str()
-}
-
-fn flag(value: &Value, pointer: &str) -> bool {
-    value.pointer(pointer).and_then(Value::as_bool).unwrap_or(false)
-}
-
-/// The largest number of a list, or the single number.
-fn largest(value: Option<&Value>) -> Option<f64> {
-    let value = value?;
-    match value.as_array() {
-        Some(list) => list
-            .iter()
-            .filter_map(Value::as_f64)
-            .fold(None, |most: Option<f64>, n| Some(most.map_or(n, |most| most.max(n)))),
-        None => value.as_f64(),
-    }
-}
-
 fn to_thousandths(units: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let thousandths = (units * 1000.0).clamp(1.0, 1e15) as u64;
     thousandths
 }
 
-/// Bytes per number of a dtype, by its name in configs.
-fn dtype_bytes(dtype: Option<&str>) -> f64 {
-    match dtype {
-        Some("fp16" | "float16" | "f16" | "bf16" | "bfloat16") => 2.0,
-        _ => 4.0,
-    }
-}
-
-/// Bytes of optimizer state per trained parameter.
-pub(super) fn state_bytes_per_parameter(optimizer: &str) -> f64 {
-    let name = optimizer.to_ascii_lowercase();
-    match name.as_str() {
-        // Row and column means only. The automagic optimizers add a learning rate of two bytes or a byte of signs per parameter.
-        "adafactor" => 0.1,
-        "automagic" => 2.1,
-        "automagic2" | "automagic3" => 1.1,
-        "dadaptation" | "dadaptationadam" => 12.0,
-        "dadaptationlion" => 8.0,
-        // Two moments in 8 bits, and two float32 tensors for a fifth of the elements.
-        name if name.starts_with("prodigy8bit") => 3.7,
-        name if name.contains("prodigy") => 16.0,
-        // One moment; Adam has two. 8-bit moments have one float scale per 256 codes.
-        name if name.contains("lion") && name.contains("8bit") => 1.1,
-        "ademamix8bit" => 3.1,
-        name if name.contains("8bit") || name.ends_with('8') => 2.1,
-        name if name.contains("lion") || name == "adagrad" || name == "sgd" => 4.0,
-        _ => 8.0,
-    }
-}
-
-/// Whether this optimizer can update each parameter separately, because it uses no statistics over all of them. Matches the
-/// engine's `Optimizer::separable`.
-fn is_separable(optimizer: &str) -> bool {
-    let name = optimizer.to_ascii_lowercase();
-    !(name.contains("prodigy") || name.starts_with("dadaptation") || name == "automagic3")
-}
-
-/// Whether this optimizer stores row and column means instead of full moments (for convolutions, those of each kernel).
-pub(super) fn is_factored(optimizer: &str) -> bool {
-    let name = optimizer.to_ascii_lowercase();
-    name == "adafactor" || name.starts_with("automagic")
+/// Bytes of optimizer state per trained parameter, for families whose tensors the planner does not know.
+pub(super) fn state_bytes_per_parameter(optimizer: &OptimizerFacts) -> f64 {
+    optimizer.state + if optimizer.is_factored { MEAN_BYTES } else { 0.0 }
 }
 
 /// Bytes of a factored optimizer's means for convolution kernels, per parameter of the model: six numbers per nine weights.
@@ -159,11 +102,15 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand
         |f| f.name.to_owned(),
     );
     let figures = family.map(|family| ModelFigures::of(family, counts));
-    match kind.as_str() {
-        "train" => Some(training(name, body, figures)),
-        "generate" | "img2_img" => Some(generation(name, body, figures)),
-        _ => None,
+    let (task, mut demand) = match kind.as_str() {
+        "train" => (Task::Training, training(name, body, figures)),
+        "generate" | "img2_img" => (Task::Generation, generation(name, body, figures)),
+        _ => return None,
+    };
+    if let (Some(family), Some(published)) = (families::of(&demand.family), demand.memory) {
+        demand.memory = Some(memory_need(task, body, family, counts, published));
     }
+    Some(demand)
 }
 
 /// A family's figures, scaled to the actual model. Parameters in millions.
@@ -335,7 +282,7 @@ fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Dema
     };
     let units = steps * batch * accumulated * passes * (side / 512.0).powi(2);
     let memory = figures.map(|figures| {
-        let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
+        let optimizer = facts(text(body, "/train/optimizer").unwrap_or("adamw"));
         let network = body.get("network").filter(|network| !network.is_null());
         let TrainedParameters {
             millions: trained,
@@ -347,8 +294,8 @@ fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Dema
             None => 4.0,
         };
         let trained = trained * 1e6 / GIB;
-        let mut state = state_bytes_per_parameter(optimizer);
-        if full[0] && is_factored(optimizer) {
+        let mut state = state_bytes_per_parameter(&optimizer);
+        if full[0] && optimizer.is_factored {
             state += factored_convolution_bytes(figures.family);
         }
         // The gradient of the token embeddings exists twice: the backward pass of the lookup makes another one.
@@ -371,7 +318,7 @@ fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Dema
             Layout {
                 trained: trained * (extra + state),
                 gradients: trained * 4.0 + tables,
-                separable: is_separable(optimizer) && accumulated == 1.0 && updates_every_step,
+                separable: optimizer.is_separable && accumulated == 1.0 && updates_every_step,
                 saving: trained * saving,
                 activations: Activations {
                     work: if checkpointed {
@@ -388,7 +335,7 @@ fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Dema
             }
         };
         let family = figures.family;
-        memory_need(
+        layout::memory_need(
             &layout(ComputeTarget::gpu(width), family.on_gpu(width)),
             &layout(ComputeTarget::cpu(), family.on_cpu()),
         )
@@ -460,7 +407,7 @@ fn generation(family: String, body: &Value, figures: Option<ModelFigures>) -> De
             }
         };
         let (family, width) = (figures.family, dtype_bytes(text(body, "/model/dtype")));
-        memory_need(
+        layout::memory_need(
             &layout(ComputeTarget::gpu(width), family.on_gpu(width)),
             &layout(ComputeTarget::cpu(), family.on_cpu()),
         )
@@ -470,22 +417,6 @@ fn generation(family: String, body: &Value, figures: Option<ModelFigures>) -> De
         millipasses: to_thousandths(units),
         memory,
     }
-}
-
-/// The memory options in the `model` section.
-fn config_options(body: &Value) -> MemoryOptions {
-    let offloads = body
-        .pointer("/model/layer_offloading")
-        .and_then(Value::as_bool)
-        .unwrap_or_else(|| flag(body, "/model/auto_memory"));
-    let share = |key: &str| number(body, key).unwrap_or(1.0);
-    MemoryOptions::from_config(
-        flag(body, "/model/low_vram"),
-        offloads.then(|| {
-            let shares = ["transformer", "text_encoder"];
-            shares.map(|part| share(&format!("/model/layer_offloading_{part}_percent")))
-        }),
-    )
 }
 
 /// A component that can be quantised.

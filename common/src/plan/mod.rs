@@ -2,12 +2,20 @@
 //! Pure functions, used by the coordinator and the command line.
 
 pub mod demand;
+mod families;
 pub mod family;
 mod headers;
+mod job_memory;
+mod json;
 mod layout;
 pub mod memory_options;
+mod names;
 pub mod need;
+pub mod optimizers;
 pub mod output;
 pub mod parameter_counts;
 pub mod profile;
 pub mod qtype;
+mod requests;
+pub mod shapes;
+mod walk;

@@ -1,6 +1,7 @@
 //! Counts the parameters of a model's components from the headers of its files. Weights are not read.
 
 use super::headers::{Tensor, WeightEncoding, tensors};
+use super::shapes::ModelShapes;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
@@ -24,6 +25,9 @@ pub struct ParameterCounts {
     /// The VAE's parameters that its files store in a compact format.
     #[serde(default)]
     pub vae_stored: CompactWeights,
+    /// The shapes of the layers, from the model's own configs. `None`: it has no configs, or is of another kind.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shapes: Option<ModelShapes>,
 }
 
 /// Parameters that files store with fewer bits than the compute dtype, and that keep these bits in memory.
@@ -69,6 +73,7 @@ impl ParameterCounts {
             denoiser_stored: denoiser.stored,
             text_stored: text.stored,
             vae_stored: vae.stored,
+            shapes: if path.is_dir() { ModelShapes::read(path) } else { None },
         };
         (counted.denoiser > 0).then_some(counted)
     }
@@ -260,6 +265,40 @@ mod tests {
     }
 
     #[test]
+    fn shapes_are_read_from_the_configs_of_a_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        for part in ["unet", "text_encoder", "vae"] {
+            write(&at(part).join("a.safetensors"), r#"{"w":{"shape":[8]}}"#);
+        }
+        assert_eq!(ParameterCounts::read(folder.path()).unwrap().shapes, None);
+        let configs = [
+            (
+                "unet",
+                r#"{"block_out_channels":[32,64],"attention_head_dim":[2,4],"cross_attention_dim":48,"layers_per_block":1,
+                    "down_block_types":["CrossAttnDownBlock2D","DownBlock2D"],"up_block_types":["UpBlock2D","CrossAttnUpBlock2D"]}"#,
+            ),
+            ("text_encoder", r#"{"hidden_size":48,"num_hidden_layers":2}"#),
+            ("vae", r#"{"block_out_channels":[16,32],"sample_size":64}"#),
+        ];
+        for (part, config) in configs {
+            std::fs::write(at(part).join("config.json"), config).unwrap();
+        }
+        let shapes = ParameterCounts::read(folder.path()).unwrap().shapes.unwrap();
+        let [first, second, ..] = shapes.unet.blocks;
+        assert_eq!(
+            (first.channels, first.heads, second.channels, second.heads),
+            (32, 2, 64, 4)
+        );
+        assert!(first.down_attention && first.up_attention && !second.down_attention && !second.up_attention);
+        assert_eq!(
+            (shapes.text[0].width, shapes.text[0].layers, shapes.text[1].width),
+            (48, 2, 0)
+        );
+        assert_eq!((shapes.vae.channels(), shapes.vae.sample_size), (&[16, 32][..], 64));
+    }
+
+    #[test]
     fn files_that_are_no_model_give_none() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("x.safetensors");
@@ -303,6 +342,7 @@ mod tests {
             denoiser_stored: stored(640, 640 + 80),
             text_stored: CompactWeights::default(),
             vae_stored: stored(144, 144 + 16),
+            shapes: None,
         };
         assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
         // A weight and its scales may be in different shards.

@@ -269,34 +269,51 @@ fn eight_bit_weights_are_close_to_float32() {
 
 /// Checks the bytes of state per element.
 #[test]
-fn states_have_the_documented_size() {
+fn the_planner_knows_every_optimizer() {
     use OptimizerName::*;
     let value = Tensor::zeros((512, 640), DType::F32, &Device::Cpu).unwrap();
-    for (name, want) in [
-        (AdamW, 8.0),
-        (AdamW8Bit, 2.0 + 8.0 / 256.0),
-        (AdamW8, 2.0 + 8.0 / 256.0),
-        (Adagrad, 4.0),
-        (DAdaptationAdam, 12.0),
-        (DAdaptationLion, 8.0),
-        (AdemaMix8Bit, 3.0 + 12.0 / 256.0),
-        (Lion8Bit, 1.0 + 4.0 / 256.0),
-        (Prodigy, 16.0),
-        (Prodigy8Bit, 2.0 + 8.0 / 256.0 + 8.0 / 5.0),
-        (Automagic, 2.0),
-        (Automagic2, 1.0),
-        (Automagic3, 1.0),
+    for name in [
+        Adam,
+        AdamW,
+        Adam8,
+        AdamW8,
+        Adam8Bit,
+        AdamW8Bit,
+        Adagrad,
+        Adafactor,
+        DAdaptation,
+        DAdaptationAdam,
+        DAdaptationLion,
+        AdemaMix8Bit,
+        Lion,
+        Lion8Bit,
+        Prodigy,
+        Prodigy8Bit,
+        Automagic,
+        Automagic2,
+        Automagic3,
     ] {
-        let param = Param {
-            name: "w".into(),
-            var: Var::from_tensor(&value).unwrap(),
-        };
-        let optimizer = build(name, vec![param], &serde_json::Map::new(), 1e-4).unwrap();
-        let state = optimizer.state().unwrap();
-        let bytes: usize = state.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
-        let each = bytes as f64 / value.elem_count() as f64;
-        // Plus one number per row and per column, and a few scalars.
-        assert!((want..want + 0.02).contains(&each), "{name:?}: {each}");
+        let facts = aitk_common::plan::optimizers::facts(name.name());
+        for (value, means) in [
+            (value.clone(), Some(512.0 + 640.0)),
+            (Tensor::zeros(1000, DType::F32, &Device::Cpu).unwrap(), None),
+        ] {
+            let param = Param {
+                name: "w".into(),
+                var: Var::from_tensor(&value).unwrap(),
+            };
+            let optimizer = build(name, vec![param], &serde_json::Map::new(), 1e-4).unwrap();
+            let state = optimizer.state().unwrap();
+            let bytes: usize = state.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
+            let predicted = facts.state_bytes(value.elem_count() as f64, means);
+            // A few scalars besides.
+            assert!(
+                (-1.0..128.0).contains(&(bytes as f64 - predicted)),
+                "{name:?}: {bytes}, {predicted} predicted"
+            );
+            assert_eq!(optimizer.separable(), facts.is_separable, "{name:?}");
+            assert_eq!(optimizer.uses_gradient_clipping(), facts.clips, "{name:?}");
+        }
     }
 }
 

@@ -173,7 +173,15 @@ messages! {
     SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy images }
     ArrayMember { job_json twin }
     SubmitArrayRequest { shared name members at_most }
-    Anatomy { denoiser text vae denoiser_stored text_stored vae_stored }
+    Anatomy { denoiser text vae denoiser_stored text_stored vae_stored shapes }
+    ModelShapes { unet text vae }
+    UNetShapes {
+        in_channels out_channels conv_in_kernel conv_out_kernel downsample_padding context linear_projection mid_block
+        additional blocks
+    }
+    BlockShapes { channels layers heads transformer_layers down_attention up_attention }
+    TextShapes { width intermediate layers heads vocabulary positions projection }
+    VaeShapes { in_channels out_channels latent_channels layers channels mid_attention sample_size }
     StoredWeights { quantised bytes halves }
     SubmitReply { job_id name existed }
     GetJobRequest { job_id }

@@ -62,6 +62,7 @@ impl From<Submission> for v1::SubmitRequest {
                 denoiser_stored: wire_stored(counts.denoiser_stored),
                 text_stored: wire_stored(counts.text_stored),
                 vae_stored: wire_stored(counts.vae_stored),
+                shapes: counts.shapes.map(v1::ModelShapes::from),
             }),
             images: submission.images,
         }
@@ -92,6 +93,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 denoiser_stored: stored(wire.denoiser_stored),
                 text_stored: stored(wire.text_stored),
                 vae_stored: stored(wire.vae_stored),
+                shapes: super::shapes::shapes(wire.shapes),
             }),
             images: wire.images,
         })

@@ -2,6 +2,7 @@
 
 mod certificates;
 mod jobs;
+mod shapes;
 mod vocabulary;
 mod workers;
 

@@ -129,7 +129,7 @@ fn generation_memory_is_predicted_within_the_measured_range() {
         let predicted = generation_gib(model, side, counts)[profile];
         let over = predicted / taken - 1.0;
         assert!(
-            (-0.05..0.10).contains(&over),
+            (-0.05..0.10).contains(&over) || (predicted - taken).abs() < 0.025,
             "{model}, {side}, {profile}: {predicted:.2} predicted, {taken} measured"
         );
     }
@@ -204,7 +204,7 @@ fn lora_memory_is_predicted_within_the_measured_range() {
         let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
         let over = predicted / taken - 1.0;
         assert!(
-            (-0.05..0.10).contains(&over),
+            (-0.05..0.10).contains(&over) || (predicted - taken).abs() < 0.025,
             "{side}, rank {rank}, {profile}: {predicted:.2} predicted, {taken} measured"
         );
     }
@@ -246,35 +246,9 @@ fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
         let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
         let over = predicted / taken - 1.0;
         assert!(
-            (-0.05..0.10).contains(&over),
+            (-0.05..0.10).contains(&over) || (predicted - taken).abs() < 0.025,
             "{optimizer}, {profile}: {predicted:.2} predicted, {taken} measured"
         );
-    }
-}
-
-/// The engine's test `states_have_the_documented_size` measures the same sizes.
-#[test]
-fn the_state_size_of_every_supported_optimizer_is_known() {
-    for (name, bytes) in [
-        ("adam", 8.0),
-        ("AdamW", 8.0),
-        ("adam8", 2.1),
-        ("adamw8", 2.1),
-        ("adamw8bit", 2.1),
-        ("lion", 4.0),
-        ("lion8bit", 1.1),
-        ("ademamix8bit", 3.1),
-        ("adagrad", 4.0),
-        ("dadaptation", 12.0),
-        ("dadaptationlion", 8.0),
-        ("adafactor", 0.1),
-        ("prodigyopt", 16.0),
-        ("prodigy8bit", 3.7),
-        ("automagic", 2.1),
-        ("automagic2", 1.1),
-        ("automagic3", 1.1),
-    ] {
-        assert_eq!(state_bytes_per_parameter(name), bytes, "{name}");
     }
 }
 

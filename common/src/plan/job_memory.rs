@@ -1,0 +1,634 @@
+//! Predicts the memory of a job's process by walking its phases: loading, caching latents, training steps, samples, saving,
+//! generation. The total is that of the largest phase.
+
+use super::families::UNetFamily;
+use super::json::{dtype_bytes, flag, number, strings, text};
+use super::memory_options::MemoryOptions;
+use super::names::NameFilter;
+use super::need::MemoryNeed;
+use super::optimizers::{OptimizerFacts, facts};
+use super::parameter_counts::{CompactWeights, ParameterCounts};
+use super::profile::MemoryProfile;
+use super::qtype::QType;
+use super::requests::{ImageSize, image_sizes, sample_sizes};
+use super::shapes::ModelShapes;
+use super::walk::build::{AdapterOptions, Builder, ComponentOptions, StoredFractions, TrainedTensor, Weights};
+use super::walk::{Backend, Shaped, TextEncoder, UNet, Vae, Walk};
+use serde_json::Value;
+
+const GIB: f64 = 1_073_741_824.0;
+/// The largest side of an image that a prediction considers.
+const MAX_SIDE: f64 = 65_536.0;
+const MAX_BATCH: f64 = 1e6;
+
+/// What a kind of device needs besides live tensors. The allocator takes memory in large pages, and rounds up.
+struct DeviceFactors {
+    /// Bytes before any tensor exists: the program itself.
+    base: f64,
+    /// Memory per byte of resident weights.
+    weights: f64,
+    /// The same for weights that are quantised when they are loaded: the dense weights leave gaps.
+    quantised: f64,
+    /// The same for an adapter, its optimizer's state and its average, which are many small tensors.
+    adapter: f64,
+    /// The same for tensors that live for a part of a step.
+    transient: f64,
+    /// Free memory that the allocator keeps unless it is returned at once: bytes, and a fraction of those that come and go.
+    retained: (f64, f64),
+    /// Bytes that stay when memory is returned at once, from the second image on: large pages were split.
+    split: f64,
+    /// Safety factor on the total.
+    margin: f64,
+}
+
+/// Fitted to measurements (docs/memory.md).
+const CPU: DeviceFactors = DeviceFactors {
+    base: 0.056 * GIB,
+    weights: 1.08,
+    quantised: 1.3,
+    adapter: 1.26,
+    transient: 1.08,
+    retained: (0.05 * GIB, 0.32),
+    split: 0.008 * GIB,
+    margin: 1.025,
+};
+
+/// Memory per byte of activations that are kept for the backward pass: they lie between tensors that are freed.
+const GAPS: f64 = 1.35;
+/// The same if freed memory is returned at once: pages that hold a kept tensor stay.
+const GAPS_RETURNED: f64 = 1.55;
+
+/// What a job needs in one of its phases, besides its weights.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Phase {
+    /// Tensors that live for the whole phase or longer: optimizer state, averages, gradients.
+    held: f64,
+    /// Tensors that come and go: activations.
+    transient: f64,
+}
+
+/// What a job needs of memory.
+#[derive(Clone, Debug)]
+pub(super) struct Need {
+    /// Weights that stay in memory.
+    weights: f64,
+    /// Weights that were quantised when they were loaded.
+    quantised: f64,
+    phases: Vec<Phase>,
+    /// The largest number of bytes that come and go, in any phase or forward pass.
+    recycled: f64,
+    /// Whether the held tensors are those of an adapter.
+    is_adapter: bool,
+    /// Whether freed memory is returned at once.
+    pages_returned: bool,
+    /// Whether several images are generated.
+    has_several_images: bool,
+}
+
+impl Need {
+    /// The bytes of the largest phase.
+    fn bytes(&self, factors: &DeviceFactors) -> f64 {
+        let held = if self.is_adapter {
+            factors.adapter
+        } else {
+            factors.weights
+        };
+        let (retained, fraction) = match (self.pages_returned, self.has_several_images) {
+            (false, _) => factors.retained,
+            (true, true) => (factors.split, 0.0),
+            (true, false) => (0.0, 0.0),
+        };
+        let phases = self.phases.iter();
+        let largest = phases
+            .map(|phase| phase.held * held + phase.transient * factors.transient)
+            .fold(0.0, f64::max);
+        let weights = self.weights * factors.weights + self.quantised * factors.quantised;
+        let retained = retained + fraction * self.recycled;
+        (factors.base + weights + largest + retained) * factors.margin
+    }
+}
+
+/// The kind of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Task {
+    Training,
+    Generation,
+}
+
+/// Predicts the memory on a CPU under each profile. On a GPU it is that of `published`: the walk was not compared with
+/// measurements on a GPU yet.
+pub(super) fn memory_need(
+    task: Task,
+    body: &Value,
+    family: &UNetFamily,
+    counts: Option<ParameterCounts>,
+    published: MemoryNeed,
+) -> MemoryNeed {
+    let job = Job::new(task, body, family, counts);
+    // A CPU computes in float32.
+    let cpu = Backend { width: 4.0, cpu: true };
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let bytes = |need: &Need| need.bytes(&CPU).clamp(0.0, 1e18) as u64;
+    MemoryNeed::new(
+        MemoryProfile::on(false).map(|profile| published.under(profile, false)),
+        MemoryProfile::on(true).map(|profile| bytes(&job.need(profile, cpu))),
+    )
+}
+
+/// A process and its model.
+pub(super) struct Job<'a> {
+    task: Task,
+    body: &'a Value,
+    family: &'a UNetFamily,
+    shapes: ModelShapes,
+    counts: ParameterCounts,
+    is_full: bool,
+    optimizer: OptimizerFacts,
+}
+
+/// The components of a model as a job loads them.
+struct Model {
+    text: Vec<TextEncoder>,
+    unet: UNet,
+    vae: Vae,
+    weights: [Weights; 3],
+}
+
+impl<'a> Job<'a> {
+    pub(super) fn new(task: Task, body: &'a Value, family: &'a UNetFamily, counts: Option<ParameterCounts>) -> Self {
+        let counts = counts.unwrap_or_default();
+        let published = family.shapes;
+        let shapes = counts.shapes.and_then(ModelShapes::checked).unwrap_or_else(|| {
+            let fraction = |found: u64, usual: f64| match found {
+                0 => 1.0,
+                found => (found as f64 / usual).clamp(1e-4, 16.0),
+            };
+            let [text, unet, vae] = parameters(family, published);
+            let denoiser = fraction(counts.denoiser, unet);
+            // A component that was not found is stored elsewhere and has the family's usual size, scaled down for tiny models.
+            let other = |found: u64, usual: f64| match found {
+                0 => denoiser.min(1.0),
+                found => fraction(found, usual),
+            };
+            published.scaled([denoiser, other(counts.text, text), other(counts.vae, vae)])
+        });
+        Self {
+            task,
+            body,
+            family,
+            shapes,
+            counts,
+            is_full: task == Task::Training && body.get("network").is_none_or(Value::is_null),
+            optimizer: facts(text(body, "/train/optimizer").unwrap_or("adamw")),
+        }
+    }
+
+    /// The trained parameters, the bytes of their optimizer's state, and the parameters of the model.
+    pub(super) fn trained(&self) -> (f64, f64, f64) {
+        let backend = Backend { width: 4.0, cpu: true };
+        let model = self.model(&MemoryOptions::default(), backend);
+        let trained = model.weights.iter().flat_map(|weights| &weights.trained);
+        let (elements, state) = trained.fold((0.0, 0.0), |(elements, state), tensor| {
+            let more = self.optimizer.state_bytes(tensor.elements, tensor.means);
+            (elements + tensor.elements, state + more)
+        });
+        (
+            elements,
+            state,
+            model.weights.iter().map(|weights| weights.parameters).sum(),
+        )
+    }
+
+    /// Whether the U-Net and the text encoders are trained: themselves, or by an adapter.
+    fn trains(&self) -> [bool; 2] {
+        let key = |key: &str, usual: bool| self.body.pointer(key).and_then(Value::as_bool).unwrap_or(usual);
+        match self.task {
+            Task::Training => [key("/train/train_unet", true), key("/train/train_text_encoder", false)],
+            Task::Generation => [false; 2],
+        }
+    }
+
+    fn adapter(&self) -> Option<AdapterOptions> {
+        let network = self.body.get("network").filter(|network| !network.is_null())?;
+        let positive = |key: &str| number(network, key).filter(|rank| *rank > 0.0);
+        Some(AdapterOptions {
+            rank: positive("/rank")
+                .or_else(|| positive("/linear"))
+                .unwrap_or(4.0)
+                .min(1e5),
+            conv_rank: positive("/conv").map(|rank| rank.min(1e5)),
+            dropout: number(network, "/dropout").is_some_and(|chance| chance > 0.0),
+            filter: NameFilter {
+                only_if_contains: strings(network.pointer("/network_kwargs/only_if_contains")),
+                ignore_if_contains: strings(network.pointer("/network_kwargs/ignore_if_contains")),
+            },
+        })
+    }
+
+    fn model(&self, options: &MemoryOptions, backend: Backend) -> Model {
+        let body = self.body;
+        let [trains_unet, trains_text] = self.trains();
+        let trained_names = NameFilter {
+            only_if_contains: strings(body.pointer("/model/only_if_contains")),
+            ignore_if_contains: strings(body.pointer("/model/ignore_if_contains")),
+        };
+        let exclude = strings(body.pointer("/model/quantize_kwargs/exclude"));
+        let quantize = flag(body, "/model/quantize");
+        let quantize_te = body
+            .pointer("/model/quantize_te")
+            .and_then(Value::as_bool)
+            .unwrap_or(quantize);
+        let qtype = |on: bool, key: &str| {
+            let named = text(body, key).and_then(QType::from_name);
+            on.then(|| named.unwrap_or(QType::Float8))
+        };
+        let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: (CompactWeights, u64), prefix| {
+            let is_own = trains && self.is_full;
+            ComponentOptions {
+                // A trained component is neither quantised nor streamed.
+                streamed: if is_own { 0.0 } else { streamed },
+                qtype: qtype.filter(|_| !is_own),
+                exclude: exclude.clone(),
+                trained: is_own.then(|| trained_names.clone()),
+                adapter: self.adapter().filter(|_| trains),
+                lora_prefix: prefix,
+                width: backend.width,
+                cpu: backend.cpu,
+                stored: if is_own {
+                    StoredFractions::default()
+                } else {
+                    fractions(stored)
+                },
+            }
+        };
+        let counts = &self.counts;
+        let mut index = 0;
+        let (mut text, mut text_weights) = (Vec::new(), Weights::default());
+        for (shapes, prefix) in self.shapes.text_encoders().zip(self.family.text_prefixes) {
+            let qtype = qtype(quantize_te, "/model/qtype_te");
+            let stored = (counts.text_stored, counts.text);
+            let mut builder = Builder::new(
+                component(trains_text, options.text_streamed, qtype, stored, prefix),
+                index,
+            );
+            text.push(TextEncoder::new(&mut builder, shapes));
+            index = builder.next_index();
+            text_weights.add(builder.weights);
+        }
+        let stored = (counts.denoiser_stored, counts.denoiser);
+        let mut unet_options = component(
+            trains_unet,
+            options.denoiser_streamed,
+            qtype(quantize, "/model/qtype"),
+            stored,
+            "lora_unet",
+        );
+        let small = ["conv_in", "conv_out", "time_embedding.*", "add_embedding.*"];
+        unet_options.exclude.extend(small.map(str::to_owned));
+        let mut builder = Builder::new(unet_options, index);
+        let unet = UNet::new(&mut builder, &self.shapes.unet);
+        let unet_weights = std::mem::take(&mut builder.weights);
+        let stored = (counts.vae_stored, counts.vae);
+        let mut builder = Builder::new(
+            component(false, options.vae_streamed, None, stored, ""),
+            builder.next_index(),
+        );
+        let vae = Vae::new(&mut builder, &self.shapes.vae);
+        Model {
+            text,
+            unet,
+            vae,
+            weights: [text_weights, unet_weights, builder.weights],
+        }
+    }
+
+    /// What the job needs under a profile.
+    pub(super) fn need(&self, profile: MemoryProfile, backend: Backend) -> Need {
+        let options = MemoryOptions::of(profile).merge(super::json::config_options(self.body));
+        let model = self.model(&options, backend);
+        let sum = |of: fn(&Weights) -> f64| model.weights.iter().map(of).sum::<f64>();
+        let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
+        let largest_quantised = model
+            .weights
+            .iter()
+            .map(|weights| weights.largest_quantised)
+            .fold(0.0, f64::max);
+        let (mut phases, recycled) = match self.task {
+            Task::Generation => {
+                let transient = self.images(&model, &options, backend, &image_sizes(self.body));
+                (vec![Phase { held: 0.0, transient }], transient)
+            }
+            Task::Training => self.training(&model, &options, backend),
+        };
+        // Loading: a dense weight and a copy of it. The autoencoder is loaded after all others, and the largest layers are not
+        // the last ones of the U-Net.
+        phases.push(Phase {
+            held: 0.0,
+            transient: 2.0 * largest_quantised - model.weights[2].resident - 0.3 * quantised,
+        });
+        Need {
+            weights,
+            quantised,
+            phases,
+            recycled,
+            is_adapter: !self.is_full,
+            pages_returned: options.pages_returned,
+            has_several_images: match self.task {
+                Task::Generation => image_sizes(self.body).len() > 1,
+                // Samples are made at the end, and usually before it.
+                Task::Training => !sample_sizes(self.body).is_empty(),
+            },
+        }
+    }
+
+    /// The text encoders, one prompt at a time.
+    fn text_pass(&self, model: &Model, backend: Backend) -> f64 {
+        let walk = Walk::new(backend);
+        for encoder in &model.text {
+            encoder.forward(&walk, 1.0, false, self.family.penultimate);
+        }
+        walk.peak()
+    }
+
+    /// Generates images of these sizes, one after the other.
+    fn images(&self, model: &Model, options: &MemoryOptions, backend: Backend, sizes: &[ImageSize]) -> f64 {
+        let mut peak = self.text_pass(model, backend);
+        for guided in [false, true] {
+            let largest = sizes
+                .iter()
+                .filter(|size| size.guided == guided)
+                .max_by(|a, b| a.area().total_cmp(&b.area()));
+            let Some(size) = largest else { continue };
+            let side = [size.height, size.width].map(|side| side.min(MAX_SIDE));
+            let batch = if guided && !options.sequential_cfg { 2.0 } else { 1.0 };
+            let walk = Walk::new(backend);
+            let latents = self.latents(&walk, model, side, batch);
+            let context = self.context(&walk, if guided { 2.0 } else { 1.0 });
+            let passed = walk.view_of(&context, batch);
+            model.unet.forward(&walk, &latents, &passed, false);
+            peak = peak.max(walk.peak());
+            let walk = Walk::new(backend);
+            model.vae.decode(&walk, side, options.vae_tiled);
+            peak = peak.max(walk.peak());
+        }
+        peak
+    }
+
+    fn latents(&self, walk: &Walk, model: &Model, [height, width]: [f64; 2], batch: f64) -> Shaped {
+        let scale = model.vae.scale();
+        let channels = f64::from(self.shapes.vae.latent_channels);
+        walk.tensor(
+            [batch, channels, (height / scale).floor(), (width / scale).floor()],
+            false,
+        )
+    }
+
+    fn context(&self, walk: &Walk, batch: f64) -> Shaped {
+        let positions = f64::from(self.shapes.text[0].positions);
+        walk.tensor([batch, positions, f64::from(self.shapes.unet.context), 1.0], false)
+    }
+
+    /// The phases of a training, and the bytes that come and go.
+    fn training(&self, model: &Model, options: &MemoryOptions, backend: Backend) -> (Vec<Phase>, f64) {
+        let body = self.body;
+        let trained: Vec<TrainedTensor> = model.weights.iter().flat_map(|w| w.trained.iter().copied()).collect();
+        let count: f64 = trained.iter().map(|tensor| tensor.elements).sum();
+        let largest = 4.0 * trained.iter().map(|tensor| tensor.elements).fold(0.0, f64::max);
+        let state: f64 = trained
+            .iter()
+            .map(|tensor| self.optimizer.state_bytes(tensor.elements, tensor.means))
+            .sum();
+        let ema = if flag(body, "/train/ema_config/use_ema") {
+            4.0 * count
+        } else {
+            0.0
+        };
+        // A model's own trained weights are counted with their component.
+        let weights = if self.is_full { 0.0 } else { 4.0 * count };
+        let held = weights + state + ema;
+
+        let accumulation = number(body, "/train/gradient_accumulation").unwrap_or(1.0);
+        let legacy = body
+            .pointer("/train/gradient_accumulation_steps")
+            .and_then(Value::as_f64)
+            .unwrap_or(1.0);
+        let accumulates = accumulation > 1.0 || legacy != 1.0;
+        let fused = options.fused_backward && self.is_full && self.optimizer.is_separable && !accumulates;
+        let clips = number(body, "/train/max_grad_norm").unwrap_or(1.0) > 0.0 && self.optimizer.clips;
+        let clipped = if clips { largest } else { 0.0 };
+
+        let data = self.data();
+        let Step {
+            forward,
+            peak: step,
+            gradients,
+        } = self.step(model, options, backend, fused, &data);
+        let update = clipped + self.optimizer.step_copies * largest;
+        let gaps = match (backend.cpu && !self.is_checkpointed(options), options.pages_returned) {
+            (false, _) => 1.0,
+            (true, false) => GAPS,
+            (true, true) => GAPS_RETURNED,
+        };
+        let activations = (step - gradients) * gaps;
+        let phase = |more: f64, transient: f64| Phase {
+            held: held + more,
+            transient,
+        };
+        let mut phases = vec![match (fused, accumulates) {
+            (true, _) => phase(0.0, step.max(largest + update)),
+            (false, false) => phase(gradients, activations.max(update)),
+            // The sums of earlier micro-batches. A sum is a new tensor.
+            (false, true) => phase(2.0 * gradients, activations.max(largest)),
+        }];
+        if !fused {
+            phases.push(phase(gradients, update));
+        }
+        let encode = data.iter().map(|batch| {
+            let walk = Walk::new(backend);
+            model.vae.encode(&walk, [batch.side; 2], options.vae_tiled);
+            walk.peak()
+        });
+        let sums = if accumulates { gradients } else { 0.0 };
+        phases.push(phase(sums, encode.fold(0.0, f64::max)));
+        let samples = sample_sizes(body);
+        if !samples.is_empty() {
+            phases.push(phase(ema, self.images(model, options, backend, &samples)));
+        }
+        let mut recycled = phases.iter().map(|phase| phase.transient).fold(forward, f64::max);
+        if backend.cpu {
+            let saving = self.saving(model, count, largest);
+            phases.push(phase(ema, saving));
+            // Whole files are made of many small tensors; a model is saved tensor by tensor at the end.
+            if !self.is_full {
+                recycled = recycled.max(saving);
+            }
+        }
+        (phases, recycled)
+    }
+
+    /// What a save needs besides the tensors.
+    fn saving(&self, model: &Model, count: f64, largest: f64) -> f64 {
+        let width = dtype_bytes(text(self.body, "/save/dtype").or(Some("float16")));
+        let converted = if width < 4.0 { width } else { 0.0 };
+        if self.is_full {
+            // A tensor at a time. One that is not trained is read from its file: its bytes, a tensor, and that in the dtype of
+            // the save.
+            let frozen = model
+                .weights
+                .iter()
+                .map(|weights| weights.largest_frozen)
+                .fold(0.0, f64::max);
+            let read = if width < 4.0 { 8.0 + width } else { 4.0 };
+            return largest.max(frozen * read);
+        }
+        // The bytes of the file exist twice: first without its hashes.
+        (count * (converted + 2.0 * width)).max(largest)
+    }
+
+    fn is_checkpointed(&self, options: &MemoryOptions) -> bool {
+        let configured = self
+            .body
+            .pointer("/train/gradient_checkpointing")
+            .and_then(Value::as_bool);
+        options.gradient_checkpointing || configured.unwrap_or(true)
+    }
+
+    /// A forward and a backward pass.
+    fn step(&self, model: &Model, options: &MemoryOptions, backend: Backend, fused: bool, data: &[DataBatch]) -> Step {
+        let checkpointed = self.is_checkpointed(options);
+        let trains_text = self.trains()[1];
+        let mut peak: f64 = if trains_text {
+            0.0
+        } else {
+            self.text_pass(model, backend)
+        };
+        let (mut all_gradients, mut all_forward): (f64, f64) = (0.0, peak);
+        for batch in data {
+            let walk = Walk::new(backend);
+            let side = [batch.side; 2];
+            let latents = self.latents(&walk, model, side, batch.items);
+            // The noise, the noisy latents and the target.
+            let drawn = [0; 3].map(|_| walk.tensor(latents.dims(), false));
+            let context = (!trains_text).then(|| self.context(&walk, batch.items));
+            let gradients = walk.forward_backward(fused, || {
+                let context = context
+                    .clone()
+                    .unwrap_or_else(|| self.trained_context(&walk, model, batch.items, checkpointed));
+                let predicted = model.unet.forward(&walk, &latents, &context, checkpointed);
+                all_forward = all_forward.max(walk.peak());
+                predicted.unwrap_or_else(|| latents.clone())
+            });
+            all_gradients = all_gradients.max(
+                gradients
+                    .values()
+                    .map(|gradient| gradient.dims().iter().product::<f64>() * 4.0)
+                    .sum(),
+            );
+            drop(drawn);
+            peak = peak.max(walk.peak());
+        }
+        Step {
+            forward: all_forward,
+            peak,
+            gradients: all_gradients,
+        }
+    }
+
+    /// The encoded text, with its graph.
+    fn trained_context(&self, walk: &Walk, model: &Model, batch: f64, checkpointed: bool) -> Shaped {
+        let mut context: Option<Shaped> = None;
+        for encoder in &model.text {
+            let Some(text) = encoder.forward(walk, batch, checkpointed, self.family.penultimate) else {
+                continue;
+            };
+            context = Some(match context {
+                None => text,
+                Some(before) => walk.cat_features(&before, &text),
+            });
+        }
+        context.unwrap_or_else(|| self.context(walk, batch))
+    }
+
+    /// The batches of the data sets, each of the largest size.
+    fn data(&self) -> Vec<DataBatch> {
+        let usual = number(self.body, "/train/batch_size").unwrap_or(1.0);
+        let datasets = self.body.get("datasets").and_then(Value::as_array);
+        let batches = datasets.into_iter().flatten().map(|set| DataBatch {
+            side: super::json::largest(set.get("resolution"))
+                .filter(|side| *side > 0.0)
+                .unwrap_or(512.0)
+                .min(MAX_SIDE),
+            items: number(set, "/batch_size").unwrap_or(usual).clamp(1.0, MAX_BATCH),
+        });
+        let mut batches: Vec<DataBatch> = batches.collect();
+        // Those with the most pixels at once, and the largest image.
+        batches.sort_by(|a, b| (b.items * b.side * b.side).total_cmp(&(a.items * a.side * a.side)));
+        let largest = batches.iter().copied().max_by(|a, b| a.side.total_cmp(&b.side));
+        batches.truncate(1);
+        batches.extend(largest);
+        if batches.is_empty() {
+            batches.push(DataBatch {
+                side: 512.0,
+                items: usual.clamp(1.0, MAX_BATCH),
+            });
+        }
+        batches.dedup();
+        batches
+    }
+}
+
+/// The bytes of a training step.
+struct Step {
+    /// The peak of the forward pass.
+    forward: f64,
+    /// The peak of both passes.
+    peak: f64,
+    /// All gradients.
+    gradients: f64,
+}
+
+/// Images of one size that are trained together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct DataBatch {
+    side: f64,
+    items: f64,
+}
+
+impl Weights {
+    fn add(&mut self, other: Self) {
+        self.resident += other.resident;
+        self.quantised += other.quantised;
+        self.largest_quantised = self.largest_quantised.max(other.largest_quantised);
+        self.largest_frozen = self.largest_frozen.max(other.largest_frozen);
+        self.parameters += other.parameters;
+        self.trained.extend(other.trained);
+    }
+}
+
+fn fractions((stored, parameters): (CompactWeights, u64)) -> StoredFractions {
+    let all = parameters.max(1) as f64;
+    StoredFractions {
+        quantised: (stored.quantised as f64 / all).min(1.0),
+        bytes: stored.bytes as f64 / stored.quantised.max(1) as f64,
+        halves: (stored.halves as f64 / all).min(1.0),
+    }
+}
+
+/// The parameters of text encoders, U-Net and autoencoder.
+pub(super) fn parameters(family: &UNetFamily, shapes: ModelShapes) -> [f64; 3] {
+    let options = || ComponentOptions {
+        width: 4.0,
+        ..ComponentOptions::default()
+    };
+    let mut text = 0.0;
+    for shapes in shapes.text_encoders().take(family.text_prefixes.len()) {
+        let mut builder = Builder::new(options(), 0);
+        TextEncoder::new(&mut builder, shapes);
+        text += builder.weights.parameters;
+    }
+    let mut unet = Builder::new(options(), 0);
+    UNet::new(&mut unet, &shapes.unet);
+    let mut vae = Builder::new(options(), 0);
+    Vae::new(&mut vae, &shapes.vae);
+    [text, unet.weights.parameters, vae.weights.parameters]
+}

@@ -1,0 +1,128 @@
+//! Facts about optimizers: what they keep, and what a step needs besides. The engine's tests compare them with its
+//! optimizers.
+
+/// What an optimizer needs of memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OptimizerFacts {
+    /// Bytes of state per trained parameter, without means.
+    pub state: f64,
+    /// The same for a tensor of fewer than 4096 elements, which is not stored in 8 bits.
+    pub small_state: f64,
+    /// Whether it stores row and column means instead of full moments: 4 bytes each. Tensors of one dimension have a mean of
+    /// 4 bytes per element.
+    pub is_factored: bool,
+    /// Whether it can update each parameter on its own, because it uses no statistics over all of them.
+    pub is_separable: bool,
+    /// Float32 copies of a tensor that exist while it is updated.
+    pub step_copies: f64,
+    /// Whether the trainer clips gradients before a step.
+    pub clips: bool,
+}
+
+/// Elements from which a tensor is stored in 8 bits.
+pub const MIN_8BIT_ELEMENTS: f64 = 4096.0;
+
+/// A scale of 4 bytes per 256 codes.
+const EIGHT_BITS: f64 = 1.0 + 4.0 / 256.0;
+
+const ADAM: OptimizerFacts = OptimizerFacts {
+    state: 8.0,
+    small_state: 8.0,
+    is_factored: false,
+    is_separable: true,
+    step_copies: 0.0,
+    clips: true,
+};
+
+const fn eight_bit(moments: f64) -> OptimizerFacts {
+    OptimizerFacts {
+        state: moments * EIGHT_BITS,
+        small_state: moments * 4.0,
+        ..ADAM
+    }
+}
+
+const fn full(state: f64) -> OptimizerFacts {
+    OptimizerFacts {
+        state,
+        small_state: state,
+        ..ADAM
+    }
+}
+
+/// The facts about `train.optimizer`. An unknown name has those of Adam.
+#[must_use]
+pub fn facts(name: &str) -> OptimizerFacts {
+    match name.to_ascii_lowercase().as_str() {
+        "adam8" | "adamw8" | "adam8bit" | "adamw8bit" => eight_bit(2.0),
+        "ademamix8bit" => eight_bit(3.0),
+        "lion" | "adagrad" | "sgd" => full(4.0),
+        "lion8bit" => eight_bit(1.0),
+        "adafactor" => OptimizerFacts {
+            is_factored: true,
+            step_copies: 1.0,
+            clips: false,
+            ..full(0.0)
+        },
+        // A learning rate of two bytes, or a byte of signs, per parameter.
+        "automagic" => OptimizerFacts {
+            is_factored: true,
+            step_copies: 1.0,
+            ..full(2.0)
+        },
+        "automagic2" => OptimizerFacts {
+            is_factored: true,
+            step_copies: 1.0,
+            clips: false,
+            ..full(1.0)
+        },
+        "automagic3" => OptimizerFacts {
+            is_factored: true,
+            is_separable: false,
+            step_copies: 1.0,
+            clips: false,
+            ..full(1.0)
+        },
+        // Composed of candle's operations, which make new tensors.
+        "dadaptation" | "dadaptationadam" => OptimizerFacts {
+            is_separable: false,
+            step_copies: 6.0,
+            ..full(12.0)
+        },
+        "dadaptationlion" => OptimizerFacts {
+            is_separable: false,
+            step_copies: 6.0,
+            ..full(8.0)
+        },
+        // Two moments in 8 bits, and two float32 tensors for a fifth of the elements.
+        "prodigy8bit" => OptimizerFacts {
+            state: 2.0 * EIGHT_BITS + 1.6,
+            small_state: 8.0 + 1.6,
+            is_separable: false,
+            ..ADAM
+        },
+        name if name.contains("prodigy") => OptimizerFacts {
+            is_separable: false,
+            ..full(16.0)
+        },
+        _ => ADAM,
+    }
+}
+
+impl OptimizerFacts {
+    /// Bytes of state of one tensor. `means`: the elements of its row and column means; `None` for one dimension.
+    #[must_use]
+    pub fn state_bytes(&self, elements: f64, means: Option<f64>) -> f64 {
+        let plain = if elements < MIN_8BIT_ELEMENTS {
+            self.small_state
+        } else {
+            self.state
+        };
+        let means = if self.is_factored {
+            4.0 * means.unwrap_or(elements)
+        } else {
+            0.0
+        };
+        elements * plain + means
+    }
+}

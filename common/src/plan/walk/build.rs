@@ -1,0 +1,296 @@
+//! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
+
+use super::layers::{Adapter, Layer};
+use crate::plan::names::{NameFilter, matches_glob};
+use crate::plan::qtype::QType;
+
+/// The adapter (LoRA) of a job.
+#[derive(Clone, Debug, Default)]
+pub(in crate::plan) struct AdapterOptions {
+    pub(in crate::plan) rank: f64,
+    /// The rank of convolutions with a kernel above 1 x 1.
+    pub(in crate::plan) conv_rank: Option<f64>,
+    pub(in crate::plan) dropout: bool,
+    pub(in crate::plan) filter: NameFilter,
+}
+
+/// What a job does with the weights of a component.
+#[derive(Clone, Debug, Default)]
+pub(in crate::plan) struct ComponentOptions {
+    /// The fraction of the layers' weights that is streamed.
+    pub(in crate::plan) streamed: f64,
+    pub(in crate::plan) qtype: Option<QType>,
+    /// Names of layers that are not quantised.
+    pub(in crate::plan) exclude: Vec<String>,
+    /// The component's own tensors that are trained.
+    pub(in crate::plan) trained: Option<NameFilter>,
+    pub(in crate::plan) adapter: Option<AdapterOptions>,
+    /// The beginning of the names of its layers in LoRA files.
+    pub(in crate::plan) lora_prefix: &'static str,
+    /// Bytes per number of the compute dtype.
+    pub(in crate::plan) width: f64,
+    pub(in crate::plan) cpu: bool,
+    /// The weights that the files store in fewer bits.
+    pub(in crate::plan) stored: StoredFractions,
+}
+
+/// The fractions of the layers' weights that are quantised or 16-bit in their files.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::plan) struct StoredFractions {
+    pub(in crate::plan) quantised: f64,
+    /// Bytes per quantised weight.
+    pub(in crate::plan) bytes: f64,
+    pub(in crate::plan) halves: f64,
+}
+
+/// A trained tensor.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::plan) struct TrainedTensor {
+    pub(in crate::plan) elements: f64,
+    /// Elements of its row means and column means; `None` for a tensor of one dimension.
+    pub(in crate::plan) means: Option<f64>,
+}
+
+/// The memory of a component's weights in bytes.
+#[derive(Clone, Debug, Default)]
+pub(in crate::plan) struct Weights {
+    /// In the compute dtype or as they are stored.
+    pub(in crate::plan) resident: f64,
+    /// Quantised when they are loaded.
+    pub(in crate::plan) quantised: f64,
+    /// The dense size of the largest weight that is quantised when it is loaded.
+    pub(in crate::plan) largest_quantised: f64,
+    /// The elements of the largest tensor that is not trained.
+    pub(in crate::plan) largest_frozen: f64,
+    /// All parameters.
+    pub(in crate::plan) parameters: f64,
+    /// The adapter's tensors, or the component's own that are trained.
+    pub(in crate::plan) trained: Vec<TrainedTensor>,
+}
+
+/// Makes the layers of a component in the order in which the engine requests their weights.
+pub(in crate::plan) struct Builder {
+    options: ComponentOptions,
+    /// The elements that should have been streamed so far, minus those that are.
+    deficit: f64,
+    count: u64,
+    pub(in crate::plan) weights: Weights,
+}
+
+/// The sizes of a layer.
+#[derive(Clone, Copy)]
+pub(super) struct LayerSizes {
+    pub(super) inputs: f64,
+    pub(super) outputs: f64,
+    pub(super) kernel: f64,
+    pub(super) stride: f64,
+    pub(super) padding: f64,
+    pub(super) bias: bool,
+}
+
+impl LayerSizes {
+    pub(super) fn linear(inputs: f64, outputs: f64, bias: bool) -> Self {
+        Self {
+            inputs,
+            outputs,
+            kernel: 1.0,
+            stride: 1.0,
+            padding: 0.0,
+            bias,
+        }
+    }
+
+    pub(super) fn conv(inputs: f64, outputs: f64, kernel: f64) -> Self {
+        Self {
+            kernel,
+            padding: (kernel / 2.0).floor(),
+            ..Self::linear(inputs, outputs, true)
+        }
+    }
+}
+
+impl Builder {
+    /// `first_index` numbers the layers, so that those of several components differ.
+    pub(in crate::plan) fn new(options: ComponentOptions, first_index: u64) -> Self {
+        Self {
+            options,
+            deficit: 0.0,
+            count: first_index,
+            weights: Weights::default(),
+        }
+    }
+
+    /// The index of the next layer.
+    pub(in crate::plan) fn next_index(&self) -> u64 {
+        self.count
+    }
+
+    fn is_trained(&self, name: &str) -> bool {
+        self.options.trained.as_ref().is_some_and(|filter| filter.selects(name))
+    }
+
+    fn streams_next(&mut self, elements: f64) -> bool {
+        self.deficit += elements * self.options.streamed;
+        let is_streamed = self.options.streamed > 0.0 && 2.0 * self.deficit >= elements;
+        if is_streamed {
+            self.deficit -= elements;
+        }
+        is_streamed
+    }
+
+    fn index(&mut self) -> u64 {
+        self.count += 1;
+        self.count
+    }
+
+    /// A linear layer or a convolution.
+    pub(super) fn layer(&mut self, name: &str, sizes: LayerSizes) -> Layer {
+        let mut layer = Layer {
+            inputs: sizes.inputs,
+            outputs: sizes.outputs,
+            kernel: sizes.kernel,
+            stride: sizes.stride,
+            padding: sizes.padding,
+            index: self.index(),
+            is_loaded: false,
+            is_trained: self.is_trained(&format!("{name}.weight")),
+            adapter: self.adapter(name, sizes.kernel),
+        };
+        let elements = layer.elements();
+        self.weights.parameters += elements;
+        if layer.is_trained {
+            self.weights.resident += elements * self.options.width;
+            let columns = if sizes.kernel > 1.0 {
+                2.0 * elements / sizes.kernel
+            } else {
+                sizes.inputs + sizes.outputs
+            };
+            self.trained(elements, Some(columns));
+        } else {
+            layer.is_loaded = self.weight(name, elements, layer.fan_in());
+        }
+        if layer.adapter.is_some() {
+            let adapter = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+            let (down, up) = (adapter * layer.fan_in(), adapter * sizes.outputs);
+            let kernel = sizes.kernel;
+            let means = |elements: f64, other: f64| match kernel > 1.0 {
+                true => 2.0 * elements / kernel,
+                false => adapter + other,
+            };
+            self.trained(down, Some(means(down, layer.fan_in())));
+            // The up projection of a convolution has a kernel of 1 x 1: its means have as many elements as itself, twice.
+            self.trained(
+                up,
+                Some(if kernel > 1.0 {
+                    2.0 * up
+                } else {
+                    adapter + sizes.outputs
+                }),
+            );
+        }
+        if sizes.bias {
+            self.vector(&format!("{name}.bias"), sizes.outputs);
+        }
+        layer
+    }
+
+    /// Counts a frozen weight. Returns whether it is dequantised or read for each use.
+    fn weight(&mut self, name: &str, elements: f64, fan_in: f64) -> bool {
+        self.weights.largest_frozen = self.weights.largest_frozen.max(elements);
+        let stored = self.options.stored;
+        let in_file = elements * stored.quantised;
+        let others = elements - in_file;
+        self.weights.resident += in_file * stored.bytes;
+        let is_stored = stored.quantised > 0.5;
+        let quantised = self
+            .options
+            .qtype
+            .filter(|_| !self.options.exclude.iter().any(|pattern| matches_glob(pattern, name)))
+            .map(|qtype| quantised_bytes(qtype, elements, fan_in));
+        match quantised {
+            Some(Some(bytes)) => {
+                self.weights.quantised += bytes * others / elements.max(1.0);
+                self.weights.largest_quantised = self.weights.largest_quantised.max(others * self.options.width);
+                return true;
+            }
+            // It is selected, but its rows are too short for the blocks of the type.
+            Some(None) => {
+                self.weights.resident += others * self.options.width;
+                return is_stored;
+            }
+            None => {}
+        }
+        if self.streams_next(others) {
+            return true;
+        }
+        let halves = if self.options.cpu {
+            stored.halves.min(1.0 - stored.quantised) * elements
+        } else {
+            0.0
+        };
+        self.weights.resident += halves * 2.0 + (others - halves) * self.options.width;
+        is_stored || halves > 0.5 * elements
+    }
+
+    /// The adapter of the layer, if the job has one for it.
+    fn adapter(&self, name: &str, kernel: f64) -> Option<Adapter> {
+        let options = self.options.adapter.as_ref()?;
+        let rank = if kernel > 1.0 { options.conv_rank? } else { options.rank };
+        let dotted = format!("{}.{name}", self.options.lora_prefix);
+        options.filter.selects_layer(&dotted).then_some(Adapter {
+            rank,
+            dropout: options.dropout,
+        })
+    }
+
+    fn trained(&mut self, elements: f64, means: Option<f64>) {
+        self.weights.trained.push(TrainedTensor { elements, means });
+    }
+
+    /// A tensor of one dimension. Returns whether it is trained.
+    fn vector(&mut self, name: &str, elements: f64) -> bool {
+        self.weights.parameters += elements;
+        self.weights.resident += elements * self.options.width;
+        let is_trained = self.is_trained(name);
+        if is_trained {
+            self.trained(elements, None);
+        }
+        is_trained
+    }
+
+    /// A norm: its index, and whether it is trained.
+    pub(super) fn norm(&mut self, name: &str, channels: f64) -> (u64, bool) {
+        let weight = self.vector(&format!("{name}.weight"), channels);
+        let bias = self.vector(&format!("{name}.bias"), channels);
+        (self.index(), weight || bias)
+    }
+
+    /// A table of vectors, which is never quantised. Returns its number of elements if it is trained.
+    pub(super) fn table(&mut self, name: &str, rows: f64, width: f64, can_stream: bool) -> Option<f64> {
+        let elements = rows * width;
+        self.weights.parameters += elements;
+        let is_trained = self.is_trained(name);
+        if is_trained {
+            self.trained(elements, Some(rows + width));
+        } else {
+            self.weights.largest_frozen = self.weights.largest_frozen.max(elements);
+        }
+        if !is_trained && can_stream && self.streams_next(elements) {
+            return None;
+        }
+        self.weights.resident += elements * self.options.width;
+        is_trained.then_some(elements)
+    }
+}
+
+/// The bytes of a quantised weight. `None`: its rows are too short for the type.
+fn quantised_bytes(qtype: QType, elements: f64, fan_in: f64) -> Option<f64> {
+    let outputs = elements / fan_in.max(1.0);
+    match qtype {
+        QType::Float8 | QType::Int8 => Some(elements + 4.0 * outputs),
+        QType::Nf4 => Some(elements / 2.0 + 4.0 * elements / 64.0),
+        QType::Q4K if fan_in % 256.0 == 0.0 => Some(elements / 256.0 * 144.0),
+        QType::Q8_0 | QType::Q4K if fan_in % 32.0 == 0.0 => Some(elements / 32.0 * 34.0),
+        QType::Q8_0 | QType::Q4K => None,
+    }
+}

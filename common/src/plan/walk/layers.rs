@@ -1,0 +1,367 @@
+//! Layers and operations, as `engine/src/nn`: what each allocates, and what it keeps for its backward pass.
+
+use super::meter::Shaped;
+use super::tape::{TRAINED, Walk};
+
+/// Up to this many rows, a linear layer computes the transposed result first (`FEW_ROWS` in `nn/linear/kernels.rs`).
+const FEW_ROWS: f64 = 160.0;
+/// The bytes of the scores of one chunk of attention on a GPU.
+const SCORES: f64 = 268_435_456.0;
+/// Elements of a tile of the gradient of a convolution with a stride (`MAX_TILE_ELEMENTS` in `nn/conv2d/geometry.rs`).
+const TILE_ELEMENTS: f64 = 1_048_576.0;
+
+/// The low-rank adapter of a layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::plan) struct Adapter {
+    pub(in crate::plan) rank: f64,
+    /// Whether elements are dropped in training: then layer and adapter are not computed as one operation.
+    pub(in crate::plan) dropout: bool,
+}
+
+/// A linear layer or a convolution.
+#[derive(Clone, Debug)]
+pub(in crate::plan) struct Layer {
+    pub(in crate::plan) inputs: f64,
+    pub(in crate::plan) outputs: f64,
+    pub(in crate::plan) kernel: f64,
+    pub(in crate::plan) stride: f64,
+    pub(in crate::plan) padding: f64,
+    /// The position in the model; it names the trained tensors.
+    pub(in crate::plan) index: u64,
+    /// Whether the weight is dequantised or read for each use.
+    pub(in crate::plan) is_loaded: bool,
+    /// Whether the weight itself is trained.
+    pub(in crate::plan) is_trained: bool,
+    pub(in crate::plan) adapter: Option<Adapter>,
+}
+
+impl Layer {
+    /// The number of weights.
+    pub(in crate::plan) fn elements(&self) -> f64 {
+        self.outputs * self.fan_in()
+    }
+
+    pub(in crate::plan) fn fan_in(&self) -> f64 {
+        self.inputs * self.kernel * self.kernel
+    }
+
+    /// The id of one of its trained tensors.
+    fn trained_id(&self, which: u64) -> u64 {
+        TRAINED + 4 * self.index + which
+    }
+
+    /// The weight while the layer runs.
+    fn dense(&self, walk: &Walk) -> Option<Shaped> {
+        self.is_loaded
+            .then(|| walk.tensor([self.outputs, self.inputs, self.kernel, self.kernel], false))
+    }
+}
+
+/// Sizes of a layer's product.
+struct Product {
+    /// Tokens, or pixels of the result.
+    rows: f64,
+    output: [f64; 4],
+    few_rows: bool,
+}
+
+impl Walk {
+    fn product(layer: &Layer, x: &Shaped, is_linear: bool) -> Product {
+        let [batch, ..] = x.dims;
+        if is_linear {
+            let mut output = x.dims;
+            output[2] = layer.outputs;
+            return Product {
+                rows: batch * x.dims[1],
+                output,
+                few_rows: batch * x.dims[1] <= FEW_ROWS,
+            };
+        }
+        let side = |side: f64| {
+            ((side + 2.0 * layer.padding - layer.kernel) / layer.stride)
+                .floor()
+                .max(0.0)
+                + 1.0
+        };
+        let (height, width) = (side(x.dims[2]), side(x.dims[3]));
+        Product {
+            rows: batch * height * width,
+            output: [batch, layer.outputs, height, width],
+            few_rows: false,
+        }
+    }
+
+    /// A linear layer: x [batch, tokens, inputs].
+    pub(super) fn linear(&self, layer: &Layer, x: &Shaped) -> Shaped {
+        self.layer(layer, x, true)
+    }
+
+    /// A convolution: x [batch, inputs, height, width].
+    pub(super) fn conv(&self, layer: &Layer, x: &Shaped) -> Shaped {
+        self.layer(layer, x, false)
+    }
+
+    fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
+        let x = self.contiguous(x.clone());
+        let product = Self::product(layer, &x, is_linear);
+        let recording = self.is_recording();
+        let has_adapter = recording && layer.adapter.is_some();
+        let tracked = recording && (x.tracked || layer.is_trained || has_adapter);
+        let y = self.layer_forward(layer, &product, tracked);
+        if !tracked {
+            return y;
+        }
+        match layer.adapter {
+            Some(adapter) if adapter.dropout => self.with_dropout(layer, adapter, &x, y, product.rows),
+            _ => {
+                self.record_layer(layer.clone(), &x, &y, product.rows, is_linear);
+                y
+            }
+        }
+    }
+
+    fn layer_forward(&self, layer: &Layer, product: &Product, tracked: bool) -> Shaped {
+        let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+        let weight = layer.dense(self);
+        let merged =
+            (rank > 0.0 && self.backend.cpu && merges(layer, product.rows)).then(|| self.floats(layer.elements()));
+        let hidden = (rank > 0.0 && merged.is_none()).then(|| self.floats(product.rows * rank));
+        let transposed = (product.few_rows && self.backend.cpu).then(|| self.tensor(product.output, false));
+        let y = self.tensor(product.output, tracked);
+        // A fused adapter has no product of its own on a CPU.
+        let change = (hidden.is_some() && !self.backend.cpu).then(|| self.floats(product.rows * layer.outputs));
+        drop((weight, merged, hidden, transposed, change));
+        y
+    }
+
+    fn record_layer(&self, layer: Layer, x: &Shaped, y: &Shaped, rows: f64, is_linear: bool) {
+        let trains_adapter = layer.adapter.is_some();
+        let saved = (layer.is_trained || trains_adapter).then(|| x.clone());
+        let (x_id, x_dims, needs_dx) = (x.id, x.dims, x.tracked);
+        self.record_step(y, move |walk, gradient| {
+            let mut gradients = Vec::new();
+            let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+            let d_hidden = trains_adapter.then(|| walk.floats(rows * rank));
+            let hidden = trains_adapter.then(|| walk.floats(rows * rank));
+            let mut adapter =
+                trains_adapter.then(|| [walk.floats(rank * layer.fan_in()), walk.floats(layer.outputs * rank)]);
+            drop(hidden);
+            if needs_dx {
+                let weight = layer.dense(walk);
+                let merged =
+                    (trains_adapter && walk.backend.cpu && merges(&layer, rows)).then(|| walk.floats(layer.elements()));
+                let tile = (!is_linear && layer.stride > 1.0).then(|| {
+                    let one_row = layer.fan_in() * x_dims[3] / layer.stride;
+                    walk.floats(TILE_ELEMENTS.max(one_row).min(layer.fan_in() * rows))
+                });
+                let dx = walk.tensor(x_dims, false);
+                let change = (trains_adapter && merged.is_none() && !is_linear).then(|| walk.tensor(x_dims, false));
+                drop((weight, merged, tile, change));
+                gradients.push((x_id, dx));
+            }
+            drop(d_hidden);
+            if let Some([down, up]) = adapter.take() {
+                gradients.push((layer.trained_id(0), down));
+                gradients.push((layer.trained_id(1), up));
+            }
+            if layer.is_trained {
+                gradients.push((layer.trained_id(2), walk.floats(layer.elements())));
+            }
+            drop((saved, gradient));
+            gradients
+        });
+    }
+
+    /// The layer, and its adapter as operations of its own.
+    fn with_dropout(&self, layer: &Layer, adapter: Adapter, x: &Shaped, y: Shaped, rows: f64) -> Shaped {
+        let base = Layer {
+            adapter: None,
+            ..layer.clone()
+        };
+        let mut y = y;
+        y.tracked = x.tracked;
+        if x.tracked {
+            self.record_layer(base, x, &y, rows, layer.kernel == 1.0 && x.dims[3] == 1.0);
+        }
+        // The mask, the product with it, and the change before it is scaled stay in candle's graph.
+        let kept = [
+            self.floats(rows * adapter.rank),
+            self.floats(rows * adapter.rank),
+            self.floats(rows * adapter.rank),
+        ];
+        let scaled = self.tensor(y.dims, true);
+        let change = self.tensor(y.dims, true);
+        let sum = self.tensor(y.dims, true);
+        let (saved, y_id, y_tracked) = (x.clone(), y.id, y.tracked);
+        let (x_id, x_dims) = (x.id, x.dims);
+        let (layer, rank) = (layer.clone(), adapter.rank);
+        self.record_step(&sum, move |walk, gradient| {
+            // candle's backward pass makes zeros, a sum and the result.
+            let dy = [0; 3].map(|_| walk.tensor(gradient.dims, false));
+            let hidden = [walk.floats(rows * rank), walk.floats(rows * rank)];
+            let mut gradients = vec![
+                (layer.trained_id(0), walk.floats(rank * layer.fan_in())),
+                (layer.trained_id(1), walk.floats(layer.outputs * rank)),
+            ];
+            if saved.tracked {
+                gradients.push((x_id, walk.tensor(x_dims, false)));
+            }
+            if y_tracked {
+                gradients.push((y_id, gradient));
+            }
+            drop((dy, hidden, kept, scaled, change));
+            gradients
+        });
+        sum
+    }
+
+    /// A norm, with an activation that is part of it.
+    pub(super) fn norm(&self, x: &Shaped, index: u64, is_trained: bool) -> Shaped {
+        let x = self.contiguous(x.clone());
+        let tracked = self.is_recording() && (x.tracked || is_trained);
+        // On a GPU it is composed of operations in float32.
+        let parts = (!self.backend.cpu).then(|| [self.floats(x.elements()), self.floats(x.elements())]);
+        let y = self.tensor(x.dims, tracked);
+        drop(parts);
+        if tracked {
+            let channels = x.dims[1].min(x.dims[2]);
+            let saved = x.clone();
+            self.record_step(&y, move |walk, gradient| {
+                let dx = walk.tensor(saved.dims, false);
+                let mut gradients = vec![];
+                if saved.tracked {
+                    gradients.push((saved.id, dx));
+                }
+                if is_trained {
+                    gradients.push((TRAINED + 4 * index + 3, walk.floats(2.0 * channels)));
+                }
+                drop(gradient);
+                gradients
+            });
+        }
+        y
+    }
+
+    /// A function of each element that needs its input in the backward pass. `outputs`: the part of the input's features that
+    /// the result has (a half for gated activations).
+    pub(super) fn activation(&self, x: &Shaped, outputs: f64) -> Shaped {
+        let mut dims = x.dims;
+        dims[2] *= outputs;
+        let y = self.tensor(dims, self.is_recording() && x.tracked);
+        if y.tracked {
+            let saved = x.clone();
+            self.record_step(&y, move |walk, gradient| {
+                let dx = walk.tensor(saved.dims, false);
+                drop(gradient);
+                vec![(saved.id, dx)]
+            });
+        }
+        y
+    }
+
+    /// A copy in another order or size whose backward pass needs nothing: a transposition, an upsampling, a padding.
+    pub(super) fn rearranged(&self, x: &Shaped, dims: [f64; 4]) -> Shaped {
+        let x = self.contiguous(x.clone());
+        let y = self.tensor(dims, self.is_recording() && x.tracked);
+        if y.tracked {
+            let (id, dims) = (x.id, x.dims);
+            self.record_step(&y, move |walk, gradient| {
+                let dx = walk.tensor(dims, false);
+                drop(gradient);
+                vec![(id, dx)]
+            });
+        }
+        y
+    }
+
+    /// a + b, of the same shape.
+    pub(super) fn add(&self, a: &Shaped, b: &Shaped) -> Shaped {
+        let y = self.tensor(a.dims, self.is_recording() && (a.tracked || b.tracked));
+        if y.tracked {
+            let inputs = [a, b].map(|x| x.tracked.then_some(x.id));
+            self.record_step(&y, move |_, gradient| {
+                let each = inputs.into_iter().flatten();
+                each.map(|id| (id, gradient.clone())).collect()
+            });
+        }
+        y
+    }
+
+    /// x plus one number for each channel.
+    pub(super) fn add_channels(&self, x: &Shaped, shift: &Shaped) -> Shaped {
+        let y = self.tensor(x.dims, self.is_recording() && (x.tracked || shift.tracked));
+        if y.tracked {
+            let (x_id, shift_id) = (x.tracked.then_some(x.id), shift.tracked.then_some(shift.id));
+            let shift_dims = shift.dims;
+            self.record_step(&y, move |walk, gradient| {
+                let mut gradients = Vec::new();
+                if let Some(id) = shift_id {
+                    gradients.push((id, walk.tensor(shift_dims, false)));
+                }
+                if let Some(id) = x_id {
+                    gradients.push((id, gradient));
+                }
+                gradients
+            });
+        }
+        y
+    }
+
+    /// a and b [batch, channels, height, width], one after the other along the channels.
+    pub(super) fn cat(&self, a: &Shaped, b: &Shaped) -> Shaped {
+        let mut dims = a.dims;
+        dims[1] += b.dims[1];
+        let y = self.tensor(dims, self.is_recording() && (a.tracked || b.tracked));
+        if y.tracked {
+            let parts = [(a.id, a.dims, a.tracked), (b.id, b.dims, b.tracked)];
+            self.record_step(&y, move |walk, gradient| {
+                let parts = parts.into_iter().filter(|(.., tracked)| *tracked);
+                parts
+                    .map(|(id, dims, _)| (id, walk.view(&gradient, dims, dims[0] <= 1.0)))
+                    .collect()
+            });
+        }
+        y
+    }
+
+    /// Attention: q [batch, queries, features], k and v [batch, keys, features].
+    pub(super) fn attention(&self, q: &Shaped, k: &Shaped, v: &Shaped, heads: f64) -> Shaped {
+        let tracked = self.is_recording() && (q.tracked || k.tracked || v.tracked);
+        let scratch = self.attention_scratch(q, k, heads);
+        let by_head = self.tensor(q.dims, false);
+        let y = self.tensor(q.dims, tracked);
+        drop((scratch, by_head));
+        if tracked {
+            let saved = [q, k, v].map(Clone::clone);
+            self.record_step(&y, move |walk, gradient| {
+                let [q, k, v] = &saved;
+                let scratch = walk.attention_scratch(q, k, heads);
+                let by_head = [q, k, v].map(|x| walk.tensor(x.dims, false));
+                let joined = [q, k, v].map(|x| walk.tensor(x.dims, false));
+                drop((by_head, scratch));
+                let gradients: Vec<_> = [q, k, v]
+                    .map(|x| (x.id, walk.tensor(x.dims, false), x.tracked))
+                    .into_iter()
+                    .filter_map(|(id, dx, tracked)| tracked.then_some((id, dx)))
+                    .collect();
+                drop((joined, gradient));
+                gradients
+            });
+        }
+        y
+    }
+
+    /// What attention holds besides its inputs and its result: packed keys and values on a CPU, a chunk of scores on a GPU.
+    fn attention_scratch(&self, q: &Shaped, k: &Shaped, heads: f64) -> [Shaped; 2] {
+        if self.backend.cpu {
+            return [self.tensor(k.dims, false), self.tensor(k.dims, false)];
+        }
+        let scores = (4.0 * q.dims[0] * heads * q.dims[1] * k.dims[1]).min(SCORES) / 4.0;
+        [self.floats(scores), self.floats(0.0)]
+    }
+}
+
+/// Whether the adapter is merged into the weight for the product (`should_merge` in `nn/low_rank.rs`).
+fn merges(layer: &Layer, rows: f64) -> bool {
+    rows * (layer.fan_in() + layer.outputs) >= layer.fan_in() * layer.outputs
+}

@@ -1,0 +1,68 @@
+//! Runs a stack of steps, with or without gradient checkpointing, as `engine/src/residency`.
+
+use super::meter::Shaped;
+use super::tape::Walk;
+use std::rc::Rc;
+
+/// An input of a stack, or the output of one of its steps.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Value(usize);
+
+type Forward = dyn Fn(&Walk, &[Shaped]) -> Shaped;
+
+struct Step {
+    inputs: Vec<Value>,
+    output: Value,
+    forward: Rc<Forward>,
+}
+
+/// The blocks of a model, in execution order.
+#[derive(Default)]
+pub(super) struct Stack {
+    values: Vec<Option<Shaped>>,
+    steps: Vec<Step>,
+}
+
+impl Stack {
+    pub(super) fn input(&mut self, tensor: Shaped) -> Value {
+        self.values.push(Some(tensor));
+        Value(self.values.len() - 1)
+    }
+
+    pub(super) fn step(&mut self, inputs: &[Value], forward: impl Fn(&Walk, &[Shaped]) -> Shaped + 'static) -> Value {
+        self.values.push(None);
+        let output = Value(self.values.len() - 1);
+        self.steps.push(Step {
+            inputs: inputs.to_vec(),
+            output,
+            forward: Rc::new(forward),
+        });
+        output
+    }
+
+    /// Runs all steps. Each tensor is freed after the last step that reads it.
+    pub(super) fn run(mut self, walk: &Walk, checkpointed: bool, result: Value) -> Option<Shaped> {
+        let mut last_use_of = vec![0; self.values.len()];
+        for (index, step) in self.steps.iter().enumerate() {
+            for value in &step.inputs {
+                last_use_of[value.0] = index;
+            }
+        }
+        last_use_of[result.0] = usize::MAX;
+        for (index, step) in std::mem::take(&mut self.steps).into_iter().enumerate() {
+            let inputs = step.inputs.iter().map(|value| self.values[value.0].clone());
+            let inputs: Vec<Shaped> = inputs.collect::<Option<_>>()?;
+            let output = match checkpointed {
+                true => walk.checkpoint(inputs, move |walk, inputs| (step.forward)(walk, inputs)),
+                false => (step.forward)(walk, &inputs),
+            };
+            self.values[step.output.0] = Some(output);
+            for (tensor, last_use) in self.values.iter_mut().zip(&last_use_of) {
+                if *last_use <= index {
+                    *tensor = None;
+                }
+            }
+        }
+        self.values[result.0].take()
+    }
+}

@@ -1,0 +1,219 @@
+//! The tape of a forward pass and its backward pass, as `engine/src/autograd`.
+
+use super::meter::{Meter, Shaped};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Takes the gradient of a step's output and returns those of its inputs, by tensor id.
+type Backward = Box<dyn FnOnce(&Walk, Shaped) -> Vec<(u64, Shaped)>>;
+
+struct Step {
+    output: u64,
+    backward: Backward,
+}
+
+/// What is recorded of a forward pass.
+enum Recording {
+    /// All steps.
+    Tape(Vec<Step>),
+    /// Nothing: the forward pass runs again in the backward pass.
+    Again,
+}
+
+/// The kind of device that a walk is for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::plan) struct Backend {
+    /// Bytes per number of the compute dtype.
+    pub(in crate::plan) width: f64,
+    /// Whether the operations are the engine's kernels for CPUs.
+    pub(in crate::plan) cpu: bool,
+}
+
+/// One walk over the steps of a job's phase.
+pub(in crate::plan) struct Walk {
+    pub(super) meter: Rc<Meter>,
+    pub(super) backend: Backend,
+    recordings: RefCell<Vec<Recording>>,
+}
+
+impl Walk {
+    pub(in crate::plan) fn new(backend: Backend) -> Self {
+        Self {
+            meter: Rc::default(),
+            backend,
+            recordings: RefCell::default(),
+        }
+    }
+
+    /// The peak so far, in bytes.
+    pub(in crate::plan) fn peak(&self) -> f64 {
+        self.meter.peak()
+    }
+
+    /// A new tensor in the compute dtype.
+    pub(in crate::plan) fn tensor(&self, dims: [f64; 4], tracked: bool) -> Shaped {
+        let bytes = dims.iter().product::<f64>() * self.backend.width;
+        Shaped {
+            dims,
+            id: self.meter.id(),
+            tracked,
+            contiguous: true,
+            buffer: Some(Rc::new(self.meter.buffer(bytes))),
+        }
+    }
+
+    /// A new flat tensor of this many numbers in float32.
+    pub(super) fn floats(&self, elements: f64) -> Shaped {
+        Shaped {
+            dims: [elements, 1.0, 1.0, 1.0],
+            id: self.meter.id(),
+            tracked: false,
+            contiguous: true,
+            buffer: Some(Rc::new(self.meter.buffer(4.0 * elements))),
+        }
+    }
+
+    /// The same elements as another tensor.
+    pub(super) fn view(&self, of: &Shaped, dims: [f64; 4], contiguous: bool) -> Shaped {
+        Shaped {
+            dims,
+            id: self.meter.id(),
+            contiguous,
+            ..of.clone()
+        }
+    }
+
+    /// The first `batch` items of a tensor.
+    pub(in crate::plan) fn view_of(&self, x: &Shaped, batch: f64) -> Shaped {
+        let mut dims = x.dims;
+        dims[0] = batch;
+        self.view(x, dims, true)
+    }
+
+    /// a and b [batch, tokens, features, 1], one after the other along the features.
+    pub(in crate::plan) fn cat_features(&self, a: &Shaped, b: &Shaped) -> Shaped {
+        let mut dims = a.dims;
+        dims[2] += b.dims[2];
+        let y = self.tensor(dims, self.is_recording() && (a.tracked || b.tracked));
+        if y.tracked {
+            let parts = [(a.id, a.dims, a.tracked), (b.id, b.dims, b.tracked)];
+            self.record_step(&y, move |walk, gradient| {
+                let parts = parts.into_iter().filter(|(.., tracked)| *tracked);
+                parts
+                    .map(|(id, dims, _)| (id, walk.view(&gradient, dims, false)))
+                    .collect()
+            });
+        }
+        y
+    }
+
+    /// The tensor itself, or a copy if its elements are not adjacent.
+    pub(super) fn contiguous(&self, x: Shaped) -> Shaped {
+        match x.contiguous {
+            true => x,
+            false => self.tensor(x.dims, x.tracked),
+        }
+    }
+
+    pub(super) fn is_recording(&self) -> bool {
+        !self.recordings.borrow().is_empty()
+    }
+
+    /// Adds a step to the innermost recording.
+    pub(super) fn record_step(
+        &self,
+        output: &Shaped,
+        backward: impl FnOnce(&Self, Shaped) -> Vec<(u64, Shaped)> + 'static,
+    ) {
+        if let Some(Recording::Tape(steps)) = self.recordings.borrow_mut().last_mut() {
+            steps.push(Step {
+                output: output.id,
+                backward: Box::new(backward),
+            });
+        }
+    }
+
+    /// Runs `forward` and records its steps.
+    fn record(&self, forward: impl FnOnce() -> Shaped) -> (Shaped, Vec<Step>) {
+        self.recordings.borrow_mut().push(Recording::Tape(Vec::new()));
+        let result = forward();
+        match self.recordings.borrow_mut().pop() {
+            Some(Recording::Tape(steps)) => (result, steps),
+            _ => (result, Vec::new()),
+        }
+    }
+
+    /// Runs `forward` and its backward pass. `drops_gradients`: the gradient of a trained tensor is dropped as soon as it
+    /// is complete. Returns the gradients of the trained tensors otherwise.
+    pub(in crate::plan) fn forward_backward(
+        &self,
+        drops_gradients: bool,
+        forward: impl FnOnce() -> Shaped,
+    ) -> HashMap<u64, Shaped> {
+        let (loss, tape) = self.record(forward);
+        let gradient = self.tensor(loss.dims, false);
+        self.backward(tape, loss.id, gradient, drops_gradients)
+    }
+
+    fn backward(
+        &self,
+        mut tape: Vec<Step>,
+        output: u64,
+        gradient: Shaped,
+        drops_gradients: bool,
+    ) -> HashMap<u64, Shaped> {
+        let outputs: std::collections::HashSet<u64> = tape.iter().map(|step| step.output).collect();
+        let mut gradients = HashMap::from([(output, gradient)]);
+        while let Some(step) = tape.pop() {
+            let Some(gradient) = gradients.remove(&step.output) else {
+                continue;
+            };
+            let gradient = self.contiguous(gradient);
+            for (id, gradient) in (step.backward)(self, gradient) {
+                match gradients.remove(&id) {
+                    None => {
+                        if !drops_gradients || outputs.contains(&id) || id >= TRAINED {
+                            gradients.insert(id, gradient);
+                        }
+                    }
+                    Some(before) => {
+                        let sum = self.tensor(before.dims, false);
+                        drop((before, gradient));
+                        gradients.insert(id, sum);
+                    }
+                }
+            }
+            if drops_gradients {
+                gradients.retain(|id, _| *id < TRAINED);
+            }
+        }
+        gradients
+    }
+
+    /// Gradient checkpointing: runs `forward(inputs)` and keeps only the inputs; the backward pass runs it again.
+    pub(super) fn checkpoint(
+        &self,
+        inputs: Vec<Shaped>,
+        forward: impl Fn(&Self, &[Shaped]) -> Shaped + 'static,
+    ) -> Shaped {
+        if !self.is_recording() {
+            return forward(self, &inputs);
+        }
+        self.recordings.borrow_mut().push(Recording::Again);
+        let output = forward(self, &inputs);
+        self.recordings.borrow_mut().pop();
+        if !output.tracked {
+            return output;
+        }
+        self.record_step(&output, move |walk, gradient| {
+            let (recomputed, tape) = walk.record(|| forward(walk, &inputs));
+            let gradients = walk.backward(tape, recomputed.id, gradient, false);
+            gradients.into_iter().collect()
+        });
+        output
+    }
+}
+
+/// Ids of trained tensors begin here.
+pub(super) const TRAINED: u64 = 1 << 48;

@@ -1,0 +1,174 @@
+//! Walks over small models.
+
+use super::build::{AdapterOptions, Builder, ComponentOptions};
+use super::meter::Shaped;
+use super::{Backend, UNet, Vae, Walk};
+use crate::plan::names::NameFilter;
+use crate::plan::shapes::{BlockShapes, UNetShapes, VaeShapes};
+
+const CPU: Backend = Backend { width: 4.0, cpu: true };
+
+fn unet_shapes() -> UNetShapes {
+    let block = BlockShapes {
+        channels: 32,
+        layers: 1,
+        heads: 2,
+        transformer_layers: 1,
+        down_attention: true,
+        up_attention: true,
+    };
+    let mut shapes = UNetShapes {
+        in_channels: 4,
+        out_channels: 4,
+        conv_in_kernel: 3,
+        conv_out_kernel: 3,
+        downsample_padding: 1,
+        context: 48,
+        mid_block: true,
+        ..UNetShapes::default()
+    };
+    shapes.blocks[..2].copy_from_slice(&[block, BlockShapes { channels: 64, ..block }]);
+    shapes
+}
+
+fn options(adapter: Option<f64>) -> ComponentOptions {
+    ComponentOptions {
+        width: 4.0,
+        cpu: true,
+        lora_prefix: "lora_unet",
+        adapter: adapter.map(|rank| AdapterOptions {
+            rank,
+            ..AdapterOptions::default()
+        }),
+        ..ComponentOptions::default()
+    }
+}
+
+fn inputs(walk: &Walk, side: f64, batch: f64) -> [Shaped; 2] {
+    [
+        walk.tensor([batch, 4.0, side, side], false),
+        walk.tensor([batch, 77.0, 48.0, 1.0], false),
+    ]
+}
+
+#[test]
+fn parameters_are_those_of_diffusers() {
+    let mut builder = Builder::new(options(None), 0);
+    UNet::new(&mut builder, &unet_shapes());
+    // `sum(p.numel() for p in UNet2DConditionModel(...).parameters())` of the published models.
+    for (name, millions) in [("sd1", 859.52), ("sd2", 865.91), ("sdxl", 2567.46)] {
+        let family = crate::plan::families::of(name).unwrap();
+        let mut builder = Builder::new(options(None), 0);
+        UNet::new(&mut builder, &family.shapes.unet);
+        let found = builder.weights.parameters / 1e6;
+        assert!((found - millions).abs() < 0.01, "{name}: {found}");
+    }
+    let vae = crate::plan::families::of("sd1").unwrap().shapes.vae;
+    let mut builder = Builder::new(options(None), 0);
+    Vae::new(&mut builder, &vae);
+    assert!(
+        (builder.weights.parameters / 1e6 - 83.65).abs() < 0.01,
+        "{}",
+        builder.weights.parameters
+    );
+}
+
+#[test]
+fn everything_is_freed_after_a_pass() {
+    let mut builder = Builder::new(options(Some(4.0)), 0);
+    let unet = UNet::new(&mut builder, &unet_shapes());
+    let walk = Walk::new(CPU);
+    {
+        let [sample, context] = inputs(&walk, 16.0, 1.0);
+        let gradients = walk.forward_backward(false, || unet.forward(&walk, &sample, &context, true).unwrap());
+        let bytes: f64 = gradients.values().map(|gradient| 4.0 * gradient.elements()).sum();
+        let trained: f64 = builder.weights.trained.iter().map(|tensor| 4.0 * tensor.elements).sum();
+        assert_eq!(bytes, trained, "every trained tensor gets a gradient of its size");
+        assert!(walk.peak() > bytes);
+    }
+    assert_eq!(walk.meter.live(), 0.0);
+}
+
+#[test]
+fn checkpointing_keeps_less_and_larger_inputs_take_more() {
+    let mut builder = Builder::new(options(Some(4.0)), 0);
+    let unet = UNet::new(&mut builder, &unet_shapes());
+    let peak = |side: f64, batch: f64, checkpointed: bool| {
+        let walk = Walk::new(CPU);
+        let [sample, context] = inputs(&walk, side, batch);
+        walk.forward_backward(false, || unet.forward(&walk, &sample, &context, checkpointed).unwrap());
+        walk.peak()
+    };
+    assert!(peak(32.0, 1.0, true) < 0.6 * peak(32.0, 1.0, false));
+    assert!(peak(64.0, 1.0, true) > 3.5 * peak(32.0, 1.0, true));
+    assert!(peak(64.0, 2.0, false) > 1.9 * peak(64.0, 1.0, false));
+}
+
+#[test]
+fn a_pass_without_gradients_keeps_only_the_skip_connections() {
+    let mut builder = Builder::new(options(None), 0);
+    let unet = UNet::new(&mut builder, &unet_shapes());
+    let walk = Walk::new(CPU);
+    let [sample, context] = inputs(&walk, 64.0, 1.0);
+    unet.forward(&walk, &sample, &context, false).unwrap();
+    // In tensors of the first block: the widest step has the input, the hidden layer of the MLP of 8 times its width, half of
+    // it, and what is left of the block.
+    let tensors = walk.peak() / (4.0 * 32.0 * 64.0 * 64.0);
+    assert!((14.0..22.0).contains(&tensors), "{tensors}");
+}
+
+#[test]
+fn a_tiled_autoencoder_needs_the_memory_of_a_tile() {
+    let shapes = VaeShapes {
+        in_channels: 3,
+        out_channels: 3,
+        latent_channels: 4,
+        layers: 1,
+        channels: [32, 64, 0, 0, 0, 0],
+        mid_attention: true,
+        sample_size: 64,
+    };
+    let vae = Vae::new(&mut Builder::new(options(None), 0), &shapes);
+    let peak = |side: f64, tiled: bool| {
+        let walk = Walk::new(CPU);
+        vae.decode(&walk, [side; 2], tiled);
+        walk.peak()
+    };
+    assert_eq!(peak(64.0, true), peak(64.0, false));
+    assert!(peak(256.0, true) < 0.3 * peak(256.0, false));
+}
+
+#[test]
+fn filters_and_streaming_follow_the_names_and_the_order_of_layers() {
+    let attention = ComponentOptions {
+        adapter: Some(AdapterOptions {
+            rank: 4.0,
+            filter: NameFilter {
+                only_if_contains: vec!["attn1".into()],
+                ..NameFilter::default()
+            },
+            ..AdapterOptions::default()
+        }),
+        ..options(None)
+    };
+    let mut builder = Builder::new(attention, 0);
+    UNet::new(&mut builder, &unet_shapes());
+    // Two down, one middle and four up transformers, four layers each, down and up.
+    assert_eq!(builder.weights.trained.len(), 7 * 4 * 2);
+
+    let resident = |streamed: f64| {
+        let mut builder = Builder::new(
+            ComponentOptions {
+                streamed,
+                ..options(None)
+            },
+            0,
+        );
+        UNet::new(&mut builder, &unet_shapes());
+        builder.weights.resident
+    };
+    let (none, half, all) = (resident(0.0), resident(0.5), resident(1.0));
+    // Biases and norms stay.
+    assert!(all < 0.05 * none, "{all} {none}");
+    assert!((0.4..0.6).contains(&(half / none)), "{half} {none}");
+}
