@@ -1,6 +1,6 @@
 //! Stable Diffusion 2.x.
 
-use super::{NO_BLOCK, UNetFamily, block, unet, vae};
+use super::parts::{NO_BLOCK, UNetFamily, block, unet, vae};
 use crate::plan::shapes::{BlockShapes, ModelShapes, TextShapes};
 
 pub(super) static SD2: UNetFamily = UNetFamily {

@@ -1,6 +1,6 @@
 //! Stable Diffusion XL.
 
-use super::{NO_BLOCK, UNetFamily, block, unet, vae};
+use super::parts::{NO_BLOCK, UNetFamily, block, unet, vae};
 use crate::plan::shapes::{ModelShapes, TextShapes, UNetShapes};
 
 pub(super) static SDXL: UNetFamily = UNetFamily {
