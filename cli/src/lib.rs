@@ -5,6 +5,8 @@ pub mod args;
 #[cfg(feature = "embedded")]
 pub mod bench;
 pub mod chart;
+#[cfg(feature = "embedded")]
+pub mod child_process;
 pub mod commands;
 pub mod config;
 pub mod context;
@@ -27,6 +29,8 @@ pub mod preflight;
 pub mod run_folder;
 pub mod settings;
 pub mod sweep;
+#[cfg(feature = "embedded")]
+pub mod thorough;
 pub mod top;
 pub mod trace;
 pub mod upload;

@@ -2,11 +2,13 @@
 
 use crate::memory_usage::{peak_memory, reset_peak_memory};
 use aitk_common::capability::DeviceRef;
+pub use aitk_engine::bench::random_model::{RandomModelSize, write_random_parts};
 pub use aitk_engine::bench::{BENCHMARKS, Benchmark};
 use aitk_engine::device::portable::portable;
 use aitk_engine::device::{open_with_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};
+use std::time::Duration;
 
 /// The result of a benchmark.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -24,13 +26,22 @@ pub struct BenchmarkResult {
     pub runs: usize,
 }
 
-/// Runs a benchmark in float32 on a device. Use a process of its own: the memory is that of the whole process.
+/// Runs a benchmark in a dtype (`float32`, `bf16`, …) on a device for about `duration`. Use a process of its own: the memory
+/// is that of the whole process.
 ///
 /// # Errors
-/// If the device cannot be opened or fails.
-pub fn measure(work: &Benchmark, device: DeviceRef) -> Result<BenchmarkResult, EngineError> {
-    let compute = open_with_dtype(device, "float32")?;
-    let measure = || work.measure(&compute, reset_peak_memory);
+/// If the device cannot be opened or fails, or does not compute in this dtype.
+pub fn measure(
+    work: &Benchmark,
+    device: DeviceRef,
+    dtype: &str,
+    duration: Duration,
+) -> Result<BenchmarkResult, EngineError> {
+    let compute = open_with_dtype(device, dtype)?;
+    if let Some(note) = compute.notes.first() {
+        return Err(EngineError::BadInput(note.clone()));
+    }
+    let measure = || work.measure(&compute, duration, reset_peak_memory);
     let measured = on_pool(|| {
         if device.is_portable() {
             portable(measure)

@@ -29,7 +29,7 @@ pub enum BenchCommand {
     /// Measure this machine with parts of models at full size
     #[command(
         long_about = "Measure this machine with parts of models at full size.\n\nEach benchmark runs in a child \
-                     process, in float32 with random weights: one warm-up run, then runs for a few seconds, of which \
+                     process, with random weights: one warm-up run, then runs for a few seconds, of which \
                      the median is reported. Shows the time of one run, the operations per second, and the peak \
                      memory of the process. Some need several GiB and several minutes."
     )]
@@ -46,6 +46,12 @@ pub struct BenchEngineArgs {
     /// Device to compute on: cuda, cuda:1, metal, cpu, cpu:portable [default: the best device]
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
+    /// Dtype of weights and activations: float32, bf16, float16. A CPU computes in float32
+    #[arg(long, value_name = "DTYPE", default_value = "float32")]
+    pub dtype: String,
+    /// How long each benchmark is repeated, at least three times, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 3.0)]
+    pub seconds: f64,
     /// Only the benchmark with this name, or all whose names contain it
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,

@@ -34,6 +34,9 @@ pub struct RunArgs {
     /// No progress bar and no progress lines
     #[arg(long)]
     pub no_progress: bool,
+    /// Print every event as one line of JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `aitk init`.

@@ -143,8 +143,19 @@ pub struct WorkersArgs {
 
 /// `aitk doctor`.
 #[derive(Args, Clone, Debug)]
-#[command(after_help = "Examples:\n  aitk doctor\n  aitk doctor --json > report.json")]
+#[command(
+    after_help = "Examples:\n  aitk doctor\n  aitk doctor --json > report.json\n  aitk doctor --thorough --device cuda:1"
+)]
 pub struct DoctorArgs {
+    /// Also run jobs and benchmarks on each device, and compare them with the CPU: about six minutes for a GPU
+    #[arg(long)]
+    pub thorough: bool,
+    /// Devices for --thorough: cuda, cuda:1, metal, cpu, cpu:portable [default: all devices of this machine]
+    #[arg(long, value_name = "DEVICE", requires = "thorough")]
+    pub device: Option<String>,
+    /// Also write the report as JSON to this file
+    #[arg(long, value_name = "FILE")]
+    pub report: Option<std::path::PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -211,7 +211,11 @@ pub enum Command {
     /// Check this machine, its settings and the connection to the coordinator
     #[command(
         long_about = "Check this machine, its settings and the connection to the coordinator.\n\nEach problem is \
-                     shown with a fix. The exit code is 0 if no problem was found, else 1."
+                     shown with a fix. The exit code is 0 if no problem was found, else 1.\n\n--thorough also trains the \
+                     demo's LoRA for 20 steps and draws its pictures in each dtype that works, compares losses and \
+                     pictures with the CPU's, compares the memory of larger jobs with the predictions, and measures \
+                     the benchmarks of `aitk bench engine`. Run it on a new GPU, and attach its --json to a report \
+                     of a problem."
     )]
     Doctor(DoctorArgs),
     /// Save a coordinator and a token for all commands of this user

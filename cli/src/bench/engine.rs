@@ -2,6 +2,7 @@
 //! is its own, and running out of memory ends only that one.
 
 use crate::args::BenchEngineArgs;
+use crate::child_process::child_output;
 use crate::context::Context;
 use crate::embedded::find_devices;
 use crate::exit::Exit;
@@ -12,8 +13,11 @@ use aitk_common::capability::DeviceRef;
 use aitk_worker::bench::{BENCHMARKS, Benchmark, BenchmarkResult, measure};
 use aitk_worker::probe::{DeviceSelection, label};
 use serde_json::{Value, json};
-use std::process::Stdio;
+use std::time::Duration;
 use tokio::process::Command;
+
+/// The longest time that a benchmark is repeated.
+const MAX_DURATION: Duration = Duration::from_secs(3600);
 
 pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -22,7 +26,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         return list(context, args, &benchmarks);
     }
     if args.here {
-        let finding = measure_here(&benchmarks, args.device.as_deref()).await?;
+        let finding = measure_here(&benchmarks, args).await?;
         ui.data(&json!(finding).to_string())?;
         return Ok(Exit::Ok);
     }
@@ -34,11 +38,19 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         "{} ({}): time of one run, operations per second, peak memory",
         device.name, device.architecture
     ));
+    let duration = duration(args)?;
     let mut findings = Vec::new();
     let mut failed = 0;
     for benchmark in benchmarks {
         ui.notice(&format!("{}: {}", benchmark.name, benchmark.about));
-        match measure_in_child(benchmark, device.device).await {
+        let command = child_command(&ChildBenchmark {
+            benchmark,
+            device: device.device,
+            dtype: &args.dtype,
+            duration,
+        })?;
+        let output = child_output(command, None).await;
+        match output.and_then(|output| parse_result(&output)) {
             Ok(finding) => {
                 if !args.json {
                     ui.data(&line(&finding))?;
@@ -103,52 +115,62 @@ fn pretty(value: &Value) -> String {
 
 /// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool
 /// too early.
-async fn measure_here(benchmarks: &[&'static Benchmark], device: Option<&str>) -> Result<BenchmarkResult, Failure> {
-    let choice = device.unwrap_or("cpu").parse::<DeviceSelection>();
+async fn measure_here(benchmarks: &[&'static Benchmark], args: &BenchEngineArgs) -> Result<BenchmarkResult, Failure> {
+    let choice = args.device.as_deref().unwrap_or("cpu").parse::<DeviceSelection>();
     let (&[benchmark], Ok(DeviceSelection::Listed(devices))) = (benchmarks, choice) else {
         return Err(Failure::usage("--here takes one benchmark and one device"));
     };
     let device = devices.first().copied();
     let device = device.ok_or_else(|| Failure::usage("--here takes one device"))?;
-    let measured = tokio::task::spawn_blocking(move || measure(benchmark, device)).await;
+    let (dtype, duration) = (args.dtype.clone(), duration(args)?);
+    let measured = tokio::task::spawn_blocking(move || measure(benchmark, device, &dtype, duration)).await;
     measured
         .map_err(|error| Failure::failed(error.to_string()))?
         .map_err(|error| Failure::failed(crate::failure::chain(&error)))
 }
 
-/// Measures in a child process.
-async fn measure_in_child(benchmark: &Benchmark, device: DeviceRef) -> Result<BenchmarkResult, Failure> {
-    let failed = |why: String| Failure::failed(why);
-    let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
-    let output = Command::new(program)
-        .args([
-            "bench",
-            "engine",
-            "--here",
-            "--json",
-            "--only",
-            benchmark.name,
-            "--device",
-        ])
-        .arg(label(device))
+fn duration(args: &BenchEngineArgs) -> Result<Duration, Failure> {
+    let duration = Duration::try_from_secs_f64(args.seconds).ok();
+    duration
+        .filter(|duration| *duration <= MAX_DURATION)
+        .ok_or_else(|| Failure::usage(format!("--seconds takes 0 to {}", MAX_DURATION.as_secs())))
+}
+
+/// What a child process measures.
+pub(crate) struct ChildBenchmark<'a> {
+    /// The benchmark.
+    pub benchmark: &'a Benchmark,
+    /// Where.
+    pub device: DeviceRef,
+    /// The dtype of weights and activations.
+    pub dtype: &'a str,
+    /// How long it is repeated.
+    pub duration: Duration,
+}
+
+/// Returns the command of a child process that measures.
+///
+/// # Errors
+/// When the path of this program is unknown.
+pub(crate) fn child_command(measured: &ChildBenchmark<'_>) -> Result<Command, Failure> {
+    let program = std::env::current_exe().map_err(|error| Failure::failed(error.to_string()))?;
+    let mut command = Command::new(program);
+    command
+        .args(["bench", "engine", "--here", "--json", "--only", measured.benchmark.name])
+        .args(["--device", &label(measured.device), "--dtype", measured.dtype])
+        .args(["--seconds", &measured.duration.as_secs_f64().to_string()])
         // As in a worker: candle's own thread pool waits by spinning, so only the engine's threads are used.
-        .env("CANDLE_NUM_THREADS", "1")
-        .stdin(Stdio::null())
-        .kill_on_drop(true)
-        .output()
-        .await
-        .map_err(|error| failed(error.to_string()))?;
-    if !output.status.success() {
-        let stderr = String::from_utf8_lossy(&output.stderr);
-        let last = stderr.lines().last().unwrap_or("").trim();
-        return Err(failed(format!(
-            "{}{}{last}",
-            output.status,
-            if last.is_empty() { "" } else { ": " }
-        )));
-    }
-    serde_json::from_slice(&output.stdout)
-        .map_err(|error| failed(format!("the child process printed invalid JSON: {error}")))
+        .env("CANDLE_NUM_THREADS", "1");
+    Ok(command)
+}
+
+/// Reads what such a child process printed.
+///
+/// # Errors
+/// When it is not a result.
+pub(crate) fn parse_result(output: &str) -> Result<BenchmarkResult, Failure> {
+    serde_json::from_str(output)
+        .map_err(|error| Failure::failed(format!("the child process printed invalid JSON: {error}")))
 }
 
 fn line(finding: &BenchmarkResult) -> String {

@@ -1,7 +1,7 @@
 //! `aitk bench`: measures parts of aitk on this machine.
 
 mod control;
-mod engine;
+pub(crate) mod engine;
 mod server;
 mod simulated_workers;
 

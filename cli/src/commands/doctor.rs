@@ -4,8 +4,9 @@ use crate::api::Api;
 use crate::args::DoctorArgs;
 use crate::context::{Context, env};
 use crate::exit::Exit;
-use crate::failure::CommandResult;
+use crate::failure::{CommandResult, Failure};
 use crate::output::format::{ago, gib, printable};
+use crate::output::ui::json_text;
 use crate::output::{Column, Table, Ui};
 use crate::paths::{display_path, free_space, nearest_existing};
 use crate::settings::{Settings, TokenSource, UpState};
@@ -95,6 +96,9 @@ struct Report {
     /// How attempts of other users' jobs are confined on this machine.
     confinement: Option<Confinement>,
     disks: Vec<Disk>,
+    /// The results of `--thorough`.
+    #[cfg(feature = "embedded")]
+    thorough: Option<crate::thorough::ThoroughReport>,
     /// Notes that are not problems.
     notices: Vec<String>,
     problems: Vec<Problem>,
@@ -144,10 +148,32 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
         report.defaults = report.devices.iter().map(Defaults::of).collect();
         report.confinement = confinement().await;
     }
+    #[cfg(feature = "embedded")]
+    if args.thorough {
+        let devices = match &args.device {
+            None => report.devices.clone(),
+            Some(_) => crate::embedded::find_devices(args.device.as_deref()).await?,
+        };
+        let thorough = crate::thorough::check(&ui, &context.paths, &devices).await?;
+        problems.extend(thorough.problems().into_iter().map(|what| {
+            Problem {
+                what,
+                fix:
+                    "do not trust results of this device; report it with the output of `aitk doctor --thorough --json`"
+                        .to_owned(),
+            }
+        }));
+        report.thorough = Some(thorough);
+    }
     report.disks = disks(context);
     check_disk_space(&report.disks, problems);
     report.ok = problems.is_empty();
 
+    if let Some(path) = &args.report {
+        let path = context.directory.join(path);
+        let text = json_text(&report)?;
+        std::fs::write(&path, text).map_err(|error| Failure::file("write the report to", &path, &error))?;
+    }
     if args.json {
         ui.json(&report)?
     } else {
@@ -395,6 +421,10 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
             disk.purpose,
             display_path(&disk.path, &env)
         ))?;
+    }
+    #[cfg(feature = "embedded")]
+    if let Some(thorough) = &report.thorough {
+        thorough.show(ui)?;
     }
     if !report.notices.is_empty() {
         ui.data("\nNotices")?;

@@ -38,6 +38,8 @@ pub struct RunOptions {
     pub device: Option<String>,
     /// Notifications to send when a config has ended.
     pub notify: Notify,
+    /// Whether events are shown for people, or printed as lines of JSON.
+    pub format: Format,
 }
 
 /// The result of one config.
@@ -63,7 +65,7 @@ pub struct RunReport {
 }
 
 pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
-    let ui = context.ui(args.no_progress);
+    let ui = context.ui(args.no_progress || args.json);
     let ui = match &args.log {
         Some(path) => ui.tee(path)?,
         None => ui,
@@ -75,6 +77,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
         changes: config::parse_changes(&args.set)?,
         device: args.device,
         notify,
+        format: Format::from_flags(args.json, false),
     };
     let report = run_embedded(&ui, &context.paths, &context.directory, &args.configs, &options).await;
     match report {
@@ -155,7 +158,7 @@ pub async fn run_embedded(
         }
         let applied = apply_to_this_machine(ui, &mut loaded.spec.cluster, &devices);
         let result = match applied.and_then(|()| submission(&path, directory, loaded)) {
-            Ok(submission) => run_one(ui, &local, &path, submission, &mut signals).await,
+            Ok(submission) => run_one(ui, &local, &path, submission, &mut signals, options.format).await,
             Err(failure) => Err(failure),
         };
         let result = match result {
@@ -296,13 +299,14 @@ async fn run_one(
     path: &Path,
     submission: Submission,
     signals: &mut StopSignals,
+    format: Format,
 ) -> Result<RunResult, Failure> {
     let api = local.api();
     let trace = SubmitSpan::start();
     let submitted = api.clone().with_trace(trace.context()).submit(submission).await?;
     trace.submitted(&submitted.job);
     let job = api.get(submitted.job.as_str()).await?;
-    let mut renderer = Renderer::new(ui, &job, Format::Human, LogTarget::Stdout);
+    let mut renderer = Renderer::new(ui, &job, format, LogTarget::Stdout);
     let mut follower = JobFollower::new(api, ui, job, 0);
     let mut signal = None;
     loop {

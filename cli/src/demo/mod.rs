@@ -66,12 +66,20 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     Ok(Exit::Ok)
 }
 
+/// Writes model, data set and config into `folder`.
+///
+/// # Errors
+/// When the folder cannot be written.
+pub(crate) fn extract(folder: &Path) -> Result<(), Failure> {
+    let written = std::fs::create_dir_all(folder).and_then(|()| FILES.extract(folder));
+    written.map_err(|error| Failure::file("write the demo to", folder, &error))
+}
+
 /// Writes model, data set and config into `folder`, and returns the path of the config. The results of an earlier demo
 /// are removed.
 fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
     let failed = |error: &std::io::Error| Failure::file("write the demo to", folder, error);
-    std::fs::create_dir_all(folder).map_err(|error| failed(&error))?;
-    FILES.extract(folder).map_err(|error| failed(&error))?;
+    extract(folder)?;
     let config = folder.join("train.yaml");
     let text = std::fs::read_to_string(&config).map_err(|error| failed(&error))?;
     let here = folder

@@ -46,6 +46,15 @@ impl Format {
     }
 }
 
+/// Formats a JSON document with `schema_version`.
+///
+/// # Errors
+/// When the value cannot be serialised.
+pub fn json_text(value: &impl Serialize) -> Result<String, Failure> {
+    let text = serde_json::to_string_pretty(&versioned(value)?);
+    text.map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))
+}
+
 /// The output of a command, with or without a terminal.
 pub struct Ui {
     width: Option<usize>,
@@ -218,8 +227,7 @@ impl Ui {
     /// # Errors
     /// As [`Self::data`].
     pub fn json(&self, value: &impl Serialize) -> Result<(), Failure> {
-        let text = serde_json::to_string_pretty(&versioned(value)?);
-        self.data(&text.map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?)
+        self.data(&json_text(value)?)
     }
 
     /// Prints one JSON line of a stream, with `schema_version`.

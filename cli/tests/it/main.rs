@@ -8,6 +8,8 @@ mod clone;
 #[cfg(feature = "embedded")]
 mod coordinator;
 #[cfg(feature = "embedded")]
+mod doctor;
+#[cfg(feature = "embedded")]
 mod downloads;
 mod exit_codes;
 #[cfg(feature = "embedded")]

@@ -17,7 +17,7 @@ const IMAGE_TOKENS: (usize, usize) = (32, 32);
 const TEXT_TOKENS: usize = 512;
 
 fn weights(compute: &Compute, with_gradients: bool) -> Weights {
-    let weights = Weights::init(1, &compute.device);
+    let weights = Weights::init(1, &compute.device).in_dtype(compute.dtype);
     if with_gradients { weights } else { weights.frozen() }
 }
 

@@ -5,6 +5,7 @@
 
 mod flux;
 mod operations;
+pub mod random_model;
 mod sd;
 
 use crate::device::Compute;
@@ -14,9 +15,8 @@ use crate::families::{sd1, sdxl};
 use operations::Iteration;
 use std::time::{Duration, Instant};
 
-/// A benchmark is repeated for this long, but at least [`MIN_RUNS`] and at most [`MAX_RUNS`] times.
-const MIN_DURATION: Duration = Duration::from_secs(3);
-const MIN_RUNS: usize = 3;
+/// The smallest number of timed runs.
+pub const MIN_RUNS: usize = 3;
 const MAX_RUNS: usize = 1000;
 
 /// A benchmark.
@@ -195,11 +195,12 @@ impl Benchmark {
         BENCHMARKS.iter().find(|benchmark| benchmark.name == name)
     }
 
-    /// Creates weights and inputs, calls `ready`, runs once without timing, then measures a few runs.
+    /// Creates weights and inputs in the dtype of `compute`, calls `ready`, runs once without timing, then measures runs for
+    /// `duration`, at least [`MIN_RUNS`].
     ///
     /// # Errors
     /// When the device fails.
-    pub fn measure(&self, compute: &Compute, ready: impl FnOnce()) -> Result<Measurement> {
+    pub fn measure(&self, compute: &Compute, duration: Duration, ready: impl FnOnce()) -> Result<Measurement> {
         // Like a job with enough memory.
         FreePages::Retain.apply();
         let mut run = (self.make)(compute)?;
@@ -213,7 +214,7 @@ impl Benchmark {
         timed()?;
         let start = Instant::now();
         let mut times = Vec::new();
-        while times.len() < MIN_RUNS || (start.elapsed() < MIN_DURATION && times.len() < MAX_RUNS) {
+        while times.len() < MIN_RUNS || (start.elapsed() < duration && times.len() < MAX_RUNS) {
             times.push(timed()?);
         }
         times.sort_unstable();
@@ -247,7 +248,9 @@ mod tests {
         };
         let mut ready_was_called = false;
         let benchmark = Benchmark::named("attention_cross_4096_77_step").unwrap();
-        let measurement = benchmark.measure(&compute, || ready_was_called = true).unwrap();
+        let measurement = benchmark
+            .measure(&compute, Duration::ZERO, || ready_was_called = true)
+            .unwrap();
         assert!(ready_was_called && measurement.seconds > 0.0 && measurement.runs >= MIN_RUNS);
     }
 }

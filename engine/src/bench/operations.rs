@@ -15,8 +15,13 @@ use std::collections::BTreeMap;
 /// One run of a benchmark; its weights and inputs are captured.
 pub(super) type Iteration = Box<dyn FnMut() -> Result<()> + Send>;
 
-/// Normal random numbers with a fixed seed.
+/// Normal random numbers with a fixed seed, in the dtype of `compute`.
 pub(super) fn normal(compute: &Compute, shape: &[usize]) -> Result<Tensor> {
+    Ok(normal_f32(compute, shape)?.to_dtype(compute.dtype)?)
+}
+
+/// The same numbers in f32.
+pub(super) fn normal_f32(compute: &Compute, shape: &[usize]) -> Result<Tensor> {
     let numbers = TorchGenerator::manual_seed(3).randn(shape.iter().product());
     Ok(Tensor::from_vec(numbers, shape, &compute.device)?)
 }
@@ -55,8 +60,9 @@ pub(super) fn adamw(compute: &Compute, eight_bit: bool) -> Result<Iteration> {
     let mut params = Vec::new();
     let mut grads: Grads = Vec::new();
     for i in 0..32 {
-        let var = variable(compute, &[1 << 20])?;
-        grads.push(Some(normal(compute, &[1 << 20])?));
+        // Trained parameters and their gradients are f32 in every dtype.
+        let var = Var::from_tensor(&normal_f32(compute, &[1 << 20])?)?;
+        grads.push(Some(normal_f32(compute, &[1 << 20])?));
         params.push(Param {
             name: i.to_string(),
             var,

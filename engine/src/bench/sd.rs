@@ -1,6 +1,6 @@
 //! Benchmarks of Stable Diffusion at full size.
 
-use super::operations::{Iteration, forward_and_backward, normal};
+use super::operations::{Iteration, forward_and_backward, normal, normal_f32};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::device::Compute;
@@ -16,15 +16,20 @@ use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::training::{Ddpm, LossKind, MicroBatch, NoiseDraw, NoiseOptions, SnrWeighting, loss, optim_error};
 use crate::weights::Weights;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 /// New random weights without gradients.
-fn frozen(device: &Device) -> Weights {
-    Weights::init(1, device).frozen()
+fn frozen(compute: &Compute) -> Weights {
+    trainable(compute).frozen()
+}
+
+/// New random weights with gradients.
+fn trainable(compute: &Compute) -> Weights {
+    Weights::init(1, &compute.device).in_dtype(compute.dtype)
 }
 
 pub(super) fn text_encoder(compute: &Compute) -> Result<Iteration> {
-    let model = ClipTextModel::new(&frozen(&compute.device), &ClipTextConfig::default())?;
+    let model = ClipTextModel::new(&frozen(compute), &ClipTextConfig::default())?;
     let ids = Tensor::full(320u32, (1, 77), &compute.device)?;
     Ok(Box::new(move || {
         model.forward(&ids)?;
@@ -33,7 +38,7 @@ pub(super) fn text_encoder(compute: &Compute) -> Result<Iteration> {
 }
 
 fn unet(compute: &Compute, variant: &'static Variant) -> Result<UNet2DConditionModel> {
-    UNet2DConditionModel::new(&frozen(&compute.device), &SdConfig::defaults(variant)?.unet)
+    UNet2DConditionModel::new(&frozen(compute), &SdConfig::defaults(variant)?.unet)
 }
 
 /// The inputs of a U-Net besides sample and time step, for one item.
@@ -113,10 +118,10 @@ pub(super) fn lora_step(
         weighting: SnrWeighting::default(),
     };
     let batch = MicroBatch {
-        latents: vec![normal(compute, &[1, 4, side, side])?],
+        latents: vec![normal_f32(compute, &[1, 4, side, side])?],
         drawn: NoiseDraw {
             timesteps: vec![500.0],
-            noise: vec![normal(compute, &[1, 4, side, side])?],
+            noise: vec![normal_f32(compute, &[1, 4, side, side])?],
         },
         conditioning: conditioning(compute, &unet)?,
         weights: vec![1.0],
@@ -139,7 +144,7 @@ pub(super) fn lora_step(
 }
 
 pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Iteration> {
-    let weights = Weights::init(1, &compute.device);
+    let weights = trainable(compute);
     let model = UNet2DConditionModel::new(&weights, &UNetConfig::default())?;
     let x = normal(compute, &[1, 4, side, side])?;
     let context = normal(compute, &[1, 77, 768])?;
@@ -152,7 +157,7 @@ pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Iteration
 }
 
 pub(super) fn vae(compute: &Compute, decode: bool) -> Result<Iteration> {
-    let model = AutoencoderKl::new(&frozen(&compute.device), &VaeConfig::default())?;
+    let model = AutoencoderKl::new(&frozen(compute), &VaeConfig::default())?;
     let x = normal(compute, if decode { &[1, 4, 64, 64] } else { &[1, 3, 512, 512] })?;
     Ok(Box::new(move || {
         if decode {
@@ -165,7 +170,7 @@ pub(super) fn vae(compute: &Compute, decode: bool) -> Result<Iteration> {
 }
 
 pub(super) fn sdxl_block(compute: &Compute, with_gradients: bool) -> Result<Iteration> {
-    let weights = Weights::init(1, &compute.device);
+    let weights = trainable(compute);
     let weights = if with_gradients { weights } else { weights.frozen() };
     let sizes = TransformerSizes {
         channels: 1280,

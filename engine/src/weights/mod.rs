@@ -137,6 +137,22 @@ impl Weights {
         )
     }
 
+    /// The same tensors in another dtype.
+    #[must_use]
+    pub fn in_dtype(&self, dtype: DType) -> Self {
+        Self {
+            prefix: self.prefix.clone(),
+            quantization: self.quantization.clone(),
+            streaming: self.streaming.clone(),
+            ..Self::from_source(
+                self.source(),
+                dtype,
+                &self.inner.device,
+                self.inner.trainable_filter.clone(),
+            )
+        }
+    }
+
     /// The same tensors, handed out as trainable variables.
     #[must_use]
     pub fn trainable(&self) -> Self {
@@ -289,7 +305,8 @@ impl Weights {
                 index.check_shape(&full_name, &shape)?;
                 index.read(&full_name, self.inner.dtype, &self.inner.device)?
             }
-            Source::Random { seed } => init::random_tensor(*seed, &full_name, shape.dims(), init, &self.inner.device)?,
+            Source::Random { seed } => init::random_tensor(*seed, &full_name, shape.dims(), init, &self.inner.device)?
+                .to_dtype(self.inner.dtype)?,
             Source::HandedOut { weights, .. } => match weights.get(&full_name) {
                 Some(Weight::Plain(tensor)) => tensor.clone(),
                 _ => {

@@ -5,7 +5,8 @@
     python tests/reference/bench/engine.py --only unet_sd15_forward_64 --repeat 5
     python tests/reference/bench/engine.py --json > engine.json
 
-Both sides: the CPU, float32, random weights, the same shapes and number of threads, no gradients in forward passes.
+Both sides: the same device and dtype (by default the CPU and float32), random weights, the same shapes and number of
+threads, no gradients in forward passes. With --compile models of PyTorch go through `torch.compile` first.
 Each measurement is a process of its own, first aitk, then PyTorch, and so on, so that a machine that gets slower does so
 for both and that peak memory is that of one work alone. Both make weights and inputs first, run once uncounted, then time
 runs for three seconds, at least three, and say the median. The table has the median and the least of the processes.
@@ -152,8 +153,10 @@ def side(found):
 def compare(name, operations, aitk, args):
     """One work, in turns."""
     commands = {
-        "aitk": [aitk, "bench", "engine", "--device", "cpu", "--only", name, "--json"],
-        "pytorch": [sys.executable, str(HERE / "pytorch_benchmarks.py"), name, "--threads", str(args.threads)]}
+        "aitk": [aitk, "bench", "engine", "--device", args.device, "--dtype", args.dtype, "--only", name, "--json"],
+        "pytorch": [
+            sys.executable, str(HERE / "pytorch_benchmarks.py"), name, "--threads", str(args.threads),
+            "--device", args.device, "--dtype", args.dtype, *(["--compile"] if args.compile else [])]}
     found = {who: [] for who in commands}
     for turn in range(args.repeat):
         for who, command in commands.items():
@@ -236,6 +239,11 @@ def arguments():
     parser.add_argument("--only", metavar="NAME", action="append", help="this work, or all with this in their name; several times")
     parser.add_argument("--repeat", metavar="N", type=number(1, MOST_REPEATS), default=3, help="processes of each side (3)")
     parser.add_argument("--threads", metavar="N", type=number(1, 1024), default=cores(), help="of both sides (all cores)")
+    parser.add_argument("--device", metavar="DEVICE", default="cpu", help="cpu, cuda (cpu)")
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", default="float32", choices=pytorch_benchmarks.DTYPES,
+        help="float32, bf16, float16; aitk computes in float32 on a CPU")
+    parser.add_argument("--compile", action="store_true", help="compile the models of PyTorch")
     parser.add_argument("--limit", metavar="SECONDS", type=number(1, 86400), default=900, help="for one process (900)")
     parser.add_argument(
         "--quiet", metavar="SECONDS", type=number(0, 86400), default=0,
@@ -266,7 +274,7 @@ def run(args):
             "works": rows, "failures": failures}, indent=2) + "\n"
     else:
         text = "\n".join([
-            f"{today}, {machine()}; {theirs}; float32, {args.threads} threads, {args.repeat} processes of each in turns:", "",
+            f"{today}, {machine()}; {theirs}{' compiled' if args.compile else ''}; {args.device}, {args.dtype}, {args.threads} threads, {args.repeat} processes of each in turns:", "",
             HEAD, *map(line, rows), "", *notes(rows), *(f"Not measured: {failure}" for failure in failures)]) + "\n"
     if args.table:
         args.table.write_text(text)

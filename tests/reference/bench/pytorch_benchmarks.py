@@ -1,10 +1,11 @@
-"""Every benchmark of `aitk bench engine` in PyTorch (diffusers, transformers, peft): the same shapes, random weights, float32.
+"""Every benchmark of `aitk bench engine` in PyTorch (diffusers, transformers, peft): the same shapes, random weights.
 
-    python tests/reference/bench/pytorch_benchmarks.py NAME [--threads N]
+    python tests/reference/bench/pytorch_benchmarks.py NAME [--threads N] [--device cuda] [--dtype bf16] [--compile]
 
 measures one and prints what `aitk bench engine --only NAME --json` prints: weights and inputs are made first, one run is
 not counted, then runs are timed for three seconds, at least three; the median counts. Peak memory is the most that the
-process held from there on (`VmHWM`). `engine.py` starts this in turns with aitk.
+process held from there on (`VmHWM`), or with CUDA the most that tensors held on the card. `engine.py` starts this in turns
+with aitk. With --compile models go through `torch.compile` first; two more runs are not counted then.
 
 A benchmark is a function that makes weights and inputs and returns what is timed.
 """
@@ -20,6 +21,14 @@ import time
 
 # As in engine/src/bench/mod.rs.
 MIN_DURATION, MIN_RUNS, MAX_RUNS = 3.0, 3, 1000
+# Whether models are compiled; set by `main`.
+COMPILE = False
+
+
+def prepared(model):
+    """The model as it is timed."""
+    import torch
+    return torch.compile(model) if COMPILE else model
 
 
 def sd15_unet():
@@ -73,6 +82,7 @@ def unet_forward(side, make=sd15_unet):
     import torch
     unet = make().requires_grad_(False).eval()
     x, given = torch.randn(1, 4, side, side), conditions(unet)
+    unet = prepared(unet)
     time_step = torch.tensor([500.0])
 
     def run():
@@ -88,6 +98,7 @@ def lora_step(side, checkpointing, make=sd15_unet):
     optimizer = adamw_of(params)
     latents, noise = torch.randn(1, 4, side, side), torch.randn(1, 4, side, side)
     given, time_step = conditions(unet), torch.tensor([500.0])
+    unet = prepared(unet)
 
     def run():
         noisy = 0.6 * latents + 0.8 * noise
@@ -100,7 +111,7 @@ def lora_step(side, checkpointing, make=sd15_unet):
 
 def full_gradients(side):
     import torch
-    unet = sd15_unet()
+    unet = prepared(sd15_unet())
     x, context = torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
     time_step = torch.tensor([500.0])
 
@@ -117,6 +128,12 @@ def vae(decode):
         down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
         block_out_channels=[128, 256, 512, 512], layers_per_block=2, latent_channels=4, sample_size=512)
     model.requires_grad_(False).eval()
+    part = prepared(model.decoder if decode else model.encoder)
+    if COMPILE:
+        if decode:
+            model.decoder = part
+        else:
+            model.encoder = part
     x = torch.randn(1, 4, 64, 64) if decode else torch.randn(1, 3, 512, 512)
 
     def run():
@@ -130,7 +147,7 @@ def text_encoder():
     from transformers import CLIPTextConfig, CLIPTextModel
     model = CLIPTextModel(CLIPTextConfig(
         hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12, projection_dim=768))
-    model.requires_grad_(False).eval()
+    model = prepared(model.requires_grad_(False).eval())
     ids = torch.full((1, 77), 320)
 
     def run():
@@ -145,6 +162,7 @@ def sdxl_block(step):
     model = Transformer2DModel(
         num_attention_heads=20, attention_head_dim=64, in_channels=1280, num_layers=1, cross_attention_dim=2048,
         use_linear_projection=True)
+    model = prepared(model)
     x, context = torch.randn(1, 1280, 32, 32), torch.randn(1, 77, 2048)
 
     def forward():
@@ -161,7 +179,7 @@ def flux_block(double, step):
     import torch
     from diffusers.models.transformers import transformer_flux as flux
     kind = flux.FluxTransformerBlock if double else flux.FluxSingleTransformerBlock
-    model = kind(3072, 24, 128)
+    model = prepared(kind(3072, 24, 128))
     x, text, temb = torch.randn(1, 1024, 3072), torch.randn(1, 512, 3072), torch.randn(1, 3072)
     ids = torch.zeros(1536, 3)
     ids[512:, 1:] = torch.cartesian_prod(torch.arange(32.0), torch.arange(32.0))
@@ -180,7 +198,7 @@ def flux_block(double, step):
 
 def conv():
     import torch
-    model = torch.nn.Conv2d(320, 320, 3, padding=1)
+    model = prepared(torch.nn.Conv2d(320, 320, 3, padding=1))
     x = torch.randn(1, 320, 64, 64, requires_grad=True)
 
     def run():
@@ -205,9 +223,11 @@ def attention(keys):
 
 def adamw():
     import torch
-    params = [torch.nn.Parameter(torch.randn(1 << 20)) for _ in range(32)]
+    # Trained parameters are float32 in every dtype.
+    numbers = {"dtype": torch.float32}
+    params = [torch.nn.Parameter(torch.randn(1 << 20, **numbers)) for _ in range(32)]
     for p in params:
-        p.grad = torch.randn(1 << 20)
+        p.grad = torch.randn(1 << 20, **numbers)
     return adamw_of(params).step
 
 
@@ -279,6 +299,8 @@ WORKS = {
 }
 # What only this side has: limits that other figures are to be seen beside.
 LIMITS = {"page_cache_read_512mib": ("256 x 2 MiB", page_cache)}
+# Names of dtypes on the command line, as aitk has them, and torch's names.
+DTYPES = {"float32": "float32", "bf16": "bfloat16", "float16": "float16"}
 # Works that bytes limit: aitk counts no operations of them.
 UNCOUNTED = {"adamw_step_32m", "adamw8bit_step_32m", "safetensors_load_512mib"}
 
@@ -331,17 +353,26 @@ def measure(name):
     torch.manual_seed(0)
     run = (WORKS | LIMITS)[name][1]()
     gc.collect()
+    on_card = torch.get_default_device().type == "cuda"
+
+    def synchronized():
+        run()
+        if on_card:
+            torch.cuda.synchronize()
+
     forget_peak()
-    run()
+    for _ in range(3 if COMPILE else 1):
+        synchronized()
     before, mine = busy(), time.process_time()
     times, began = [], time.perf_counter()
     while len(times) < MIN_RUNS or (time.perf_counter() - began < MIN_DURATION and len(times) < MAX_RUNS):
         start = time.perf_counter()
-        run()
+        synchronized()
         times.append(time.perf_counter() - start)
     took, mine = time.perf_counter() - began, time.process_time() - mine
     return {
-        "work": name, "seconds": sorted(times)[len(times) // 2], "peak_bytes": peak(), "runs": len(times),
+        "work": name, "seconds": sorted(times)[len(times) // 2],
+        "peak_bytes": torch.cuda.max_memory_allocated() if on_card else peak(), "runs": len(times),
         # What `import torch` alone takes, and the part of the CPUs that other programs had while runs were timed.
         "base_bytes": base, "others": None if before is None else max(0.0, busy() - before - mine) / took / os.cpu_count()}
 
@@ -350,11 +381,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=WORKS | LIMITS, metavar="NAME")
     parser.add_argument("--threads", type=int, help="default: as PyTorch likes")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, mps (cpu)")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of weights and activations (float32)")
+    parser.add_argument("--compile", action="store_true", help="compile models first")
     args = parser.parse_args()
     # No more libraries than the work needs: they count as memory.
     import torch
     if args.threads:
         torch.set_num_threads(args.threads)
+    global COMPILE
+    COMPILE = args.compile
+    torch.set_default_device(args.device)
+    torch.set_default_dtype(getattr(torch, DTYPES[args.dtype]))
     print(json.dumps([measure(args.work)]))
 
 
