@@ -24,6 +24,7 @@ from diffusers.utils import logging as diffusers_logging
 from make_lora_dialects import fill, split
 from make_our_lora import Warnings
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tiny_flux
@@ -250,6 +251,13 @@ def comfyui(lora, sides=("lora_A", "lora_B"), alpha=True):
     return out
 
 
+def keep_metadata(file, key):
+    """Writes the file with one entry of its metadata: several are in another order each time."""
+    with safe_open(file, "pt") as opened:
+        value = opened.metadata()[key]
+    save_file(load_file(file), file, metadata={key: value})
+
+
 def load(file):
     """A fresh pipeline with the LoRA. A warning about missing or unexpected keys is an error."""
     warnings = Warnings()
@@ -283,11 +291,12 @@ def main():
     # As diffusers saves it: alpha is in the metadata.
     metadata = _collate_lora_metadata({"transformer": pipe.transformer})
     FluxPipeline.save_lora_weights(OUT, transformer_lora_layers=state, weight_name="diffusers.safetensors", **metadata)
-    # ai-toolkit has no alpha either and none in the metadata: alpha is the rank, the scale is in the weights. It saves fp16 by default.
+    keep_metadata(OUT / "diffusers.safetensors", "lora_adapter_metadata")
+    # ai-toolkit has no alpha either and none in the metadata: alpha is the rank, the scale is in the weights.
     folded = {f"transformer.{key}": (value * (ALPHA / RANK if "lora_B" in key else 1)).contiguous() for key, value in state.items()}
-    save_file(folded, OUT / "ai_toolkit.safetensors", metadata={"format": "pt", "ss_base_model_version": "flux.1"})
+    save_file(folded, OUT / "ai_toolkit.safetensors", metadata={"format": "pt"})
     merged, separate = original_lora(state, config), original_lora(state, config, in_blocks=True)
-    dims = {"ss_network_dim": str(RANK), "ss_network_alpha": str(ALPHA), "ss_base_model_version": "flux1"}
+    dims = {"ss_network_dim": str(RANK)}
     save_file(sd_scripts(merged), OUT / "sd_scripts.safetensors", metadata=dims)
     save_file(sd_scripts(separate), OUT / "sd_scripts_blocks.safetensors", metadata=dims)
     save_file(comfyui(merged), OUT / "comfyui.safetensors")
