@@ -66,7 +66,7 @@ def randomise(module, seed):
     with torch.no_grad():
         for name, value in module.named_parameters():
             noise = torch.randn(value.shape, generator=generator)
-            if "norm" in name and name.endswith("weight"):
+            if "norm" in name and name.endswith("weight") and value.dim() == 1:
                 value.copy_(1 + 0.1 * noise)
             elif value.dim() == 1:
                 value.copy_(0.05 * noise)
