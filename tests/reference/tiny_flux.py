@@ -83,7 +83,8 @@ def corpus():
     pick = random.Random(7).choice
     lines = list(SENTENCES)
     for i in range(400):
-        lines.append(f"{pick(STYLES)} {pick(ADJECTIVES)} {pick(THINGS)} {pick(VERBS)} {pick(ADJECTIVES)} {pick(THINGS)} {pick(PLACES)}{',.'[i % 2]} {i * 37 % 1000}")
+        start = f"{pick(STYLES)} {pick(ADJECTIVES)} {pick(THINGS)} {pick(VERBS)}"
+        lines.append(f"{start} {pick(ADJECTIVES)} {pick(THINGS)} {pick(PLACES)}{',.'[i % 2]} {i * 37 % 1000}")
     return lines
 
 
@@ -204,7 +205,7 @@ def build():
     )
     vae = AutoencoderKL(
         sample_size=64,
-        block_out_channels=(8, 8, 16, 16),
+        block_out_channels=(4, 8, 8, 8),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         latent_channels=16,
@@ -229,7 +230,9 @@ def build():
 
 def build_schnell():
     parts = {name: part for name, part in build().components.items() if part is not None}
-    return FluxPipeline(**parts | {"transformer": transformer(1, 1, False, 45), "scheduler": FlowMatchEulerDiscreteScheduler.from_config(SCHNELL_SCHEDULER)})
+    parts["transformer"] = transformer(1, 1, False, 45)
+    parts["scheduler"] = FlowMatchEulerDiscreteScheduler.from_config(SCHNELL_SCHEDULER)
+    return FluxPipeline(**parts)
 
 
 def save_scheduler(folder, config):
