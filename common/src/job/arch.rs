@@ -7,7 +7,7 @@ use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x and XL (`sd1`, `sd2`, `sdxl`)";
+const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x and XL, and FLUX.1 (`sd1`, `sd2`, `sdxl`, `flux`)";
 
 choices! {
     /// A family of models.
@@ -31,7 +31,7 @@ choices! {
         /// AuraFlow.
         Auraflow = "auraflow", Refused(LATER);
         /// FLUX.1 dev and schnell, Flex.1.
-        Flux = "flux" | "flex1", Refused(LATER);
+        Flux = "flux" | "flex1", Works;
         /// Flex.2.
         Flex2 = "flex2", Refused(LATER);
         /// FLUX.1 Kontext.
@@ -120,6 +120,18 @@ choices! {
 }
 
 impl ArchName {
+    /// Whether this release trains the family; it generates with every family whose status is `Works`.
+    #[must_use]
+    pub fn is_trainable(self) -> bool {
+        matches!(self, Self::Sd1 | Self::Sd2 | Self::Sdxl)
+    }
+
+    /// Whether the family was trained by flow matching. Those that this release runs.
+    #[must_use]
+    pub fn is_flow(self) -> bool {
+        matches!(self, Self::Flux)
+    }
+
     /// Bucket sizes are multiples of this many pixels.
     #[must_use]
     pub fn bucket_divisibility(self) -> u32 {

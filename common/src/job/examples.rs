@@ -114,7 +114,7 @@ fn the_default_job_of_the_web_ui_is_read() {
     let requests = trainer.sample.requests(trainer.trigger_word.as_deref());
     assert_eq!((requests[1].seed, requests[1].network_multiplier), (Some(43), 0.8));
     assert_eq!(requests[1].prompt, "[trigger] riding a bicycle");
-    assert_eq!(refused(&job), ["train.noise_scheduler", "model.arch", "sample.sampler"]);
+    assert_eq!(refused(&job), ["model.arch"]);
     assert_eq!(warned(&job), ["use_ui_logger"]);
 }
 
@@ -145,12 +145,7 @@ fn a_flux_job_is_read() {
         (requests[1].seed, requests[1].width, requests[1].height),
         (Some(7), 768, 1024)
     );
-    let expected = [
-        "train.noise_scheduler",
-        "model.arch",
-        "model.assistant_lora_path",
-        "sample.sampler",
-    ];
+    let expected = ["model.arch", "model.assistant_lora_path"];
     let mut found = refused(&job);
     found.sort();
     let mut expected: Vec<String> = expected.iter().map(ToString::to_string).collect();
@@ -295,5 +290,5 @@ fn a_flux2_generate_job_is_read() {
     assert_eq!((request.width, request.height, request.seed), (96, 1280, Some(5)));
     assert_eq!(process.generate.request("a cat", None).seed, None, "-1 is random");
     assert!(job.spec.inputs().iter().any(|input| input.config_path == "prompts.txt"));
-    assert_eq!(refused(&job), ["generate.sampler", "model.arch"]);
+    assert_eq!(refused(&job), ["model.arch"]);
 }

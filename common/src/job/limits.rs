@@ -15,8 +15,8 @@ pub const MAX_SIDE: u32 = 16_384;
 pub const MAX_RANK: u32 = 16_384;
 /// Items of a batch.
 pub const MAX_BATCH: u32 = 65_536;
-/// Sampling steps; models are trained with 1000.
-pub const MAX_SAMPLE_STEPS: u32 = 10_000;
+/// Sampling steps: models are trained with as many.
+pub const MAX_SAMPLE_STEPS: u32 = 1000;
 /// Length of the time step table; models are trained with 1000.
 pub const MAX_TIMESTEPS: u32 = 1_000_000;
 /// How often a list of files or prompts is repeated.

@@ -56,9 +56,9 @@ section! {
         /// Overrides the tag of the latent cache.
         latent_space_version: Option<String> = None, Works;
         /// SDXL: use the first text encoder.
-        use_text_encoder_1: bool = true, Accepted("only SDXL uses it");
+        use_text_encoder_1: bool = true, Refused("both text encoders are used");
         /// SDXL: use the second text encoder.
-        use_text_encoder_2: bool = true, Accepted("only SDXL uses it");
+        use_text_encoder_2: bool = true, Refused("both text encoders are used");
         /// FLUX.1 with true CFG.
         use_flux_cfg: bool = false, Accepted("only FLUX.1 uses it");
         /// FLUX.1: mask padding in attention.
@@ -130,7 +130,7 @@ section! {
         "unet_sample_size" => Refused("sizes come from the model's own config");
         "refiner_name_or_path" => Refused("no refiner");
         "refiner_start_at" => DependsOn("refiner_name_or_path");
-        "experimental_xl" => Refused("no SDXL yet");
+        "experimental_xl" => Refused("it never had an effect on SDXL as published");
     }
     finish = finish;
     check = check;

@@ -1,5 +1,6 @@
 //! `config.process`: the processes that a job runs, in order.
 
+use super::arch::ArchName;
 use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
 use super::declare::section;
@@ -11,6 +12,7 @@ use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::network::NetworkConfig;
 use super::node::Node;
 use super::sample::SampleConfig;
+use super::sampler::SamplerName;
 use super::save::SaveConfig;
 use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
 use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
@@ -79,6 +81,53 @@ section! {
         "rescale" => DependsOn("type: rescale_sd");
     }
     finish = finish_trainer;
+    check = check_trainer;
+}
+
+fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportReport) {
+    let arch = process.model.arch.name;
+    if matches!(arch.status(), SupportLevel::Works) && !arch.is_trainable() {
+        let message = format!("this release generates with `{arch}` (`job: generate`); it does not train it yet");
+        report.error(join(path, "model.arch"), message);
+    }
+    check_sampler(
+        arch,
+        process.train.noise_scheduler,
+        path,
+        "train.noise_scheduler",
+        report,
+    );
+    check_sampler(arch, process.sample.sampler, path, "sample.sampler", report);
+}
+
+fn check_generate(process: &GenerateProcess, path: &str, report: &mut SupportReport) {
+    let (arch, sampler) = (process.model.arch.name, process.generate.sampler);
+    check_sampler(arch, sampler, path, "generate.sampler", report);
+}
+
+fn check_img2img(process: &Img2ImgProcess, path: &str, report: &mut SupportReport) {
+    let (arch, sampler) = (process.model.arch.name, process.generate.sampler);
+    check_sampler(arch, sampler, path, "generate.sampler", report);
+}
+
+/// Checks that a sampler is one for this kind of model. `ddpm` is what a config without a sampler has.
+fn check_sampler(arch: ArchName, sampler: SamplerName, path: &str, key: &str, report: &mut SupportReport) {
+    let (known, advice) = match arch.is_flow() {
+        true => (
+            matches!(sampler, SamplerName::FlowMatch | SamplerName::Euler | SamplerName::Ddpm),
+            "it was trained by flow matching: use `flowmatch`",
+        ),
+        false => (
+            sampler != SamplerName::FlowMatch,
+            "it is a diffusion model: use `ddpm`, `euler` or another sampler",
+        ),
+    };
+    if !known && matches!(arch.status(), SupportLevel::Works) {
+        report.error(
+            join(path, key),
+            format!("`{sampler}` is not a sampler for `arch: {arch}`; {advice}"),
+        );
+    }
 }
 
 fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut ReadContext) {
@@ -133,6 +182,7 @@ section! {
         generate [required]: GenerateConfig = GenerateConfig::default(), Works;
     }
     finish = finish_generate;
+    check = check_generate;
 }
 
 fn finish_generate(process: &mut GenerateProcess, present: &PresentKeys, _cx: &mut ReadContext) {
@@ -166,6 +216,7 @@ section! {
         generate: Img2ImgConfig = Img2ImgConfig::default(), Works;
     }
     finish = finish_img2img;
+    check = check_img2img;
 }
 
 fn finish_img2img(process: &mut Img2ImgProcess, present: &PresentKeys, cx: &mut ReadContext) {

@@ -44,7 +44,7 @@ choices! {
         /// Mean flow.
         MeanFlow = "mean_flow", Refused("flow models come later");
         /// Flow matching.
-        FlowMatch = "flowmatch", Refused("flow models come later; Stable Diffusion wants `ddpm`");
+        FlowMatch = "flowmatch", Works;
     }
 }
 

@@ -20,7 +20,12 @@ pub(crate) fn read_choice<T>(
     from_name: impl Fn(&str) -> Option<T>,
 ) -> Option<T> {
     let Some(text) = as_text(node).or(node.plain.as_deref()) else {
-        cx.wrong_type(node, &format!("the name of a {what} (text)"));
+        let article = if what.starts_with(['a', 'e', 'i', 'o', 'u']) {
+            "an"
+        } else {
+            "a"
+        };
+        cx.wrong_type(node, &format!("the name of {article} {what} (text)"));
         return None;
     };
     let value = from_name(text.trim());

@@ -11,31 +11,57 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// Component folders of a Stable Diffusion model in diffusers' layout, each with a `config.json` and weights of this name.
-/// The last one only in Stable Diffusion XL.
-const COMPONENTS: [(&str, &str); 4] = [
-    ("unet", "diffusion_pytorch_model"),
-    ("vae", "diffusion_pytorch_model"),
-    ("text_encoder", "model"),
-    ("text_encoder_2", "model"),
-];
-/// Tokenizer folders; the last one only in Stable Diffusion XL.
-const TOKENIZERS: [&str; 2] = ["tokenizer", "tokenizer_2"];
+/// The folders of a model in diffusers' layout.
+struct Layout {
+    /// Folders with a `config.json` and weights of this name.
+    components: &'static [(&'static str, &'static str)],
+    /// Folders of tokenizers.
+    tokenizers: &'static [&'static str],
+}
+
+const STABLE_DIFFUSION: Layout = Layout {
+    components: &[
+        ("unet", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+    ],
+    tokenizers: &["tokenizer"],
+};
+const STABLE_DIFFUSION_XL: Layout = Layout {
+    components: &[
+        ("unet", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+        ("text_encoder_2", "model"),
+    ],
+    tokenizers: &["tokenizer", "tokenizer_2"],
+};
+const FLUX: Layout = Layout {
+    components: &[
+        ("transformer", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+        ("text_encoder_2", "model"),
+    ],
+    tokenizers: &["tokenizer", "tokenizer_2"],
+};
+
+/// The files that a tokenizer consists of: one of these sets.
+const TOKENIZER_FILES: [&[&str]; 3] = [&["tokenizer.json"], &["spiece.model"], &["vocab.json", "merges.txt"]];
 /// The scheduler config, which the engine reads.
 const SCHEDULER: &str = "scheduler/scheduler_config.json";
 
-/// How many text encoders the model has: two in Stable Diffusion XL.
-fn text_encoders(files: &Inventory) -> usize {
+/// The layout of this model, by the class of its pipeline.
+fn layout(files: &Inventory) -> Layout {
     let class = files.text("model_index.json", "_class_name").unwrap_or_default();
-    if class.starts_with("StableDiffusionXL") { 2 } else { 1 }
+    match class {
+        class if class.starts_with("StableDiffusionXL") => STABLE_DIFFUSION_XL,
+        class if class.starts_with("Flux") => FLUX,
+        _ => STABLE_DIFFUSION,
+    }
 }
 
-/// The component folders of this model.
-fn components(files: &Inventory) -> impl Iterator<Item = (&'static str, &'static str)> {
-    COMPONENTS.into_iter().take(2 + text_encoders(files))
-}
-
-/// Lists the files that a Stable Diffusion model in diffusers' layout needs and this folder or repository lacks. Empty for
+/// Lists the files that a model in diffusers' layout needs and this folder or repository lacks. Empty for
 /// a single file.
 #[must_use]
 pub fn missing_files(files: &Inventory) -> Vec<String> {
@@ -44,7 +70,8 @@ pub fn missing_files(files: &Inventory) -> Vec<String> {
     }
     let has = |name: &str| files.names.iter().any(|other| other == name);
     let mut missing = Vec::new();
-    for (part, stem) in components(files) {
+    let layout = layout(files);
+    for &(part, stem) in layout.components {
         let config = format!("{part}/config.json");
         if !has(&config) {
             missing.push(config);
@@ -63,11 +90,16 @@ pub fn missing_files(files: &Inventory) -> Vec<String> {
     if !has(SCHEDULER) {
         missing.push(SCHEDULER.to_owned());
     }
-    for folder in TOKENIZERS.into_iter().take(text_encoders(files)) {
-        if !has(&format!("{folder}/tokenizer.json")) {
-            let needed = ["vocab.json", "merges.txt"].map(|name| format!("{folder}/{name}"));
-            missing.extend(needed.into_iter().filter(|name| !has(name)));
+    for folder in layout.tokenizers {
+        let lacking = |names: &&[&str]| -> Vec<String> {
+            let paths = names.iter().map(|name| format!("{folder}/{name}"));
+            paths.filter(|path| !has(path)).collect()
+        };
+        let mut all = TOKENIZER_FILES.iter().map(lacking);
+        if all.clone().any(|lacking| lacking.is_empty()) {
+            continue;
         }
+        missing.extend(all.next_back().unwrap_or_default());
     }
     missing
 }
@@ -79,7 +111,7 @@ pub fn damaged_file(path: &Path, files: &Inventory) -> Option<String> {
     if !files.is_folder {
         return files.problem.clone();
     }
-    let component = components(files).find_map(|(part, _)| {
+    let component = layout(files).components.iter().find_map(|(part, _)| {
         let config = format!("{part}/config.json");
         damaged_json(path, &config, Value::is_object).or_else(|| damaged_weights(path, part))
     });
@@ -149,7 +181,7 @@ mod tests {
     /// A complete model.
     fn complete_model() -> tempfile::TempDir {
         let model = tempfile::tempdir().unwrap();
-        for (part, stem) in COMPONENTS.into_iter().take(3) {
+        for (part, stem) in STABLE_DIFFUSION.components {
             write(model.path(), &format!("{part}/config.json"), "{}");
             write(model.path(), &format!("{part}/{stem}.safetensors"), weights(9));
         }
@@ -207,7 +239,7 @@ mod tests {
         assert_eq!(report(model.path()), COMPLETE);
         let mut cut = weights(9);
         cut.pop();
-        for (part, stem) in COMPONENTS.into_iter().take(3) {
+        for (part, stem) in STABLE_DIFFUSION.components {
             for (name, content, says) in [
                 (format!("{part}/{stem}.safetensors"), &cut[..], "it is cut off"),
                 (format!("{part}/{stem}.safetensors"), POINTER.as_bytes(), "git lfs pull"),

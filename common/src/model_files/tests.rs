@@ -424,9 +424,17 @@ fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_support
     assert_eq!(
         text,
         "models/a.safetensors is FLUX.1: m.safetensors has `double_blocks.0.img_attn.qkv.weight`, and `model.arch` of the config is \
-         `sd1`; this release runs Stable Diffusion 1.x (`arch: sd1`), Stable Diffusion 2.x (`arch: sd2`), Stable Diffusion XL (`arch: sdxl`)"
+         `sd1`; set `arch: flux`"
     );
-    let text = check_supported("m", ArchName::Flux, &flux).unwrap_err().to_string();
+    let chroma = folder(&[("model_index.json", r#"{"_class_name":"ChromaPipeline"}"#)]);
+    let text = check_supported("c", ArchName::Sd1, &chroma).unwrap_err().to_string();
+    assert_eq!(
+        text,
+        "c is Chroma: model_index.json names ChromaPipeline, and `model.arch` of the config is `sd1`; this release runs Stable \
+         Diffusion 1.x (`arch: sd1`), Stable Diffusion 2.x (`arch: sd2`), Stable Diffusion XL (`arch: sdxl`), FLUX.1 (`arch: flux`, \
+         generation only)"
+    );
+    let text = check_supported("m", ArchName::Chroma, &chroma).unwrap_err().to_string();
     assert!(!text.contains("model.arch"), "{text}");
     let sd1 = folder(&[("model_index.json", r#"{"_class_name":"StableDiffusionPipeline"}"#)]);
     assert_eq!(check_supported("m", ArchName::Sd1, &sd1), Ok(()));

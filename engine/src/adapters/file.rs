@@ -3,6 +3,7 @@
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use crate::error::{EngineError, Result};
+use crate::models::config;
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
@@ -77,7 +78,13 @@ impl LoraFile {
                 })?;
         }
         let index = Index::open(&path)?;
-        let metadata: BTreeMap<String, String> = index.metadata().into_iter().collect();
+        let mut metadata: BTreeMap<String, String> = index.metadata().into_iter().collect();
+        // peft's own files have their alpha in a file beside them.
+        let beside = path.with_file_name("adapter_config.json");
+        if path.file_name().is_some_and(|name| name == "adapter_model.safetensors") && beside.is_file() {
+            let text = config::read_text(&beside).map_err(|error| EngineError::io(&beside, error))?;
+            metadata.entry("lora_adapter_metadata".to_owned()).or_insert(text);
+        }
         let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
         keys.sort();
         let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
@@ -231,9 +238,13 @@ fn find_regex_pattern(metadata: &BTreeMap<String, String>) -> Option<String> {
 }
 
 /// Reads a layer's alpha from the metadata that diffusers writes (`unet.lora_alpha`, `unet.alpha_pattern`,
-/// `unet.use_rslora`).
+/// `unet.use_rslora`), or from peft's `adapter_config.json` (`lora_alpha`).
 fn peft_alpha(peft: &serde_json::Value, (part, path): &LayerKey, rank: f64) -> Option<f64> {
-    let get = |key: &str| peft.get(format!("{part}.{key}")).filter(|v| !v.is_null());
+    // `save_lora_adapter` of a model writes the keys without the part.
+    let get = |key: &str| {
+        let value = peft.get(format!("{part}.{key}")).or_else(|| peft.get(key));
+        value.filter(|value| !value.is_null())
+    };
     let by_pattern = get("alpha_pattern")
         .and_then(serde_json::Value::as_object)
         .and_then(|patterns| {

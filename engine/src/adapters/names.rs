@@ -47,6 +47,12 @@ pub(super) fn kohya_name(role: PartRole, lora_prefix: &str, path: &str) -> Strin
         PartRole::TextEncoder if !path.starts_with("text_model.") => "text_model_",
         _ => "",
     };
+    // diffusers and sd-scripts know these layers of SDXL by their original names only.
+    let path = match path {
+        "add_embedding.linear_1" => "label_emb.0.0",
+        "add_embedding.linear_2" => "label_emb.0.2",
+        other => other,
+    };
     format!("{lora_prefix}_{text_model_prefix}{}", flatten(path))
 }
 

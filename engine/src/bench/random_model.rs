@@ -71,7 +71,7 @@ pub fn write_random_parts(folder: &Path, size: RandomModelSize, text_width: usiz
 }
 
 fn parsed<T: DeserializeOwned>(config: &Value) -> Result<T> {
-    from_value(config.clone()).map_err(|error| EngineError::Internal(error.to_string()))
+    from_value(config.clone()).map_err(EngineError::Internal)
 }
 
 /// Writes the config of a part, and random values for all tensors that `build` asks for.

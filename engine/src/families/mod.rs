@@ -3,6 +3,7 @@
 
 mod check;
 mod conditioning;
+pub mod flux;
 mod model;
 mod options;
 pub mod sd1;
@@ -11,7 +12,8 @@ pub mod sdxl;
 pub mod stable_diffusion;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
-pub use model::{Family, Model, ModelWriter, Part, PartRole, SaveOptions};
+pub use flux::FLUX;
+pub use model::{Family, GuidanceKind, Model, ModelWriter, Part, PartRole, SaveOptions};
 pub use options::LoadOptions;
 pub use sd1::SD1;
 pub use sd2::SD2;
@@ -23,7 +25,7 @@ use check::{check_family, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
-pub static FAMILIES: [&dyn Family; 3] = [&SD1, &SD2, &SDXL];
+pub static FAMILIES: [&dyn Family; 4] = [&SD1, &SD2, &SDXL, &FLUX];
 
 /// The family with this name.
 ///

@@ -32,6 +32,16 @@ pub trait Family: Sync + Debug {
     }
 }
 
+/// How a model follows a guidance scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuidanceKind {
+    /// Two predictions, with the prompt and with the negative prompt, are combined.
+    ClassifierFree,
+    /// The model was distilled: the scale is one of its inputs, or fixed. Negative prompts need another scale
+    /// (`true_cfg_scale`).
+    Distilled,
+}
+
 /// What a part of a model does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum PartRole {
@@ -113,8 +123,34 @@ pub trait Model: Send + Debug {
     /// When shapes do not match.
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>>;
 
+    /// How the model follows a guidance scale.
+    fn guidance(&self) -> GuidanceKind {
+        GuidanceKind::ClassifierFree
+    }
+
+    /// Adds the guidance scale to the conditioning of every item, for models that are conditioned on it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn with_guidance(&self, conditioning: Conditioning, scale: f64) -> Result<Conditioning> {
+        let _ = scale;
+        Ok(conditioning)
+    }
+
     /// Converts between media and latents.
     fn codec(&self) -> &dyn Codec;
+
+    /// The sides of images are multiples of this many pixels.
+    fn size_multiple(&self) -> usize {
+        self.codec().pixels_per_latent()
+    }
+
+    /// Tokens that the model makes of latents [b, channels, h, w], which dynamic shifts of noise levels follow; 0 if there
+    /// are none.
+    fn image_tokens(&self, latent_shape: &[usize]) -> usize {
+        let _ = latent_shape;
+        0
+    }
 
     /// `scheduler_config.json`: the noise schedule and the defaults of samplers.
     fn scheduler_config(&self) -> &Value;

@@ -38,16 +38,16 @@ const NULLABLE_KEY: &str = "mid_block_type";
 /// # Errors
 /// When it cannot be read, is not JSON, or a key has another type.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
-    from_value(read_json(path)?).map_err(|e| EngineError::model_config(path, e.to_string()))
+    from_value(read_json(path)?).map_err(|message| EngineError::model_config(path, message))
 }
 
 /// Converts a parsed config to a config type. A key that is `null` counts as missing, except `mid_block_type`.
 ///
 /// # Errors
-/// When a key has another type.
-pub(crate) fn from_value<T: DeserializeOwned>(mut value: serde_json::Value) -> serde_json::Result<T> {
+/// A sentence with the key that has another type.
+pub(crate) fn from_value<T: DeserializeOwned>(mut value: serde_json::Value) -> std::result::Result<T, String> {
     if let Some(map) = value.as_object_mut() {
         map.retain(|key, value| !value.is_null() || key == NULLABLE_KEY);
     }
-    serde_json::from_value(value)
+    serde_path_to_error::deserialize(value).map_err(|error| format!("`{}`: {}", error.path(), error.inner()))
 }

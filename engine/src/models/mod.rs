@@ -4,6 +4,7 @@ pub mod clip;
 pub mod codec;
 pub mod config;
 pub mod flux;
+pub mod t5;
 pub mod unet;
 pub mod vae;
 

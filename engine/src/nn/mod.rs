@@ -23,6 +23,7 @@ mod portable_tests;
 pub(crate) mod reference_tests;
 mod resize;
 mod rotary;
+mod sinusoids;
 mod sum;
 mod tensors;
 #[cfg(test)]
@@ -42,6 +43,7 @@ pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
 pub use rotary::{Rotary, RotaryPairs};
+pub use sinusoids::sinusoids;
 pub use sum::{add, add_channels, cat_channels};
 pub(crate) use tensors::matmul;
 pub use transpose::{to_image, to_tokens};

@@ -1,10 +1,11 @@
-//! Compares images of Stable Diffusion 2.1 and XL with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
-//! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`).
+//! Compares images of Stable Diffusion 2.1, XL and FLUX.1 with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
+//! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_flux.py`).
 
 use super::tests::{TOLERANCE, compare_case};
 use crate::adapters::load_lora;
+use crate::families::flux::FluxModel;
 use crate::families::stable_diffusion::{SdModel, Variant};
-use crate::families::{Model, sd2, sdxl};
+use crate::families::{LoadOptions, Model, sd2, sdxl};
 use crate::testing::{fixtures, in_portable_mode, tiny};
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
@@ -66,7 +67,65 @@ fn stable_diffusion_xl_gives_the_images_of_diffusers() {
     check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "lcm");
 }
 
+/// tiny_flux with the files of tiny_flux_schnell.
+fn schnell_folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (source, parts) in [
+        (
+            "tiny_flux",
+            &["vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"][..],
+        ),
+        ("tiny_flux_schnell", &["transformer", "scheduler"][..]),
+    ] {
+        for part in parts {
+            std::os::unix::fs::symlink(fixtures().join(source).join(part), folder.path().join(part)).unwrap();
+        }
+    }
+    let index = fixtures().join("tiny_flux/model_index.json");
+    std::fs::copy(index, folder.path().join("model_index.json")).unwrap();
+    folder
+}
+
+#[test]
+fn flux_gives_the_images_of_diffusers() {
+    let (cases, images) = cases("pipelines_flux", "cases");
+    let schnell = schnell_folder();
+    let options = LoadOptions::cpu();
+    let dev = FluxModel::load(fixtures().join("tiny_flux"), &options).unwrap();
+    let schnell = FluxModel::load(schnell.path(), &options).unwrap();
+    assert_eq!((dev.max_sequence_length, schnell.max_sequence_length), (512, 256));
+    let mut failures = Vec::new();
+    let mut worst = 0;
+    for case in &cases {
+        let mut model = if case.get("schnell").is_some() {
+            schnell.clone()
+        } else {
+            dev.clone()
+        };
+        model.max_sequence_length = case["max_sequence_length"].as_u64().unwrap() as usize;
+        for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
+            model.scheduler_config[key] = value.clone();
+        }
+        if let Some(strength) = case["lora"].as_f64() {
+            let lora = fixtures().join("lora_flux/diffusers.safetensors");
+            load_lora(&mut model.parts(), &lora, strength).unwrap();
+        }
+        match compare_case(case, &model, &images) {
+            Ok((difference, _)) => worst = worst.max(difference),
+            Err(error) => failures.push(error),
+        }
+    }
+    println!("FLUX.1: {} cases, at most {worst} apart", cases.len());
+    assert!(
+        failures.is_empty(),
+        "{} of {}: {failures:#?}",
+        failures.len(),
+        cases.len()
+    );
+}
+
 in_portable_mode! {
+    flux_gives_the_images_of_diffusers,
     stable_diffusion_2_gives_the_images_of_diffusers,
     stable_diffusion_xl_gives_the_images_of_diffusers,
 }

@@ -2,7 +2,7 @@
 
 use super::pipeline::{GenerateRequest, Pipeline};
 use crate::error::{EngineError, Result};
-use crate::families::{Conditioning, ItemSize, Model, Prompt};
+use crate::families::{Conditioning, GuidanceKind, ItemSize, Model, Prompt};
 use candle_core::{D, Tensor};
 
 /// The encoded prompts of a batch and the guidance scales.
@@ -46,7 +46,13 @@ impl Guidance {
         }
         let positive = prompts(&request.prompts, &request.prompts_2, batch, "prompts")?;
         let mut conditioning = model.encode_prompts(&positive)?;
-        let guided = request.guidance_scale > 1.0;
+        let scale = match model.guidance() {
+            GuidanceKind::ClassifierFree => request.guidance_scale,
+            GuidanceKind::Distilled => request.true_cfg_scale,
+        };
+        // A distilled model has no negative prompt of its own.
+        let has_negative = model.guidance() == GuidanceKind::ClassifierFree || !request.negative.is_empty();
+        let guided = scale > 1.0 && has_negative;
         if guided {
             let negative = match request.negative.is_empty() {
                 true => model.encode_nothing(batch)?,
@@ -58,10 +64,11 @@ impl Guidance {
             conditioning = Conditioning::cat(&[&negative, &conditioning])?;
         }
         let count = conditioning.batch();
+        let conditioning = model.with_guidance(conditioning, request.guidance_scale)?;
         Ok(Self {
             conditioning: model.with_sizes(conditioning, &vec![size; count])?,
             guided,
-            scale: request.guidance_scale,
+            scale,
             rescale: request.guidance_rescale,
         })
     }

@@ -20,7 +20,7 @@ use crate::media::{Media, MediaSize};
 use crate::samplers::{
     self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, SamplerStep,
 };
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use guidance::Guidance;
 use image::RgbImage;
 
@@ -44,7 +44,11 @@ impl<'a> Pipeline<'a> {
         if v_prediction {
             params.prediction_type = Some(PredictionType::VPrediction);
         }
-        Ok(Self { model, params })
+        Ok(Self {
+            model,
+            params,
+            refuse_non_finite: true,
+        })
     }
 
     /// Generates images from prompts. `None`: `on_step` returned `false`.
@@ -57,10 +61,10 @@ impl<'a> Pipeline<'a> {
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
-        check_size(request.width, request.height, self.model.codec().pixels_per_latent())?;
+        check_size(request.width, request.height, self.model.size_multiple())?;
         let (width, height) = (request.width, request.height);
         let guidance = Guidance::new(self, request, condition_size(request, width, height))?;
-        let samplers = self.samplers(request)?;
+        let samplers = self.samplers(request, width, height)?;
         let mut latents = Vec::new();
         for (shape, sampler) in self.latent_shapes(width, height)?.iter().zip(&samplers) {
             let shape = [&[request.prompts.len()], shape.as_slice()].concat();
@@ -70,12 +74,13 @@ impl<'a> Pipeline<'a> {
         self.denoise(&guidance, samplers, 0, latents, noise, on_step)
     }
 
-    /// Generates images from images. `strength` (0 to 1): how much of them is replaced. `images`: one for all prompts,
+    /// Generates images from images. `strength` (0 to 1): how much of them is replaced; if that is less than a step, the images
+    /// are returned as they are. `images`: one for all prompts,
     /// or one per prompt, all of one size; a size that is not a multiple of 8 is rounded down. `None`: `on_step`
     /// returned `false`.
     ///
     /// # Errors
-    /// As [`Pipeline::text_to_image`], or a strength at which no step is left.
+    /// As [`Pipeline::text_to_image`], or a strength that is not within 0 and 1.
     pub fn image_to_image(
         &self,
         request: &GenerateRequest,
@@ -93,14 +98,20 @@ impl<'a> Pipeline<'a> {
         let (width, height) = images[0].dimensions();
         let size = condition_size(request, width as usize, height as usize);
         let guidance = Guidance::new(self, request, size)?;
-        let samplers = self.samplers(request)?;
+        let samplers = self.samplers(request, width as usize, height as usize)?;
         let timesteps = samplers.first().map_or(0, |sampler| sampler.timesteps().len());
-        let begin = request.steps - ((request.steps as f64 * strength) as usize).min(request.steps);
+        // Pipelines of flow-matching models round the first step, the others the number of steps.
+        let wanted = request.steps as f64 * strength;
+        let begin = match self.params.is_flow {
+            true => (request.steps as f64 - wanted) as usize,
+            false => request.steps - (wanted as usize).min(request.steps),
+        };
         if begin >= timesteps {
-            return Err(EngineError::bad_input(format!(
-                "{} steps at strength {strength} leave no step to do: increase one of them",
-                request.steps
-            )));
+            // A strength at which no step is left changes nothing.
+            let copies = request.prompts.len() / images.len();
+            return Ok(Some(
+                images.iter().cycle().take(images.len() * copies).cloned().collect(),
+            ));
         }
         let mut latents = Vec::new();
         for (encoded, sampler) in self
@@ -120,14 +131,17 @@ impl<'a> Pipeline<'a> {
     }
 
     /// One sampler for each latent tensor.
-    fn samplers(&self, request: &GenerateRequest) -> Result<Vec<Box<dyn Sampler>>> {
-        let options = SamplerOptions {
-            steps: request.steps,
-            eta: request.eta,
-        };
-        let streams = self.model.codec().latent_channels().len();
-        let all = (0..streams).map(|_| Ok(samplers::build(&request.sampler, &self.params, options)?));
-        all.collect()
+    fn samplers(&self, request: &GenerateRequest, width: usize, height: usize) -> Result<Vec<Box<dyn Sampler>>> {
+        let mut samplers = Vec::new();
+        for shape in self.latent_shapes(width, height)? {
+            let options = SamplerOptions {
+                steps: request.steps,
+                eta: request.eta,
+                image_tokens: self.model.image_tokens(&[&[1], shape.as_slice()].concat()),
+            };
+            samplers.push(samplers::build(&request.sampler, &self.params, options)?);
+        }
+        Ok(samplers)
     }
 
     /// The images in one size that is a multiple of the codec's, rounded down.
@@ -141,7 +155,7 @@ impl<'a> Pipeline<'a> {
                 images.len()
             )));
         }
-        let scale = self.model.codec().pixels_per_latent() as u32;
+        let scale = self.model.size_multiple() as u32;
         let (width, height) = (first.width() / scale * scale, first.height() / scale * scale);
         if width < 8 || height < 8 {
             return Err(EngineError::bad_input(format!(
@@ -210,9 +224,27 @@ impl<'a> Pipeline<'a> {
                 })?;
             }
         }
+        if self.refuse_non_finite && !all_finite(&latents)? {
+            return Err(EngineError::bad_input(
+                "the image has values that are not finite numbers (NaN), so it would be black: the weights of the model or of a \
+                 LoRA are damaged, or the guidance scale is too large",
+            ));
+        }
         let images = self.model.codec().decode(&latents)?.into_iter().map(Media::into_image);
         Ok(Some(images.collect::<Result<_>>()?))
     }
+}
+
+/// Whether all numbers are finite.
+fn all_finite(tensors: &[Tensor]) -> Result<bool> {
+    for tensor in tensors {
+        // The sum is not finite if a number is not.
+        let sum = tensor.to_dtype(DType::F64)?.abs()?.sum_all()?.to_scalar::<f64>()?;
+        if !sum.is_finite() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 /// The sizes that the model is conditioned on.

@@ -23,6 +23,9 @@ pub struct GenerateRequest {
     pub steps: usize,
     /// Guidance scale. At 1 and below, negative prompts are not used.
     pub guidance_scale: f64,
+    /// For distilled models (FLUX.1): the scale of classifier-free guidance with the negative prompts, on top of
+    /// `guidance_scale`. At 1 and below there is none.
+    pub true_cfg_scale: f64,
     /// Guidance rescale: 0 is off.
     pub guidance_rescale: f64,
     /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
@@ -46,6 +49,7 @@ impl Default for GenerateRequest {
             height: 512,
             steps: 50,
             guidance_scale: 7.5,
+            true_cfg_scale: 1.0,
             guidance_rescale: 0.0,
             sampler: "pndm".into(),
             eta: 0.0,
@@ -60,4 +64,6 @@ pub type OnStep<'a> = &'a mut dyn FnMut(usize, usize) -> bool;
 pub struct Pipeline<'a> {
     pub(super) model: &'a dyn Model,
     pub(super) params: SamplerParams,
+    /// Whether latents with NaN or infinite numbers are an error. They make black images.
+    pub refuse_non_finite: bool,
 }

@@ -16,6 +16,8 @@ pub struct SampleSettings<'a> {
     pub sampler: &'a str,
     /// The model predicts velocity, whatever its config says.
     pub v_prediction: bool,
+    /// Whether an image of NaN is an error, see [`Pipeline::refuse_non_finite`].
+    pub refuse_non_finite: bool,
     /// The LoRA's strength. Each request sets it; it is restored afterwards.
     pub multiplier: Option<&'a Multiplier>,
     /// The seed from which the seeds of requests without one are derived, see [`random_seed`].
@@ -64,7 +66,8 @@ fn generate_all(
     on_step: OnStep<'_>,
     on_image: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
 ) -> Result<bool> {
-    let pipeline = Pipeline::new(model, settings.v_prediction)?;
+    let mut pipeline = Pipeline::new(model, settings.v_prediction)?;
+    pipeline.refuse_non_finite = settings.refuse_non_finite;
     let all: usize = requests.iter().map(|request| request.steps as usize).sum();
     let mut done = 0;
     for (index, request) in requests.iter().enumerate() {
@@ -101,6 +104,7 @@ pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str) -> Gene
         height: request.height as usize,
         steps: request.steps as usize,
         guidance_scale: request.guidance_scale,
+        true_cfg_scale: 1.0,
         guidance_rescale: request.guidance_rescale,
         sampler: sampler.to_owned(),
         eta: 0.0,

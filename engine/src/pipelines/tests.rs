@@ -56,6 +56,7 @@ fn request(case: &Value) -> GenerateRequest {
         height: number("height", 0.0) as usize,
         steps: number("steps", 0.0) as usize,
         guidance_scale: number("guidance", 0.0),
+        true_cfg_scale: number("true_cfg_scale", 1.0),
         // Image-to-image of diffusers has no guidance rescale.
         guidance_rescale: number("guidance_rescale", 0.0),
         sampler: case["sampler"].as_str().unwrap().to_owned(),
@@ -63,7 +64,7 @@ fn request(case: &Value) -> GenerateRequest {
     }
 }
 
-fn generate(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<Vec<RgbImage>> {
+fn generate(case: &Value, model: &dyn Model, tensors: &HashMap<String, Tensor>) -> Result<Vec<RgbImage>> {
     let seeds: Vec<u64> = case["seeds"]
         .as_array()
         .unwrap()
@@ -116,7 +117,7 @@ fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
 /// Generates a case and compares it with diffusers' image: the largest difference and how many values differ.
 pub(super) fn compare_case(
     case: &Value,
-    model: &SdModel,
+    model: &dyn Model,
     tensors: &HashMap<String, Tensor>,
 ) -> Result<(u8, usize), String> {
     let name = case["case"].as_str().unwrap();

@@ -90,6 +90,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         seconds_per_step: None,
     });
     let settings = SampleSettings {
+        refuse_non_finite: true,
         sampler,
         v_prediction: generator.v_prediction,
         multiplier: generator.lora.as_ref().map(|lora| &lora.multiplier),

@@ -155,6 +155,12 @@ pub(super) fn prompt_with_flags(request: &ImageRequest, seed: u64) -> String {
     if !request.negative_prompt.is_empty() {
         text += &format!(" --n {}", request.negative_prompt);
     }
+    if let Some(prompt_2) = &request.prompt_2 {
+        text += &format!(" --p2 {prompt_2}");
+    }
+    if let Some(negative_2) = request.negative_prompt_2.as_ref().filter(|text| !text.is_empty()) {
+        text += &format!(" --n2 {negative_2}");
+    }
     text += &format!(
         " --w {} --h {} --seed {} --cfg {} --steps {}",
         request.width,
@@ -177,6 +183,14 @@ pub(super) fn png_parameters(request: &ImageRequest, sampler: &str, seed: u64) -
     let mut text = request.prompt.clone();
     if !request.negative_prompt.is_empty() {
         text += &format!("\nNegative prompt: {}", request.negative_prompt);
+    }
+    for (title, second) in [
+        ("Prompt 2", &request.prompt_2),
+        ("Negative prompt 2", &request.negative_prompt_2),
+    ] {
+        if let Some(second) = second {
+            text += &format!("\n{title}: {second}");
+        }
     }
     text += &format!(
         "\nSteps: {}, Sampler: {sampler}, CFG scale: {}, Seed: {}, Size: {}x{}",

@@ -9,6 +9,8 @@ mod discrete;
 mod dpm_multistep;
 mod euler;
 mod euler_ancestral;
+mod flow_match_euler;
+mod flow_sigmas;
 mod lcm;
 mod lms;
 mod noise;
@@ -30,8 +32,11 @@ pub use schedule::NoiseSchedule;
 /// The constructor of a sampler.
 type Constructor = fn(SamplerParams, SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError>;
 
-/// All samplers: name, aliases, constructor.
-fn registry() -> &'static [(&'static str, &'static [&'static str], Constructor)] {
+/// Name, aliases, constructor.
+type Entry = (&'static str, &'static [&'static str], Constructor);
+
+/// The samplers for diffusion models.
+fn registry() -> &'static [Entry] {
     &[
         ("ddim", &[], ddim::make),
         ("ddpm", &[], ddpm::make),
@@ -49,6 +54,16 @@ fn registry() -> &'static [(&'static str, &'static [&'static str], Constructor)]
     ]
 }
 
+/// The samplers for models that were trained by flow matching.
+fn flow_registry() -> &'static [Entry] {
+    &[(
+        "flowmatch",
+        // `ddpm` is what a config without a sampler has.
+        &["euler", "euler_discrete", "flow_match_euler", "ddpm"],
+        flow_match_euler::make,
+    )]
+}
+
 /// Names that ai-toolkit accepts and that aitk does not implement yet.
 const NOT_IMPLEMENTED: &[&str] = &[
     "dpmsingle",
@@ -57,29 +72,33 @@ const NOT_IMPLEMENTED: &[&str] = &[
     "dpm_2_a",
     "custom_lcm",
     "mean_flow",
-    "flowmatch",
     "unipc",
 ];
 
-/// The names of all samplers, without aliases. A `k_` prefix turns on Karras noise levels for euler, lms and dpmsolver.
+/// The names of the samplers for models of a kind, without aliases. A `k_` prefix turns on Karras noise levels for euler, lms,
+/// dpmsolver and flowmatch.
 #[must_use]
-pub fn names() -> Vec<&'static str> {
-    registry().iter().map(|(name, _, _)| *name).collect()
+pub fn names(is_flow: bool) -> Vec<&'static str> {
+    entries(is_flow).iter().map(|(name, _, _)| *name).collect()
 }
 
-/// Checks that [`build`] knows the name.
+fn entries(is_flow: bool) -> &'static [Entry] {
+    if is_flow { flow_registry() } else { registry() }
+}
+
+/// Checks that [`build`] knows the name, for models of some kind.
 ///
 /// # Errors
 /// [`SamplerError::Unknown`] or [`SamplerError::NotImplemented`], which list the names that exist.
 pub fn check_name(name: &str) -> Result<(), SamplerError> {
-    find(name).map(|_| ())
+    find(name, true).or_else(|_| find(name, false)).map(|_| ())
 }
 
 /// The constructor of the sampler of that name, and whether the name asks for Karras noise levels.
-fn find(name: &str) -> Result<(Constructor, bool), SamplerError> {
+fn find(name: &str, is_flow: bool) -> Result<(Constructor, bool), SamplerError> {
     let normalized = name.trim().to_lowercase().replace([' ', '-'], "_");
     let lookup = |name: &str| {
-        registry()
+        entries(is_flow)
             .iter()
             .find(|(n, aliases, _)| *n == name || aliases.contains(&name))
             .map(|(_, _, make)| *make)
@@ -96,7 +115,10 @@ fn find(name: &str) -> Result<(Constructor, bool), SamplerError> {
     {
         return Ok((make, true));
     }
-    let (name, known) = (name.to_owned(), names().join(", "));
+    let (name, known) = (name.to_owned(), names(is_flow).join(", "));
+    if find_other_kind(&normalized, is_flow) {
+        return Err(SamplerError::OtherKind { name, known });
+    }
     let in_ai_toolkit = NOT_IMPLEMENTED.contains(&without_karras.unwrap_or(&normalized));
     Err(if in_ai_toolkit {
         SamplerError::NotImplemented { name, known }
@@ -105,12 +127,18 @@ fn find(name: &str) -> Result<(Constructor, bool), SamplerError> {
     })
 }
 
+/// Whether there is a sampler of that name for the other kind of models.
+fn find_other_kind(normalized: &str, is_flow: bool) -> bool {
+    let mut others = entries(!is_flow).iter();
+    others.any(|(name, aliases, _)| *name == normalized || aliases.contains(&normalized))
+}
+
 /// Builds the sampler of that name.
 ///
 /// # Errors
 /// An unknown name, parameters that are wrong or unsupported, or an invalid number of steps.
 pub fn build(name: &str, params: &SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    let (make, karras) = find(name)?;
+    let (make, karras) = find(name, params.is_flow)?;
     let mut params = params.clone();
     if karras {
         params.use_karras_sigmas = Some(true);

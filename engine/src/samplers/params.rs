@@ -75,6 +75,18 @@ pub struct SamplerParams {
     pub lambda_min_clipped: Option<f64>,
     pub original_inference_steps: Option<usize>,
     pub timestep_scaling: Option<f64>,
+    pub shift: Option<f64>,
+    pub use_dynamic_shifting: Option<bool>,
+    pub base_shift: Option<f64>,
+    pub max_shift: Option<f64>,
+    pub base_image_seq_len: Option<usize>,
+    pub max_image_seq_len: Option<usize>,
+    pub shift_terminal: Option<f64>,
+    pub time_shift_type: Option<String>,
+    /// Not a key: the model was trained by flow matching. Set by its family.
+    pub is_flow: bool,
+    /// Not a key: the family's pipeline gives the scheduler even noise levels, from 1 to 1 / steps.
+    pub even_flow_sigmas: bool,
 }
 
 impl SamplerParams {
@@ -202,6 +214,16 @@ impl SamplerParams {
             lambda_min_clipped: number("lambda_min_clipped")?,
             original_inference_steps: count("original_inference_steps")?,
             timestep_scaling: number("timestep_scaling")?,
+            shift: number("shift")?,
+            use_dynamic_shifting: boolean("use_dynamic_shifting")?,
+            base_shift: number("base_shift")?,
+            max_shift: number("max_shift")?,
+            base_image_seq_len: count("base_image_seq_len")?,
+            max_image_seq_len: count("max_image_seq_len")?,
+            shift_terminal: number("shift_terminal")?,
+            time_shift_type: text("time_shift_type")?,
+            is_flow: false,
+            even_flow_sigmas: false,
         })
     }
 

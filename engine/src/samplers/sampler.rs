@@ -23,6 +23,14 @@ pub enum SamplerError {
         known: String,
     },
     /// A parameter is wrong or unsupported.
+    #[error("sampler `{name}` is not one for this kind of model: use one of {known}")]
+    OtherKind {
+        /// The given name.
+        name: String,
+        /// The known names, separated by commas.
+        known: String,
+    },
+    /// `scheduler_config.json` has a wrong or unsupported value.
     #[error("{0}")]
     Config(String),
     /// More steps than the model was trained on, or none.
@@ -112,13 +120,19 @@ pub struct SamplerOptions {
     pub steps: usize,
     /// `eta` of ddim: 0 is deterministic.
     pub eta: f64,
+    /// Tokens of the image in the model, which dynamic shifts of flow matching follow; 0 for other models.
+    pub image_tokens: usize,
 }
 
 impl SamplerOptions {
     /// Options with this many steps and diffusers' defaults for everything else.
     #[must_use]
     pub fn with_steps(steps: usize) -> Self {
-        Self { steps, eta: 0.0 }
+        Self {
+            steps,
+            eta: 0.0,
+            image_tokens: 0,
+        }
     }
 }
 

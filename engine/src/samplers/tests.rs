@@ -21,6 +21,7 @@ fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
     let options = SamplerOptions {
         steps: case["steps"].as_u64().unwrap() as usize,
         eta: case.get("eta").and_then(Value::as_f64).unwrap_or(0.0),
+        image_tokens: 0,
     };
     let begin = case["begin"].as_u64().unwrap() as usize;
     let mut sampler = build(case["sampler"].as_str().unwrap(), &params, options).map_err(|e| e.to_string())?;
@@ -186,7 +187,7 @@ fn invalid_parameters_are_errors_that_name_the_key() {
             use_karras_sigmas: Some(true),
             ..SamplerParams::default()
         };
-        for name in names() {
+        for name in names(false) {
             assert!(build(name, &params, SamplerOptions::with_steps(1)).is_err(), "{name}");
         }
     }
@@ -194,7 +195,7 @@ fn invalid_parameters_are_errors_that_name_the_key() {
 
 #[test]
 fn extreme_but_valid_step_counts_never_panic() {
-    for name in names() {
+    for name in names(false) {
         for karras in [false, true] {
             for spacing in [Spacing::Leading, Spacing::Linspace, Spacing::Trailing] {
                 for steps in [1, 2, 3, 9, 10] {

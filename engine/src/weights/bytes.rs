@@ -83,6 +83,21 @@ impl FileReader {
         })
     }
 
+    /// Asks the system to read bytes into its page cache. Where it cannot, they are read when they are needed.
+    pub(super) fn read_ahead(&self, start: usize, count: usize) {
+        #[cfg(target_os = "linux")]
+        let _ = rustix::fs::fadvise(
+            &self.file,
+            start as u64,
+            std::num::NonZeroU64::new(count as u64),
+            rustix::fs::Advice::WillNeed,
+        );
+        #[cfg(target_vendor = "apple")]
+        let _ = rustix::fs::fcntl_rdadvise(&self.file, start as u64, count as u64);
+        #[cfg(not(any(target_os = "linux", target_vendor = "apple")))]
+        let _ = (start, count);
+    }
+
     /// Fills `bytes` from offset `at`, on all threads.
     pub(super) fn fill(&self, bytes: &mut [MaybeUninit<u8>], at: usize) -> Result<()> {
         for_each_chunk(bytes, READ_CHUNK, |offset, chunk| {

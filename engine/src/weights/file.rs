@@ -162,6 +162,17 @@ impl TensorFile {
         }
     }
 
+    /// The first byte and the number of bytes of a tensor; `None` if it is not in the file.
+    pub(super) fn range(&self, name: &str) -> Option<(usize, usize)> {
+        let stored_tensor = self.header.tensors.get(name)?;
+        Some((stored_tensor.start, stored_tensor.end - stored_tensor.start))
+    }
+
+    /// Asks the system to read these bytes from disk, see [`FileReader::read_ahead`].
+    pub(super) fn read_ahead(&self, start: usize, length: usize) {
+        self.reader.read_ahead(start, length);
+    }
+
     /// Looks up a tensor.
     fn stored_tensor(&self, name: &str) -> Result<&StoredTensor> {
         self.header.tensors.get(name).ok_or_else(|| EngineError::MissingTensor {

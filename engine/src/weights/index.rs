@@ -226,7 +226,7 @@ impl Index {
     }
 
     /// A streamed weight for this tensor; `None` if the weight consists of several tensors, or is a view of another one.
-    pub(super) fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<StreamedWeight>>> {
+    pub(super) fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<StreamedWeight>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         if self.files.is_empty() || entry.view.is_some() {
             return Ok(None);
@@ -240,13 +240,13 @@ impl Index {
         }
         let file = Arc::clone(&self.files[entry.location.file]);
         let shape = entry.shape.clone();
-        Ok(Some(Arc::new(StreamedWeight::new(
+        Ok(Some(StreamedWeight::new(
             file,
             entry.location.name.clone(),
             shape,
             dtype,
             device,
-        ))))
+        )))
     }
 
     /// Checks that a tensor of this name and shape exists.

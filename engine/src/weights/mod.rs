@@ -12,6 +12,7 @@ mod header;
 mod index;
 mod init;
 mod quantized;
+mod read_ahead;
 mod safetensors;
 mod select;
 mod streamed;
@@ -278,7 +279,8 @@ impl Weights {
         }
         self.record_request(&full_name);
         index.check_shape(&full_name, shape)?;
-        index.stream(&full_name, self.inner.dtype, &self.inner.device)
+        let streamed = index.stream(&full_name, self.inner.dtype, &self.inner.device)?;
+        Ok(streamed.map(|streamed| Arc::new(streamed.among(share.read_ahead()))))
     }
 
     /// The tensor `name` at this path.

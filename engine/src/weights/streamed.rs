@@ -5,6 +5,7 @@
 //! its page cache, and a read costs one copy; otherwise it costs a read from disk.
 
 use super::file::TensorFile;
+use super::read_ahead::{FileRange, ReadAhead};
 use crate::error::Result;
 use candle_core::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,6 +17,8 @@ pub struct StreamedWeight {
     shape: Vec<usize>,
     dtype: DType,
     device: Device,
+    /// The model's other streamed weights, and the place of this one among them.
+    neighbours: Option<(Arc<ReadAhead>, usize)>,
 }
 
 impl std::fmt::Debug for StreamedWeight {
@@ -38,7 +41,18 @@ impl StreamedWeight {
             shape,
             dtype,
             device: device.clone(),
+            neighbours: None,
         }
+    }
+
+    /// The same weight as the next one of a model: reading it reads those after it ahead.
+    pub(super) fn among(self, read_ahead: &Arc<ReadAhead>) -> Self {
+        let neighbours = self.file.range(&self.stored_name).map(|(start, length)| {
+            let file = Arc::clone(&self.file);
+            let index = read_ahead.add(FileRange { file, start, length });
+            (Arc::clone(read_ahead), index)
+        });
+        Self { neighbours, ..self }
     }
 
     /// The shape of the weight.
@@ -64,6 +78,9 @@ impl StreamedWeight {
     /// # Errors
     /// When the file cannot be read, or the device is out of memory.
     pub fn read(&self) -> candle_core::Result<Tensor> {
+        if let Some((read_ahead, index)) = &self.neighbours {
+            read_ahead.reading(*index);
+        }
         let read = self.file.read(&self.stored_name, &self.shape, self.dtype, &self.device);
         read.map_err(candle_core::Error::wrap)
     }
@@ -85,6 +102,7 @@ pub(super) struct StreamingShare {
     share: f64,
     /// The elements that should have been streamed so far, minus those that are.
     deficit: Mutex<f64>,
+    read_ahead: Arc<ReadAhead>,
 }
 
 impl StreamingShare {
@@ -92,7 +110,13 @@ impl StreamingShare {
         Self {
             share: share.clamp(0.0, 1.0),
             deficit: Mutex::new(0.0),
+            read_ahead: Arc::default(),
         }
+    }
+
+    /// The weights that are streamed so far.
+    pub(super) fn read_ahead(&self) -> &Arc<ReadAhead> {
+        &self.read_ahead
     }
 
     /// Whether the next weight, which has this many elements, is streamed.

@@ -1,6 +1,7 @@
 //! Loads a Stable Diffusion model from a diffusers folder or a single-file checkpoint.
 
 use super::ldm;
+use super::save::{PREDICTION_TYPE, ZERO_SNR};
 use super::sd_config::SdConfig;
 use super::source::{ConfigFiles, SdSource, prefixed_name};
 use super::variant::{TextEncoderSpec, TextLayout, TextOutput, Variant};
@@ -15,7 +16,7 @@ use crate::models::vae::{self, AutoencoderKl, VaeConfig};
 use crate::weights::{Index, TrainableFilter, Weights};
 use candle_core::DType;
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -255,11 +256,8 @@ pub(super) const SIZE_NUMBERS: usize = 6;
 /// tensors `v_pred` and `ztsnr` that checkpoints of SDXL have for it.
 fn read_marks(index: &Index, scheduler: &mut Value) {
     let Some(keys) = scheduler.as_object_mut() else { return };
-    let metadata = index
-        .metadata()
-        .into_iter()
-        .find(|(key, _)| key == "modelspec.prediction_type");
-    match metadata.as_ref().map(|(_, value)| value.trim()) {
+    let metadata: BTreeMap<String, String> = index.metadata().into_iter().collect();
+    match metadata.get(PREDICTION_TYPE).map(|value| value.trim()) {
         Some("v" | "v_prediction" | "v-prediction") => {
             keys.insert("prediction_type".into(), "v_prediction".into());
         }
@@ -271,7 +269,10 @@ fn read_marks(index: &Index, scheduler: &mut Value) {
     if index.contains("v_pred") {
         keys.insert("prediction_type".into(), "v_prediction".into());
     }
-    if index.contains("ztsnr") {
+    let zero_snr = metadata
+        .get(ZERO_SNR)
+        .is_some_and(|value| value.trim().eq_ignore_ascii_case("true"));
+    if zero_snr || index.contains("ztsnr") {
         keys.insert("rescale_betas_zero_snr".into(), true.into());
     }
 }

@@ -13,6 +13,7 @@ use crate::models::clip::ClipTokenizer;
 use crate::models::config;
 use crate::weights::SafetensorsLayout;
 use aitk_common::fsutil::{self, regular};
+use aitk_common::job::arch::ArchName;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -22,6 +23,11 @@ use std::path::{Path, PathBuf};
 
 /// The file with the metadata of a folder, named as in ai-toolkit.
 pub const META_FILE: &str = "aitk_meta.yaml";
+
+/// Metadata of a single file: what the model predicts (`v`, `epsilon`), as Stability's ModelSpec has it.
+pub(super) const PREDICTION_TYPE: &str = "modelspec.prediction_type";
+/// Metadata of a single file: its noise schedule ends without any signal, as sd-scripts writes it.
+pub(super) const ZERO_SNR: &str = "ss_zero_terminal_snr";
 
 /// A complete model that can be saved.
 #[derive(Debug)]
@@ -99,10 +105,28 @@ impl<'a> FullModel<'a> {
         })
     }
 
+    /// Metadata that says what the model predicts, which a single file has no config for. None for Stable Diffusion 1.x that
+    /// predicts the noise, as every program expects it.
+    fn prediction_marks(&self) -> Result<BTreeMap<String, String>> {
+        let scheduler: Value = config::parse_json(&self.scheduler()?).unwrap_or_default();
+        let is_velocity = scheduler["prediction_type"] == "v_prediction";
+        let mut marks = BTreeMap::new();
+        if is_velocity || self.source.variant.family.arch() != ArchName::Sd1 {
+            let prediction = if is_velocity { "v" } else { "epsilon" };
+            marks.insert(PREDICTION_TYPE.to_owned(), prediction.to_owned());
+        }
+        if scheduler["rescale_betas_zero_snr"] == true {
+            marks.insert(ZERO_SNR.to_owned(), "True".to_owned());
+        }
+        Ok(marks)
+    }
+
     /// The layout of the single file, and what each of its tensors is made from.
     fn single_file_layout(&self) -> Result<(SafetensorsLayout, BTreeMap<String, FileEntry<'a>>)> {
         let names = self.source.ldm_names()?;
-        let mut layout = SafetensorsLayout::new(self.options.metadata.clone());
+        let mut metadata = self.options.metadata.clone();
+        metadata.extend(self.prediction_marks()?);
+        let mut layout = SafetensorsLayout::new(metadata);
         let mut entries = BTreeMap::new();
         for component in self.source.components() {
             let folder = component.spec.folder;

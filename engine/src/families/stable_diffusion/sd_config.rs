@@ -30,7 +30,8 @@ impl SdConfig {
     /// Never for the families of this release.
     pub fn defaults(variant: &Variant) -> Result<Self> {
         fn parsed<T: DeserializeOwned>(text: &str) -> Result<T> {
-            let value = config::parse_json(text).and_then(config::from_value);
+            let value = config::parse_json(text).map_err(|error| error.to_string());
+            let value = value.and_then(config::from_value);
             value.map_err(|e| EngineError::Internal(format!("a built-in config: {e}")))
         }
         let defaults = &variant.defaults;

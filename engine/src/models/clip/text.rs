@@ -166,7 +166,21 @@ impl ClipTextModel {
             return Ok((penultimate, None));
         };
         let hidden = self.run_layers(penultimate.clone(), last..self.layers.len())?;
-        let hidden = self.final_layer_norm.forward(&hidden)?;
+        let pooled = projection.forward(&self.at_end(ids, &self.final_layer_norm.forward(&hidden)?)?)?;
+        Ok((penultimate, Some(pooled)))
+    }
+
+    /// ids [b, n] (u32) -> the pooled text without projection, [b, hidden]: the last hidden state after the final norm at the
+    /// end token.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn pooled(&self, ids: &Tensor) -> Result<Tensor> {
+        self.at_end(ids, &self.forward(ids)?)
+    }
+
+    /// The state of each prompt's end token: hidden [b, n, c] -> [b, c].
+    fn at_end(&self, ids: &Tensor, hidden: &Tensor) -> Result<Tensor> {
         let mut rows = Vec::new();
         for (row, ids) in ids.to_dtype(DType::U32)?.to_vec2::<u32>()?.iter().enumerate() {
             rows.push(
@@ -176,8 +190,7 @@ impl ClipTextModel {
                     .squeeze(1)?,
             );
         }
-        let pooled = projection.forward(&Tensor::cat(&rows, 0)?)?;
-        Ok((penultimate, Some(pooled)))
+        Ok(Tensor::cat(&rows, 0)?)
     }
 
     /// The position of the end token in a prompt; the first one, as in transformers.

@@ -3,11 +3,14 @@
 //! are one sequence and attention and feed-forward run in parallel.
 
 use crate::error::Result;
-use crate::nn::{self, Activation, Attention, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs};
+use crate::nn::{self, Activation, Attention, LayerMut, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs, join};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
 const EPS: f64 = 1e-6;
+
+/// What is called with each layer of a block.
+pub(super) type Visitor<'f> = dyn FnMut(&str, LayerMut<'_>) -> Result<()> + 'f;
 
 /// Sizes of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +42,7 @@ pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) ->
 
 /// A layer norm whose shift and scale are projected from the conditioning vector, with `N - 2` further vectors.
 #[derive(Clone, Debug)]
-struct AdaLayerNorm<const N: usize> {
+pub(super) struct AdaLayerNorm<const N: usize> {
     linear: Linear,
     norm: LayerNorm,
 }
@@ -201,6 +204,30 @@ impl FluxTransformerBlock {
         })
     }
 
+    /// Calls `f` with every linear layer, by its name in diffusers.
+    pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        let (image, text) = (&mut self.image, &mut self.text);
+        for (name, layer) in [
+            ("norm1.linear", &mut image.norm1.linear),
+            ("norm1_context.linear", &mut text.norm1.linear),
+            ("attn.to_q", &mut image.attention.q),
+            ("attn.to_k", &mut image.attention.k),
+            ("attn.to_v", &mut image.attention.v),
+            ("attn.to_out.0", &mut image.to_out),
+            ("attn.add_q_proj", &mut text.attention.q),
+            ("attn.add_k_proj", &mut text.attention.k),
+            ("attn.add_v_proj", &mut text.attention.v),
+            ("attn.to_add_out", &mut text.to_out),
+            ("ff.net.0.proj", &mut image.ff.first),
+            ("ff.net.2", &mut image.ff.second),
+            ("ff_context.net.0.proj", &mut text.ff.first),
+            ("ff_context.net.2", &mut text.ff.second),
+        ] {
+            f(&join(path, name), LayerMut::Linear(layer))?;
+        }
+        Ok(())
+    }
+
     /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. `rotary` has m + n positions,
     /// text first.
     ///
@@ -252,6 +279,21 @@ impl FluxSingleTransformerBlock {
             proj_out: Linear::new(&weights.pp("proj_out"), 5 * width, width, true)?,
             sizes,
         })
+    }
+
+    /// Calls `f` with every linear layer, by its name in diffusers.
+    pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        for (name, layer) in [
+            ("norm.linear", &mut self.norm.linear),
+            ("attn.to_q", &mut self.attention.q),
+            ("attn.to_k", &mut self.attention.k),
+            ("attn.to_v", &mut self.attention.v),
+            ("proj_mlp", &mut self.proj_mlp),
+            ("proj_out", &mut self.proj_out),
+        ] {
+            f(&join(path, name), LayerMut::Linear(layer))?;
+        }
+        Ok(())
     }
 
     /// x [b, n, c], text first, conditioned on temb [b, c] -> the same shape. `rotary` has n positions.

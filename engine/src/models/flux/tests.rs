@@ -1,12 +1,16 @@
 //! Compares FLUX blocks with diffusers (`tests/reference/make_ops.py`), with the gradients of all weights.
 
-use super::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
+use super::{
+    FluxConditions, FluxSingleTransformerBlock, FluxSizes, FluxTransformer2DModel, FluxTransformerBlock, rotary,
+};
 use crate::autograd::gradients;
+use crate::models::config;
 use crate::nn::cat_channels;
 use crate::nn::reference_tests::{Reference, close};
-use crate::testing::fixtures;
+use crate::residency::Residency;
+use crate::testing::{fixtures, gap, largest};
 use crate::weights::{Index, Weights};
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
 
 type Block = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
@@ -66,5 +70,51 @@ fn flux_blocks_match_diffusers() {
 }
 
 crate::testing::in_portable_mode! {
+    the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers,
     flux_blocks_match_diffusers,
+}
+
+#[test]
+fn the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers() {
+    let tensors = safetensors::load(fixtures().join("models/flux.safetensors"), &Device::Cpu).unwrap();
+    for (name, folder) in [("dev", "tiny_flux"), ("schnell", "tiny_flux_schnell")] {
+        let folder = fixtures().join(folder).join("transformer");
+        let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+        let config = config::read(&folder.join("config.json")).unwrap();
+        let mut model = FluxTransformer2DModel::new(&weights, &config).unwrap();
+        assert_eq!(model.has_guidance(), name == "dev");
+        for (case, residency) in [
+            ("square", Residency::Resident),
+            ("tall", Residency::Resident),
+            ("wide", Residency::Checkpointed { steps: 1 }),
+            ("one", Residency::Checkpointed { steps: 2 }),
+        ] {
+            model.residency = residency;
+            let get = |what: &str| tensors[&format!("{name}/{case}/{what}")].clone();
+            let close = |found: &Tensor, what: &str| {
+                let expected = get(what);
+                let error = gap(found, &expected) / largest(&expected);
+                assert!(error < 1e-4, "{name}/{case}/{what}: {error}");
+            };
+            let (latents, context) = (
+                Var::from_tensor(&get("latents")).unwrap(),
+                Var::from_tensor(&get("context")).unwrap(),
+            );
+            let (pooled, guidance) = (get("pooled"), get("guidance"));
+            let (y, gradients) = gradients(|| {
+                let conditions = FluxConditions {
+                    text: &context,
+                    pooled: &pooled,
+                    guidance: &guidance,
+                };
+                let y = model.forward(&latents, &get("timesteps"), &conditions)?;
+                close(&y, "y");
+                Ok::<_, crate::error::EngineError>((y * get("probe"))?.sum_all()?)
+            })
+            .unwrap();
+            assert!(y.to_scalar::<f32>().unwrap().is_finite());
+            close(gradients.get(&latents).unwrap(), "d.latents");
+            close(gradients.get(&context).unwrap(), "d.context");
+        }
+    }
 }

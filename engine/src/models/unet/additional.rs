@@ -3,9 +3,8 @@
 
 use super::config::{AdditionalWidths, UNetConfig};
 use super::resnet::Visitor;
-use super::sinusoids::sinusoids;
 use crate::error::{EngineError, Result};
-use crate::nn::{LayerMut, Linear, join, silu};
+use crate::nn::{LayerMut, Linear, join, silu, sinusoids};
 use crate::weights::Weights;
 use candle_core::{D, Tensor};
 

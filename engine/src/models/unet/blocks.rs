@@ -97,9 +97,7 @@ impl Layers {
             None => stack.step(name, [x, c.time], move |[x, time]| resnet.forward(x, Some(time))),
         };
         match self.attentions.get(i).cloned() {
-            Some(attention) => stack.step(format!("{path}.attentions.{i}"), [x, c.context], move |[x, context]| {
-                attention.forward(x, context)
-            }),
+            Some(attention) => attention.add_steps(&format!("{path}.attentions.{i}"), stack, x, c.context),
             None => x,
         }
     }

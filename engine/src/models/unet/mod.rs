@@ -5,7 +5,6 @@ mod blocks;
 mod config;
 pub(crate) mod original_names;
 mod resnet;
-mod sinusoids;
 mod transformer;
 
 pub use additional::AdditionalConditions;
@@ -15,13 +14,12 @@ pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 pub use transformer::{Transformer2d, TransformerSizes};
 
 use crate::error::{EngineError, Result};
-use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu};
+use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu, sinusoids};
 use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
 use additional::AdditionalEmbedding;
 use blocks::{Conditioning, DownBlock, MidBlock, UpBlock};
 use candle_core::Tensor;
-use sinusoids::sinusoids;
 
 /// The U-Net.
 #[derive(Clone, Debug)]

@@ -3,8 +3,10 @@
 use super::resnet::Visitor;
 use crate::error::Result;
 use crate::nn::{self, Attention, Conv2d, GroupNorm, LayerMut, LayerNorm, Linear, join};
+use crate::residency::{Stack, Value};
 use crate::weights::Weights;
 use candle_core::Tensor;
+use std::sync::Arc;
 
 /// Sizes of a transformer.
 #[derive(Clone, Copy, Debug)]
@@ -118,17 +120,46 @@ impl Transformer2d {
     /// # Errors
     /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
-        let h = self.norm.forward(x)?;
-        let mut h = match &self.proj_in {
-            Projection::Linear(layer) => layer.forward(&nn::to_tokens(&h)?)?,
-            Projection::Conv(layer) => nn::to_tokens(&layer.forward(&h)?)?,
-        };
+        let mut h = self.tokens(x)?;
         for block in &self.blocks {
             h = block.forward(&h, context)?;
         }
+        self.image(&h, x)
+    }
+
+    /// Appends the steps of [`Self::forward`] to a stack. A transformer of several blocks is one step per block, so that
+    /// gradient checkpointing keeps the activations of one block only: SDXL has ten in a row.
+    pub(super) fn add_steps(self: &Arc<Self>, path: &str, stack: &mut Stack, x: Value, context: Value) -> Value {
+        let this = Arc::clone(self);
+        if self.blocks.len() < 2 {
+            return stack.step(path, [x, context], move |[x, context]| this.forward(x, context));
+        }
+        let mut h = stack.step(format!("{path}.proj_in"), [x], move |[x]| this.tokens(x));
+        for index in 0..self.blocks.len() {
+            let this = Arc::clone(self);
+            let name = format!("{path}.transformer_blocks.{index}");
+            h = stack.step(name, [h, context], move |[h, context]| {
+                this.blocks[index].forward(h, context)
+            });
+        }
+        let this = Arc::clone(self);
+        stack.step(format!("{path}.proj_out"), [h, x], move |[h, x]| this.image(h, x))
+    }
+
+    /// The tokens of an image: x [b, c, h, w] -> [b, h * w, c].
+    fn tokens(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let h = self.norm.forward(x)?;
+        match &self.proj_in {
+            Projection::Linear(layer) => layer.forward(&nn::to_tokens(&h)?),
+            Projection::Conv(layer) => nn::to_tokens(&layer.forward(&h)?),
+        }
+    }
+
+    /// The image of tokens h [b, h * w, c], plus x [b, c, h, w].
+    fn image(&self, h: &Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
         let h = match &self.proj_out {
-            Projection::Linear(layer) => nn::to_image(&layer.forward(&h)?, x.dims())?,
-            Projection::Conv(layer) => layer.forward(&nn::to_image(&h, x.dims())?)?,
+            Projection::Linear(layer) => nn::to_image(&layer.forward(h)?, x.dims())?,
+            Projection::Conv(layer) => layer.forward(&nn::to_image(h, x.dims())?)?,
         };
         nn::add(&h, x)
     }

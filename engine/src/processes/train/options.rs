@@ -22,7 +22,13 @@ use std::path::{Path, PathBuf};
 /// against specs from other sources.
 pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()> {
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
-    families::find(process.model.arch.name)?;
+    let arch = process.model.arch.name;
+    families::find(arch)?;
+    if !arch.is_trainable() {
+        return unsupported(format!(
+            "model.arch: this release generates with `{arch}`; it does not train it yet"
+        ));
+    }
     if process.network.is_none() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \

@@ -59,6 +59,8 @@ impl Run<'_> {
         let root = self.folder.root.clone();
         self.with_ema_weights(|run| {
             let settings = SampleSettings {
+                // The training itself finds such numbers, and ends with the advice for it.
+                refuse_non_finite: false,
                 sampler: section.sampler.name(),
                 v_prediction: run.process.model.is_v_pred,
                 multiplier: run.target.handle().map(|handle| &handle.multiplier),

@@ -2,8 +2,11 @@
 
 use candle_core::{D, DType, Tensor};
 
-/// timesteps [b] -> [b, width]: sines and cosines of t / 10000^(i / (width / 2 - shift)).
-pub(super) fn sinusoids(timesteps: &Tensor, width: usize, flip: bool, shift: f64) -> candle_core::Result<Tensor> {
+/// timesteps [b] -> [b, width], f32: sines and cosines of t / 10000^(i / (width / 2 - shift)), cosines first if `flip`.
+///
+/// # Errors
+/// When the device fails.
+pub fn sinusoids(timesteps: &Tensor, width: usize, flip: bool, shift: f64) -> candle_core::Result<Tensor> {
     let half = width / 2;
     let frequencies: Vec<f32> = (0..half)
         .map(|i| {

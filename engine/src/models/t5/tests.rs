@@ -1,0 +1,55 @@
+//! Compares tokens and states with transformers (`tests/reference/make_models_flux.py`).
+
+use super::{T5EncoderModel, T5Tokenizer};
+use crate::models::config;
+use crate::testing::{fixtures, gap, largest};
+use crate::weights::Weights;
+use candle_core::{DType, Device, safetensors};
+use serde_json::Value;
+
+#[test]
+fn tokens_are_those_of_transformers_from_either_file() {
+    let folder = fixtures().join("tiny_flux/tokenizer_2");
+    let alone = tempfile::tempdir().unwrap();
+    std::fs::copy(folder.join("spiece.model"), alone.path().join("spiece.model")).unwrap();
+    let cases = std::fs::read(fixtures().join("models/flux_tokens.json")).unwrap();
+    let cases: Vec<Value> = serde_json::from_slice(&cases).unwrap();
+    assert!(cases.len() > 20);
+    for folder in [folder.as_path(), alone.path()] {
+        let tokenizer = T5Tokenizer::open(folder).unwrap();
+        for case in &cases {
+            let (text, length) = (case["text"].as_str().unwrap(), case["length"].as_u64().unwrap());
+            let expected: Vec<u32> = serde_json::from_value(case["ids"].clone()).unwrap();
+            let found = tokenizer.encode(&[text], length as usize).unwrap();
+            assert_eq!(
+                found.to_vec2::<u32>().unwrap()[0],
+                expected,
+                "{text:?} from {}",
+                folder.display()
+            );
+        }
+    }
+    std::fs::write(alone.path().join("spiece.model"), b"not a model").unwrap();
+    let error = T5Tokenizer::open(alone.path()).unwrap_err().to_string();
+    assert!(error.contains("spiece.model"), "{error}");
+}
+
+#[test]
+fn states_are_those_of_transformers() {
+    let folder = fixtures().join("tiny_flux/text_encoder_2");
+    let weights = Weights::open(&folder, DType::F32, &Device::Cpu).unwrap();
+    let model = T5EncoderModel::new(&weights, &config::read(&folder.join("config.json")).unwrap()).unwrap();
+    let tensors = safetensors::load(fixtures().join("models/flux.safetensors"), &Device::Cpu).unwrap();
+    for case in ["24", "37", "150", "empty", "unpadded"] {
+        let ids = tensors[&format!("t5/{case}/ids")].to_dtype(DType::U32).unwrap();
+        let expected = &tensors[&format!("t5/{case}/states")];
+        let found = model.forward(&ids).unwrap();
+        assert!(
+            gap(&found, expected) < 1e-5 * largest(expected),
+            "{case}: {}",
+            gap(&found, expected)
+        );
+    }
+}
+
+crate::testing::in_portable_mode! { states_are_those_of_transformers }
