@@ -23,6 +23,15 @@ fn prefixes(part: &str) -> &'static [&'static str] {
             "base_model.model.text_encoder_2.",
             "text_encoders.clip_g.transformer.",
         ],
+        "transformer" => &[
+            "transformer.",
+            "lora_transformer_",
+            "lora_unet_",
+            "base_model.model.transformer.",
+            "diffusion_model.",
+            "base_model.model.",
+            "",
+        ],
         _ => &[
             "lora_unet_",
             "lycoris_unet_",
