@@ -161,19 +161,53 @@ impl Transformer {
     }
 
     fn forward(&self, walk: &Walk, x: &Shaped, context: &Shaped) -> Shaped {
-        let [batch, channels, height, width] = x.dims;
-        let tokens = [batch, height * width, channels, 1.0];
-        let first = norm(walk, self.norm, x);
-        let mut h = match self.is_linear {
-            true => walk.linear(&self.proj_in, &walk.rearranged(&first, tokens)),
-            false => walk.rearranged(&walk.conv(&self.proj_in, &first), tokens),
-        };
+        let mut h = self.tokens(walk, x);
         for block in &self.blocks {
             h = block.forward(walk, &h, context);
         }
+        self.image(walk, &h, x)
+    }
+
+    /// Appends the steps: one for each block if there are several, as `Transformer2d::add_steps` of the engine.
+    fn add_steps(self: &Rc<Self>, stack: &mut Stack, x: Value, context: Value) -> Value {
+        let this = Rc::clone(self);
+        if self.blocks.len() < 2 {
+            return stack.step(&[x, context], move |walk, inputs| match inputs {
+                [x, context] => this.forward(walk, x, context),
+                other => other[0].clone(),
+            });
+        }
+        let mut h = stack.step(&[x], move |walk, inputs| this.tokens(walk, &inputs[0]));
+        for index in 0..self.blocks.len() {
+            let this = Rc::clone(self);
+            h = stack.step(&[h, context], move |walk, inputs| match inputs {
+                [h, context] => this.blocks[index].forward(walk, h, context),
+                other => other[0].clone(),
+            });
+        }
+        let this = Rc::clone(self);
+        stack.step(&[h, x], move |walk, inputs| match inputs {
+            [h, x] => this.image(walk, h, x),
+            other => other[0].clone(),
+        })
+    }
+
+    /// The tokens of an image.
+    fn tokens(&self, walk: &Walk, x: &Shaped) -> Shaped {
+        let [batch, channels, height, width] = x.dims;
+        let tokens = [batch, height * width, channels, 1.0];
+        let first = norm(walk, self.norm, x);
+        match self.is_linear {
+            true => walk.linear(&self.proj_in, &walk.rearranged(&first, tokens)),
+            false => walk.rearranged(&walk.conv(&self.proj_in, &first), tokens),
+        }
+    }
+
+    /// The image of tokens h, plus x.
+    fn image(&self, walk: &Walk, h: &Shaped, x: &Shaped) -> Shaped {
         let last = match self.is_linear {
-            true => walk.rearranged(&walk.linear(&self.proj_out, &h), x.dims),
-            false => walk.conv(&self.proj_out, &walk.rearranged(&h, x.dims)),
+            true => walk.rearranged(&walk.linear(&self.proj_out, h), x.dims),
+            false => walk.conv(&self.proj_out, &walk.rearranged(h, x.dims)),
         };
         walk.add(&last, x)
     }
@@ -198,10 +232,7 @@ impl Layers {
             }),
         };
         match self.attentions.get(i).cloned() {
-            Some(attention) => stack.step(&[x, c.context], move |walk, inputs| match inputs {
-                [x, context] => attention.forward(walk, x, context),
-                other => other[0].clone(),
-            }),
+            Some(attention) => attention.add_steps(stack, x, c.context),
             None => x,
         }
     }
