@@ -74,10 +74,15 @@ def cases():
     yield "schnell_img2img", schnell | {"image": [64, 80], "height": 80, "strength": 0.8}
 
 
+def given_config(config):
+    """The config without the note that makes diffusers ignore values that the file did not have."""
+    return {key: value for key, value in dict(config).items() if key != "_use_default_values"}
+
+
 def generate(case, parts, config):
     """The images of a case as [batch, height, width, 3] bytes, and what the scheduler and the sampler computed."""
     kind = FluxImg2ImgPipeline if "image" in case else FluxPipeline
-    pipe = kind(**parts, scheduler=FlowMatchEulerDiscreteScheduler.from_config(dict(config) | case.get("scheduler", {})))
+    pipe = kind(**parts, scheduler=FlowMatchEulerDiscreteScheduler.from_config(given_config(config) | case.get("scheduler", {})))
     pipe.set_progress_bar_config(disable=True)
     if "lora" in case:
         pipe.load_lora_weights(LORA, adapter_name="l")
@@ -125,7 +130,7 @@ def main():
         images[name], found = generate(case, parts, config)
         tensors |= {f"{name}:{key}": value.contiguous() for key, value in found.items() if key != "latents" or name in WITH_LATENTS}
         tokens = case["width"] // 16 * (case["height"] // 16)
-        config = dict(config) | case.get("scheduler", {})
+        config = given_config(config) | case.get("scheduler", {})
         mu = calculate_shift(tokens, *(config[key] for key in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")))
         index.append({"case": name} | case | {"image_tokens": tokens, "mu": mu})
         if "image" in case:

@@ -1,7 +1,7 @@
 //! Compares a training on a device with the same training on the CPU.
 
 use super::check_jobs::{STEPS, Training};
-use super::report::Comparison;
+use super::report::{Comparison, PictureDifference};
 use crate::failure::Failure;
 use std::path::{Path, PathBuf};
 
@@ -91,15 +91,6 @@ pub(super) fn compare(reference: &Training, training: &Training, dtype: &str) ->
 /// NaN compares as different.
 fn or_infinite(difference: f64) -> f64 {
     if difference.is_nan() { f64::INFINITY } else { difference }
-}
-
-/// How far pictures differ, in units of 1/255.
-#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
-pub(super) struct PictureDifference {
-    /// The mean over all channels of all pixels.
-    pub mean: f64,
-    /// The largest.
-    pub largest: u8,
 }
 
 fn picture_difference(found: &[PathBuf], expected: &[PathBuf]) -> Result<PictureDifference, Failure> {

@@ -1,6 +1,5 @@
 //! The report of the thorough check, as JSON and for a terminal.
 
-use super::compare::PictureDifference;
 use crate::failure::Failure;
 use crate::output::format::printable;
 use crate::output::{Column, Table, Ui};
@@ -48,6 +47,15 @@ pub(super) struct Comparison {
     pub(super) picture_after: PictureDifference,
     /// What differs by more than is expected.
     pub(super) failures: Vec<String>,
+}
+
+/// How far pictures differ, in units of 1/255.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(super) struct PictureDifference {
+    /// The mean over all channels of all pixels.
+    pub(super) mean: f64,
+    /// The largest.
+    pub(super) largest: u8,
 }
 
 /// The memory that a job took.

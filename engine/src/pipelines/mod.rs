@@ -177,11 +177,19 @@ impl<'a> Pipeline<'a> {
         }
         // As in diffusers: with one generator a single image is encoded once and then repeated; with several it is
         // repeated first.
-        let repeat_first = matches!(noise, NoiseSource::PerImage(generators) if generators.len() > 1);
+        // FLUX's pipeline always encodes a single image once.
+        let has_several = matches!(noise, NoiseSource::PerImage(generators) if generators.len() > 1);
+        let repeat_first = has_several && !self.params.is_flow;
         if repeat_first && tensors.len() == 1 {
             tensors = vec![tensors[0].clone(); batch];
         }
-        let mut draw = |shape: &[usize]| Ok(noise.randn(shape, dtype, device)?);
+        let is_single = tensors.len() == 1;
+        let mut draw = |shape: &[usize]| {
+            Ok(match is_single {
+                true => noise.randn_of_first(shape, dtype, device)?,
+                false => noise.randn(shape, dtype, device)?,
+            })
+        };
         let latents = self.model.codec().encode(&Tensor::stack(&tensors, 0)?, &mut draw)?;
         let copies = batch / tensors.len();
         let repeat = |latents: Tensor| match copies {

@@ -339,7 +339,18 @@ fn invalid_requests_are_errors() {
         generated.unwrap_err().to_string()
     };
     assert!(img2img_error(std::slice::from_ref(&source), 1.5).contains("between 0 and 1"));
-    assert!(img2img_error(std::slice::from_ref(&source), 0.1).contains("no step"));
+    let unchanged = pipeline.image_to_image(
+        &good,
+        std::slice::from_ref(&source),
+        0.1,
+        &mut NoiseSource::from_seeds(&[1]),
+        &mut |_, _| true,
+    );
+    assert_eq!(
+        unchanged.unwrap().unwrap()[0],
+        source,
+        "less than a step changes nothing"
+    );
     assert!(img2img_error(&[], 0.5).contains("needs an image"));
     assert!(img2img_error(&[RgbImage::new(3, 3)], 0.5).contains("too small"));
 }

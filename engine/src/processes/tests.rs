@@ -296,10 +296,13 @@ fn img2img_uses_captions_as_prompts() {
             "the caption is the prompt"
         );
     }
-    let (outcome, _) = run_spec(&spec(&job(0.1)));
-    assert!(
-        matches!(outcome, Outcome::Failed { cause: FailureCause::BadInput, message } if message.contains("no step"))
-    );
+    let (outcome, events) = run_spec(&spec(&job(0.1)));
+    assert_eq!(outcome, Outcome::Completed);
+    for (_, path) in images(&events) {
+        let source = dir.path().join("in").join(path.file_name().unwrap());
+        let (found, expected) = (image_io::open_rgb(&path), image_io::open_rgb(&source));
+        assert_eq!(found.unwrap(), expected.unwrap(), "less than a step changes nothing");
+    }
 }
 
 #[test]
@@ -320,8 +323,6 @@ fn invalid_jobs_fail_with_a_message_that_names_the_cause() {
     let model = fixtures().join("tiny_sd").display().to_string();
     let missing = spec(&good.replace(&model, "no/such/model"));
     assert!(failure(&missing).contains("no/such/model"));
-    let steps = spec(&good.replace("sample_steps: 1,", "sample_steps: 5000,"));
-    assert!(failure(&steps).contains("5000"));
     let lora = spec(&good.replace("dtype: float32", "dtype: float32, lora_path: no.safetensors"));
     assert!(failure(&lora).contains("no.safetensors"));
     // A folder that cannot be created, because a file has its name.

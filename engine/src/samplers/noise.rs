@@ -26,6 +26,24 @@ impl NoiseSource {
     /// # Errors
     /// When there are several generators and their number differs from the batch size.
     pub fn randn(&mut self, shape: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        self.draw(shape, dtype, device, false)
+    }
+
+    /// The noise of one item, drawn from the first generator.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn randn_of_first(&mut self, shape: &[usize], dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
+        self.draw(shape, dtype, device, true)
+    }
+
+    fn draw(
+        &mut self,
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+        only_first: bool,
+    ) -> candle_core::Result<Tensor> {
         let kind = match dtype {
             DType::F16 => NormalKind::F16,
             DType::BF16 => NormalKind::BF16,
@@ -34,7 +52,9 @@ impl NoiseSource {
         let count: usize = shape.iter().product();
         let data = match self {
             Self::Shared(generator) => generator.randn_as(count, kind),
-            Self::PerImage(generators) if generators.len() == 1 => generators[0].randn_as(count, kind),
+            Self::PerImage(generators) if generators.len() == 1 || (only_first && !generators.is_empty()) => {
+                generators[0].randn_as(count, kind)
+            }
             Self::PerImage(generators) => {
                 let batch = shape.first().copied().unwrap_or(0);
                 if generators.len() != batch {

@@ -83,6 +83,8 @@ pub struct SamplerParams {
     pub max_image_seq_len: Option<usize>,
     pub shift_terminal: Option<f64>,
     pub time_shift_type: Option<String>,
+    pub invert_sigmas: Option<bool>,
+    pub stochastic_sampling: Option<bool>,
     /// Not a key: the model was trained by flow matching. Set by its family.
     pub is_flow: bool,
     /// Not a key: the family's pipeline gives the scheduler even noise levels, from 1 to 1 / steps.
@@ -222,6 +224,8 @@ impl SamplerParams {
             max_image_seq_len: count("max_image_seq_len")?,
             shift_terminal: number("shift_terminal")?,
             time_shift_type: text("time_shift_type")?,
+            invert_sigmas: boolean("invert_sigmas")?,
+            stochastic_sampling: boolean("stochastic_sampling")?,
             is_flow: false,
             even_flow_sigmas: false,
         })
@@ -259,6 +263,8 @@ impl SamplerParams {
             ("use_beta_sigmas", self.use_beta_sigmas),
             ("use_lu_lambdas", self.use_lu_lambdas),
             ("use_flow_sigmas", self.use_flow_sigmas),
+            ("invert_sigmas", self.invert_sigmas),
+            ("stochastic_sampling", self.stochastic_sampling),
         ];
         for (key, value) in unsupported {
             if value == Some(true) {

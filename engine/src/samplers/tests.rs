@@ -14,14 +14,18 @@ fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
+    let params = SamplerParams::from_json(&case["params"]).map_err(|e| e.to_string())?;
+    run_with(case, params, tensors)
+}
+
+fn run_with(case: &Value, params: SamplerParams, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
     let key = case["case"].as_str().unwrap();
     let expected_steps = values(&tensors[&format!("{key}:timesteps")]);
     let expected = &tensors[&format!("{key}:samples")];
-    let params = SamplerParams::from_json(&case["params"]).map_err(|e| e.to_string())?;
     let options = SamplerOptions {
         steps: case["steps"].as_u64().unwrap() as usize,
         eta: case.get("eta").and_then(Value::as_f64).unwrap_or(0.0),
-        image_tokens: 0,
+        image_tokens: case["image_tokens"].as_u64().unwrap_or(0) as usize,
     };
     let begin = case["begin"].as_u64().unwrap() as usize;
     let mut sampler = build(case["sampler"].as_str().unwrap(), &params, options).map_err(|e| e.to_string())?;
@@ -90,6 +94,33 @@ fn every_trajectory_matches_diffusers() {
         cases.len(),
         wrong.join("\n")
     );
+}
+
+#[test]
+fn every_trajectory_of_flow_matching_matches_diffusers() {
+    let cases = include_str!("../../../tests/fixtures/samplers/flow_cases.json");
+    let cases: Vec<Value> = serde_json::from_str(cases).unwrap();
+    let tensors = include_bytes!("../../../tests/fixtures/samplers/flow_trajectories.safetensors");
+    let tensors = safetensors::load_buffer(tensors, &Device::Cpu).unwrap();
+    let mut compared = 0;
+    for case in cases.iter().filter(|case| case["sampler"] == "flowmatch") {
+        let params = SamplerParams {
+            is_flow: true,
+            even_flow_sigmas: case["sigmas"] == "pipeline",
+            ..SamplerParams::from_json(&case["params"]).unwrap()
+        };
+        if params.check_supported().is_err() {
+            continue;
+        }
+        // Some cases give `mu` itself, which a pipeline never does.
+        let tokens = case["image_tokens"].as_u64();
+        if params.use_dynamic_shifting == Some(true) && tokens.is_none() {
+            continue;
+        }
+        run_with(case, params, &tensors).unwrap_or_else(|error| panic!("{}: {error}", case["case"]));
+        compared += 1;
+    }
+    assert!(compared > 25, "only {compared}");
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Loads FLUX.1 from a diffusers folder.
 
-use super::FluxModel;
+use super::model::FluxModel;
 use crate::error::{EngineError, Result};
-use crate::families::model::PartRole;
+use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
@@ -26,11 +26,11 @@ const TEXT_TOKENS_DEV: usize = 512;
 const TEXT_TOKENS_SCHNELL: usize = 256;
 
 impl FluxModel {
-    /// Loads a diffusers folder.
+    /// Loads a diffusers folder as a model of `family`.
     ///
     /// # Errors
     /// When a file is missing, or tensors do not match the configs.
-    pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+    pub fn load(family: &'static dyn Family, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let folder = path.as_ref();
         if !folder.is_dir() {
             return Err(EngineError::Unsupported(format!(
@@ -87,6 +87,7 @@ impl FluxModel {
         let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
         check_widths(&clip_config, &t5_config, &flux_config, &vae_config)?;
         Ok(Self {
+            family,
             clip_tokenizer: ClipTokenizer::open(&folder.join("tokenizer"))?
                 .limited_to(clip_config.max_position_embeddings),
             clip: ClipTextModel::new(&clip_weights, &clip_config)?,

@@ -22,7 +22,7 @@ impl Family for FLUX {
     }
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
-        Ok(Box::new(FluxModel::load(path, options)?))
+        Ok(Box::new(FluxModel::load(&FLUX, path, options)?))
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

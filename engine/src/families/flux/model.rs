@@ -1,6 +1,5 @@
 //! FLUX.1 as a [`Model`].
 
-use super::FLUX;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::{Family, GuidanceKind, Model, ModelWriter, Part, PartRole, SaveOptions};
@@ -26,6 +25,7 @@ const PLAIN_GUIDANCE: f64 = 1.0;
 /// FLUX.1.
 #[derive(Clone, Debug)]
 pub struct FluxModel {
+    pub(super) family: &'static dyn Family,
     pub(super) clip_tokenizer: ClipTokenizer,
     pub(super) clip: ClipTextModel,
     pub(super) t5_tokenizer: T5Tokenizer,
@@ -50,7 +50,7 @@ fn not_saved() -> EngineError {
 
 impl Model for FluxModel {
     fn family(&self) -> &'static dyn Family {
-        &FLUX
+        self.family
     }
 
     fn device(&self) -> &Device {
