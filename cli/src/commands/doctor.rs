@@ -148,6 +148,13 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
         report.defaults = report.devices.iter().map(Defaults::of).collect();
         report.confinement = confinement().await;
     }
+    #[cfg(not(feature = "embedded"))]
+    if args.thorough {
+        return Err(
+            Failure::failed("this aitk was built as a small client, without `aitk doctor --thorough`")
+                .hint("build it with the default features: cargo install --path cli"),
+        );
+    }
     #[cfg(feature = "embedded")]
     if args.thorough {
         let devices = match &args.device {

@@ -19,7 +19,7 @@ use crate::paths::Paths;
 use crate::views::device as device_name;
 use aitk_common::capability::{Device, DeviceKind};
 use check_jobs::{CheckJobs, Training};
-use report::{DeviceReport, DtypeReport};
+use report::{DeviceReport, DtypeReport, MemoryReport};
 use std::time::{Duration, Instant};
 
 /// How long the checks of one device may take. What is left after it is skipped, and the report says so.
@@ -41,7 +41,7 @@ pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device]) -> Result<Thoroug
     let reference = jobs.train("reference", REFERENCE_DEVICE, "f32", TIME_PER_CPU).await?;
     let mut reports = Vec::new();
     for device in devices {
-        reports.push(check_device(ui, &jobs, &reference, device).await?);
+        reports.push(check_device(ui, &jobs, &reference, device).await);
     }
     Ok(ThoroughReport {
         seconds: start.elapsed().as_secs_f64(),
@@ -49,12 +49,7 @@ pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device]) -> Result<Thoroug
     })
 }
 
-async fn check_device(
-    ui: &Ui,
-    jobs: &CheckJobs,
-    reference: &Training,
-    device: &Device,
-) -> Result<DeviceReport, Failure> {
+async fn check_device(ui: &Ui, jobs: &CheckJobs, reference: &Training, device: &Device) -> DeviceReport {
     let start = Instant::now();
     let limit = if device.device.kind == DeviceKind::Cpu {
         TIME_PER_CPU
@@ -74,9 +69,11 @@ async fn check_device(
         dtypes.push(DtypeReport::new(dtype, compared));
     }
     ui.notice(&format!("{name}: memory of larger jobs, compared with the predictions"));
-    let memory = memory::measure(ui, jobs, device, remaining()).await?;
+    let memory = memory::measure(ui, jobs, device, remaining()).await;
+    let memory =
+        memory.unwrap_or_else(|failure| vec![MemoryReport::new("larger jobs".to_owned(), Err(failure.message))]);
     let speed = speed::measure(ui, device, remaining).await;
-    Ok(DeviceReport {
+    DeviceReport {
         device: device.device,
         name: device.name.clone(),
         architecture: device.architecture.clone(),
@@ -84,5 +81,5 @@ async fn check_device(
         dtypes,
         memory,
         speed,
-    })
+    }
 }

@@ -68,6 +68,10 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/generate_sdxl.yaml"),
         ),
         (
+            "generate_flux.yaml",
+            include_str!("../../../config/examples/generate_flux.yaml"),
+        ),
+        (
             "img2img_sd15.yaml",
             include_str!("../../../config/examples/img2img_sd15.yaml"),
         ),
@@ -130,6 +134,32 @@ fn a_web_ui_job_for_sd15_is_supported() {
         dtype::DType::BF16,
         "train.dtype replaces model.dtype"
     );
+}
+
+#[test]
+fn samplers_and_sizes_must_suit_the_family() {
+    let refused_with = |from: &str, to: &str| {
+        let text = include_str!("../../../config/examples/generate_flux.yaml");
+        assert!(text.contains(from), "{from}");
+        refused(&load_text("generate_flux.yaml", &text.replace(from, to)))
+    };
+    assert_eq!(refused_with("sampler: flowmatch", "sampler: euler"), [""; 0]);
+    assert_eq!(
+        refused_with("sampler: flowmatch", "sampler: ddim"),
+        ["generate.sampler"]
+    );
+    assert_eq!(refused_with("arch: flux", "arch: sdxl"), ["generate.sampler"]);
+    assert_eq!(refused_with("width: 1024", "width: 1000"), ["generate.width"]);
+    let xl = include_str!("../../../config/examples/generate_sdxl.yaml");
+    let without = |arch: &str| {
+        let text = xl.replace(
+            "arch: sdxl",
+            &format!("arch: {arch}\n        use_text_encoder_2: false"),
+        );
+        refused(&load_text("generate_sdxl.yaml", &text))
+    };
+    assert_eq!(without("sdxl"), ["model.use_text_encoder_2"]);
+    assert_eq!(without("sd1"), [""; 0], "it has no effect there, as in ai-toolkit");
 }
 
 #[test]

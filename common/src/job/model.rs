@@ -56,9 +56,9 @@ section! {
         /// Overrides the tag of the latent cache.
         latent_space_version: Option<String> = None, Works;
         /// SDXL: use the first text encoder.
-        use_text_encoder_1: bool = true, Refused("both text encoders are used");
+        use_text_encoder_1: bool = true, Accepted("only SDXL has two, and uses both: `false` is refused there");
         /// SDXL: use the second text encoder.
-        use_text_encoder_2: bool = true, Refused("both text encoders are used");
+        use_text_encoder_2: bool = true, Accepted("only SDXL has two, and uses both: `false` is refused there");
         /// FLUX.1 with true CFG.
         use_flux_cfg: bool = false, Accepted("only FLUX.1 uses it");
         /// FLUX.1: mask padding in attention.
@@ -205,6 +205,18 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
     } else if model.quantize_kwargs.contains_key("exclude") && model.quantize_exclude().is_none() {
         let message = "expected a list of names of layers, such as `- \"down_blocks.0.*\"`";
         report.error(join(path, "quantize_kwargs.exclude"), message);
+    }
+    let text_encoders = [
+        ("use_text_encoder_1", model.use_text_encoder_1),
+        ("use_text_encoder_2", model.use_text_encoder_2),
+    ];
+    for (key, _) in text_encoders.into_iter().filter(|(_, is_used)| !is_used) {
+        if model.arch.name == ArchName::Sdxl {
+            report.error(
+                join(path, key),
+                "SDXL without one of its text encoders is not supported yet; remove the key",
+            );
+        }
     }
     let shares = [
         (

@@ -210,6 +210,14 @@ impl LoraFile {
         (resolved, unknown)
     }
 
+    /// Whether the file is one of peft's own, which have their alpha in `adapter_config.json`, and nothing says what it is.
+    #[must_use]
+    pub fn alpha_is_unknown(&self) -> bool {
+        let without_alpha =
+            |module: &LoraModule| module.stem.starts_with("base_model.model.") && module.tensors.alpha.is_none();
+        !self.metadata.contains_key("lora_adapter_metadata") && self.modules.iter().any(without_alpha)
+    }
+
     /// The step and the epoch in `training_info`, if ai-toolkit or aitk wrote the file.
     #[must_use]
     pub fn training_info(&self) -> Option<(u64, u64)> {

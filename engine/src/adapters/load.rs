@@ -20,6 +20,8 @@ pub struct LoadedLora {
     pub layers: usize,
     /// Names in the file that match no layer of the model. They are ignored; callers warn.
     pub unknown: Vec<String>,
+    /// See [`LoraFile::alpha_is_unknown`]: alpha is taken to be the rank.
+    pub alpha_is_unknown: bool,
 }
 
 /// Loads a LoRA file and attaches its layers to the models in `parts`.
@@ -70,6 +72,7 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
         multiplier: handle.multiplier.clone(),
         layers,
         unknown,
+        alpha_is_unknown: file.alpha_is_unknown(),
     })
 }
 

@@ -1,8 +1,10 @@
 //! Comparison with the fixtures of `tests/reference/make_lora_dialects.py`.
 
+use super::load::index_layers;
+use super::names::kohya_name;
 use super::*;
 use crate::families::stable_diffusion::SdModel;
-use crate::families::{Conditioning, Model, Prompt, sdxl};
+use crate::families::{Conditioning, Model, PartRole, Prompt, sdxl};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, largest, tiny_sd as model, unet_part};
@@ -369,6 +371,60 @@ fn an_invalid_file_is_an_error_that_names_it() {
         ]),
         "time_embedding",
     );
+}
+
+#[test]
+fn the_alpha_of_peft_is_read_from_the_header_or_from_the_file_beside_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let layer = |prefix: &str| {
+        let t = |shape: &[usize]| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+        BTreeMap::from([
+            (format!("{prefix}conv_in.lora_A.weight"), t(&[4, 4, 3, 3])),
+            (format!("{prefix}conv_in.lora_B.weight"), t(&[16, 4, 1, 1])),
+        ])
+    };
+    let alpha = |path: &Path| {
+        let file = LoraFile::open(path).unwrap();
+        let (found, unknown) = file.resolve(&index_layers(&mut model().parts()).unwrap());
+        assert!(unknown.is_empty(), "{unknown:?}");
+        (
+            found.into_values().next().unwrap().alpha.unwrap(),
+            file.alpha_is_unknown(),
+        )
+    };
+    // diffusers' save_lora_adapter writes keys without the part's name.
+    let header = r#"{"r": 4, "lora_alpha": 8}"#;
+    let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), header.to_owned())]);
+    let path = dir.path().join("pytorch_lora_weights.safetensors");
+    std::fs::write(&path, safetensors_bytes(&layer(""), &metadata).unwrap()).unwrap();
+    assert_eq!(alpha(&path), (8.0, false));
+    // peft's own files.
+    let path = dir.path().join("adapter_model.safetensors");
+    std::fs::write(
+        &path,
+        safetensors_bytes(&layer("base_model.model."), &BTreeMap::new()).unwrap(),
+    )
+    .unwrap();
+    assert_eq!(alpha(&path), (4.0, true), "nothing says what it is");
+    std::fs::write(dir.path().join("adapter_config.json"), r#"{"r": 4, "lora_alpha": 2}"#).unwrap();
+    assert_eq!(alpha(&path), (2.0, false));
+    std::fs::write(
+        dir.path().join("adapter_config.json"),
+        r#"{"lora_alpha": 2, "use_rslora": true}"#,
+    )
+    .unwrap();
+    assert_eq!(alpha(&path), (4.0, false), "times the root of the rank");
+}
+
+#[test]
+fn layers_of_the_additional_embedding_have_the_names_that_diffusers_reads() {
+    for (path, name) in [
+        ("add_embedding.linear_1", "lora_unet_label_emb_0_0"),
+        ("add_embedding.linear_2", "lora_unet_label_emb_0_2"),
+        ("time_embedding.linear_1", "lora_unet_time_embedding_linear_1"),
+    ] {
+        assert_eq!(kohya_name(PartRole::Denoiser, "lora_unet", path), name);
+    }
 }
 
 crate::testing::in_portable_mode! {

@@ -1,7 +1,7 @@
 //! Compares images of Stable Diffusion 2.1, XL and FLUX.1 with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
 //! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_flux.py`).
 
-use super::tests::{TOLERANCE, compare_case};
+use super::tests::compare_case;
 use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
 use crate::families::stable_diffusion::{SdModel, Variant};
@@ -30,20 +30,14 @@ fn with_scheduler(model: &SdModel, case: &Value) -> SdModel {
     model
 }
 
-fn check(variant: &'static Variant, model: &str, folder: &str, file: &str) {
+/// Generates every case with the model that `model_of` returns for it, and compares the images.
+fn compare_all<M: Model>(folder: &str, file: &str, model_of: impl Fn(&Value) -> M) {
     let (cases, images) = cases(folder, file);
-    let plain = tiny(variant, model);
     let mut failures = Vec::new();
     let mut worst = 0;
     for case in &cases {
-        let mut model = with_scheduler(&plain, case);
-        if let Some(strength) = case["lora"].as_f64() {
-            let lora = fixtures().join("lora_sdxl/diffusers.safetensors");
-            load_lora(&mut model.parts(), &lora, strength).unwrap();
-        }
-        match compare_case(case, &model, &images) {
-            Ok((difference, _)) if difference <= TOLERANCE => worst = worst.max(difference),
-            Ok((difference, count)) => failures.push(format!("{}: {difference} in {count} values", case["case"])),
+        match compare_case(case, &model_of(case), &images) {
+            Ok((difference, _)) => worst = worst.max(difference),
             Err(error) => failures.push(error),
         }
     }
@@ -54,6 +48,22 @@ fn check(variant: &'static Variant, model: &str, folder: &str, file: &str) {
         failures.len(),
         cases.len()
     );
+}
+
+/// Adds the LoRA of a case that has one.
+fn add_lora(model: &mut dyn Model, case: &Value, lora: &str) {
+    if let Some(strength) = case["lora"].as_f64() {
+        load_lora(&mut model.parts(), &fixtures().join(lora), strength).unwrap();
+    }
+}
+
+fn check(variant: &'static Variant, model: &str, folder: &str, file: &str) {
+    let plain = tiny(variant, model);
+    compare_all(folder, file, |case| {
+        let mut model = with_scheduler(&plain, case);
+        add_lora(&mut model, case, "lora_sdxl/diffusers.safetensors");
+        model
+    });
 }
 
 #[test]
@@ -88,40 +98,23 @@ fn schnell_folder() -> tempfile::TempDir {
 
 #[test]
 fn flux_gives_the_images_of_diffusers() {
-    let (cases, images) = cases("pipelines_flux", "cases");
-    let schnell = schnell_folder();
+    let folder = schnell_folder();
     let options = LoadOptions::cpu();
     let dev = FluxModel::load(&FLUX, fixtures().join("tiny_flux"), &options).unwrap();
-    let schnell = FluxModel::load(&FLUX, schnell.path(), &options).unwrap();
+    let schnell = FluxModel::load(&FLUX, folder.path(), &options).unwrap();
     assert_eq!((dev.max_sequence_length, schnell.max_sequence_length), (512, 256));
-    let mut failures = Vec::new();
-    let mut worst = 0;
-    for case in &cases {
-        let mut model = if case.get("schnell").is_some() {
-            schnell.clone()
-        } else {
-            dev.clone()
+    compare_all("pipelines_flux", "cases", |case| {
+        let mut model = match case.get("schnell") {
+            Some(_) => schnell.clone(),
+            None => dev.clone(),
         };
         model.max_sequence_length = case["max_sequence_length"].as_u64().unwrap() as usize;
         for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
             model.scheduler_config[key] = value.clone();
         }
-        if let Some(strength) = case["lora"].as_f64() {
-            let lora = fixtures().join("lora_flux/diffusers.safetensors");
-            load_lora(&mut model.parts(), &lora, strength).unwrap();
-        }
-        match compare_case(case, &model, &images) {
-            Ok((difference, _)) => worst = worst.max(difference),
-            Err(error) => failures.push(error),
-        }
-    }
-    println!("FLUX.1: {} cases, at most {worst} apart", cases.len());
-    assert!(
-        failures.is_empty(),
-        "{} of {}: {failures:#?}",
-        failures.len(),
-        cases.len()
-    );
+        add_lora(&mut model, case, "lora_flux/diffusers.safetensors");
+        model
+    });
 }
 
 in_portable_mode! {

@@ -246,8 +246,8 @@ impl<'a> Pipeline<'a> {
 /// Whether all numbers are finite.
 fn all_finite(tensors: &[Tensor]) -> Result<bool> {
     for tensor in tensors {
-        // The sum is not finite if a number is not.
-        let sum = tensor.to_dtype(DType::F64)?.abs()?.sum_all()?.to_scalar::<f64>()?;
+        // The sum is not finite if a number is not. In f32, because Metal has no f64.
+        let sum = tensor.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()?;
         if !sum.is_finite() {
             return Ok(false);
         }

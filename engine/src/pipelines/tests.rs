@@ -318,6 +318,17 @@ fn invalid_requests_are_errors() {
         })
         .contains("no prompt")
     );
+    let infinite = GenerateRequest {
+        guidance_scale: f64::INFINITY,
+        ..good.clone()
+    };
+    assert!(error_of(infinite.clone()).contains("not finite"), "not a black image");
+    let tolerant = Pipeline {
+        refuse_non_finite: false,
+        ..Pipeline::new(&model, false).unwrap()
+    };
+    let generated = tolerant.text_to_image(&infinite, &mut NoiseSource::from_seeds(&[1]), &mut |_, _| true);
+    assert!(generated.unwrap().is_some());
     let two = vec!["a".to_owned(), "b".to_owned()];
     assert!(
         error_of(GenerateRequest {

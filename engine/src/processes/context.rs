@@ -86,6 +86,17 @@ impl Context<'_> {
             "info",
             format!("{}: a LoRA on {} layers", path.display(), loaded.layers),
         );
+        if loaded.alpha_is_unknown {
+            self.log(
+                "warn",
+                format!(
+                    "{}: nothing says what its alpha is, so it is taken to be the rank, which may be another strength than it was \
+                     trained with: peft has it in adapter_config.json beside adapter_model.safetensors; give that folder, or save \
+                     the LoRA with diffusers' save_lora_weights",
+                    path.display()
+                ),
+            );
+        }
         if let Some(first) = loaded.unknown.first() {
             let count = loaded.unknown.len();
             self.log(

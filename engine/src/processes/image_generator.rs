@@ -184,14 +184,6 @@ pub(super) fn png_parameters(request: &ImageRequest, sampler: &str, seed: u64) -
     if !request.negative_prompt.is_empty() {
         text += &format!("\nNegative prompt: {}", request.negative_prompt);
     }
-    for (title, second) in [
-        ("Prompt 2", &request.prompt_2),
-        ("Negative prompt 2", &request.negative_prompt_2),
-    ] {
-        if let Some(second) = second {
-            text += &format!("\n{title}: {second}");
-        }
-    }
     text += &format!(
         "\nSteps: {}, Sampler: {sampler}, CFG scale: {}, Seed: {}, Size: {}x{}",
         request.steps,
@@ -203,5 +195,43 @@ pub(super) fn png_parameters(request: &ImageRequest, sampler: &str, seed: u64) -
     if request.network_multiplier != 1.0 {
         text += &format!(", LoRA strength: {}", request.network_multiplier);
     }
+    // Viewers read the lines before this one as prompt and negative prompt, and quoted text here as one value.
+    for (title, second) in [
+        ("Prompt 2", &request.prompt_2),
+        ("Negative prompt 2", &request.negative_prompt_2),
+    ] {
+        if let Some(second) = second {
+            text += &format!(", {title}: {}", serde_json::Value::from(second.as_str()));
+        }
+    }
     text
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use aitk_common::job::generate::GenerateConfig;
+    use aitk_common::job::prompt::PromptFlags;
+
+    #[test]
+    fn a_saved_prompt_gives_the_request_again() {
+        let written = "a cat --p2 a dog, \"big\" --n blurry --n2 dark --w 72 --h 64 --steps 4";
+        let request = GenerateConfig::default().request(written, None);
+        let flags = PromptFlags::parse(&prompt_with_flags(&request, 7));
+        assert!(flags.problems.is_empty(), "{:?}", flags.problems);
+        assert_eq!(
+            (flags.prompt, flags.prompt_2),
+            (request.prompt.clone(), request.prompt_2.clone())
+        );
+        assert_eq!(flags.negative_prompt, Some(request.negative_prompt.clone()));
+        assert_eq!(flags.negative_prompt_2, request.negative_prompt_2);
+        let text = png_parameters(&request, "euler", 7);
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines[..2], ["a cat", "Negative prompt: blurry"]);
+        assert!(
+            lines[2].ends_with(r#", Prompt 2: "a dog, \"big\"", Negative prompt 2: "dark""#),
+            "{text}"
+        );
+    }
 }

@@ -32,6 +32,13 @@ impl FlowShift {
             return Ok(Self::Static(positive("shift", params.shift.unwrap_or(1.0))?));
         }
         let mu = dynamic_mu(params, image_tokens);
+        if !mu.is_finite() {
+            return Err(SamplerError::Config(
+                "`base_image_seq_len` and `max_image_seq_len` of scheduler_config.json are equal, or a shift is not finite: they \
+                 must be two numbers of tokens"
+                    .into(),
+            ));
+        }
         match params.time_shift_type.as_deref() {
             None | Some("exponential") => Ok(Self::Exponential { mu }),
             Some("linear") => Ok(Self::Linear {
@@ -102,7 +109,15 @@ impl FlowSigmas {
         // f32, as in diffusers.
         let mut sigmas: Vec<f64> = even.iter().map(|sigma| shift.apply(f64::from(*sigma as f32))).collect();
         if let Some(terminal) = params.shift_terminal.filter(|terminal| *terminal != 0.0) {
-            stretch_to(&mut sigmas, terminal);
+            if !(0.0..1.0).contains(&terminal) {
+                return Err(SamplerError::Config(format!(
+                    "`shift_terminal` of scheduler_config.json is {terminal}: it must be at least 0 and less than 1"
+                )));
+            }
+            // A single level is 1, and stays it.
+            if steps > 1 {
+                stretch_to(&mut sigmas, terminal);
+            }
         }
         let (min, max) = (
             sigmas.last().copied().unwrap_or(0.0),
@@ -152,5 +167,25 @@ mod tests {
             ..SamplerParams::default()
         };
         assert!(FlowShift::new(&wrong, 256).is_err());
+    }
+
+    #[test]
+    fn values_that_would_give_nan_are_errors_that_name_the_key() {
+        let sigmas = |change: fn(&mut SamplerParams), steps| {
+            let mut params = SamplerParams {
+                even_flow_sigmas: true,
+                use_dynamic_shifting: Some(true),
+                ..SamplerParams::default()
+            };
+            change(&mut params);
+            FlowSigmas::new(&params, SamplerOptions::with_steps(steps))
+        };
+        let error = |change| sigmas(change, 4).unwrap_err().to_string();
+        assert!(error(|params| params.max_image_seq_len = Some(256)).contains("max_image_seq_len"));
+        assert!(error(|params| params.shift_terminal = Some(1.0)).contains("shift_terminal"));
+        assert!(error(|params| params.time_shift_type = Some("cubic".into())).contains("cubic"));
+        assert!(error(|params| (params.use_dynamic_shifting, params.shift) = (None, Some(-1.0))).contains("`shift`"));
+        let one = sigmas(|params| params.shift_terminal = Some(0.1), 1).unwrap();
+        assert_eq!(one.sigmas, [1.0, 0.0]);
     }
 }

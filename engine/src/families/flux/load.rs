@@ -34,7 +34,7 @@ impl FluxModel {
         let folder = path.as_ref();
         if !folder.is_dir() {
             return Err(EngineError::Unsupported(format!(
-                "{}: FLUX.1 is loaded from diffusers folders only so far, not from single files",
+                "{}: a single file of FLUX.1 cannot be loaded yet: give the diffusers folder, which has model_index.json",
                 folder.display()
             )));
         }
@@ -42,7 +42,7 @@ impl FluxModel {
             || options.text_encoder_trained != TrainableFilter::Nothing
         {
             return Err(EngineError::Unsupported(
-                "full fine-tunes of FLUX.1 are not supported yet: train a LoRA (`network`)".into(),
+                "this release generates with FLUX.1; it does not train it yet".into(),
             ));
         }
         let config = |part: &str| folder.join(part).join("config.json");

@@ -44,8 +44,9 @@ pub struct FluxModel {
     pub(super) device: Device,
 }
 
+/// Nothing of the model is trained, so nothing is saved or resumed.
 fn not_saved() -> EngineError {
-    EngineError::Unsupported("full fine-tunes of FLUX.1 are not supported yet".into())
+    EngineError::Unsupported("this release generates with FLUX.1; it does not save the whole model yet".into())
 }
 
 impl Model for FluxModel {

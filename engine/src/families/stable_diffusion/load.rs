@@ -284,3 +284,41 @@ fn tokenizer_folder(file: &Path, spec: &TextEncoderSpec, options: &LoadOptions) 
     let mut folders = parents.into_iter().flatten().map(|parent| parent.join(spec.tokenizer));
     folders.find(|folder| folder.is_dir())
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::adapters::safetensors_bytes;
+    use candle_core::{Device, Tensor};
+    use serde_json::json;
+
+    #[test]
+    fn a_single_file_says_what_it_predicts() {
+        let folder = tempfile::tempdir().unwrap();
+        let marks = |metadata: &[(&str, &str)], tensors: &[&str]| {
+            let path = folder.path().join("model.safetensors");
+            let tensor = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
+            let tensors = tensors
+                .iter()
+                .chain(&["x"])
+                .map(|name| ((*name).to_owned(), tensor.clone()));
+            let metadata = metadata
+                .iter()
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()));
+            let bytes = safetensors_bytes(&tensors.collect(), &metadata.collect()).unwrap();
+            std::fs::write(&path, bytes).unwrap();
+            let mut scheduler = json!({});
+            read_marks(&Index::open(&path).unwrap(), &mut scheduler);
+            scheduler
+        };
+        let velocity = json!({"prediction_type": "v_prediction", "rescale_betas_zero_snr": true});
+        assert_eq!(marks(&[(PREDICTION_TYPE, "v"), (ZERO_SNR, "True")], &[]), velocity);
+        assert_eq!(marks(&[], &["v_pred", "ztsnr"]), velocity);
+        assert_eq!(
+            marks(&[(PREDICTION_TYPE, "epsilon"), (ZERO_SNR, "False")], &[]),
+            json!({"prediction_type": "epsilon"})
+        );
+        assert_eq!(marks(&[], &[]), json!({}));
+    }
+}

@@ -5,7 +5,7 @@
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, LayerMut, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs, join};
 use crate::weights::Weights;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 const EPS: f64 = 1e-6;
 
@@ -247,11 +247,22 @@ impl FluxTransformerBlock {
         let all = attend(&[joined(0)?, joined(1)?, joined(2)?], self.sizes, rotary)?;
         let text_length = text.dim(1)?;
         let attended = all.narrow(1, text_length, x.dim(1)?)?;
+        let text = self
+            .text
+            .forward_after_attention(text, &all.narrow(1, 0, text_length)?, &text_vectors)?;
         Ok((
             self.image.forward_after_attention(x, &attended, &image_vectors)?,
-            self.text
-                .forward_after_attention(text, &all.narrow(1, 0, text_length)?, &text_vectors)?,
+            within_f16(text)?,
         ))
+    }
+}
+
+/// Hidden states in f16 without infinite numbers, as diffusers limits them; others as they are.
+fn within_f16(x: Tensor) -> candle_core::Result<Tensor> {
+    const LIMIT: f32 = 65_504.0;
+    match x.dtype() {
+        DType::F16 => x.clamp(-LIMIT, LIMIT),
+        _ => Ok(x),
     }
 }
 
@@ -308,6 +319,6 @@ impl FluxSingleTransformerBlock {
         let mlp = Activation::GeluTanh.forward(&self.proj_mlp.forward(&h)?)?;
         let attended = attend(&self.attention.forward(&h)?, self.sizes, rotary)?;
         let h = Tensor::cat(&[&attended, &mlp], 2)?;
-        nn::gated_residual(x, gate, &self.proj_out.forward(&h)?)
+        within_f16(nn::gated_residual(x, gate, &self.proj_out.forward(&h)?)?)
     }
 }

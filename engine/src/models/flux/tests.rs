@@ -70,6 +70,7 @@ fn flux_blocks_match_diffusers() {
 }
 
 crate::testing::in_portable_mode! {
+    half_precision_is_within_its_arithmetic_and_has_no_nan,
     the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers,
     flux_blocks_match_diffusers,
 }
@@ -115,6 +116,35 @@ fn the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers() {
             assert!(y.to_scalar::<f32>().unwrap().is_finite());
             close(gradients.get(&latents).unwrap(), "d.latents");
             close(gradients.get(&context).unwrap(), "d.context");
+        }
+    }
+}
+
+#[test]
+fn half_precision_is_within_its_arithmetic_and_has_no_nan() {
+    let tensors = safetensors::load(fixtures().join("models/flux.safetensors"), &Device::Cpu).unwrap();
+    let folder = fixtures().join("tiny_flux/transformer");
+    let config = config::read(&folder.join("config.json")).unwrap();
+    for (dtype, tolerance) in [(DType::BF16, 0.06), (DType::F16, 0.01)] {
+        let weights = Weights::open(&folder, dtype, &Device::Cpu).unwrap();
+        let model = FluxTransformer2DModel::new(&weights, &config).unwrap();
+        for case in ["square", "wide", "odd"] {
+            let get = |what: &str| tensors[&format!("dev/{case}/{what}")].clone();
+            let (text, pooled) = (
+                get("context").to_dtype(dtype).unwrap(),
+                get("pooled").to_dtype(dtype).unwrap(),
+            );
+            let conditions = FluxConditions {
+                text: &text,
+                pooled: &pooled,
+                guidance: &get("guidance"),
+            };
+            let latents = get("latents").to_dtype(dtype).unwrap();
+            let y = model.forward(&latents, &get("timesteps"), &conditions).unwrap();
+            let y = y.to_dtype(DType::F32).unwrap();
+            let error = gap(&y, &get("y")) / largest(&get("y"));
+            // The error of half precision is not zero, and NaN is no error below the tolerance.
+            assert!(error > 1e-5 && error < tolerance, "{dtype:?}, {case}: {error}");
         }
     }
 }

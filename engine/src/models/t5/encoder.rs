@@ -97,7 +97,11 @@ impl Layer {
             ff_norm: norm("layer.1")?,
             wi_0: linear(&feed_forward, "wi_0", width, config.d_ff)?,
             wi_1: linear(&feed_forward, "wi_1", width, config.d_ff)?,
-            wo: linear(&feed_forward, "wo", config.d_ff, width)?,
+            // As in transformers (`_keep_in_fp32_modules`): its sums exceed the largest number of f16.
+            wo: match feed_forward.dtype() {
+                DType::F16 => linear(&feed_forward.in_dtype(DType::F32), "wo", config.d_ff, width)?,
+                _ => linear(&feed_forward, "wo", config.d_ff, width)?,
+            },
         })
     }
 
@@ -111,11 +115,21 @@ impl Layer {
             ..Attention::new(self.heads)
         };
         let h = attention.forward(&self.q.forward(&h)?, &self.k.forward(&h)?, &self.v.forward(&h)?)?;
-        let x = nn::add(x, &self.o.forward(&h)?)?;
+        let x = within_f16(nn::add(x, &self.o.forward(&h)?)?)?;
         let h = self.ff_norm.forward(&x)?;
         let gate = Activation::GeluTanh.forward(&self.wi_0.forward(&h)?)?;
         let h = (gate * self.wi_1.forward(&h)?)?;
-        nn::add(&x, &self.wo.forward(&h)?)
+        let h = self.wo.forward(&h.to_dtype(self.wo.weight.dtype())?)?;
+        within_f16(nn::add(&x, &h.to_dtype(x.dtype())?)?)
+    }
+}
+
+/// Hidden states in f16 without infinite numbers, as transformers limits them; others as they are.
+fn within_f16(x: Tensor) -> candle_core::Result<Tensor> {
+    const LIMIT: f32 = 64_504.0;
+    match x.dtype() {
+        DType::F16 => x.clamp(-LIMIT, LIMIT),
+        _ => Ok(x),
     }
 }
 

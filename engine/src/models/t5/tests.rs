@@ -52,4 +52,22 @@ fn states_are_those_of_transformers() {
     }
 }
 
-crate::testing::in_portable_mode! { states_are_those_of_transformers }
+#[test]
+fn half_precision_is_within_its_arithmetic() {
+    let folder = fixtures().join("tiny_flux/text_encoder_2");
+    let tensors = safetensors::load(fixtures().join("models/flux.safetensors"), &Device::Cpu).unwrap();
+    let (ids, expected) = (&tensors["t5/37/ids"], &tensors["t5/37/states"]);
+    for (dtype, tolerance) in [(DType::BF16, 0.06), (DType::F16, 0.01)] {
+        let weights = Weights::open(&folder, dtype, &Device::Cpu).unwrap();
+        let model = T5EncoderModel::new(&weights, &config::read(&folder.join("config.json")).unwrap()).unwrap();
+        let found = model.forward(&ids.to_dtype(DType::U32).unwrap()).unwrap();
+        assert_eq!(found.dtype(), dtype);
+        let error = gap(&found.to_dtype(DType::F32).unwrap(), expected) / largest(expected);
+        assert!(error > 1e-5 && error < tolerance, "{dtype:?}: {error}");
+    }
+}
+
+crate::testing::in_portable_mode! {
+    half_precision_is_within_its_arithmetic,
+    states_are_those_of_transformers,
+}
