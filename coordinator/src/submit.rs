@@ -148,7 +148,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         labels: cluster.labels.0,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
-        demand: Demand::of_job(&job, submission.parameter_counts).map(counted),
+        demand: Demand::of_job(&job, submission.parameter_counts, &submission.image_batches).map(counted),
         data: inputs(submission, &job),
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
@@ -253,6 +253,7 @@ mod tests {
             idempotency_key: None,
             owner: None,
             parameter_counts: None,
+            image_batches: Vec::new(),
             images: None,
         }
     }

@@ -53,7 +53,7 @@ fn with_digest(text: &[u8]) -> Vec<u8> {
 /// A stored job of any version: its demand is computed from single keys.
 fn job(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes) {
-        if let Some(demand) = Demand::of_job(&value, None) {
+        if let Some(demand) = Demand::of_job(&value, None, &[]) {
             let _ = demand.units();
         }
         if let Ok(spec) = serde_json::from_value::<JobSpec>(value) {

@@ -3,12 +3,13 @@
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::plan::demand::Demand;
+use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::take_peak;
 use aitk_engine::device::threads::stack_space;
-use aitk_engine::processes::expand_home;
+use aitk_engine::processes::{expand_home, image_batches};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -103,7 +104,7 @@ impl MemoryUsage {
     pub(crate) fn report(mut self, spec: &AttemptSpec) -> Vec<ChildEvent> {
         self.end_phase();
         let on_cpu = spec.device.kind == DeviceKind::Cpu;
-        let predicted = predicted_need(spec).map(|need| need.under(spec.profile, on_cpu));
+        let predicted = predicted_need(spec, &image_batches(spec)).map(|need| need.under(spec.profile, on_cpu));
         let host: Vec<_> = self.phases.iter().map(|phase| (&*phase.name, phase.host)).collect();
         let device = self
             .phases
@@ -150,10 +151,10 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / GIB
 }
 
-/// The predicted memory of this attempt.
-fn predicted_need(spec: &AttemptSpec) -> Option<MemoryNeed> {
+/// The predicted memory of this attempt. `batches`: the largest of its data sets, if they were seen.
+fn predicted_need(spec: &AttemptSpec, batches: &[ImageBatch]) -> Option<MemoryNeed> {
     let model = model_path(spec)?;
-    Demand::of_job(&spec.job, ParameterCounts::read(&model))?.memory
+    Demand::of_job(&spec.job, ParameterCounts::read(&model), batches)?.memory
 }
 
 /// The path of the model of the job's first process, as the engine resolves it.
@@ -204,7 +205,8 @@ pub(crate) fn limit_memory(spec: &AttemptSpec) -> Option<String> {
 pub(crate) fn out_of_memory_advice(spec: &AttemptSpec, total: u64) -> String {
     let on_cpu = spec.device.kind == DeviceKind::Cpu;
     let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / GIB);
-    let need = predicted_need(spec);
+    // The worker itself does not read the images of a job; only the attempt's process does.
+    let need = predicted_need(spec, &[]);
     let under = |profile: MemoryProfile| {
         let bytes = need.map(|need| need.under(profile, on_cpu));
         bytes.map_or_else(String::new, |bytes| format!(", predicted to need {}", gib(bytes)))

@@ -190,6 +190,7 @@ fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
         idempotency_key: None,
         owner: None,
         parameter_counts: None,
+        image_batches: Vec::new(),
         images: None,
     }
 }

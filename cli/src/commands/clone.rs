@@ -79,6 +79,8 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     let submission = Submission {
         images,
         parameter_counts: parameter_counts(&loaded, &context.directory),
+        // Most of its data sets are where the copied job was submitted.
+        image_batches: Vec::new(),
         config_text: stored.config_text,
         config_format: stored.config_format,
         job_json: json,

@@ -8,9 +8,10 @@ use crate::failure::{CommandResult, Failure};
 use crate::job_file::{images, job_json, parameter_counts};
 use crate::output::Ui;
 use crate::output::format::printable;
-use crate::preflight::check_models;
+use crate::preflight::{check_models, image_batches};
 use aitk_common::control::{Forecast, Submission};
 use aitk_common::job::LoadedJob;
+use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -28,7 +29,8 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let changes = config::parse_changes(&args.set)?;
     let loaded = config::read(&ui, &args.config, args.name.as_deref(), &changes, &context.directory)?;
     check_models(&ui, &loaded, &context.directory).await?;
-    let submission = submission(&loaded, &args.config, &context.directory)?;
+    let batches = image_batches(&loaded, &context.directory).await;
+    let submission = submission(&loaded, &args.config, &context.directory, batches)?;
     let forecast = context.api().await?.fit(submission).await?;
     show(&ui, &forecast, args.json)?;
     Ok(if forecast.fits_somewhere() {
@@ -39,8 +41,14 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
 }
 
 /// Builds the submission of a config for a forecast. The coordinator does not store it.
-pub(super) fn submission(loaded: &LoadedJob, config: &Path, directory: &Path) -> Result<Submission, Failure> {
+pub(super) fn submission(
+    loaded: &LoadedJob,
+    config: &Path,
+    directory: &Path,
+    image_batches: Vec<ImageBatch>,
+) -> Result<Submission, Failure> {
     Ok(Submission {
+        image_batches,
         parameter_counts: parameter_counts(loaded, directory),
         images: images(&loaded.spec, directory),
         job_json: job_json(loaded, config)?,

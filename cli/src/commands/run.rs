@@ -21,6 +21,7 @@ use aitk_common::job::LoadedJob;
 use aitk_common::job::change::Change;
 use aitk_common::job::cluster::{ClusterConfig, Labels};
 use aitk_common::job::values::OneOrMany;
+use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -113,11 +114,11 @@ pub async fn run_embedded(
         let checked = match read {
             Ok(loaded) => preflight::check_before_start(ui, &loaded, directory, true)
                 .await
-                .map(|_| loaded),
+                .map(|checked| (loaded, checked.image_batches)),
             Err(failure) => Err(failure),
         };
         match checked {
-            Ok(loaded) => ready.push((path.clone(), loaded)),
+            Ok((loaded, batches)) => ready.push((path.clone(), loaded, batches)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);
                 results.push(RunResult {
@@ -152,12 +153,12 @@ pub async fn run_embedded(
     }
 
     let several = configs.len() > 1;
-    for (path, mut loaded) in ready {
+    for (path, mut loaded, batches) in ready {
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
         let applied = apply_to_this_machine(ui, &mut loaded.spec.cluster, &devices);
-        let result = match applied.and_then(|()| submission(&path, directory, loaded)) {
+        let result = match applied.and_then(|()| submission(&path, directory, loaded, batches)) {
             Ok(submission) => run_one(ui, &local, &path, submission, &mut signals, options.format).await,
             Err(failure) => Err(failure),
         };
@@ -278,8 +279,14 @@ fn report(results: Vec<RunResult>) -> RunReport {
 
 /// Builds the submission of a config. The structure of the model decides the memory profile; without it a tiny model
 /// would be planned like the full-size model of its family.
-fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submission, Failure> {
+fn submission(
+    path: &Path,
+    directory: &Path,
+    loaded: LoadedJob,
+    image_batches: Vec<ImageBatch>,
+) -> Result<Submission, Failure> {
     Ok(Submission {
+        image_batches,
         job_json: job_json(&loaded, path)?,
         parameter_counts: parameter_counts(&loaded, directory),
         config_text: loaded.text,
@@ -414,7 +421,7 @@ mod tests {
             );
             std::fs::write(&config, text).unwrap();
             let loaded = config::read(&Ui::silent(), &config, None, &[], folder.path()).unwrap();
-            let submission = submission(&config, folder.path(), loaded).unwrap();
+            let submission = submission(&config, folder.path(), loaded, Vec::new()).unwrap();
             submission.parameter_counts.map(|counts| counts.denoiser)
         };
         assert_eq!(parameters("toy"), Some(100));

@@ -15,7 +15,7 @@ use crate::notify::Notify;
 use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
-use crate::preflight::{self, Commits};
+use crate::preflight::{self, Checked};
 use crate::sweep::{self, Sweep};
 use crate::trace::SubmitSpan;
 use crate::upload::{StagedInput, Upload, hash_inputs};
@@ -50,7 +50,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         return validate::show(context, &ui, text, &first.loaded, warnings, args.json).await;
     }
     let inputs = inputs_of_all(&ui, context, &jobs)?;
-    let commits = check_all(&ui, context, &jobs).await?;
+    let Checked { commits, image_batches } = check_all(&ui, context, &jobs).await?;
     for job in &mut jobs {
         // Pin the current commits, so that every attempt uses the same model.
         let named: Vec<Input> = job.loaded.spec.repositories(|path| inputs.contains_key(path)).collect();
@@ -99,6 +99,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         owner,
         parameter_counts: shared_value(&all_counts),
         images: shared_value(&counts),
+        image_batches,
     };
     let submitted = if jobs.len() == 1 {
         submit_with_retries(&api, &ui, |api| {
@@ -315,19 +316,24 @@ fn read_one(
     Ok(loaded)
 }
 
-/// Checks all jobs before anything is sent, and prints what was found. Returns the commits of models at the hub.
-async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<Commits, Failure> {
-    let mut commits = Commits::new();
+/// Checks all jobs before anything is sent, and prints what was found. Returns the commits of models at the hub, and the
+/// batches of a single job: those of an array's members may differ, so that they are planned with their resolutions.
+async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<Checked, Failure> {
+    let mut all = Checked::default();
     let mut seen: Vec<Vec<Input>> = Vec::new();
     for job in jobs {
         // Most members have the same inputs.
         let inputs = job.loaded.spec.inputs();
         if !seen.contains(&inputs) {
-            commits.extend(preflight::check_before_start(ui, &job.loaded, &context.directory, false).await?);
+            let checked = preflight::check_before_start(ui, &job.loaded, &context.directory, false).await?;
+            all.commits.extend(checked.commits);
+            if jobs.len() == 1 {
+                all.image_batches = checked.image_batches;
+            }
             seen.push(inputs);
         }
     }
-    Ok(commits)
+    Ok(all)
 }
 
 fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<String, PathBuf>, Failure> {

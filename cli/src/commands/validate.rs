@@ -10,6 +10,7 @@ use crate::output::Ui;
 use crate::preflight::Report;
 use aitk_common::control::Forecast;
 use aitk_common::job::LoadedJob;
+use aitk_common::plan::image_batches::ImageBatch;
 use serde_json::json;
 use std::path::Path;
 
@@ -44,7 +45,7 @@ pub(super) async fn show(
     let mut report = Report::new(loaded, warnings, &context.directory).await;
     // A job with problems runs nowhere, so the coordinator is not asked.
     if report.problems().is_empty() {
-        match forecast(context, config, loaded).await {
+        match forecast(context, config, loaded, report.image_batches()).await {
             Ok(forecast) => report.forecast = Some(forecast),
             // The coordinator would refuse the submission with the same message.
             Err(failure) if failure.exit == Exit::Conflict && failure.message.contains("cluster.") => {
@@ -71,9 +72,14 @@ pub(super) async fn show(
     Ok(if problems.is_empty() { Exit::Ok } else { Exit::Failed })
 }
 
-async fn forecast(context: &Context, config: &Path, loaded: &LoadedJob) -> Result<Forecast, Failure> {
+async fn forecast(
+    context: &Context,
+    config: &Path,
+    loaded: &LoadedJob,
+    batches: Vec<ImageBatch>,
+) -> Result<Forecast, Failure> {
     let api = context.api().await?;
-    api.fit(submission(loaded, config, &context.directory)?).await
+    api.fit(submission(loaded, config, &context.directory, batches)?).await
 }
 
 fn first_line(failure: &Failure) -> String {

@@ -18,6 +18,7 @@ use crate::output::Ui;
 use crate::output::format::printable;
 use aitk_common::job::repository::is_commit;
 use aitk_common::job::{Input, JobSpec, LoadedJob};
+use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -61,7 +62,7 @@ pub async fn check_before_start(
     loaded: &LoadedJob,
     directory: &Path,
     local: bool,
-) -> Result<Commits, Failure> {
+) -> Result<Checked, Failure> {
     let report = Report::new(loaded, Vec::new(), directory).await;
     for line in report.summary() {
         ui.notice(&printable(&line));
@@ -79,12 +80,30 @@ pub async fn check_before_start(
         ui.warn(&printable(&warning));
     }
     fail_on(problems)?;
-    Ok(commits(report.models))
+    Ok(Checked {
+        image_batches: report.image_batches(),
+        commits: commits(report.models),
+    })
+}
+
+/// Reads the data sets of a job that are on this machine. Returns the largest batches of its trainings, which the
+/// prediction of memory needs.
+pub async fn image_batches(loaded: &LoadedJob, directory: &Path) -> Vec<ImageBatch> {
+    report::image_batches(loaded, directory).await
 }
 
 fn commits(models: Vec<ModelReport>) -> Commits {
     let commits = models.into_iter().filter_map(|model| Some((model.path, model.commit?)));
     commits.filter(|(_, commit)| is_commit(commit)).collect()
+}
+
+/// What was found about a job that can start.
+#[derive(Clone, Debug, Default)]
+pub struct Checked {
+    /// The hub's commits of its models.
+    pub commits: Commits,
+    /// The largest batches of its data sets.
+    pub image_batches: Vec<ImageBatch>,
 }
 
 /// Model repositories that are not on this machine, each with the hub's current commit.

@@ -14,6 +14,7 @@ use aitk_common::control::Forecast;
 use aitk_common::job::InputKind;
 use aitk_common::job::{JobSpec, LoadedJob};
 use aitk_common::plan::demand::Demand;
+use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::output::RunOutput;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
@@ -71,6 +72,25 @@ pub struct ProcessReport {
     pub disk_bytes: Option<u64>,
 }
 
+impl ProcessReport {
+    #[cfg(feature = "embedded")]
+    fn image_batches(&self) -> Vec<ImageBatch> {
+        self.data.image_batches(self.process)
+    }
+
+    /// Nothing: this build cannot read data sets.
+    #[cfg(not(feature = "embedded"))]
+    fn image_batches(&self) -> Vec<ImageBatch> {
+        Vec::new()
+    }
+}
+
+/// Reads the data sets of a job that are on this machine. Returns the largest batches of its trainings.
+pub(super) async fn image_batches(loaded: &LoadedJob, directory: &Path) -> Vec<ImageBatch> {
+    let trainings = trainings(loaded, None, directory).await;
+    trainings.iter().flat_map(ProcessReport::image_batches).collect()
+}
+
 impl Report {
     /// Checks a config that was read without errors. `warnings` are those of reading it; they are part of the report.
     pub async fn new(loaded: &LoadedJob, warnings: Vec<String>, directory: &Path) -> Self {
@@ -94,7 +114,7 @@ impl Report {
             report.unchecked.push(why.to_owned());
         }
         if report.models_are_usable() {
-            report.memory = predicted_memory(loaded, counts);
+            report.memory = predicted_memory(loaded, counts, &report.image_batches());
         }
         report.short_of_memory = short_of_memory(spec, &report.memory);
         report.local_warnings = output::folder_problems(spec, directory);
@@ -109,6 +129,12 @@ impl Report {
         self.trainings
             .iter()
             .filter_map(|training| Some((training.process, training.disk_bytes?)))
+    }
+
+    /// Returns the largest batches of the trainings whose data sets could be read.
+    #[must_use]
+    pub fn image_batches(&self) -> Vec<ImageBatch> {
+        self.trainings.iter().flat_map(ProcessReport::image_batches).collect()
     }
 
     /// Whether no model has a problem.
@@ -194,9 +220,13 @@ async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, director
 }
 
 /// Predicts the memory in bytes by device and profile, the keys of `memory` in `validate --json`: on a GPU with the profiles that use the most and the least memory, and on the CPU.
-fn predicted_memory(loaded: &LoadedJob, counts: Option<ParameterCounts>) -> BTreeMap<String, u64> {
+fn predicted_memory(
+    loaded: &LoadedJob,
+    counts: Option<ParameterCounts>,
+    batches: &[ImageBatch],
+) -> BTreeMap<String, u64> {
     let job = serde_json::to_value(&loaded.spec).unwrap_or_default();
-    let Some(need) = Demand::of_job(&job, counts).and_then(|demand| demand.memory) else {
+    let Some(need) = Demand::of_job(&job, counts, batches).and_then(|demand| demand.memory) else {
         return BTreeMap::new();
     };
     let profiles = [

@@ -8,6 +8,7 @@ use crate::capability::{Device, DeviceRef};
 use crate::confinement::Confinement;
 use crate::hash::ContentHash;
 use crate::id::{AttemptId, Epoch, JobId, UserName, WorkerId};
+use crate::plan::image_batches::ImageBatch;
 use crate::plan::parameter_counts::ParameterCounts;
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
@@ -204,6 +205,8 @@ pub struct Submission {
     pub owner: Option<UserName>,
     /// The parameter counts of its model, if the client has seen the model's files.
     pub parameter_counts: Option<ParameterCounts>,
+    /// The largest batches of its data sets, if the client has seen them.
+    pub image_batches: Vec<ImageBatch>,
     /// The number of images that it generates, if the client could count them. `cluster.split` divides them into parts.
     pub images: Option<u64>,
 }

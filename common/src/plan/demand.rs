@@ -5,6 +5,7 @@
 
 use super::families;
 use super::family::{ActivationCosts, FamilyCosts};
+use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
 use super::job_memory::{Task, memory_need};
 use super::json::{config_options, dtype_bytes, flag, largest, number, text};
 use super::layout::{self, Activations, ComponentWeights, GIB, Layout};
@@ -37,13 +38,15 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// Predicts the needs of a job (`JobSpec` as JSON). `counts` is given if the model's files are known. `None` if no process
-    /// of the job has a model.
+    /// Predicts the needs of a job (`JobSpec` as JSON). `counts` is given if the model's files are known, `batches` have the
+    /// processes whose data sets are known. `None` if no process of the job has a model.
     #[must_use]
-    pub fn of_job(job: &Value, counts: Option<ParameterCounts>) -> Option<Self> {
+    pub fn of_job(job: &Value, counts: Option<ParameterCounts>, batches: &[ImageBatch]) -> Option<Self> {
         let mut whole: Option<Self> = None;
-        for process in job.get("process")?.as_array()? {
-            let Some(one) = of_process(process, counts) else {
+        for (index, process) in job.get("process")?.as_array()?.iter().enumerate() {
+            let own = batches.iter().filter(|batch| batch.process as usize == index);
+            let own: Vec<ImageBatch> = own.take(MAX_IMAGE_BATCHES).copied().collect();
+            let Some(one) = of_process(process, counts, &own) else {
                 continue;
             };
             whole = Some(match whole {
@@ -92,7 +95,7 @@ pub(super) fn factored_convolution_bytes(family: &FamilyCosts) -> f64 {
     4.0 * family.convolutions * 6.0 / 9.0
 }
 
-fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand> {
+fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[ImageBatch]) -> Option<Demand> {
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
     let arch = text(body, "/model/arch")?;
@@ -108,7 +111,7 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand
         _ => return None,
     };
     if let (Some(family), Some(published)) = (families::of(&demand.family), demand.memory) {
-        demand.memory = Some(memory_need(task, body, family, counts, published));
+        demand.memory = Some(memory_need(task, body, family, counts, batches, published));
     }
     Some(demand)
 }

@@ -2,6 +2,7 @@
 //! generation. The total is that of the largest phase.
 
 use super::families::UNetFamily;
+use super::image_batches::{ImageBatch, largest_batches};
 use super::json::{dtype_bytes, flag, number, strings, text};
 use super::memory_options::MemoryOptions;
 use super::names::NameFilter;
@@ -122,9 +123,10 @@ pub(super) fn memory_need(
     body: &Value,
     family: &UNetFamily,
     counts: Option<ParameterCounts>,
+    batches: &[ImageBatch],
     published: MemoryNeed,
 ) -> MemoryNeed {
-    let job = Job::new(task, body, family, counts);
+    let job = Job::new(task, body, family, counts, batches);
     // A CPU computes in float32.
     let cpu = Backend { width: 4.0, cpu: true };
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
@@ -144,6 +146,8 @@ pub(super) struct Job<'a> {
     counts: ParameterCounts,
     is_full: bool,
     optimizer: OptimizerFacts,
+    /// The largest batches of its data sets, if these were seen.
+    batches: Vec<ImageBatch>,
 }
 
 /// The components of a model as a job loads them.
@@ -155,7 +159,13 @@ struct Model {
 }
 
 impl<'a> Job<'a> {
-    pub(super) fn new(task: Task, body: &'a Value, family: &'a UNetFamily, counts: Option<ParameterCounts>) -> Self {
+    pub(super) fn new(
+        task: Task,
+        body: &'a Value,
+        family: &'a UNetFamily,
+        counts: Option<ParameterCounts>,
+        batches: &[ImageBatch],
+    ) -> Self {
         let counts = counts.unwrap_or_default();
         let published = family.shapes;
         let shapes = counts.shapes.and_then(ModelShapes::checked).unwrap_or_else(|| {
@@ -180,6 +190,7 @@ impl<'a> Job<'a> {
             counts,
             is_full: task == Task::Training && body.get("network").is_none_or(Value::is_null),
             optimizer: facts(text(body, "/train/optimizer").unwrap_or("adamw")),
+            batches: largest_batches(batches.iter().copied()),
         }
     }
 
@@ -445,7 +456,7 @@ impl<'a> Job<'a> {
         }
         let encode = data.iter().map(|batch| {
             let walk = Walk::new(backend);
-            model.vae.encode(&walk, [batch.side; 2], options.vae_tiled);
+            model.vae.encode(&walk, batch.size, options.vae_tiled);
             walk.peak()
         });
         let sums = if accumulates { gradients } else { 0.0 };
@@ -505,8 +516,7 @@ impl<'a> Job<'a> {
         let (mut all_gradients, mut all_forward): (f64, f64) = (0.0, peak);
         for batch in data {
             let walk = Walk::new(backend);
-            let side = [batch.side; 2];
-            let latents = self.latents(&walk, model, side, batch.items);
+            let latents = self.latents(&walk, model, batch.size, batch.items);
             // The noise, the noisy latents and the target.
             let drawn = [0; 3].map(|_| walk.tensor(latents.dims(), false));
             let context = (!trains_text).then(|| self.context(&walk, batch.items));
@@ -549,26 +559,34 @@ impl<'a> Job<'a> {
         context.unwrap_or_else(|| self.context(walk, batch))
     }
 
-    /// The batches of the data sets, each of the largest size.
+    /// The batches of the data sets: those that were seen, or else squares of the resolutions.
     fn data(&self) -> Vec<DataBatch> {
+        if !self.batches.is_empty() {
+            let side = |side: u32| f64::from(side).clamp(1.0, MAX_SIDE);
+            let batches = self.batches.iter().map(|batch| DataBatch {
+                size: [side(batch.height), side(batch.width)],
+                items: f64::from(batch.images).clamp(1.0, MAX_BATCH),
+            });
+            return batches.collect();
+        }
         let usual = number(self.body, "/train/batch_size").unwrap_or(1.0);
         let datasets = self.body.get("datasets").and_then(Value::as_array);
-        let batches = datasets.into_iter().flatten().map(|set| DataBatch {
-            side: super::json::largest(set.get("resolution"))
-                .filter(|side| *side > 0.0)
-                .unwrap_or(512.0)
-                .min(MAX_SIDE),
-            items: number(set, "/batch_size").unwrap_or(usual).clamp(1.0, MAX_BATCH),
+        let batches = datasets.into_iter().flatten().map(|set| {
+            let side = super::json::largest(set.get("resolution"));
+            DataBatch {
+                size: [side.filter(|side| *side > 0.0).unwrap_or(512.0).min(MAX_SIDE); 2],
+                items: number(set, "/batch_size").unwrap_or(usual).clamp(1.0, MAX_BATCH),
+            }
         });
         let mut batches: Vec<DataBatch> = batches.collect();
         // Those with the most pixels at once, and the largest image.
-        batches.sort_by(|a, b| (b.items * b.side * b.side).total_cmp(&(a.items * a.side * a.side)));
-        let largest = batches.iter().copied().max_by(|a, b| a.side.total_cmp(&b.side));
+        batches.sort_by(|a, b| (b.items * b.pixels()).total_cmp(&(a.items * a.pixels())));
+        let largest = batches.iter().copied().max_by(|a, b| a.pixels().total_cmp(&b.pixels()));
         batches.truncate(1);
         batches.extend(largest);
         if batches.is_empty() {
             batches.push(DataBatch {
-                side: 512.0,
+                size: [512.0; 2],
                 items: usual.clamp(1.0, MAX_BATCH),
             });
         }
@@ -590,8 +608,16 @@ struct Step {
 /// Images of one size that are trained together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct DataBatch {
-    side: f64,
+    /// Height and width in pixels.
+    size: [f64; 2],
     items: f64,
+}
+
+impl DataBatch {
+    /// Pixels of an image.
+    fn pixels(&self) -> f64 {
+        self.size[0] * self.size[1]
+    }
 }
 
 impl Weights {

@@ -5,6 +5,7 @@ pub mod demand;
 mod families;
 pub mod family;
 mod headers;
+pub mod image_batches;
 mod job_memory;
 mod json;
 mod layout;

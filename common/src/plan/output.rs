@@ -67,7 +67,7 @@ impl RunOutput {
         let name = process.model.arch.name.name();
         let optimizer = facts(process.train.optimizer.name());
         let (trained, state, model) = match families::of(FamilyCosts::of(name)?.name) {
-            Some(family) => Job::new(Task::Training, &body, family, counts).trained(),
+            Some(family) => Job::new(Task::Training, &body, family, counts, &[]).trained(),
             None => published(&body, name, counts, &optimizer)?,
         };
         let averaged = if process.train.ema_config.use_ema { 4.0 } else { 0.0 };

@@ -250,6 +250,7 @@ impl Jobs for JobsApi {
             idempotency_key: None,
             owner: Some(view.owner),
             parameter_counts: None,
+            image_batches: Vec::new(),
             images: None,
         });
         if encoded_len(&submission) > MAX_MESSAGE_BYTES {

@@ -11,7 +11,7 @@ use super::sizes::SizeCache;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::rng::generator_for;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 /// The options of a `datasets` entry that concern images and captions, with one resolution.
@@ -177,6 +177,17 @@ impl DatasetScan {
     #[must_use]
     pub fn image_count(&self) -> usize {
         self.images.len() + self.unreadable.len()
+    }
+
+    /// The sizes, width and height, that the images are trained at.
+    #[must_use]
+    pub fn bucket_sizes(&self, options: &DatasetOptions, divisibility: u32) -> BTreeSet<(u32, u32)> {
+        // The seed only changes the crop, not the bucket.
+        let plans = self
+            .images
+            .iter()
+            .map(|image| plan_item(image.size, options, divisibility, 0, &image.path));
+        plans.map(|plan| plan.bucket).collect()
     }
 
     /// Images without a caption.

@@ -20,7 +20,7 @@ mod train;
 pub use context::{Context, artifact_name, expand_home};
 pub use events::{EventSink, StopSignal};
 pub use log_file::LogFile;
-pub use train::{TrainingPreview, preview};
+pub use train::{TrainingPreview, image_batches, preview};
 
 use crate::device::portable::{is_portable, portable};
 use crate::error::{EngineError, Result};

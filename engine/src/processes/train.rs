@@ -5,6 +5,7 @@
 
 mod data;
 mod folder;
+mod image_batches;
 mod loss_plot;
 mod options;
 mod preview;
@@ -17,6 +18,7 @@ mod saving;
 mod target;
 mod write;
 
+pub use image_batches::image_batches;
 pub use preview::{TrainingPreview, preview};
 
 use super::context::{Context, LoadedModel};

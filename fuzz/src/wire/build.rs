@@ -170,9 +170,10 @@ messages! {
     CoordinatorMessage { message }
     InfoRequest {}
     InfoReply { version protocol started_ms storage workers_connected jobs_active }
-    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy images }
+    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy images image_batches }
     ArrayMember { job_json twin }
     SubmitArrayRequest { shared name members at_most }
+    ImageBatch { process width height images }
     Anatomy { denoiser text vae denoiser_stored text_stored vae_stored shapes }
     ModelShapes { unet text vae }
     UNetShapes {

@@ -1,5 +1,6 @@
 //! Conversions of jobs, their events, and workers as clients see them.
 
+use super::image_batches;
 use super::vocabulary::enum_field;
 use super::worker_id;
 use super::workers::{confinement, inputs, labels, wire_confinement, wire_inputs};
@@ -65,6 +66,7 @@ impl From<Submission> for v1::SubmitRequest {
                 shapes: counts.shapes.map(v1::ModelShapes::from),
             }),
             images: submission.images,
+            image_batches: image_batches::wire(&submission.image_batches),
         }
     }
 }
@@ -96,6 +98,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 shapes: super::shapes::shapes(wire.shapes),
             }),
             images: wire.images,
+            image_batches: image_batches::batches(&wire.image_batches),
         })
     }
 }

@@ -1,6 +1,7 @@
 //! Conversions between wire and domain types. All incoming messages are checked here.
 
 mod certificates;
+mod image_batches;
 mod jobs;
 mod shapes;
 mod vocabulary;

@@ -13,7 +13,7 @@ fn lora(arch: &str, side: u32, dtype: &str, rank: u32) -> Value {
 
 /// GiB on a GPU under each profile.
 fn gib(job: &Value) -> [f64; 4] {
-    let need = Demand::of_job(job, None).unwrap().memory.unwrap();
+    let need = Demand::of_job(job, None, &[]).unwrap().memory.unwrap();
     MemoryProfile::on(false).map(|profile| need.under(profile, false) as f64 / GIB)
 }
 
@@ -54,6 +54,36 @@ fn smaller_profiles_need_less() {
 }
 
 #[test]
+fn the_sizes_of_the_images_count_if_they_were_seen() {
+    let job = lora("sd1", 768, "float32", 16);
+    let batch = |process: u32, width: u32, height: u32| ImageBatch {
+        process,
+        width,
+        height,
+        images: 1,
+    };
+    let bytes = |batches: &[ImageBatch]| {
+        let need = Demand::of_job(&job, None, batches).unwrap().memory.unwrap();
+        need.under(MemoryProfile::CpuOnly, true)
+    };
+    let usual = bytes(&[]);
+    assert_eq!(bytes(&[batch(0, 768, 768)]), usual);
+    assert!(bytes(&[batch(0, 1024, 448)]) < usual, "a wide bucket has fewer pixels");
+    assert!(bytes(&[batch(0, 256, 256)]) < usual);
+    assert_eq!(
+        bytes(&[batch(0, 256, 256), batch(0, 768, 768)]),
+        usual,
+        "the largest decides"
+    );
+    assert_eq!(bytes(&[batch(1, 64, 64)]), usual, "another process has these images");
+    let absurd = ImageBatch {
+        images: u32::MAX,
+        ..batch(0, u32::MAX, u32::MAX)
+    };
+    assert!(bytes(&[absurd]) > 1 << 50);
+}
+
+#[test]
 fn tiny_models_and_quantised_models_need_less() {
     let job = lora("sd1", 512, "bf16", 4);
     let tiny = ParameterCounts {
@@ -62,7 +92,7 @@ fn tiny_models_and_quantised_models_need_less() {
         vae: 0,
         ..ParameterCounts::default()
     };
-    let need = Demand::of_job(&job, Some(tiny)).unwrap().memory.unwrap();
+    let need = Demand::of_job(&job, Some(tiny), &[]).unwrap().memory.unwrap();
     assert!(
         MemoryProfile::on(false)
             .iter()
@@ -88,7 +118,7 @@ fn generation_gib(model: &Value, side: u32, counts: Option<ParameterCounts>) -> 
         "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a"]}}}}]});
     let keys = job.pointer_mut("/process/0/kind/generate/model").unwrap();
     keys.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
-    let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
+    let need = Demand::of_job(&job, counts, &[]).unwrap().memory.unwrap();
     MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
 }
 
@@ -200,7 +230,7 @@ fn lora_memory_is_predicted_within_the_measured_range() {
         train["batch_size"] = json!(batch);
         train["gradient_checkpointing"] = json!(checkpointed);
         train["optimizer"] = json!(optimizer);
-        let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
+        let need = Demand::of_job(&job, counts, &[]).unwrap().memory.unwrap();
         let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
         let over = predicted / taken - 1.0;
         assert!(
@@ -242,7 +272,7 @@ fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
         body["network"] = json!(null);
         body["train"]["optimizer"] = json!(optimizer);
         body["train"]["train_text_encoder"] = json!(text);
-        let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
+        let need = Demand::of_job(&job, counts, &[]).unwrap().memory.unwrap();
         let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
         let over = predicted / taken - 1.0;
         assert!(
@@ -289,19 +319,19 @@ fn all_gradients_are_counted_when_the_update_needs_them_together() {
 
 #[test]
 fn work_counts_steps_images_and_pixels() {
-    let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None).unwrap();
-    let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None).unwrap();
+    let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None, &[]).unwrap();
+    let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None, &[]).unwrap();
     assert_eq!(one.units(), 4000.0);
     assert_eq!(four.units(), 16_000.0);
     let images = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
         "generate": {"width": 1024, "height": 1024, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a", "b"], "num_repeats": 3}}}}]});
-    let made = Demand::of_job(&images, None).unwrap();
+    let made = Demand::of_job(&images, None, &[]).unwrap();
     assert_eq!((made.family.as_str(), made.units()), ("sdxl", 6.0 * 20.0 * 2.0 * 4.0));
 }
 
 #[test]
 fn unknown_models_give_no_memory_and_absurd_values_are_handled() {
-    let wan = Demand::of_job(&lora("wan21", 512, "bf16", 4), None).unwrap();
+    let wan = Demand::of_job(&lora("wan21", 512, "bf16", 4), None, &[]).unwrap();
     assert_eq!((wan.family.as_str(), wan.memory), ("wan21", None));
     for job in [
         json!(null),
@@ -309,11 +339,11 @@ fn unknown_models_give_no_memory_and_absurd_values_are_handled() {
         json!({"process": []}),
         json!({"process": [7, {"kind": "x"}, {"kind": {"train": {}}}, {"kind": {"caption": {"model": {"arch": "sd1"}}}}]}),
     ] {
-        assert_eq!(Demand::of_job(&job, None), None, "{job}");
+        assert_eq!(Demand::of_job(&job, None, &[]), None, "{job}");
     }
     let mut absurd = lora("flux", 512, "bf16", 4);
     absurd["process"][0]["kind"]["train"]["train"]["batch_size"] = json!(1e300);
     absurd["process"][0]["kind"]["train"]["train"]["steps"] = json!(-5);
-    let need = Demand::of_job(&absurd, None).unwrap();
+    let need = Demand::of_job(&absurd, None, &[]).unwrap();
     assert!(need.memory.unwrap().under(MemoryProfile::Extreme, false) > 1 << 50);
 }

@@ -220,6 +220,7 @@ pub(crate) fn submission(name: &str) -> Submission {
         idempotency_key: None,
         owner: None,
         parameter_counts: None,
+        image_batches: Vec::new(),
         images: None,
     }
 }

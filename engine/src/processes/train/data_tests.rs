@@ -1,8 +1,12 @@
 //! Tests of regularisation sets, squares instead of buckets, masks, and training without captions.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use super::{image_batches, preview};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::values::OneOrMany;
+use aitk_common::plan::image_batches::ImageBatch;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// A run with a second data set of two images for regularisation.
@@ -23,6 +27,38 @@ fn with_regularisation(root: &Path, steps: u64) -> TrainerProcess {
     process.datasets.push(set);
     process.trigger_word = Some("zorb".into());
     process
+}
+
+#[test]
+fn the_largest_batches_are_those_of_the_buckets() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 1);
+    let folder = dir.path().join("sizes");
+    std::fs::create_dir_all(&folder).unwrap();
+    for (width, height) in [(96, 32), (64, 64)] {
+        let name = format!("{width}.png");
+        image::RgbImage::new(width, height).save(folder.join(name)).unwrap();
+    }
+    let set = &mut process.datasets[0];
+    set.folder_path = Some(folder.display().to_string());
+    set.resolution = OneOrMany(vec![64]);
+    let mut small = set.clone();
+    (small.resolution, small.batch_size) = (OneOrMany(vec![32]), Some(9));
+    process.datasets.push(small);
+    let batch = |side: u32, images: u32| ImageBatch {
+        process: 0,
+        width: side,
+        height: side,
+        images,
+    };
+    let expected = [batch(32, 9), batch(64, 2)];
+    let job = spec(process.clone());
+    assert_eq!(image_batches(&job), expected);
+    let parsed = serde_json::from_value(job.job).unwrap();
+    let seen = preview(&parsed, &process, &BTreeMap::new());
+    assert_eq!(seen.image_batches(0), expected, "{:?}", seen.problems);
+    process.datasets[0].folder_path = Some(dir.path().join("missing").display().to_string());
+    assert_eq!(image_batches(&spec(process)), []);
 }
 
 fn run(process: &TrainerProcess) -> Vec<f64> {

@@ -1,6 +1,7 @@
 //! A preview of a training before anything is loaded or sent: `aitk validate`.
 
 use super::data::uses_regularisation;
+use super::image_batches::image_batch;
 use super::options;
 use crate::data::{DatasetContents, DatasetOptions, DatasetReport};
 use crate::error::{EngineError, Result};
@@ -8,6 +9,7 @@ use crate::processes::{Context, LogFile, StopSignal};
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::job::JobSpec;
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::plan::image_batches::{ImageBatch, largest_batches};
 use serde::Serialize;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -49,6 +51,20 @@ pub fn preview(job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String
 }
 
 impl TrainingPreview {
+    /// The largest batches of its data sets. `process`: the index of the training in `config.process`. Empty if a data set
+    /// cannot be read.
+    #[must_use]
+    pub fn image_batches(&self, process: usize) -> Vec<ImageBatch> {
+        if !self.problems.is_empty() {
+            return Vec::new();
+        }
+        let batches = self.datasets.iter().flat_map(|set| {
+            let buckets = set.buckets.iter();
+            buckets.map(move |bucket| image_batch(process, (bucket.width, bucket.height), set.batch_size))
+        });
+        largest_batches(batches)
+    }
+
     fn read_data(&mut self, job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String, PathBuf>) -> Result<()> {
         options::check_supported(process, &job.name)?;
         let spec = in_place_attempt(inputs)?;

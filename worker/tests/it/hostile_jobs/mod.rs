@@ -60,6 +60,7 @@ fn submission(job: &Value) -> Submission {
         idempotency_key: None,
         owner: None,
         parameter_counts: None,
+        image_batches: Vec::new(),
         images: Some(1),
     }
 }

@@ -123,7 +123,7 @@ impl TestJob {
 
     fn requirements(&self) -> Requirements {
         Requirements {
-            demand: Demand::of_job(&self.json, None),
+            demand: Demand::of_job(&self.json, None, &[]),
             ..self.requirements.clone()
         }
     }
