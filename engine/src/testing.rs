@@ -27,6 +27,20 @@ macro_rules! in_portable_mode {
 }
 pub(crate) use in_portable_mode;
 
+/// The cases that a test compares: all of them, and in portable mode, which is slow, every fourth and the last.
+/// `AITK_ALL_CASES=1` compares all in both modes.
+pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {
+    if !crate::device::portable::is_portable() || std::env::var_os("AITK_ALL_CASES").is_some() {
+        return cases;
+    }
+    let last = cases.len().saturating_sub(1);
+    let numbered = cases.into_iter().enumerate();
+    numbered
+        .filter(|(i, _)| i % 4 == 0 || *i == last)
+        .map(|(_, case)| case)
+        .collect()
+}
+
 /// The folder of fixtures, most of which Python scripts made.
 pub(crate) fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")

@@ -132,12 +132,6 @@ impl ArchName {
         matches!(self, Self::Flux)
     }
 
-    /// The sides of generated images are multiples of this many pixels.
-    #[must_use]
-    pub fn side_multiple(self) -> u32 {
-        if matches!(self, Self::Flux) { 16 } else { 8 }
-    }
-
     /// Bucket sizes are multiples of this many pixels.
     #[must_use]
     pub fn bucket_divisibility(self) -> u32 {

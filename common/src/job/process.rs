@@ -103,14 +103,6 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
 fn check_generate(process: &GenerateProcess, path: &str, report: &mut SupportReport) {
     let (arch, sampler) = (process.model.arch.name, process.generate.sampler);
     check_sampler(arch, sampler, path, "generate.sampler", report);
-    let multiple = arch.side_multiple();
-    // Other sides are rounded to multiples of 8.
-    for (key, side) in [("width", process.generate.width), ("height", process.generate.height)] {
-        if multiple > 8 && !side.is_multiple_of(multiple) {
-            let message = format!("{side} is not a multiple of {multiple}, as `arch: {arch}` needs it");
-            report.error(join(path, &format!("generate.{key}")), message);
-        }
-    }
 }
 
 fn check_img2img(process: &Img2ImgProcess, path: &str, report: &mut SupportReport) {

@@ -6,6 +6,7 @@ mod conditioning;
 pub mod flux;
 mod model;
 mod options;
+mod scheduler_config;
 pub mod sd1;
 pub mod sd2;
 pub mod sdxl;

@@ -132,6 +132,24 @@ fn an_added_token_of_another_vocabulary_is_refused() {
     }
 }
 
+#[test]
+fn a_damaged_tokenizer_is_reported_with_the_damaged_file() {
+    let tokenizer = fixtures().join("tiny_sd/tokenizer");
+    for (damaged, content) in [
+        ("merges.txt", "#version: 0.2\na b c"),
+        ("merges.txt", "#version: 0.2\nqqq zzz"),
+        ("vocab.json", "[1, 2]"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["vocab.json", "merges.txt"] {
+            std::fs::copy(tokenizer.join(name), folder.path().join(name)).unwrap();
+        }
+        std::fs::write(folder.path().join(damaged), content).unwrap();
+        let error = ClipTokenizer::open(folder.path()).unwrap_err().to_string();
+        assert!(error.contains(damaged), "{content}: {error}");
+    }
+}
+
 /// The ids of transformers' `CLIPTokenizer` with the vocabulary of `openai/clip-vit-large-patch14`.
 #[test]
 fn the_built_in_tokenizer_matches_openai() {

@@ -6,7 +6,7 @@ use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{FLUX, LoadOptions, Model, sd2, sdxl};
-use crate::testing::{fixtures, in_portable_mode, tiny};
+use crate::testing::{chosen, fixtures, in_portable_mode, tiny};
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -34,6 +34,7 @@ fn with_scheduler(model: &SdModel, case: &Value) -> SdModel {
 fn compare_all<M: Model>(folder: &str, file: &str, model_of: impl Fn(&Value) -> M) {
     let (cases, images) = cases(folder, file);
     let mut failures = Vec::new();
+    let cases = chosen(cases);
     let mut worst = 0;
     for case in &cases {
         match compare_case(case, &model_of(case), &images) {

@@ -79,7 +79,7 @@ fn generate_all(
             .map_or_else(|| random_seed(settings.job_seed, index as u64), |seed| seed as u64);
         let steps = request.steps as usize;
         let images = pipeline.text_to_image(
-            &to_generate_request(request, settings.sampler),
+            &to_generate_request(request, settings.sampler, model.size_multiple()),
             &mut NoiseSource::from_seeds(&[seed]),
             &mut |step, of| on_step(done + step * steps / of.max(1), all),
         )?;
@@ -92,21 +92,38 @@ fn generate_all(
     Ok(true)
 }
 
-/// Converts a request to the pipeline's form.
-pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str) -> GenerateRequest {
+/// Converts a request to the pipeline's form. Width and height are rounded down to multiples of `size_multiple`, as the model
+/// needs them.
+pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_multiple: usize) -> GenerateRequest {
     GenerateRequest {
         prompts: vec![request.prompt.clone()],
         prompts_2: request.prompt_2.clone().into_iter().collect(),
         negative: vec![request.negative_prompt.clone()],
         negative_2: request.negative_prompt_2.clone().into_iter().collect(),
         condition_size: None,
-        width: request.width as usize,
-        height: request.height as usize,
+        width: request.width as usize / size_multiple * size_multiple,
+        height: request.height as usize / size_multiple * size_multiple,
         steps: request.steps as usize,
         guidance_scale: request.guidance_scale,
         true_cfg_scale: 1.0,
         guidance_rescale: request.guidance_rescale,
         sampler: sampler.to_owned(),
         eta: 0.0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_common::job::generate::GenerateConfig;
+
+    #[test]
+    fn sides_are_rounded_down_to_what_the_model_needs() {
+        let request = GenerateConfig::default().request("a zorb --w 1000 --h 72", None);
+        let size = |multiple| {
+            let converted = to_generate_request(&request, "euler", multiple);
+            (converted.width, converted.height)
+        };
+        assert_eq!((size(8), size(16)), ((1000, 72), (992, 64)));
     }
 }

@@ -5,7 +5,7 @@ use crate::adapters::{LoadedLora, load_lora};
 use crate::families::LoadOptions;
 use crate::families::stable_diffusion::SdModel;
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, gap, largest, load_sd, tiny_sd};
+use crate::testing::{chosen, fixtures, gap, largest, load_sd, tiny_sd};
 use candle_core::{Device, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -204,6 +204,8 @@ fn every_image_matches_diffusers() {
     let plain = tiny_sd();
     let (with_lora, lora) = model_with_lora(&folder.join("lora.safetensors"));
     let compare_case = |case: &Value, model: &SdModel| compare_case(case, model, &tensors);
+    let all = cases.len();
+    let cases = chosen(cases);
     let (lora_cases, plain_cases): (Vec<&Value>, Vec<&Value>) =
         cases.iter().partition(|case| case.get("lora").is_some());
     let mut results = std::thread::scope(|scope| {
@@ -229,7 +231,7 @@ fn every_image_matches_diffusers() {
         failures.len(),
         cases.len()
     );
-    assert!(results.len() >= 80, "only {} cases", results.len());
+    assert!(all >= 80 && results.len() == cases.len(), "only {all} cases");
     let worst = results.iter().flatten().map(|found| found.0).max().unwrap();
     let differing: usize = results.iter().flatten().map(|found| found.1).sum();
     eprintln!(

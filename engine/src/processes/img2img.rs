@@ -103,7 +103,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         if let Some(lora) = &generator.lora {
             lora.multiplier.set(request.network_multiplier);
         }
-        let generate_request = to_generate_request(&request, sampler);
+        let generate_request = to_generate_request(&request, sampler, generator.model.size_multiple());
         let stop = cx.stop.clone();
         let images = pipeline.image_to_image(
             &generate_request,

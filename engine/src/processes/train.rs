@@ -132,10 +132,8 @@ impl<'a> Run<'a> {
                 ),
             );
         }
-        let params = SamplerParams::from_json(model.scheduler_config())
-            .map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
-        let mut schedule =
-            NoiseSchedule::new(&params).map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
+        let params = SamplerParams::from_json(model.scheduler_config())?;
+        let mut schedule = NoiseSchedule::new(&params)?;
         if process.model.is_v_pred {
             schedule.prediction_type = PredictionType::VPrediction;
         }

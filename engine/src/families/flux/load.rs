@@ -4,6 +4,7 @@ use super::model::FluxModel;
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
+use crate::families::scheduler_config;
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::flux::{FluxConfig, FluxTransformer2DModel};
@@ -50,7 +51,7 @@ impl FluxModel {
         let t5_config: T5Config = config::read(&config("text_encoder_2"))?;
         let flux_config: FluxConfig = config::read(&config("transformer"))?;
         let vae_config: VaeConfig = config::read(&config("vae"))?;
-        let scheduler_config = config::read_json(&folder.join("scheduler/scheduler_config.json"))?;
+        let scheduler_config = scheduler_config::read(folder)?;
 
         let mut quantised_in_file = Vec::new();
         let mut index = |part: &str, role: PartRole| -> Result<Index> {

@@ -2,6 +2,7 @@
 
 use super::variant::Variant;
 use crate::error::{EngineError, Result};
+use crate::families::scheduler_config;
 use crate::models::clip::ClipTextConfig;
 use crate::models::config;
 use crate::models::unet::UNetConfig;
@@ -58,7 +59,7 @@ impl SdConfig {
             text_encoders: text_encoders.collect::<Result<_>>()?,
             unet: config::read(&folder.join("unet/config.json"))?,
             vae: config::read(&folder.join("vae/config.json"))?,
-            scheduler: config::read_json(&folder.join("scheduler/scheduler_config.json"))?,
+            scheduler: scheduler_config::read(folder)?,
         })
     }
 }

@@ -54,7 +54,7 @@ impl ClipTokenizer {
                 }
             }
             let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy());
-            from_vocabulary(bpe).map_err(|e| wrong("vocab.json", &e))?
+            from_vocabulary(bpe).map_err(|e| wrong(damaged_file(&*e), &e))?
         };
         let special = SpecialTokens::read(folder)?;
         special.add_to(&mut tokenizer)?;
@@ -199,6 +199,15 @@ fn alphabet() -> Vec<char> {
     as_is
         .chain((0x100..0x100 + others).filter_map(char::from_u32))
         .collect()
+}
+
+/// The file of a `tokenizer/` folder that an error is about.
+fn damaged_file(error: &(dyn std::error::Error + 'static)) -> &'static str {
+    use tokenizers::models::bpe::Error;
+    match error.downcast_ref() {
+        Some(Error::BadMerges(_) | Error::MergeTokenOutOfVocabulary(_)) => "merges.txt",
+        _ => "vocab.json",
+    }
 }
 
 fn from_vocabulary(bpe: BpeBuilder) -> tokenizers::Result<Tokenizer> {

@@ -79,7 +79,7 @@ fn final_loss(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
 fn eight_bit_optimizers_reach_the_loss_of_32_bit_ones() {
     use OptimizerName::*;
     let configured = std::env::var("AITK_OPTIMIZER_STEPS").ok();
-    let steps = configured.map_or(20, |steps| steps.parse().unwrap());
+    let steps = configured.map_or(10, |steps| steps.parse().unwrap());
     for (full, lr, eight_bit_optimizers) in [
         (AdamW, 1e-3, &[AdamW8Bit, AdamW8][..]),
         (Lion, 2e-4, &[Lion8Bit]),
