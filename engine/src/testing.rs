@@ -41,8 +41,19 @@ pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {
         .collect()
 }
 
+/// Lets this thread compute alone from now on. Tests run side by side on all cores, and what they compute is small: with
+/// threads of their own they would wait for each other most of the time.
+pub(crate) fn compute_on_this_thread() {
+    if rayon::current_thread_index().is_none() {
+        // It stays until the process ends: this thread belongs to it.
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread();
+        std::mem::forget(pool.build().unwrap());
+    }
+}
+
 /// The folder of fixtures, most of which Python scripts made.
 pub(crate) fn fixtures() -> PathBuf {
+    compute_on_this_thread();
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
 }
 

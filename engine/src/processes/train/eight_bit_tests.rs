@@ -78,6 +78,7 @@ fn final_loss(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
 #[test]
 fn eight_bit_optimizers_reach_the_loss_of_32_bit_ones() {
     use OptimizerName::*;
+    crate::testing::compute_on_this_thread();
     let configured = std::env::var("AITK_OPTIMIZER_STEPS").ok();
     let steps = configured.map_or(10, |steps| steps.parse().unwrap());
     for (full, lr, eight_bit_optimizers) in [
