@@ -1,7 +1,10 @@
 //! Reads LoRA files of every supported dialect.
 
+use super::control::control_lora;
+use super::joined::split;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
+use super::origin::origin;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
@@ -100,6 +103,9 @@ impl LoraFile {
             )));
         }
 
+        if let Some(reason) = control_lora(&keys) {
+            return Err(file_error(reason));
+        }
         let mut layers: BTreeMap<String, LayerTensors> = BTreeMap::new();
         let mut unknown = Vec::new();
         for (key, shape) in keys {
@@ -182,9 +188,11 @@ impl LoraFile {
     }
 
     /// Matches the file's names to the layers of a model. The second value is the names that match no layer. A missing
-    /// alpha is read from peft's metadata; otherwise it is the rank.
-    #[must_use]
-    pub fn resolve(&self, index: &LayerIndex) -> (BTreeMap<LayerKey, LoraTensors>, Vec<String>) {
+    /// alpha is read from peft's metadata; otherwise it is the rank. The LoRA of a layer that is several in the model is split.
+    ///
+    /// # Errors
+    /// When such a layer has another size than those of the model.
+    pub fn resolve(&self, index: &LayerIndex) -> Result<(BTreeMap<LayerKey, LoraTensors>, Vec<String>)> {
         let peft: Option<serde_json::Value> = self
             .metadata
             .get("lora_adapter_metadata")
@@ -192,7 +200,8 @@ impl LoraFile {
         let mut resolved = BTreeMap::new();
         let mut unknown = self.unknown.clone();
         for module in &self.modules {
-            let Some(layer) = index.resolve(&module.stem) else {
+            let Some((named, (first, _))) = index.resolve(&module.stem).and_then(|n| Some((n, n.layers.first()?)))
+            else {
                 unknown.push(module.stem.clone());
                 continue;
             };
@@ -202,12 +211,25 @@ impl LoraFile {
             let alpha = tensors
                 .alpha
                 .filter(|a| *a != 0.0 && a.is_finite())
-                .or_else(|| peft_alpha(peft.as_ref()?, &layer, rank))
+                .or_else(|| peft_alpha(peft.as_ref()?, (named.part, first), rank))
                 .unwrap_or(rank);
             tensors.alpha = Some(alpha);
-            resolved.insert(layer, tensors);
+            let (found, expected) = (tensors.up.dims()[0], named.rows());
+            if named.is_converted() && found != expected {
+                return Err(EngineError::WeightsFile {
+                    path: self.path.clone(),
+                    reason: format!(
+                        "layer `{}`: the file's up matrix has {found} rows, the model's layers have {expected}{}",
+                        module.stem,
+                        origin(self).map_or_else(String::new, |origin| format!("; it was made for {origin}"))
+                    ),
+                });
+            }
+            for ((path, _), tensors) in named.layers.iter().zip(split(tensors, named)?) {
+                resolved.insert((named.part, path.clone()), tensors);
+            }
         }
-        (resolved, unknown)
+        Ok((resolved, unknown))
     }
 
     /// Whether the file is one of peft's own, which have their alpha in `adapter_config.json`, and nothing says what it is.
@@ -247,7 +269,7 @@ fn find_regex_pattern(metadata: &BTreeMap<String, String>) -> Option<String> {
 
 /// Reads a layer's alpha from the metadata that diffusers writes (`unet.lora_alpha`, `unet.alpha_pattern`,
 /// `unet.use_rslora`), or from peft's `adapter_config.json` (`lora_alpha`).
-fn peft_alpha(peft: &serde_json::Value, (part, path): &LayerKey, rank: f64) -> Option<f64> {
+fn peft_alpha(peft: &serde_json::Value, (part, path): (&str, &str), rank: f64) -> Option<f64> {
     // `save_lora_adapter` of a model writes the keys without the part.
     let get = |key: &str| {
         let value = peft.get(format!("{part}.{key}")).or_else(|| peft.get(key));
@@ -258,7 +280,7 @@ fn peft_alpha(peft: &serde_json::Value, (part, path): &LayerKey, rank: f64) -> O
         .and_then(|patterns| {
             patterns
                 .iter()
-                .find(|(p, _)| path == *p || path.ends_with(&format!(".{p}")))
+                .find(|(p, _)| path == p.as_str() || path.ends_with(&format!(".{p}")))
                 .and_then(|(_, v)| v.as_f64())
         });
     let alpha = by_pattern.or_else(|| get("lora_alpha")?.as_f64())?;

@@ -8,6 +8,8 @@
 //! | bare peft | `base_model.model.down_blocks.0.attentions.0.proj_in.lora_A.weight` |
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
 //! | LyCORIS | `lycoris_…` and `.lora_mid.weight` |
+//! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
+//! | XLabs (FLUX.1) | `double_blocks.0.processor.qkv_lora1.down.weight`, `single_blocks.0.processor.proj_lora.up.weight` |
 
 /// Which tensor of a LoRA layer a key names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,6 +77,14 @@ pub(super) fn parse_key(key: &str) -> ParsedKey<'_> {
             return ParsedKey::Lora(stem, role);
         }
     }
+    // XLabs numbers the image's and the text's LoRA of a double block: the number belongs to the layer's name.
+    for (suffix, role) in [(".down.weight", TensorRole::Down), (".up.weight", TensorRole::Up)] {
+        if let Some(stem) = key.strip_suffix(suffix)
+            && (stem.ends_with("_lora1") || stem.ends_with("_lora2"))
+        {
+            return ParsedKey::Lora(stem, role);
+        }
+    }
     match OTHER_NETWORKS.iter().find(|(marker, _)| key.contains(marker)) {
         Some((_, name)) => ParsedKey::OtherNetwork(name),
         None => ParsedKey::Unknown,
@@ -91,6 +101,10 @@ mod tests {
         assert_eq!(
             parse_key("a.to_q_lora.up.weight"),
             ParsedKey::Lora("a.to_q", TensorRole::Up)
+        );
+        assert_eq!(
+            parse_key("a.processor.qkv_lora2.down.weight"),
+            ParsedKey::Lora("a.processor.qkv_lora2", TensorRole::Down)
         );
         assert_eq!(parse_key("a.alpha"), ParsedKey::Lora("a", TensorRole::Alpha));
         assert_eq!(parse_key("a.lokr_w1"), ParsedKey::OtherNetwork("LoKr"));

@@ -31,7 +31,7 @@ pub struct LoadedLora {
 pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedLora> {
     let file = LoraFile::open(path)?;
     let index = index_layers(parts)?;
-    let (mut found, unknown) = file.resolve(&index);
+    let (mut found, unknown) = file.resolve(&index)?;
     if found.is_empty() {
         let origin = origin(&file).unwrap_or_else(|| "another model family".to_owned());
         return Err(EngineError::WeightsFile {
@@ -80,12 +80,12 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
 pub(super) fn index_layers(parts: &mut [Part<'_>]) -> Result<LayerIndex> {
     let mut index = LayerIndex::default();
     for part in parts.iter_mut() {
-        let mut paths = Vec::new();
-        part.layers.visit_layers(&mut |name, _| {
-            paths.push(name.to_owned());
+        let mut named = Vec::new();
+        part.layers.visit_layers(&mut |name, layer| {
+            named.push((name.to_owned(), layer_info(&layer).0.first().copied().unwrap_or(0)));
             Ok(())
         })?;
-        index.add(part, &paths);
+        index.add(part, &named);
     }
     Ok(index)
 }

@@ -1,4 +1,4 @@
-//! LoRA: the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers and peft.
+//! LoRA: the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers, peft and ComfyUI.
 //!
 //! - [`LoraLayer`]: the computation, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
 //! - [`LoraFile`]: reads files with the names of ai-toolkit, sd-scripts (diffusers or original paths), diffusers or
@@ -6,7 +6,9 @@
 //! - [`load_lora`]: attaches a file to a model for inference.
 //! - [`LoraNetwork`]: the trainable layers of a model, and the tensors to save.
 
+mod control;
 mod file;
+mod joined;
 mod keys;
 mod layer;
 mod load;
@@ -18,10 +20,13 @@ mod save;
 pub use file::{LoraFile, LoraModule, LoraTensors};
 pub use layer::{LoraHandle, LoraLayer, LoraPass, Multiplier};
 pub use load::{LoadedLora, load_lora};
-pub use names::{LayerIndex, LayerKey};
+pub use names::{LayerIndex, LayerKey, NamedLayers};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod flux_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -1,11 +1,37 @@
 //! The names of a model's layers in every dialect of LoRA files.
 
 use crate::families::{Part, PartRole};
+use crate::models::flux::original_layers;
 use crate::models::unet::OriginalNames;
 use std::collections::HashMap;
 
 /// A layer: the part of the model that it is in, and its dotted diffusers path.
 pub type LayerKey = (&'static str, String);
+
+/// What a name in a file stands for: a layer of the model, or a layer of the original release that consists of several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedLayers {
+    /// The part of the model.
+    pub part: &'static str,
+    /// The dotted diffusers path and the number of rows (outputs) of each layer, in the order of the rows in the file.
+    pub layers: Vec<(String, usize)>,
+    /// Whether the two halves of the rows in the file are in the other order than in the model.
+    pub halves_swapped: bool,
+}
+
+impl NamedLayers {
+    /// The number of rows of all layers.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.layers.iter().map(|(_, rows)| rows).sum()
+    }
+
+    /// Whether the tensors in the file are not those of one layer of the model as they are.
+    #[must_use]
+    pub fn is_converted(&self) -> bool {
+        self.halves_swapped || self.layers.len() > 1
+    }
+}
 
 /// The prefixes of a part's layers in files of other programs.
 fn prefixes(part: &str) -> &'static [&'static str] {
@@ -70,7 +96,7 @@ pub(super) fn kohya_name(role: PartRole, lora_prefix: &str, path: &str) -> Strin
 struct PartNames {
     id: &'static str,
     role: PartRole,
-    names: HashMap<String, String>,
+    names: HashMap<String, NamedLayers>,
 }
 
 /// The layers of a model by every name that files use for them.
@@ -80,44 +106,58 @@ pub struct LayerIndex {
 }
 
 impl LayerIndex {
-    /// Adds all layers of a part, given by their dotted diffusers paths.
-    pub fn add(&mut self, part: &Part<'_>, paths: &[String]) {
-        self.add_names(part.id, part.role, paths);
+    /// Adds all layers of a part, given by their dotted diffusers paths and their numbers of rows.
+    pub fn add(&mut self, part: &Part<'_>, layers: &[(String, usize)]) {
+        self.add_names(part.id, part.role, layers);
     }
 
-    pub(super) fn add_names(&mut self, id: &'static str, role: PartRole, paths: &[String]) {
-        let original = OriginalNames::new(paths.iter().map(String::as_str));
+    pub(super) fn add_names(&mut self, id: &'static str, role: PartRole, layers: &[(String, usize)]) {
+        let paths: Vec<&str> = layers.iter().map(|(path, _)| path.as_str()).collect();
+        let original = OriginalNames::new(paths.iter().copied());
         let mut names = HashMap::new();
-        for path in paths {
-            let mut insert = |name: String| {
-                names.entry(name).or_insert_with(|| path.clone());
-            };
-            insert(flatten(path));
+        let mut insert = |name: &str, layers: Vec<(String, usize)>, halves_swapped: bool| {
+            names.entry(flatten(name)).or_insert(NamedLayers {
+                part: id,
+                layers,
+                halves_swapped,
+            });
+        };
+        for layer in layers {
+            let path = layer.0.as_str();
+            let mut insert = |name: &str| insert(name, vec![layer.clone()], false);
+            insert(path);
             match role {
                 // transformers 5 writes names without `text_model.`, other programs with it.
                 PartRole::TextEncoder => match path.strip_prefix("text_model.") {
-                    Some(rest) => insert(flatten(rest)),
-                    None => insert(format!("text_model_{}", flatten(path))),
+                    Some(rest) => insert(rest),
+                    None => insert(&format!("text_model_{path}")),
                 },
                 PartRole::Denoiser | PartRole::Codec => {
                     if let Some(name) = original.as_ref().and_then(|original| original.of_layer(path)) {
-                        insert(flatten(&name));
+                        insert(&name);
                     }
                 }
+            }
+        }
+        if role == PartRole::Denoiser {
+            let rows: HashMap<&str, usize> = layers.iter().map(|(path, rows)| (path.as_str(), *rows)).collect();
+            for layer in original_layers(&paths) {
+                let parts = layer.parts.into_iter();
+                let parts = parts.filter_map(|part| rows.get(part.as_str()).map(|rows| (part.clone(), *rows)));
+                insert(&layer.name, parts.collect(), layer.halves_swapped);
             }
         }
         self.parts.push(PartNames { id, role, names });
     }
 
-    /// The layer that a stem (a key without its suffix) names.
+    /// The layers that a stem (a key without its suffix) names.
     #[must_use]
-    pub fn resolve(&self, stem: &str) -> Option<LayerKey> {
+    pub fn resolve(&self, stem: &str) -> Option<&NamedLayers> {
         self.parts.iter().find_map(|part| {
             prefixes(part.id).iter().find_map(|prefix| {
                 let rest = stem.strip_prefix(prefix)?;
                 let rest = rest.strip_prefix("base_model.model.").unwrap_or(rest);
-                let path = part.names.get(&normalize(part.role, rest))?;
-                Some((part.id, path.clone()))
+                part.names.get(&normalize(part.role, rest))
             })
         })
     }
@@ -159,11 +199,17 @@ mod tests {
             "mid_block.attentions.0.proj_in",
             "up_blocks.1.attentions.2.proj_out",
         ];
-        index.add_names("unet", PartRole::Denoiser, &unet.map(String::from));
-        let text = ["text_model.encoder.layers.0.self_attn.q_proj".to_owned()];
+        index.add_names("unet", PartRole::Denoiser, &unet.map(|path| (path.to_owned(), 8)));
+        let text = [("text_model.encoder.layers.0.self_attn.q_proj".to_owned(), 8)];
         index.add_names("text_encoder", PartRole::TextEncoder, &text);
         index.add_names("text_encoder_2", PartRole::TextEncoder, &text);
         index
+    }
+
+    fn path<'a>(index: &'a LayerIndex, stem: &str) -> &'a str {
+        let found = index.resolve(stem).unwrap_or_else(|| panic!("{stem}"));
+        assert_eq!((found.layers.len(), found.halves_swapped), (1, false));
+        &found.layers[0].0
     }
 
     #[test]
@@ -181,14 +227,14 @@ mod tests {
             "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q",
             "lycoris_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q",
         ] {
-            assert_eq!(index.resolve(stem).unwrap().1, q, "{stem}");
+            assert_eq!(path(&index, stem), q, "{stem}");
         }
         let out = "down_blocks.1.attentions.1.transformer_blocks.0.attn2.to_out.0";
         for stem in [
             "lora_unet_input_blocks_5_1_transformer_blocks_0_attn2_to_out_0",
             "unet.down_blocks.1.attentions.1.transformer_blocks.0.attn2.processor.to_out",
         ] {
-            assert_eq!(index.resolve(stem).unwrap().1, out, "{stem}");
+            assert_eq!(path(&index, stem), out, "{stem}");
         }
         for stem in [
             "lora_te_text_model_encoder_layers_0_self_attn_q_proj",
@@ -197,21 +243,21 @@ mod tests {
             "text_encoder.text_model.encoder.layers.0.self_attn.to_q",
             "text_encoder.encoder.layers.0.self_attn.q_proj",
         ] {
-            assert_eq!(index.resolve(stem).unwrap().0, "text_encoder", "{stem}");
+            assert_eq!(index.resolve(stem).unwrap().part, "text_encoder", "{stem}");
         }
         for stem in [
             "lora_te2_text_model_encoder_layers_0_self_attn_q_proj",
             "text_encoder_2.text_model.encoder.layers.0.self_attn.q_proj",
             "text_encoders.clip_g.transformer.text_model.encoder.layers.0.self_attn.q_proj",
         ] {
-            assert_eq!(index.resolve(stem).unwrap().0, "text_encoder_2", "{stem}");
+            assert_eq!(index.resolve(stem).unwrap().part, "text_encoder_2", "{stem}");
         }
         assert_eq!(
-            index.resolve("lora_unet_output_blocks_5_1_proj_out").unwrap().1,
+            path(&index, "lora_unet_output_blocks_5_1_proj_out"),
             "up_blocks.1.attentions.2.proj_out"
         );
         assert_eq!(
-            index.resolve("lora_unet_middle_block_1_proj_in").unwrap().1,
+            path(&index, "lora_unet_middle_block_1_proj_in"),
             "mid_block.attentions.0.proj_in"
         );
         assert!(index.resolve("lora_unet_nothing").is_none());

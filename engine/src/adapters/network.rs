@@ -205,7 +205,7 @@ impl LoraNetwork {
     /// # Errors
     /// When a shape does not match, or no layer of the file is a target.
     pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
-        let (mut resolved, unknown) = file.resolve(&self.index);
+        let (mut resolved, unknown) = file.resolve(&self.index)?;
         let mut report = LoadReport {
             unknown,
             ..LoadReport::default()

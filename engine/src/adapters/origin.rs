@@ -26,6 +26,16 @@ pub(super) fn origin(file: &LoraFile) -> Option<String> {
             ));
         }
     }
+    // The width of a token, in the joint attention of diffusers' names.
+    let token = file.modules.iter().find_map(|module| {
+        let is_joint = module.stem.contains("add_q_proj") || module.stem.contains("add_k_proj");
+        is_joint.then(|| module.tensors.down.dims().get(1).copied())?
+    });
+    match token {
+        Some(1536) => return Some("Stable Diffusion 3 or 3.5 medium (its tokens have 1536 features)".into()),
+        Some(2432) => return Some("Stable Diffusion 3.5 large (its tokens have 2432 features)".into()),
+        _ => {}
+    }
     // The width of the text that the cross-attention reads.
     let context = file.modules.iter().find_map(|module| {
         let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");

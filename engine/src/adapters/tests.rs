@@ -385,7 +385,7 @@ fn the_alpha_of_peft_is_read_from_the_header_or_from_the_file_beside_it() {
     };
     let alpha = |path: &Path| {
         let file = LoraFile::open(path).unwrap();
-        let (found, unknown) = file.resolve(&index_layers(&mut model().parts()).unwrap());
+        let (found, unknown) = file.resolve(&index_layers(&mut model().parts()).unwrap()).unwrap();
         assert!(unknown.is_empty(), "{unknown:?}");
         (
             found.into_values().next().unwrap().alpha.unwrap(),

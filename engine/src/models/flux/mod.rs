@@ -1,9 +1,11 @@
 //! FLUX.1's transformer, with any sizes.
 
 mod blocks;
+mod original_names;
 #[cfg(test)]
 mod tests;
 mod transformer;
 
 pub use blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
+pub use original_names::{OriginalLayer, original_layers};
 pub use transformer::{FluxConditions, FluxConfig, FluxTransformer2DModel};
