@@ -92,6 +92,25 @@ pub(crate) fn tiny(variant: &'static Variant, folder: &str) -> SdModel {
     SdModel::load(variant, fixtures().join(folder), &LoadOptions::cpu()).unwrap()
 }
 
+/// tiny_flux with the files of tiny_flux_schnell.
+pub(crate) fn schnell_folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for (source, parts) in [
+        (
+            "tiny_flux",
+            &["vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"][..],
+        ),
+        ("tiny_flux_schnell", &["transformer", "scheduler"][..]),
+    ] {
+        for part in parts {
+            std::os::unix::fs::symlink(fixtures().join(source).join(part), folder.path().join(part)).unwrap();
+        }
+    }
+    let index = fixtures().join("tiny_flux/model_index.json");
+    std::fs::copy(index, folder.path().join("model_index.json")).unwrap();
+    folder
+}
+
 /// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that
 /// its file gets in the folder.
 pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfile::TempDir {

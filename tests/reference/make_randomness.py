@@ -18,6 +18,13 @@ if __name__ == "__main__":
         dict(seed=42, step=137, micro=3, shape=(1, 4, 4, 6), kind="content"),
         dict(seed=2**40 + 1, step=9, micro=0, shape=(3, 4, 2, 2), kind="style", low=100, high=700),
         dict(seed=7, step=5, micro=1, shape=(2, 4, 3, 5), noise_offset=0.1, captions=["a,b,c,d,e", "one,two"]),
+        dict(seed=42, step=3, micro=0, shape=(4, 16, 2, 2), flow=dict(timestep_type="sigmoid"), captions=["a,b,c"]),
+        dict(seed=5, step=8, micro=1, shape=(3, 16, 2, 4), flow=dict(timestep_type="linear"), kind="content", low=10, high=800),
+        dict(seed=42, step=4, micro=0, shape=(4, 16, 2, 2), flow=dict(timestep_type="shift", mu=0.63)),
+        dict(seed=42, step=5, micro=0, shape=(4, 16, 2, 2), flow=dict(timestep_type="shift", shift=3.0), kind="style"),
+        dict(seed=42, step=6, micro=0, shape=(4, 16, 2, 2), flow=dict(timestep_type="lognorm_blend"), noise_offset=0.05),
+        dict(seed=42, step=7, micro=0, shape=(4, 16, 2, 2), flow=dict(timestep_type="eight_step")),
+        dict(seed=42, step=7, micro=0, shape=(4, 16, 2, 2), flow=dict(timestep_type="two_step")),
     ]):
         times, noise, shuffled = micro_batch(**case)  # noqa: F821
         tensors[f"noise.{number}"] = noise

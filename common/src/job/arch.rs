@@ -123,7 +123,7 @@ impl ArchName {
     /// Whether this release trains the family; it generates with every family whose status is `Works`.
     #[must_use]
     pub fn is_trainable(self) -> bool {
-        matches!(self, Self::Sd1 | Self::Sd2 | Self::Sdxl)
+        matches!(self, Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Flux)
     }
 
     /// Whether the family was trained by flow matching. Those that this release runs.

@@ -77,7 +77,7 @@ section! {
         /// Layer filters and other options.
         network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
         /// Transformer models: only layers inside the repeated blocks.
-        transformer_only: bool = true, Accepted("only transformer models use it");
+        transformer_only: bool = true, Works;
         /// LoKr without a low-rank split of the second factor.
         lokr_full_rank: bool = true, DependsOn("type: lokr");
         /// LoKr factor; -1 splits as square as possible.

@@ -16,7 +16,7 @@ use super::sampler::SamplerName;
 use super::save::SaveConfig;
 use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
 use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
-use super::train::TrainConfig;
+use super::train::{TimestepType, TrainConfig};
 use super::values::FreeMap;
 use serde::{Deserialize, Serialize};
 
@@ -98,6 +98,23 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         report,
     );
     check_sampler(arch, process.sample.sampler, path, "sample.sampler", report);
+    if arch.is_flow() && arch.is_trainable() {
+        check_flow(&process.train, path, report);
+    }
+}
+
+/// Checks the settings of a training by flow matching.
+fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
+    if train.timestep_type == TimestepType::NextSample {
+        let message = "`next_sample` is not supported yet: use `sigmoid`, `linear`, `weighted` or `shift`";
+        report.error(join(path, "train.timestep_type"), message.to_owned());
+    }
+    for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", train.snr_gamma)] {
+        if gamma.is_some_and(|gamma| gamma > 0.0) {
+            let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
+            report.error(join(path, &format!("train.{key}")), message.to_owned());
+        }
+    }
 }
 
 fn check_generate(process: &GenerateProcess, path: &str, report: &mut SupportReport) {

@@ -92,8 +92,8 @@ section! {
 
         /// Noise scheduler. Flow models need `flowmatch`.
         noise_scheduler: SamplerName = SamplerName::Ddpm, Works;
-        /// How flow models draw time steps.
-        timestep_type: TimestepType = TimestepType::Sigmoid, Accepted("only flow models use it");
+        /// How flow models draw time steps; others ignore it.
+        timestep_type: TimestepType = TimestepType::Sigmoid, Works;
         /// Which noise levels are trained most.
         content_or_style: ContentOrStyle = ContentOrStyle::Balanced, Works;
         /// Smallest index of the time step table that is drawn.
@@ -103,11 +103,11 @@ section! {
         /// Length of the time step table.
         num_train_timesteps: u32 = 1000, Works;
         /// Flow models: even time steps with a bell-shaped loss weight.
-        linear_timesteps: bool = false, Accepted("only flow models use it");
+        linear_timesteps: bool = false, Works;
         /// Flow models: the same with half a bell.
-        linear_timesteps2: bool = false, Accepted("only flow models use it");
+        linear_timesteps2: bool = false, Works;
         /// Steps for `timestep_type: next_sample`.
-        next_sample_timesteps: u32 = 8, Accepted("only flow models use it");
+        next_sample_timesteps: u32 = 8, Accepted("only `timestep_type: next_sample` uses it");
         /// Strength of one extra noise value per channel.
         noise_offset: f64 = 0.0, Works;
         /// Shift the noise by half the latents' mean per channel.
@@ -192,8 +192,8 @@ section! {
         do_cfg: bool = false, Refused("training runs without CFG");
         /// Train with CFG of a random scale.
         do_random_cfg: bool = false, Refused("training runs without CFG");
-        /// Scale of that CFG; for models like FLUX the value of the guidance embedding.
-        cfg_scale: f64 = 1.0, DependsOn("do_cfg");
+        /// Models with a guidance embedding (FLUX.1-dev): its value while training. Others: the scale of that CFG, without effect.
+        cfg_scale: f64 = 1.0, Works;
         /// Upper bound of the random scale.
         max_cfg_scale: Option<f64> = None, DependsOn("do_random_cfg"), shown "`cfg_scale`";
         /// Rescale of that CFG.
@@ -208,8 +208,8 @@ section! {
         short_and_long_captions_encoder_split: bool = false, Refused("one caption per image");
         /// Zero latents for blank prompts.
         do_blank_stabilization: bool = false, Refused("blank captions are trained like others");
-        /// Skip the guidance embedding.
-        bypass_guidance_embedding: bool = false, Accepted("only models with a guidance embedding use it");
+        /// Models with a guidance embedding (FLUX.1-dev): train without it. Samples have it.
+        bypass_guidance_embedding: bool = false, Works;
 
         /// Move the target away from the unconditional prediction.
         do_guidance_loss: bool = false, Refused("only the plain loss");

@@ -4,7 +4,7 @@ use super::load::index_layers;
 use super::*;
 use crate::error::Result;
 use crate::families::{self, Conditioning, LoadOptions, Model};
-use crate::testing::{fixtures, gap};
+use crate::testing::{fixtures, gap, largest};
 use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
@@ -45,8 +45,8 @@ fn every_dialect_gives_the_velocity_of_diffusers() {
             let path = fixtures().join(format!("lora_flux/{file}.safetensors"));
             let loaded = load(&mut *model, &path, strength).unwrap();
             assert!(loaded.unknown.is_empty(), "{file}: {:?}", loaded.unknown);
-            let gap = gap(&velocity(&*model, &e), &e[key]);
-            assert!(gap < 2e-5, "{file} at {strength}: {gap}");
+            let gap = gap(&velocity(&*model, &e), &e[key]) / largest(&e[key]);
+            assert!(gap < 1e-5, "{file} at {strength}: {gap}");
         }
     }
 }
@@ -196,16 +196,14 @@ fn control_loras_and_loras_of_other_families_are_refused_by_name() {
         ],
         &["double_blocks_0_img_attn_qkv", "9216 rows", "FLUX.1 or a model like it"],
     );
-    for (file, family) in [
-        ("lora/ai_toolkit", "Stable Diffusion 1.x"),
+    // The text encoder's layers of Stable Diffusion are also FLUX.1's, but those of the U-Net are not.
+    for (file, text) in [
+        ("lora/ai_toolkit", "no layer of it is in this model's transformer"),
         ("lora_sdxl/ai_toolkit", "Stable Diffusion XL"),
     ] {
         let path = fixtures().join(format!("{file}.safetensors"));
         let message = load(&mut *model(), &path, 1.0).unwrap_err().to_string();
-        assert!(
-            message.contains("none of its") || message.contains(family),
-            "{file}: {message}"
-        );
+        assert!(message.contains(text), "{file}: {message}");
     }
     let mut of_sd1 = crate::testing::tiny_sd();
     let path = fixtures().join("lora_flux/sd_scripts.safetensors");

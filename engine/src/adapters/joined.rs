@@ -97,7 +97,7 @@ mod tests {
                 .unwrap()
                 .reshape((4, 3))
                 .unwrap(),
-            up: Tensor::new(up, &Device::Cpu).unwrap(),
+            up: Tensor::from_vec(up.concat(), (up.len(), 4), &Device::Cpu).unwrap(),
             mid: None,
             alpha: Some(8.0),
             scalar: 1.0,

@@ -2,12 +2,13 @@
 
 use super::file::{LoraFile, LoraTensors};
 use super::layer::{LoraHandle, LoraLayer, Multiplier};
-use super::names::{LayerIndex, kohya_name};
+use super::names::{LayerIndex, LayerKey, saved_name};
 use super::origin::origin;
 use crate::error::{EngineError, Result};
-use crate::families::Part;
+use crate::families::{LoraNames, Part, PartRole};
 use crate::nn::LayerMut;
 use candle_core::{Device, Tensor, Var};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -43,21 +44,34 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
             path: file.path,
         });
     }
+    if let Some(first) = without_transformer(parts, &found, &unknown) {
+        let origin = origin(&file).unwrap_or_else(|| "another model family".to_owned());
+        return Err(EngineError::WeightsFile {
+            reason: format!(
+                "no layer of it is in this model's transformer, only {} of a text encoder that families share (`{first}` is \
+                 unknown): it was made for {origin}",
+                found.len()
+            ),
+            path: file.path,
+        });
+    }
     let handle = LoraHandle::new(multiplier);
     let layers = found.len();
     for Part {
         id,
         role,
         lora_prefix,
+        lora_names,
         layers,
+        ..
     } in parts.iter_mut()
     {
         layers.visit_layers(&mut |name, mut layer| {
             let Some(tensors) = found.remove(&(*id, name.to_owned())) else {
                 return Ok(());
             };
-            let kohya = kohya_name(*role, lora_prefix, name);
-            let lora = build_layer(&mut layer, kohya, tensors, &handle).map_err(|reason| {
+            let in_files = saved_name(*lora_names, *role, lora_prefix, name);
+            let lora = build_layer(&mut layer, in_files, tensors, &handle).map_err(|reason| {
                 let origin = origin(&file).map_or_else(String::new, |origin| format!("; it was made for {origin}"));
                 EngineError::WeightsFile {
                     path: file.path.clone(),
@@ -74,6 +88,21 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
         unknown,
         alpha_is_unknown: file.alpha_is_unknown(),
     })
+}
+
+/// The first unknown name, if a transformer gets none of the file's layers and they are not all of text encoders: families
+/// share those, so that they may match those of another family.
+fn without_transformer<'a>(
+    parts: &[Part<'_>],
+    found: &BTreeMap<LayerKey, LoraTensors>,
+    unknown: &'a [String],
+) -> Option<&'a String> {
+    let mut transformers = parts
+        .iter()
+        .filter(|part| part.role == PartRole::Denoiser && part.lora_names == LoraNames::Dotted);
+    transformers.find(|part| !found.keys().any(|(id, _)| *id == part.id))?;
+    let is_of_text = |name: &str| name.starts_with("lora_te") || name.starts_with("text_encoder");
+    unknown.iter().find(|name| !is_of_text(name))
 }
 
 /// Indexes all layers of the models by name.

@@ -1,6 +1,6 @@
 //! The names of a model's layers in every dialect of LoRA files.
 
-use crate::families::{Part, PartRole};
+use crate::families::{LoraNames, Part, PartRole};
 use crate::models::flux::original_layers;
 use crate::models::unet::OriginalNames;
 use std::collections::HashMap;
@@ -38,6 +38,7 @@ fn prefixes(part: &str) -> &'static [&'static str] {
     match part {
         "text_encoder" => &[
             "lora_te1_",
+            "lora_te1.",
             "lora_te_",
             "text_encoder.",
             "base_model.model.text_encoder.",
@@ -75,20 +76,23 @@ pub(super) fn flatten(path: &str) -> String {
     path.replace('.', "_")
 }
 
-/// The name of a layer in sd-scripts' files: `lora_unet_down_blocks_0_…`. Names of text encoders always contain
-/// `text_model_`.
-pub(super) fn kohya_name(role: PartRole, lora_prefix: &str, path: &str) -> String {
-    let text_model_prefix = match role {
-        PartRole::TextEncoder if !path.starts_with("text_model.") => "text_model_",
+/// The name of a layer in saved LoRA files: `lora_unet_down_blocks_0_…`, or `transformer.transformer_blocks.0.…`. Names of
+/// text encoders always contain `text_model`.
+pub(super) fn saved_name(names: LoraNames, role: PartRole, lora_prefix: &str, path: &str) -> String {
+    let text_model = match role {
+        PartRole::TextEncoder if !path.starts_with("text_model.") => "text_model.",
         _ => "",
     };
+    if names == LoraNames::Dotted {
+        return format!("{lora_prefix}.{text_model}{path}");
+    }
     // diffusers and sd-scripts know these layers of SDXL by their original names only.
     let path = match path {
         "add_embedding.linear_1" => "label_emb.0.0",
         "add_embedding.linear_2" => "label_emb.0.2",
         other => other,
     };
-    format!("{lora_prefix}_{text_model_prefix}{}", flatten(path))
+    format!("{lora_prefix}_{}{}", flatten(text_model), flatten(path))
 }
 
 /// The layers of one part by the names that files use for them, flattened and without prefix.

@@ -3,10 +3,10 @@
 use super::file::LoraFile;
 use super::layer::{LoraHandle, LoraLayer};
 use super::load::{attach_adapter, index_layers, layer_info};
-use super::names::{LayerIndex, kohya_name};
+use super::names::{LayerIndex, flatten, saved_name};
 use super::origin::origin;
 use crate::error::{EngineError, Result};
-use crate::families::{Part, PartRole};
+use crate::families::{LoraNames, Part, PartRole};
 use crate::optim::Param;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Device, Tensor, Var};
@@ -30,21 +30,22 @@ pub struct LoraConfig {
     pub only_if_contains: Vec<String>,
     /// Layers whose name contains one of these strings are no targets. Takes precedence over `only_if_contains`.
     pub ignore_if_contains: Vec<String>,
+    /// Only layers in the repeated blocks of a transformer ([`Part::blocks`]) are targets.
+    pub blocks_only: bool,
 }
 
 impl LoraConfig {
-    /// The rank and alpha for a layer with this path and weight shape; `None` if it is no target.
-    fn rank_and_alpha(
-        &self,
-        (role, lora_prefix): (PartRole, &str),
-        path: &str,
-        dims: &[usize],
-    ) -> Option<(usize, f64)> {
-        if role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
+    /// The rank and alpha for a layer of a part with this path and weight shape; `None` if it is no target.
+    fn rank_and_alpha(&self, part: Naming, path: &str, dims: &[usize]) -> Option<(usize, f64)> {
+        if part.role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
             return None;
         }
-        let dotted = format!("{lora_prefix}.{path}");
-        let kohya = kohya_name(role, lora_prefix, path);
+        let is_in = |block: &&str| path.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
+        if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
+            return None;
+        }
+        let dotted = format!("{}.{path}", part.lora_prefix);
+        let flattened = flatten(&part.saved_name(path));
         if self.ignore_if_contains.iter().any(|s| dotted.contains(s.as_str())) {
             return None;
         }
@@ -52,15 +53,46 @@ impl LoraConfig {
             && !self
                 .only_if_contains
                 .iter()
-                .any(|s| dotted.contains(s.as_str()) || kohya.contains(s.as_str()))
+                .any(|s| dotted.contains(s.as_str()) || flattened.contains(s.as_str()))
         {
             return None;
         }
-        if dims[2..].iter().any(|k| *k > 1) {
-            self.conv_rank.map(|rank| (rank, self.conv_alpha))
+        let (rank, alpha) = if dims[2..].iter().any(|k| *k > 1) {
+            (self.conv_rank?, self.conv_alpha)
         } else {
-            Some((self.rank, self.alpha))
+            (self.rank, self.alpha)
+        };
+        match part.names {
+            LoraNames::Flattened => Some((rank, alpha)),
+            // Their files have no alpha, so the scale is 1.
+            LoraNames::Dotted => Some((rank, rank as f64)),
         }
+    }
+}
+
+/// How the layers of a part are named.
+#[derive(Clone, Copy)]
+struct Naming {
+    part: &'static str,
+    role: PartRole,
+    lora_prefix: &'static str,
+    names: LoraNames,
+    blocks: &'static [&'static str],
+}
+
+impl Naming {
+    fn of(part: &Part<'_>) -> Self {
+        Self {
+            part: part.id,
+            role: part.role,
+            lora_prefix: part.lora_prefix,
+            names: part.lora_names,
+            blocks: part.blocks,
+        }
+    }
+
+    fn saved_name(self, path: &str) -> String {
+        saved_name(self.names, self.role, self.lora_prefix, path)
     }
 }
 
@@ -69,6 +101,7 @@ impl LoraConfig {
 struct TargetLayer {
     part: &'static str,
     role: PartRole,
+    names: LoraNames,
     path: String,
     layer: Arc<LoraLayer>,
 }
@@ -110,16 +143,12 @@ impl LoraNetwork {
         let handle = LoraHandle::new(1.0);
         let index = index_layers(parts)?;
         let mut targets = Vec::new();
-        for Part {
-            id,
-            role,
-            lora_prefix,
-            layers,
-        } in parts.iter_mut()
-        {
-            layers.visit_layers(&mut |path, layer| {
+        for part in parts.iter_mut() {
+            let naming = Naming::of(part);
+            let Naming { role, names, .. } = naming;
+            part.layers.visit_layers(&mut |path, layer| {
                 let (dims, device) = layer_info(&layer);
-                let Some((rank, alpha)) = config.rank_and_alpha((*role, lora_prefix), path, &dims) else {
+                let Some((rank, alpha)) = config.rank_and_alpha(naming, path, &dims) else {
                     return Ok(());
                 };
                 let fan_in: usize = dims[1..].iter().product();
@@ -128,7 +157,7 @@ impl LoraNetwork {
                 let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
                 let down = generator.uniform(rank * fan_in, -bound, bound);
                 let lora = Arc::new(LoraLayer {
-                    name: kohya_name(*role, lora_prefix, path),
+                    name: naming.saved_name(path),
                     down: Var::from_tensor(&Tensor::from_vec(down, down_dims, &device)?)?,
                     up: Var::from_tensor(&Tensor::zeros(up_dims, DType::F32, &device)?)?,
                     mid: None,
@@ -137,8 +166,9 @@ impl LoraNetwork {
                     handle: handle.clone(),
                 });
                 targets.push(TargetLayer {
-                    part: id,
-                    role: *role,
+                    part: naming.part,
+                    role,
+                    names,
                     path: path.to_owned(),
                     layer: lora.clone(),
                 });
@@ -166,21 +196,22 @@ impl LoraNetwork {
         self.targets.iter().any(|e| e.role == PartRole::TextEncoder)
     }
 
-    /// The trained parameters in a fixed order: for each layer `<name>.lora_down.weight`, then `<name>.lora_up.weight`.
+    /// The trained parameters in a fixed order: for each layer `down`, then `up`, with the names that files have for them.
     #[must_use]
     pub fn params(&self) -> Vec<Param> {
         self.targets
             .iter()
             .flat_map(|e| {
-                [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)].map(|(role, var)| Param {
-                    name: format!("{}.{role}.weight", e.layer.name),
+                let [down, up] = e.names.matrices();
+                [(down, &e.layer.down), (up, &e.layer.up)].map(|(matrix, var)| Param {
+                    name: format!("{}.{matrix}", e.layer.name),
                     var: var.clone(),
                 })
             })
             .collect()
     }
 
-    /// The tensors of a LoRA file: weights and alphas, in `dtype`, on the CPU.
+    /// The tensors of a LoRA file: weights and, where its names have them, alphas, in `dtype`, on the CPU.
     ///
     /// # Errors
     /// When the device fails.
@@ -188,12 +219,15 @@ impl LoraNetwork {
         let mut out = BTreeMap::new();
         for e in &self.targets {
             let to_cpu = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
-            out.insert(format!("{}.lora_down.weight", e.layer.name), to_cpu(&e.layer.down)?);
-            out.insert(format!("{}.lora_up.weight", e.layer.name), to_cpu(&e.layer.up)?);
-            out.insert(
-                format!("{}.alpha", e.layer.name),
-                Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?,
-            );
+            let [down, up] = e.names.matrices();
+            out.insert(format!("{}.{down}", e.layer.name), to_cpu(&e.layer.down)?);
+            out.insert(format!("{}.{up}", e.layer.name), to_cpu(&e.layer.up)?);
+            if e.names == LoraNames::Flattened {
+                out.insert(
+                    format!("{}.alpha", e.layer.name),
+                    Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?,
+                );
+            }
         }
         Ok(out)
     }
@@ -212,10 +246,18 @@ impl LoraNetwork {
         };
         let mut updates: Vec<(&Var, Tensor)> = Vec::new();
         for e in &self.targets {
-            let Some(tensors) = resolved.remove(&(e.part, e.path.clone())) else {
+            let Some(mut tensors) = resolved.remove(&(e.part, e.path.clone())) else {
                 report.missing.push(e.layer.name.clone());
                 continue;
             };
+            // The scale of these layers is 1 and saved nowhere, so that of another program's file goes into its weights.
+            if e.names == LoraNames::Dotted {
+                let file_rank = tensors.down.dims()[0] as f64;
+                let scale = tensors.alpha.unwrap_or(file_rank) * tensors.scalar / file_rank;
+                if scale != 1.0 {
+                    tensors.up = (tensors.up * scale)?;
+                }
+            }
             let rank = e.layer.rank();
             let mut resized = false;
             let shape_error = |t: &Tensor, var: &Var| EngineError::WeightsFile {

@@ -1,10 +1,10 @@
 //! Comparison with the fixtures of `tests/reference/make_lora_dialects.py`.
 
 use super::load::index_layers;
-use super::names::kohya_name;
+use super::names::saved_name;
 use super::*;
 use crate::families::stable_diffusion::SdModel;
-use crate::families::{Conditioning, Model, PartRole, Prompt, sdxl};
+use crate::families::{Conditioning, LoraNames, Model, PartRole, Prompt, sdxl};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, largest, tiny_sd as model, unet_part};
@@ -165,6 +165,7 @@ fn config() -> LoraConfig {
         dropout: 0.0,
         only_if_contains: vec![],
         ignore_if_contains: vec![],
+        blocks_only: true,
     }
 }
 
@@ -423,7 +424,10 @@ fn layers_of_the_additional_embedding_have_the_names_that_diffusers_reads() {
         ("add_embedding.linear_2", "lora_unet_label_emb_0_2"),
         ("time_embedding.linear_1", "lora_unet_time_embedding_linear_1"),
     ] {
-        assert_eq!(kohya_name(PartRole::Denoiser, "lora_unet", path), name);
+        assert_eq!(
+            saved_name(LoraNames::Flattened, PartRole::Denoiser, "lora_unet", path),
+            name
+        );
     }
 }
 

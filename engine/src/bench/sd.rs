@@ -6,7 +6,7 @@ use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
 use crate::families::stable_diffusion::{SdConfig, Variant};
-use crate::families::{Conditioning, Part, PartRole};
+use crate::families::{Conditioning, LoraNames, Part, PartRole};
 use crate::models::clip::{ClipTextConfig, ClipTextModel};
 use crate::models::unet::{AdditionalConditions, Transformer2d, TransformerSizes, UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{AutoencoderKl, VaeConfig};
@@ -97,6 +97,7 @@ pub(super) fn lora_step(
         dropout: 0.0,
         only_if_contains: vec![],
         ignore_if_contains: vec![],
+        blocks_only: true,
     };
     let network = LoraNetwork::attach(
         &lora,
@@ -104,6 +105,8 @@ pub(super) fn lora_step(
             id: "unet",
             role: PartRole::Denoiser,
             lora_prefix: "lora_unet",
+            lora_names: LoraNames::Flattened,
+            blocks: &[],
             layers: &mut unet,
         }],
         &mut TorchGenerator::manual_seed(2),

@@ -70,6 +70,19 @@ impl Conditioning {
         found.ok_or_else(|| EngineError::Internal(format!("the conditioning has no `{name}`")))
     }
 
+    /// A tensor that there may be.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<&Tensor> {
+        self.tensors.get(name)
+    }
+
+    /// Removes a tensor.
+    #[must_use]
+    pub fn without(mut self, name: &str) -> Self {
+        self.tensors.remove(name);
+        self
+    }
+
     /// The number of items.
     #[must_use]
     pub fn batch(&self) -> usize {

@@ -4,8 +4,10 @@
 mod check;
 mod conditioning;
 pub mod flux;
+mod metadata_yaml;
 mod model;
 mod options;
+mod saved;
 mod scheduler_config;
 pub mod sd1;
 pub mod sd2;
@@ -14,8 +16,9 @@ pub mod stable_diffusion;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use flux::FLUX;
-pub use model::{Family, GuidanceKind, Model, ModelWriter, Part, PartRole, SaveOptions};
+pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 pub use options::LoadOptions;
+pub use saved::{META_FILE, saved_step};
 pub use sd1::SD1;
 pub use sd2::SD2;
 pub use sdxl::SDXL;

@@ -63,6 +63,26 @@ impl fmt::Display for PartRole {
     }
 }
 
+/// The names and the scale of LoRAs in saved files, as ai-toolkit has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoraNames {
+    /// sd-scripts' names, for U-Nets: `lora_unet_down_blocks_0_….lora_down.weight`, with `.alpha`.
+    Flattened,
+    /// peft's names, for transformers: `transformer.transformer_blocks.0.….lora_A.weight`. Without alpha, as it is the rank.
+    Dotted,
+}
+
+impl LoraNames {
+    /// The suffixes of the two matrices.
+    #[must_use]
+    pub fn matrices(self) -> [&'static str; 2] {
+        match self {
+            Self::Flattened => ["lora_down.weight", "lora_up.weight"],
+            Self::Dotted => ["lora_A.weight", "lora_B.weight"],
+        }
+    }
+}
+
 /// A part whose layers adapters can change.
 pub struct Part<'a> {
     /// Its name, which is that of its folder in a diffusers model: `unet`, `text_encoder_2`.
@@ -71,6 +91,11 @@ pub struct Part<'a> {
     pub role: PartRole,
     /// The beginning of the names of its layers in saved LoRA files: `lora_unet`, `lora_te2`.
     pub lora_prefix: &'static str,
+    /// How saved LoRA files name its layers.
+    pub lora_names: LoraNames,
+    /// The lists of repeated blocks (`transformer_blocks`) outside of which a layer gets no LoRA, unless
+    /// `network.transformer_only` is off. Empty: all layers get one.
+    pub blocks: &'static [&'static str],
     /// Its layers.
     pub layers: &'a mut dyn VisitLayers,
 }
@@ -135,6 +160,12 @@ pub trait Model: Send + Debug {
     fn with_guidance(&self, conditioning: Conditioning, scale: f64) -> Result<Conditioning> {
         let _ = scale;
         Ok(conditioning)
+    }
+
+    /// Removes the guidance scale from the conditioning: a model with a guidance embedding then predicts without it, as one
+    /// that never had it (`train.bypass_guidance_embedding`).
+    fn without_guidance(&self, conditioning: Conditioning) -> Conditioning {
+        conditioning
     }
 
     /// Converts between media and latents.

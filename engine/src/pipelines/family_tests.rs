@@ -6,7 +6,7 @@ use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{FLUX, LoadOptions, Model, sd2, sdxl};
-use crate::testing::{chosen, fixtures, in_portable_mode, tiny};
+use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder, tiny};
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -76,25 +76,6 @@ fn stable_diffusion_2_gives_the_images_of_diffusers() {
 fn stable_diffusion_xl_gives_the_images_of_diffusers() {
     check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "cases");
     check(&sdxl::VARIANT, "tiny_sdxl", "pipelines_sdxl", "lcm");
-}
-
-/// tiny_flux with the files of tiny_flux_schnell.
-fn schnell_folder() -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for (source, parts) in [
-        (
-            "tiny_flux",
-            &["vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"][..],
-        ),
-        ("tiny_flux_schnell", &["transformer", "scheduler"][..]),
-    ] {
-        for part in parts {
-            std::os::unix::fs::symlink(fixtures().join(source).join(part), folder.path().join(part)).unwrap();
-        }
-    }
-    let index = fixtures().join("tiny_flux/model_index.json");
-    std::fs::copy(index, folder.path().join("model_index.json")).unwrap();
-    folder
 }
 
 #[test]

@@ -7,6 +7,7 @@ mod data;
 mod folder;
 mod image_batches;
 mod loss_plot;
+mod objective;
 mod options;
 mod preview;
 mod record;
@@ -27,10 +28,9 @@ use crate::adapters::{LoraPass, load_lora};
 use crate::data::{Dataset, Item};
 use crate::device;
 use crate::error::{EngineError, Result};
-use crate::families::{Conditioning, ItemSize};
+use crate::families::{Conditioning, ItemSize, Model};
 use crate::residency::Residency;
-use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
-use crate::training::{ConditioningCache, Ddpm, LatentStore, LossMasks, MicroBatch, NoiseDraw, batch_generator, loss};
+use crate::training::{ConditioningCache, LatentStore, LossMasks, MicroBatch, NoiseDraw, batch_generator, loss};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
@@ -57,6 +57,15 @@ fn item_size(item: &Item) -> ItemSize {
         original: flipped(item.size),
         crop: flipped(item.plan.crop),
         target: flipped(item.plan.bucket),
+    }
+}
+
+/// Adds the guidance scale that a distilled model is trained at, or removes it.
+fn with_guidance(process: &TrainerProcess, model: &dyn Model, conditioning: Conditioning) -> Result<Conditioning> {
+    let train = &process.train;
+    match train.bypass_guidance_embedding {
+        true => Ok(model.without_guidance(conditioning)),
+        false => model.with_guidance(conditioning, train.cfg_scale),
     }
 }
 
@@ -132,11 +141,6 @@ impl<'a> Run<'a> {
                 ),
             );
         }
-        let params = SamplerParams::from_json(model.scheduler_config())?;
-        let mut schedule = NoiseSchedule::new(&params)?;
-        if process.model.is_v_pred {
-            schedule.prediction_type = PredictionType::VPrediction;
-        }
         let latents = LatentStore::new(
             &options::vae_fingerprint(&vae_path)?,
             &options::latent_space(process),
@@ -152,11 +156,7 @@ impl<'a> Run<'a> {
             trainer,
             memory_options,
             loss_kind: options::loss_kind(process),
-            objective: Box::new(Ddpm {
-                noise: options::noise_options(process, schedule.len()),
-                weighting: options::snr_weighting(process),
-                schedule,
-            }),
+            objective: objective::objective(process, &*model)?,
             data,
             latents,
             masks: LossMasks::default(),
@@ -295,7 +295,10 @@ impl<'a> Run<'a> {
             .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
         let latents = vec![latents.to_device(&self.compute.device)?];
         let shapes: Vec<Vec<usize>> = latents.iter().map(|latent| latent.dims().to_vec()).collect();
-        let drawn = self.objective.draw(&mut generator, &shapes, &self.compute.device)?;
+        let image_tokens = shapes.first().map_or(0, |shape| self.model.image_tokens(shape));
+        let drawn = self
+            .objective
+            .draw(&mut generator, &shapes, image_tokens, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
             return self.forward_backward(step, &step_batch, &captions, latents, drawn);
@@ -319,7 +322,7 @@ impl<'a> Run<'a> {
         latents: Vec<Tensor>,
         drawn: NoiseDraw,
     ) -> Result<()> {
-        let model = &*self.model;
+        let (process, model) = (self.process, &*self.model);
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(item_size).collect();
@@ -338,7 +341,7 @@ impl<'a> Run<'a> {
             let micro_batch = MicroBatch {
                 latents: latents.clone(),
                 drawn: drawn.clone(),
-                conditioning: model.with_sizes(conditioning, &sizes)?,
+                conditioning: with_guidance(process, model, model.with_sizes(conditioning, &sizes)?)?,
                 weights: vec![step_batch.weight; step_batch.batch.items.len()],
                 mask: mask.clone(),
             };
@@ -398,6 +401,9 @@ mod eight_bit_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod families_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod flux_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod full_tests;

@@ -138,6 +138,24 @@ impl FlowSigmas {
     }
 }
 
+/// The time steps of a sampler of so many steps, with the shift of `scheduler_config.json` for an image of so many tokens: what
+/// training draws from with `timestep_type: shift`.
+///
+/// # Errors
+/// When a value of `scheduler_config.json` is wrong.
+pub fn shifted_timesteps(params: &SamplerParams, steps: usize, image_tokens: usize) -> Result<Vec<f32>, SamplerError> {
+    let params = SamplerParams {
+        even_flow_sigmas: false,
+        ..params.clone()
+    };
+    let options = SamplerOptions {
+        image_tokens,
+        ..SamplerOptions::with_steps(steps)
+    };
+    let timesteps = FlowSigmas::new(&params, options)?.timesteps;
+    Ok(timesteps.into_iter().map(|timestep| timestep as f32).collect())
+}
+
 /// Stretches the levels so that the last one is `terminal` (`shift_terminal`; Lightricks' LTX-Video).
 fn stretch_to(sigmas: &mut [f64], terminal: f64) {
     let Some(last) = sigmas.last().copied() else { return };

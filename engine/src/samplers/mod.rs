@@ -24,6 +24,7 @@ mod spacing;
 #[cfg(test)]
 mod tests;
 
+pub use flow_sigmas::shifted_timesteps;
 pub use noise::NoiseSource;
 pub use params::{BetaSchedule, PredictionType, SamplerParams, Spacing, parse_scheduler_config};
 pub use sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep};

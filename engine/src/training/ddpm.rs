@@ -54,7 +54,13 @@ impl Ddpm {
 }
 
 impl Objective for Ddpm {
-    fn draw(&self, generator: &mut TorchGenerator, shapes: &[Vec<usize>], device: &Device) -> Result<NoiseDraw> {
+    fn draw(
+        &self,
+        generator: &mut TorchGenerator,
+        shapes: &[Vec<usize>],
+        _: usize,
+        device: &Device,
+    ) -> Result<NoiseDraw> {
         draw(&self.noise, generator, shapes, device)
     }
 

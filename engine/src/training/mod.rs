@@ -2,12 +2,14 @@
 //!
 //! - [`loss`]: the loss of one micro-batch. All inputs are arguments, so that tests can compare it with the reference.
 //! - [`Trainer`]: gradient accumulation, clipping, optimizer, EMA; the state that a checkpoint stores.
-//! - [`Objective`], [`Ddpm`]: what the model predicts; draws the time steps and the noise of a micro-batch
+//! - [`Objective`], [`Ddpm`], [`FlowMatch`]: what the model predicts; draws the time steps and the noise of a micro-batch
 //!   (`docs/randomness.md`).
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
 
 mod conditioning_cache;
 mod ddpm;
+mod flow_match;
+mod flow_timesteps;
 mod latents;
 mod loss;
 mod loss_scale;
@@ -18,6 +20,8 @@ mod trainer;
 
 pub use conditioning_cache::ConditioningCache;
 pub use ddpm::{Ddpm, SnrWeighting};
+pub use flow_match::FlowMatch;
+pub use flow_timesteps::{FlowTimesteps, FlowWeighting};
 pub use latents::LatentStore;
 pub use loss::{LossKind, MicroBatch, Predict, loss};
 pub use masks::LossMasks;

@@ -15,13 +15,20 @@ pub struct NoiseDraw {
 }
 
 /// A training objective: how latents are made noisy, and what the model is to predict from them. Diffusion
-/// ([`Ddpm`](super::Ddpm)), flow matching.
+/// ([`Ddpm`](super::Ddpm)), flow matching ([`FlowMatch`](super::FlowMatch)).
 pub trait Objective: Send + Sync + Debug {
-    /// Draws the time steps and the noise of a micro-batch whose latents have these shapes, [b, channels, …].
+    /// Draws the time steps and the noise of a micro-batch whose latents have these shapes, [b, channels, …]. `image_tokens`:
+    /// tokens that the model makes of an item ([`Model::image_tokens`](crate::families::Model::image_tokens)).
     ///
     /// # Errors
     /// When the device fails.
-    fn draw(&self, generator: &mut TorchGenerator, shapes: &[Vec<usize>], device: &Device) -> Result<NoiseDraw>;
+    fn draw(
+        &self,
+        generator: &mut TorchGenerator,
+        shapes: &[Vec<usize>],
+        image_tokens: usize,
+        device: &Device,
+    ) -> Result<NoiseDraw>;
 
     /// The noisy latents, float32.
     ///

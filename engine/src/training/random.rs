@@ -63,16 +63,29 @@ pub fn draw(
     shapes: &[Vec<usize>],
     device: &Device,
 ) -> Result<NoiseDraw> {
-    let b = shapes.first().and_then(|shape| shape.first().copied()).unwrap_or(0);
+    let items = shapes.first().and_then(|shape| shape.first().copied()).unwrap_or(0);
+    let last = i64::from(options.table_len) - 1;
+    let timesteps = draw_indices(options, generator, items)
+        .into_iter()
+        .map(|i| (last - i).clamp(0, last) as f32)
+        .collect();
+    Ok(NoiseDraw {
+        timesteps,
+        noise: draw_noise(options, generator, shapes, device)?,
+    })
+}
+
+/// Draws the index of each item in the table of time steps, where 0 is most noise.
+pub(super) fn draw_indices(options: &NoiseOptions, generator: &mut TorchGenerator, items: usize) -> Vec<i64> {
     let (low, high) = (
         i64::from(options.min_index),
         i64::from(options.max_index.max(options.min_index)),
     );
     let table_len = i64::from(options.table_len);
-    let indices: Vec<i64> = match options.preference {
-        NoiseLevelPreference::Balanced => generator.randint(low, high + 1, b),
+    match options.preference {
+        NoiseLevelPreference::Balanced => generator.randint(low, high + 1, items),
         preference => generator
-            .rand(b)
+            .rand(items)
             .into_iter()
             .map(|u| {
                 let cube = u * u * u;
@@ -86,11 +99,19 @@ pub fn draw(
                 ((low as f64 + scaled * (high - low) as f64) as i64).clamp(low, high)
             })
             .collect(),
-    };
-    let timesteps = indices
-        .into_iter()
-        .map(|i| (table_len - 1 - i).clamp(0, table_len - 1) as f32)
-        .collect();
+    }
+}
+
+/// Draws the noise of each latent tensor.
+///
+/// # Errors
+/// When the device fails.
+pub(super) fn draw_noise(
+    options: &NoiseOptions,
+    generator: &mut TorchGenerator,
+    shapes: &[Vec<usize>],
+    device: &Device,
+) -> Result<Vec<Tensor>> {
     let mut all = Vec::with_capacity(shapes.len());
     for shape in shapes {
         let count = shape.iter().product();
@@ -108,5 +129,5 @@ pub fn draw(
         }
         all.push(noise.to_device(device)?);
     }
-    Ok(NoiseDraw { timesteps, noise: all })
+    Ok(all)
 }

@@ -1,6 +1,7 @@
 //! Loads FLUX.1 from a diffusers folder.
 
 use super::model::FluxModel;
+use super::save::{TRANSFORMER, TransformerSource};
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
@@ -13,6 +14,7 @@ use crate::models::vae::{self, AutoencoderKl, VaeConfig};
 use crate::weights::{Index, TrainableFilter, Weights};
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Layers of the transformer that are never quantised: they are small, and all data passes through them.
 const TRANSFORMER_EXCLUDED: [&str; 5] = [
@@ -39,11 +41,11 @@ impl FluxModel {
                 folder.display()
             )));
         }
-        if options.denoiser_trained != TrainableFilter::Nothing
-            || options.text_encoder_trained != TrainableFilter::Nothing
-        {
+        if options.text_encoder_trained != TrainableFilter::Nothing {
             return Err(EngineError::Unsupported(
-                "this release generates with FLUX.1; it does not train it yet".into(),
+                "train.train_text_encoder: a full fine-tune of FLUX.1 trains its transformer only; train its text encoder with a \
+                 LoRA (a `network` section)"
+                    .into(),
             ));
         }
         let config = |part: &str| folder.join(part).join("config.json");
@@ -78,13 +80,28 @@ impl FluxModel {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
         });
-        let transformer_weights =
-            weights(index("transformer", PartRole::Denoiser)?, memory.denoiser_streamed).quantize_on_load(quantization);
+        let transformer_weights = weights(index("transformer", PartRole::Denoiser)?, memory.denoiser_streamed)
+            .quantize_on_load(quantization)
+            .training(options.denoiser_trained.clone());
         let vae_index =
             index("vae", PartRole::Codec)?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec())));
         let vae_weights = weights(vae_index, memory.vae_streamed);
 
         let transformer = FluxTransformer2DModel::new(&transformer_weights, &flux_config)?;
+        let frozen_transformer = match options.denoiser_trained {
+            TrainableFilter::Nothing => None,
+            _ => Some(FluxTransformer2DModel::new(
+                &transformer_weights.detached(),
+                &flux_config,
+            )?),
+        };
+        let trained = transformer_weights.vars().into_iter();
+        let trained = trained
+            .map(|(name, var)| (format!("{TRANSFORMER}.{name}"), var))
+            .collect();
+        let path = config(TRANSFORMER);
+        let text = config::read_text(&path).map_err(|error| EngineError::io(&path, error))?;
+        let source = Arc::new(TransformerSource::new(folder, &transformer_weights, text)?);
         let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
         check_widths(&clip_config, &t5_config, &flux_config, &vae_config)?;
         Ok(Self {
@@ -104,6 +121,9 @@ impl FluxModel {
             scheduler_config,
             sequential_cfg: memory.sequential_cfg,
             quantised_in_file,
+            trained,
+            frozen_transformer,
+            source,
             dtype: options.dtype,
             device: options.device.clone(),
         })

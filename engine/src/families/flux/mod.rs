@@ -2,6 +2,10 @@
 
 mod load;
 mod model;
+mod save;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod save_tests;
 
 pub use model::FluxModel;
 

@@ -1,8 +1,9 @@
 //! FLUX.1 as a [`Model`].
 
+use super::save::{TRANSFORMER, TransformerSource, TransformerWriter};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, GuidanceKind, Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::codec::Codec;
@@ -10,10 +11,12 @@ use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::residency::Residency;
+use crate::weights::Index;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The names in the conditioning: the encoded text (T5), the pooled text (CLIP), and the guidance scale.
 const CONTEXT: &str = "context";
@@ -40,13 +43,14 @@ pub struct FluxModel {
     pub max_sequence_length: usize,
     pub(super) sequential_cfg: bool,
     pub(super) quantised_in_file: Vec<(PartRole, Vec<&'static str>)>,
+    /// The trained tensors, with part and name, sorted.
+    pub(super) trained: Vec<(String, Var)>,
+    /// If the transformer is trained: a copy that shares its memory and has no variables.
+    pub(super) frozen_transformer: Option<FluxTransformer2DModel>,
+    /// Where the transformer was loaded from, for saving it.
+    pub(super) source: Arc<TransformerSource>,
     pub(super) dtype: DType,
     pub(super) device: Device,
-}
-
-/// Nothing of the model is trained, so nothing is saved or resumed.
-fn not_saved() -> EngineError {
-    EngineError::Unsupported("this release generates with FLUX.1; it does not save the whole model yet".into())
 }
 
 impl Model for FluxModel {
@@ -68,12 +72,16 @@ impl Model for FluxModel {
                 id: "text_encoder",
                 role: PartRole::TextEncoder,
                 lora_prefix: "lora_te1",
+                lora_names: LoraNames::Dotted,
+                blocks: &[],
                 layers: &mut self.clip,
             },
             Part {
                 id: "transformer",
                 role: PartRole::Denoiser,
-                lora_prefix: "lora_transformer",
+                lora_prefix: "transformer",
+                lora_names: LoraNames::Dotted,
+                blocks: &["transformer_blocks", "single_transformer_blocks"],
                 layers: &mut self.transformer,
             },
         ]
@@ -97,10 +105,12 @@ impl Model for FluxModel {
         let [latents] = latents else {
             return Err(EngineError::Internal("FLUX.1 takes one latent tensor".into()));
         };
+        let guidance = conditioning.find(GUIDANCE);
+        let guidance = guidance.map(|scale| scale.to_dtype(DType::F32)).transpose()?;
         let conditions = FluxConditions {
             text: &conditioning.get(CONTEXT)?.to_dtype(self.dtype)?,
             pooled: &conditioning.get(POOLED)?.to_dtype(self.dtype)?,
-            guidance: &conditioning.get(GUIDANCE)?.to_dtype(DType::F32)?,
+            guidance: guidance.as_ref(),
         };
         let prediction = self
             .transformer
@@ -115,6 +125,10 @@ impl Model for FluxModel {
     fn with_guidance(&self, conditioning: Conditioning, scale: f64) -> Result<Conditioning> {
         let count = conditioning.batch();
         Ok(conditioning.with(GUIDANCE, Tensor::full(scale as f32, count, &self.device)?))
+    }
+
+    fn without_guidance(&self, conditioning: Conditioning) -> Conditioning {
+        conditioning.without(GUIDANCE)
     }
 
     fn codec(&self) -> &dyn Codec {
@@ -149,11 +163,15 @@ impl Model for FluxModel {
     }
 
     fn trained(&self) -> &[(String, Var)] {
-        &[]
+        &self.trained
     }
 
     fn detach(&self) -> Option<Box<dyn Model>> {
-        None
+        let transformer = self.frozen_transformer.clone()?;
+        Some(Box::new(Self {
+            transformer,
+            ..self.clone()
+        }))
     }
 
     fn quantised_in_file(&self) -> &[(PartRole, Vec<&'static str>)] {
@@ -164,15 +182,32 @@ impl Model for FluxModel {
         self.replace_vae(folder, options)
     }
 
-    fn load_trained(&self, _: &Path) -> Result<()> {
-        Err(not_saved())
+    fn load_trained(&self, path: &Path) -> Result<()> {
+        let index = Index::open(path.join(TRANSFORMER))?;
+        let mut sources = Vec::with_capacity(self.trained.len());
+        for (name, var) in &self.trained {
+            let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
+            let inner = inner.ok_or_else(|| {
+                EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
+            })?;
+            index.check_shape(inner, var.shape())?;
+            sources.push((inner, var));
+        }
+        for (name, var) in sources {
+            var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
+        }
+        Ok(())
     }
 
     fn check_single_file(&self) -> Result<()> {
-        Err(not_saved())
+        Err(self.source.no_single_file())
     }
 
-    fn writer<'a>(&'a self, _: &'a BTreeMap<String, Tensor>, _: SaveOptions) -> Result<Box<dyn ModelWriter + 'a>> {
-        Err(not_saved())
+    fn writer<'a>(
+        &'a self,
+        trained: &'a BTreeMap<String, Tensor>,
+        options: SaveOptions,
+    ) -> Result<Box<dyn ModelWriter + 'a>> {
+        Ok(Box::new(TransformerWriter::new(&self.source, trained, options)?))
     }
 }

@@ -5,7 +5,6 @@
 
 mod ldm;
 mod load;
-mod metadata_yaml;
 mod model;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -21,8 +20,7 @@ mod variant;
 
 #[cfg(test)]
 pub(crate) use ldm::split as split_checkpoint;
-pub use resume::saved_step;
-pub use save::{FullModel, META_FILE};
+pub use save::FullModel;
 pub use sd_config::SdConfig;
 pub use source::SdSource;
 pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides};

@@ -6,7 +6,7 @@ use super::save::FullModel;
 use super::variant::TextOutput;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, ItemSize, Prompt};
-use crate::families::model::{Family, Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::models::codec::Codec;
 use crate::models::unet::AdditionalConditions;
@@ -62,6 +62,8 @@ impl Model for SdModel {
                 id: encoder.spec.folder,
                 role: PartRole::TextEncoder,
                 lora_prefix: encoder.spec.lora_prefix,
+                lora_names: LoraNames::Flattened,
+                blocks: &[],
                 layers: &mut encoder.model,
             });
         }
@@ -69,6 +71,8 @@ impl Model for SdModel {
             id: "unet",
             role: PartRole::Denoiser,
             lora_prefix: "lora_unet",
+            lora_names: LoraNames::Flattened,
+            blocks: &[],
             layers: &mut self.unet,
         });
         parts

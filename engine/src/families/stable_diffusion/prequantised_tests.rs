@@ -316,6 +316,7 @@ fn lora_gradients(model: &mut SdModel) -> Vec<(String, Tensor)> {
         dropout: 0.0,
         only_if_contains: Vec::new(),
         ignore_if_contains: Vec::new(),
+        blocks_only: true,
     };
     let mut generator = TorchGenerator::manual_seed(3);
     let network = LoraNetwork::attach(&config, &mut [unet_part(model)], &mut generator).unwrap();

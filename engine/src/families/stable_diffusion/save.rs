@@ -4,25 +4,24 @@
 //! of them is in memory.
 
 use super::ldm::{LdmNames, SavedTensor};
-use super::metadata_yaml;
-use super::source::{Component, SdSource, prefixed_name, pretty_json};
+use super::source::{Component, SdSource, prefixed_name};
 use super::variant::{ComponentSpec, TextEncoderSpec, TextLayout};
 use crate::error::{EngineError, Result};
 use crate::families::model::{ModelWriter, SaveOptions};
+use crate::families::saved::{
+    check_save_dtype, config_in_dtype, parse_config, pretty_json, write_metadata, write_text_file,
+};
 use crate::models::clip::ClipTokenizer;
 use crate::models::config;
 use crate::weights::SafetensorsLayout;
 use aitk_common::fsutil::{self, regular};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-
-/// The file with the metadata of a folder, named as in ai-toolkit.
-pub const META_FILE: &str = "aitk_meta.yaml";
 
 /// Metadata of a single file: what the model predicts (`v`, `epsilon`), as Stability's ModelSpec has it.
 pub(super) const PREDICTION_TYPE: &str = "modelspec.prediction_type";
@@ -69,12 +68,7 @@ impl<'a> FullModel<'a> {
     /// # Errors
     /// When the model has no tensor with a trained tensor's name and shape, or the dtype is not f32, f16 or bf16.
     pub fn new(source: &'a SdSource, trained: &'a BTreeMap<String, Tensor>, options: SaveOptions) -> Result<Self> {
-        let dtype = options.dtype;
-        if !matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
-            return Err(EngineError::Unsupported(format!(
-                "a model is saved as float32, float16 or bfloat16, not as {dtype:?}"
-            )));
-        }
+        check_save_dtype(options.dtype)?;
         let mut by_component = BTreeMap::new();
         for (name, tensor) in trained {
             let unknown = || EngineError::Internal(format!("`{name}` was trained, but the model has no such tensor"));
@@ -181,45 +175,15 @@ impl<'a> FullModel<'a> {
         }
     }
 
-    /// The `config.json` for weights in `dtype` that are not quantised. Unchanged if the source's is already right.
-    fn config(&self, text: &str) -> Result<String> {
-        let mut value = self.parse_config(text)?;
-        let mut changed = false;
-        if let Some(keys) = value.as_object_mut() {
-            changed |= keys.shift_remove("quantization_config").is_some();
-            let dtype = match self.options.dtype {
-                DType::F16 => "float16",
-                DType::BF16 => "bfloat16",
-                _ => "float32",
-            };
-            for key in ["dtype", "torch_dtype"] {
-                if let Some(value) = keys.get_mut(key).filter(|value| *value != dtype) {
-                    *value = dtype.into();
-                    changed = true;
-                }
-            }
-        }
-        Ok(if changed { pretty_json(&value) } else { text.to_owned() })
-    }
-
     fn scheduler(&self) -> Result<String> {
         let text = self.source.scheduler();
-        let mut value = self.parse_config(text)?;
+        let mut value = parse_config(text, self.source.path())?;
         let key = "prediction_type";
         let Some(keys) = value.as_object_mut().filter(|_| self.options.v_prediction) else {
             return Ok(text.to_owned());
         };
         keys.insert(key.into(), "v_prediction".into());
         Ok(pretty_json(&value))
-    }
-
-    fn parse_config(&self, text: &str) -> Result<Value> {
-        config::parse_json(text).map_err(|e| {
-            EngineError::model_config(
-                self.source.path(),
-                format!("a config of this model is not valid JSON: {e}"),
-            )
-        })
     }
 
     /// Writes the tokenizer of a text encoder: that of the source, or OpenAI's if the source has none.
@@ -267,7 +231,8 @@ impl ModelWriter for FullModel<'_> {
         };
         for component in self.source.components() {
             let inner = subfolder(component.spec.folder)?;
-            write_text_file(&inner.join("config.json"), &self.config(&component.config)?)?;
+            let config = config_in_dtype(&component.config, self.options.dtype, self.source.path())?;
+            write_text_file(&inner.join("config.json"), &config)?;
             // transformers refuses files without this key.
             let mut layout = SafetensorsLayout::new(BTreeMap::from([("format".to_owned(), "pt".to_owned())]));
             for (name, shape) in component.index.tensors() {
@@ -285,7 +250,7 @@ impl ModelWriter for FullModel<'_> {
             &subfolder("scheduler")?.join("scheduler_config.json"),
             &self.scheduler()?,
         )?;
-        write_text_file(&folder.join(META_FILE), &metadata_yaml::to_yaml(&self.options.metadata))?;
+        write_metadata(folder, &self.options.metadata)?;
         // The index comes last: a folder without it is incomplete.
         write_text_file(
             &folder.join("model_index.json"),
@@ -316,8 +281,4 @@ pub(super) fn saved_shape(from: &SavedTensor, shape: &[usize]) -> Vec<usize> {
         }
     }
     shape
-}
-
-fn write_text_file(path: &Path, text: &str) -> Result<()> {
-    Ok(fsutil::write_atomic(path, |out| out.write_all(text.as_bytes()))?)
 }

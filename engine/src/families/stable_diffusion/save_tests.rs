@@ -3,7 +3,7 @@
 use super::ldm::LdmNames;
 use super::*;
 use crate::error::EngineError;
-use crate::families::{LoadOptions, ModelWriter, SaveOptions, sd1, sd2, sdxl};
+use crate::families::{LoadOptions, META_FILE, ModelWriter, SaveOptions, sd1, sd2, sdxl};
 use crate::models::clip::ClipTextConfig;
 use crate::models::config;
 use crate::models::unet::{PerBlock, UNetConfig};

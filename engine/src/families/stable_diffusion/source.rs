@@ -2,6 +2,7 @@
 
 use super::variant::{ComponentSpec, Variant};
 use crate::error::{EngineError, Result};
+use crate::families::saved::pretty_json;
 use crate::models::config;
 use crate::weights::{Index, Weights};
 use serde_json::{Map, Value, json};
@@ -221,9 +222,4 @@ impl SdSource {
     fn has_safety_checker(&self) -> bool {
         self.variant.pipeline_class == "StableDiffusionPipeline"
     }
-}
-
-/// JSON with indentation and a newline at the end.
-pub(super) fn pretty_json(value: &Value) -> String {
-    format!("{value:#}\n")
 }

@@ -106,7 +106,7 @@ fn the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers() {
                 let conditions = FluxConditions {
                     text: &context,
                     pooled: &pooled,
-                    guidance: &guidance,
+                    guidance: Some(&guidance),
                 };
                 let y = model.forward(&latents, &get("timesteps"), &conditions)?;
                 close(&y, "y");
@@ -137,7 +137,7 @@ fn half_precision_is_within_its_arithmetic_and_has_no_nan() {
             let conditions = FluxConditions {
                 text: &text,
                 pooled: &pooled,
-                guidance: &get("guidance"),
+                guidance: Some(&get("guidance")),
             };
             let latents = get("latents").to_dtype(dtype).unwrap();
             let y = model.forward(&latents, &get("timesteps"), &conditions).unwrap();

@@ -92,8 +92,8 @@ pub struct FluxConditions<'a> {
     pub text: &'a Tensor,
     /// The pooled text, [b, pooled_projection_dim].
     pub pooled: &'a Tensor,
-    /// The guidance scales, [b] f32. Models without a guidance embedding ignore them.
-    pub guidance: &'a Tensor,
+    /// The guidance scales, [b] f32. Models without a guidance embedding ignore them; without scales, its vector is left out.
+    pub guidance: Option<&'a Tensor>,
 }
 
 /// FLUX.1's transformer.
@@ -201,8 +201,8 @@ impl FluxTransformer2DModel {
         }
         let dtype = latents.dtype();
         let mut temb = self.timestep_embedder.forward_numbers(timesteps, dtype)?;
-        if let Some(embedder) = &self.guidance_embedder {
-            let guidance = (conditions.guidance * 1000.0)?;
+        if let (Some(embedder), Some(guidance)) = (&self.guidance_embedder, conditions.guidance) {
+            let guidance = (guidance * 1000.0)?;
             temb = nn::add(&temb, &embedder.forward_numbers(&guidance, dtype)?)?;
         }
         temb = nn::add(&temb, &self.text_embedder.forward(conditions.pooled)?)?;

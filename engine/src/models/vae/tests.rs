@@ -1,8 +1,13 @@
-//! Compares tiling with diffusers (`tests/reference/make_tiles.py`), and tests configs that are refused.
+//! Compares tiling and FLUX.1's autoencoder with diffusers (`tests/reference/make_tiles.py`, `make_models_flux.py`), and tests
+//! configs that are refused.
 
 use super::*;
+use crate::autograd::gradients;
+use crate::image_io;
+use crate::media::Media;
+use crate::models::codec::Codec;
 use crate::testing::{fixtures, gap, largest};
-use candle_core::safetensors;
+use candle_core::{Var, safetensors};
 
 #[test]
 fn tiling_matches_diffusers() {
@@ -57,6 +62,56 @@ fn a_scaling_factor_of_zero_is_refused() {
     );
 }
 
+#[test]
+fn the_autoencoder_of_flux_and_its_gradients_match_diffusers() {
+    let fixture = safetensors::load(fixtures().join("models/flux_vae.safetensors"), &Device::Cpu).unwrap();
+    let model = AutoencoderKl::open(&fixtures().join("tiny_flux/vae"), DType::F32, &Device::Cpu).unwrap();
+    assert_eq!((model.scale_factor(), model.latent_channels()), (8, vec![16]));
+    let close = |what: &str, found: &Tensor| {
+        let error = gap(found, &fixture[what]) / largest(&fixture[what]);
+        assert!(error < 1e-4, "{what}: {error}");
+    };
+    let image = Var::from_tensor(&fixture["image"]).unwrap();
+    let latent = Var::from_tensor(&fixture["latent"]).unwrap();
+    let (_, found) = gradients(|| {
+        let moments = model.encode(&image)?;
+        close("mean", &moments.mean);
+        close("logvar", &moments.logvar);
+        let both = Tensor::cat(&[&moments.mean, &moments.logvar], 1)?;
+        Ok::<_, crate::error::EngineError>((both * &fixture["probe_moments"])?.sum_all()?)
+    })
+    .unwrap();
+    close("grad_image", found.get(&image).unwrap());
+    let (_, found) = gradients(|| {
+        let decoded = model.decode(&latent)?;
+        close("decoded", &decoded);
+        Ok::<_, crate::error::EngineError>((decoded * &fixture["probe_decoded"])?.sum_all()?)
+    })
+    .unwrap();
+    close("grad_latent", found.get(&latent).unwrap());
+}
+
+/// The latents that the transformer sees are shifted and scaled.
+#[test]
+fn the_codec_of_flux_shifts_and_scales_latents() {
+    let fixture = safetensors::load(fixtures().join("models/flux_vae.safetensors"), &Device::Cpu).unwrap();
+    let model = AutoencoderKl::open(&fixtures().join("tiny_flux/vae"), DType::F32, &Device::Cpu).unwrap();
+    let mut no_noise = |shape: &[usize]| Ok(Tensor::zeros(shape, DType::F32, &Device::Cpu)?);
+    let latents = Codec::encode(&model, &fixture["image"], &mut no_noise).unwrap();
+    let scaled = &fixture["scaled"];
+    assert!(gap(&latents[0], scaled) < 1e-4 * largest(scaled));
+    let found = Codec::decode(&model, std::slice::from_ref(scaled)).unwrap();
+    let expected = image_io::from_tensor(&fixture["from_scaled"]).unwrap();
+    let [Media::Image(found)] = found.as_slice() else {
+        panic!("{found:?}");
+    };
+    let pairs = found.as_raw().iter().zip(expected[0].as_raw());
+    assert!(pairs.clone().all(|(a, b)| a.abs_diff(*b) <= 1));
+    assert!(pairs.filter(|(a, b)| a != b).count() < 5);
+}
+
 crate::testing::in_portable_mode! {
+    the_autoencoder_of_flux_and_its_gradients_match_diffusers,
+    the_codec_of_flux_shifts_and_scales_latents,
     tiling_matches_diffusers,
 }

@@ -2,7 +2,7 @@
 
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use crate::families::LoadOptions;
-use crate::families::stable_diffusion::saved_step;
+use crate::families::saved_step;
 use crate::testing::{fixtures, load_sd};
 use aitk_common::attempt::{AttemptSpec, Outcome};
 use aitk_common::job::arch::{Arch, ArchName};

@@ -2,7 +2,7 @@
 
 use super::save_files::files_in_save;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
-use crate::families::stable_diffusion::saved_step;
+use crate::families::saved_step;
 use crate::families::{LoadOptions, Model};
 use crate::testing::load_sd;
 use crate::testing::{fixtures, gap};

@@ -80,6 +80,7 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
             .map(|l| l.0.clone())
             .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
+        blocks_only: network.transformer_only,
     }
 }
 

@@ -11,7 +11,7 @@ use super::run::Run;
 use super::target::Target;
 use crate::adapters::LoraFile;
 use crate::error::{EngineError, Result};
-use crate::families::stable_diffusion::saved_step;
+use crate::families::saved_step;
 use crate::training::Trainer;
 use crate::weights::write_tensors;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};

@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::options;
 use crate::adapters::{LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
-use crate::families::{Model, PartRole};
+use crate::families::{LoraNames, Model, PartRole};
 use crate::optim::Param;
 use crate::rng::generator_for;
 use crate::weights::TrainableFilter;
@@ -56,7 +56,19 @@ impl Target {
             PartRole::Denoiser => process.train.train_unet,
             PartRole::Codec => false,
         });
-        Ok(Self::Lora(LoraNetwork::attach(&config, &mut trained, &mut generator)?))
+        let has_no_alpha = trained.iter().any(|part| part.lora_names == LoraNames::Dotted);
+        let network = LoraNetwork::attach(&config, &mut trained, &mut generator)?;
+        if has_no_alpha && config.alpha != config.rank as f64 {
+            cx.log(
+                "info",
+                format!(
+                    "network.linear_alpha: {} has no effect on this model: LoRAs of transformers are saved without alpha, so it is \
+                     the rank {}, as in ai-toolkit",
+                    config.alpha, config.rank
+                ),
+            );
+        }
+        Ok(Self::Lora(network))
     }
 
     /// The model's own weights that are trained.

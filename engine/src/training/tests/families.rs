@@ -119,6 +119,7 @@ impl Family {
             dropout: 0.0,
             only_if_contains: targets,
             ignore_if_contains: vec![],
+            blocks_only: true,
         };
         let mut model = self.load(&LoadOptions::cpu());
         let mut trained = model.parts();

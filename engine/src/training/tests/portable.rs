@@ -37,6 +37,7 @@ fn five_steps_of((variant, folder): Tiny, dtype: DType, residency: Residency) ->
         dropout: 0.0,
         only_if_contains: vec![],
         ignore_if_contains: vec![],
+        blocks_only: true,
     };
     let network = LoraNetwork::attach(
         &config,

@@ -1,0 +1,67 @@
+//! The objective of a run: diffusion or flow matching, by the family of the model.
+
+use super::options;
+use crate::error::{EngineError, Result};
+use crate::families::Model;
+use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
+use crate::training::{Ddpm, FlowMatch, FlowTimesteps, FlowWeighting, Objective};
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::train::TimestepType;
+
+/// The objective that the config and the model's scheduler ask for.
+///
+/// # Errors
+/// When `scheduler_config.json` is wrong, or the config asks for what is not supported.
+pub(super) fn objective(process: &TrainerProcess, model: &dyn Model) -> Result<Box<dyn Objective>> {
+    let scheduler = |error: &dyn std::fmt::Display| EngineError::bad_input(format!("scheduler_config.json: {error}"));
+    let params = SamplerParams::from_json(model.scheduler_config()).map_err(|error| scheduler(&error))?;
+    if process.model.arch.name.is_flow() {
+        let length = params.num_train_timesteps.unwrap_or(1000);
+        return Ok(Box::new(FlowMatch {
+            timesteps: flow_timesteps(process, params)?,
+            weighting: flow_weighting(process),
+            noise: options::noise_options(process, length),
+        }));
+    }
+    let mut schedule = NoiseSchedule::new(&params).map_err(|error| scheduler(&error))?;
+    if process.model.is_v_pred {
+        schedule.prediction_type = PredictionType::VPrediction;
+    }
+    Ok(Box::new(Ddpm {
+        noise: options::noise_options(process, schedule.len()),
+        weighting: options::snr_weighting(process),
+        schedule,
+    }))
+}
+
+/// The time steps of `train.timestep_type`.
+fn flow_timesteps(process: &TrainerProcess, params: SamplerParams) -> Result<FlowTimesteps> {
+    let train = &process.train;
+    Ok(match train.timestep_type {
+        _ if train.linear_timesteps || train.linear_timesteps2 => FlowTimesteps::Linear,
+        TimestepType::Sigmoid => FlowTimesteps::Sigmoid,
+        TimestepType::Linear | TimestepType::Weighted => FlowTimesteps::Linear,
+        TimestepType::Shift => FlowTimesteps::Shift(Box::new(params)),
+        TimestepType::LognormBlend => FlowTimesteps::LognormBlend,
+        TimestepType::OneStep => FlowTimesteps::FewSteps(1),
+        TimestepType::TwoStep => FlowTimesteps::FewSteps(2),
+        TimestepType::FourStep => FlowTimesteps::FewSteps(4),
+        TimestepType::EightStep => FlowTimesteps::FewSteps(8),
+        TimestepType::NextSample => {
+            return Err(EngineError::Unsupported(
+                "train.timestep_type: `next_sample` is not supported yet; use `sigmoid`, `linear`, `weighted` or `shift`".into(),
+            ));
+        }
+    })
+}
+
+/// The weighting that goes with them. `weighted` has precedence, as in ai-toolkit.
+fn flow_weighting(process: &TrainerProcess) -> FlowWeighting {
+    let train = &process.train;
+    match train.timestep_type {
+        TimestepType::Weighted => FlowWeighting::Measured,
+        _ if train.linear_timesteps2 => FlowWeighting::HalfBell,
+        _ if train.linear_timesteps => FlowWeighting::Bell,
+        _ => FlowWeighting::Even,
+    }
+}

@@ -1,0 +1,177 @@
+//! Comparison with the fixtures of `tests/reference/make_train_flux.py`: five steps of FLUX.1 with diffusers and peft.
+
+use super::{constant, largest_gap, loss_of, with_prefix};
+use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::error::Result;
+use crate::families::flux::FluxModel;
+use crate::families::{FLUX, LoadOptions, Model};
+use crate::optim::{Adam, AdamParams, Param};
+use crate::residency::Residency;
+use crate::rng::TorchGenerator;
+use crate::testing::{fixtures, in_portable_mode, schnell_folder};
+use crate::training::{
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions, Trainer,
+    TrainerOptions,
+};
+use candle_core::{DType, Device, Tensor};
+use serde_json::Value;
+use std::collections::{BTreeMap, HashMap};
+
+fn tensors(file: &str) -> HashMap<String, Tensor> {
+    let path = fixtures().join(format!("train_flux/{file}.safetensors"));
+    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+}
+
+fn report() -> Value {
+    serde_json::from_slice(&std::fs::read(fixtures().join("train_flux/parity.json")).unwrap()).unwrap()
+}
+
+fn model(variant: &Value) -> FluxModel {
+    let schnell = schnell_folder();
+    let folder = match variant.get("model") {
+        Some(_) => schnell.path().to_path_buf(),
+        None => fixtures().join("tiny_flux"),
+    };
+    let mut model = FluxModel::load(&FLUX, folder, &LoadOptions::cpu()).unwrap();
+    model.max_sequence_length = variant["max_sequence_length"].as_u64().unwrap() as usize;
+    model
+}
+
+const OBJECTIVE: fn() -> FlowMatch = || FlowMatch {
+    timesteps: FlowTimesteps::Linear,
+    weighting: FlowWeighting::Even,
+    noise: NoiseOptions::default(),
+};
+
+/// Trains five steps and checks the loss and the norm of each.
+fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str) {
+    let variant = &report["variants"][name];
+    let inputs = tensors("parity_inputs");
+    let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
+    let objective = OBJECTIVE();
+    let mut cache = ConditioningCache::default();
+    let mut trainer = Trainer::new(TrainerOptions {
+        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
+        params,
+        schedule: constant(variant["lr"].as_f64().unwrap()),
+        max_grad_norm: variant["max_norm"].as_f64(),
+        ema: None,
+        fused_backward: false,
+    });
+    let (mut loss_gap, mut norm_gap) = (0f64, 0f64);
+    for step in 0..report["steps"].as_u64().unwrap() as usize {
+        let row = |key: &str| inputs[key].get(step).unwrap();
+        let texts = row("captions").to_vec1::<i64>().unwrap();
+        let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
+        let conditioning = cache.get(&texts, model).unwrap();
+        let guidance = variant["guidance"].as_f64().unwrap();
+        let forward = || -> Result<Tensor> {
+            let batch = MicroBatch {
+                latents: vec![row("latents")],
+                drawn: NoiseDraw {
+                    timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
+                    noise: vec![row("noise")],
+                },
+                conditioning: model.with_guidance(conditioning.clone(), guidance)?,
+                weights: vec![1.0; texts.len()],
+                mask: None,
+            };
+            loss_of(model, &objective, LossKind::Mse, &batch)
+        };
+        trainer.accumulate(forward).unwrap();
+        let done = trainer.finish_step(step as u64, true).unwrap();
+        let relative = |found: f64, key: &str| (found / variant[key][step].as_f64().unwrap() - 1.0).abs();
+        loss_gap = loss_gap.max(relative(done.loss, "losses"));
+        norm_gap = norm_gap.max(relative(done.grad_norm.unwrap(), "norms"));
+    }
+    println!("{name}: losses {loss_gap:.1e}, norms {norm_gap:.1e}");
+    assert!(
+        loss_gap < 1e-4 && norm_gap < 1e-3,
+        "{name}: {loss_gap:.1e} {norm_gap:.1e}"
+    );
+}
+
+fn check_lora(name: &str, residency: Residency) {
+    let report = report();
+    let variant = &report["variants"][name];
+    let config = LoraConfig {
+        rank: variant["rank"].as_u64().unwrap() as usize,
+        // Has no effect: these LoRAs have no alpha.
+        alpha: 1.0,
+        conv_rank: None,
+        conv_alpha: 1.0,
+        dropout: 0.0,
+        only_if_contains: serde_json::from_value(variant["targets"].clone()).unwrap_or_default(),
+        ignore_if_contains: vec![],
+        blocks_only: true,
+    };
+    let mut model = model(variant);
+    model.set_residency(residency);
+    let mut trained = model.parts();
+    trained.retain(|part| part.id == "transformer");
+    let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    drop(trained);
+    let start = tensors(match variant.get("model") {
+        Some(_) => "parity_start_schnell",
+        None => "parity_start",
+    });
+    let params = network.params();
+    for param in &params {
+        param.var.set(&start[&param.name]).unwrap();
+    }
+    network.handle.set_training(Some("masks"));
+    train(&model, params, &report, name);
+    let theirs = with_prefix(&tensors(&format!("parity_{name}")), "final/");
+    let ours: BTreeMap<String, Tensor> = network.tensors(DType::F32).unwrap();
+    let gap = largest_gap(&ours, &theirs);
+    println!("{name}: weights {gap:.1e}");
+    assert!(gap < 1e-3, "{name}: {gap:.1e}");
+}
+
+const VARIANTS: [&str; 5] = ["linear", "attention", "guidance", "text_tokens_512", "schnell"];
+
+#[test]
+fn loras_match_the_reference() {
+    for name in VARIANTS {
+        check_lora(name, Residency::Resident);
+    }
+}
+
+#[test]
+fn loras_with_gradient_checkpointing_match_the_reference() {
+    for name in VARIANTS {
+        check_lora(name, Residency::Checkpointed { steps: 1 });
+    }
+}
+
+#[test]
+fn without_guidance_the_scale_has_no_effect() {
+    let report = report();
+    let model = model(&report["variants"]["linear"]);
+    let text = model
+        .encode_prompts(&[crate::families::Prompt::new("two zorb")])
+        .unwrap();
+    let latents = tensors("parity_inputs")["latents"]
+        .get(0)
+        .unwrap()
+        .narrow(0, 0, 1)
+        .unwrap();
+    let predict = |conditioning| {
+        let time = Tensor::new(&[400f32], &Device::Cpu).unwrap();
+        model
+            .predict(&[latents.clone()], &time, &conditioning)
+            .unwrap()
+            .remove(0)
+    };
+    let at = |scale| model.with_guidance(text.clone(), scale).unwrap();
+    let gap = |a: &Tensor, b: &Tensor| crate::testing::gap(a, b);
+    assert!(gap(&predict(at(1.0)), &predict(at(3.5))) > 1e-4);
+    let without = [1.0, 3.5].map(|scale| predict(model.without_guidance(at(scale))));
+    assert_eq!(gap(&without[0], &without[1]), 0.0);
+    assert!(gap(&without[0], &predict(at(1.0))) > 1e-4);
+}
+
+in_portable_mode! {
+    loras_match_the_reference,
+    loras_with_gradient_checkpointing_match_the_reference,
+}
