@@ -13,8 +13,7 @@ use aitk_common::job::train::TimestepType;
 /// # Errors
 /// When `scheduler_config.json` is wrong, or the config asks for what is not supported.
 pub(super) fn objective(process: &TrainerProcess, model: &dyn Model) -> Result<Box<dyn Objective>> {
-    let scheduler = |error: &dyn std::fmt::Display| EngineError::bad_input(format!("scheduler_config.json: {error}"));
-    let params = SamplerParams::from_json(model.scheduler_config()).map_err(|error| scheduler(&error))?;
+    let params = SamplerParams::from_json(model.scheduler_config())?;
     if process.model.arch.name.is_flow() {
         let length = params.num_train_timesteps.unwrap_or(1000);
         return Ok(Box::new(FlowMatch {
@@ -23,7 +22,7 @@ pub(super) fn objective(process: &TrainerProcess, model: &dyn Model) -> Result<B
             noise: options::noise_options(process, length),
         }));
     }
-    let mut schedule = NoiseSchedule::new(&params).map_err(|error| scheduler(&error))?;
+    let mut schedule = NoiseSchedule::new(&params)?;
     if process.model.is_v_pred {
         schedule.prediction_type = PredictionType::VPrediction;
     }
