@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, FluxTransformer2DModel, StableDiffusionPipeline, StableDiffusionXLPipeline
 from tiny_sd import FIXTURES
 
 BASES = ["tiny_sd", "odd_models/old", "odd_models/distilled", "odd_models/sharded", "tiny_sd21", "tiny_sdxl"]
@@ -44,11 +44,23 @@ def generate(pipe):
     return np.array(pipe("a red circle", num_inference_steps=3, width=64, height=64, generator=generator).images[0])
 
 
+def check_flux(place):
+    """Transformers in one float32 file and in four bfloat16 files, whose weights `engine/src/families/flux/save_tests.rs` halved."""
+    base = FluxTransformer2DModel.from_pretrained(FIXTURES / "tiny_flux" / "transformer").state_dict()
+    for files, dtype in (("1", torch.float32), ("4", torch.bfloat16)):
+        found = FluxTransformer2DModel.from_pretrained(place / "tiny_flux" / files, subfolder="transformer", torch_dtype=dtype).state_dict()
+        assert found.keys() == base.keys()
+        for key, value in base.items():
+            assert torch.equal(found[key], (value * 0.5).to(dtype)), key
+        print(f"tiny_flux, {files} files: {len(found)} tensors are equal")
+
+
 def main():
     if len(sys.argv) < 2:
         print("no folder of saves is given: nothing is checked")
         return
     place = pathlib.Path(sys.argv[1])
+    check_flux(place)
     for name in BASES:
         xl = name == "tiny_sdxl"
         bare = {"torch_dtype": torch.float32} | ({} if xl else {"safety_checker": None, "feature_extractor": None})

@@ -1,4 +1,4 @@
-"""LoRA training of FLUX.1 by diffusers and peft, as ai-toolkit trains it -> tests/fixtures/train_flux/.
+"""LoRA training and full fine-tunes of FLUX.1 by diffusers and peft, as ai-toolkit trains it -> tests/fixtures/train_flux/.
 
 The format is that of make_train_families.py. The noisy latents are (1 - t) * latents + t * noise, the target is noise - latents, and the
 transformer gets t = time step / 1000 and a guidance of 1. The loss is the mean of the squared difference. Latents are as the transformer
@@ -9,6 +9,8 @@ parity_inputs.safetensors holds one row for each step. `captions` are indices; `
 them with `max_sequence_length` 24. parity_<variant>.safetensors holds the final LoRA (`final/`) and the gradients of the first step for
 the first blocks (`grad/`), before they are clipped. The initial up matrices are not zero, so that no gradient is. The arithmetic is
 float64, so that only one side rounds, except for the rotations, which diffusers always applies in float32.
+
+full.json and full.safetensors are the same for full fine-tunes: each `every`th element of what every trained tensor became.
 """
 import copy
 import json
@@ -35,6 +37,9 @@ VARIANTS = {
     "text_tokens_512": {"targets": ["attn.to_q", "proj_mlp"], "max_sequence_length": 512},
     "schnell": {"targets": ["to_out", "to_add_out", "proj_out"], "model": "tiny_flux_schnell", "max_sequence_length": 256},
 }
+
+EVERY = 7
+FULL = {"everything": {"max_norm": 0.5}, "chosen": {"only": ["single_transformer_blocks.", "norm_out"], "ignore": ["norm_q"]}}
 
 
 def encode(pipe, length):
@@ -124,6 +129,36 @@ def train(pipe, options, tensors):
     return report | ADAMW | options, {key: value.float().contiguous() for key, value in (grads | final).items()}
 
 
+def train_full(pipe, options, tensors):
+    transformer = copy.deepcopy(pipe.transformer).double().requires_grad_(False)
+    only, ignore = options.get("only", [""]), options.get("ignore", [])
+    named = transformer.named_parameters()
+    trained = {name: p.requires_grad_() for name, p in named if any(s in name for s in only) and not any(s in name for s in ignore)}
+    context, pooled = encode(pipe, 24)
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, **ADAMW)
+    losses, norms = [], []
+    for step in range(STEPS):
+        value = loss(pipe, transformer, {key: value[step] for key, value in tensors.items()}, context, pooled, 1.0)
+        value.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(trained.values()), options.get("max_norm", math.inf))))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    print("full:", len(trained), "tensors, losses", [round(value, 4) for value in losses])
+    report = {"losses": losses, "norms": norms, "lr": LR, "guidance": 1.0, "max_sequence_length": 24}
+    final = {f"transformer.{name}": p.detach().flatten()[::EVERY].float().contiguous() for name, p in trained.items()}
+    return report | options, final
+
+
+def full_fine_tunes(pipe, tensors):
+    report, kept = {}, {}
+    for name, options in FULL.items():
+        report[name], final = train_full(pipe, options, tensors)
+        kept |= {f"{name}/{key}": value for key, value in final.items()}
+    save_file(kept, OUT / "full.safetensors")
+    (OUT / "full.json").write_text(json.dumps({"captions": CAPTIONS, "steps": STEPS, "every": EVERY, "variants": report}, indent=1))
+
+
 def main():
     OUT.mkdir(parents=True, exist_ok=True)
     tensors = inputs()
@@ -139,6 +174,7 @@ def main():
         wanted = VARIANTS["schnell"]["targets"] if suffix else [""]
         initial = {key: value for key, value in initial.items() if any(target in key for target in wanted)}
         save_file(initial, OUT / f"parity_start{suffix}.safetensors")
+    full_fine_tunes(pipes["tiny_flux"], tensors)
     report = {}
     for variant, options in VARIANTS.items():
         report[variant], found = train(pipes[options.get("model", "tiny_flux")], options, tensors)

@@ -5,36 +5,13 @@ use super::joined::split;
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use super::origin::origin;
+use super::tensors::{LoraModule, LoraTensors};
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-/// The tensors of one layer, float32 on the CPU.
-#[derive(Clone, Debug)]
-pub struct LoraTensors {
-    /// [rank, in] or [rank, in, kh, kw].
-    pub down: Tensor,
-    /// [out, rank] or [out, rank, 1, 1].
-    pub up: Tensor,
-    /// [rank, rank, kh, kw], LoCon only.
-    pub mid: Option<Tensor>,
-    /// The alpha in the file. Files of peft and of transformer models have none.
-    pub alpha: Option<f64>,
-    /// Multiplies the update (LyCORIS); 1 if absent.
-    pub scalar: f64,
-}
-
-/// A layer by its name in the file.
-#[derive(Clone, Debug)]
-pub struct LoraModule {
-    /// The key without its suffix.
-    pub stem: String,
-    /// The tensors of the layer.
-    pub tensors: LoraTensors,
-}
 
 /// A LoRA file that was read and checked. Its names are not matched to a model yet.
 #[derive(Clone, Debug)]
@@ -221,7 +198,8 @@ impl LoraFile {
                     reason: format!(
                         "layer `{}`: the file's up matrix has {found} rows, the model's layers have {expected}{}",
                         module.stem,
-                        origin(self).map_or_else(String::new, |origin| format!("; it was made for {origin}"))
+                        self.origin()
+                            .map_or_else(String::new, |origin| format!("; it was made for {origin}"))
                     ),
                 });
             }
@@ -230,6 +208,12 @@ impl LoraFile {
             }
         }
         Ok((resolved, unknown))
+    }
+
+    /// The family that the file was made for, and what shows it. `None`: nothing does.
+    #[must_use]
+    pub fn origin(&self) -> Option<String> {
+        origin(&self.metadata, &self.modules)
     }
 
     /// Whether the file is one of peft's own, which have their alpha in `adapter_config.json`, and nothing says what it is.

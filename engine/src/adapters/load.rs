@@ -1,9 +1,9 @@
 //! Attaches a LoRA file to a model.
 
-use super::file::{LoraFile, LoraTensors};
+use super::file::LoraFile;
 use super::layer::{LoraHandle, LoraLayer, Multiplier};
 use super::names::{LayerIndex, LayerKey, saved_name};
-use super::origin::origin;
+use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Part, PartRole};
 use crate::nn::LayerMut;
@@ -34,7 +34,7 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
     let index = index_layers(parts)?;
     let (mut found, unknown) = file.resolve(&index)?;
     if found.is_empty() {
-        let origin = origin(&file).unwrap_or_else(|| "another model family".to_owned());
+        let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
         return Err(EngineError::WeightsFile {
             reason: format!(
                 "none of its {} layers is in this model (the first is `{}`): it was made for {origin}",
@@ -45,7 +45,7 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
         });
     }
     if let Some(first) = without_transformer(parts, &found, &unknown) {
-        let origin = origin(&file).unwrap_or_else(|| "another model family".to_owned());
+        let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
         return Err(EngineError::WeightsFile {
             reason: format!(
                 "no layer of it is in this model's transformer, only {} of a text encoder that families share (`{first}` is \
@@ -72,7 +72,9 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
             };
             let in_files = saved_name(*lora_names, *role, lora_prefix, name);
             let lora = build_layer(&mut layer, in_files, tensors, &handle).map_err(|reason| {
-                let origin = origin(&file).map_or_else(String::new, |origin| format!("; it was made for {origin}"));
+                let origin = file
+                    .origin()
+                    .map_or_else(String::new, |origin| format!("; it was made for {origin}"));
                 EngineError::WeightsFile {
                     path: file.path.clone(),
                     reason: format!("layer `{name}`: {reason}{origin}"),

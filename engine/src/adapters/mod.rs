@@ -16,13 +16,15 @@ mod names;
 mod network;
 mod origin;
 mod save;
+mod tensors;
 
-pub use file::{LoraFile, LoraModule, LoraTensors};
+pub use file::LoraFile;
 pub use layer::{LoraHandle, LoraLayer, LoraPass, Multiplier};
 pub use load::{LoadedLora, load_lora};
 pub use names::{LayerIndex, LayerKey, NamedLayers};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
+pub use tensors::{LoraModule, LoraTensors};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

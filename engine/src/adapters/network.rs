@@ -4,7 +4,6 @@ use super::file::LoraFile;
 use super::layer::{LoraHandle, LoraLayer};
 use super::load::{attach_adapter, index_layers, layer_info};
 use super::names::{LayerIndex, flatten, saved_name};
-use super::origin::origin;
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Part, PartRole};
 use crate::optim::Param;
@@ -267,7 +266,8 @@ impl LoraNetwork {
                     e.layer.name,
                     t.dims(),
                     var.dims(),
-                    origin(file).map_or_else(String::new, |origin| format!("; it was made for {origin}"))
+                    file.origin()
+                        .map_or_else(String::new, |origin| format!("; it was made for {origin}"))
                 ),
             };
             for (var, tensor, axis) in [(&e.layer.down, &tensors.down, 0), (&e.layer.up, &tensors.up, 1)] {
@@ -293,7 +293,7 @@ impl LoraNetwork {
                 path: file.path.clone(),
                 reason: format!(
                     "none of its layers is trained by this job: it was made for {}",
-                    origin(file).unwrap_or_else(|| "another model or network".into())
+                    file.origin().unwrap_or_else(|| "another model or network".into())
                 ),
             });
         }

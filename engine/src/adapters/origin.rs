@@ -1,15 +1,16 @@
 //! Which family of models a LoRA file was made for, for messages.
 
-use super::file::LoraFile;
+use super::tensors::LoraModule;
+use std::collections::BTreeMap;
 
 /// The family that a LoRA was made for, and what shows it. `None`: nothing does.
-pub(super) fn origin(file: &LoraFile) -> Option<String> {
-    let metadata = ["modelspec.architecture", "ss_base_model_version"];
-    let said = metadata.iter().find_map(|key| Some((key, file.metadata.get(*key)?)));
+pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]) -> Option<String> {
+    let keys = ["modelspec.architecture", "ss_base_model_version"];
+    let said = keys.iter().find_map(|key| Some((key, metadata.get(*key)?)));
     if let Some((key, said)) = said {
         return Some(format!("{} (its `{key}`)", said.chars().take(60).collect::<String>()));
     }
-    let has = |part: &str| file.modules.iter().any(|module| module.stem.contains(part));
+    let has = |part: &str| modules.iter().any(|module| module.stem.contains(part));
     for (part, family) in [
         ("double_blocks", "FLUX.1 or a model like it"),
         ("single_transformer_blocks", "FLUX.1 or a model like it"),
@@ -27,7 +28,7 @@ pub(super) fn origin(file: &LoraFile) -> Option<String> {
         }
     }
     // The width of a token, in the joint attention of diffusers' names.
-    let token = file.modules.iter().find_map(|module| {
+    let token = modules.iter().find_map(|module| {
         let is_joint = module.stem.contains("add_q_proj") || module.stem.contains("add_k_proj");
         is_joint.then(|| module.tensors.down.dims().get(1).copied())?
     });
@@ -37,7 +38,7 @@ pub(super) fn origin(file: &LoraFile) -> Option<String> {
         _ => {}
     }
     // The width of the text that the cross-attention reads.
-    let context = file.modules.iter().find_map(|module| {
+    let context = modules.iter().find_map(|module| {
         let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");
         is_cross.then(|| module.tensors.down.dims().get(1).copied())?
     })?;

@@ -90,6 +90,13 @@ impl Conditioning {
         first.and_then(|tensor| tensor.dims().first().copied()).unwrap_or(0)
     }
 
+    /// The bytes of all tensors.
+    #[must_use]
+    pub fn size_in_bytes(&self) -> usize {
+        let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
+        self.tensors.values().map(bytes).sum()
+    }
+
     /// The items of several conditionings, one after another. All have the same names.
     ///
     /// # Errors
@@ -149,6 +156,7 @@ mod tests {
         };
         let both = Conditioning::cat(&[&one(1.0), &one(2.0)]).unwrap();
         assert_eq!(both.batch(), 2);
+        assert_eq!(both.size_in_bytes(), 4 * 2 * (2 * 3 + 4));
         let second = both.narrow(1, 1).unwrap();
         assert_eq!(second.get("pooled").unwrap().to_vec2::<f32>().unwrap(), [[-2.0; 4]]);
         assert!(second.get("mask").is_err());

@@ -8,11 +8,14 @@ use std::collections::HashMap;
 #[derive(Default)]
 pub struct ConditioningCache {
     cache: HashMap<String, Conditioning>,
+    bytes: usize,
 }
 
 /// The largest number of cached captions. Each has 77 x 768 numbers, together about half a gigabyte for SD 1.5. The
 /// limit matters when tokens are shuffled: then every step has new texts.
 const MAX_CACHED: usize = 2048;
+/// The largest size of the cache. A caption of FLUX.1 has 512 x 4096 numbers: 500 of them fit in bfloat16.
+const MAX_BYTES: usize = 2 << 30;
 
 impl ConditioningCache {
     /// Encodes captions without the cache, with the graph, for text encoders that are trained.
@@ -35,9 +38,12 @@ impl ConditioningCache {
                 Some(row) => row.clone(),
                 None => {
                     let row = Self::encode(std::slice::from_ref(caption), model)?.detached_as(model.dtype())?;
-                    if self.cache.len() >= MAX_CACHED {
+                    let bytes = row.size_in_bytes();
+                    if self.cache.len() >= MAX_CACHED || self.bytes + bytes > MAX_BYTES {
                         self.cache.clear();
+                        self.bytes = 0;
                     }
+                    self.bytes += bytes;
                     self.cache.insert(caption.clone(), row.clone());
                     row
                 }

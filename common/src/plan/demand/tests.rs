@@ -41,6 +41,17 @@ fn predictions_are_at_least_the_published_figures() {
 }
 
 #[test]
+fn a_full_fine_tune_of_flux_needs_its_weights_gradients_and_optimizer() {
+    let mut job = lora("flux", 512, "float32", 4);
+    job["process"][0]["kind"]["train"]["network"] = Value::Null;
+    let need = gib(&job);
+    // 12 billion weights and gradients in float32, and the two numbers of adamw8bit.
+    assert!(need[0] > 11.9 * 10.0 / 1.0737, "{need:?}");
+    // Gradients are freed one by one under the smaller profiles.
+    assert!(need[3] < need[0] && need[3] > 11.9 * 6.0 / 1.0737, "{need:?}");
+}
+
+#[test]
 fn smaller_profiles_need_less() {
     for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "qwen_image"] {
         for dtype in ["bf16", "float32"] {

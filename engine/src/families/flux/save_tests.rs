@@ -1,4 +1,4 @@
-//! Saves a fine-tuned transformer and loads it again.
+//! Saves a fine-tuned transformer and loads it again. Diffusers checks the saved ones in `tests/reference/check_saves.py`.
 
 use super::save::TransformerWriter;
 use super::{FLUX, FluxModel};
@@ -7,6 +7,7 @@ use crate::testing::{fixtures, gap};
 use crate::weights::{Index, TrainableFilter};
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 fn trained_model() -> FluxModel {
     let options = LoadOptions::cpu().training(TrainableFilter::everything(), TrainableFilter::Nothing);
@@ -21,7 +22,8 @@ fn values(model: &FluxModel) -> BTreeMap<String, Tensor> {
 }
 
 #[test]
-fn a_transformer_is_saved_in_one_file_or_several_and_loads_again() {
+fn a_folder_is_saved_in_one_file_or_several_and_loads_again() {
+    let keep = std::env::var_os("AITK_KEEP_SAVES").map(PathBuf::from);
     let model = trained_model();
     for (_, var) in model.trained() {
         var.set(&(var.as_tensor() * 0.5).unwrap()).unwrap();
@@ -37,6 +39,11 @@ fn a_transformer_is_saved_in_one_file_or_several_and_loads_again() {
         let writer = TransformerWriter::new(&model.source, &trained, options(dtype)).unwrap();
         let writer = writer.with_max_file_bytes(max_bytes);
         writer.write_folder(dir.path()).unwrap();
+        if let Some(keep) = &keep {
+            let keep = keep.join(format!("tiny_flux/{files}"));
+            std::fs::create_dir_all(&keep).unwrap();
+            writer.write_folder(&keep).unwrap();
+        }
         let names: Vec<String> = std::fs::read_dir(dir.path().join("transformer"))
             .unwrap()
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())

@@ -1,4 +1,5 @@
-//! Comparison with the fixtures of `tests/reference/make_train_flux.py`: five steps of FLUX.1 with diffusers and peft.
+//! Comparison with the fixtures of `tests/reference/make_train_flux.py`: five steps of FLUX.1 with diffusers and peft, LoRAs and full
+//! fine-tunes.
 
 use super::{constant, largest_gap, loss_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
@@ -13,6 +14,7 @@ use crate::training::{
     ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions, Trainer,
     TrainerOptions,
 };
+use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
@@ -22,17 +24,18 @@ fn tensors(file: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }
 
-fn report() -> Value {
-    serde_json::from_slice(&std::fs::read(fixtures().join("train_flux/parity.json")).unwrap()).unwrap()
+fn report(file: &str) -> Value {
+    let path = fixtures().join(format!("train_flux/{file}.json"));
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-fn model(variant: &Value) -> FluxModel {
+fn model(variant: &Value, options: &LoadOptions) -> FluxModel {
     let schnell = schnell_folder();
     let folder = match variant.get("model") {
         Some(_) => schnell.path().to_path_buf(),
         None => fixtures().join("tiny_flux"),
     };
-    let mut model = FluxModel::load(&FLUX, folder, &LoadOptions::cpu()).unwrap();
+    let mut model = FluxModel::load(&FLUX, folder, options).unwrap();
     model.max_sequence_length = variant["max_sequence_length"].as_u64().unwrap() as usize;
     model
 }
@@ -92,7 +95,7 @@ fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str) {
 }
 
 fn check_lora(name: &str, residency: Residency) {
-    let report = report();
+    let report = report("parity");
     let variant = &report["variants"][name];
     let config = LoraConfig {
         rank: variant["rank"].as_u64().unwrap() as usize,
@@ -105,7 +108,7 @@ fn check_lora(name: &str, residency: Residency) {
         ignore_if_contains: vec![],
         blocks_only: true,
     };
-    let mut model = model(variant);
+    let mut model = model(variant, &LoadOptions::cpu());
     model.set_residency(residency);
     let mut trained = model.parts();
     trained.retain(|part| part.id == "transformer");
@@ -144,10 +147,47 @@ fn loras_with_gradient_checkpointing_match_the_reference() {
     }
 }
 
+fn check_full(name: &str, residency: Residency) {
+    let report = report("full");
+    let variant = &report["variants"][name];
+    let list = |key: &str| -> Vec<String> { serde_json::from_value(variant[key].clone()).unwrap_or_default() };
+    let filter = TrainableFilter::Names {
+        only_if_contains: list("only"),
+        ignore_if_contains: list("ignore"),
+    };
+    let options = LoadOptions::cpu().training(filter, TrainableFilter::Nothing);
+    let mut model = model(variant, &options);
+    model.set_residency(residency);
+    let params = model.trained().iter().map(|(name, var)| Param {
+        name: name.clone(),
+        var: var.clone(),
+    });
+    let params: Vec<Param> = params.collect();
+    train(&model, params.clone(), &report, name);
+    let every = report["every"].as_u64().unwrap() as usize;
+    let kept = params.iter().map(|param| {
+        let values = param.var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let values: Vec<f32> = values.into_iter().step_by(every).collect();
+        (param.name.clone(), Tensor::new(values, &Device::Cpu).unwrap())
+    });
+    let theirs = with_prefix(&tensors("full"), &format!("{name}/"));
+    let gap = largest_gap(&kept.collect(), &theirs);
+    println!("full, {name}: weights {gap:.1e}");
+    assert!(gap < 1e-3, "{name}: {gap:.1e}");
+}
+
+#[test]
+fn full_fine_tunes_match_the_reference() {
+    for name in ["everything", "chosen"] {
+        check_full(name, Residency::Resident);
+        check_full(name, Residency::Checkpointed { steps: 1 });
+    }
+}
+
 #[test]
 fn without_guidance_the_scale_has_no_effect() {
-    let report = report();
-    let model = model(&report["variants"]["linear"]);
+    let report = report("parity");
+    let model = model(&report["variants"]["linear"], &LoadOptions::cpu());
     let text = model
         .encode_prompts(&[crate::families::Prompt::new("two zorb")])
         .unwrap();
@@ -172,6 +212,7 @@ fn without_guidance_the_scale_has_no_effect() {
 }
 
 in_portable_mode! {
+    full_fine_tunes_match_the_reference,
     loras_match_the_reference,
     loras_with_gradient_checkpointing_match_the_reference,
 }

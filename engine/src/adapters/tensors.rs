@@ -1,0 +1,27 @@
+//! The tensors of a LoRA file, layer by layer.
+
+use candle_core::Tensor;
+
+/// The tensors of one layer, float32 on the CPU.
+#[derive(Clone, Debug)]
+pub struct LoraTensors {
+    /// [rank, in] or [rank, in, kh, kw].
+    pub down: Tensor,
+    /// [out, rank] or [out, rank, 1, 1].
+    pub up: Tensor,
+    /// [rank, rank, kh, kw], LoCon only.
+    pub mid: Option<Tensor>,
+    /// The alpha in the file. Files of peft and of transformer models have none.
+    pub alpha: Option<f64>,
+    /// Multiplies the update (LyCORIS); 1 if absent.
+    pub scalar: f64,
+}
+
+/// A layer by its name in the file.
+#[derive(Clone, Debug)]
+pub struct LoraModule {
+    /// The key without its suffix.
+    pub stem: String,
+    /// The tensors of the layer.
+    pub tensors: LoraTensors,
+}
