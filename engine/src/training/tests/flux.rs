@@ -199,7 +199,7 @@ fn without_guidance_the_scale_has_no_effect() {
     let predict = |conditioning| {
         let time = Tensor::new(&[400f32], &Device::Cpu).unwrap();
         model
-            .predict(&[latents.clone()], &time, &conditioning)
+            .predict(std::slice::from_ref(&latents), &time, &conditioning)
             .unwrap()
             .remove(0)
     };
