@@ -64,6 +64,10 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_lora_sdxl.yaml"),
         ),
         (
+            "train_lora_flux.yaml",
+            include_str!("../../../config/examples/train_lora_flux.yaml"),
+        ),
+        (
             "generate_sdxl.yaml",
             include_str!("../../../config/examples/generate_sdxl.yaml"),
         ),
