@@ -72,6 +72,10 @@ pub(super) async fn inspect_models(
             }
             if input.kind == InputKind::Lora {
                 report.problem = report.problem.or_else(|| adapter_problem(&input.config_path, &files));
+                if report.problem.is_none() {
+                    let lora = expand(&input.config_path, directory, &env);
+                    report.problem = lora_problem(spec, &input, lora, directory).await;
+                }
             }
             report.problem = report.problem.or_else(|| {
                 let damaged = damaged?;
@@ -147,6 +151,37 @@ fn load_error(arch: ArchName, local: &Path, files: &Inventory) -> Option<String>
 
 #[cfg(not(feature = "embedded"))]
 fn load_error(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
+    None
+}
+
+/// Returns why a LoRA does not fit the model of its process, from configs, names and shapes only. `None` too if that
+/// model is not on this machine or has a problem of its own, which its own report says.
+#[cfg(feature = "embedded")]
+async fn lora_problem(spec: &JobSpec, input: &Input, lora: PathBuf, directory: &Path) -> Option<String> {
+    let (process, _) = input.key.split_once(']')?;
+    let model = process_model(spec, process)?;
+    let arch = arch_of(spec, &model.key)?;
+    let model = expand(&model.config_path, directory, &env);
+    if !model.exists() {
+        return None;
+    }
+    let check = move || {
+        aitk_engine::families::check(&model, arch).ok()?;
+        aitk_engine::adapters::check_lora(&lora, &model, arch).err()
+    };
+    let error = tokio::task::spawn_blocking(check).await.ok()??;
+    Some(error.to_string())
+}
+
+/// The base model of the process whose keys begin with `process` (`config.process[0`).
+#[cfg(feature = "embedded")]
+fn process_model(spec: &JobSpec, process: &str) -> Option<Input> {
+    let key = format!("{process}].model.name_or_path");
+    spec.inputs().into_iter().find(|input| input.key == key)
+}
+
+#[cfg(not(feature = "embedded"))]
+async fn lora_problem(_: &JobSpec, _: &Input, _: PathBuf, _: &Path) -> Option<String> {
     None
 }
 

@@ -543,3 +543,48 @@ fn extra_bytes_in_a_file_and_a_folder_above_a_model_are_reported() {
         out(&output)
     );
 }
+
+#[test]
+fn a_lora_that_does_not_fit_the_model_is_refused_before_anything_runs() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    let fixtures = Path::new(TINY).parent().unwrap();
+    let validate = |key: &str, lora: &str| {
+        training(&home, "job", TINY, 10, "");
+        let path = home.path().join("job.yaml");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lora = fixtures.join(lora);
+        let text = match key {
+            "pretrained_lora_path" => text.replace(
+                "linear_alpha: 4",
+                &format!("linear_alpha: 4, {key}: {}", lora.display()),
+            ),
+            _ => text.replace("model: {", &format!("model: {{{key}: {}, ", lora.display())),
+        };
+        std::fs::write(path, text).unwrap();
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        (
+            code(&output),
+            out(&output).split_whitespace().collect::<Vec<_>>().join(" "),
+        )
+    };
+    for key in ["pretrained_lora_path", "lora_path"] {
+        for (lora, expected) in [
+            (
+                "lora_sdxl/ai_toolkit.safetensors",
+                "it was made for Stable Diffusion XL",
+            ),
+            (
+                "lora_flux/comfyui.safetensors",
+                "it was made for FLUX.1 or a model like it",
+            ),
+        ] {
+            let (exit, said) = validate(key, lora);
+            assert_eq!(exit, 1, "{key}, {lora}: {said}");
+            assert!(said.contains(expected), "{key}, {lora}: {said}");
+            assert!(said.contains(&format!(".{key}")), "{key}, {lora}: {said}");
+        }
+        let (exit, said) = validate(key, "lora/ai_toolkit.safetensors");
+        assert_eq!(exit, 0, "{key}: {said}");
+    }
+}

@@ -42,6 +42,15 @@ impl LoraFile {
     /// # Errors
     /// When the file is not safetensors, is damaged, has another network type, or a layer lacks `down` or `up`.
     pub fn open(path: &Path) -> Result<Self> {
+        Self::read(path, |index| index)
+    }
+
+    /// As [`Self::open`], but reads names and shapes only: every number is zero.
+    pub(super) fn open_layout(path: &Path) -> Result<Self> {
+        Self::read(path, |index| index.shapes_only())
+    }
+
+    fn read(path: &Path, select: impl FnOnce(Index) -> Index) -> Result<Self> {
         let mut path = path.to_path_buf();
         if path.is_dir() {
             let names = ["pytorch_lora_weights.safetensors", "adapter_model.safetensors"];
@@ -67,7 +76,7 @@ impl LoraFile {
         }
         let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
         keys.sort();
-        let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
+        let weights = Weights::from_index(select(index), DType::F32, &Device::Cpu);
         let file_error = |reason: String| EngineError::WeightsFile {
             path: path.clone(),
             reason,

@@ -5,8 +5,9 @@ use super::layer::{LoraHandle, LoraLayer, Multiplier};
 use super::names::{LayerIndex, LayerKey, saved_name};
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
-use crate::families::{LoraNames, Part, PartRole};
+use crate::families::{self, LoraNames, Part, PartRole};
 use crate::nn::LayerMut;
+use aitk_common::job::arch::ArchName;
 use candle_core::{Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -30,7 +31,19 @@ pub struct LoadedLora {
 /// # Errors
 /// When the file is damaged or not a LoRA, a shape does not match its layer, or no name matches a layer.
 pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedLora> {
-    let file = LoraFile::open(path)?;
+    attach(parts, LoraFile::open(path)?, multiplier)
+}
+
+/// Checks that a LoRA file can be attached to the model of a family at `model`, from configs, names and shapes only.
+///
+/// # Errors
+/// As [`load_lora`], and when the model cannot be loaded.
+pub fn check_lora(path: &Path, model: &Path, arch: ArchName) -> Result<()> {
+    let mut model = families::layout(model, arch)?;
+    attach(&mut model.parts(), LoraFile::open_layout(path)?, 1.0).map(drop)
+}
+
+fn attach(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<LoadedLora> {
     let index = index_layers(parts)?;
     let (mut found, unknown) = file.resolve(&index)?;
     if found.is_empty() {

@@ -3,11 +3,13 @@
 use super::load::index_layers;
 use super::names::saved_name;
 use super::*;
+use crate::error::Result;
 use crate::families::stable_diffusion::SdModel;
-use crate::families::{Conditioning, LoraNames, Model, PartRole, Prompt, sdxl};
+use crate::families::{self, Conditioning, LoadOptions, LoraNames, Model, PartRole, Prompt, sdxl};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, largest, tiny_sd as model, unet_part};
+use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -434,4 +436,34 @@ fn layers_of_the_additional_embedding_have_the_names_that_diffusers_reads() {
 crate::testing::in_portable_mode! {
     every_dialect_gives_the_output_of_peft,
     the_multiplier_can_change_at_any_time,
+}
+
+/// `check_lora` reads no numbers, and answers as `load_lora` does.
+#[test]
+fn a_check_answers_as_loading_does() {
+    let models = [
+        ("tiny_sd", ArchName::Sd1),
+        ("tiny_sdxl", ArchName::Sdxl),
+        ("tiny_flux", ArchName::Flux),
+    ];
+    let mut answers = [0, 0];
+    for folder in ["lora", "lora_sdxl", "lora_flux", "our_lora", "strong_lora"] {
+        for entry in std::fs::read_dir(fixtures().join(folder)).unwrap() {
+            let path = entry.unwrap().path();
+            let is_lora = path.extension().is_some_and(|e| e == "safetensors");
+            if !is_lora {
+                continue;
+            }
+            for (model, arch) in models {
+                let model = fixtures().join(model);
+                let mut loaded = families::load(&model, arch, &LoadOptions::cpu()).unwrap();
+                let expected = load_lora(&mut loaded.parts(), &path, 1.0).map(drop);
+                let found = check_lora(&path, &model, arch);
+                let text = |result: Result<()>| result.map_err(|error| error.to_string());
+                answers[usize::from(found.is_ok())] += 1;
+                assert_eq!(text(found), text(expected), "{}, {arch:?}", path.display());
+            }
+        }
+    }
+    assert!(answers[0] > 10 && answers[1] > 10, "{answers:?}");
 }

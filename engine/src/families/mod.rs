@@ -72,9 +72,17 @@ pub(crate) fn check_identity(path: &Path, arch: ArchName) -> Result<()> {
 /// # Errors
 /// As [`load`].
 pub fn check(path: &Path, arch: ArchName) -> Result<()> {
+    layout(path, arch).map(drop)
+}
+
+/// The model with the names and shapes of its files; every number is zero.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn layout(path: &Path, arch: ArchName) -> Result<Box<dyn Model>> {
     let options = LoadOptions {
         layout_only: true,
         ..LoadOptions::cpu()
     };
-    load(path, arch, &options).map(drop)
+    load(path, arch, &options)
 }

@@ -181,7 +181,7 @@ impl Index {
     fn read_entry(&self, entry: &Entry, dtype: DType, device: &Device) -> Result<Tensor> {
         if self.files.is_empty() {
             // An index without files has only names and shapes.
-            return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
+            return Ok(Tensor::zeros((), dtype, device)?.broadcast_as(entry.shape.as_slice())?);
         }
         if entry
             .quantization
