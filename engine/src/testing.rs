@@ -92,6 +92,11 @@ pub(crate) fn tiny(variant: &'static Variant, folder: &str) -> SdModel {
     SdModel::load(variant, fixtures().join(folder), &LoadOptions::cpu()).unwrap()
 }
 
+/// FLUX.1 in single files (`tests/reference/make_flux_files.py`).
+pub(crate) fn flux_files() -> PathBuf {
+    fixtures().join("flux_files")
+}
+
 /// tiny_flux with the files of tiny_flux_schnell.
 pub(crate) fn schnell_folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();

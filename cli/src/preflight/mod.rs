@@ -67,10 +67,13 @@ pub async fn check_before_start(
     for line in report.summary() {
         ui.notice(&printable(&line));
     }
-    for note in &report.unchecked {
+    let gated = report.models.iter().filter(|model| local && model.gated);
+    let gated: Vec<String> = gated.filter_map(|model| model.unchecked.clone()).collect();
+    for note in report.unchecked.iter().filter(|note| !gated.contains(note)) {
         ui.notice(&printable(note));
     }
     let (mut warnings, mut problems) = (report.data_warnings(local), report.problems());
+    problems.extend(gated);
     warnings.extend(report.short_of_memory.clone());
     if local {
         warnings.extend(output::disk_warnings(report.disk_needs(), &loaded.spec, directory));

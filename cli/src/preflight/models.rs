@@ -5,9 +5,10 @@ use crate::paths::expand;
 use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::model::ModelConfig;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
 use aitk_common::model_files::{
-    Inventory, ModelFileKind, check_supported, damaged_file, identify, is_adapter, missing_files,
+    Inventory, ModelFileKind, PartPaths, check_supported, damaged_file, flux_parts, identify, is_adapter, missing_files,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -33,6 +34,8 @@ pub struct ModelReport {
     pub problem: Option<String>,
     /// Why it could not be checked.
     pub unchecked: Option<String>,
+    /// Whether it could not be checked because it is gated. Then this machine cannot use it; a worker may have another token.
+    pub gated: bool,
 }
 
 /// Inspects every model, VAE and LoRA of a job for which `wanted` returns true. VAEs are only checked for pickle files.
@@ -57,16 +60,23 @@ pub(super) async fn inspect_models(
             true => arch_of(spec, &input.key),
             false => None,
         };
+        let given = arch.and_then(|_| model_of(spec, &input.key)).map(GivenParts::of);
+        let given = given.unwrap_or_default();
         let local = expand(&input.config_path, directory, &env);
         if local.exists() {
+            let part_paths = given.local(directory);
             let read = tokio::task::spawn_blocking(move || {
                 let files = Inventory::open(&local);
-                let damaged =
-                    arch.and_then(|arch| damaged_file(&local, &files).or_else(|| load_error(arch, &local, &files)));
-                (files, damaged, find_nested_model(&local))
+                let parts = part_paths.as_ref();
+                let incomplete = arch.and_then(|arch| part_error(arch, &local, &files, parts?));
+                let damaged = arch
+                    .and_then(|arch| damaged_file(&local, &files).or_else(|| load_error(arch, &local, &files, parts?)));
+                (files, incomplete, damaged, find_nested_model(&local))
             });
-            let (files, damaged, nested) = read.await.unwrap_or_default();
-            report.set_identity(&files, arch);
+            let (files, incomplete, damaged, nested) = read.await.unwrap_or_default();
+            report.set_identity(&files, arch, &given);
+            // It says which part is missing, not only which files.
+            report.problem = incomplete.or(report.problem);
             if let (Some(problem), Some(nested)) = (&mut report.problem, nested) {
                 problem.push_str(&format!("; there is a model in {}", nested.display()));
             }
@@ -98,7 +108,7 @@ pub(super) async fn inspect_models(
                         ..other.clone()
                     }
                 }
-                None => report.inspect_repository(arch).await,
+                None => report.inspect_repository(arch, &given).await,
             }
         } else {
             report.problem = Some(missing_message(&input, &local));
@@ -139,18 +149,72 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
     (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
 }
 
+/// The keys of a `model` section that give parts of a FLUX.1 model from elsewhere.
+#[derive(Clone, Debug, Default)]
+struct GivenParts {
+    extras: Option<String>,
+    text_encoder: Option<String>,
+    vae: Option<String>,
+}
+
+impl GivenParts {
+    /// Those of a section; none unless it is of FLUX.1.
+    fn of(model: &ModelConfig) -> Self {
+        if model.arch.name != ArchName::Flux {
+            return Self::default();
+        }
+        Self {
+            extras: model.extras_name_or_path.clone(),
+            text_encoder: model.te_name_or_path.clone(),
+            vae: model.vae_path.clone(),
+        }
+    }
+
+    /// Their paths on this machine. `None` if one is not here, such as a repository.
+    fn local(&self, directory: &Path) -> Option<PartPaths> {
+        let local = |path: &Option<String>| match path {
+            None => Some(None),
+            Some(path) => {
+                let path = expand(path, directory, &env);
+                path.exists().then_some(Some(path))
+            }
+        };
+        Some(PartPaths {
+            extras: local(&self.extras)?,
+            text_encoder: local(&self.text_encoder)?,
+            vae: local(&self.vae)?,
+        })
+    }
+
+    /// Whether a file of a model comes from elsewhere if the model does not have it.
+    fn replaces(&self, file: &str) -> bool {
+        let is_below = |folder: &str| file.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'));
+        self.extras.is_some() && !is_below("transformer")
+            || self.text_encoder.is_some() && is_below("text_encoder_2")
+            || self.vae.is_some() && is_below("vae")
+    }
+}
+
+/// Returns which parts a FLUX.1 model lacks and how to give them.
+fn part_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths) -> Option<String> {
+    if arch != ArchName::Flux || check_supported("", arch, &identify(files)).is_err() {
+        return None;
+    }
+    flux_parts(local, parts).err()
+}
+
 /// Returns why the engine could not load a complete model, from configs and headers only: a tensor is missing or has
 /// another shape, or the parts do not fit together.
 #[cfg(feature = "embedded")]
-fn load_error(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
+fn load_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths) -> Option<String> {
     let is_supported = check_supported("", arch, &identify(files)).is_ok();
-    let is_whole = !files.is_folder || missing_files(files).is_empty();
-    let result = (is_supported && is_whole).then(|| aitk_engine::families::check(local, arch))?;
+    let is_whole = !files.is_folder || arch == ArchName::Flux || missing_files(files).is_empty();
+    let result = (is_supported && is_whole).then(|| aitk_engine::families::check(local, arch, parts))?;
     result.err().map(|error| error.to_string())
 }
 
 #[cfg(not(feature = "embedded"))]
-fn load_error(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
+fn load_error(_: ArchName, _: &Path, _: &Inventory, _: &PartPaths) -> Option<String> {
     None
 }
 
@@ -160,14 +224,15 @@ fn load_error(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
 async fn lora_problem(spec: &JobSpec, input: &Input, lora: PathBuf, directory: &Path) -> Option<String> {
     let (process, _) = input.key.split_once(']')?;
     let model = process_model(spec, process)?;
-    let arch = arch_of(spec, &model.key)?;
+    let section = model_of(spec, &model.key)?;
+    let (arch, parts) = (section.arch.name, GivenParts::of(section).local(directory)?);
     let model = expand(&model.config_path, directory, &env);
     if !model.exists() {
         return None;
     }
     let check = move || {
-        aitk_engine::families::check(&model, arch).ok()?;
-        aitk_engine::adapters::check_lora(&lora, &model, arch).err()
+        aitk_engine::families::check(&model, arch, &parts).ok()?;
+        aitk_engine::adapters::check_lora(&lora, &model, arch, &parts).err()
     };
     let error = tokio::task::spawn_blocking(check).await.ok()??;
     Some(error.to_string())
@@ -208,8 +273,13 @@ fn find_nested_model(folder: &Path) -> Option<PathBuf> {
 
 /// Returns `model.arch` of the process at this key.
 fn arch_of(spec: &JobSpec, key: &str) -> Option<ArchName> {
+    Some(model_of(spec, key)?.arch.name)
+}
+
+/// Returns the `model` section of the process at this key.
+fn model_of<'a>(spec: &'a JobSpec, key: &str) -> Option<&'a ModelConfig> {
     let index: usize = key.strip_prefix("config.process[")?.split(']').next()?.parse().ok()?;
-    Some(spec.process.get(index)?.model()?.arch.name)
+    spec.process.get(index)?.model()
 }
 
 /// Returns an error for each file of prompts and each folder of control images that does not exist. Models and data
@@ -260,8 +330,8 @@ fn missing_message(input: &Input, local: &Path) -> String {
 }
 
 impl ModelReport {
-    /// Sets family, evidence and problem from a model's files.
-    fn set_identity(&mut self, files: &Inventory, arch: Option<ArchName>) {
+    /// Sets family, evidence and problem from a model's files. `given`: parts that come from elsewhere.
+    fn set_identity(&mut self, files: &Inventory, arch: Option<ArchName>, given: &GivenParts) {
         let identity = identify(files);
         match &identity {
             ModelFileKind::Model { family, evidence, .. } => {
@@ -284,7 +354,8 @@ impl ModelReport {
             (None, _) => None,
         };
         if self.problem.is_none() && arch.is_some() {
-            let missing = missing_files(files);
+            let mut missing = missing_files(files);
+            missing.retain(|file| !given.replaces(file));
             self.problem = (!missing.is_empty()).then(|| {
                 format!(
                     "{} is not a complete model: it has no {}",
@@ -296,7 +367,7 @@ impl ModelReport {
     }
 
     /// Sets commit, family and problem from the small files of a repository at the hub.
-    async fn inspect_repository(&mut self, arch: Option<ArchName>) {
+    async fn inspect_repository(&mut self, arch: Option<ArchName>, given: &GivenParts) {
         let set = |name: &str| env(name).filter(|value| !value.trim().is_empty());
         let why = if set("HF_HUB_OFFLINE").is_some_and(|value| !matches!(value.as_str(), "0" | "false")) {
             "HF_HUB_OFFLINE is set".to_owned()
@@ -305,7 +376,15 @@ impl ModelReport {
             match tokio::time::timeout(HUB_TIMEOUT, hub.inventory(&self.path)).await {
                 Ok(Ok((commit, files))) => {
                     self.commit = Some(commit);
-                    self.set_identity(&files, arch);
+                    self.set_identity(&files, arch, given);
+                    return;
+                }
+                Ok(Err(error @ HubError::Gated { .. })) => {
+                    self.gated = true;
+                    self.unchecked = Some(format!(
+                        "{error}; for a job that is sent to a worker, a token that its owner keeps (`cluster.hub_token`) does as well; or \
+                         download the model and give its folder"
+                    ));
                     return;
                 }
                 Ok(Err(error @ HubError::NotFound { .. })) => error.to_string(),

@@ -28,9 +28,30 @@ pub enum HubError {
         /// The hub's URL.
         endpoint: String,
     },
+    /// The repository's files are only for users who accepted its terms.
+    #[error("{}", gated_message(.repo, .endpoint, *.has_token))]
+    Gated {
+        /// The repository's name.
+        repo: String,
+        /// The hub's URL.
+        endpoint: String,
+        /// Whether there was a token.
+        has_token: bool,
+    },
     /// The hub cannot be reached, or its response is invalid.
     #[error("{0}")]
     Unavailable(String),
+}
+
+fn gated_message(repo: &str, endpoint: &str, has_token: bool) -> String {
+    let reason = match has_token {
+        true => "the account of HF_TOKEN has no access to it",
+        false => "HF_TOKEN is not set",
+    };
+    format!(
+        "{repo} is gated, and {reason}: accept its terms at {endpoint}/{repo}, create a token with the right to read gated repositories \
+         at {endpoint}/settings/tokens, and set HF_TOKEN (or write it to .env)"
+    )
 }
 
 /// Creates a client for the hub at `endpoint`. It follows redirects to other hosts only with TLS, and times out after a minute
@@ -74,6 +95,9 @@ pub struct HubReader {
 #[derive(Deserialize)]
 struct RepositoryInfo {
     sha: String,
+    /// `false`, or how access is granted: `"auto"`, `"manual"`.
+    #[serde(default)]
+    gated: serde_json::Value,
     #[serde(default)]
     siblings: Vec<Sibling>,
 }
@@ -117,12 +141,30 @@ impl HubReader {
                 "the hub's description of {repo} has no commit"
             )));
         }
+        // Everybody may list the files of a gated repository.
+        let is_gated = !matches!(listed.gated, serde_json::Value::Null | serde_json::Value::Bool(false));
+        let files = self
+            .small_files(&client, repo, &listed)
+            .await
+            .map_err(|error| match error {
+                HubError::NotFound { repo, endpoint } if is_gated => HubError::Gated {
+                    repo,
+                    endpoint,
+                    has_token: self.token.is_some(),
+                },
+                other => other,
+            })?;
+        Ok((listed.sha, files))
+    }
+
+    /// Reads the small files of a listed repository.
+    async fn small_files(&self, client: &Client, repo: &str, listed: &RepositoryInfo) -> Result<Inventory, HubError> {
         let names: Vec<String> = listed.siblings.iter().map(|file| file.rfilename.clone()).collect();
         let mut files = Inventory::of_names(names.clone());
         let (configs, headers) = small_files(&names);
         let file = |name: &str| format!("{}/{repo}/resolve/{}/{name}", self.endpoint, listed.sha);
         for name in configs {
-            let bytes = self.read(&client, repo, &file(name), Some(0), SMALL_FILE_BYTES).await?;
+            let bytes = self.read(client, repo, &file(name), Some(0), SMALL_FILE_BYTES).await?;
             files.add_config(name, &bytes);
         }
         for name in headers {
@@ -131,7 +173,7 @@ impl HubReader {
                 .iter()
                 .find(|file| file.rfilename == name)
                 .and_then(|file| file.size);
-            match self.header(&client, repo, &file(name), size.unwrap_or(0)).await? {
+            match self.header(client, repo, &file(name), size.unwrap_or(0)).await? {
                 Ok(weights) => {
                     files.weights.insert(name.to_owned(), weights);
                 }
@@ -139,7 +181,7 @@ impl HubReader {
                 Err(Unreadable::Other(why)) => files.problem = Some(format!("{name}: {why}")),
             }
         }
-        Ok((listed.sha, files))
+        Ok(files)
     }
 
     async fn header(

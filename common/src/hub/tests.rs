@@ -12,6 +12,8 @@ use tokio::net::{TcpListener, TcpStream};
 struct Site {
     files: BTreeMap<String, Vec<u8>>,
     requests: Vec<String>,
+    /// Whether files can only be listed.
+    is_gated: bool,
 }
 
 type Shared = Arc<Mutex<Site>>;
@@ -48,7 +50,9 @@ async fn serve(mut stream: TcpStream, site: Shared) {
     let (status, body) = {
         let mut site = site.lock().unwrap();
         site.requests.push(path.clone());
+        let is_closed = site.is_gated && !path.starts_with("/api/");
         match (site.files.get(&path), range) {
+            _ if is_closed => (401, Vec::new()),
             (None, _) => (404, Vec::new()),
             (Some(content), None) => (200, content.clone()),
             (Some(content), Some((from, _))) if from >= content.len() => (416, Vec::new()),
@@ -69,8 +73,10 @@ fn publish(site: &Shared, files: &[(&str, &[u8])]) {
         .iter()
         .map(|(name, content)| json!({"rfilename": name, "size": content.len()}))
         .collect();
-    let list = json!({"sha": "abc123", "siblings": siblings}).to_string().into_bytes();
     let mut site = site.lock().unwrap();
+    let gated = if site.is_gated { json!("auto") } else { json!(false) };
+    let list = json!({"sha": "abc123", "gated": gated, "siblings": siblings});
+    let list = list.to_string().into_bytes();
     site.files
         .insert("/api/models/org/tiny/revision/main?blobs=true".to_owned(), list);
     for (name, content) in files {
@@ -150,4 +156,25 @@ async fn a_missing_repository_and_an_unreachable_hub_are_distinguished() {
         unreachable.inventory("org/tiny").await,
         Err(HubError::Unavailable(_))
     ));
+}
+
+#[tokio::test]
+async fn a_gated_repository_says_how_to_get_access() {
+    let (site, hub) = start().await;
+    site.lock().unwrap().is_gated = true;
+    publish(&site, &[("model_index.json", b"{}")]);
+    let denied = hub.inventory("org/tiny").await.unwrap_err().to_string();
+    assert!(denied.contains("the account of HF_TOKEN has no access"), "{denied}");
+    let without_token = HubReader::new(Some(hub.endpoint().to_owned()), None);
+    let error = without_token.inventory("org/tiny").await.unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, HubError::Gated { has_token: false, .. }), "{text}");
+    for part in [
+        "org/tiny is gated",
+        "HF_TOKEN is not set",
+        "accept its terms at http://127.0.0.1",
+        "/settings/tokens",
+    ] {
+        assert!(text.contains(part), "{text}");
+    }
 }

@@ -39,7 +39,7 @@ section! {
         is_v_pred: bool = false, Works;
         /// Number format of the arithmetic; trainers use `train.dtype` instead.
         dtype: DType = DType::F16, Works;
-        /// Replacement VAE.
+        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; of FLUX.1 also one file (`ae.safetensors`).
         vae_path: Option<String> = None, Works, input Vae;
         /// Number format of the VAE.
         vae_dtype: Option<DType> = None, Ignored("all components compute in `dtype`"), shown "`dtype`";
@@ -49,10 +49,11 @@ section! {
         vae_device: Option<String> = None, Accepted("never had an effect");
         /// No effect, as in ai-toolkit.
         te_device: Option<String> = None, Accepted("never had an effect");
-        /// Replacement text encoder (LTX-2, MiniMax-H3).
-        te_name_or_path: Option<String> = None, Refused("the text encoder is the model's own"), input Model;
-        /// Where VAE, text encoder and tokenizer come from.
-        extras_name_or_path: Option<String> = None, Refused("VAE, text encoder and tokenizer are the model's own"), shown "`name_or_path`", input Model;
+        /// FLUX.1: T5, as a file (`t5xxl_fp16.safetensors`, GGUF) or a folder.
+        te_name_or_path: Option<String> = None, Works, input Model;
+        /// FLUX.1: where the parts come from that the model's own file or folder does not have: text encoders, tokenizers, VAE and
+        /// scheduler. A diffusers folder or repository, or a folder with their files.
+        extras_name_or_path: Option<String> = None, Works, shown "`name_or_path`", input Model;
         /// Overrides the tag of the latent cache.
         latent_space_version: Option<String> = None, Works;
         /// SDXL: use the first text encoder.
@@ -230,6 +231,18 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
     ];
     for (key, _) in shares.into_iter().filter(|(_, share)| !(0.0..=1.0).contains(share)) {
         report.error(join(path, key), "expected a share from 0 (nothing) to 1 (everything)");
+    }
+    for (key, value) in [
+        ("te_name_or_path", &model.te_name_or_path),
+        ("extras_name_or_path", &model.extras_name_or_path),
+    ] {
+        if value.is_some() && model.arch.name != ArchName::Flux {
+            let message = format!(
+                "only FLUX.1 takes parts from elsewhere; of `arch: {}`, text encoders and tokenizers are the model's own: remove the key",
+                model.arch
+            );
+            report.error(join(path, key), message);
+        }
     }
     if model.name_or_path.contains("civitai.com/") {
         let message = "download the model from civitai.com first and give the path of the file";

@@ -53,7 +53,9 @@ const SCHEDULER: &str = "scheduler/scheduler_config.json";
 
 /// The layout of this model, by the class of its pipeline.
 fn layout(files: &Inventory) -> Layout {
-    let class = files.text("model_index.json", "_class_name").unwrap_or_default();
+    let class = files.text("model_index.json", "_class_name");
+    let class = class.or_else(|| files.text("transformer/config.json", "_class_name"));
+    let class = class.unwrap_or_default();
     match class {
         class if class.starts_with("StableDiffusionXL") => STABLE_DIFFUSION_XL,
         class if class.starts_with("Flux") => FLUX,

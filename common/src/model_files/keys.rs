@@ -299,7 +299,12 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
             Some(196) => Family::of("Flex.2", ArchName::Flex2),
             _ => flux,
         };
-        return found(kind, "double_blocks.0.img_attn");
+        let guidance = match names.has("guidance_in.") {
+            true => "as dev has it",
+            false => "without `guidance_in`, as schnell has it",
+        };
+        let (family, name) = found(kind, "double_blocks.0.img_attn")?;
+        return Some((family, format!("{name}, {guidance}")));
     }
     if names.has("single_transformer_blocks.0.") && names.has("transformer_blocks.0.") {
         if names.has("double_stream_modulation") {
@@ -427,13 +432,14 @@ fn gguf_family(architecture: &str) -> Option<(Option<Family>, &str)> {
 
 /// Identifies a VAE or a text encoder without a denoiser.
 fn single_component(weights: &Weights) -> Option<(&'static str, &str)> {
-    const PREFIXES: [(&str, &str); 9] = [
+    const PREFIXES: [(&str, &str); 10] = [
         ("first_stage_model.", "a VAE"),
         ("encoder.down.0.", "a VAE"),
         ("encoder.down_blocks.", "a VAE"),
         ("decoder.up_blocks.", "a VAE"),
         ("text_model.encoder.layers.", "a text encoder"),
         ("encoder.block.0.layer.0.SelfAttention.", "a T5 text encoder"),
+        ("enc.blk.0.attn_", "a T5 text encoder"),
         ("cond_stage_model.", "a text encoder"),
         ("model.layers.0.self_attn.", "a language model"),
         ("blk.0.attn_", "a language model"),

@@ -7,6 +7,7 @@
 mod classes;
 mod complete;
 mod family;
+mod flux_parts;
 mod inventory;
 mod json;
 mod keys;
@@ -15,6 +16,7 @@ mod weights_files;
 
 pub use complete::{damaged_file, missing_files};
 pub use family::{Family, ModelFileKind};
+pub use flux_parts::{FluxPart, FluxParts, PartFiles, PartPaths, flux_part, flux_parts};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
 pub use json::parse_json;
 pub use keys::is_adapter;

@@ -423,8 +423,8 @@ fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_support
         .to_string();
     assert_eq!(
         text,
-        "models/a.safetensors is FLUX.1: m.safetensors has `double_blocks.0.img_attn.qkv.weight`, and `model.arch` of the config is \
-         `sd1`; set `arch: flux`"
+        "models/a.safetensors is FLUX.1: m.safetensors has `double_blocks.0.img_attn.qkv.weight`, without `guidance_in`, as \
+         schnell has it, and `model.arch` of the config is `sd1`; set `arch: flux`"
     );
     let chroma = folder(&[("model_index.json", r#"{"_class_name":"ChromaPipeline"}"#)]);
     let text = check_supported("c", ArchName::Sd1, &chroma).unwrap_err().to_string();

@@ -129,7 +129,7 @@ impl Count {
             stored: CompactWeights::default(),
         };
         // Embedding tables and one-dimensional tensors are dequantised when they are loaded.
-        let table = ["token_embedding", "position_embedding"]
+        let table = ["token_embedding", "position_embedding", "shared.weight", "token_embd."]
             .iter()
             .any(|table| name.contains(table));
         let sibling = |ending: &str| all.get(&format!("{}{ending}", name.strip_suffix("weight")?));

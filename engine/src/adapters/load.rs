@@ -8,6 +8,7 @@ use crate::error::{EngineError, Result};
 use crate::families::{self, LoraNames, Part, PartRole};
 use crate::nn::LayerMut;
 use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::PartPaths;
 use candle_core::{Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -34,12 +35,13 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
     attach(parts, LoraFile::open(path)?, multiplier)
 }
 
-/// Checks that a LoRA file can be attached to the model of a family at `model`, from configs, names and shapes only.
+/// Checks that a LoRA file can be attached to the model of a family at `model`, from configs, names and shapes only. `parts`: where
+/// parts come from that `model` does not have.
 ///
 /// # Errors
 /// As [`load_lora`], and when the model cannot be loaded.
-pub fn check_lora(path: &Path, model: &Path, arch: ArchName) -> Result<()> {
-    let mut model = families::layout(model, arch)?;
+pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
+    let mut model = families::layout(model, arch, parts)?;
     attach(&mut model.parts(), LoraFile::open_layout(path)?, 1.0).map(drop)
 }
 

@@ -10,6 +10,7 @@ use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, gap, largest, tiny_sd as model, unet_part};
 use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::PartPaths;
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -458,7 +459,7 @@ fn a_check_answers_as_loading_does() {
                 let model = fixtures().join(model);
                 let mut loaded = families::load(&model, arch, &LoadOptions::cpu()).unwrap();
                 let expected = load_lora(&mut loaded.parts(), &path, 1.0).map(drop);
-                let found = check_lora(&path, &model, arch);
+                let found = check_lora(&path, &model, arch, &PartPaths::default());
                 let text = |result: Result<()>| result.map_err(|error| error.to_string());
                 answers[usize::from(found.is_ok())] += 1;
                 assert_eq!(text(found), text(expected), "{}, {arch:?}", path.display());

@@ -5,15 +5,17 @@ use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::{self, Inventory};
 use std::path::Path;
 
-/// Checks that a path may be a model: a diffusers folder, or a file.
-pub(super) fn check_path(path: &Path) -> Result<()> {
+/// Checks that a path may be a model: a diffusers folder, or a file. A folder of FLUX.1 may have a transformer alone, as a full
+/// fine-tune is saved.
+pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
     if !path.exists() {
         return Err(EngineError::BadInput(format!(
             "{}: no such model: expected a diffusers folder, or a .safetensors or .gguf checkpoint",
             path.display()
         )));
     }
-    if path.is_dir() && !path.join("model_index.json").is_file() {
+    let has_transformer = arch == ArchName::Flux && path.join("transformer/config.json").is_file();
+    if path.is_dir() && !path.join("model_index.json").is_file() && !has_transformer {
         return Err(EngineError::model_config(
             path,
             "not a diffusers model folder: it has no model_index.json (for a single-file checkpoint, give the path of the file)",

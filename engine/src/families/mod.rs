@@ -25,6 +25,7 @@ pub use sdxl::SDXL;
 
 use crate::error::{EngineError, Result};
 use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::PartPaths;
 use check::{check_family, check_path};
 use std::path::Path;
 
@@ -52,7 +53,7 @@ pub fn find(arch: ArchName) -> Result<&'static dyn Family> {
 /// When `path` is neither, is a model of another family, or its tensors do not match its config.
 pub fn load(path: &Path, arch: ArchName, options: &LoadOptions) -> Result<Box<dyn Model>> {
     let family = find(arch)?;
-    check_path(path)?;
+    check_path(path, arch)?;
     check_family(path, arch)?;
     family.load(path, options)
 }
@@ -67,21 +68,22 @@ pub(crate) fn check_identity(path: &Path, arch: ArchName) -> Result<()> {
 }
 
 /// Checks that a model can be loaded: every tensor exists and has the right shape, the components match, the
-/// tokenizers can be read. Reads configs and headers, but no weights.
+/// tokenizers can be read. Reads configs and headers, but no weights. `parts`: where parts come from that `path` does not have.
 ///
 /// # Errors
 /// As [`load`].
-pub fn check(path: &Path, arch: ArchName) -> Result<()> {
-    layout(path, arch).map(drop)
+pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
+    layout(path, arch, parts).map(drop)
 }
 
 /// The model with the names and shapes of its files; every number is zero.
 ///
 /// # Errors
 /// As [`load`].
-pub(crate) fn layout(path: &Path, arch: ArchName) -> Result<Box<dyn Model>> {
+pub(crate) fn layout(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Box<dyn Model>> {
     let options = LoadOptions {
         layout_only: true,
+        parts: parts.clone(),
         ..LoadOptions::cpu()
     };
     load(path, arch, &options)

@@ -205,11 +205,16 @@ pub trait Model: Send + Debug {
     /// The parts whose files contain quantised weights, with the formats.
     fn quantised_in_file(&self) -> &[(PartRole, Vec<&'static str>)];
 
-    /// Replaces the codec by that of a folder (`model.vae_path`).
+    /// Replaces the codec by that of a folder or a file (`model.vae_path`).
     ///
     /// # Errors
     /// When it cannot be loaded.
-    fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()>;
+    fn replace_codec(&mut self, path: &Path, options: &LoadOptions) -> Result<()>;
+
+    /// The file or folder of the codec. `None`: it is that of the whole model.
+    fn codec_path(&self) -> Option<&Path> {
+        None
+    }
 
     /// Loads the trained tensors from a saved model.
     ///

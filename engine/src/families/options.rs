@@ -3,6 +3,7 @@
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::job::QType;
 use aitk_common::job::model::ModelConfig;
+use aitk_common::model_files::PartPaths;
 use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device};
@@ -18,6 +19,8 @@ pub struct LoadOptions {
     /// For a single-file checkpoint: a diffusers folder with the configs and the tokenizers. Without it, the configs are
     /// those of the family, and the tokenizers are those of `tokenizer` folders beside the file, else the family's.
     pub config_folder: Option<PathBuf>,
+    /// Where parts come from that the model's own file or folder does not have, for families that support it.
+    pub parts: PartPaths,
     /// How to quantise the denoiser's layers, except small ones through which all data passes.
     pub denoiser_quantization: Option<QuantizationConfig>,
     /// How to quantise the text encoders' layers.
@@ -40,6 +43,7 @@ impl LoadOptions {
             dtype: DType::F32,
             device: Device::Cpu,
             config_folder: None,
+            parts: PartPaths::default(),
             denoiser_quantization: None,
             text_encoder_quantization: None,
             memory_options: MemoryOptions::default(),

@@ -10,6 +10,7 @@ use crate::nn::VisitLayers;
 use crate::testing::{fixtures, gap, in_portable_mode, largest, load_sd};
 use crate::weights::{Index, Weights};
 use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::PartPaths;
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::PathBuf;
 
@@ -539,7 +540,11 @@ fn a_single_file_checkpoint_gives_the_same_model() {
 
 #[test]
 fn paths_that_are_no_sd_model_are_refused_with_the_reason() {
-    let refused = |path: PathBuf| families::check(&path, ArchName::Sd1).unwrap_err().to_string();
+    let refused = |path: PathBuf| {
+        families::check(&path, ArchName::Sd1, &PartPaths::default())
+            .unwrap_err()
+            .to_string()
+    };
     let folder = tempfile::tempdir().unwrap();
     assert!(refused(folder.path().join("none.safetensors")).contains("no such model"));
     assert!(refused(folder.path().to_path_buf()).contains("model_index.json"));

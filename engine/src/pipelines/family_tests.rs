@@ -6,7 +6,9 @@ use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{FLUX, LoadOptions, Model, sd2, sdxl};
-use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder, tiny};
+use crate::testing::{chosen, fixtures, flux_files, in_portable_mode, schnell_folder, tiny};
+use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::PartPaths;
 use candle_core::{Device, Tensor, safetensors};
 use serde_json::Value;
 use std::collections::HashMap;
@@ -99,7 +101,50 @@ fn flux_gives_the_images_of_diffusers() {
     });
 }
 
+/// From single files: names of the first release, float8, GGUF, text encoders and VAE of their own
+/// (`tests/reference/make_flux_files.py`).
+#[test]
+fn flux_in_single_files_gives_the_images_of_diffusers() {
+    let tiny = fixtures().join("tiny_flux");
+    // Parts as files side by side, with the tokenizers, which no file has.
+    let extras = tempfile::tempdir().unwrap();
+    let links = [
+        "clip_l.safetensors",
+        "t5-encoder.gguf",
+        "ae.safetensors",
+        "text_encoder",
+        "text_encoder_2",
+        "vae",
+    ];
+    let links = links.map(|name| (flux_files().join("parts").join(name), name));
+    let tokenizers = [("tokenizer", "tokenizer"), ("tokenizer_2/spiece.model", "spiece.model")];
+    let tokenizers = tokenizers.map(|(from, to)| (tiny.join(from), to));
+    for (from, to) in links.into_iter().chain(tokenizers) {
+        std::os::unix::fs::symlink(from, extras.path().join(to)).unwrap();
+    }
+    compare_all("flux_files", "cases", |case| {
+        let given = |key: &str| Some(flux_files().join(case["parts"][key].as_str()?));
+        let options = LoadOptions {
+            parts: PartPaths {
+                extras: match case["parts"]["extras"] == "parts" {
+                    true => Some(extras.path().to_path_buf()),
+                    false => given("extras"),
+                },
+                text_encoder: given("text_encoder"),
+                vae: None,
+            },
+            ..LoadOptions::cpu()
+        };
+        let path = given("model").unwrap();
+        crate::families::check(&path, ArchName::Flux, &options.parts).unwrap();
+        let mut model = FluxModel::load(&FLUX, path, &options).unwrap();
+        model.max_sequence_length = case["max_sequence_length"].as_u64().unwrap() as usize;
+        model
+    });
+}
+
 in_portable_mode! {
+    flux_in_single_files_gives_the_images_of_diffusers,
     flux_gives_the_images_of_diffusers,
     stable_diffusion_2_gives_the_images_of_diffusers,
     stable_diffusion_xl_gives_the_images_of_diffusers,

@@ -12,6 +12,7 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::paths::not_an_input_message;
+use aitk_common::model_files::PartPaths;
 use aitk_common::plan::memory_options::MemoryOptions;
 use std::path::{Path, PathBuf};
 
@@ -121,8 +122,16 @@ impl Context<'_> {
         compute: &Compute,
         [denoiser, text_encoder]: [TrainableFilter; 2],
     ) -> Result<LoadedModel> {
-        let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
-            .training(denoiser, text_encoder);
+        let part = |path: &Option<String>| path.as_deref().map(|path| self.local_path(path)).transpose();
+        let options = LoadOptions {
+            parts: PartPaths {
+                extras: part(&config.extras_name_or_path)?,
+                text_encoder: part(&config.te_name_or_path)?,
+                vae: part(&config.vae_path)?,
+            },
+            ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
+        }
+        .training(denoiser, text_encoder);
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         let mut model = families::load(&path, config.arch.name, &options)?;
@@ -149,7 +158,7 @@ impl Context<'_> {
                 model.replace_codec(&path, &options)?;
                 path
             }
-            None => path,
+            None => model.codec_path().map_or(path, Path::to_path_buf),
         };
         if !options.memory_options.pages_returned {
             FreePages::Retain.apply();

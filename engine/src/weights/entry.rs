@@ -5,6 +5,7 @@ use super::header::StorageType;
 use candle_core::Tensor;
 use candle_core::quantized::GgmlDType;
 use serde::Deserialize;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A tensor of an [`Index`](super::Index).
@@ -14,8 +15,26 @@ pub(super) struct Entry {
     pub(super) storage: StorageType,
     pub(super) shape: Vec<usize>,
     pub(super) quantization: Option<StoredQuantization>,
-    /// Set if the tensor is only a part of the stored one, or its transpose.
+    /// Set if the tensor is only a part of the stored one, or has its elements in another order.
     pub(super) view: Option<StoredView>,
+}
+
+impl Entry {
+    /// The shape of the stored tensor.
+    pub(super) fn stored_shape(&self) -> &[usize] {
+        self.view.as_ref().map_or(&self.shape, |view| &view.stored_shape)
+    }
+
+    /// The elements of the stored tensor that this one consists of, in order. `None` if they are no ranges: a transpose.
+    pub(super) fn elements(&self) -> Option<Vec<Range<usize>>> {
+        let shape = self.stored_shape();
+        let Some(view) = &self.view else {
+            return Some(vec![0..shape.iter().product()]);
+        };
+        let width: usize = shape.iter().skip(1).product();
+        let rows = view.view.rows(shape)?.into_iter();
+        Some(rows.map(|rows| rows.start * width..rows.end * width).collect())
+    }
 }
 
 /// A tensor that is made from another one that is stored.
@@ -35,6 +54,8 @@ pub enum View {
         /// The number of rows.
         count: usize,
     },
+    /// All rows, the second half before the first.
+    HalvesSwapped,
     /// The transpose of a matrix.
     Transposed,
 }
@@ -46,8 +67,21 @@ impl View {
             (Self::Rows { start, count }, [rows, rest @ ..]) if start.checked_add(count)? <= *rows => {
                 Some([&[count], rest].concat())
             }
+            (Self::HalvesSwapped, [rows, ..]) if rows.is_multiple_of(2) => Some(stored.to_vec()),
             (Self::Transposed, [rows, columns]) => Some(vec![*columns, *rows]),
             _ => None,
+        }
+    }
+
+    /// The rows of a stored tensor of this shape, in the order of the view. `None` for a transpose.
+    fn rows(self, stored: &[usize]) -> Option<Vec<Range<usize>>> {
+        match self {
+            Self::Rows { start, count } => Some(vec![start..start + count]),
+            Self::HalvesSwapped => {
+                let count = stored.first().copied().unwrap_or(0);
+                Some(vec![count / 2..count, 0..count / 2])
+            }
+            Self::Transposed => None,
         }
     }
 
@@ -55,6 +89,10 @@ impl View {
         match self {
             // A copy, so that the other rows do not stay in memory.
             Self::Rows { start, count } => stored.narrow(0, start, count)?.force_contiguous(),
+            Self::HalvesSwapped => {
+                let half = stored.dim(0)? / 2;
+                Tensor::cat(&[stored.narrow(0, half, half)?, stored.narrow(0, 0, half)?], 0)
+            }
             Self::Transposed => stored.t()?.contiguous(),
         }
     }

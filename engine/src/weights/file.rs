@@ -10,6 +10,7 @@ use crate::quant::Quantized;
 use aitk_common::fsutil::regular;
 use candle_core::{DType, Device, Tensor};
 use std::io::Read;
+use std::ops::Range;
 use std::path::Path;
 
 /// An open weights file, safetensors or GGUF.
@@ -65,23 +66,53 @@ impl TensorFile {
 
     /// Reads a tensor as `dtype`. `shape` replaces the stored shape and must have as many elements.
     pub(super) fn read(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        let count = self.stored_tensor(name)?.shape.iter().product();
+        Ok(self.read_range(name, 0..count, dtype, device)?.reshape(shape)?)
+    }
+
+    /// Reads these elements of a tensor as `dtype`, one range after the other.
+    pub(super) fn read_elements(
+        &self,
+        name: &str,
+        elements: &[Range<usize>],
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let read = |range: &Range<usize>| self.read_range(name, range.clone(), dtype, device);
+        let tensor = match elements {
+            [only] => read(only)?,
+            ranges => Tensor::cat(&ranges.iter().map(read).collect::<Result<Vec<_>>>()?, 0)?,
+        };
+        Ok(tensor.reshape(shape)?)
+    }
+
+    /// Reads elements of a tensor as `dtype`, flat.
+    fn read_range(&self, name: &str, elements: Range<usize>, dtype: DType, device: &Device) -> Result<Tensor> {
         let stored_tensor = self.stored_tensor(name)?;
-        let (start, length) = (stored_tensor.start, stored_tensor.end - stored_tensor.start);
+        let count = elements.len();
         match stored_tensor.storage {
             StorageType::Floats(format) | StorageType::GgufHalf(format) => {
+                let (start, length) = stored_tensor.byte_range(&elements, 1, format.size());
                 let Some(dtype_in_file) =
                     candle_dtype(format).filter(|_| !device.is_cpu() || dtype != DType::F32 || is_portable())
                 else {
-                    let values = self.reader.read_floats(format, start, length / format.size())?;
-                    return Ok(Tensor::from_vec(values, shape, device)?.to_dtype(dtype)?);
+                    let values = self.reader.read_floats(format, start, count)?;
+                    return Ok(Tensor::from_vec(values, count, device)?.to_dtype(dtype)?);
                 };
                 let data = self.reader.read(start, length)?;
-                Ok(Tensor::from_raw_buffer(&data, dtype_in_file, shape, device)?.to_dtype(dtype)?)
+                Ok(Tensor::from_raw_buffer(&data, dtype_in_file, &[count], device)?.to_dtype(dtype)?)
             }
-            StorageType::GgmlBlocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
+            StorageType::GgmlBlocks(..) if count == 0 => Ok(Tensor::zeros(count, dtype, device)?),
             StorageType::GgmlBlocks(block, type_name) => {
+                let size = block.block_size();
+                // The blocks that the elements lie in.
+                let first = elements.start / size * size;
+                let whole = first..elements.end.next_multiple_of(size);
+                let (start, length) = stored_tensor.byte_range(&whole, size, block.type_size());
                 let data = self.reader.read(start, length)?;
-                Ok(Quantized::from_blocks(type_name, block, &data, shape, dtype, device)?.dequantize()?)
+                let flat = Quantized::from_blocks(type_name, block, &data, &[whole.len()], dtype, device)?;
+                Ok(flat.dequantize()?.narrow(0, elements.start - first, count)?)
             }
             _ => Err(self.unsupported_error(name, stored_tensor)),
         }
@@ -149,6 +180,26 @@ impl TensorFile {
             .read(stored_tensor.start, stored_tensor.end - stored_tensor.start)
     }
 
+    /// Reads the bytes of these elements of a tensor without conversion, one range after the other. `per_block` elements
+    /// take `block_bytes` bytes; a range begins and ends with a block, or with the tensor.
+    pub(super) fn read_blocks(
+        &self,
+        name: &str,
+        elements: &[Range<usize>],
+        per_block: usize,
+        block_bytes: usize,
+    ) -> Result<Vec<u8>> {
+        let stored_tensor = self.stored_tensor(name)?;
+        let read = |range: &Range<usize>| {
+            let (start, length) = stored_tensor.byte_range(range, per_block, block_bytes);
+            self.reader.read(start, length)
+        };
+        match elements {
+            [only] => read(only),
+            ranges => Ok(ranges.iter().map(read).collect::<Result<Vec<_>>>()?.concat()),
+        }
+    }
+
     /// Reads the numbers of a tensor in float32, flattened.
     pub(super) fn read_floats(&self, name: &str) -> Result<Vec<f32>> {
         let stored_tensor = self.stored_tensor(name)?;
@@ -162,10 +213,18 @@ impl TensorFile {
         }
     }
 
-    /// The first byte and the number of bytes of a tensor; `None` if it is not in the file.
-    pub(super) fn range(&self, name: &str) -> Option<(usize, usize)> {
+    /// The first byte and the number of bytes of a part of a tensor, from its first element to its last; `None` if it is not
+    /// in the file.
+    pub(super) fn range(&self, name: &str, elements: &[Range<usize>]) -> Option<(usize, usize)> {
         let stored_tensor = self.header.tensors.get(name)?;
-        Some((stored_tensor.start, stored_tensor.end - stored_tensor.start))
+        let (per_block, block_bytes) = match &stored_tensor.storage {
+            StorageType::Floats(format) | StorageType::GgufHalf(format) => (1, format.size()),
+            StorageType::GgmlBlocks(block, _) => (block.block_size(), block.type_size()),
+            _ => return Some((stored_tensor.start, stored_tensor.end - stored_tensor.start)),
+        };
+        let first = elements.iter().map(|range| range.start).min()?;
+        let last = elements.iter().map(|range| range.end).max()?;
+        Some(stored_tensor.byte_range(&(first..last), per_block, block_bytes))
     }
 
     /// Asks the system to read these bytes from disk, see [`FileReader::read_ahead`].

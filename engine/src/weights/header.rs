@@ -3,6 +3,7 @@
 use super::bytes::FloatFormat;
 use candle_core::quantized::GgmlDType;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// How a tensor is stored in its file.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +29,19 @@ pub(super) struct StoredTensor {
     pub(super) shape: Vec<usize>,
     pub(super) start: usize,
     pub(super) end: usize,
+}
+
+impl StoredTensor {
+    /// The first byte in the file, and the number of bytes, of these elements, of which `per_block` take `block_bytes`
+    /// bytes. The bytes never exceed those of the tensor.
+    pub(super) fn byte_range(&self, elements: &Range<usize>, per_block: usize, block_bytes: usize) -> (usize, usize) {
+        let byte = |element: usize| {
+            let bytes = element.div_ceil(per_block.max(1)).saturating_mul(block_bytes);
+            self.start.saturating_add(bytes).min(self.end)
+        };
+        let start = byte(elements.start);
+        (start, byte(elements.end).saturating_sub(start))
+    }
 }
 
 /// The content of a file's header.

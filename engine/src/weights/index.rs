@@ -4,7 +4,7 @@ use super::bytes::FloatFormat;
 use super::entry::{Entry, StoredQuantization, StoredView, TensorLocation, View};
 use super::file::TensorFile;
 use super::header::StorageType;
-use super::streamed::StreamedWeight;
+use super::streamed::{StoredElements, StreamedWeight};
 use super::{folder, quantized};
 use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
@@ -164,37 +164,38 @@ impl Index {
     /// When the name does not exist, or the file cannot be read.
     pub fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
-        match &entry.view {
-            Some(view) if !self.files.is_empty() => {
-                let stored = Entry {
-                    shape: view.stored_shape.clone(),
-                    view: None,
-                    ..entry.clone()
-                };
-                let viewed = view.view.apply(&self.read_entry(&stored, dtype, device)?)?;
-                Ok(viewed.reshape(entry.shape.as_slice())?)
-            }
-            _ => self.read_entry(entry, dtype, device),
-        }
-    }
-
-    fn read_entry(&self, entry: &Entry, dtype: DType, device: &Device) -> Result<Tensor> {
         if self.files.is_empty() {
             // An index without files has only names and shapes.
             return Ok(Tensor::zeros((), dtype, device)?.broadcast_as(entry.shape.as_slice())?);
         }
-        if entry
-            .quantization
-            .as_ref()
-            .is_some_and(|quantization| !quantization.is_self_contained())
+        let is_self_contained = |quantization: &StoredQuantization| quantization.is_self_contained();
+        if !entry.quantization.as_ref().is_none_or(is_self_contained)
             && let Some(quantized) = self.read_quantized_entry(entry, dtype, device)?
         {
             return Ok(quantized.dequantize()?);
         }
-        self.files[entry.location.file].read(&entry.location.name, &entry.shape, dtype, device)
+        let file = &self.files[entry.location.file];
+        let is_plain = entry.quantization.as_ref().is_none_or(is_self_contained);
+        if let Some(elements) = entry.elements().filter(|_| is_plain) {
+            return file.read_elements(&entry.location.name, &elements, &entry.shape, dtype, device);
+        }
+        let Some(view) = &entry.view else {
+            return file.read(&entry.location.name, &entry.shape, dtype, device);
+        };
+        let stored = Entry {
+            shape: view.stored_shape.clone(),
+            view: None,
+            ..entry.clone()
+        };
+        let stored = match self.read_quantized_entry(&stored, dtype, device)? {
+            Some(quantized) => quantized.dequantize()?,
+            None => file.read(&stored.location.name, &stored.shape, dtype, device)?,
+        };
+        Ok(view.view.apply(&stored)?.reshape(entry.shape.as_slice())?)
     }
 
-    /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised, or a view.
+    /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised, or a view that
+    /// cannot be made of whole blocks.
     pub(super) fn read_quantized(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         self.read_quantized_entry(entry, dtype, device)
@@ -202,8 +203,8 @@ impl Index {
 
     fn read_quantized_entry(&self, entry: &Entry, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         match &entry.quantization {
-            Some(quantization) if entry.view.is_none() && entry.shape.iter().all(|side| *side > 0) => {
-                quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
+            Some(quantization) if !self.files.is_empty() && entry.shape.iter().all(|side| *side > 0) => {
+                quantization.read_quantized(&self.files, entry, dtype, device)
             }
             _ => Ok(None),
         }
@@ -218,19 +219,19 @@ impl Index {
             _ => return Ok(None),
         };
         let read_as_it_is = device.is_cpu() && !is_portable() && dtype.size_in_bytes() > 2;
-        if !read_as_it_is || entry.shape.contains(&0) || entry.view.is_some() {
+        if !read_as_it_is || entry.shape.contains(&0) || self.files.is_empty() {
             return Ok(None);
         }
         let quantization = StoredQuantization::GgmlBlocks(block, type_name);
-        quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
+        quantization.read_quantized(&self.files, entry, dtype, device)
     }
 
-    /// A streamed weight for this tensor; `None` if the weight consists of several tensors, or is a view of another one.
+    /// A streamed weight for this tensor; `None` if the weight consists of several tensors, or is a transpose.
     pub(super) fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<StreamedWeight>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
-        if self.files.is_empty() || entry.view.is_some() {
+        let Some(elements) = entry.elements().filter(|_| !self.files.is_empty()) else {
             return Ok(None);
-        }
+        };
         if entry
             .quantization
             .as_ref()
@@ -239,11 +240,15 @@ impl Index {
             return Ok(None);
         }
         let file = Arc::clone(&self.files[entry.location.file]);
-        let shape = entry.shape.clone();
+        let stored = StoredElements {
+            name: entry.location.name.clone(),
+            elements,
+            is_part: entry.view.is_some(),
+        };
         Ok(Some(StreamedWeight::new(
             file,
-            entry.location.name.clone(),
-            shape,
+            stored,
+            entry.shape.clone(),
             dtype,
             device,
         )))
@@ -295,7 +300,7 @@ impl Index {
         }
     }
 
-    pub(super) fn missing_error(&self, name: &str) -> EngineError {
+    pub(crate) fn missing_error(&self, name: &str) -> EngineError {
         let similarity = |other: &str| {
             let front = name.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
             let back = name

@@ -16,6 +16,7 @@ use crate::error::{EngineError, Result};
 use crate::quant::{Code, Codes, Quantized};
 use candle_core::{DType, Device};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -43,23 +44,41 @@ impl StoredQuantization {
         matches!(self, Self::GgmlBlocks(..) | Self::Float8 { scale: None, .. })
     }
 
-    /// Reads the weight without dequantising it.
+    /// Reads the weight without dequantising it. `None` if it is a part of a stored one that cannot be made of whole blocks.
     pub(super) fn read_quantized(
         &self,
         files: &[Arc<TensorFile>],
         entry: &Entry,
         dtype: DType,
         device: &Device,
-    ) -> Result<Arc<Quantized>> {
-        let file = &files[entry.location.file];
-        let bytes = file.read_bytes(&entry.location.name)?;
-        let file_error =
-            |error: candle_core::Error| file_error(file.path(), format!("tensor `{}`: {error}", entry.location.name));
-        let out_features = entry.shape.first().copied().unwrap_or(1).max(1);
-        let in_features = entry.shape.iter().skip(1).product::<usize>().max(1);
+    ) -> Result<Option<Arc<Quantized>>> {
+        let (file, name) = (&files[entry.location.file], &entry.location.name);
+        let Some(elements) = entry.elements() else {
+            return Ok(None);
+        };
+        let stored = entry.stored_shape();
+        let count: usize = stored.iter().product();
+        // A block that belongs to two parts cannot be split.
+        let consists_of = |block: usize| {
+            let is_edge = |element: usize| element.is_multiple_of(block.max(1)) || element == count;
+            // An incomplete block can only be the last one.
+            let is_last = |index: usize| index + 1 == elements.len();
+            let mut ranges = elements.iter().enumerate();
+            ranges.all(|(index, range)| {
+                is_edge(range.start) && is_edge(range.end) && (is_last(index) || range.end.is_multiple_of(block.max(1)))
+            })
+        };
+        let file_error = |error: candle_core::Error| file_error(file.path(), format!("tensor `{name}`: {error}"));
+        let out_features = stored.first().copied().unwrap_or(1).max(1);
+        let in_features = stored.iter().skip(1).product::<usize>().max(1);
         let (code, scales, per_scale) = match self {
-            Self::GgmlBlocks(block, name) => {
-                return Quantized::from_blocks(name, *block, &bytes, &entry.shape, dtype, device).map_err(file_error);
+            Self::GgmlBlocks(block, kind) => {
+                if !consists_of(block.block_size()) {
+                    return Ok(None);
+                }
+                let bytes = file.read_blocks(name, &elements, block.block_size(), block.type_size())?;
+                let quantized = Quantized::from_blocks(kind, *block, &bytes, &entry.shape, dtype, device);
+                return quantized.map(Some).map_err(file_error);
             }
             Self::Float8 { format, scale } => {
                 let scales = match scale {
@@ -92,13 +111,27 @@ impl StoredQuantization {
                 (Code::Four(table), weight.scales(files)?, weight.state.blocksize)
             }
         };
+        if !consists_of(per_scale) || !consists_of(code.per_byte()) {
+            return Ok(None);
+        }
+        let scales = match entry.view {
+            None => scales,
+            Some(_) => {
+                let of_range = |range: &Range<usize>| {
+                    let scales_of_range = range.start / per_scale.max(1)..range.end.div_ceil(per_scale.max(1));
+                    scales.get(scales_of_range).unwrap_or_default().to_vec()
+                };
+                elements.iter().flat_map(of_range).collect()
+            }
+        };
         let codes = Codes {
             code,
-            bytes,
+            bytes: file.read_blocks(name, &elements, code.per_byte(), 1)?,
             scales,
             per_scale,
         };
-        Quantized::from_codes(self.name(), codes, &entry.shape, dtype, device).map_err(file_error)
+        let quantized = Quantized::from_codes(self.name(), codes, &entry.shape, dtype, device);
+        quantized.map(Some).map_err(file_error)
     }
 }
 

@@ -8,12 +8,23 @@ use super::file::TensorFile;
 use super::read_ahead::{FileRange, ReadAhead};
 use crate::error::Result;
 use candle_core::{DType, Device, Tensor};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// What a streamed weight consists of: elements of one tensor of its file.
+pub(super) struct StoredElements {
+    /// The tensor's name in the file.
+    pub(super) name: String,
+    /// The elements, one range after the other.
+    pub(super) elements: Vec<Range<usize>>,
+    /// Whether they are not the whole tensor in its order.
+    pub(super) is_part: bool,
+}
 
 /// A weight that is read from its file at each use.
 pub struct StreamedWeight {
     file: Arc<TensorFile>,
-    stored_name: String,
+    stored: StoredElements,
     shape: Vec<usize>,
     dtype: DType,
     device: Device,
@@ -23,21 +34,21 @@ pub struct StreamedWeight {
 
 impl std::fmt::Debug for StreamedWeight {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "StreamedWeight({} {:?})", self.stored_name, self.shape)
+        write!(f, "StreamedWeight({} {:?})", self.stored.name, self.shape)
     }
 }
 
 impl StreamedWeight {
     pub(super) fn new(
         file: Arc<TensorFile>,
-        stored_name: String,
+        stored: StoredElements,
         shape: Vec<usize>,
         dtype: DType,
         device: &Device,
     ) -> Self {
         Self {
             file,
-            stored_name,
+            stored,
             shape,
             dtype,
             device: device.clone(),
@@ -47,7 +58,8 @@ impl StreamedWeight {
 
     /// The same weight as the next one of a model: reading it reads those after it ahead.
     pub(super) fn among(self, read_ahead: &Arc<ReadAhead>) -> Self {
-        let neighbours = self.file.range(&self.stored_name).map(|(start, length)| {
+        let range = self.file.range(&self.stored.name, &self.stored.elements);
+        let neighbours = range.map(|(start, length)| {
             let file = Arc::clone(&self.file);
             let index = read_ahead.add(FileRange { file, start, length });
             (Arc::clone(read_ahead), index)
@@ -81,7 +93,10 @@ impl StreamedWeight {
         if let Some((read_ahead, index)) = &self.neighbours {
             read_ahead.reading(*index);
         }
-        let read = self.file.read(&self.stored_name, &self.shape, self.dtype, &self.device);
+        let stored = &self.stored;
+        let read = self
+            .file
+            .read_elements(&stored.name, &stored.elements, &self.shape, self.dtype, &self.device);
         read.map_err(candle_core::Error::wrap)
     }
 
@@ -90,9 +105,12 @@ impl StreamedWeight {
     /// # Errors
     /// As [`Self::read`], or when a row does not exist.
     pub fn rows(&self, rows: &[u32]) -> Result<Tensor> {
+        if self.stored.is_part {
+            return Ok(self.read()?.index_select(&Tensor::new(rows, &self.device)?, 0)?);
+        }
         let width = self.shape.get(1).copied().unwrap_or(1);
         self.file
-            .read_rows(&self.stored_name, rows, width, self.dtype, &self.device)
+            .read_rows(&self.stored.name, rows, width, self.dtype, &self.device)
     }
 }
 

@@ -226,3 +226,60 @@ fn random_weights_depend_only_on_seed_and_name() {
         ["n", "u"]
     );
 }
+
+/// Rows of weights that are quantised in their files (`tests/reference/make_prequantised.py`, whose expected values the tests of
+/// Stable Diffusion compare) are the rows of the dequantised weight, and stay quantised.
+#[test]
+fn rows_of_a_quantised_weight_are_read_without_dequantising_it() {
+    let folder = crate::testing::fixtures().join("prequantised");
+    let mut generator = crate::rng::TorchGenerator::manual_seed(5);
+    let mut random = |below: usize| (generator.next_u64() % below as u64) as usize;
+    let mut kinds = std::collections::BTreeSet::new();
+    for file in [
+        "checkpoint.gguf",
+        "checkpoint_float8.safetensors",
+        "unet_float8.safetensors",
+        "unet_bitsandbytes.safetensors",
+        "text_bitsandbytes.safetensors",
+    ] {
+        let index = Index::open(folder.join(file)).unwrap();
+        for (name, shape) in index.tensors().filter(|(_, shape)| shape.first() > Some(&1)) {
+            let rows = shape[0];
+            let whole = index.read(name, DType::F32, &Device::Cpu).unwrap();
+            let start = random(rows);
+            let count = 1 + random(rows - start);
+            let swapped = rows.is_multiple_of(2).then_some(View::HalvesSwapped);
+            for view in [Some(View::Rows { start, count }), swapped].into_iter().flatten() {
+                let views = index.views(|other, _| match other == name {
+                    true => vec![("part".to_owned(), view)],
+                    false => Vec::new(),
+                });
+                let expected = view.apply(&whole).unwrap();
+                let read = views.read("part", DType::F32, &Device::Cpu).unwrap();
+                assert_eq!(crate::testing::gap(&read, &expected), 0.0, "{file}: {name} {view:?}");
+                let stored = views.read_quantized("part", DType::F32, &Device::Cpu).unwrap();
+                let half = views.read_gguf_half("part", DType::F32, &Device::Cpu).unwrap();
+                if let Some(quantized) = stored.or(half) {
+                    kinds.insert(quantized.kind());
+                    let dense = quantized.dequantize().unwrap();
+                    assert_eq!(crate::testing::gap(&dense, &expected), 0.0, "{file}: {name} {view:?}");
+                }
+                if let Some(streamed) = views.stream("part", DType::F32, &Device::Cpu).unwrap() {
+                    let dense = streamed.read().unwrap();
+                    assert_eq!(crate::testing::gap(&dense, &expected), 0.0, "{file}: {name} {view:?}");
+                }
+            }
+        }
+    }
+    let found: Vec<&str> = kinds.into_iter().collect();
+    println!("{found:?}");
+    for kind in [
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "float8", "nf4", "fp4", "int8",
+    ] {
+        assert!(found.contains(&kind), "{kind} in {found:?}");
+    }
+}
+
+crate::testing::in_portable_mode! {
+    rows_of_a_quantised_weight_are_read_without_dequantising_it,
+}

@@ -1,7 +1,11 @@
 //! FLUX.1 (Black Forest Labs): dev, schnell, Krea-dev, and Flex.1, which has the same blocks in other numbers.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod file_tests;
 mod load;
 mod model;
+mod parts;
 mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -15,7 +15,7 @@ use crate::weights::Index;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The names in the conditioning: the encoded text (T5), the pooled text (CLIP), and the guidance scale.
@@ -37,6 +37,8 @@ pub struct FluxModel {
     pub transformer: FluxTransformer2DModel,
     /// Encodes images to latents and decodes them.
     pub vae: AutoencoderKl,
+    /// The file or folder of the VAE.
+    pub(super) vae_path: PathBuf,
     /// `scheduler_config.json`.
     pub scheduler_config: Value,
     /// Tokens of a prompt for T5: 512 for dev, 256 for schnell.
@@ -178,8 +180,12 @@ impl Model for FluxModel {
         &self.quantised_in_file
     }
 
-    fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        self.replace_vae(folder, options)
+    fn replace_codec(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
+        self.replace_vae(path, options)
+    }
+
+    fn codec_path(&self) -> Option<&Path> {
+        Some(&self.vae_path)
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {

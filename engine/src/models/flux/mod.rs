@@ -2,6 +2,7 @@
 
 mod blocks;
 mod original_names;
+pub mod single_file;
 #[cfg(test)]
 mod tests;
 mod transformer;

@@ -53,6 +53,67 @@ const XLABS_DOUBLE_BLOCK: [BlockLayer; 4] = [
 /// The same for single blocks.
 const XLABS_SINGLE_BLOCK: [BlockLayer; 2] = [("qkv", IMAGE_QKV), ("proj", &["proj_out"])];
 
+/// The scales of norms over heads, which are tensors of their own: the original name, and diffusers' name.
+const DOUBLE_BLOCK_NORMS: [(&str, &str); 4] = [
+    ("img_attn.norm.query_norm", "attn.norm_q"),
+    ("img_attn.norm.key_norm", "attn.norm_k"),
+    ("txt_attn.norm.query_norm", "attn.norm_added_q"),
+    ("txt_attn.norm.key_norm", "attn.norm_added_k"),
+];
+const SINGLE_BLOCK_NORMS: [(&str, &str); 2] = [("norm.query_norm", "attn.norm_q"), ("norm.key_norm", "attn.norm_k")];
+
+/// The beginning of the names of blocks: the original one, and diffusers'.
+pub(super) const DOUBLE_BLOCKS: (&str, &str) = ("double_blocks", "transformer_blocks");
+pub(super) const SINGLE_BLOCKS: (&str, &str) = ("single_blocks", "single_transformer_blocks");
+
+/// The linear layers of a model of the original release with this number of double and single blocks.
+pub(super) fn layers_of_model(double: usize, single: usize) -> Vec<OriginalLayer> {
+    let of_blocks = |(original, diffusers): (&'static str, &'static str), count, layers: &'static [BlockLayer]| {
+        (0..count).flat_map(move |index| {
+            layers
+                .iter()
+                .map(move |layer| of_block((original, diffusers), index, *layer))
+        })
+    };
+    let blocks = of_blocks(DOUBLE_BLOCKS, double, &DOUBLE_BLOCK);
+    let blocks = blocks.chain(of_blocks(SINGLE_BLOCKS, single, &SINGLE_BLOCK));
+    outer_layers().chain(blocks).collect()
+}
+
+/// The norms of such a model: the original name without its last part (`scale`), and diffusers' name without `weight`.
+pub(super) fn norms_of_model(double: usize, single: usize) -> Vec<(String, String)> {
+    let of_blocks = |(original, diffusers): (&'static str, &'static str), count, norms: &'static [(&str, &str)]| {
+        (0..count).flat_map(move |index| {
+            norms.iter().map(move |(from, to)| {
+                (
+                    format!("{original}.{index}.{from}"),
+                    format!("{diffusers}.{index}.{to}"),
+                )
+            })
+        })
+    };
+    let double = of_blocks(DOUBLE_BLOCKS, double, &DOUBLE_BLOCK_NORMS);
+    double
+        .chain(of_blocks(SINGLE_BLOCKS, single, &SINGLE_BLOCK_NORMS))
+        .collect()
+}
+
+fn outer_layers() -> impl Iterator<Item = OriginalLayer> {
+    OUTER_LAYERS.iter().map(|(name, path)| OriginalLayer {
+        name: (*name).to_owned(),
+        parts: vec![(*path).to_owned()],
+        halves_swapped: *name == MODULATION_OUT,
+    })
+}
+
+fn of_block((original, diffusers): (&str, &str), index: usize, (name, parts): BlockLayer) -> OriginalLayer {
+    OriginalLayer {
+        name: format!("{original}.{index}.{name}"),
+        parts: parts.iter().map(|part| format!("{diffusers}.{index}.{part}")).collect(),
+        halves_swapped: false,
+    }
+}
+
 /// A linear layer of the original release.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OriginalLayer {
@@ -72,33 +133,22 @@ pub fn original_layers(paths: &[&str]) -> Vec<OriginalLayer> {
     if !known.contains("single_transformer_blocks.0.proj_mlp") {
         return Vec::new();
     }
-    let outer = OUTER_LAYERS.iter().map(|(name, path)| OriginalLayer {
-        name: (*name).to_owned(),
-        parts: vec![(*path).to_owned()],
-        halves_swapped: *name == MODULATION_OUT,
-    });
-    let blocks = |original: &'static str, diffusers: &'static str, first: &'static str, layers: Vec<BlockLayer>| {
+    let blocks = |names: (&'static str, &'static str), first: &'static str, layers: Vec<BlockLayer>| {
         let known = &known;
         (0..)
-            .take_while(move |index| known.contains(format!("{diffusers}.{index}.{first}").as_str()))
+            .take_while(move |index| known.contains(format!("{}.{index}.{first}", names.1).as_str()))
             .flat_map(move |index| {
-                layers.clone().into_iter().map(move |(name, parts)| OriginalLayer {
-                    name: format!("{original}.{index}.{name}"),
-                    parts: parts.iter().map(|part| format!("{diffusers}.{index}.{part}")).collect(),
-                    halves_swapped: false,
-                })
+                layers
+                    .clone()
+                    .into_iter()
+                    .map(move |layer| of_block(names, index, layer))
             })
     };
     let double = [&DOUBLE_BLOCK[..], &XLABS_DOUBLE_BLOCK].concat();
     let single = [&SINGLE_BLOCK[..], &XLABS_SINGLE_BLOCK].concat();
-    outer
-        .chain(blocks("double_blocks", "transformer_blocks", "norm1.linear", double))
-        .chain(blocks(
-            "single_blocks",
-            "single_transformer_blocks",
-            "norm.linear",
-            single,
-        ))
+    outer_layers()
+        .chain(blocks(DOUBLE_BLOCKS, "norm1.linear", double))
+        .chain(blocks(SINGLE_BLOCKS, "norm.linear", single))
         .filter(|layer| layer.parts.iter().all(|part| known.contains(part.as_str())))
         .collect()
 }

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use std::sync::Arc;
 
 /// Sinusoids of a time step or a guidance scale.
-const SINUSOIDS: usize = 256;
+pub(super) const SINUSOIDS: usize = 256;
 /// Rows and columns of latents that make one token.
 const PATCH: usize = 2;
 

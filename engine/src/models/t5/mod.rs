@@ -3,6 +3,7 @@
 
 mod bias;
 mod encoder;
+pub(crate) mod gguf_names;
 mod spiece;
 #[cfg(test)]
 mod tests;

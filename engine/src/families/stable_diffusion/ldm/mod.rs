@@ -2,7 +2,6 @@
 //! SDXL) and diffusers.
 
 mod open_clip;
-mod vae;
 
 pub(super) use open_clip::SavedTensor;
 
@@ -10,6 +9,7 @@ use super::sd_config::SdConfig;
 use super::variant::{TextEncoderSpec, TextLayout, Variant};
 use crate::error::{EngineError, Result};
 use crate::models::unet::{OriginalNames, original_names};
+use crate::models::vae::ldm_names;
 use crate::weights::Index;
 
 /// The prefix of the U-Net's tensors.
@@ -47,13 +47,7 @@ pub(crate) fn split(index: &Index, config: &SdConfig, variant: &Variant) -> Resu
         .map(|spec| text_encoder(index, spec))
         .collect();
     components.push(rename_unet(index, UNET));
-    components.push(index.renamed(|name, shape| {
-        let name = vae::to_diffusers(name.strip_prefix(VAE)?, vae_levels)?;
-        // The LDM layout has 1 x 1 convolutions in the attention, diffusers has linear layers.
-        let linear = name.contains(".attentions.") && name.ends_with(".weight") && shape.len() == 4;
-        let shape = if linear { shape[..2].to_vec() } else { shape.to_vec() };
-        Some((name, shape))
-    }));
+    components.push(ldm_names::with_diffusers_names(index, VAE, vae_levels));
     Ok(components)
 }
 
@@ -134,7 +128,7 @@ impl LdmNames {
 
     /// The LDM name and shape of a tensor of the autoencoder.
     pub(super) fn vae(&self, name: &str, shape: &[usize]) -> Option<(String, Vec<usize>)> {
-        let ldm_name = vae::to_ldm(name, self.vae_levels)?;
+        let ldm_name = ldm_names::to_ldm(name, self.vae_levels)?;
         let linear = name.contains(".attentions.") && name.ends_with(".weight") && shape.len() == 2;
         let shape = match shape {
             [outputs, inputs] if linear => vec![*outputs, *inputs, 1, 1],

@@ -2,6 +2,8 @@
 //!
 //! LDM numbers the decoder's levels from the image, diffusers in the order in which they run.
 
+use crate::weights::Index;
+
 /// The layers of the mid block's attention: the LDM name, and diffusers' name.
 const ATTENTION: [(&str, &str); 5] = [
     ("norm", "group_norm"),
@@ -11,8 +13,19 @@ const ATTENTION: [(&str, &str); 5] = [
     ("proj_out", "to_out.0"),
 ];
 
+/// The tensors of an autoencoder with LDM names after this prefix, under diffusers' names. `levels`: those of the model.
+pub(crate) fn with_diffusers_names(index: &Index, prefix: &str, levels: usize) -> Index {
+    index.renamed(|name, shape| {
+        let name = to_diffusers(name.strip_prefix(prefix)?, levels)?;
+        // The LDM layout has 1 x 1 convolutions in the attention, diffusers has linear layers.
+        let linear = name.contains(".attentions.") && name.ends_with(".weight") && shape.len() == 4;
+        let shape = if linear { shape[..2].to_vec() } else { shape.to_vec() };
+        Some((name, shape))
+    })
+}
+
 /// diffusers' name of a tensor with this LDM name, in a model with this number of levels.
-pub(super) fn to_diffusers(name: &str, levels: usize) -> Option<String> {
+pub(crate) fn to_diffusers(name: &str, levels: usize) -> Option<String> {
     let parts: Vec<&str> = name.split('.').collect();
     let (half, rest) = (*parts.first()?, parts.get(1..)?);
     if matches!(half, "quant_conv" | "post_quant_conv") {
@@ -48,7 +61,7 @@ pub(super) fn to_diffusers(name: &str, levels: usize) -> Option<String> {
 }
 
 /// The LDM name of a tensor with this diffusers name, in a model with this number of levels.
-pub(super) fn to_ldm(name: &str, levels: usize) -> Option<String> {
+pub(crate) fn to_ldm(name: &str, levels: usize) -> Option<String> {
     let parts: Vec<&str> = name.split('.').collect();
     let (half, rest) = (*parts.first()?, parts.get(1..)?);
     if matches!(half, "quant_conv" | "post_quant_conv") {
