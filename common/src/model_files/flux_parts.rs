@@ -361,28 +361,18 @@ impl<'a> Search<'a> {
         })
     }
 
-    /// Folders that may hold a tokenizer: in the model, beside it, beside or in the given encoder, in the extras.
-    fn tokenizer_folders(&self) -> Vec<PathBuf> {
-        let beside = |path: &Path| {
-            if path.is_dir() {
-                Some(path.to_path_buf())
-            } else {
-                path.parent().map(Path::to_path_buf)
-            }
-        };
+    /// Folders that may hold a tokenizer. Not those beside a given file: an attempt may read the paths of its config alone.
+    fn tokenizer_folders(&self) -> impl Iterator<Item = &Path> {
         let all = [
             Some(self.model),
             self.paths.text_encoder.as_deref(),
             self.paths.extras.as_deref(),
         ];
-        all.into_iter().flatten().filter_map(beside).collect()
+        all.into_iter().flatten().filter(|path| path.is_dir())
     }
 
     fn clip_tokenizer(&self) -> Option<PathBuf> {
-        let mut folders = self
-            .tokenizer_folders()
-            .into_iter()
-            .map(|folder| folder.join("tokenizer"));
+        let mut folders = self.tokenizer_folders().map(|folder| folder.join("tokenizer"));
         folders.find(|folder| {
             let has = |name: &str| folder.join(name).is_file();
             has("tokenizer.json") || has("vocab.json") && has("merges.txt")
@@ -394,9 +384,8 @@ impl<'a> Search<'a> {
             let has = |name: &str| folder.join(name).is_file();
             has("tokenizer.json") || has("spiece.model")
         };
-        let folders = self.tokenizer_folders();
-        let inner = folders.iter().map(|folder| folder.join("tokenizer_2"));
-        let mut all = inner.chain(folders.iter().cloned());
+        let inner = self.tokenizer_folders().map(|folder| folder.join("tokenizer_2"));
+        let mut all = inner.chain(self.tokenizer_folders().map(Path::to_path_buf));
         all.find(is_tokenizer)
     }
 
@@ -506,9 +495,14 @@ mod tests {
             !missing.contains("CLIP") && missing.contains("tokenizer of T5"),
             "{missing}"
         );
-        std::fs::create_dir(root.path().join("tokenizer_2")).unwrap();
-        std::fs::write(root.path().join("tokenizer_2/tokenizer.json"), "{}").unwrap();
-        let found = flux_parts(&model, &PartPaths::default()).unwrap();
+        let extras = root.path().join("extras");
+        std::fs::create_dir_all(extras.join("tokenizer_2")).unwrap();
+        std::fs::write(extras.join("tokenizer_2/tokenizer.json"), "{}").unwrap();
+        let paths = PartPaths {
+            extras: Some(extras),
+            ..PartPaths::default()
+        };
+        let found = flux_parts(&model, &paths).unwrap();
         assert_eq!(
             [found.clip.prefix, found.t5.prefix, found.vae.prefix],
             [

@@ -403,3 +403,47 @@ fn an_attempt_with_staged_inputs_opens_no_other_files() {
         assert!(!escaped.exists(), "{name}");
     }
 }
+
+/// The keys that give parts of FLUX.1 are inputs like its model, and are opened where they were staged.
+#[test]
+fn flux_in_a_single_file_takes_its_parts_from_the_keys_of_the_config() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = |keys: &str| {
+        format!(
+            "job: generate\nconfig:\n  name: images\n  process:\n  - type: to_folder\n    output_folder: out\n    model: \
+             {{name_or_path: flux1-dev.gguf, arch: flux, dtype: float32{keys}}}\n    \
+             generate: {{prompts: [a], width: 32, height: 32, sample_steps: 1, sampler: flowmatch, seed: 1}}\n"
+        )
+    };
+    let run = |keys: &str| {
+        let text = config(keys);
+        let mut spec = spec(&text);
+        let job: JobSpec = serde_json::from_value(spec.job.clone()).unwrap();
+        assert_eq!(job.unsupported().errors.len(), 0, "{}", job.unsupported());
+        spec.output_root = Some(dir.path().to_path_buf());
+        let files = fixtures().join("flux_files");
+        spec.inputs
+            .insert("flux1-dev.gguf".into(), files.join("transformer.gguf"));
+        for (name, here) in [
+            ("t5.safetensors", files.join("t5_scaled_fp8.safetensors")),
+            ("ae.safetensors", files.join("parts/ae.safetensors")),
+            ("org/flux", fixtures().join("tiny_flux")),
+        ] {
+            if keys.contains(name) {
+                spec.inputs.insert(name.into(), here);
+            }
+        }
+        run_spec(&spec)
+    };
+    let all = ", te_name_or_path: t5.safetensors, vae_path: ae.safetensors, extras_name_or_path: org/flux";
+    let (outcome, events) = run(all);
+    assert_eq!(images(&events).len(), 1, "{outcome:?}");
+    let quantised = |event: &ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains("q4_0"));
+    assert!(events.iter().any(quantised));
+    let (outcome, _) = run(", te_name_or_path: t5.safetensors");
+    let message = format!("{outcome:?}");
+    assert!(
+        message.contains("without CLIP") && message.contains("extras_name_or_path"),
+        "{message}"
+    );
+}

@@ -303,6 +303,40 @@ fn damaged_files_are_refused_with_the_tensor() {
     assert!(messages > 120, "{messages}");
 }
 
+#[test]
+fn damaged_headers_of_gguf_files_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let options = LoadOptions {
+        parts: tiny_extras(),
+        ..LoadOptions::cpu()
+    };
+    let bytes = std::fs::read(flux_files().join("transformer.gguf")).unwrap();
+    let mut generator = TorchGenerator::manual_seed(12);
+    let mut random = |below: usize| (generator.next_u64() % below as u64) as usize;
+    let mut refused = 0;
+    for round in 0..60 {
+        let mut damaged = bytes.clone();
+        for _ in 0..1 + random(3) {
+            // The header has about 9 KB.
+            damaged[random(9000)] = random(256) as u8;
+        }
+        if round % 5 == 0 {
+            damaged.truncate(random(damaged.len()));
+        }
+        std::fs::write(&path, damaged).unwrap();
+        if let Err(error) = families::load(&path, ArchName::Flux, &options) {
+            let message = error.to_string();
+            assert!(
+                message.contains("model.gguf") && message.len() < 1000,
+                "{round}: {message}"
+            );
+            refused += 1;
+        }
+    }
+    assert!(refused > 30, "{refused}");
+}
+
 /// Whether a tensor has one dimension, or none.
 fn shape_is_flat(bytes: &[u8], name: &str) -> bool {
     let mut is_flat = false;
