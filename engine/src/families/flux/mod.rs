@@ -2,7 +2,7 @@
 
 mod load;
 mod model;
-mod save;
+pub(in crate::families) mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;
