@@ -424,7 +424,11 @@ mod tests {
             ),
             ("org/sd1", "/models/sd1", "`/models/sd1` is not an input"),
             ("org/sd1", "../sd1", "`../sd1` is not an input"),
-            (r#""arch":"sd1""#, r#""arch":"sd3""#, "config.process[0].model.arch"),
+            (
+                r#""arch":"sd1""#,
+                r#""arch":"auraflow""#,
+                "config.process[0].model.arch",
+            ),
             (
                 r#""network":{}"#,
                 r#""network":{"linear":0}"#,

@@ -116,6 +116,33 @@ pub(crate) fn schnell_folder() -> tempfile::TempDir {
     folder
 }
 
+/// tiny_sd35 with the transformer and the scheduler of tiny_sd35_large.
+pub(crate) fn sd35_large_folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for part in std::fs::read_dir(fixtures().join("tiny_sd35")).unwrap() {
+        let name = part.unwrap().file_name();
+        let own = fixtures().join("tiny_sd35_large").join(&name);
+        let source = match own.exists() {
+            true => own,
+            false => fixtures().join("tiny_sd35").join(&name),
+        };
+        std::os::unix::fs::symlink(source, folder.path().join(name)).unwrap();
+    }
+    folder
+}
+
+/// tiny_sd35 without its third text encoder.
+pub(crate) fn sd35_without_t5() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for part in std::fs::read_dir(fixtures().join("tiny_sd35")).unwrap() {
+        let name = part.unwrap().file_name();
+        if !name.to_string_lossy().ends_with("_3") {
+            std::os::unix::fs::symlink(fixtures().join("tiny_sd35").join(&name), folder.path().join(&name)).unwrap();
+        }
+    }
+    folder
+}
+
 /// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that
 /// its file gets in the folder.
 pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfile::TempDir {

@@ -12,7 +12,13 @@ import sys
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FluxTransformer2DModel, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DiffusionPipeline,
+    FluxTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
 from tiny_sd import FIXTURES
 
 BASES = ["tiny_sd", "odd_models/old", "odd_models/distilled", "odd_models/sharded", "tiny_sd21", "tiny_sdxl"]
@@ -55,12 +61,24 @@ def check_flux(place):
         print(f"tiny_flux, {files} files: {len(found)} tensors are equal")
 
 
+def check_sd35(place):
+    """Transformers in float32 and in bfloat16, whose weights `engine/src/families/sd3/save_tests.rs` halved, but not the table of positions."""
+    base = SD3Transformer2DModel.from_pretrained(FIXTURES / "tiny_sd35" / "transformer").state_dict()
+    for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
+        found = SD3Transformer2DModel.from_pretrained(place / "tiny_sd35" / name, subfolder="transformer", torch_dtype=dtype).state_dict()
+        assert found.keys() == base.keys()
+        for key, value in base.items():
+            assert torch.equal(found[key], (value if key == "pos_embed.pos_embed" else value * 0.5).to(dtype)), key
+        print(f"tiny_sd35, {name}: {len(found)} tensors are equal")
+
+
 def main():
     if len(sys.argv) < 2:
         print("no folder of saves is given: nothing is checked")
         return
     place = pathlib.Path(sys.argv[1])
     check_flux(place)
+    check_sd35(place)
     for name in BASES:
         xl = name == "tiny_sdxl"
         bare = {"torch_dtype": torch.float32} | ({} if xl else {"safety_checker": None, "feature_extractor": None})

@@ -3,7 +3,7 @@
 #   python3 -m venv venv && venv/bin/pip install -r tests/reference/requirements.txt
 #   PYTHON=venv/bin/python tests/reference/make_all.sh
 # The base models (tiny_*.py) come first. The other scripts write their own files and read those of the base models;
-# make_pipelines_sdxl.py and make_pipelines_flux.py also read the LoRAs of make_lora_sdxl.py and make_lora_flux.py, which run before them.
+# make_pipelines_{sdxl,sd35,flux}.py also read the LoRAs of make_lora_{sdxl,sd35,flux}.py, which run before them.
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 python="${PYTHON:-python3}"

@@ -182,6 +182,24 @@ def transformer(layers, single_layers, guidance, seed):
     return tiny_sd.randomise(model, seed)
 
 
+def small_vae(scaling_factor, shift_factor):
+    """An autoencoder with 16 latent channels and few others, with random weights."""
+    return AutoencoderKL(
+        sample_size=64,
+        block_out_channels=(4, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=16,
+        layers_per_block=1,
+        norm_num_groups=4,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        force_upcast=True,
+    )
+
+
 def build():
     """The pipeline. Its second tokenizer is read from tiny_flux, which `main` writes."""
     tokenizer = tiny_sd.tokenizer()
@@ -203,20 +221,7 @@ def build():
             tie_word_embeddings=False,
         )
     )
-    vae = AutoencoderKL(
-        sample_size=64,
-        block_out_channels=(4, 8, 8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=16,
-        layers_per_block=1,
-        norm_num_groups=4,
-        scaling_factor=0.3611,
-        shift_factor=0.1159,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        force_upcast=True,
-    )
+    vae = small_vae(scaling_factor=0.3611, shift_factor=0.1159)
     return FluxPipeline(
         vae=tiny_sd.randomise(vae, 43),
         text_encoder=tiny_sd.randomise(text_encoder, 41),

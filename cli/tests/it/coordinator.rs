@@ -252,7 +252,7 @@ async fn a_config_that_cannot_run_is_not_submitted() {
         "{}",
         err(&typo)
     );
-    let later = try_text("later.yaml", &text.replace("arch: \"sd15\"", "arch: \"sd3\"")).await;
+    let later = try_text("later.yaml", &text.replace("arch: \"sd15\"", "arch: \"auraflow\"")).await;
     assert_eq!(code(&later), 1);
     assert!(
         err(&later).contains("not supported yet") && err(&later).contains("later.yaml:"),

@@ -7,7 +7,8 @@ use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x and XL, and FLUX.1 (`sd1`, `sd2`, `sdxl`, `flux`)";
+const LATER: &str =
+    "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, and FLUX.1 (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`)";
 
 choices! {
     /// A family of models.
@@ -23,7 +24,7 @@ choices! {
         /// Segmind Vega.
         Vega = "vega", Refused(LATER);
         /// Stable Diffusion 3 and 3.5.
-        Sd3 = "sd3", Refused(LATER);
+        Sd3 = "sd3", Works;
         /// PixArt.
         Pixart = "pixart", Refused(LATER);
         /// PixArt-Sigma.
@@ -123,13 +124,13 @@ impl ArchName {
     /// Whether this release trains the family; it generates with every family whose status is `Works`.
     #[must_use]
     pub fn is_trainable(self) -> bool {
-        matches!(self, Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Flux)
+        matches!(self, Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Sd3 | Self::Flux)
     }
 
     /// Whether the family was trained by flow matching. Those that this release runs.
     #[must_use]
     pub fn is_flow(self) -> bool {
-        matches!(self, Self::Flux)
+        matches!(self, Self::Sd3 | Self::Flux)
     }
 
     /// Bucket sizes are multiples of this many pixels.

@@ -36,6 +36,26 @@ const STABLE_DIFFUSION_XL: Layout = Layout {
     ],
     tokenizers: &["tokenizer", "tokenizer_2"],
 };
+const STABLE_DIFFUSION_3: Layout = Layout {
+    components: &[
+        ("transformer", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+        ("text_encoder_2", "model"),
+        ("text_encoder_3", "model"),
+    ],
+    tokenizers: &["tokenizer", "tokenizer_2", "tokenizer_3"],
+};
+/// Without T5, whose tokens are zeros then.
+const STABLE_DIFFUSION_3_WITHOUT_T5: Layout = Layout {
+    components: &[
+        ("transformer", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+        ("text_encoder_2", "model"),
+    ],
+    tokenizers: &["tokenizer", "tokenizer_2"],
+};
 const FLUX: Layout = Layout {
     components: &[
         ("transformer", "diffusion_pytorch_model"),
@@ -58,9 +78,25 @@ fn layout(files: &Inventory) -> Layout {
     let class = class.unwrap_or_default();
     match class {
         class if class.starts_with("StableDiffusionXL") => STABLE_DIFFUSION_XL,
+        class if class.starts_with("StableDiffusion3") => match has_t5(files) {
+            true => STABLE_DIFFUSION_3,
+            false => STABLE_DIFFUSION_3_WITHOUT_T5,
+        },
         class if class.starts_with("Flux") => FLUX,
         _ => STABLE_DIFFUSION,
     }
+}
+
+/// Whether a model of Stable Diffusion 3 has its third text encoder: files of it, and no `null` in the list of parts.
+fn has_t5(files: &Inventory) -> bool {
+    let class = files
+        .configs
+        .get("model_index.json")
+        .and_then(|index| index.get("text_encoder_3"));
+    let left_out = class
+        .and_then(Value::as_array)
+        .is_some_and(|class| class.iter().all(Value::is_null));
+    !left_out && files.names.iter().any(|name| name.starts_with("text_encoder_3/"))
 }
 
 /// Lists the files that a model in diffusers' layout needs and this folder or repository lacks. Empty for
@@ -232,6 +268,37 @@ mod tests {
             files.names.push(name.to_owned());
         }
         assert_eq!(missing_files(&files)[0], "unet/*.safetensors");
+    }
+
+    #[test]
+    fn stable_diffusion_3_may_lack_t5() {
+        let model = tempfile::tempdir().unwrap();
+        let index = |t5: &str| format!(r#"{{"_class_name": "StableDiffusion3Pipeline", "text_encoder_3": {t5}}}"#);
+        write(
+            model.path(),
+            "model_index.json",
+            index(r#"["transformers", "T5EncoderModel"]"#),
+        );
+        for (part, stem) in STABLE_DIFFUSION_3_WITHOUT_T5.components {
+            write(model.path(), &format!("{part}/config.json"), "{}");
+            write(model.path(), &format!("{part}/{stem}.safetensors"), weights(9));
+        }
+        for name in [SCHEDULER, "tokenizer/tokenizer.json", "tokenizer_2/tokenizer.json"] {
+            write(model.path(), name, "{}");
+        }
+        assert_eq!(report(model.path()), COMPLETE);
+        // A part of T5 is an incomplete model, unless the list of parts leaves it out.
+        write(model.path(), "text_encoder_3/config.json", "{}");
+        let missing = [
+            "text_encoder_3/*.safetensors",
+            "tokenizer_3/vocab.json",
+            "tokenizer_3/merges.txt",
+        ];
+        assert_eq!(report(model.path()).0, missing);
+        write(model.path(), "model_index.json", index("[null, null]"));
+        assert_eq!(report(model.path()), COMPLETE);
+        std::fs::remove_file(model.path().join("text_encoder_2/config.json")).unwrap();
+        assert_eq!(report(model.path()).0, ["text_encoder_2/config.json"]);
     }
 
     #[test]

@@ -6,7 +6,7 @@
 /// megapixel of image (1024 x 1024) and per image, fitted to what the trainers publish: Stable Diffusion 1.5 LoRA
 /// at 512 in about 4 GB (diffusers issue 2474), SDXL LoRA in 8 GB at the least and 10 GB advised (sd-scripts
 /// `docs/sdxl_train_network.md`), FLUX.1 LoRA above 30 GB in bf16, about 17 GB with an 8-bit base and 8 GB with 28 of 35
-/// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`).
+/// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`). Those of `sd3` are Stable Diffusion 3.5 large's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FamilyCosts {
     /// The name as in `model.arch`.
@@ -141,9 +141,9 @@ const FAMILIES: [FamilyCosts; 6] = [
         text: 5580.0,
         text_tables: 233.0,
         vae: 84.0,
-        lora_per_rank: 3.5,
+        lora_per_rank: 4.58,
         conv_lora_per_rank: 0.0,
-        text_lora_per_rank: 0.0,
+        text_lora_per_rank: 0.72,
         train_checkpointed: 3.0,
         train_plain: 16.0,
         denoise: 2.0,

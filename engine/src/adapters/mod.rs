@@ -31,4 +31,7 @@ pub use tensors::{LoraModule, LoraTensors};
 mod flux_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod sd35_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;

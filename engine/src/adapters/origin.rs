@@ -37,6 +37,14 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
         Some(2432) => return Some("Stable Diffusion 3.5 large (its tokens have 2432 features)".into()),
         _ => {}
     }
+    // U-Nets have a second attention too, and no joint attention.
+    if has("attn2")
+        && ["add_q_proj", "add_k_proj", "ff_context", "norm1_context"]
+            .iter()
+            .any(|part| has(part))
+    {
+        return Some("Stable Diffusion 3.5 medium (its joint blocks have a second attention, `attn2`)".into());
+    }
     // The width of the text that the cross-attention reads.
     let context = modules.iter().find_map(|module| {
         let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");

@@ -11,6 +11,7 @@ mod saved;
 mod scheduler_config;
 pub mod sd1;
 pub mod sd2;
+pub mod sd3;
 pub mod sdxl;
 pub mod stable_diffusion;
 
@@ -21,6 +22,7 @@ pub use options::LoadOptions;
 pub use saved::{META_FILE, saved_step};
 pub use sd1::SD1;
 pub use sd2::SD2;
+pub use sd3::SD3;
 pub use sdxl::SDXL;
 
 use crate::error::{EngineError, Result};
@@ -30,7 +32,7 @@ use check::{check_family, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
-pub static FAMILIES: [&dyn Family; 4] = [&SD1, &SD2, &SDXL, &FLUX];
+pub static FAMILIES: [&dyn Family; 5] = [&SD1, &SD2, &SDXL, &SD3, &FLUX];
 
 /// The family with this name.
 ///

@@ -2,7 +2,7 @@
 
 use super::conditioning::{Conditioning, ItemSize, Prompt};
 use super::options::LoadOptions;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::nn::VisitLayers;
 use crate::residency::Residency;
@@ -147,6 +147,31 @@ pub trait Model: Send + Debug {
     /// # Errors
     /// When shapes do not match.
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>>;
+
+    /// As [`Self::predict`], without the blocks of the denoiser whose numbers are in `skipped` (skip-layer guidance).
+    ///
+    /// # Errors
+    /// As [`Self::predict`], or when the family has no blocks that can be left out.
+    fn predict_skipping(
+        &self,
+        latents: &[Tensor],
+        timesteps: &Tensor,
+        conditioning: &Conditioning,
+        skipped: &[usize],
+    ) -> Result<Vec<Tensor>> {
+        match skipped {
+            [] => self.predict(latents, timesteps, conditioning),
+            _ => Err(EngineError::bad_input(format!(
+                "skip-layer guidance leaves out blocks of the transformer of Stable Diffusion 3.5; `{}` has none that can be left out",
+                self.family().arch()
+            ))),
+        }
+    }
+
+    /// The number of blocks that [`Self::predict_skipping`] can leave out.
+    fn blocks(&self) -> usize {
+        0
+    }
 
     /// How the model follows a guidance scale.
     fn guidance(&self) -> GuidanceKind {

@@ -1,12 +1,17 @@
-//! Compares images of Stable Diffusion 2.1, XL and FLUX.1 with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
-//! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_flux.py`).
+//! Compares images of Stable Diffusion 2.1, XL, 3.5 and FLUX.1 with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
+//! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_sd35.py`, `make_pipelines_flux.py`).
 
 use super::tests::compare_case;
 use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
+use crate::families::sd3::Sd3Model;
 use crate::families::stable_diffusion::{SdModel, Variant};
-use crate::families::{FLUX, LoadOptions, Model, sd2, sdxl};
-use crate::testing::{chosen, fixtures, flux_files, in_portable_mode, schnell_folder, tiny};
+use crate::families::{FLUX, LoadOptions, Model, SD3, sd2, sdxl};
+use crate::pipelines::{GenerateRequest, Pipeline, SkipLayerGuidance};
+use crate::samplers::NoiseSource;
+use crate::testing::{
+    chosen, fixtures, flux_files, in_portable_mode, schnell_folder, sd35_large_folder, sd35_without_t5, tiny,
+};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
 use candle_core::{Device, Tensor, safetensors};
@@ -143,7 +148,95 @@ fn flux_in_single_files_gives_the_images_of_diffusers() {
     });
 }
 
+#[test]
+fn stable_diffusion_3_5_gives_the_images_of_diffusers() {
+    let (large, without_t5) = (sd35_large_folder(), sd35_without_t5());
+    let load = |folder: &std::path::Path| Sd3Model::load(&SD3, folder, &LoadOptions::cpu()).unwrap();
+    let (medium, large) = (load(&fixtures().join("tiny_sd35")), load(large.path()));
+    let without_t5 = load(without_t5.path());
+    assert_eq!(medium.max_sequence_length(), 256);
+    assert!(medium.has_t5() && large.has_t5() && !without_t5.has_t5());
+    compare_all("pipelines_sd35", "cases", |case| {
+        let mut model = match case["large"] == true {
+            true => large.clone(),
+            false => medium.clone(),
+        };
+        if case["t5"] == false {
+            model.share_text_encoders(&without_t5);
+        }
+        model.set_max_sequence_length(case["max_sequence_length"].as_u64().unwrap() as usize);
+        for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
+            model.scheduler_config[key] = value.clone();
+        }
+        add_lora(&mut model, case, "lora_sd35/diffusers.safetensors");
+        model
+    });
+}
+
+#[test]
+fn sequential_guidance_and_skipped_layers_give_the_same_images() {
+    let folder = fixtures().join("tiny_sd35");
+    let plain = Sd3Model::load(&SD3, &folder, &LoadOptions::cpu()).unwrap();
+    let mut options = LoadOptions::cpu();
+    options.memory_options.sequential_cfg = true;
+    let sequential = Sd3Model::load(&SD3, &folder, &options).unwrap();
+    let request = GenerateRequest {
+        prompts: vec!["a cat".into(), "a dog".into()],
+        width: 32,
+        height: 48,
+        steps: 3,
+        sampler: "flowmatch".into(),
+        skip_layer_guidance: Some(SkipLayerGuidance {
+            layers: vec![0],
+            scale: 2.8,
+            start: 0.0,
+            stop: 1.0,
+        }),
+        ..GenerateRequest::default()
+    };
+    let generate = |model: &Sd3Model, request: &GenerateRequest| {
+        let pipeline = Pipeline::new(model, false).unwrap();
+        pipeline.text_to_image(request, &mut NoiseSource::from_seeds(&[1, 2]), &mut |_, _| true)
+    };
+    let images = generate(&plain, &request).unwrap().unwrap();
+    for (ours, theirs) in images.iter().zip(generate(&sequential, &request).unwrap().unwrap()) {
+        let largest = ours
+            .as_raw()
+            .iter()
+            .zip(theirs.as_raw())
+            .map(|(a, b)| a.abs_diff(*b))
+            .max();
+        assert!(largest.unwrap() <= 1);
+    }
+    // A block that the model has not, and a family without such blocks.
+    let with_layer = |layer| GenerateRequest {
+        skip_layer_guidance: request.skip_layer_guidance.clone().map(|skip| SkipLayerGuidance {
+            layers: vec![layer],
+            ..skip
+        }),
+        ..request.clone()
+    };
+    let error = generate(&plain, &with_layer(3)).unwrap_err().to_string();
+    assert!(
+        error.contains("no block 3") && error.contains("has 3 of them"),
+        "{error}"
+    );
+    let of_sd2 = tiny(&sd2::VARIANT, "tiny_sd21");
+    let pipeline = Pipeline::new(&of_sd2, false).unwrap();
+    let request = GenerateRequest {
+        sampler: "euler".into(),
+        ..with_layer(0)
+    };
+    let refused = pipeline.text_to_image(&request, &mut NoiseSource::from_seeds(&[1, 2]), &mut |_, _| true);
+    let error = refused.unwrap_err().to_string();
+    assert!(
+        error.contains("skip-layer guidance") && error.contains("`sd2` has 0"),
+        "{error}"
+    );
+}
+
 in_portable_mode! {
+    stable_diffusion_3_5_gives_the_images_of_diffusers,
     flux_in_single_files_gives_the_images_of_diffusers,
     flux_gives_the_images_of_diffusers,
     stable_diffusion_2_gives_the_images_of_diffusers,

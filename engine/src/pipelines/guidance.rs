@@ -1,6 +1,6 @@
 //! Classifier-free guidance: combines the model's predictions with and without the prompt.
 
-use super::pipeline::{GenerateRequest, Pipeline};
+use super::pipeline::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, GuidanceKind, ItemSize, Model, Prompt};
 use candle_core::{D, Tensor};
@@ -13,6 +13,7 @@ pub(super) struct Guidance {
     guided: bool,
     scale: f64,
     rescale: f64,
+    skip_layers: Option<SkipLayerGuidance>,
 }
 
 /// Pairs prompts with the prompts for the second text encoder: none, one for all, or one each.
@@ -63,6 +64,15 @@ impl Guidance {
             };
             conditioning = Conditioning::cat(&[&negative, &conditioning])?;
         }
+        if let Some(skip) = &request.skip_layer_guidance
+            && let Some(wrong) = skip.layers.iter().find(|layer| **layer >= model.blocks())
+        {
+            return Err(EngineError::bad_input(format!(
+                "skip-layer guidance: there is no block {wrong} that can be left out; `{}` has {} of them",
+                model.family().arch(),
+                model.blocks()
+            )));
+        }
         let count = conditioning.batch();
         let conditioning = model.with_guidance(conditioning, request.guidance_scale)?;
         Ok(Self {
@@ -70,15 +80,25 @@ impl Guidance {
             guided,
             scale,
             rescale: request.guidance_rescale,
+            skip_layers: request.skip_layer_guidance.clone(),
         })
     }
 
-    /// The guided predictions at time step `t`, in f32. `inputs`: the scaled samples of the samplers.
-    pub(super) fn predict(&self, model: &dyn Model, inputs: &[Tensor], t: f64) -> Result<Vec<Tensor>> {
-        let forward = |inputs: &[Tensor], conditioning: &Conditioning| -> Result<Vec<Tensor>> {
+    /// The guided predictions at time step `t`, in f32. `inputs`: the scaled samples of the samplers. `step`: the number of the step, and the
+    /// number of steps.
+    pub(super) fn predict(
+        &self,
+        model: &dyn Model,
+        inputs: &[Tensor],
+        t: f64,
+        (index, steps): (usize, usize),
+    ) -> Result<Vec<Tensor>> {
+        let timesteps = |inputs: &[Tensor]| -> Result<Tensor> {
             let batch = inputs.first().map_or(Ok(0), |input| input.dim(0))?;
-            let timesteps = Tensor::full(t as f32, batch, model.device())?;
-            model.predict(inputs, &timesteps, conditioning)
+            Ok(Tensor::full(t as f32, batch, model.device())?)
+        };
+        let forward = |inputs: &[Tensor], conditioning: &Conditioning| -> Result<Vec<Tensor>> {
+            model.predict(inputs, &timesteps(inputs)?, conditioning)
         };
         if !self.guided {
             return forward(inputs, &self.conditioning);
@@ -97,9 +117,21 @@ impl Guidance {
             };
             (half(0)?, half(batch)?)
         };
-        let pairs = unconditional.iter().zip(&conditional);
-        let guided = pairs.map(|(unconditional, conditional)| {
-            let guided = (unconditional + ((conditional - unconditional)? * self.scale)?)?;
+        let skip = self.skip_layers.as_ref();
+        let skipped = skip.map_or(&[][..], |skip| skip.layers_at(index, steps));
+        let without_layers = match skipped {
+            [] => None,
+            _ => {
+                let conditioning = self.conditioning.narrow(batch, batch)?;
+                Some(model.predict_skipping(inputs, &timesteps(inputs)?, &conditioning, skipped)?)
+            }
+        };
+        let pairs = unconditional.iter().zip(&conditional).enumerate();
+        let guided = pairs.map(|(number, (unconditional, conditional))| {
+            let mut guided = (unconditional + ((conditional - unconditional)? * self.scale)?)?;
+            if let (Some(skip), Some(without)) = (skip, without_layers.as_ref().and_then(|all| all.get(number))) {
+                guided = (guided + ((conditional - without)? * skip.scale)?)?;
+            }
             match self.rescale > 0.0 {
                 true => rescale_noise_cfg(&guided, conditional, self.rescale),
                 false => Ok(guided),

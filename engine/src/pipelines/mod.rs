@@ -9,7 +9,7 @@ mod sample;
 #[cfg(test)]
 mod tests;
 
-pub use pipeline::{GenerateRequest, OnStep, Pipeline};
+pub use pipeline::{GenerateRequest, OnStep, Pipeline, SkipLayerGuidance};
 pub(crate) use sample::to_generate_request;
 pub use sample::{SampleSettings, generate_images, random_seed};
 
@@ -221,7 +221,7 @@ impl<'a> Pipeline<'a> {
             let inputs = samplers.iter().zip(&latents);
             let inputs = inputs.map(|(sampler, latents)| sampler.scale_model_input(latents, index));
             let inputs = inputs.collect::<std::result::Result<Vec<_>, SamplerError>>()?;
-            let outputs = guidance.predict(self.model, &inputs, t)?;
+            let outputs = guidance.predict(self.model, &inputs, t, (index - begin, steps - begin))?;
             for ((sampler, latents), output) in samplers.iter_mut().zip(&mut latents).zip(&outputs) {
                 *latents = sampler.step(SamplerStep {
                     index,

@@ -26,6 +26,8 @@ pub struct GenerateRequest {
     /// For distilled models (FLUX.1): the scale of classifier-free guidance with the negative prompts, on top of
     /// `guidance_scale`. At 1 and below there is none.
     pub true_cfg_scale: f64,
+    /// Skip-layer guidance (Stable Diffusion 3.5 medium). Only with classifier-free guidance.
+    pub skip_layer_guidance: Option<SkipLayerGuidance>,
     /// Guidance rescale: 0 is off.
     pub guidance_rescale: f64,
     /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
@@ -50,9 +52,35 @@ impl Default for GenerateRequest {
             steps: 50,
             guidance_scale: 7.5,
             true_cfg_scale: 1.0,
+            skip_layer_guidance: None,
             guidance_rescale: 0.0,
             sampler: "pndm".into(),
             eta: 0.0,
+        }
+    }
+}
+
+/// Skip-layer guidance: besides classifier-free guidance, the prediction is moved away from that of the model without some of its blocks
+/// (`skip_guidance_layers` of diffusers' `StableDiffusion3Pipeline`).
+#[derive(Clone, Debug, PartialEq)]
+pub struct SkipLayerGuidance {
+    /// The numbers of the blocks that are left out: 7, 8 and 9 are recommended for Stable Diffusion 3.5 medium.
+    pub layers: Vec<usize>,
+    /// The scale: 2.8 is recommended.
+    pub scale: f64,
+    /// The share of the steps after which it begins: 0.01 is recommended.
+    pub start: f64,
+    /// The share of the steps at which it ends: 0.2 is recommended.
+    pub stop: f64,
+}
+
+impl SkipLayerGuidance {
+    /// The blocks to leave out in step `index` of `steps`; none where it does not apply.
+    pub(super) fn layers_at(&self, index: usize, steps: usize) -> &[usize] {
+        let (index, steps) = (index as f64, steps as f64);
+        match index > steps * self.start && index < steps * self.stop {
+            true => &self.layers,
+            false => &[],
         }
     }
 }

@@ -106,6 +106,7 @@ pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_mu
         steps: request.steps as usize,
         guidance_scale: request.guidance_scale,
         true_cfg_scale: 1.0,
+        skip_layer_guidance: None,
         guidance_rescale: request.guidance_rescale,
         sampler: sampler.to_owned(),
         eta: 0.0,

@@ -57,6 +57,12 @@ fn request(case: &Value) -> GenerateRequest {
         steps: number("steps", 0.0) as usize,
         guidance_scale: number("guidance", 0.0),
         true_cfg_scale: number("true_cfg_scale", 1.0),
+        skip_layer_guidance: case.get("skip").map(|skip| SkipLayerGuidance {
+            layers: serde_json::from_value(skip["layers"].clone()).unwrap(),
+            scale: skip["scale"].as_f64().unwrap(),
+            start: skip["start"].as_f64().unwrap(),
+            stop: skip["stop"].as_f64().unwrap(),
+        }),
         // Image-to-image of diffusers has no guidance rescale.
         guidance_rescale: number("guidance_rescale", 0.0),
         sampler: case["sampler"].as_str().unwrap().to_owned(),
@@ -87,7 +93,11 @@ fn generate(case: &Value, model: &dyn Model, tensors: &HashMap<String, Tensor>) 
             let bytes = tensor.flatten_all()?.to_vec1::<u8>()?;
             let image = RgbImage::from_raw(width as u32, height as u32, bytes).unwrap();
             let strength = case["strength"].as_f64().unwrap();
-            pipeline.image_to_image(&request(case), &[image], strength, &mut noise, on_step)?
+            let count = match case.get("image_each") {
+                Some(_) => request(case).prompts.len(),
+                None => 1,
+            };
+            pipeline.image_to_image(&request(case), &vec![image; count], strength, &mut noise, on_step)?
         }
     };
     Ok(generated.unwrap())

@@ -427,4 +427,7 @@ mod record_tests;
 mod replay;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod sd35_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;

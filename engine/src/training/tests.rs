@@ -5,6 +5,7 @@ mod flow;
 mod flux;
 mod full;
 mod portable;
+mod sd35;
 
 use super::*;
 use crate::adapters::{LoraConfig, LoraNetwork};

@@ -296,28 +296,12 @@ impl Weights {
     /// # Errors
     /// When it is missing or has another shape.
     pub fn get_with(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
-        let shape = shape.into();
-        let full_name = self.full_name(name);
+        let (shape, full_name) = (shape.into(), self.full_name(name));
         self.record_request(&full_name);
         if let Some(var) = self.lock_vars().get(&full_name) {
             return Ok(var.as_tensor().clone());
         }
-        let tensor = match &self.inner.source {
-            Source::Files(index) => {
-                index.check_shape(&full_name, &shape)?;
-                index.read(&full_name, self.inner.dtype, &self.inner.device)?
-            }
-            Source::Random { seed } => init::random_tensor(*seed, &full_name, shape.dims(), init, &self.inner.device)?
-                .to_dtype(self.inner.dtype)?,
-            Source::HandedOut { weights, .. } => match weights.get(&full_name) {
-                Some(Weight::Plain(tensor)) => tensor.clone(),
-                _ => {
-                    return Err(EngineError::Internal(format!(
-                        "`{full_name}` was not handed out before"
-                    )));
-                }
-            },
-        };
+        let tensor = self.read(&shape, &full_name, init)?;
         let tensor = if self.inner.trainable_filter.matches(&full_name) {
             let var = Var::from_tensor(&tensor)?;
             let tensor = var.as_tensor().clone();
@@ -328,6 +312,41 @@ impl Weights {
         };
         self.record_handed_out(&full_name, &Weight::Plain(tensor.clone()));
         Ok(tensor)
+    }
+
+    /// The tensor `name` at this path, which is not trained whatever the filter selects: a table that is in the model's files but is no
+    /// parameter (a buffer in PyTorch).
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn get_frozen(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        let (shape, full_name) = (shape.into(), self.full_name(name));
+        self.record_request(&full_name);
+        let tensor = self.read(&shape, &full_name, Init::Uniform(0.02))?;
+        self.record_handed_out(&full_name, &Weight::Plain(tensor.clone()));
+        Ok(tensor)
+    }
+
+    /// Reads or draws a tensor.
+    fn read(&self, shape: &Shape, full_name: &str, init: Init) -> Result<Tensor> {
+        match &self.inner.source {
+            Source::Files(index) => {
+                index.check_shape(full_name, shape)?;
+                index.read(full_name, self.inner.dtype, &self.inner.device)
+            }
+            Source::Random { seed } => {
+                Ok(
+                    init::random_tensor(*seed, full_name, shape.dims(), init, &self.inner.device)?
+                        .to_dtype(self.inner.dtype)?,
+                )
+            }
+            Source::HandedOut { weights, .. } => match weights.get(full_name) {
+                Some(Weight::Plain(tensor)) => Ok(tensor.clone()),
+                _ => Err(EngineError::Internal(format!(
+                    "`{full_name}` was not handed out before"
+                ))),
+            },
+        }
     }
 
     /// Records a weight that is handed out, for [`Weights::detached`].

@@ -6,7 +6,7 @@ mod file_tests;
 mod load;
 mod model;
 mod parts;
-mod save;
+pub(in crate::families) mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;

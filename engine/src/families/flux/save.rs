@@ -1,25 +1,25 @@
-//! Saves a fine-tuned transformer of FLUX.1 as a diffusers folder, as ai-toolkit does: `transformer/` and the metadata. The other
-//! parts do not change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both.
+//! Saves a fine-tuned transformer as a diffusers folder, as ai-toolkit does: `transformer/` and the metadata. The other parts do not
+//! change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both. Stable Diffusion 3.5 is saved in the same way.
 
 use crate::error::{EngineError, Result};
 use crate::families::model::{ModelWriter, SaveOptions};
 use crate::families::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadata, write_text_file};
 use crate::weights::{Index, SafetensorsLayout, Weights};
 use aitk_common::fsutil;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// The folder of the transformer, and the beginning of its tensors' names among the trained ones.
-pub(super) const TRANSFORMER: &str = "transformer";
+pub(in crate::families) const TRANSFORMER: &str = "transformer";
 /// The largest file, in bytes, as in diffusers. Only a larger tensor has a larger file.
 const MAX_FILE_BYTES: usize = 10_000_000_000;
 
 /// Where a transformer was loaded from.
 #[derive(Clone, Debug)]
-pub(super) struct TransformerSource {
+pub(in crate::families) struct TransformerSource {
     path: PathBuf,
     index: Index,
     config: String,
@@ -27,7 +27,7 @@ pub(super) struct TransformerSource {
 
 impl TransformerSource {
     /// `weights`: those that the transformer was built from.
-    pub(super) fn new(path: &Path, weights: &Weights, config: String) -> Result<Self> {
+    pub(in crate::families) fn new(path: &Path, weights: &Weights, config: String) -> Result<Self> {
         let index = weights.requested_tensors();
         let index = index
             .ok_or_else(|| EngineError::Internal("a model that was not loaded from files cannot be saved".into()))?;
@@ -39,16 +39,16 @@ impl TransformerSource {
     }
 
     /// The error of saving as one file.
-    pub(super) fn no_single_file(&self) -> EngineError {
+    pub(in crate::families) fn no_single_file(&self) -> EngineError {
         EngineError::Unsupported(format!(
-            "{}: a fine-tuned FLUX.1 is saved as a diffusers folder, not as one file yet: set `save.save_format: diffusers`",
+            "{}: a fine-tuned transformer is saved as a diffusers folder, not as one file yet: set `save.save_format: diffusers`",
             self.path.display()
         ))
     }
 }
 
 /// A transformer that can be saved.
-pub(super) struct TransformerWriter<'a> {
+pub(in crate::families) struct TransformerWriter<'a> {
     source: &'a TransformerSource,
     /// By the names in the folder.
     trained: BTreeMap<&'a str, &'a Tensor>,
@@ -61,7 +61,7 @@ impl<'a> TransformerWriter<'a> {
     ///
     /// # Errors
     /// When the model has no tensor with a trained tensor's name and shape, or the dtype cannot be saved.
-    pub(super) fn new(
+    pub(in crate::families) fn new(
         source: &'a TransformerSource,
         trained: &'a BTreeMap<String, Tensor>,
         options: SaveOptions,
@@ -90,7 +90,7 @@ impl<'a> TransformerWriter<'a> {
     }
 
     #[cfg(test)]
-    pub(super) fn with_max_file_bytes(self, max_file_bytes: usize) -> Self {
+    pub(in crate::families) fn with_max_file_bytes(self, max_file_bytes: usize) -> Self {
         Self { max_file_bytes, ..self }
     }
 
@@ -121,6 +121,27 @@ impl<'a> TransformerWriter<'a> {
         }
         files
     }
+}
+
+/// Loads the trained tensors (`transformer.` and diffusers' name) from a folder that was saved. When it fails, no tensor is changed.
+///
+/// # Errors
+/// When it cannot be read, or a tensor is missing or has another shape.
+pub(in crate::families) fn load_transformer(folder: &Path, trained: &[(String, Var)]) -> Result<()> {
+    let index = Index::open(folder.join(TRANSFORMER))?;
+    let mut sources = Vec::with_capacity(trained.len());
+    for (name, var) in trained {
+        let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
+        let inner = inner.ok_or_else(|| {
+            EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
+        })?;
+        index.check_shape(inner, var.shape())?;
+        sources.push((inner, var));
+    }
+    for (name, var) in sources {
+        var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
+    }
+    Ok(())
 }
 
 fn tensor_bytes(shape: &[usize], dtype: DType) -> usize {

@@ -3,14 +3,10 @@
 //! are one sequence and attention and feed-forward run in parallel.
 
 use crate::error::Result;
-use crate::nn::{self, Activation, Attention, LayerMut, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs, join};
+use crate::models::mmdit::{AdaLayerNorm, FeedForward, Projections, Visitor};
+use crate::nn::{self, Activation, Attention, LayerMut, LayerNorm, Linear, Rotary, RotaryPairs, join};
 use crate::weights::Weights;
 use candle_core::{DType, Tensor};
-
-const EPS: f64 = 1e-6;
-
-/// What is called with each layer of a block.
-pub(super) type Visitor<'f> = dyn FnMut(&str, LayerMut<'_>) -> Result<()> + 'f;
 
 /// Sizes of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,98 +36,9 @@ pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) ->
     Rotary::for_axes(&positions, &axes, 10_000.0, RotaryPairs::Interleaved)
 }
 
-/// A layer norm whose shift and scale are projected from the conditioning vector, with `N - 2` further vectors.
-#[derive(Clone, Debug)]
-pub(super) struct AdaLayerNorm<const N: usize> {
-    linear: Linear,
-    norm: LayerNorm,
-}
-
-impl<const N: usize> AdaLayerNorm<N> {
-    fn new(weights: &Weights, width: usize) -> Result<Self> {
-        let linear = Linear::new(&weights.pp("linear"), width, N * width, true)?;
-        let norm = LayerNorm::plain(width, EPS, linear.weight.dtype(), linear.weight.device())?;
-        Ok(Self { linear, norm })
-    }
-
-    /// Normalises and modulates x [b, n, c] with temb [b, c]. Returns the result and the `N - 2` other vectors [b, c].
-    fn forward(&self, x: &Tensor, temb: &Tensor) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
-        let vectors = self.linear.forward(&nn::silu(temb)?)?.chunk(N, 1)?;
-        let [shift, scale, rest @ ..] = vectors.as_slice() else {
-            candle_core::bail!(
-                "an adaptive layer norm needs at least two vectors, found {}",
-                vectors.len()
-            );
-        };
-        Ok((nn::modulate(&self.norm.forward(x)?, scale, shift)?, rest.to_vec()))
-    }
-}
-
-/// The projections to queries, keys and values, with a norm over each head of queries and keys.
-#[derive(Clone, Debug)]
-struct Projections {
-    q: Linear,
-    k: Linear,
-    v: Linear,
-    norm_q: RmsNorm,
-    norm_k: RmsNorm,
-}
-
-impl Projections {
-    /// Loads the layers with these names.
-    fn new(weights: &Weights, sizes: FluxSizes, [q, k, v, norm_q, norm_k]: [&str; 5]) -> Result<Self> {
-        let width = sizes.width();
-        let linear = |name: &str| Linear::new(&weights.pp(name), width, width, true);
-        let norm = |name: &str| RmsNorm::new(&weights.pp(name), sizes.head_width, EPS);
-        Ok(Self {
-            q: linear(q)?,
-            k: linear(k)?,
-            v: linear(v)?,
-            norm_q: norm(norm_q)?,
-            norm_k: norm(norm_k)?,
-        })
-    }
-
-    /// Loads the layers of an image stream or a single block.
-    fn with_default_names(weights: &Weights, sizes: FluxSizes) -> Result<Self> {
-        Self::new(weights, sizes, ["to_q", "to_k", "to_v", "norm_q", "norm_k"])
-    }
-
-    /// x [b, n, c] -> queries, keys and values, each [b, n, c].
-    fn forward(&self, x: &Tensor) -> candle_core::Result<[Tensor; 3]> {
-        Ok([
-            self.norm_q.forward(&self.q.forward(x)?)?,
-            self.norm_k.forward(&self.k.forward(x)?)?,
-            self.v.forward(x)?,
-        ])
-    }
-}
-
 /// Attention between all tokens, with rotary embeddings.
 fn attend([q, k, v]: &[Tensor; 3], sizes: FluxSizes, rotary: &Rotary) -> candle_core::Result<Tensor> {
     Attention::new(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
-}
-
-/// Two linear layers with GELU (tanh) between them.
-#[derive(Clone, Debug)]
-struct FeedForward {
-    first: Linear,
-    second: Linear,
-}
-
-impl FeedForward {
-    fn new(weights: &Weights, width: usize) -> Result<Self> {
-        let net = weights.pp("net");
-        Ok(Self {
-            first: Linear::new(&net.pp("0.proj"), width, 4 * width, true)?,
-            second: Linear::new(&net.pp("2"), 4 * width, width, true)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.second
-            .forward(&Activation::GeluTanh.forward(&self.first.forward(x)?)?)
-    }
 }
 
 /// The layers of one stream, text or image, of a double block.
@@ -186,17 +93,16 @@ impl FluxTransformerBlock {
                 norm1,
             })
         };
-        let added = ["add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k"];
         Ok(Self {
             image: stream(
                 "norm1",
-                Projections::with_default_names(&attn, sizes)?,
+                Projections::of_image(&attn, width, Some(sizes.head_width))?,
                 "to_out.0",
                 "ff",
             )?,
             text: stream(
                 "norm1_context",
-                Projections::new(&attn, sizes, added)?,
+                Projections::of_text(&attn, width, Some(sizes.head_width))?,
                 "to_add_out",
                 "ff_context",
             )?,
@@ -285,7 +191,7 @@ impl FluxSingleTransformerBlock {
         let width = sizes.width();
         Ok(Self {
             norm: AdaLayerNorm::new(&weights.pp("norm"), width)?,
-            attention: Projections::with_default_names(&weights.pp("attn"), sizes)?,
+            attention: Projections::of_image(&weights.pp("attn"), width, Some(sizes.head_width))?,
             proj_mlp: Linear::new(&weights.pp("proj_mlp"), width, 4 * width, true)?,
             proj_out: Linear::new(&weights.pp("proj_out"), 5 * width, width, true)?,
             sizes,

@@ -2,8 +2,9 @@
 //! with or without a prefix. Its sizes are those of its tensors.
 
 use super::original_names::{DOUBLE_BLOCKS, OriginalLayer, SINGLE_BLOCKS, layers_of_model, norms_of_model};
-use super::transformer::{FluxConfig, SINUSOIDS};
+use super::transformer::FluxConfig;
 use crate::error::{EngineError, Result};
+use crate::models::mmdit::SINUSOIDS;
 use crate::weights::{Index, View};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

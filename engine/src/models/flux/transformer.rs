@@ -2,15 +2,14 @@
 
 use super::blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
 use crate::error::{EngineError, Result};
-use crate::nn::{self, LayerMut, LayerNorm, Linear, VisitLayers, join, silu, sinusoids};
+use crate::models::mmdit::{AdaLayerNormContinuous, Embedder, SINUSOIDS};
+use crate::nn::{self, LayerMut, Linear, VisitLayers, join};
 use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use serde::Deserialize;
 use std::sync::Arc;
 
-/// Sinusoids of a time step or a guidance scale.
-pub(super) const SINUSOIDS: usize = 256;
 /// Rows and columns of latents that make one token.
 const PATCH: usize = 2;
 
@@ -60,31 +59,6 @@ impl Default for FluxConfig {
     }
 }
 
-/// Two linear layers with SiLU between them.
-#[derive(Clone, Debug)]
-struct Embedder {
-    linear_1: Linear,
-    linear_2: Linear,
-}
-
-impl Embedder {
-    fn new(weights: &Weights, inputs: usize, width: usize) -> Result<Self> {
-        Ok(Self {
-            linear_1: Linear::new(&weights.pp("linear_1"), inputs, width, true)?,
-            linear_2: Linear::new(&weights.pp("linear_2"), width, width, true)?,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.linear_2.forward(&silu(&self.linear_1.forward(x)?)?)
-    }
-
-    /// Embeds numbers, [b] f32.
-    fn forward_numbers(&self, numbers: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
-        self.forward(&sinusoids(numbers, SINUSOIDS, true, 0.0)?.to_dtype(dtype)?)
-    }
-}
-
 /// What the transformer is conditioned on besides the time step.
 #[derive(Clone, Copy, Debug)]
 pub struct FluxConditions<'a> {
@@ -106,11 +80,10 @@ pub struct FluxTransformer2DModel {
     text_embedder: Embedder,
     double_blocks: Vec<Arc<FluxTransformerBlock>>,
     single_blocks: Vec<Arc<FluxSingleTransformerBlock>>,
-    norm_out: Linear,
+    norm_out: AdaLayerNormContinuous,
     proj_out: Linear,
     axes: [usize; 3],
     channels: usize,
-    plain_norm: LayerNorm,
     /// Whether and where gradient checkpointing is used.
     pub residency: Residency,
 }
@@ -153,7 +126,6 @@ impl FluxTransformer2DModel {
         let double = (0..config.num_layers).map(|i| FluxTransformerBlock::new(&double.pp(i), sizes).map(Arc::new));
         let single =
             (0..config.num_single_layers).map(|i| FluxSingleTransformerBlock::new(&single.pp(i), sizes).map(Arc::new));
-        let norm_out = Linear::new(&weights.pp("norm_out.linear"), width, 2 * width, true)?;
         Ok(Self {
             x_embedder: Linear::new(&weights.pp("x_embedder"), config.in_channels, width, true)?,
             context_embedder: Linear::new(&weights.pp("context_embedder"), config.joint_attention_dim, width, true)?,
@@ -165,8 +137,7 @@ impl FluxTransformer2DModel {
             text_embedder: embedder("text_embedder", config.pooled_projection_dim)?,
             double_blocks: double.collect::<Result<_>>()?,
             single_blocks: single.collect::<Result<_>>()?,
-            plain_norm: LayerNorm::plain(width, 1e-6, norm_out.weight.dtype(), norm_out.weight.device())?,
-            norm_out,
+            norm_out: AdaLayerNormContinuous::new(&weights.pp("norm_out"), width)?,
             proj_out: Linear::new(&weights.pp("proj_out"), width, out_channels, true)?,
             axes,
             channels: config.in_channels / (PATCH * PATCH),
@@ -236,11 +207,7 @@ impl FluxTransformer2DModel {
         }
         let x = stack.run(self.residency, x)?;
         let x = x.narrow(1, text_length, x.dim(1)? - text_length)?;
-        let vectors = self.norm_out.forward(&silu(&temb)?)?.chunk(2, 1)?;
-        let [scale, shift] = vectors.as_slice() else {
-            return Err(EngineError::Internal("norm_out gives two vectors".into()));
-        };
-        let x = nn::modulate(&self.plain_norm.forward(&x.contiguous()?)?, scale, shift)?;
+        let x = self.norm_out.forward(&x.contiguous()?, &temb)?;
         unpack(&self.proj_out.forward(&x)?, height, width)
     }
 }
@@ -256,9 +223,7 @@ impl VisitLayers for FluxTransformer2DModel {
         ];
         for (name, embedder) in embedders {
             let Some(embedder) = embedder else { continue };
-            let path = join("time_text_embed", name);
-            f(&join(&path, "linear_1"), LayerMut::Linear(&mut embedder.linear_1))?;
-            f(&join(&path, "linear_2"), LayerMut::Linear(&mut embedder.linear_2))?;
+            embedder.visit(&join("time_text_embed", name), f)?;
         }
         for (index, block) in self.double_blocks.iter_mut().enumerate() {
             Arc::make_mut(block).visit(&format!("transformer_blocks.{index}"), f)?;
@@ -266,7 +231,7 @@ impl VisitLayers for FluxTransformer2DModel {
         for (index, block) in self.single_blocks.iter_mut().enumerate() {
             Arc::make_mut(block).visit(&format!("single_transformer_blocks.{index}"), f)?;
         }
-        f("norm_out.linear", LayerMut::Linear(&mut self.norm_out))?;
+        f("norm_out.linear", LayerMut::Linear(&mut self.norm_out.linear))?;
         f("proj_out", LayerMut::Linear(&mut self.proj_out))
     }
 }

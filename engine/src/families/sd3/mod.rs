@@ -1,0 +1,39 @@
+//! Stable Diffusion 3.5 (Stability AI): medium, large, large turbo; and Stable Diffusion 3, which has the same blocks without norms of
+//! queries and keys.
+
+mod load;
+mod model;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod save_tests;
+mod text;
+
+pub use model::Sd3Model;
+
+use super::model::{Family, Model};
+use super::options::LoadOptions;
+use crate::error::Result;
+use crate::samplers::SamplerParams;
+use aitk_common::job::arch::ArchName;
+use std::path::Path;
+
+/// Stable Diffusion 3 and 3.5.
+#[derive(Debug)]
+pub struct SD3;
+
+impl Family for SD3 {
+    fn arch(&self) -> ArchName {
+        ArchName::Sd3
+    }
+
+    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
+        Ok(Box::new(Sd3Model::load(&SD3, path, options)?))
+    }
+
+    fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
+        SamplerParams {
+            is_flow: true,
+            ..params
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! The three text encoders of Stable Diffusion 3.5: CLIP-L, CLIP-G, and T5, which may be missing.
+
+use crate::error::Result;
+use crate::families::conditioning::{Conditioning, Prompt};
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
+use crate::models::t5::{T5EncoderModel, T5Tokenizer};
+use crate::nn::cat_channels;
+use crate::residency::Residency;
+use candle_core::{D, DType, Device, Tensor};
+
+/// The names in the conditioning: the encoded text, and the pooled text.
+pub(super) const CONTEXT: &str = "context";
+pub(super) const POOLED: &str = "pooled";
+
+/// CLIP with its tokenizer.
+#[derive(Clone, Debug)]
+pub(super) struct ClipEncoder {
+    pub(super) tokenizer: ClipTokenizer,
+    pub(super) model: ClipTextModel,
+}
+
+/// T5 with its tokenizer.
+#[derive(Clone, Debug)]
+pub(super) struct T5Encoder {
+    pub(super) tokenizer: T5Tokenizer,
+    pub(super) model: T5EncoderModel,
+}
+
+/// The text encoders.
+#[derive(Clone, Debug)]
+pub(super) struct Sd3TextEncoders {
+    /// CLIP-L and CLIP-G, both with a projection of the pooled text.
+    pub(super) clip: [ClipEncoder; 2],
+    /// Without T5 its tokens are zeros, as in diffusers.
+    pub(super) t5: Option<T5Encoder>,
+    /// Tokens of a prompt for T5.
+    pub(super) max_sequence_length: usize,
+    /// Features of a token: those of T5.
+    pub(super) width: usize,
+    pub(super) dtype: DType,
+    pub(super) device: Device,
+}
+
+impl Sd3TextEncoders {
+    /// Encodes prompts, as `StableDiffusion3Pipeline.encode_prompt`: the tokens of both CLIPs side by side, filled up with zeros to the width of
+    /// T5's, before those of T5, [b, 77 + `max_sequence_length`, width]; and the pooled text of both CLIPs side by side.
+    /// The second prompt is that of CLIP-G.
+    pub(super) fn encode(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+        let first: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
+        let second: Vec<&str> = prompts
+            .iter()
+            .map(|prompt| prompt.text_2.as_deref().unwrap_or(&prompt.text))
+            .collect();
+        let (mut tokens, mut pooled) = (Vec::new(), Vec::new());
+        for (encoder, texts) in self.clip.iter().zip([&first, &second]) {
+            let ids = encoder.tokenizer.encode(texts)?.to_device(&self.device)?;
+            let (of_encoder, projected) = encoder.model.penultimate_and_pooled(&ids)?;
+            tokens.push(of_encoder);
+            pooled.extend(projected);
+        }
+        let tokens = Tensor::cat(&tokens, D::Minus1)?;
+        let missing = self.width.saturating_sub(tokens.dim(D::Minus1)?);
+        let tokens = tokens.pad_with_zeros(D::Minus1, 0, missing)?;
+        let of_t5 = match &self.t5 {
+            Some(t5) => {
+                let ids = t5.tokenizer.encode(&first, self.max_sequence_length)?;
+                t5.model.forward(&ids.to_device(&self.device)?)?
+            }
+            None => Tensor::zeros(
+                (prompts.len(), self.max_sequence_length, self.width),
+                self.dtype,
+                &self.device,
+            )?,
+        };
+        Ok(Conditioning::default()
+            .with(CONTEXT, cat_channels(&tokens, &of_t5)?)
+            .with(POOLED, Tensor::cat(&pooled, D::Minus1)?))
+    }
+
+    /// Sets how the encoders run their blocks.
+    pub(super) fn set_residency(&mut self, residency: Residency) {
+        for encoder in &mut self.clip {
+            encoder.model.residency = residency;
+        }
+        if let Some(t5) = &mut self.t5 {
+            t5.model.residency = residency;
+        }
+    }
+}
