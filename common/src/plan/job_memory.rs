@@ -54,10 +54,9 @@ const CPU: DeviceFactors = DeviceFactors {
     margin: 1.025,
 };
 
-/// Memory per byte of activations that are kept for the backward pass: they lie between tensors that are freed.
-const GAPS: f64 = 1.35;
-/// The same if freed memory is returned at once: pages that hold a kept tensor stay.
-const GAPS_RETURNED: f64 = 1.55;
+/// Memory per byte of activations that are kept for the backward pass, if freed memory is returned at once: pages that hold a
+/// kept tensor stay. Otherwise the pages are used again, and kept activations need no more than their bytes.
+const GAPS_RETURNED: f64 = 1.15;
 
 /// What a job needs in one of its phases, besides its weights.
 #[derive(Clone, Copy, Debug, Default)]
@@ -429,24 +428,27 @@ impl<'a> Job<'a> {
         let clipped = if clips { largest } else { 0.0 };
 
         let data = self.data();
-        let Step {
-            forward,
-            peak: step,
-            gradients,
-        } = self.step(model, options, backend, fused, &data);
-        let update = clipped + self.optimizer.step_copies * largest;
-        let gaps = match (backend.cpu && !self.is_checkpointed(options), options.pages_returned) {
-            (false, _) => 1.0,
-            (true, false) => GAPS,
-            (true, true) => GAPS_RETURNED,
+        let checkpointed = self.is_checkpointed(options);
+        let step = self.step(model, backend, fused, checkpointed, &data);
+        // Kept activations fill whole pages, which are freed as a whole. The allocator keeps free memory between the tensors that
+        // come and go within a block, which are those of gradient checkpointing.
+        let block = match checkpointed || !backend.cpu {
+            true => step,
+            false => self.step(model, backend, fused, true, &data),
         };
-        let activations = (step - gradients) * gaps;
+        let gradients = step.gradients;
+        let update = clipped + self.optimizer.step_copies * largest;
+        let gaps = match backend.cpu && !checkpointed && options.pages_returned {
+            true => GAPS_RETURNED,
+            false => 1.0,
+        };
+        let activations = (step.peak - gradients) * gaps;
         let phase = |more: f64, transient: f64| Phase {
             held: held + more,
             transient,
         };
         let mut phases = vec![match (fused, accumulates) {
-            (true, _) => phase(0.0, step.max(largest + update)),
+            (true, _) => phase(0.0, step.peak.max(largest + update)),
             (false, false) => phase(gradients, activations.max(update)),
             // The sums of earlier micro-batches. A sum is a new tensor.
             (false, true) => phase(2.0 * gradients, activations.max(largest)),
@@ -465,7 +467,12 @@ impl<'a> Job<'a> {
         if !samples.is_empty() {
             phases.push(phase(ema, self.images(model, options, backend, &samples)));
         }
-        let mut recycled = phases.iter().map(|phase| phase.transient).fold(forward, f64::max);
+        let others = phases.iter().skip(1).map(|phase| phase.transient);
+        let first = match checkpointed {
+            true => phases[0].transient,
+            false => (block.peak - gradients).max(update),
+        };
+        let mut recycled = others.fold(block.forward.max(first), f64::max);
         if backend.cpu {
             let saving = self.saving(model, count, largest);
             phases.push(phase(ema, saving));
@@ -505,8 +512,7 @@ impl<'a> Job<'a> {
     }
 
     /// A forward and a backward pass.
-    fn step(&self, model: &Model, options: &MemoryOptions, backend: Backend, fused: bool, data: &[DataBatch]) -> Step {
-        let checkpointed = self.is_checkpointed(options);
+    fn step(&self, model: &Model, backend: Backend, fused: bool, checkpointed: bool, data: &[DataBatch]) -> Step {
         let trains_text = self.trains()[1];
         let mut peak: f64 = if trains_text {
             0.0
@@ -596,6 +602,7 @@ impl<'a> Job<'a> {
 }
 
 /// The bytes of a training step.
+#[derive(Clone, Copy, Debug)]
 struct Step {
     /// The peak of the forward pass.
     forward: f64,

@@ -209,7 +209,7 @@ impl Walk {
             if y_tracked {
                 gradients.push((y_id, gradient));
             }
-            drop((dy, hidden, kept, scaled, change));
+            drop((saved, dy, hidden, kept, scaled, change));
             gradients
         });
         sum
@@ -235,7 +235,8 @@ impl Walk {
                 if is_trained {
                     gradients.push((TRAINED + 4 * index + 3, walk.floats(2.0 * channels)));
                 }
-                drop(gradient);
+                // The whole tensor is captured, not its dimensions alone: it stays in memory until here.
+                drop((saved, gradient));
                 gradients
             });
         }
@@ -251,9 +252,9 @@ impl Walk {
         if y.tracked {
             let saved = x.clone();
             self.record_step(&y, move |walk, gradient| {
-                let dx = walk.tensor(saved.dims, false);
-                drop(gradient);
-                vec![(saved.id, dx)]
+                let gradients = vec![(saved.id, walk.tensor(saved.dims, false))];
+                drop((saved, gradient));
+                gradients
             });
         }
         y

@@ -172,3 +172,27 @@ fn filters_and_streaming_follow_the_names_and_the_order_of_layers() {
     assert!(all < 0.05 * none, "{all} {none}");
     assert!((0.4..0.6).contains(&(half / none)), "{half} {none}");
 }
+
+/// A norm and an activation in a row, with the bytes that are live after the forward pass.
+#[test]
+fn norms_and_activations_keep_their_inputs() {
+    let mut options = options(None);
+    options.trained = Some(NameFilter::default());
+    let mut builder = Builder::new(options, 0);
+    let (index, is_trained) = builder.norm("norm", 32.0);
+    let walk = Walk::new(CPU);
+    let tensor = 4.0 * 32.0 * 8.0 * 8.0;
+    let kept = std::cell::Cell::new(0.0);
+    walk.forward_backward(false, || {
+        let x = walk.tensor([1.0, 32.0, 8.0, 8.0], false);
+        let normed = walk.norm(&x, index, is_trained);
+        drop(x);
+        let y = walk.activation(&normed, 1.0);
+        drop(normed);
+        kept.set(walk.meter.live());
+        y
+    });
+    // The input of the norm, that of the activation, and the result.
+    assert_eq!(kept.get(), 3.0 * tensor);
+    assert_eq!(walk.meter.live(), 0.0);
+}
