@@ -149,6 +149,7 @@ const PREFETCHED_LINES: usize = 8;
 
 /// The sums over depth. Rows of `a` are `row_stride` apart, elements of a row `depth_stride`.
 #[inline(always)]
+#[expect(clippy::needless_range_loop, reason = "see the comment inside")]
 unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
     depth: usize,
     mut a: *const f32,
@@ -164,13 +165,15 @@ unsafe fn accumulate<S: Simd, const R: usize, const V: usize>(
                 S::prefetch(b.wrapping_add((PREFETCHED_LINES * V + v) * S::LANES));
             }
             let mut line = [S::splat(0.0); V];
-            for (v, line) in line.iter_mut().enumerate() {
-                *line = S::load(b.add(v * S::LANES));
+            for v in 0..V {
+                line[v] = S::load(b.add(v * S::LANES));
             }
-            for (r, sums) in sums.iter_mut().enumerate() {
+            // Indices: iterators such as `zip` are calls of their own unless the compiler optimises across its units,
+            // and then the sums would lie in memory instead of registers.
+            for r in 0..R {
                 let element = S::splat(*a.add(r * row_stride));
-                for (sum, line) in sums.iter_mut().zip(line) {
-                    *sum = S::mul_add(element, line, *sum);
+                for v in 0..V {
+                    sums[r][v] = S::mul_add(element, line[v], sums[r][v]);
                 }
             }
             a = a.add(depth_stride);
