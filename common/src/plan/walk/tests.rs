@@ -2,11 +2,12 @@
 
 use super::build::{AdapterOptions, Builder, ComponentOptions};
 use super::meter::Shaped;
-use super::{Backend, UNet, Vae, Walk};
+use super::tensors::{Activation, NormActivation};
+use super::{Backend, Form, UNet, Vae, Walk};
 use crate::plan::names::NameFilter;
 use crate::plan::shapes::{BlockShapes, UNetShapes, VaeShapes};
 
-const CPU: Backend = Backend { width: 4.0, cpu: true };
+const CPU: Backend = Backend::CPU;
 
 fn unet_shapes() -> UNetShapes {
     let block = BlockShapes {
@@ -75,18 +76,49 @@ fn parameters_are_those_of_diffusers() {
 
 #[test]
 fn everything_is_freed_after_a_pass() {
-    let mut builder = Builder::new(options(Some(4.0)), 0);
-    let unet = UNet::new(&mut builder, &unet_shapes());
-    let walk = Walk::new(CPU);
-    {
-        let [sample, context] = inputs(&walk, 16.0, 1.0);
-        let gradients = walk.forward_backward(false, || unet.forward(&walk, &sample, &context, true).unwrap());
-        let bytes: f64 = gradients.values().map(|gradient| 4.0 * gradient.elements()).sum();
-        let trained: f64 = builder.weights.trained.iter().map(|tensor| 4.0 * tensor.elements).sum();
-        assert_eq!(bytes, trained, "every trained tensor gets a gradient of its size");
-        assert!(walk.peak() > bytes);
+    for form in [Form::Cpu, Form::Gpu, Form::Portable] {
+        for (width, dropout, checkpointed) in [(4.0, false, true), (2.0, false, false), (2.0, true, true)] {
+            let width = if form == Form::Cpu { 4.0 } else { width };
+            let mut options = options(Some(4.0));
+            options.width = width;
+            if let Some(adapter) = &mut options.adapter {
+                (adapter.dropout, adapter.conv_rank) = (dropout, Some(2.0));
+            }
+            let mut builder = Builder::new(options, 0);
+            let unet = UNet::new(&mut builder, &unet_shapes());
+            let walk = Walk::new(Backend { width, form });
+            {
+                let [sample, context] = inputs(&walk, 16.0, 1.0);
+                let gradients =
+                    walk.forward_backward(false, || unet.forward(&walk, &sample, &context, checkpointed).unwrap());
+                let bytes: f64 = gradients.values().map(|gradient| 4.0 * gradient.elements()).sum();
+                let trained: f64 = builder.weights.trained.iter().map(|tensor| 4.0 * tensor.elements).sum();
+                assert_eq!(
+                    bytes, trained,
+                    "every trained tensor gets a gradient of its size: {form:?}"
+                );
+                assert!(walk.peak() > bytes);
+            }
+            assert_eq!(walk.meter.live(), 0.0, "{form:?}");
+        }
     }
-    assert_eq!(walk.meter.live(), 0.0);
+}
+
+/// Norms and scores are float32 also in 16 bits, and a product in 16 bits exists beside them.
+#[test]
+fn half_the_bytes_per_number_are_not_half_the_memory() {
+    let mut builder = Builder::new(options(None), 0);
+    let unet = UNet::new(&mut builder, &unet_shapes());
+    let peak = |width: f64, side: f64| {
+        let walk = Walk::new(Backend { width, form: Form::Gpu });
+        let [sample, context] = inputs(&walk, side, 1.0);
+        unet.forward(&walk, &sample, &context, false).unwrap();
+        walk.peak()
+    };
+    let ratio = peak(2.0, 64.0) / peak(4.0, 64.0);
+    assert!((0.7..1.2).contains(&ratio), "{ratio}");
+    // All scores of 128 x 128 latents would be 2 GiB: two heads, 16384 queries and keys.
+    assert!(peak(4.0, 128.0) < 0.6e9, "{}", peak(4.0, 128.0));
 }
 
 #[test]
@@ -185,9 +217,9 @@ fn norms_and_activations_keep_their_inputs() {
     let kept = std::cell::Cell::new(0.0);
     walk.forward_backward(false, || {
         let x = walk.tensor([1.0, 32.0, 8.0, 8.0], false);
-        let normed = walk.norm(&x, index, is_trained);
+        let normed = walk.norm(&x, index, is_trained, NormActivation::None);
         drop(x);
-        let y = walk.activation(&normed, 1.0);
+        let y = walk.activation(&normed, Activation::Silu);
         drop(normed);
         kept.set(walk.meter.live());
         y
