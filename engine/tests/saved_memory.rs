@@ -7,56 +7,15 @@
     reason = "a test fails by panicking, and prints what it measured"
 )]
 
+mod allocator;
+
 use aitk_engine::autograd::record;
 use aitk_engine::device::portable::portable;
 use aitk_engine::nn::{Attention, Conv2d, GroupNorm, Linear, geglu, silu, to_tokens};
 use aitk_engine::weights::Weights;
+use allocator::{IN_USE, PEAK};
 use candle_core::{DType, Device, Result, Tensor, Var};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-
-/// The system's allocator, with the bytes in use and their peak.
-struct CountingAllocator;
-
-static IN_USE: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-#[global_allocator]
-static ALLOCATOR: CountingAllocator = CountingAllocator;
-
-fn add(bytes: usize) {
-    let in_use = IN_USE.fetch_add(bytes, Relaxed) + bytes;
-    PEAK.fetch_max(in_use, Relaxed);
-}
-
-#[expect(unsafe_code, reason = "the trait of allocators is unsafe")]
-// SAFETY: every call is passed on to the system's allocator.
-unsafe impl GlobalAlloc for CountingAllocator {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        add(layout.size());
-        // SAFETY: the caller's promises are those that the system's allocator needs.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        add(layout.size());
-        // SAFETY: as above.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        IN_USE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as above.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        add(size);
-        IN_USE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as above.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
 
 const MIB: f64 = (1 << 20) as f64;
 

@@ -6,7 +6,7 @@
 use super::families;
 use super::family::{ActivationCosts, FamilyCosts};
 use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
-use super::job_memory::{Task, memory_need};
+use super::job_memory::{Job, Task};
 use super::json::{config_options, dtype_bytes, flag, largest, number, text};
 use super::layout::{self, Activations, ComponentWeights, GIB, Layout};
 use super::need::MemoryNeed;
@@ -25,12 +25,17 @@ const MEAN_BYTES: f64 = 0.1;
 /// GiB of activations of the VAE that do not depend on the image size.
 const VAE_FIXED_GIB: f64 = 0.039;
 
+/// The version of what a unit of work is ([`Demand::units`]), for measured speeds that are stored. 0 counted passes; since 1 it
+/// is FLOPs where the planner knows them.
+pub const WORK_UNIT: u32 = 1;
+
 /// The resources that a job needs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Demand {
     /// The model's family. Measured speeds are stored per family.
     pub family: String,
-    /// Thousandths of a unit of work. A unit is one denoiser pass of one 512 x 512 image.
+    /// Thousandths of a unit of work. A unit is one pass of the family's published denoiser over one 512 x 512 image: of families
+    /// that the planner walks its FLOPs, with which those of the job are compared; of others the job's passes are counted.
     #[serde(rename = "milliunits")]
     pub millipasses: u64,
     /// Peak device memory under each profile. None: unknown.
@@ -81,7 +86,7 @@ impl Demand {
 
 fn to_thousandths(units: f64) -> u64 {
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let thousandths = (units * 1000.0).clamp(1.0, 1e15) as u64;
+    let thousandths = (units * 1000.0).round().clamp(1.0, 1e15) as u64;
     thousandths
 }
 
@@ -105,15 +110,32 @@ fn of_process(process: &Value, counts: Option<ParameterCounts>, batches: &[Image
         |f| f.name.to_owned(),
     );
     let figures = family.map(|family| ModelFigures::of(family, counts));
-    let (task, mut demand) = match kind.as_str() {
-        "train" => (Task::Training, training(name, body, figures)),
-        "generate" | "img2_img" => (Task::Generation, generation(name, body, figures)),
+    let task = match kind.as_str() {
+        "train" => Task::Training,
+        "generate" | "img2_img" => Task::Generation,
         _ => return None,
     };
-    if let (Some(family), Some(published)) = (families::of(&demand.family), demand.memory) {
-        demand.memory = Some(memory_need(task, body, family, counts, batches, published));
+    if let Some(family) = families::of(&name) {
+        let job = Job::new(task, body, family, counts, batches);
+        let times = match task {
+            Task::Training => number(body, "/train/steps").unwrap_or(1000.0) * accumulated(body),
+            Task::Generation => image_count(body),
+        };
+        return Some(Demand {
+            family: name,
+            millipasses: to_thousandths(times * job.passes()),
+            memory: Some(job.memory_need()),
+        });
     }
-    Some(demand)
+    Some(match task {
+        Task::Training => training(name, body, figures),
+        Task::Generation => generation(name, body, figures),
+    })
+}
+
+/// The micro-batches of a step.
+fn accumulated(body: &Value) -> f64 {
+    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0)
 }
 
 /// A family's figures, scaled to the actual model. Parameters in millions.
@@ -273,7 +295,7 @@ fn training(family: String, body: &Value, figures: Option<ModelFigures>) -> Dema
         .and_then(Value::as_bool)
         .unwrap_or(true);
     let steps = number(body, "/train/steps").unwrap_or(1000.0);
-    let accumulated = number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0);
+    let accumulated = accumulated(body);
     // A negative value means one update per epoch.
     let updates_every_step = body
         .pointer("/train/gradient_accumulation_steps")

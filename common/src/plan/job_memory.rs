@@ -1,6 +1,10 @@
 //! Predicts the memory of a job's process by walking its phases: loading, caching latents, training steps, samples, saving,
 //! generation. The total is that of the largest phase.
 
+mod phases;
+mod work;
+
+use super::device_factors::{CPU, GPU, GPU_GRANULARITY, Need, Phase};
 use super::families::UNetFamily;
 use super::image_batches::{ImageBatch, largest_batches};
 use super::json::{dtype_bytes, flag, number, strings, text};
@@ -14,127 +18,25 @@ use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes, sample_sizes};
 use super::shapes::ModelShapes;
 use super::walk::build::{AdapterOptions, Builder, ComponentOptions, StoredFractions, TrainedTensor, Weights};
-use super::walk::{Backend, Shaped, TextEncoder, UNet, Vae, Walk};
+use super::walk::{Backend, Form, Shaped, TextEncoder, UNet, Vae, Walk};
 use serde_json::Value;
 
-const GIB: f64 = 1_073_741_824.0;
 /// The largest side of an image that a prediction considers.
 const MAX_SIDE: f64 = 65_536.0;
 const MAX_BATCH: f64 = 1e6;
 
-/// What a kind of device needs besides live tensors. The allocator takes memory in large pages, and rounds up.
-struct DeviceFactors {
-    /// Bytes before any tensor exists: the program itself.
-    base: f64,
-    /// Memory per byte of resident weights.
-    weights: f64,
-    /// The same for weights that are quantised when they are loaded: the dense weights leave gaps.
-    quantised: f64,
-    /// The same for an adapter, its optimizer's state and its average, which are many small tensors.
-    adapter: f64,
-    /// The same for tensors that live for a part of a step.
-    transient: f64,
-    /// Free memory that the allocator keeps unless it is returned at once: bytes, and a fraction of those that come and go.
-    retained: (f64, f64),
-    /// Bytes that stay when memory is returned at once, from the second image on: large pages were split.
-    split: f64,
-    /// Safety factor on the total.
-    margin: f64,
-}
+/// Float32 tensors of the size of the largest trained one while candle's operations update it.
+const GPU_STEP_COPIES: f64 = 6.0;
 
-/// Fitted to measurements (docs/memory.md).
-const CPU: DeviceFactors = DeviceFactors {
-    base: 0.056 * GIB,
-    weights: 1.08,
-    quantised: 1.3,
-    adapter: 1.26,
-    transient: 1.08,
-    retained: (0.05 * GIB, 0.32),
-    split: 0.008 * GIB,
-    margin: 1.025,
-};
-
-/// Memory per byte of activations that are kept for the backward pass: they lie between tensors that are freed.
-const GAPS: f64 = 1.35;
-/// The same if freed memory is returned at once: pages that hold a kept tensor stay.
-const GAPS_RETURNED: f64 = 1.55;
-
-/// What a job needs in one of its phases, besides its weights.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Phase {
-    /// Tensors that live for the whole phase or longer: optimizer state, averages, gradients.
-    held: f64,
-    /// Tensors that come and go: activations.
-    transient: f64,
-}
-
-/// What a job needs of memory.
-#[derive(Clone, Debug)]
-pub(super) struct Need {
-    /// Weights that stay in memory.
-    weights: f64,
-    /// Weights that were quantised when they were loaded.
-    quantised: f64,
-    phases: Vec<Phase>,
-    /// The largest number of bytes that come and go, in any phase or forward pass.
-    recycled: f64,
-    /// Whether the held tensors are those of an adapter.
-    is_adapter: bool,
-    /// Whether freed memory is returned at once.
-    pages_returned: bool,
-    /// Whether several images are generated.
-    has_several_images: bool,
-}
-
-impl Need {
-    /// The bytes of the largest phase.
-    fn bytes(&self, factors: &DeviceFactors) -> f64 {
-        let held = if self.is_adapter {
-            factors.adapter
-        } else {
-            factors.weights
-        };
-        let (retained, fraction) = match (self.pages_returned, self.has_several_images) {
-            (false, _) => factors.retained,
-            (true, true) => (factors.split, 0.0),
-            (true, false) => (0.0, 0.0),
-        };
-        let phases = self.phases.iter();
-        let largest = phases
-            .map(|phase| phase.held * held + phase.transient * factors.transient)
-            .fold(0.0, f64::max);
-        let weights = self.weights * factors.weights + self.quantised * factors.quantised;
-        let retained = retained + fraction * self.recycled;
-        (factors.base + weights + largest + retained) * factors.margin
-    }
-}
+/// Memory per byte of activations that are kept for the backward pass, if freed memory is returned at once: pages that hold a
+/// kept tensor stay. Otherwise the pages are used again, and kept activations need no more than their bytes.
+const GAPS_RETURNED: f64 = 1.15;
 
 /// The kind of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Task {
     Training,
     Generation,
-}
-
-/// Predicts the memory on a CPU under each profile. On a GPU it is that of `published`: the walk was not compared with
-/// measurements on a GPU yet.
-pub(super) fn memory_need(
-    task: Task,
-    body: &Value,
-    family: &UNetFamily,
-    counts: Option<ParameterCounts>,
-    batches: &[ImageBatch],
-    published: MemoryNeed,
-) -> MemoryNeed {
-    let job = Job::new(task, body, family, counts, batches);
-    // A CPU computes in float32.
-    let cpu = Backend { width: 4.0, cpu: true };
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let bytes = |need: &Need| need.bytes(&CPU).clamp(0.0, 1e18) as u64;
-    MemoryNeed::new(
-        MemoryProfile::on(false).map(|profile| published.under(profile, false)),
-        MemoryProfile::on(true).map(|profile| bytes(&job.need(profile, cpu))),
-    )
 }
 
 /// A process and its model.
@@ -194,10 +96,21 @@ impl<'a> Job<'a> {
         }
     }
 
+    /// Predicts the memory on a GPU and on a CPU under each profile.
+    pub(super) fn memory_need(&self) -> MemoryNeed {
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let whole = |bytes: f64| bytes.clamp(0.0, 1e18) as u64;
+        let on_gpu = |profile| whole(self.need(profile, self.backend(Form::Gpu)).bytes(&GPU));
+        let on_cpu = |profile| whole(self.need(profile, Backend::CPU).bytes(&CPU));
+        MemoryNeed::new(
+            MemoryProfile::on(false).map(|profile| on_gpu(profile).div_ceil(GPU_GRANULARITY) * GPU_GRANULARITY),
+            MemoryProfile::on(true).map(on_cpu),
+        )
+    }
+
     /// The trained parameters, the bytes of their optimizer's state, and the parameters of the model.
     pub(super) fn trained(&self) -> (f64, f64, f64) {
-        let backend = Backend { width: 4.0, cpu: true };
-        let model = self.model(&MemoryOptions::default(), backend);
+        let model = self.model(&MemoryOptions::default(), Backend::CPU);
         let trained = model.weights.iter().flat_map(|weights| &weights.trained);
         let (elements, state) = trained.fold((0.0, 0.0), |(elements, state), tensor| {
             let more = self.optimizer.state_bytes(tensor.elements, tensor.means);
@@ -208,6 +121,34 @@ impl<'a> Job<'a> {
             state,
             model.weights.iter().map(|weights| weights.parameters).sum(),
         )
+    }
+
+    /// The dtype in which the job computes on a device of this form.
+    pub(super) fn backend(&self, form: Form) -> Backend {
+        let width = match self.task {
+            // A full fine-tune keeps and computes its weights in float32.
+            Task::Training if self.is_full => 4.0,
+            _ => dtype_bytes(self.dtype()),
+        };
+        Backend { width, form }
+    }
+
+    /// The name of the configured dtype.
+    fn dtype(&self) -> Option<&str> {
+        match self.task {
+            Task::Training => text(self.body, "/train/dtype"),
+            Task::Generation => text(self.body, "/model/dtype"),
+        }
+    }
+
+    /// The dtype of the autoencoder.
+    fn vae_backend(&self, backend: Backend) -> Backend {
+        let is_f16 = matches!(self.dtype(), Some("fp16" | "float16" | "f16"));
+        let width = match is_f16 && self.family.vae_overflows_in_f16 {
+            true => 4.0,
+            false => backend.width,
+        };
+        Backend { width, ..backend }
     }
 
     /// Whether the U-Net and the text encoders are trained: themselves, or by an adapter.
@@ -264,7 +205,7 @@ impl<'a> Job<'a> {
                 adapter: self.adapter().filter(|_| trains),
                 lora_prefix: prefix,
                 width: backend.width,
-                cpu: backend.cpu,
+                cpu: backend.is_cpu(),
                 stored: if is_own {
                     StoredFractions::default()
                 } else {
@@ -300,10 +241,9 @@ impl<'a> Job<'a> {
         let unet = UNet::new(&mut builder, &self.shapes.unet);
         let unet_weights = std::mem::take(&mut builder.weights);
         let stored = (counts.vae_stored, counts.vae);
-        let mut builder = Builder::new(
-            component(false, options.vae_streamed, None, stored, ""),
-            builder.next_index(),
-        );
+        let mut vae_options = component(false, options.vae_streamed, None, stored, "");
+        vae_options.width = self.vae_backend(backend).width;
+        let mut builder = Builder::new(vae_options, builder.next_index());
         let vae = Vae::new(&mut builder, &self.shapes.vae);
         Model {
             text,
@@ -372,17 +312,35 @@ impl<'a> Job<'a> {
             let Some(size) = largest else { continue };
             let side = [size.height, size.width].map(|side| side.min(MAX_SIDE));
             let batch = if guided && !options.sequential_cfg { 2.0 } else { 1.0 };
-            let walk = Walk::new(backend);
-            let latents = self.latents(&walk, model, side, batch);
-            let context = self.context(&walk, if guided { 2.0 } else { 1.0 });
-            let passed = walk.view_of(&context, batch);
-            model.unet.forward(&walk, &latents, &passed, false);
-            peak = peak.max(walk.peak());
-            let walk = Walk::new(backend);
-            model.vae.decode(&walk, side, options.vae_tiled);
-            peak = peak.max(walk.peak());
+            peak = peak.max(self.denoising(model, backend, side, batch, guided).peak());
+            peak = peak.max(self.decoding(model, options, backend, side).peak());
         }
         peak
+    }
+
+    /// A pass of the U-Net over `batch` latents of images of this height and width.
+    fn denoising(&self, model: &Model, backend: Backend, side: [f64; 2], batch: f64, guided: bool) -> Walk {
+        let walk = Walk::new(backend);
+        let latents = self.latents(&walk, model, side, batch);
+        let context = self.context(&walk, if guided { 2.0 } else { 1.0 });
+        let passed = walk.view_of(&context, batch);
+        model.unet.forward(&walk, &latents, &passed, false);
+        drop((latents, context, passed));
+        walk
+    }
+
+    /// Decodes an image of this height and width.
+    fn decoding(&self, model: &Model, options: &MemoryOptions, backend: Backend, side: [f64; 2]) -> Walk {
+        let walk = Walk::new(self.vae_backend(backend));
+        model.vae.decode(&walk, side, options.vae_tiled);
+        walk
+    }
+
+    /// Encodes an image of this height and width.
+    fn encoding(&self, model: &Model, options: &MemoryOptions, backend: Backend, side: [f64; 2]) -> f64 {
+        let walk = Walk::new(self.vae_backend(backend));
+        model.vae.encode(&walk, side, options.vae_tiled);
+        walk.peak()
     }
 
     fn latents(&self, walk: &Walk, model: &Model, [height, width]: [f64; 2], batch: f64) -> Shaped {
@@ -429,24 +387,31 @@ impl<'a> Job<'a> {
         let clipped = if clips { largest } else { 0.0 };
 
         let data = self.data();
-        let Step {
-            forward,
-            peak: step,
-            gradients,
-        } = self.step(model, options, backend, fused, &data);
-        let update = clipped + self.optimizer.step_copies * largest;
-        let gaps = match (backend.cpu && !self.is_checkpointed(options), options.pages_returned) {
-            (false, _) => 1.0,
-            (true, false) => GAPS,
-            (true, true) => GAPS_RETURNED,
+        let checkpointed = self.is_checkpointed(options);
+        let step = self.step(model, backend, fused, checkpointed, &data);
+        // Kept activations fill whole pages, which are freed as a whole. The allocator keeps free memory between the tensors that
+        // come and go within a block, which are those of gradient checkpointing.
+        let block = match checkpointed || !backend.is_cpu() {
+            true => step,
+            false => self.step(model, backend, fused, true, &data),
         };
-        let activations = (step - gradients) * gaps;
+        let gradients = step.gradients;
+        let step_copies = match backend.is_cpu() {
+            true => self.optimizer.step_copies,
+            false => self.optimizer.step_copies.max(GPU_STEP_COPIES),
+        };
+        let update = clipped + step_copies * largest;
+        let gaps = match backend.is_cpu() && !checkpointed && options.pages_returned {
+            true => GAPS_RETURNED,
+            false => 1.0,
+        };
+        let activations = (step.peak - gradients) * gaps;
         let phase = |more: f64, transient: f64| Phase {
             held: held + more,
             transient,
         };
         let mut phases = vec![match (fused, accumulates) {
-            (true, _) => phase(0.0, step.max(largest + update)),
+            (true, _) => phase(0.0, step.peak.max(largest + update)),
             (false, false) => phase(gradients, activations.max(update)),
             // The sums of earlier micro-batches. A sum is a new tensor.
             (false, true) => phase(2.0 * gradients, activations.max(largest)),
@@ -454,19 +419,22 @@ impl<'a> Job<'a> {
         if !fused {
             phases.push(phase(gradients, update));
         }
-        let encode = data.iter().map(|batch| {
-            let walk = Walk::new(backend);
-            model.vae.encode(&walk, batch.size, options.vae_tiled);
-            walk.peak()
-        });
+        let encode = data
+            .iter()
+            .map(|batch| self.encoding(model, options, backend, batch.size));
         let sums = if accumulates { gradients } else { 0.0 };
         phases.push(phase(sums, encode.fold(0.0, f64::max)));
         let samples = sample_sizes(body);
         if !samples.is_empty() {
             phases.push(phase(ema, self.images(model, options, backend, &samples)));
         }
-        let mut recycled = phases.iter().map(|phase| phase.transient).fold(forward, f64::max);
-        if backend.cpu {
+        let others = phases.iter().skip(1).map(|phase| phase.transient);
+        let first = match checkpointed {
+            true => phases[0].transient,
+            false => (block.peak - gradients).max(update),
+        };
+        let mut recycled = others.fold(block.forward.max(first), f64::max);
+        if backend.is_cpu() {
             let saving = self.saving(model, count, largest);
             phases.push(phase(ema, saving));
             // Whole files are made of many small tensors; a model is saved tensor by tensor at the end.
@@ -505,15 +473,14 @@ impl<'a> Job<'a> {
     }
 
     /// A forward and a backward pass.
-    fn step(&self, model: &Model, options: &MemoryOptions, backend: Backend, fused: bool, data: &[DataBatch]) -> Step {
-        let checkpointed = self.is_checkpointed(options);
+    fn step(&self, model: &Model, backend: Backend, fused: bool, checkpointed: bool, data: &[DataBatch]) -> Step {
         let trains_text = self.trains()[1];
         let mut peak: f64 = if trains_text {
             0.0
         } else {
             self.text_pass(model, backend)
         };
-        let (mut all_gradients, mut all_forward): (f64, f64) = (0.0, peak);
+        let (mut all_gradients, mut all_forward, mut flops): (f64, f64, f64) = (0.0, peak, 0.0);
         for batch in data {
             let walk = Walk::new(backend);
             let latents = self.latents(&walk, model, batch.size, batch.items);
@@ -536,11 +503,13 @@ impl<'a> Job<'a> {
             );
             drop(drawn);
             peak = peak.max(walk.peak());
+            flops = flops.max(walk.flops());
         }
         Step {
             forward: all_forward,
             peak,
             gradients: all_gradients,
+            flops,
         }
     }
 
@@ -596,6 +565,7 @@ impl<'a> Job<'a> {
 }
 
 /// The bytes of a training step.
+#[derive(Clone, Copy, Debug)]
 struct Step {
     /// The peak of the forward pass.
     forward: f64,
@@ -603,6 +573,8 @@ struct Step {
     peak: f64,
     /// All gradients.
     gradients: f64,
+    /// The FLOPs of both passes, of the largest batch.
+    flops: f64,
 }
 
 /// Images of one size that are trained together.

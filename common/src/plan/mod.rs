@@ -2,6 +2,7 @@
 //! Pure functions, used by the coordinator and the command line.
 
 pub mod demand;
+mod device_factors;
 mod families;
 pub mod family;
 mod headers;
@@ -15,6 +16,7 @@ pub mod need;
 pub mod optimizers;
 pub mod output;
 pub mod parameter_counts;
+pub mod phases;
 pub mod profile;
 pub mod qtype;
 mod requests;

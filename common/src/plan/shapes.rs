@@ -49,6 +49,8 @@ pub struct UNetShapes {
     pub context: u32,
     /// Whether the projections of the transformers are linear layers instead of convolutions.
     pub linear_projection: bool,
+    /// Whether attention scores are computed in float32 whatever the dtype is.
+    pub upcast_attention: bool,
     /// Whether there is a middle block.
     pub mid_block: bool,
     /// Features of the additional embedding (SDXL); 0: there is none.
@@ -158,6 +160,7 @@ impl UNetShapes {
             downsample_padding: number(config, "downsample_padding", 1)?,
             context: per_block(config, "cross_attention_dim", 1, 768)?[0],
             linear_projection: flag(config, "use_linear_projection", false),
+            upcast_attention: flag(config, "upcast_attention", false),
             mid_block: config.get("mid_block_type").is_none_or(|kind| !kind.is_null()),
             additional,
             blocks,

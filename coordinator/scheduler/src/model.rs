@@ -485,6 +485,10 @@ pub struct Speed {
     pub family: String,
     /// Nanoseconds per unit of work with everything on the device. An integer, so that JSON keeps it exactly.
     pub nanoseconds_per_unit: u64,
+    /// What a unit of work was when the speed was measured: [`WORK_UNIT`](aitk_common::plan::demand::WORK_UNIT). Speeds in another
+    /// unit are ignored.
+    #[serde(default)]
+    pub unit: u32,
 }
 
 /// A device of a worker as a sortable key.

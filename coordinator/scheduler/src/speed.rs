@@ -4,7 +4,7 @@ use crate::model::{Pace, SlotId, Speed};
 use crate::state::State;
 use crate::state::speeds::{MAX_ENTRIES, slowdown};
 use aitk_common::id::WorkerId;
-use aitk_common::plan::demand::Demand;
+use aitk_common::plan::demand::{Demand, WORK_UNIT};
 use aitk_common::plan::profile::MemoryProfile;
 use std::time::Duration;
 
@@ -58,6 +58,7 @@ impl State {
             device: device.name.clone(),
             family,
             nanoseconds_per_unit: u64::try_from(nanoseconds).unwrap_or(u64::MAX),
+            unit: WORK_UNIT,
         };
         worker
             .speeds

@@ -178,7 +178,7 @@ messages! {
     ModelShapes { unet text vae }
     UNetShapes {
         in_channels out_channels conv_in_kernel conv_out_kernel downsample_padding context linear_projection mid_block
-        additional blocks
+        additional blocks upcast_attention
     }
     BlockShapes { channels layers heads transformer_layers down_attention up_attention }
     TextShapes { width intermediate layers heads vocabulary positions projection }

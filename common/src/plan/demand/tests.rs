@@ -24,7 +24,11 @@ fn predictions_are_at_least_the_published_figures() {
     assert!((2.9..6.0).contains(&sd[0]), "SD 1.5 LoRA runs in about 4 GB: {sd:?}");
     let sdxl = gib(&lora("sdxl", 1024, "bf16", 16));
     assert!((9.0..13.0).contains(&sdxl[1]), "SDXL LoRA: 10 GB advised: {sdxl:?}");
-    assert!((5.5..8.0).contains(&sdxl[2]), "SDXL LoRA: 8 GB possible: {sdxl:?}");
+    // Published for a U-Net that stays in memory, of which half is streamed here: 2.4 GiB.
+    assert!(
+        (8.0 - 2.4 - 1.5..8.0).contains(&sdxl[2]),
+        "SDXL LoRA: 8 GB possible: {sdxl:?}"
+    );
     let flux = gib(&lora("flux", 1024, "bf16", 16));
     assert!(
         (27.0..44.0).contains(&flux[1]),
@@ -107,7 +111,7 @@ fn tiny_models_and_quantised_models_need_less() {
     assert!(
         MemoryProfile::on(false)
             .iter()
-            .all(|one| need.under(*one, false) < 1 << 30),
+            .all(|one| need.under(*one, false) <= 1 << 30),
         "{need:?}"
     );
     let mut quantised = lora("flux", 1024, "bf16", 16);
@@ -325,19 +329,48 @@ fn all_gradients_are_counted_when_the_update_needs_them_together() {
         assert!(together > apart + 2.5, "{key}: {together} {apart}");
     }
     let [one, all] = ["automagic2", "automagic3"].map(|name| poor(&|train| train["optimizer"] = json!(name)));
-    assert!(all > one + 2.5, "{all} {one}");
+    // Not all 3.2 GiB: when the last gradients are complete, few activations are left.
+    assert!(all > one + 2.0, "{all} {one}");
 }
 
 #[test]
 fn work_counts_steps_images_and_pixels() {
     let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None, &[]).unwrap();
     let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None, &[]).unwrap();
-    assert_eq!(one.units(), 4000.0);
-    assert_eq!(four.units(), 16_000.0);
+    // The forward pass, the same again for the backward pass, and the gradients of what lies between frozen weights.
+    assert!((3000.0..3500.0).contains(&one.units()), "{}", one.units());
+    // Attention grows with the square of the pixels.
+    let more = four.units() / one.units();
+    assert!((4.0..7.0).contains(&more), "{more}");
+    let mut full = lora("sd1", 512, "bf16", 4);
+    full["process"][0]["kind"]["train"]["network"] = Value::Null;
+    let full = Demand::of_job(&full, None, &[]).unwrap();
+    assert!((3900.0..4200.0).contains(&full.units()), "{}", full.units());
     let images = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
         "generate": {"width": 1024, "height": 1024, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a", "b"], "num_repeats": 3}}}}]});
     let made = Demand::of_job(&images, None, &[]).unwrap();
-    assert_eq!((made.family.as_str(), made.units()), ("sdxl", 6.0 * 20.0 * 2.0 * 4.0));
+    // Two passes a step, of four times the pixels; and the autoencoder.
+    let passes = made.units() / (6.0 * 20.0 * 2.0 * 4.0);
+    assert!((1.0..1.4).contains(&passes), "{passes}");
+    assert_eq!(made.family, "sdxl");
+    // Of families that the planner does not walk, passes are counted.
+    let flux = Demand::of_job(&lora("flux", 1024, "bf16", 4), None, &[]).unwrap();
+    assert_eq!(flux.units(), 16_000.0);
+}
+
+#[test]
+fn small_models_are_less_work() {
+    let job = lora("sd1", 512, "bf16", 4);
+    let units = |denoiser: u64| {
+        let counts = ParameterCounts {
+            denoiser,
+            text: 100_000,
+            ..ParameterCounts::default()
+        };
+        Demand::of_job(&job, Some(counts), &[]).unwrap().units()
+    };
+    let (small, usual) = (units(86_000_000), units(860_000_000));
+    assert!((0.08..0.2).contains(&(small / usual)), "{small} {usual}");
 }
 
 #[test]

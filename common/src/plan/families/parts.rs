@@ -10,6 +10,8 @@ pub(in crate::plan) struct UNetFamily {
     pub(in crate::plan) text_prefixes: &'static [&'static str],
     /// Whether the text is taken before the last layer.
     pub(in crate::plan) penultimate: bool,
+    /// Whether the autoencoder computes in float32 where the rest is in float16.
+    pub(in crate::plan) vae_overflows_in_f16: bool,
 }
 
 /// A U-Net for 4 latent channels with two layers a block, without blocks.
@@ -22,6 +24,7 @@ pub(super) const fn unet(context: u32, linear_projection: bool, blocks: [BlockSh
         downsample_padding: 1,
         context,
         linear_projection,
+        upcast_attention: false,
         mid_block: true,
         additional: 0,
         blocks,

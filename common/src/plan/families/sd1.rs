@@ -22,6 +22,7 @@ pub(super) static SD1: UNetFamily = UNetFamily {
     },
     text_prefixes: &["lora_te"],
     penultimate: false,
+    vae_overflows_in_f16: false,
 };
 
 /// No attention; the middle block has the same number of transformer blocks.

@@ -25,6 +25,7 @@ pub(super) static SDXL: UNetFamily = UNetFamily {
     },
     text_prefixes: &["lora_te1", "lora_te2"],
     penultimate: true,
+    vae_overflows_in_f16: true,
 };
 
 const TEXT: TextShapes = TextShapes {

@@ -29,6 +29,7 @@ pub(in crate::plan) struct ComponentOptions {
     pub(in crate::plan) lora_prefix: &'static str,
     /// Bytes per number of the compute dtype.
     pub(in crate::plan) width: f64,
+    /// Whether the operations are the engine's kernels for CPUs.
     pub(in crate::plan) cpu: bool,
     /// The weights that the files store in fewer bits.
     pub(in crate::plan) stored: StoredFractions,
@@ -152,7 +153,9 @@ impl Builder {
             stride: sizes.stride,
             padding: sizes.padding,
             index: self.index(),
+            bias: sizes.bias,
             is_loaded: false,
+            unpacking: 0.0,
             is_trained: self.is_trained(&format!("{name}.weight")),
             adapter: self.adapter(name, sizes.kernel),
         };
@@ -167,7 +170,7 @@ impl Builder {
             };
             self.trained(elements, Some(columns));
         } else {
-            layer.is_loaded = self.weight(name, elements, layer.fan_in());
+            (layer.is_loaded, layer.unpacking) = self.weight(name, elements, layer.fan_in());
         }
         if layer.adapter.is_some() {
             let adapter = layer.adapter.map_or(0.0, |adapter| adapter.rank);
@@ -194,34 +197,36 @@ impl Builder {
         layer
     }
 
-    /// Counts a frozen weight. Returns whether it is dequantised or read for each use.
-    fn weight(&mut self, name: &str, elements: f64, fan_in: f64) -> bool {
+    /// Counts a frozen weight. Returns whether it is dequantised or read for each use, and the bytes per weight that candle's
+    /// operations need for that.
+    fn weight(&mut self, name: &str, elements: f64, fan_in: f64) -> (bool, f64) {
         self.weights.largest_frozen = self.weights.largest_frozen.max(elements);
         let stored = self.options.stored;
         let in_file = elements * stored.quantised;
         let others = elements - in_file;
         self.weights.resident += in_file * stored.bytes;
         let is_stored = stored.quantised > 0.5;
+        let stored_unpacking = if is_stored { unpacking_bytes(QType::Int8) } else { 0.0 };
         let quantised = self
             .options
             .qtype
             .filter(|_| !self.options.exclude.iter().any(|pattern| matches_glob(pattern, name)))
-            .map(|qtype| quantised_bytes(qtype, elements, fan_in));
+            .map(|qtype| (qtype, quantised_bytes(qtype, elements, fan_in)));
         match quantised {
-            Some(Some(bytes)) => {
+            Some((qtype, Some(bytes))) => {
                 self.weights.quantised += bytes * others / elements.max(1.0);
                 self.weights.largest_quantised = self.weights.largest_quantised.max(others * self.options.width);
-                return true;
+                return (true, unpacking_bytes(qtype));
             }
             // It is selected, but its rows are too short for the blocks of the type.
-            Some(None) => {
+            Some((_, None)) => {
                 self.weights.resident += others * self.options.width;
-                return is_stored;
+                return (is_stored, stored_unpacking);
             }
             None => {}
         }
         if self.streams_next(others) {
-            return true;
+            return (true, stored_unpacking);
         }
         let halves = if self.options.cpu {
             stored.halves.min(1.0 - stored.quantised) * elements
@@ -229,7 +234,7 @@ impl Builder {
             0.0
         };
         self.weights.resident += halves * 2.0 + (others - halves) * self.options.width;
-        is_stored || halves > 0.5 * elements
+        (is_stored || halves > 0.5 * elements, stored_unpacking)
     }
 
     /// The adapter of the layer, if the job has one for it.
@@ -280,6 +285,16 @@ impl Builder {
         }
         self.weights.resident += elements * self.options.width;
         is_trained.then_some(elements)
+    }
+}
+
+/// Bytes per weight of the indices and of the values before they are scaled, while candle's operations dequantise a weight
+/// (`dequantize_with_candle` in `engine/src/quant`). GGUF blocks have kernels of their own.
+fn unpacking_bytes(qtype: QType) -> f64 {
+    match qtype {
+        QType::Float8 | QType::Int8 => 8.0,
+        QType::Nf4 => 12.0,
+        QType::Q8_0 | QType::Q4K => 1.0,
     }
 }
 

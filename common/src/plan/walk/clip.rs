@@ -5,6 +5,7 @@ use super::layers::Layer;
 use super::meter::Shaped;
 use super::stack::Stack;
 use super::tape::{TRAINED, Walk};
+use super::tensors::{Activation, AttentionOptions};
 use super::unet::norm;
 use crate::plan::shapes::TextShapes;
 use std::rc::Rc;
@@ -14,7 +15,7 @@ struct TextLayer {
     /// q, k, v, out.
     attention: [Layer; 4],
     mlp: [Layer; 2],
-    heads: f64,
+    attention_options: AttentionOptions,
 }
 
 /// CLIP's text encoder.
@@ -60,7 +61,11 @@ impl TextEncoder {
                 norms: [norm1, norm2],
                 attention,
                 mlp,
-                heads: f64::from(shapes.heads),
+                attention_options: AttentionOptions {
+                    heads: f64::from(shapes.heads),
+                    causal: true,
+                    upcast: false,
+                },
             })
         });
         let layers = layers.collect();
@@ -117,9 +122,9 @@ impl TextLayer {
         let [fc1, fc2] = &self.mlp;
         let h = norm(walk, norm1, x);
         let (q, k, v) = (walk.linear(to_q, &h), walk.linear(to_k, &h), walk.linear(to_v, &h));
-        let attended = walk.attention(&q, &k, &v, self.heads);
+        let attended = walk.attention(&q, &k, &v, self.attention_options);
         let x = walk.add(x, &walk.linear(to_out, &attended));
         let wide = walk.linear(fc1, &norm(walk, norm2, &x));
-        walk.add(&x, &walk.linear(fc2, &walk.activation(&wide, 1.0)))
+        walk.add(&x, &walk.linear(fc2, &walk.activation(&wide, Activation::QuickGelu)))
     }
 }

@@ -2,11 +2,10 @@
 
 use super::meter::Shaped;
 use super::tape::{TRAINED, Walk};
+use super::tensors::{Activation, AttentionOptions, NormActivation};
 
 /// Up to this many rows, a linear layer computes the transposed result first (`FEW_ROWS` in `nn/linear/kernels.rs`).
 const FEW_ROWS: f64 = 160.0;
-/// The bytes of the scores of one chunk of attention on a GPU.
-const SCORES: f64 = 268_435_456.0;
 /// Elements of a tile of the gradient of a convolution with a stride (`MAX_TILE_ELEMENTS` in `nn/conv2d/geometry.rs`).
 const TILE_ELEMENTS: f64 = 1_048_576.0;
 
@@ -28,8 +27,12 @@ pub(in crate::plan) struct Layer {
     pub(in crate::plan) padding: f64,
     /// The position in the model; it names the trained tensors.
     pub(in crate::plan) index: u64,
+    /// Whether there is a bias.
+    pub(in crate::plan) bias: bool,
     /// Whether the weight is dequantised or read for each use.
     pub(in crate::plan) is_loaded: bool,
+    /// Bytes per weight that candle's operations need to dequantise it, besides the result; 0 if it is not quantised.
+    pub(in crate::plan) unpacking: f64,
     /// Whether the weight itself is trained.
     pub(in crate::plan) is_trained: bool,
     pub(in crate::plan) adapter: Option<Adapter>,
@@ -45,8 +48,14 @@ impl Layer {
         self.inputs * self.kernel * self.kernel
     }
 
+    /// The number of the adapter's weights.
+    fn low_rank_elements(&self) -> f64 {
+        self.adapter
+            .map_or(0.0, |adapter| adapter.rank * (self.fan_in() + self.outputs))
+    }
+
     /// The id of one of its trained tensors.
-    fn trained_id(&self, which: u64) -> u64 {
+    pub(super) fn trained_id(&self, which: u64) -> u64 {
         TRAINED + 4 * self.index + which
     }
 
@@ -58,10 +67,11 @@ impl Layer {
 }
 
 /// Sizes of a layer's product.
-struct Product {
+#[derive(Clone, Copy)]
+pub(super) struct Product {
     /// Tokens, or pixels of the result.
-    rows: f64,
-    output: [f64; 4],
+    pub(super) rows: f64,
+    pub(super) output: [f64; 4],
     few_rows: bool,
 }
 
@@ -104,6 +114,9 @@ impl Walk {
     fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
         let x = self.contiguous(x.clone());
         let product = Self::product(layer, &x, is_linear);
+        if !self.backend.is_cpu() {
+            return self.layer_of_tensors(layer, &x, product, is_linear);
+        }
         let recording = self.is_recording();
         let has_adapter = recording && layer.adapter.is_some();
         let tracked = recording && (x.tracked || layer.is_trained || has_adapter);
@@ -122,15 +135,14 @@ impl Walk {
 
     fn layer_forward(&self, layer: &Layer, product: &Product, tracked: bool) -> Shaped {
         let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+        self.meter
+            .multiply(product.rows * (layer.elements() + layer.low_rank_elements()));
         let weight = layer.dense(self);
-        let merged =
-            (rank > 0.0 && self.backend.cpu && merges(layer, product.rows)).then(|| self.floats(layer.elements()));
+        let merged = (rank > 0.0 && merges(layer, product.rows)).then(|| self.floats(layer.elements()));
         let hidden = (rank > 0.0 && merged.is_none()).then(|| self.floats(product.rows * rank));
-        let transposed = (product.few_rows && self.backend.cpu).then(|| self.tensor(product.output, false));
+        let transposed = product.few_rows.then(|| self.tensor(product.output, false));
         let y = self.tensor(product.output, tracked);
-        // A fused adapter has no product of its own on a CPU.
-        let change = (hidden.is_some() && !self.backend.cpu).then(|| self.floats(product.rows * layer.outputs));
-        drop((weight, merged, hidden, transposed, change));
+        drop((weight, merged, hidden, transposed));
         y
     }
 
@@ -141,6 +153,10 @@ impl Walk {
         self.record_step(y, move |walk, gradient| {
             let mut gradients = Vec::new();
             let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+            let weights = layer.elements() * (f64::from(needs_dx) + f64::from(layer.is_trained));
+            // Both matrices are multiplied with the gradient, and get one; the hidden state is computed again.
+            walk.meter
+                .multiply(rows * (weights + 2.0 * layer.low_rank_elements() + rank * layer.fan_in()));
             let d_hidden = trains_adapter.then(|| walk.floats(rows * rank));
             let hidden = trains_adapter.then(|| walk.floats(rows * rank));
             let mut adapter =
@@ -148,8 +164,7 @@ impl Walk {
             drop(hidden);
             if needs_dx {
                 let weight = layer.dense(walk);
-                let merged =
-                    (trains_adapter && walk.backend.cpu && merges(&layer, rows)).then(|| walk.floats(layer.elements()));
+                let merged = (trains_adapter && merges(&layer, rows)).then(|| walk.floats(layer.elements()));
                 let tile = (!is_linear && layer.stride > 1.0).then(|| {
                     let one_row = layer.fan_in() * x_dims[3] / layer.stride;
                     walk.floats(TILE_ELEMENTS.max(one_row).min(layer.fan_in() * rows))
@@ -209,20 +224,20 @@ impl Walk {
             if y_tracked {
                 gradients.push((y_id, gradient));
             }
-            drop((dy, hidden, kept, scaled, change));
+            drop((saved, dy, hidden, kept, scaled, change));
             gradients
         });
         sum
     }
 
     /// A norm, with an activation that is part of it.
-    pub(super) fn norm(&self, x: &Shaped, index: u64, is_trained: bool) -> Shaped {
+    pub(super) fn norm(&self, x: &Shaped, index: u64, is_trained: bool, activation: NormActivation) -> Shaped {
         let x = self.contiguous(x.clone());
+        if !self.backend.is_cpu() {
+            return self.norm_of_tensors(&x, index, is_trained, activation);
+        }
         let tracked = self.is_recording() && (x.tracked || is_trained);
-        // On a GPU it is composed of operations in float32.
-        let parts = (!self.backend.cpu).then(|| [self.floats(x.elements()), self.floats(x.elements())]);
         let y = self.tensor(x.dims, tracked);
-        drop(parts);
         if tracked {
             let channels = x.dims[1].min(x.dims[2]);
             let saved = x.clone();
@@ -235,25 +250,28 @@ impl Walk {
                 if is_trained {
                     gradients.push((TRAINED + 4 * index + 3, walk.floats(2.0 * channels)));
                 }
-                drop(gradient);
+                // The whole tensor is captured: it stays in memory until here.
+                drop((saved, gradient));
                 gradients
             });
         }
         y
     }
 
-    /// A function of each element that needs its input in the backward pass. `outputs`: the part of the input's features that
-    /// the result has (a half for gated activations).
-    pub(super) fn activation(&self, x: &Shaped, outputs: f64) -> Shaped {
+    /// A function of each element that needs its input in the backward pass.
+    pub(super) fn activation(&self, x: &Shaped, activation: Activation) -> Shaped {
+        if !self.backend.is_cpu() {
+            return self.activation_of_tensors(&self.contiguous(x.clone()), activation);
+        }
         let mut dims = x.dims;
-        dims[2] *= outputs;
+        dims[2] *= activation.outputs();
         let y = self.tensor(dims, self.is_recording() && x.tracked);
         if y.tracked {
             let saved = x.clone();
             self.record_step(&y, move |walk, gradient| {
-                let dx = walk.tensor(saved.dims, false);
-                drop(gradient);
-                vec![(saved.id, dx)]
+                let gradients = vec![(saved.id, walk.tensor(saved.dims, false))];
+                drop((saved, gradient));
+                gradients
             });
         }
         y
@@ -268,6 +286,28 @@ impl Walk {
             self.record_step(&y, move |walk, gradient| {
                 let dx = walk.tensor(dims, false);
                 drop(gradient);
+                vec![(id, dx)]
+            });
+        }
+        y
+    }
+
+    /// Nearest-neighbour upsampling to [batch, channels, height, width].
+    pub(super) fn upsampled(&self, x: &Shaped, dims: [f64; 4]) -> Shaped {
+        if self.backend.is_cpu() || self.backend.width >= 4.0 {
+            return self.rearranged(x, dims);
+        }
+        let x = self.contiguous(x.clone());
+        let y = self.tensor(dims, self.is_recording() && x.tracked);
+        if y.tracked {
+            let (id, dims, elements) = (x.id, x.dims, y.elements());
+            self.record_step(&y, move |walk, gradient| {
+                // Sums are in float32.
+                let wide = walk.floats(elements);
+                let sums = walk.floats(dims.iter().product());
+                drop(wide);
+                let dx = walk.tensor(dims, false);
+                drop((sums, gradient));
                 vec![(id, dx)]
             });
         }
@@ -296,7 +336,10 @@ impl Walk {
             self.record_step(&y, move |walk, gradient| {
                 let mut gradients = Vec::new();
                 if let Some(id) = shift_id {
+                    let half = !walk.backend.is_cpu() && walk.backend.width < 4.0;
+                    let wide = half.then(|| walk.floats(gradient.elements()));
                     gradients.push((id, walk.tensor(shift_dims, false)));
+                    drop(wide);
                 }
                 if let Some(id) = x_id {
                     gradients.push((id, gradient));
@@ -325,9 +368,14 @@ impl Walk {
     }
 
     /// Attention: q [batch, queries, features], k and v [batch, keys, features].
-    pub(super) fn attention(&self, q: &Shaped, k: &Shaped, v: &Shaped, heads: f64) -> Shaped {
+    pub(super) fn attention(&self, q: &Shaped, k: &Shaped, v: &Shaped, options: AttentionOptions) -> Shaped {
+        if !self.backend.is_cpu() {
+            return self.attention_of_tensors(q, k, v, options);
+        }
         let tracked = self.is_recording() && (q.tracked || k.tracked || v.tracked);
-        let scratch = self.attention_scratch(q, k, heads);
+        let scores = q.elements() * k.dims[1];
+        self.meter.multiply(2.0 * scores);
+        let scratch = self.packed_keys(k);
         let by_head = self.tensor(q.dims, false);
         let y = self.tensor(q.dims, tracked);
         drop((scratch, by_head));
@@ -335,7 +383,9 @@ impl Walk {
             let saved = [q, k, v].map(Clone::clone);
             self.record_step(&y, move |walk, gradient| {
                 let [q, k, v] = &saved;
-                let scratch = walk.attention_scratch(q, k, heads);
+                // The scores are computed again.
+                walk.meter.multiply(5.0 * scores);
+                let scratch = walk.packed_keys(k);
                 let by_head = [q, k, v].map(|x| walk.tensor(x.dims, false));
                 let joined = [q, k, v].map(|x| walk.tensor(x.dims, false));
                 drop((by_head, scratch));
@@ -351,13 +401,9 @@ impl Walk {
         y
     }
 
-    /// What attention holds besides its inputs and its result: packed keys and values on a CPU, a chunk of scores on a GPU.
-    fn attention_scratch(&self, q: &Shaped, k: &Shaped, heads: f64) -> [Shaped; 2] {
-        if self.backend.cpu {
-            return [self.tensor(k.dims, false), self.tensor(k.dims, false)];
-        }
-        let scores = (4.0 * q.dims[0] * heads * q.dims[1] * k.dims[1]).min(SCORES) / 4.0;
-        [self.floats(scores), self.floats(0.0)]
+    /// What attention on a CPU holds besides its inputs and its result: packed keys and values.
+    fn packed_keys(&self, k: &Shaped) -> [Shaped; 2] {
+        [self.tensor(k.dims, false), self.tensor(k.dims, false)]
     }
 }
 

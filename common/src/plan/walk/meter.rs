@@ -1,13 +1,14 @@
-//! Tensors without data: they count the bytes that are live, and the peak.
+//! Tensors without data: they count the bytes that are live, and the peak; and the arithmetic.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
-/// The bytes of all live buffers, and their peak.
+/// The bytes of all live buffers and their peak, and the FLOPs.
 #[derive(Debug, Default)]
 pub(in crate::plan) struct Meter {
     live: Cell<f64>,
     peak: Cell<f64>,
+    flops: Cell<f64>,
     next_id: Cell<u64>,
 }
 
@@ -15,6 +16,16 @@ impl Meter {
     /// The largest number of bytes that were live at the same time.
     pub(in crate::plan) fn peak(&self) -> f64 {
         self.peak.get()
+    }
+
+    /// The FLOPs so far.
+    pub(in crate::plan) fn flops(&self) -> f64 {
+        self.flops.get()
+    }
+
+    /// Counts the FLOPs of so many multiplications, each with an addition.
+    pub(super) fn multiply(&self, multiplications: f64) {
+        self.flops.set(self.flops.get() + 2.0 * multiplications);
     }
 
     /// The bytes that are live now.

@@ -11,6 +11,7 @@ mod layers;
 mod meter;
 mod stack;
 mod tape;
+mod tensors;
 #[cfg(test)]
 mod tests;
 mod unet;
@@ -18,6 +19,6 @@ mod vae;
 
 pub(super) use clip::TextEncoder;
 pub(super) use meter::Shaped;
-pub(super) use tape::{Backend, Walk};
+pub(super) use tape::{Backend, Form, Walk};
 pub(super) use unet::UNet;
 pub(super) use vae::Vae;

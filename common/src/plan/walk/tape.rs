@@ -21,13 +21,36 @@ enum Recording {
     Again,
 }
 
+/// The form in which the engine runs operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::plan) enum Form {
+    /// The engine's kernels for CPUs.
+    Cpu,
+    /// candle's operations on CUDA or Metal.
+    Gpu,
+    /// candle's operations on a CPU: the engine's portable mode.
+    Portable,
+}
+
 /// The kind of device that a walk is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::plan) struct Backend {
     /// Bytes per number of the compute dtype.
     pub(in crate::plan) width: f64,
+    pub(in crate::plan) form: Form,
+}
+
+impl Backend {
+    /// A CPU computes in float32.
+    pub(in crate::plan) const CPU: Self = Self {
+        width: 4.0,
+        form: Form::Cpu,
+    };
+
     /// Whether the operations are the engine's kernels for CPUs.
-    pub(in crate::plan) cpu: bool,
+    pub(in crate::plan) fn is_cpu(self) -> bool {
+        self.form == Form::Cpu
+    }
 }
 
 /// One walk over the steps of a job's phase.
@@ -49,6 +72,11 @@ impl Walk {
     /// The peak so far, in bytes.
     pub(in crate::plan) fn peak(&self) -> f64 {
         self.meter.peak()
+    }
+
+    /// The FLOPs of all products so far, counted on a CPU only. Element-wise operations are not counted.
+    pub(in crate::plan) fn flops(&self) -> f64 {
+        self.meter.flops()
     }
 
     /// A new tensor in the compute dtype.

@@ -2,11 +2,12 @@
 
 use super::build::{AdapterOptions, Builder, ComponentOptions};
 use super::meter::Shaped;
-use super::{Backend, UNet, Vae, Walk};
+use super::tensors::{Activation, NormActivation};
+use super::{Backend, Form, UNet, Vae, Walk};
 use crate::plan::names::NameFilter;
 use crate::plan::shapes::{BlockShapes, UNetShapes, VaeShapes};
 
-const CPU: Backend = Backend { width: 4.0, cpu: true };
+const CPU: Backend = Backend::CPU;
 
 fn unet_shapes() -> UNetShapes {
     let block = BlockShapes {
@@ -75,18 +76,49 @@ fn parameters_are_those_of_diffusers() {
 
 #[test]
 fn everything_is_freed_after_a_pass() {
-    let mut builder = Builder::new(options(Some(4.0)), 0);
-    let unet = UNet::new(&mut builder, &unet_shapes());
-    let walk = Walk::new(CPU);
-    {
-        let [sample, context] = inputs(&walk, 16.0, 1.0);
-        let gradients = walk.forward_backward(false, || unet.forward(&walk, &sample, &context, true).unwrap());
-        let bytes: f64 = gradients.values().map(|gradient| 4.0 * gradient.elements()).sum();
-        let trained: f64 = builder.weights.trained.iter().map(|tensor| 4.0 * tensor.elements).sum();
-        assert_eq!(bytes, trained, "every trained tensor gets a gradient of its size");
-        assert!(walk.peak() > bytes);
+    for form in [Form::Cpu, Form::Gpu, Form::Portable] {
+        for (width, dropout, checkpointed) in [(4.0, false, true), (2.0, false, false), (2.0, true, true)] {
+            let width = if form == Form::Cpu { 4.0 } else { width };
+            let mut options = options(Some(4.0));
+            options.width = width;
+            if let Some(adapter) = &mut options.adapter {
+                (adapter.dropout, adapter.conv_rank) = (dropout, Some(2.0));
+            }
+            let mut builder = Builder::new(options, 0);
+            let unet = UNet::new(&mut builder, &unet_shapes());
+            let walk = Walk::new(Backend { width, form });
+            {
+                let [sample, context] = inputs(&walk, 16.0, 1.0);
+                let gradients =
+                    walk.forward_backward(false, || unet.forward(&walk, &sample, &context, checkpointed).unwrap());
+                let bytes: f64 = gradients.values().map(|gradient| 4.0 * gradient.elements()).sum();
+                let trained: f64 = builder.weights.trained.iter().map(|tensor| 4.0 * tensor.elements).sum();
+                assert_eq!(
+                    bytes, trained,
+                    "every trained tensor gets a gradient of its size: {form:?}"
+                );
+                assert!(walk.peak() > bytes);
+            }
+            assert_eq!(walk.meter.live(), 0.0, "{form:?}");
+        }
     }
-    assert_eq!(walk.meter.live(), 0.0);
+}
+
+/// Norms and scores are float32 also in 16 bits, and a product in 16 bits exists beside them.
+#[test]
+fn half_the_bytes_per_number_are_not_half_the_memory() {
+    let mut builder = Builder::new(options(None), 0);
+    let unet = UNet::new(&mut builder, &unet_shapes());
+    let peak = |width: f64, side: f64| {
+        let walk = Walk::new(Backend { width, form: Form::Gpu });
+        let [sample, context] = inputs(&walk, side, 1.0);
+        unet.forward(&walk, &sample, &context, false).unwrap();
+        walk.peak()
+    };
+    let ratio = peak(2.0, 64.0) / peak(4.0, 64.0);
+    assert!((0.7..1.2).contains(&ratio), "{ratio}");
+    // All scores of 128 x 128 latents would be 2 GiB: two heads, 16384 queries and keys.
+    assert!(peak(4.0, 128.0) < 0.6e9, "{}", peak(4.0, 128.0));
 }
 
 #[test]
@@ -171,4 +203,28 @@ fn filters_and_streaming_follow_the_names_and_the_order_of_layers() {
     // Biases and norms stay.
     assert!(all < 0.05 * none, "{all} {none}");
     assert!((0.4..0.6).contains(&(half / none)), "{half} {none}");
+}
+
+/// A norm and an activation in a row, with the bytes that are live after the forward pass.
+#[test]
+fn norms_and_activations_keep_their_inputs() {
+    let mut options = options(None);
+    options.trained = Some(NameFilter::default());
+    let mut builder = Builder::new(options, 0);
+    let (index, is_trained) = builder.norm("norm", 32.0);
+    let walk = Walk::new(CPU);
+    let tensor = 4.0 * 32.0 * 8.0 * 8.0;
+    let kept = std::cell::Cell::new(0.0);
+    walk.forward_backward(false, || {
+        let x = walk.tensor([1.0, 32.0, 8.0, 8.0], false);
+        let normed = walk.norm(&x, index, is_trained, NormActivation::None);
+        drop(x);
+        let y = walk.activation(&normed, Activation::Silu);
+        drop(normed);
+        kept.set(walk.meter.live());
+        y
+    });
+    // The input of the norm, that of the activation, and the result.
+    assert_eq!(kept.get(), 3.0 * tensor);
+    assert_eq!(walk.meter.live(), 0.0);
 }

@@ -5,6 +5,7 @@ use super::layers::Layer;
 use super::meter::Shaped;
 use super::stack::{Stack, Value};
 use super::tape::Walk;
+use super::tensors::{Activation, AttentionOptions, NormActivation};
 use crate::plan::shapes::UNetShapes;
 use std::rc::Rc;
 
@@ -39,13 +40,13 @@ impl Resnet {
     }
 
     pub(super) fn forward(&self, walk: &Walk, x: &Shaped, time: Option<&Shaped>) -> Shaped {
-        let mut h = walk.conv(&self.conv1, &norm(walk, self.norm1, x));
+        let mut h = walk.conv(&self.conv1, &norm_silu(walk, self.norm1, x));
         if let (Some(projection), Some(time)) = (&self.time, time) {
-            let shift = walk.linear(projection, &walk.activation(time, 1.0));
+            let shift = walk.linear(projection, &walk.activation(time, Activation::Silu));
             h = walk.add_channels(&h, &shift);
         }
         // The first `h` lives as long as the second.
-        let second = walk.conv(&self.conv2, &norm(walk, self.norm2, &h));
+        let second = walk.conv(&self.conv2, &norm_silu(walk, self.norm2, &h));
         match &self.shortcut {
             Some(conv) => walk.add(&walk.conv(conv, x), &second),
             None => walk.add(x, &second),
@@ -54,7 +55,12 @@ impl Resnet {
 }
 
 pub(super) fn norm(walk: &Walk, (index, is_trained): Norm, x: &Shaped) -> Shaped {
-    walk.norm(x, index, is_trained)
+    walk.norm(x, index, is_trained, NormActivation::None)
+}
+
+/// SiLU of a norm, as one operation.
+pub(super) fn norm_silu(walk: &Walk, (index, is_trained): Norm, x: &Shaped) -> Shaped {
+    walk.norm(x, index, is_trained, NormActivation::Silu)
 }
 
 struct Attention {
@@ -62,11 +68,11 @@ struct Attention {
     to_k: Layer,
     to_v: Layer,
     to_out: Layer,
-    heads: f64,
+    options: AttentionOptions,
 }
 
 impl Attention {
-    fn new(b: &mut Builder, name: &str, channels: f64, context: f64, heads: f64) -> Self {
+    fn new(b: &mut Builder, name: &str, channels: f64, context: f64, options: AttentionOptions) -> Self {
         Self {
             to_q: b.layer(&format!("{name}.to_q"), LayerSizes::linear(channels, channels, false)),
             to_k: b.layer(&format!("{name}.to_k"), LayerSizes::linear(context, channels, false)),
@@ -75,7 +81,7 @@ impl Attention {
                 &format!("{name}.to_out.0"),
                 LayerSizes::linear(channels, channels, true),
             ),
-            heads,
+            options,
         }
     }
 
@@ -85,7 +91,7 @@ impl Attention {
             walk.linear(&self.to_k, context),
             walk.linear(&self.to_v, context),
         );
-        walk.linear(&self.to_out, &walk.attention(&q, &k, &v, self.heads))
+        walk.linear(&self.to_out, &walk.attention(&q, &k, &v, self.options))
     }
 }
 
@@ -98,11 +104,11 @@ struct TransformerBlock {
 }
 
 impl TransformerBlock {
-    fn new(b: &mut Builder, name: &str, channels: f64, context: f64, heads: f64) -> Self {
+    fn new(b: &mut Builder, name: &str, channels: f64, context: f64, options: AttentionOptions) -> Self {
         let norm1 = b.norm(&format!("{name}.norm1"), channels);
-        let attn1 = Attention::new(b, &format!("{name}.attn1"), channels, channels, heads);
+        let attn1 = Attention::new(b, &format!("{name}.attn1"), channels, channels, options);
         let norm2 = b.norm(&format!("{name}.norm2"), channels);
-        let attn2 = Attention::new(b, &format!("{name}.attn2"), channels, context, heads);
+        let attn2 = Attention::new(b, &format!("{name}.attn2"), channels, context, options);
         let norm3 = b.norm(&format!("{name}.norm3"), channels);
         Self {
             norms: [norm1, norm2, norm3],
@@ -124,7 +130,10 @@ impl TransformerBlock {
         let h = norm(walk, norm1, x);
         let first = walk.add(&self.attn1.forward(walk, &h, &h), x);
         let second = walk.add(&self.attn2.forward(walk, &norm(walk, norm2, &first), context), &first);
-        let gated = walk.activation(&walk.linear(&self.ff_in, &norm(walk, norm3, &second)), 0.5);
+        let gated = walk.activation(
+            &walk.linear(&self.ff_in, &norm(walk, norm3, &second)),
+            Activation::Geglu,
+        );
         let result = walk.add(&walk.linear(&self.ff_out, &gated), &second);
         drop(h);
         result
@@ -143,12 +152,17 @@ struct Transformer {
 impl Transformer {
     fn new(b: &mut Builder, name: &str, shapes: &UNetShapes, at: usize) -> Self {
         let block = shapes.blocks[at];
-        let (channels, heads) = (f64::from(block.channels), f64::from(block.heads));
+        let channels = f64::from(block.channels);
+        let options = AttentionOptions {
+            heads: f64::from(block.heads),
+            causal: false,
+            upcast: shapes.upcast_attention,
+        };
         let projection = LayerSizes::linear(channels, channels, true);
         let proj_in = b.layer(&format!("{name}.proj_in"), projection);
         let blocks = (0..block.transformer_layers).map(|i| {
             let name = format!("{name}.transformer_blocks.{i}");
-            TransformerBlock::new(b, &name, channels, f64::from(shapes.context), heads)
+            TransformerBlock::new(b, &name, channels, f64::from(shapes.context), options)
         });
         let blocks = blocks.collect();
         Self {
@@ -387,7 +401,7 @@ impl UNet {
         let batch = sample.dims[0];
         let embed = |[first, second]: &[Layer; 2]| {
             let inputs = walk.tensor([batch, 1.0, first.inputs, 1.0], false);
-            walk.linear(second, &walk.activation(&walk.linear(first, &inputs), 1.0))
+            walk.linear(second, &walk.activation(&walk.linear(first, &inputs), Activation::Silu))
         };
         let mut time = embed(&self.time);
         if let Some(additional) = &self.additional {
@@ -431,13 +445,13 @@ impl UNet {
             if let (Some(sampler), Some(&(_, [height, width]))) = (block.sampler.clone(), skips.last()) {
                 x = stack.step(&[x], move |walk, inputs| {
                     let x = &inputs[0];
-                    let large = walk.rearranged(x, [x.dims[0], x.dims[1], height, width]);
+                    let large = walk.upsampled(x, [x.dims[0], x.dims[1], height, width]);
                     walk.conv(&sampler, &large)
                 });
             }
         }
         let x = stack.run(walk, checkpointed, x)?;
-        let normed = norm(walk, self.norm_out, &x);
+        let normed = norm_silu(walk, self.norm_out, &x);
         Some(walk.conv(&self.conv_out, &normed))
     }
 }

@@ -4,7 +4,8 @@ use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::tape::Walk;
-use super::unet::{Resnet, downsample, norm};
+use super::tensors::AttentionOptions;
+use super::unet::{Resnet, downsample, norm, norm_silu};
 use crate::plan::shapes::VaeShapes;
 
 struct Middle {
@@ -32,7 +33,18 @@ impl Middle {
             let [batch, channels, height, width] = x.dims;
             let h = walk.rearranged(&norm(walk, *group_norm, &x), [batch, height * width, channels, 1.0]);
             let (q, k, v) = (walk.linear(to_q, &h), walk.linear(to_k, &h), walk.linear(to_v, &h));
-            let attended = walk.linear(to_out, &walk.attention(&q, &k, &v, 1.0));
+            let attended = walk.linear(
+                to_out,
+                &walk.attention(
+                    &q,
+                    &k,
+                    &v,
+                    AttentionOptions {
+                        heads: 1.0,
+                        ..Default::default()
+                    },
+                ),
+            );
             let sum = walk.add(&walk.rearranged(&attended, x.dims), &x);
             drop((h, q, k, v, attended));
             x = sum;
@@ -140,7 +152,7 @@ impl Vae {
             }
         }
         let x = side.middle.forward(walk, &x);
-        let _moments = walk.conv(&side.conv_out, &norm(walk, side.norm_out, &x));
+        let _moments = walk.conv(&side.conv_out, &norm_silu(walk, side.norm_out, &x));
     }
 
     /// Decodes an image of this height and width.
@@ -187,9 +199,9 @@ impl Vae {
             }
             if let Some(up) = up {
                 let [batch, channels, height, width] = x.dims;
-                x = walk.conv(up, &walk.rearranged(&x, [batch, channels, 2.0 * height, 2.0 * width]));
+                x = walk.conv(up, &walk.upsampled(&x, [batch, channels, 2.0 * height, 2.0 * width]));
             }
         }
-        walk.conv(&side.conv_out, &norm(walk, side.norm_out, &x))
+        walk.conv(&side.conv_out, &norm_silu(walk, side.norm_out, &x))
     }
 }

@@ -3,6 +3,7 @@
 use crate::model::Speed;
 
 use aitk_common::capability::{Device, DeviceKind};
+use aitk_common::plan::demand::WORK_UNIT;
 use aitk_common::plan::family::{FamilyCosts, UNKNOWN_SECONDS_PER_UNIT};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
@@ -39,9 +40,9 @@ fn guessed_slowdown(kind: DeviceKind) -> f64 {
 pub(crate) struct Speeds(pub(crate) BTreeMap<String, BTreeMap<String, f64>>);
 
 impl Speeds {
-    /// Adds a speed that was measured before a restart.
+    /// Adds a speed that was measured before a restart, unless it is in another unit of work.
     pub(crate) fn restore(&mut self, speed: &Speed) {
-        if speed.nanoseconds_per_unit > 0 && self.0.len() < MAX_ENTRIES {
+        if speed.unit == WORK_UNIT && speed.nanoseconds_per_unit > 0 && self.0.len() < MAX_ENTRIES {
             let seconds = Duration::from_nanos(speed.nanoseconds_per_unit).as_secs_f64();
             self.0
                 .entry(speed.device.clone())

@@ -9,7 +9,7 @@ mod parts;
 
 use super::*;
 use crate::model::{Speed, Worker};
-use aitk_common::plan::demand::Demand;
+use aitk_common::plan::demand::{Demand, WORK_UNIT};
 use serde_json::json;
 
 const GIB: u64 = 1 << 30;
@@ -228,6 +228,7 @@ fn run_case(case: &Case) -> Result<(), String> {
                 device: (*device).into(),
                 family: (*family).into(),
                 nanoseconds_per_unit: (*seconds_per_unit * 1e9) as u64,
+                unit: WORK_UNIT,
             });
         }
         world.sessions += 1;
@@ -373,7 +374,7 @@ fn a_forecast_describes_every_device() {
     );
     let before = world.state.forecast_new_job(&images("sdxl").requirements());
     assert!(
-        before.summary.starts_with("would start now on 1060 cuda:0: gpu_poor ("),
+        before.summary.starts_with("would start now on 1060 cuda:0: extreme ("),
         "{}",
         before.summary
     );
@@ -402,9 +403,21 @@ fn speeds_are_measured_from_completed_attempts() {
     world.pass(5);
     report(&mut world, 2, 50);
     world.finish(one, &held("j1", 1), Outcome::Completed);
-    // 50 steps of 4 units in 5 seconds.
+    // 50 of 2000 steps in 5 seconds.
+    let units = lora("sd1")
+        .requirements()
+        .demand
+        .map(|demand| demand.units() / 2000.0 * 50.0);
+    let expected = 5e9 / units.unwrap();
     let speed = &world.state.workers[&WorkerId::new("w1")].speeds[0];
-    assert_eq!(speed.nanoseconds_per_unit, 25_000_000);
+    assert!((speed.nanoseconds_per_unit as f64 / expected - 1.0).abs() < 1e-6);
+    assert_eq!(speed.unit, WORK_UNIT);
+    let mut restored = crate::state::speeds::Speeds::default();
+    restored.restore(&Speed {
+        unit: WORK_UNIT - 1,
+        ..speed.clone()
+    });
+    assert_eq!(restored, Default::default(), "a speed in another unit is ignored");
     let persisted = world
         .last
         .iter()

@@ -28,6 +28,7 @@ impl TestBed {
                 device: device.into(),
                 family: family.into(),
                 nanoseconds_per_unit: (seconds_per_unit * 1e9) as u64,
+                unit: WORK_UNIT,
             });
         }
         for name in cluster {

@@ -1,0 +1,100 @@
+//! What a job needs on a kind of device, from its live tensors.
+
+const GIB: f64 = 1_073_741_824.0;
+
+/// What a kind of device needs besides live tensors. The allocator takes memory in large pages, and rounds up.
+pub(super) struct DeviceFactors {
+    /// Bytes before any tensor exists: the program itself.
+    base: f64,
+    /// Memory per byte of resident weights.
+    weights: f64,
+    /// The same for weights that are quantised when they are loaded: the dense weights leave gaps.
+    quantised: f64,
+    /// The same for an adapter, its optimizer's state and its average, which are many small tensors.
+    adapter: f64,
+    /// The same for tensors that live for a part of a step.
+    transient: f64,
+    /// Free memory that the allocator keeps unless it is returned at once: bytes, and a fraction of those that come and go.
+    retained: (f64, f64),
+    /// Bytes that stay when memory is returned at once, from the second image on: large pages were split.
+    split: f64,
+    /// Safety factor on the total.
+    margin: f64,
+}
+
+/// Fitted to measurements (docs/memory.md).
+pub(super) const CPU: DeviceFactors = DeviceFactors {
+    base: 0.056 * GIB,
+    weights: 1.08,
+    quantised: 1.3,
+    adapter: 1.26,
+    transient: 1.08,
+    retained: (0.05 * GIB, 0.32),
+    split: 0.008 * GIB,
+    margin: 1.025,
+};
+
+/// A GPU. The allocator of the driver takes what is asked of it, in pages of 2 MiB; the base is the driver's context with
+/// candle's kernels and cuBLAS. Not compared with measurements on a card yet.
+pub(super) const GPU: DeviceFactors = DeviceFactors {
+    base: 0.6 * GIB,
+    weights: 1.0,
+    quantised: 1.0,
+    adapter: 1.0,
+    transient: 1.0,
+    retained: (0.0, 0.0),
+    split: 0.0,
+    margin: 1.1,
+};
+/// GPU predictions are rounded up to a multiple of this, so that jobs that differ by a few bytes have equal needs.
+pub(super) const GPU_GRANULARITY: u64 = 64 << 20;
+
+/// What a job needs in one of its phases, besides its weights.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Phase {
+    /// Tensors that live for the whole phase or longer: optimizer state, averages, gradients.
+    pub(super) held: f64,
+    /// Tensors that come and go: activations.
+    pub(super) transient: f64,
+}
+
+/// What a job needs of memory.
+#[derive(Clone, Debug)]
+pub(super) struct Need {
+    /// Weights that stay in memory.
+    pub(super) weights: f64,
+    /// Weights that were quantised when they were loaded.
+    pub(super) quantised: f64,
+    pub(super) phases: Vec<Phase>,
+    /// The largest number of bytes that come and go, in any phase or forward pass.
+    pub(super) recycled: f64,
+    /// Whether the held tensors are those of an adapter.
+    pub(super) is_adapter: bool,
+    /// Whether freed memory is returned at once.
+    pub(super) pages_returned: bool,
+    /// Whether several images are generated.
+    pub(super) has_several_images: bool,
+}
+
+impl Need {
+    /// The bytes of the largest phase.
+    pub(super) fn bytes(&self, factors: &DeviceFactors) -> f64 {
+        let held = if self.is_adapter {
+            factors.adapter
+        } else {
+            factors.weights
+        };
+        let (retained, fraction) = match (self.pages_returned, self.has_several_images) {
+            (false, _) => factors.retained,
+            (true, true) => (factors.split, 0.0),
+            (true, false) => (0.0, 0.0),
+        };
+        let phases = self.phases.iter();
+        let largest = phases
+            .map(|phase| phase.held * held + phase.transient * factors.transient)
+            .fold(0.0, f64::max);
+        let weights = self.weights * factors.weights + self.quantised * factors.quantised;
+        let retained = retained + fraction * self.recycled;
+        (factors.base + weights + largest + retained) * factors.margin
+    }
+}

@@ -1,0 +1,93 @@
+//! Norms, as `engine/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
+
+use super::super::meter::Shaped;
+use super::super::tape::{TRAINED, Walk};
+
+/// Whether SiLU is applied to the result of a norm, as part of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::plan::walk) enum NormActivation {
+    None,
+    Silu,
+}
+
+impl Walk {
+    pub(in crate::plan::walk) fn norm_of_tensors(
+        &self,
+        x: &Shaped,
+        index: u64,
+        is_trained: bool,
+        activation: NormActivation,
+    ) -> Shaped {
+        let tracked = self.is_recording() && (x.tracked || is_trained);
+        let n = x.elements();
+        let normalised = self.normalised(n);
+        let affine = self.affine(n);
+        let activated = (activation == NormActivation::Silu).then(|| self.floats(n));
+        let y = self.narrowed(activated.unwrap_or_else(|| affine.clone()), x.dims, tracked);
+        drop((normalised, affine));
+        if tracked {
+            let channels = x.dims[1].min(x.dims[2]);
+            let saved = x.clone();
+            self.record_step(&y, move |walk, gradient| {
+                let dx = walk.norm_gradient(&saved, is_trained, activation);
+                let mut gradients = vec![];
+                if let Some(dx) = dx {
+                    gradients.push((saved.id, walk.narrowed(dx, saved.dims, false)));
+                }
+                if is_trained {
+                    gradients.push((TRAINED + 4 * index + 3, walk.floats(2.0 * channels)));
+                }
+                drop((saved, gradient));
+                gradients
+            });
+        }
+        y
+    }
+
+    /// The rows, normalised.
+    fn normalised(&self, n: f64) -> Shaped {
+        let wide = self.widened(n);
+        let centred = self.floats(n);
+        drop(self.floats(n));
+        let normalised = self.floats(n);
+        drop((wide, centred));
+        normalised
+    }
+
+    /// The normalised rows times the weight, plus the bias.
+    fn affine(&self, n: f64) -> Shaped {
+        let product = self.floats(n);
+        let sum = self.floats(n);
+        drop(product);
+        sum
+    }
+
+    /// The gradient of the input, in float32; `None` if it has none.
+    fn norm_gradient(&self, x: &Shaped, is_trained: bool, activation: NormActivation) -> Option<Shaped> {
+        let n = x.elements();
+        let normalised = self.normalised(n);
+        let mut dy = self.widened(n);
+        if activation == NormActivation::Silu {
+            let affine = self.affine(n);
+            let derivative = self.silu_derivative(n);
+            let product = self.floats(n);
+            drop((derivative, affine));
+            dy = Some(product);
+        }
+        if is_trained {
+            drop(self.floats(n));
+        }
+        if !x.tracked {
+            return None;
+        }
+        let g = self.floats(n);
+        drop(self.floats(n));
+        let centred = self.floats(n);
+        let shifted = self.floats(n);
+        let difference = self.floats(n);
+        drop((centred, shifted));
+        let dx = self.floats(n);
+        drop((difference, g, dy, normalised));
+        Some(dx)
+    }
+}
