@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 struct CountingAllocator;
 
 /// The bytes in use.
-pub static IN_USE: AtomicUsize = AtomicUsize::new(0);
+pub(crate) static IN_USE: AtomicUsize = AtomicUsize::new(0);
 /// Their peak; a measurement sets it to the bytes in use first.
-pub static PEAK: AtomicUsize = AtomicUsize::new(0);
+pub(crate) static PEAK: AtomicUsize = AtomicUsize::new(0);
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -50,7 +50,7 @@ unsafe impl GlobalAlloc for CountingAllocator {
 
 /// The peak of the bytes in use while `run` runs and its result exists, beyond those before.
 #[allow(dead_code, reason = "not every program uses it")]
-pub fn measure<R>(run: impl Fn() -> R) -> f64 {
+pub(crate) fn measure<R>(run: impl Fn() -> R) -> f64 {
     // Buffers that threads keep for later products are not counted.
     drop(run());
     let before = IN_USE.load(Relaxed);
