@@ -1,7 +1,8 @@
 //! Loads FLUX.1 from a diffusers folder.
 
-use super::model::FluxModel;
+use super::model::{FluxModel, FluxText};
 use super::save::{TRANSFORMER, TransformerSource};
+use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
@@ -35,12 +36,7 @@ impl FluxModel {
     /// When a file is missing, or tensors do not match the configs.
     pub fn load(family: &'static dyn Family, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let folder = path.as_ref();
-        if !folder.is_dir() {
-            return Err(EngineError::Unsupported(format!(
-                "{}: a single file of FLUX.1 cannot be loaded yet: give the diffusers folder, which has model_index.json",
-                folder.display()
-            )));
-        }
+        check_folder(folder)?;
         if options.text_encoder_trained != TrainableFilter::Nothing {
             return Err(EngineError::Unsupported(
                 "train.train_text_encoder: a full fine-tune of FLUX.1 trains its transformer only; train its text encoder with a \
@@ -62,27 +58,25 @@ impl FluxModel {
             if !kinds.is_empty() {
                 quantised_in_file.push((role, kinds.into_iter().collect::<Vec<_>>()));
             }
-            Ok(if options.layout_only {
-                index.shapes_only()
-            } else {
-                index
-            })
+            Ok(shapes_only_if(options.layout_only, index))
         };
         let memory = &options.memory_options;
         let weights =
             |index: Index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
-        let text = |index: Index| {
-            weights(index, memory.text_streamed).quantize_on_load(options.text_encoder_quantization.clone())
+        let text_indexes = match &options.prompts {
+            None => Some([
+                index("text_encoder", PartRole::TextEncoder)?,
+                index("text_encoder_2", PartRole::TextEncoder)?,
+            ]),
+            Some(_) => None,
         };
-        let clip_weights = text(index("text_encoder", PartRole::TextEncoder)?);
-        let t5_weights = text(index("text_encoder_2", PartRole::TextEncoder)?);
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
         });
         let transformer_weights = weights(index("transformer", PartRole::Denoiser)?, memory.denoiser_streamed)
             .quantize_on_load(quantization)
-            .training(options.denoiser_trained.clone());
+            .training(options.denoiser_trained.clone().in_part(TRANSFORMER));
         let vae_index =
             index("vae", PartRole::Codec)?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec())));
         let vae_weights = weights(vae_index, memory.vae_streamed);
@@ -104,18 +98,19 @@ impl FluxModel {
         let source = Arc::new(TransformerSource::new(folder, &transformer_weights, text)?);
         let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
         check_widths(&clip_config, &t5_config, &flux_config, &vae_config)?;
+        let text = match (&options.prompts, text_indexes) {
+            (Some(prompts), _) => FluxText::Encoded(Arc::clone(prompts)),
+            (None, Some(indexes)) => FluxText::Encoders(Box::new(build_text(
+                folder,
+                indexes,
+                (&clip_config, &t5_config, &flux_config),
+                options,
+            )?)),
+            (None, None) => return Err(EngineError::Internal("a model without text encoders".into())),
+        };
         Ok(Self {
             family,
-            clip_tokenizer: ClipTokenizer::open(&folder.join("tokenizer"))?
-                .limited_to(clip_config.max_position_embeddings),
-            clip: ClipTextModel::new(&clip_weights, &clip_config)?,
-            t5_tokenizer: T5Tokenizer::open(&folder.join("tokenizer_2"))?,
-            t5: T5EncoderModel::new(&t5_weights, &t5_config)?,
-            max_sequence_length: if transformer.has_guidance() {
-                TEXT_TOKENS_DEV
-            } else {
-                TEXT_TOKENS_SCHNELL
-            },
+            text,
             transformer,
             vae,
             scheduler_config,
@@ -129,6 +124,22 @@ impl FluxModel {
         })
     }
 
+    /// Loads the text encoders of a diffusers folder alone.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub(super) fn load_text_encoders(folder: &Path, options: &LoadOptions) -> Result<FluxTextEncoders> {
+        check_folder(folder)?;
+        let config = |part: &str| folder.join(part).join("config.json");
+        let clip_config: ClipTextConfig = config::read(&config("text_encoder"))?;
+        let t5_config: T5Config = config::read(&config("text_encoder_2"))?;
+        let flux_config: FluxConfig = config::read(&config("transformer"))?;
+        let index =
+            |part: &str| -> Result<Index> { Ok(shapes_only_if(options.layout_only, Index::open(folder.join(part))?)) };
+        let indexes = [index("text_encoder")?, index("text_encoder_2")?];
+        build_text(folder, indexes, (&clip_config, &t5_config, &flux_config), options)
+    }
+
     /// Replaces the VAE by that of a diffusers `vae/` folder, or of a model folder that has one.
     pub(super) fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
         let (settings, index) = vae::config_and_index(folder)?;
@@ -138,6 +149,49 @@ impl FluxModel {
         self.vae = AutoencoderKl::new(&weights, &vae_config)?.tiled(options.memory_options.vae_tiled);
         Ok(())
     }
+}
+
+/// Refuses a single file.
+fn check_folder(path: &Path) -> Result<()> {
+    match path.is_dir() {
+        true => Ok(()),
+        false => Err(EngineError::Unsupported(format!(
+            "{}: a single file of FLUX.1 cannot be loaded yet: give the diffusers folder, which has model_index.json",
+            path.display()
+        ))),
+    }
+}
+
+fn shapes_only_if(layout_only: bool, index: Index) -> Index {
+    match layout_only {
+        true => index.shapes_only(),
+        false => index,
+    }
+}
+
+/// Builds the text encoders from the files of CLIP and T5. `configs`: of CLIP, of T5 and of the transformer.
+fn build_text(
+    folder: &Path,
+    [clip, t5]: [Index; 2],
+    (clip_config, t5_config, flux_config): (&ClipTextConfig, &T5Config, &FluxConfig),
+    options: &LoadOptions,
+) -> Result<FluxTextEncoders> {
+    let weights = |index: Index| {
+        Weights::from_index(index, options.dtype, &options.device)
+            .streamed(options.memory_options.text_streamed)
+            .quantize_on_load(options.text_encoder_quantization.clone())
+    };
+    Ok(FluxTextEncoders {
+        clip_tokenizer: ClipTokenizer::open(&folder.join("tokenizer"))?.limited_to(clip_config.max_position_embeddings),
+        clip: ClipTextModel::new(&weights(clip), clip_config)?,
+        t5_tokenizer: T5Tokenizer::open(&folder.join("tokenizer_2"))?,
+        t5: T5EncoderModel::new(&weights(t5), t5_config)?,
+        max_sequence_length: match flux_config.guidance_embeds {
+            true => TEXT_TOKENS_DEV,
+            false => TEXT_TOKENS_SCHNELL,
+        },
+        device: options.device.clone(),
+    })
 }
 
 /// Checks that the components belong to one model.
