@@ -26,7 +26,7 @@ import tiny_flux
 from tiny_flux import TINY_FLUX
 
 OUT = TINY_FLUX.parent / "train_flux"
-STEPS, RANK, LR = 5, 4, 1e-3
+STEPS, RANK, LR = 20, 4, 1e-3
 ADAMW = {"eps": 1e-6, "weight_decay": 0.01, "betas": (0.9, 0.999)}
 CAPTIONS = ["a red circle", "a photo of a green square on a white background", "two zorb", ""]
 SHAPE = (16, 6, 10)

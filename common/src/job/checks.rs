@@ -43,6 +43,12 @@ impl TrainerProcess {
                 "needs a `network`: a full fine-tune would not save this LoRA; merge it into the model first",
             );
         }
+        if model.inference_lora_path.is_some() && self.network.is_none() {
+            cx.error_at(
+                "model.inference_lora_path",
+                "needs a `network`: samples of a full fine-tune use the trained weights alone",
+            );
+        }
         if train.blank_prompt_preservation && self.network.is_none() {
             cx.error_at("train.blank_prompt_preservation", "needs a `network`");
         }

@@ -143,7 +143,7 @@ section! {
         /// Load pixels although latents are cached.
         load_image_when_caching_latents: bool = false, Accepted("nothing needs the pixels");
         /// Encode captions before training; all data sets or none.
-        cache_text_embeddings: bool = false, Accepted("an optimisation; the result is the same");
+        cache_text_embeddings: bool = false, Works;
         /// Cache CLIP image embeddings.
         cache_clip_vision_to_disk: bool = false, DependsOn("adapter");
         /// Folders of control images, matched by stem.

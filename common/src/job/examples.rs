@@ -187,7 +187,7 @@ fn a_flux_job_is_read() {
         (requests[1].seed, requests[1].width, requests[1].height),
         (Some(7), 768, 1024)
     );
-    assert_eq!(refused(&job), ["model.assistant_lora_path"]);
+    assert_eq!(refused(&job), [""; 0]);
     assert_eq!(warned(&job), ["push_to_hub"]);
 }
 

@@ -74,9 +74,9 @@ section! {
         /// LoRA that is applied to the base model, frozen.
         lora_path: Option<String> = None, Works, input Lora;
         /// Training adapter: active while training, removed while sampling.
-        assistant_lora_path: Option<String> = None, Refused("no training adapters; `lora_path` stays active while sampling"), input Lora;
+        assistant_lora_path: Option<String> = None, Works, input Lora;
         /// LoRA that is active only while sampling.
-        inference_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
+        inference_lora_path: Option<String> = None, Works, input Lora;
         /// LoRA that is active only on the unconditional pass.
         unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
         /// LoRA that compensates for quantisation.

@@ -98,6 +98,10 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         report,
     );
     check_sampler(arch, process.sample.sampler, path, "sample.sampler", report);
+    if (process.train.do_cfg || process.train.do_random_cfg) && process.train.negative_prompt.is_some() {
+        let message = "CFG while training uses the empty prompt; remove this key";
+        report.error(join(path, "train.negative_prompt"), message.to_owned());
+    }
     if arch.is_flow() && arch.is_trainable() {
         check_flow(&process.train, path, report);
     }
@@ -105,9 +109,10 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
 
 /// Checks the settings of a training by flow matching.
 fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
-    if train.timestep_type == TimestepType::NextSample {
-        let message = "`next_sample` is not supported yet: use `sigmoid`, `linear`, `weighted` or `shift`";
-        report.error(join(path, "train.timestep_type"), message.to_owned());
+    if train.timestep_type == TimestepType::NextSample && train.next_sample_timesteps < 3 {
+        let message =
+            "expected at least 3: a step leads from one time step to another, and the last one is not trained";
+        report.error(join(path, "train.next_sample_timesteps"), message.to_owned());
     }
     for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", train.snr_gamma)] {
         if gamma.is_some_and(|gamma| gamma > 0.0) {

@@ -107,7 +107,7 @@ section! {
         /// Flow models: the same with half a bell.
         linear_timesteps2: bool = false, Works;
         /// Steps for `timestep_type: next_sample`.
-        next_sample_timesteps: u32 = 8, Accepted("only `timestep_type: next_sample` uses it");
+        next_sample_timesteps: u32 = 8, Works;
         /// Strength of one extra noise value per channel.
         noise_offset: f64 = 0.0, Works;
         /// Shift the noise by half the latents' mean per channel.
@@ -182,22 +182,22 @@ section! {
         /// Older name of `latent_feature_loss_weight`.
         diffusion_feature_extractor_weight: Option<f64> = None, DependsOn("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
 
-        /// Negative prompt for training with CFG, or a file with one per line.
+        /// Negative prompt for training with CFG, or a file with one per line. Refused together with `do_cfg`: it uses the empty prompt.
         negative_prompt: Option<String> = None, DependsOn("do_cfg"), input PromptFile;
         /// Negatives joined per item.
-        max_negative_prompts: u32 = 1, DependsOn("do_cfg");
+        max_negative_prompts: u32 = 1, DependsOn("negative_prompt");
         /// Text of the unconditional pass.
-        unconditional_prompt: String = String::new(), DependsOn("do_cfg");
-        /// Train with CFG.
-        do_cfg: bool = false, Refused("training runs without CFG");
-        /// Train with CFG of a random scale.
-        do_random_cfg: bool = false, Refused("training runs without CFG");
-        /// Models with a guidance embedding (FLUX.1-dev): its value while training. Others: the scale of that CFG, without effect.
+        unconditional_prompt: String = String::new(), DependsOn("do_guidance_loss");
+        /// The loss is that of the prediction with CFG, of the scale `cfg_scale`, with the empty prompt.
+        do_cfg: bool = false, Works;
+        /// The same with a random scale for each step, from 1 to `max_cfg_scale`.
+        do_random_cfg: bool = false, Works;
+        /// Scale of that CFG. Models with a guidance embedding (FLUX.1-dev): its value while training, too.
         cfg_scale: f64 = 1.0, Works;
         /// Upper bound of the random scale.
-        max_cfg_scale: Option<f64> = None, DependsOn("do_random_cfg"), shown "`cfg_scale`";
-        /// Rescale of that CFG.
-        cfg_rescale: Option<f64> = None, DependsOn("do_cfg"), shown "`cfg_scale`";
+        max_cfg_scale: Option<f64> = None, Works, shown "`cfg_scale`";
+        /// The guided prediction gets the mean and the standard deviation that this scale would give it.
+        cfg_rescale: Option<f64> = None, Works, shown "`cfg_scale`";
         /// Chance to drop a text encoder's prompt.
         prompt_dropout_prob: f64 = 0.0, Refused("use a dataset's `caption_dropout_rate`");
         /// Chance to repeat a short prompt until it fills the encoder.
@@ -224,11 +224,12 @@ section! {
         /// Scale of the differential guidance.
         differential_guidance_scale: f64 = 3.0, DependsOn("do_differential_guidance");
 
-        /// Every caption is the process's trigger word (or blank, as for regularisation). The encoder stays in memory: samples
-        /// need it.
+        /// Every caption is the process's trigger word (or blank, as for regularisation), unless `cache_text_embeddings` is on too.
+        /// It and the prompts of samples are encoded before the model is loaded, and the text encoders leave the memory.
         unload_text_encoder: bool = false, Works;
-        /// Encode all captions before training.
-        cache_text_embeddings: bool = false, Accepted("an optimisation; the result is the same");
+        /// Encode all captions before the model is loaded, into `_t_e_cache` beside the images; the text encoders leave the memory.
+        /// Each caption is built once, as in ai-toolkit: tokens are shuffled once and never dropped. For all data sets.
+        cache_text_embeddings: bool = false, Works;
 
         /// Match the base model on the caption with the trigger replaced.
         diff_output_preservation: bool = false, Refused("only the plain loss");

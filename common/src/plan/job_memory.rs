@@ -256,7 +256,10 @@ impl<'a> Job<'a> {
     /// What the job needs under a profile.
     pub(super) fn need(&self, profile: MemoryProfile, backend: Backend) -> Need {
         let options = MemoryOptions::of(profile).merge(super::json::config_options(self.body));
-        let model = self.model(&options, backend);
+        let mut model = self.model(&options, backend);
+        let text_phase = self
+            .frees_text_encoders()
+            .then(|| self.free_text_encoders(&mut model, backend));
         let sum = |of: fn(&Weights) -> f64| model.weights.iter().map(of).sum::<f64>();
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
         let largest_quantised = model
@@ -271,6 +274,7 @@ impl<'a> Job<'a> {
             }
             Task::Training => self.training(&model, &options, backend),
         };
+        phases.extend(text_phase);
         // Loading: a dense weight and a copy of it. The autoencoder is loaded after all others, and the largest layers are not
         // the last ones of the U-Net.
         phases.push(Phase {
@@ -289,6 +293,35 @@ impl<'a> Job<'a> {
                 // Samples are made at the end, and usually before it.
                 Task::Training => !sample_sizes(self.body).is_empty(),
             },
+        }
+    }
+
+    /// Whether every prompt is encoded before the model is loaded, without its text encoders.
+    fn frees_text_encoders(&self) -> bool {
+        let datasets = self.body.get("datasets").and_then(Value::as_array);
+        let caches = |set: &Value| flag(set, "/cache_text_embeddings");
+        self.task == Task::Training
+            && !self.trains()[1]
+            && (flag(self.body, "/train/unload_text_encoder")
+                || flag(self.body, "/train/cache_text_embeddings")
+                || datasets.into_iter().flatten().any(caches))
+    }
+
+    /// Removes the text encoders from a model, and returns the phase in which they are alone in memory.
+    fn free_text_encoders(&self, model: &mut Model, backend: Backend) -> Phase {
+        let pass = self.text_pass(model, backend);
+        let [text, others @ ..] = &mut model.weights;
+        let bytes = text.resident + text.quantised;
+        (text.resident, text.quantised) = (0.0, 0.0);
+        model.text.clear();
+        let others = others
+            .iter()
+            .map(|weights| weights.resident + weights.quantised)
+            .sum::<f64>();
+        Phase {
+            held: 0.0,
+            // The other weights are counted in every phase, and are not loaded in this one.
+            transient: bytes + pass - others,
         }
     }
 

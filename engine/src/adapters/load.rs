@@ -32,7 +32,7 @@ pub struct LoadedLora {
 /// # Errors
 /// When the file is damaged or not a LoRA, a shape does not match its layer, or no name matches a layer.
 pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result<LoadedLora> {
-    attach(parts, LoraFile::open(path)?, multiplier)
+    load_file(parts, LoraFile::open(path)?, multiplier)
 }
 
 /// Checks that a LoRA file can be attached to the model of a family at `model`, from configs, names and shapes only. `parts`: where
@@ -42,12 +42,13 @@ pub fn load_lora(parts: &mut [Part<'_>], path: &Path, multiplier: f64) -> Result
 /// As [`load_lora`], and when the model cannot be loaded.
 pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
     let mut model = families::layout(model, arch, parts)?;
-    attach(&mut model.parts(), LoraFile::open_layout(path)?, 1.0).map(drop)
+    load_file(&mut model.parts(), LoraFile::open_layout(path)?, 1.0).map(drop)
 }
 
-fn attach(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<LoadedLora> {
+/// [`load_lora`] of a file that was read.
+fn load_file(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<LoadedLora> {
     let index = index_layers(parts)?;
-    let (mut found, unknown) = file.resolve(&index)?;
+    let (found, unknown) = file.resolve(&index)?;
     if found.is_empty() {
         let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
         return Err(EngineError::WeightsFile {
@@ -70,8 +71,43 @@ fn attach(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<Loa
             path: file.path,
         });
     }
-    let handle = LoraHandle::new(multiplier);
     let layers = found.len();
+    let handle = attach(parts, &file, found, multiplier)?;
+    Ok(LoadedLora {
+        multiplier: handle.multiplier.clone(),
+        layers,
+        unknown,
+        alpha_is_unknown: file.alpha_is_unknown(),
+    })
+}
+
+/// Attaches the layers of a LoRA file that are in text encoders, for text encoders without their model. Returns how many there
+/// are; a file may have none.
+///
+/// # Errors
+/// When the file is damaged or not a LoRA, or a shape does not match its layer.
+pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
+    let file = LoraFile::open(path)?;
+    let (mut found, _) = file.resolve(&index_layers(parts)?)?;
+    let of_text: Vec<&str> = parts
+        .iter()
+        .filter(|part| part.role == PartRole::TextEncoder)
+        .map(|part| part.id)
+        .collect();
+    found.retain(|(id, _), _| of_text.contains(id));
+    let layers = found.len();
+    attach(parts, &file, found, 1.0)?;
+    Ok(layers)
+}
+
+/// Attaches these layers of a file.
+fn attach(
+    parts: &mut [Part<'_>],
+    file: &LoraFile,
+    mut found: BTreeMap<LayerKey, LoraTensors>,
+    multiplier: f64,
+) -> Result<Arc<LoraHandle>> {
+    let handle = LoraHandle::new(multiplier);
     for Part {
         id,
         role,
@@ -99,12 +135,7 @@ fn attach(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<Loa
             Ok(())
         })?;
     }
-    Ok(LoadedLora {
-        multiplier: handle.multiplier.clone(),
-        layers,
-        unknown,
-        alpha_is_unknown: file.alpha_is_unknown(),
-    })
+    Ok(handle)
 }
 
 /// The first unknown name, if a transformer gets none of the file's layers and they are not all of text encoders: families
@@ -118,8 +149,13 @@ fn without_transformer<'a>(
         .iter()
         .filter(|part| part.role == PartRole::Denoiser && part.lora_names == LoraNames::Dotted);
     transformers.find(|part| !found.keys().any(|(id, _)| *id == part.id))?;
-    let is_of_text = |name: &str| name.starts_with("lora_te") || name.starts_with("text_encoder");
     unknown.iter().find(|name| !is_of_text(name))
+}
+
+/// Whether a name in a LoRA file is one of a text encoder.
+#[must_use]
+pub fn is_of_text(name: &str) -> bool {
+    name.starts_with("lora_te") || name.starts_with("text_encoder")
 }
 
 /// Indexes all layers of the models by name.

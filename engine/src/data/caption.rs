@@ -90,6 +90,19 @@ fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
         .collect()
 }
 
+/// Whether caption dropout removes a caption. Draws `rand(1)` if the rule is on.
+#[must_use]
+pub fn drops_caption(rules: &CaptionRules, generator: &mut TorchGenerator) -> bool {
+    rules.caption_dropout > 0.0 && f64::from(generator.rand(1)[0]) < rules.caption_dropout
+}
+
+/// What a caption is after caption dropout: the process's trigger word, or empty.
+#[must_use]
+pub fn dropped_caption(rules: &CaptionRules) -> String {
+    let trigger = rules.process_trigger.clone().filter(|_| !rules.regularisation);
+    trigger.unwrap_or_default()
+}
+
 /// Changes one caption for training, in ai-toolkit's order: dropout, tokens, trigger, random triggers.
 ///
 /// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; token dropout
@@ -98,11 +111,10 @@ fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
 /// `randperm(tokens)`.
 #[must_use]
 pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
-    let mut happens = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;
-    if happens(rules.caption_dropout) {
-        let trigger = rules.process_trigger.clone().filter(|_| !rules.regularisation);
-        return trigger.unwrap_or_default();
+    if drops_caption(rules, generator) {
+        return dropped_caption(rules);
     }
+    let mut happens = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;
     let mut tokens: Vec<&str> = raw.split(',').collect();
     if rules.token_dropout > 0.0 {
         let mut index = 0;

@@ -2,17 +2,14 @@
 //! next to each image, or in the folder that a worker provides for files computed from the data set.
 
 use super::bucket::BucketPlan;
-use crate::adapters::{python_json, safetensors_bytes};
+use super::cache_file;
 use crate::error::{EngineError, Result};
 use crate::image_io;
-use aitk_common::fsutil::{self, regular};
-use base64::Engine as _;
+use aitk_common::fsutil::regular;
 use candle_core::{DType, Device, Tensor};
-use md5::{Digest, Md5};
 use serde_json::{Map, Value};
-use sha2::Sha256;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -55,14 +52,14 @@ impl LatentKey {
     /// The hash in the file names of ai-toolkit's caches.
     #[must_use]
     pub fn ai_toolkit_hash(&self) -> String {
-        hash(&self.fields())
+        cache_file::hash(&self.fields())
     }
 
     /// The hash in the file names of aitk's caches. It includes the image's content and the VAE too, so that after an
     /// edit of the image, or with another VAE, no stale latent is used; ai-toolkit uses it.
     #[must_use]
     pub fn hash(&self, content: &str, vae: &str) -> String {
-        hash(&self.full_fields(content, vae))
+        cache_file::hash(&self.full_fields(content, vae))
     }
 
     fn full_fields(&self, content: &str, vae: &str) -> Map<String, Value> {
@@ -71,12 +68,6 @@ impl LatentKey {
         map.insert("vae".into(), vae.into());
         map
     }
-}
-
-/// URL-safe base64 of the MD5 of the fields as Python's `json.dumps(sort_keys=True)` writes them.
-fn hash(fields: &Map<String, Value>) -> String {
-    let text = python_json(&Value::Object(fields.clone()), true);
-    base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(Md5::digest(text.as_bytes()))
 }
 
 /// Reads and writes cached latents of one VAE.
@@ -143,16 +134,10 @@ impl LatentCache {
 
     fn read_file(&self, path: &Path, key: &LatentKey, verify: bool) -> Option<Tensor> {
         let bytes = std::fs::read(path).ok()?;
-        let file = safetensors::SafeTensors::deserialize(&bytes).ok()?;
-        if verify {
-            let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).ok()?;
-            let expected = metadata.metadata().as_ref()?.get("data_sha256")?;
-            if hex::encode(Sha256::digest(&bytes[8 + header..])) != *expected {
-                tracing::warn!(path = %path.display(), "a cached latent is damaged; the image is encoded again");
-                return None;
-            }
+        if verify && !cache_file::is_intact(&bytes)? {
+            tracing::warn!(path = %path.display(), "a cached latent is damaged; the image is encoded again");
+            return None;
         }
-        drop(file);
         let latent = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)
             .ok()?
             .remove("latent")?;
@@ -176,26 +161,7 @@ impl LatentCache {
     ) -> Result<()> {
         let path = self.path(image, derived, key, content);
         let tensors = BTreeMap::from([("latent".to_owned(), latent.to_dtype(DType::F32)?.contiguous()?)]);
-        let mut metadata: BTreeMap<String, String> = key
-            .full_fields(content, &self.vae)
-            .into_iter()
-            .map(|(k, v)| (k, v.as_str().map_or_else(|| v.to_string(), str::to_owned)))
-            .collect();
-        let plain = safetensors_bytes(&tensors, &BTreeMap::new())?;
-        let header = u64::from_le_bytes(plain[..8].try_into().unwrap_or_default()) as usize;
-        metadata.insert("data_sha256".into(), hex::encode(Sha256::digest(&plain[8 + header..])));
-        let bytes = safetensors_bytes(&tensors, &metadata)?;
-        if let Some(folder) = path.parent() {
-            std::fs::create_dir_all(folder).map_err(|e| EngineError::io(folder, e))?;
-        }
-        fsutil::write_atomic(&path, |out| out.write_all(&bytes)).map_err(|e| {
-            if e.is_disk_full() {
-                EngineError::DiskFull { path: path.clone() }
-            } else {
-                EngineError::bad_input(e.to_string())
-            }
-        })?;
-        Ok(())
+        cache_file::write(&path, &tensors, &key.full_fields(content, &self.vae))
     }
 }
 

@@ -1,9 +1,10 @@
-//! Training data: images, captions, buckets, masks, batches, and the cache of latents on disk.
+//! Training data: images, captions, buckets, masks, batches, and the caches of latents and captions on disk.
 //!
 //! It reads data sets as ai-toolkit does (docs/data.md); docs/randomness.md describes the random numbers.
 
 mod allowed_paths;
 mod bucket;
+mod cache_file;
 mod caption;
 mod dataset;
 mod discover;
@@ -13,10 +14,11 @@ mod masks;
 mod pixels;
 mod report;
 mod sizes;
+mod text_cache;
 
 pub use allowed_paths::AllowedPaths;
 pub use bucket::{BucketPlan, plan_bucket, plan_square};
-pub use caption::{CaptionRules, build_caption, read_caption};
+pub use caption::{CaptionRules, build_caption, dropped_caption, drops_caption, read_caption};
 pub use dataset::{Batch, Dataset, DatasetOptions, DatasetScan, ScannedImage, Warnings, batches, epoch_order};
 pub use discover::{ImageListing, discover};
 pub use item::{Item, Mask};
@@ -25,6 +27,7 @@ pub use masks::{MaskOptions, load_mask};
 pub use pixels::load_pixels;
 pub use report::{Bucket, DatasetContents, DatasetReport, Files};
 pub use sizes::SizeCache;
+pub use text_cache::{TextCache, TextKey};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -1,11 +1,12 @@
 //! What a model is conditioned on besides latents and time step: encoded prompts, pooled text, masks, sizes.
 
 use crate::error::{EngineError, Result};
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 /// The text of an item, one for each kind of text encoder.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Prompt {
     /// The prompt.
     pub text: String,
@@ -50,14 +51,14 @@ impl ItemSize {
 /// Named tensors, whose first dimension is the batch. A family chooses the names; `context` is the encoded text.
 #[derive(Clone, Debug, Default)]
 pub struct Conditioning {
-    tensors: BTreeMap<&'static str, Tensor>,
+    tensors: BTreeMap<Cow<'static, str>, Tensor>,
 }
 
 impl Conditioning {
     /// Adds or replaces a tensor.
     #[must_use]
-    pub fn with(mut self, name: &'static str, tensor: Tensor) -> Self {
-        self.tensors.insert(name, tensor);
+    pub fn with(mut self, name: impl Into<Cow<'static, str>>, tensor: Tensor) -> Self {
+        self.tensors.insert(name.into(), tensor);
         self
     }
 
@@ -81,6 +82,11 @@ impl Conditioning {
     pub fn without(mut self, name: &str) -> Self {
         self.tensors.remove(name);
         self
+    }
+
+    /// All tensors with their names.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.tensors.iter().map(|(name, tensor)| (name.as_ref(), tensor))
     }
 
     /// The number of items.
@@ -108,7 +114,7 @@ impl Conditioning {
         let mut tensors = BTreeMap::new();
         for name in first.tensors.keys() {
             let parts = all.iter().map(|one| one.get(name)).collect::<Result<Vec<_>>>()?;
-            tensors.insert(*name, Tensor::cat(&parts, 0)?);
+            tensors.insert(name.clone(), Tensor::cat(&parts, 0)?);
         }
         Ok(Self { tensors })
     }
@@ -132,10 +138,18 @@ impl Conditioning {
         })
     }
 
+    /// The tensors on `device`.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn to_device(&self, device: &Device) -> Result<Self> {
+        self.map(|tensor| tensor.to_device(device))
+    }
+
     fn map(&self, f: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (name, tensor) in &self.tensors {
-            tensors.insert(*name, f(tensor)?);
+            tensors.insert(name.clone(), f(tensor)?);
         }
         Ok(Self { tensors })
     }
@@ -145,7 +159,6 @@ impl Conditioning {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use candle_core::Device;
 
     #[test]
     fn items_are_joined_and_taken_apart() {

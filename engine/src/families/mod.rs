@@ -3,6 +3,7 @@
 
 mod check;
 mod conditioning;
+mod encoded_prompts;
 pub mod flux;
 mod metadata_yaml;
 mod model;
@@ -16,8 +17,9 @@ pub mod sdxl;
 pub mod stable_diffusion;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
+pub use encoded_prompts::EncodedPrompts;
 pub use flux::FLUX;
-pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
+pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, TextEncoders};
 pub use options::LoadOptions;
 pub use saved::{META_FILE, saved_step};
 pub use sd1::SD1;
@@ -58,6 +60,17 @@ pub fn load(path: &Path, arch: ArchName, options: &LoadOptions) -> Result<Box<dy
     check_path(path, arch)?;
     check_family(path, arch)?;
     family.load(path, options)
+}
+
+/// Loads the text encoders of a model of this family, and nothing else where the family can.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_text_encoders(path: &Path, arch: ArchName, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+    let family = find(arch)?;
+    check_path(path, arch)?;
+    check_family(path, arch)?;
+    family.load_text_encoders(path, options)
 }
 
 /// Checks that a file or folder is a model of this family.

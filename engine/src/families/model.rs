@@ -26,6 +26,15 @@ pub trait Family: Sync + Debug {
     /// When tensors do not match the configs, or a component is missing.
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>>;
 
+    /// Loads the text encoders of a model alone. By default the whole model is loaded; a family that overrides this also loads no
+    /// text encoders where [`LoadOptions::prompts`] are given.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        Ok(Box::new(WholeModel(self.load(path, options)?)))
+    }
+
     /// The sampler's parameters from `scheduler_config.json`, with the changes that the family's pipeline makes.
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
         params
@@ -98,6 +107,33 @@ pub struct Part<'a> {
     pub blocks: &'static [&'static str],
     /// Its layers.
     pub layers: &'a mut dyn VisitLayers,
+}
+
+/// The text encoders of a model. A training that encodes every prompt before it starts loads them without the denoiser, and
+/// the denoiser without them.
+pub trait TextEncoders: Send + Debug {
+    /// Encodes prompts, as [`Model::encode_prompts`].
+    ///
+    /// # Errors
+    /// When a tokenizer or an encoder fails.
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning>;
+
+    /// Their parts, whose layers a LoRA can change.
+    fn parts(&mut self) -> Vec<Part<'_>>;
+}
+
+/// A whole model, for families that do not load their text encoders alone.
+#[derive(Debug)]
+struct WholeModel(Box<dyn Model>);
+
+impl TextEncoders for WholeModel {
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+        self.0.encode_prompts(prompts)
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        self.0.parts()
+    }
 }
 
 /// A loaded model.

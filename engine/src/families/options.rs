@@ -1,5 +1,6 @@
 //! Options for loading a model.
 
+use super::encoded_prompts::EncodedPrompts;
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::job::QType;
 use aitk_common::job::model::ModelConfig;
@@ -8,6 +9,7 @@ use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Options for loading a model.
 #[derive(Clone, Debug)]
@@ -31,6 +33,8 @@ pub struct LoadOptions {
     pub denoiser_trained: TrainableFilter,
     /// Which tensors of the text encoders are trained.
     pub text_encoder_trained: TrainableFilter,
+    /// Prompts that were encoded before. The text encoders are not loaded, and the model knows only these prompts.
+    pub prompts: Option<Arc<dyn EncodedPrompts>>,
     /// Reads no weights: to check that a model can be loaded.
     pub layout_only: bool,
 }
@@ -49,6 +53,7 @@ impl LoadOptions {
             memory_options: MemoryOptions::default(),
             denoiser_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
+            prompts: None,
             layout_only: false,
         }
     }

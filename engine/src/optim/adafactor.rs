@@ -84,7 +84,7 @@ impl Optimizer for Adafactor {
         for ((param, state), grad) in self.params.iter().zip(&mut self.states).zip(grads) {
             let Some(grad) = grad else { continue };
             let grad = grad.to_dtype(DType::F32)?.detach();
-            let mut p = param.var.as_tensor().detach();
+            let mut p = param.value()?;
             state.step += 1;
             let lr = if s.scale_parameter {
                 lr * rms(&p)?.max(s.eps.1)
@@ -108,7 +108,7 @@ impl Optimizer for Adafactor {
             if s.weight_decay != 0.0 {
                 p = (p * param_scale)?;
             }
-            param.var.set(&(p - update)?)?;
+            param.set(&(p - update)?)?;
         }
         Ok(())
     }

@@ -68,12 +68,12 @@ multiversion! {
 impl Adagrad {
     /// The same update with candle's operations, for other devices.
     fn update_with_tensor_ops(&mut self, index: usize, grad: &Tensor, lr: f64) -> Result<(), OptimError> {
-        let (var, state) = (&self.params[index].var, &mut self.states[index]);
-        let p = var.as_tensor().detach();
+        let (param, state) = (&self.params[index], &mut self.states[index]);
+        let p = param.value()?;
         let grad = (grad.to_dtype(DType::F32)?.detach() + (&p * self.weight_decay)?)?;
         let sum = (state.sum.to_f32()? + grad.sqr()?)?;
         let update = ((grad * lr)? / (sum.sqrt()? + self.eps)?)?;
-        var.set(&(p - update)?)?;
+        param.set(&(p - update)?)?;
         state.sum.set(sum)
     }
 }

@@ -174,7 +174,7 @@ multiversion! {
 impl Moments {
     /// The same update with candle's operations, for other devices.
     fn update_with_tensor_ops(&mut self, param: &Param, grad: &Tensor, factors: Factors) -> Result<(), OptimError> {
-        let p = param.var.as_tensor().detach();
+        let p = param.value()?;
         let mut grad = grad.to_dtype(DType::F32)?.detach();
         if factors.l2_decay != 0.0 {
             grad = (grad + (&p * factors.l2_decay)?)?;
@@ -184,7 +184,7 @@ impl Moments {
         let v = ((self.exp_avg_sq.to_f32()? * factors.beta2)? + ((&grad * factors.one_minus_betas.1)? * &grad)?)?;
         let denominator = ((v.sqrt()? * factors.bias_correction)? + factors.eps)?;
         let update = ((&m * factors.step_size)? / denominator)?;
-        param.var.set(&((p * factors.param_scale)? + update)?)?;
+        param.set(&((p * factors.param_scale)? + update)?)?;
         self.exp_avg.set(m)?;
         self.exp_avg_sq.set(v)
     }

@@ -132,7 +132,7 @@ multiversion! {
 impl State {
     /// The same update with candle's operations, for other devices.
     fn update_with_tensor_ops(&mut self, param: &Param, grad: &Tensor, factors: Factors) -> Result<(), OptimError> {
-        let p = param.var.as_tensor().detach();
+        let p = param.value()?;
         let grad = grad.to_dtype(DType::F32)?.detach();
         let next_mean = |old: &Moment, new: &Tensor, at: usize| -> Result<Tensor, OptimError> {
             Ok(((old.to_f32()? * factors.betas[at])? + (new * factors.one_minus_betas[at])?)?)
@@ -144,7 +144,7 @@ impl State {
         let div_exact = |t: &Tensor, divisor: f64| t.broadcast_div(&Tensor::new(divisor as f32, t.device())?);
         let numerator = (div_exact(&exp_avg, factors.corrections[0])? + (&exp_avg_slow * factors.alpha)?)?;
         let update = (numerator / (div_exact(&exp_avg_sq.sqrt()?, factors.corrections[1])? + factors.eps)?)?;
-        param.var.set(&((p * factors.param_scale)? - (update * factors.lr)?)?)?;
+        param.set(&((p * factors.param_scale)? - (update * factors.lr)?)?)?;
         self.exp_avg.set(exp_avg)?;
         self.exp_avg_slow.set(exp_avg_slow)?;
         self.exp_avg_sq.set(exp_avg_sq)

@@ -143,9 +143,9 @@ impl State {
         let sign_of_update = sign(update)?;
         let bumps = ((rates.abs()? + (sign(&rates)? * &sign_of_update)?)?).clamp(s.min_bumps, s.max_bumps)?;
         let lr = (&bumps * s.bump)?;
-        let p = param.var.as_tensor().detach();
+        let p = param.value()?;
         let keep = ((&lr * -s.weight_decay)? + 1.0)?;
-        param.var.set(&((p * keep)? - (update * &lr)?)?)?;
+        param.set(&((p * keep)? - (update * &lr)?)?)?;
         self.rates.set((&bumps * sign_of_update)?.to_dtype(s.dtype)?);
         self.mean_lr = f64::from(lr.mean_all()?.to_scalar::<f32>()?);
         Ok(())

@@ -128,8 +128,8 @@ impl State {
                 apply_update(p, u, param_scale as f32, lr as f32)
             });
         }
-        let p = param.var.as_tensor().detach();
-        param.var.set(&((p * param_scale)? - (update * lr)?)?)?;
+        let p = param.value()?;
+        param.set(&((p * param_scale)? - (update * lr)?)?)?;
         Ok(())
     }
 }

@@ -153,10 +153,8 @@ impl State {
         factors: Factors,
     ) -> Result<[f64; 2], OptimError> {
         let update = update.clamp(-factors.max_update, factors.max_update)?;
-        let p = param.var.as_tensor().detach();
-        param
-            .var
-            .set(&((p * factors.param_scale)? - (&update * factors.lr)?)?)?;
+        let p = param.value()?;
+        param.set(&((p * factors.param_scale)? - (&update * factors.lr)?)?)?;
         let f32 = |t: Tensor| t.to_dtype(DType::F32);
         // candle has no shifts: clear the highest bit, then double.
         let old = f32(self.signs.get().clone())?;

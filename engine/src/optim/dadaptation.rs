@@ -101,13 +101,13 @@ impl State {
     fn update_state(&mut self, param: &Param, grad: &Tensor, s: &Settings, dlr: f64) -> Result<[f64; 2], OptimError> {
         let (beta1, beta2) = s.betas;
         let sqrt_beta2 = beta2.sqrt();
-        let p = param.var.as_tensor().detach();
+        let p = param.value()?;
         let mut grad = grad.to_dtype(DType::F32)?.detach();
         let (direction, product) = match &mut self.exp_avg_sq {
             None => {
                 let direction = Self::running_mean(&self.exp_avg, &grad, beta1, 1.0 - beta1)?.sign()?;
                 let decayed = (p * (1.0 - dlr * s.weight_decay))?;
-                param.var.set(&(decayed - (&direction * dlr)?)?)?;
+                param.set(&(decayed - (&direction * dlr)?)?)?;
                 self.exp_avg = Self::running_mean(&self.exp_avg, &grad, beta2, (1.0 - beta2) * dlr)?;
                 let product = (&direction * &self.s)?;
                 (direction, product)
@@ -132,9 +132,9 @@ impl State {
             return Ok(());
         };
         let decay = if s.decouple { s.weight_decay * dlr } else { 0.0 };
-        let p = (param.var.as_tensor().detach() * (1.0 - decay))?;
+        let p = (param.value()? * (1.0 - decay))?;
         let update = (&self.exp_avg / (exp_avg_sq.sqrt()? + s.eps)?)?;
-        param.var.set(&(p - update)?)?;
+        param.set(&(p - update)?)?;
         Ok(())
     }
 }

@@ -32,7 +32,7 @@ impl Ema {
     pub fn new(params: Vec<Param>, decay: f64, use_feedback: bool, param_multiplier: f64) -> Result<Self, OptimError> {
         let shadow = params
             .iter()
-            .map(|p| Ok(StateTensor::new(p.var.as_tensor().detach().copy()?)))
+            .map(|p| Ok(StateTensor::new(p.value()?.copy()?)))
             .collect::<Result<_, OptimError>>()?;
         Ok(Self {
             decay,
@@ -61,7 +61,7 @@ impl Ema {
                 inplace::with_elements_mut(&tensors, |elements| update_in_chunks(elements, factors))?;
                 continue;
             }
-            let p = param.var.as_tensor().detach();
+            let p = param.value()?;
             let step = ((shadow.get() - &p)? * one_minus_decay)?;
             shadow.set((shadow.get() - &step)?);
             if self.use_feedback || self.param_multiplier != 1.0 {
@@ -72,7 +72,7 @@ impl Ema {
                 if self.param_multiplier != 1.0 {
                     next = (next * self.param_multiplier)?;
                 }
-                param.var.set(&next)?;
+                param.set(&next)?;
             }
         }
         Ok(())
@@ -87,7 +87,8 @@ impl Ema {
             let mut training_weights = Vec::with_capacity(self.params.len());
             for (param, shadow) in self.params.iter().zip(&self.shadow) {
                 training_weights.push(param.var.as_tensor().detach().copy()?);
-                param.var.set(shadow.get())?;
+                // Outside of an optimizer's step: to the nearest number.
+                param.set(shadow.get())?;
             }
             self.training_weights = Some(training_weights);
         }

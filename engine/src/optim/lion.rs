@@ -80,11 +80,11 @@ impl Lion {
         param_scale: f64,
         lr: f64,
     ) -> Result<(), OptimError> {
-        let (var, moment) = (&self.params[index].var, &mut self.moments[index]);
+        let (param, moment) = (&self.params[index], &mut self.moments[index]);
         let grad = grad.to_dtype(DType::F32)?.detach();
         let m = moment.to_f32()?;
         let direction = ((&m * self.beta1)? + (&grad * (1.0 - self.beta1))?)?.sign()?;
-        var.set(&((var.as_tensor().detach() * param_scale)? - (direction * lr)?)?)?;
+        param.set(&((param.value()? * param_scale)? - (direction * lr)?)?)?;
         moment.set(((m * self.beta2)? + (grad * (1.0 - self.beta2))?)?)
     }
 }

@@ -29,6 +29,7 @@ mod lion;
 mod moment;
 mod optimizer;
 mod prodigy;
+mod rounding;
 mod saved;
 mod schedule;
 mod state_tensor;
@@ -38,6 +39,7 @@ pub use clip::{clip_factor, clip_grad_norm, global_norm, scale_gradient, sum_of_
 pub use ema::Ema;
 pub use moment::Precision;
 pub use optimizer::{Grads, OptimError, Optimizer, Param};
+pub use rounding::with_stochastic_rounding;
 pub use schedule::{Schedule, ScheduleParams};
 
 use aitk_common::job::optimizer::OptimizerName;

@@ -41,7 +41,7 @@ pub enum OptimError {
 pub struct Param {
     /// The name under which its state is saved.
     pub name: String,
-    /// The tensor, in float32.
+    /// The tensor, in float32, or in bfloat16 (see [`super::with_stochastic_rounding`]).
     pub var: Var,
 }
 

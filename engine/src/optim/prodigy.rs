@@ -121,7 +121,7 @@ fn sum_all(t: &Tensor) -> Result<f64, OptimError> {
 
 impl State {
     fn new(param: &Param, settings: &Settings) -> Result<Self, OptimError> {
-        let p0 = strided(&param.var.as_tensor().detach().copy()?, settings.stride)?;
+        let p0 = strided(&param.value()?.copy()?, settings.stride)?;
         Ok(Self {
             exp_avg: Moment::zeros(param, settings.precision, QuantMap::signed())?,
             exp_avg_sq: Moment::zeros(param, settings.precision, QuantMap::unsigned())?,
@@ -338,7 +338,7 @@ impl State {
         stride: usize,
         factors: StateFactors,
     ) -> Result<[f64; 2], OptimError> {
-        let p = param.var.as_tensor().detach();
+        let p = param.value()?;
         let grad = grad_with_l2(&p, grad, factors.l2_decay)?;
         let strided_grad = strided(&grad, stride)?;
         let distance = sum_all(&(&strided_grad * (self.p0.get() - strided(&p, stride)?)?)?)?;
@@ -362,7 +362,7 @@ impl State {
         grad: &Tensor,
         factors: UpdateFactors,
     ) -> Result<(), OptimError> {
-        let p = param.var.as_tensor().detach();
+        let p = param.value()?;
         let denominator = (self.exp_avg_sq.to_f32()?.sqrt()? + factors.eps)?;
         let direction = if factors.momentum {
             self.exp_avg.to_f32()?
@@ -370,7 +370,7 @@ impl State {
             grad_with_l2(&p, grad, factors.l2_decay)?
         };
         let update = ((direction / denominator)? * factors.step_size)?;
-        param.var.set(&((p * factors.param_scale)? - update)?)?;
+        param.set(&((p * factors.param_scale)? - update)?)?;
         Ok(())
     }
 }

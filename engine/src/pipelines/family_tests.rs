@@ -91,13 +91,16 @@ fn flux_gives_the_images_of_diffusers() {
     let options = LoadOptions::cpu();
     let dev = FluxModel::load(&FLUX, fixtures().join("tiny_flux"), &options).unwrap();
     let schnell = FluxModel::load(&FLUX, folder.path(), &options).unwrap();
-    assert_eq!((dev.max_sequence_length, schnell.max_sequence_length), (512, 256));
+    assert_eq!(
+        (dev.max_sequence_length(), schnell.max_sequence_length()),
+        (Some(512), Some(256))
+    );
     compare_all("pipelines_flux", "cases", |case| {
         let mut model = match case.get("schnell") {
             Some(_) => schnell.clone(),
             None => dev.clone(),
         };
-        model.max_sequence_length = case["max_sequence_length"].as_u64().unwrap() as usize;
+        model.set_max_sequence_length(case["max_sequence_length"].as_u64().unwrap() as usize);
         for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
             model.scheduler_config[key] = value.clone();
         }
@@ -143,7 +146,7 @@ fn flux_in_single_files_gives_the_images_of_diffusers() {
         let path = given("model").unwrap();
         crate::families::check(&path, ArchName::Flux, &options.parts).unwrap();
         let mut model = FluxModel::load(&FLUX, path, &options).unwrap();
-        model.max_sequence_length = case["max_sequence_length"].as_u64().unwrap() as usize;
+        model.set_max_sequence_length(case["max_sequence_length"].as_u64().unwrap() as usize);
         model
     });
 }

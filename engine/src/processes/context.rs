@@ -6,7 +6,7 @@ use crate::adapters::LoadedLora;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::families::{self, LoadOptions, Model, PartRole};
+use crate::families::{self, EncodedPrompts, LoadOptions, Model, PartRole, TextEncoders};
 use crate::weights::TrainableFilter;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
@@ -15,6 +15,7 @@ use aitk_common::job::paths::not_an_input_message;
 use aitk_common::model_files::PartPaths;
 use aitk_common::plan::memory_options::MemoryOptions;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The log message about a `compile` key.
 pub(super) const COMPILE_NOTE: &str = "`compile` has no effect: nothing is compiled when a job starts, because the operations that it would \
@@ -112,7 +113,8 @@ impl Context<'_> {
 
     /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
     /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
-    /// is handled as the profile says. `[denoiser, text_encoder]`: which of their own tensors are trained.
+    /// is handled as the profile says. `[denoiser, text_encoder]`: which of their own tensors are trained. `prompts`: prompts that
+    /// were encoded before; then the text encoders are not loaded.
     ///
     /// # Errors
     /// As [`families::load`] and [`Model::replace_codec`].
@@ -121,14 +123,11 @@ impl Context<'_> {
         config: &ModelConfig,
         compute: &Compute,
         [denoiser, text_encoder]: [TrainableFilter; 2],
+        prompts: Option<Arc<dyn EncodedPrompts>>,
     ) -> Result<LoadedModel> {
-        let part = |path: &Option<String>| path.as_deref().map(|path| self.local_path(path)).transpose();
         let options = LoadOptions {
-            parts: PartPaths {
-                extras: part(&config.extras_name_or_path)?,
-                text_encoder: part(&config.te_name_or_path)?,
-                vae: part(&config.vae_path)?,
-            },
+            prompts,
+            parts: self.part_paths(config)?,
             ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
         }
         .training(denoiser, text_encoder);
@@ -171,6 +170,38 @@ impl Context<'_> {
             vae_path,
             memory_options: options.memory_options,
         })
+    }
+
+    /// Where parts come from that the model of a section does not have.
+    ///
+    /// # Errors
+    /// When a path is not an input of the job.
+    pub(super) fn part_paths(&self, config: &ModelConfig) -> Result<PartPaths> {
+        let part = |path: &Option<String>| path.as_deref().map(|path| self.local_path(path)).transpose();
+        Ok(PartPaths {
+            extras: part(&config.extras_name_or_path)?,
+            text_encoder: part(&config.te_name_or_path)?,
+            vae: part(&config.vae_path)?,
+        })
+    }
+
+    /// Loads the text encoders of a `model` section alone, where the family can.
+    ///
+    /// # Errors
+    /// As [`families::load_text_encoders`].
+    pub(super) fn load_text_encoders(
+        &mut self,
+        config: &ModelConfig,
+        compute: &Compute,
+    ) -> Result<Box<dyn TextEncoders>> {
+        let options = LoadOptions {
+            parts: self.part_paths(config)?,
+            ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
+        };
+        // Their memory is returned to the system before the model is loaded.
+        FreePages::Release.apply();
+        let path = self.local_path(&config.name_or_path)?;
+        families::load_text_encoders(&path, config.arch.name, &options)
     }
 
     /// Emits the beginning of a phase.

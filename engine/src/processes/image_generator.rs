@@ -31,7 +31,7 @@ impl ImageGenerator {
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
-        let mut model = cx.load_model(config, &compute, Default::default())?.model;
+        let mut model = cx.load_model(config, &compute, Default::default(), None)?.model;
         let lora = match &config.lora_path {
             None => None,
             Some(path) => {

@@ -16,7 +16,9 @@ mod run;
 mod samples;
 mod save_files;
 mod saving;
+mod switched_loras;
 mod target;
+mod text;
 mod write;
 
 pub use image_batches::image_batches;
@@ -24,15 +26,18 @@ pub use preview::{TrainingPreview, preview};
 
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
-use crate::adapters::{LoraPass, load_lora};
+use crate::adapters::{LoraPass, is_of_text, load_lora};
 use crate::data::{Dataset, Item};
 use crate::device;
 use crate::error::{EngineError, Result};
-use crate::families::{Conditioning, ItemSize, Model};
+use crate::families::{Conditioning, EncodedPrompts, ItemSize, Model};
 use crate::residency::Residency;
-use crate::training::{ConditioningCache, LatentStore, LossMasks, MicroBatch, NoiseDraw, batch_generator, loss};
+use crate::training::{
+    ConditioningCache, LatentStore, LossMasks, MicroBatch, NoiseDraw, TrainingCfg, batch_generator, loss, step_to,
+};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
+use aitk_common::job::dtype::DType;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
@@ -41,7 +46,9 @@ use folder::RunFolder;
 use record::StepRecorder;
 use run::{Run, trainer};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
+use switched_loras::SwitchedLoras;
 use target::Target;
 
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
@@ -61,11 +68,16 @@ fn item_size(item: &Item) -> ItemSize {
 }
 
 /// Adds the guidance scale that a distilled model is trained at, or removes it.
-fn with_guidance(process: &TrainerProcess, model: &dyn Model, conditioning: Conditioning) -> Result<Conditioning> {
+fn with_guidance(
+    process: &TrainerProcess,
+    model: &dyn Model,
+    conditioning: Conditioning,
+    scale: f64,
+) -> Result<Conditioning> {
     let train = &process.train;
     match train.bypass_guidance_embedding {
         true => Ok(model.without_guidance(conditioning)),
-        false => model.with_guidance(conditioning, train.cfg_scale),
+        false => model.with_guidance(conditioning, scale),
     }
 }
 
@@ -75,12 +87,15 @@ fn not_saved_message(step: u64, non_finite: u64) -> String {
 
 /// Runs one trainer process to its end, to a stop, or to a failure.
 pub(super) fn run(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
-    let mut run = Run::prepare(process, cx)?;
-    run.train(cx)
+    match Run::prepare(process, cx)? {
+        Some(mut run) => run.train(cx),
+        None => Ok(Outcome::stopped()),
+    }
 }
 
 impl<'a> Run<'a> {
-    fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
+    /// `None`: the run should stop.
+    fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Option<Self>> {
         options::check_supported(process, &cx.job.name)?;
         let folder = RunFolder::open(process, cx)?;
         cx.log_file.open(&folder.path.join(LOG_FILE))?;
@@ -96,10 +111,10 @@ impl<'a> Run<'a> {
         // The data sets are opened first, so that errors in them are reported within a second.
         let data = TrainingData::open(process, seed, cx)?;
 
-        cx.phase("loading model");
-        // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away.
+        // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away, or in bfloat16
+        // with stochastic rounding.
         let full_finetune = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
-        let dtype = if full_finetune {
+        let dtype = if full_finetune && process.train.dtype != DType::BF16 {
             "float32"
         } else {
             process.train.dtype.name()
@@ -115,22 +130,35 @@ impl<'a> Run<'a> {
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
+        let mut prompts: Option<Arc<dyn EncodedPrompts>> = None;
+        if text::frees_text_encoders(process) {
+            let Some(encoded) = text::encode(process, &data, &compute, cx)? else {
+                return Ok(None);
+            };
+            prompts = Some(Arc::new(encoded));
+        }
+        let without_text = prompts.is_some();
+        cx.phase("loading model");
         let LoadedModel {
             mut model,
             vae_path,
             memory_options,
-        } = cx.load_model(&process.model, &compute, target::trained_tensors(process))?;
+        } = cx.load_model(&process.model, &compute, target::trained_tensors(process), prompts)?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local_path(lora)?;
-            let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
+            let mut loaded = load_lora(&mut model.parts(), &path, 1.0)?;
+            // The prompts were encoded with its layers of the text encoders.
+            loaded.unknown.retain(|name| !(without_text && is_of_text(name)));
             cx.log_loaded_lora(&path, &loaded);
         }
+
+        let switched_loras = SwitchedLoras::load(process, &mut *model, cx)?;
 
         let residency =
             Residency::checkpointing(process.train.gradient_checkpointing || memory_options.gradient_checkpointing);
         model.set_residency(residency);
         let target = Target::new(process, &mut *model, seed, cx)?;
-        let trainer = trainer(process, &target, &memory_options, compute.dtype)?;
+        let trainer = trainer(process, &target, &memory_options, compute.dtype, seed)?;
         let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
         if lr != process.train.lr {
             cx.log(
@@ -161,6 +189,7 @@ impl<'a> Run<'a> {
             latents,
             masks: LossMasks::default(),
             captions: ConditioningCache::default(),
+            switched_loras,
             model,
             start_step: 0,
             last_checkpoint: None,
@@ -170,7 +199,7 @@ impl<'a> Run<'a> {
         };
         run.resume(cx)?;
         run.metrics.open(run.start_step)?;
-        Ok(run)
+        Ok(Some(run))
     }
 
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
@@ -290,6 +319,7 @@ impl<'a> Run<'a> {
         let step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
         let captions = self.data.captions(&step_batch.batch, process, &mut generator);
+        let cfg = options::training_cfg(process, &mut generator);
         let latents = self
             .data
             .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
@@ -301,7 +331,7 @@ impl<'a> Run<'a> {
             .draw(&mut generator, &shapes, image_tokens, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
-            return self.forward_backward(step, &step_batch, &captions, latents, drawn);
+            return self.forward_backward(step, &step_batch, (&captions, cfg), latents, drawn, image_tokens);
         };
         let dropout_seed = format!("{}/dropout/{step}/{micro}", self.seed);
         let pass = LoraPass {
@@ -309,7 +339,7 @@ impl<'a> Run<'a> {
             dropout_seed: Some(dropout_seed.into()),
         };
         handle.in_pass(pass, || {
-            self.forward_backward(step, &step_batch, &captions, latents, drawn)
+            self.forward_backward(step, &step_batch, (&captions, cfg), latents, drawn, image_tokens)
         })
     }
 
@@ -318,9 +348,10 @@ impl<'a> Run<'a> {
         &mut self,
         step: u64,
         step_batch: &StepBatch,
-        captions: &[String],
+        (captions, cfg): (&[String], Option<TrainingCfg>),
         latents: Vec<Tensor>,
-        drawn: NoiseDraw,
+        mut drawn: NoiseDraw,
+        image_tokens: usize,
     ) -> Result<()> {
         let (process, model) = (self.process, &*self.model);
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
@@ -330,9 +361,37 @@ impl<'a> Run<'a> {
             true => None,
             false => Some(self.captions.get(captions, model)?),
         };
-        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
-            model.predict(latents, timesteps, conditioning)
+        let scale = cfg.map_or(process.train.cfg_scale, |cfg| cfg.scale);
+        let with_inputs =
+            |conditioning: Conditioning| with_guidance(process, model, model.with_sizes(conditioning, &sizes)?, scale);
+        // Without the text encoder's graph, also if it is trained: the empty prompt is no caption.
+        let unconditional = match cfg {
+            Some(_) => {
+                let empty = vec![String::new(); captions.len()];
+                let encoded = match self.target.covers_text_encoder() {
+                    true => ConditioningCache::encode(&empty, model)?.detached_as(model.dtype())?,
+                    false => self.captions.get(&empty, model)?,
+                };
+                Some(with_inputs(encoded)?)
+            }
+            None => None,
         };
+        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| match (cfg, &unconditional)
+        {
+            (Some(cfg), Some(unconditional)) => cfg.predict(model, latents, timesteps, [unconditional, conditioning]),
+            _ => model.predict(latents, timesteps, conditioning),
+        };
+        if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
+            let conditioning = match &cached {
+                Some(conditioning) => conditioning.clone(),
+                None => ConditioningCache::encode(captions, model)?.detached_as(model.dtype())?,
+            };
+            let conditioning = with_inputs(conditioning)?;
+            let noisy = self.objective.noisy(&latents, &drawn)?;
+            let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
+            let predicted = predict(&noisy, &times, &conditioning)?;
+            drawn = step_to(&latents, &noisy, &predicted, &drawn, next)?;
+        }
         let forward = || {
             let conditioning = match &cached {
                 Some(conditioning) => conditioning.clone(),
@@ -341,7 +400,7 @@ impl<'a> Run<'a> {
             let micro_batch = MicroBatch {
                 latents: latents.clone(),
                 drawn: drawn.clone(),
-                conditioning: with_guidance(process, model, model.with_sizes(conditioning, &sizes)?)?,
+                conditioning: with_inputs(conditioning)?,
                 weights: vec![step_batch.weight; step_batch.batch.items.len()],
                 mask: mask.clone(),
             };
@@ -394,10 +453,16 @@ impl<'a> Run<'a> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod bf16_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod data_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod eight_bit_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod example_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod families_tests;
@@ -431,3 +496,6 @@ mod sd35_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod text_tests;

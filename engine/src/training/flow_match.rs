@@ -1,7 +1,7 @@
 //! Flow matching (Y. Lipman and others, 2022; X. Liu and others, 2022): the model predicts the velocity from the image to the
 //! noise at a point on the straight line between them.
 
-use super::flow_timesteps::{FlowTimesteps, FlowWeighting, TRAIN_TIMESTEPS};
+use super::flow_timesteps::{FlowTimesteps, FlowWeighting, TRAIN_TIMESTEPS, shifted};
 use super::objective::{NoiseDraw, Objective};
 use super::random::{NoiseOptions, draw_indices, draw_noise};
 use crate::error::{EngineError, Result};
@@ -53,6 +53,20 @@ impl Objective for FlowMatch {
         })
     }
 
+    fn next_timesteps(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Option<Vec<f32>>> {
+        let FlowTimesteps::NextSample(params, steps) = &self.timesteps else {
+            return Ok(None);
+        };
+        let table = shifted(params, *steps as usize, image_tokens)?;
+        let next = |t: &f32| {
+            let index = table.iter().position(|entry| entry == t)?;
+            table.get(index + 1).copied()
+        };
+        let next: Option<Vec<f32>> = drawn.timesteps.iter().map(next).collect();
+        next.map(Some)
+            .ok_or_else(|| EngineError::Internal("a time step without a next one was drawn".into()))
+    }
+
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
         let mix = |(x, noise): (&Tensor, &Tensor)| -> Result<Tensor> {
             let share = drawn.timesteps.iter().map(|t| t / TRAIN_TIMESTEPS as f32).collect();
@@ -75,4 +89,38 @@ impl Objective for FlowMatch {
     fn loss_weight(&self, timestep: f32) -> Result<f64> {
         Ok(self.weighting.weight(timestep))
     }
+}
+
+/// Takes a step of a sampler (Euler) from the drawn time steps to `next` with this prediction, and returns the draw that is there:
+/// the noise that leads from the latents to where the step arrived, as ai-toolkit computes it.
+///
+/// # Errors
+/// When shapes do not match.
+pub fn step_to(
+    latents: &[Tensor],
+    noisy: &[Tensor],
+    predicted: &[Tensor],
+    drawn: &NoiseDraw,
+    next: Vec<f32>,
+) -> Result<NoiseDraw> {
+    let mut noise = Vec::with_capacity(latents.len());
+    for ((x, noisy), velocity) in latents.iter().zip(noisy).zip(predicted) {
+        let per_item = |values: Vec<f32>| -> Result<Tensor> {
+            let mut shape = vec![1; x.rank()];
+            if let Some(items) = shape.first_mut() {
+                *items = values.len();
+            }
+            Ok(Tensor::from_vec(values, shape, x.device())?)
+        };
+        let share = |t: &f32| t / TRAIN_TIMESTEPS as f32;
+        let steps = next
+            .iter()
+            .zip(&drawn.timesteps)
+            .map(|(to, from)| share(to) - share(from));
+        let stepped = (noisy + velocity.detach().broadcast_mul(&per_item(steps.collect())?)?)?;
+        let share = per_item(next.iter().map(share).collect())?;
+        let image = x.broadcast_mul(&share.affine(-1.0, 1.0)?)?;
+        noise.push((stepped - image)?.broadcast_div(&share)?.detach());
+    }
+    Ok(NoiseDraw { timesteps: next, noise })
 }

@@ -23,6 +23,9 @@ pub enum FlowTimesteps {
     Shift(Box<SamplerParams>),
     /// Three quarters log-normal, drawn anew for each micro-batch, and a quarter even. Whole numbers.
     LognormBlend,
+    /// Those of a sampler of so many steps, shifted as the scheduler's config says. Each item takes one step of it with the model
+    /// before its loss is computed, so that it is trained on what sampling gives (`next_sample`).
+    NextSample(Box<SamplerParams>, u32),
     /// The even table, of which only the entries where a sampler of so many steps would be are trained: 1, 2, 4 or 8.
     FewSteps(u32),
 }
@@ -35,10 +38,8 @@ impl FlowTimesteps {
     pub(super) fn table(&self, generator: &mut TorchGenerator, length: usize, image_tokens: usize) -> Result<Vec<f32>> {
         let mut table: Vec<f32> = match self {
             Self::Linear | Self::FewSteps(_) => return Ok(linear(length)),
-            Self::Shift(params) => {
-                return shifted_timesteps(params, length, image_tokens)
-                    .map_err(|error| EngineError::bad_input(format!("scheduler_config.json: {error}")));
-            }
+            Self::Shift(params) => return shifted(params, length, image_tokens),
+            Self::NextSample(params, steps) => return shifted(params, *steps as usize, image_tokens),
             Self::Sigmoid => {
                 let normal = generator.randn(length).into_iter();
                 normal.map(|x| (1.0 - sigmoid(x)) * TRAIN_TIMESTEPS as f32).collect()
@@ -64,13 +65,24 @@ impl FlowTimesteps {
 
     /// The only entries of the table that are trained; `None`: any.
     pub(super) fn choices(&self, length: usize) -> Option<Vec<usize>> {
-        let Self::FewSteps(steps) = self else { return None };
+        let steps = match self {
+            Self::FewSteps(steps) => steps,
+            // A step can be taken from each, and neither the last entry nor the last but one is reached, as in ai-toolkit.
+            Self::NextSample(_, steps) => return Some((0..(*steps as usize).saturating_sub(2).max(1)).collect()),
+            _ => return None,
+        };
         // ai-toolkit's second of two entries is 499, the others are at eighths and quarters.
         Some(match steps {
             2 => vec![0, (length / 2).saturating_sub(1)],
             &steps => (0..steps as usize).map(|step| step * length / steps as usize).collect(),
         })
     }
+}
+
+/// The table of a sampler.
+pub(super) fn shifted(params: &SamplerParams, length: usize, image_tokens: usize) -> Result<Vec<f32>> {
+    shifted_timesteps(params, length, image_tokens)
+        .map_err(|error| EngineError::bad_input(format!("scheduler_config.json: {error}")))
 }
 
 fn sigmoid(x: f32) -> f32 {

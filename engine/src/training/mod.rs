@@ -5,7 +5,9 @@
 //! - [`Objective`], [`Ddpm`], [`FlowMatch`]: what the model predicts; draws the time steps and the noise of a micro-batch
 //!   (`docs/randomness.md`).
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
+//! - [`TextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
+mod cfg;
 mod conditioning_cache;
 mod ddpm;
 mod flow_match;
@@ -16,17 +18,20 @@ mod loss_scale;
 mod masks;
 mod objective;
 mod random;
+mod text_embeddings;
 mod trainer;
 
+pub use cfg::TrainingCfg;
 pub use conditioning_cache::ConditioningCache;
 pub use ddpm::{Ddpm, SnrWeighting};
-pub use flow_match::FlowMatch;
+pub use flow_match::{FlowMatch, step_to};
 pub use flow_timesteps::{FlowTimesteps, FlowWeighting};
 pub use latents::LatentStore;
 pub use loss::{LossKind, MicroBatch, Predict, loss};
 pub use masks::LossMasks;
 pub use objective::{NoiseDraw, Objective};
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
+pub use text_embeddings::TextEmbeddings;
 pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};
 

@@ -30,6 +30,16 @@ pub trait Objective: Send + Sync + Debug {
         device: &Device,
     ) -> Result<NoiseDraw>;
 
+    /// The time steps to which each item goes with one step of the model before its loss is computed; `None` if there is no such
+    /// step.
+    ///
+    /// # Errors
+    /// When the scheduler's config is wrong.
+    fn next_timesteps(&self, drawn: &NoiseDraw, image_tokens: usize) -> Result<Option<Vec<f32>>> {
+        let _ = (drawn, image_tokens);
+        Ok(None)
+    }
+
     /// The noisy latents, float32.
     ///
     /// # Errors

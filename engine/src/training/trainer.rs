@@ -5,7 +5,7 @@ use crate::autograd::{Tape, record};
 use crate::error::{EngineError, Result};
 use crate::optim::{
     Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_factor, clip_grad_norm, global_norm, scale_gradient,
-    sum_of_squares,
+    sum_of_squares, with_stochastic_rounding,
 };
 use candle_core::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
@@ -53,6 +53,8 @@ pub struct Trainer {
     losses: Vec<f64>,
     non_finite_losses: u64,
     loss_scale: Option<LossScale>,
+    /// The seed of stochastic rounding. `None`: weights are float32, or rounded to the nearest number.
+    rounding_seed: Option<u64>,
 }
 
 /// The name of the loss scale among the tensors of the optimizer.
@@ -69,6 +71,7 @@ impl Trainer {
             losses: Vec::new(),
             non_finite_losses: 0,
             loss_scale: None,
+            rounding_seed: None,
         }
     }
 
@@ -78,6 +81,13 @@ impl Trainer {
     #[must_use]
     pub fn with_loss_scaling(mut self) -> Self {
         self.loss_scale = Some(LossScale::default());
+        self
+    }
+
+    /// Rounds updated weights in bfloat16 stochastically, by the run's seed and the step.
+    #[must_use]
+    pub fn with_stochastic_rounding(mut self, seed: u64) -> Self {
+        self.rounding_seed = Some(seed);
         self
     }
 
@@ -131,7 +141,10 @@ impl Trainer {
             Some(sums) => {
                 for (sum, grad) in sums.iter_mut().zip(grads) {
                     *sum = match (sum.take(), grad) {
-                        (Some(a), Some(b)) => Some((a + b)?),
+                        (Some(a), Some(b)) => {
+                            // A sum in bfloat16 would lose small gradients.
+                            Some((a.to_dtype(DType::F32)? + b.to_dtype(DType::F32)?)?)
+                        }
                         (a, b) => a.or(b),
                     };
                 }
@@ -158,6 +171,7 @@ impl Trainer {
             Some(scale) => scale.unscale(&gradient),
             None => Ok(gradient),
         };
+        let rounding_seed = self.rounding_seed;
         let (params, optimizer) = (&self.options.params, &mut self.options.optimizer);
         let index_by_id: HashMap<_, _> = params
             .iter()
@@ -198,7 +212,12 @@ impl Trainer {
                 }
             }
             single_grad[*index] = Some(scale_gradient(gradient, factor)?);
-            optimizer.step(&single_grad, lr).map_err(optim_error)?;
+            apply(
+                &mut **optimizer,
+                &single_grad,
+                lr,
+                rounding_seed.map(|seed| (seed, step)),
+            )?;
             single_grad[*index] = None;
             Ok::<_, EngineError>(())
         })?;
@@ -256,7 +275,8 @@ impl Trainer {
                     .filter(|_| optimizer.uses_gradient_clipping());
                 let norm = clip_grad_norm(&mut grads, max.unwrap_or(f64::INFINITY)).map_err(optim_error)?;
                 if norm.is_finite() {
-                    optimizer.step(&grads, lr).map_err(optim_error)?;
+                    let rounding = self.rounding_seed.map(|seed| (seed, step));
+                    apply(&mut **optimizer, &grads, lr, rounding)?;
                 }
                 norm
             }
@@ -365,7 +385,7 @@ impl Trainer {
         }
         for (p, t) in params.iter().zip(found) {
             p.var
-                .set(&t.to_device(p.var.device())?.to_dtype(DType::F32)?.contiguous()?)?;
+                .set(&t.to_device(p.var.device())?.to_dtype(p.var.dtype())?.contiguous()?)?;
         }
         Ok(())
     }
@@ -403,6 +423,15 @@ impl Trainer {
         };
         Ok(())
     }
+}
+
+/// One step of an optimizer. `rounding`: the seed and the step of stochastic rounding.
+fn apply(optimizer: &mut dyn Optimizer, grads: &Grads, lr: f64, rounding: Option<(u64, u64)>) -> Result<()> {
+    let result = match rounding {
+        Some((seed, number)) => with_stochastic_rounding(seed, number, || optimizer.step(grads, lr)),
+        None => optimizer.step(grads, lr),
+    };
+    result.map_err(optim_error)
 }
 
 /// Converts an optimizer's error to the engine's error type.

@@ -16,6 +16,9 @@ pub enum TrainableFilter {
         only_if_contains: Vec<String>,
         /// `model.ignore_if_contains`. Takes precedence.
         ignore_if_contains: Vec<String>,
+        /// The name of the part that the tensors belong to. A string may also be in the name with the part before it
+        /// (`transformer.transformer_blocks.`).
+        part: Option<&'static str>,
     },
 }
 
@@ -26,19 +29,33 @@ impl TrainableFilter {
         Self::Names {
             only_if_contains: Vec::new(),
             ignore_if_contains: Vec::new(),
+            part: None,
         }
+    }
+
+    /// The same filter for the tensors of a part.
+    #[must_use]
+    pub fn in_part(mut self, name: &'static str) -> Self {
+        if let Self::Names { part, .. } = &mut self {
+            *part = Some(name);
+        }
+        self
     }
 
     /// Whether the tensor of this name is selected.
     #[must_use]
     pub fn matches(&self, name: &str) -> bool {
-        let contains_any = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
         match self {
             Self::Nothing => false,
             Self::Names {
                 only_if_contains: only,
                 ignore_if_contains: ignored,
-            } => (only.is_empty() || contains_any(only)) && !contains_any(ignored),
+                part,
+            } => {
+                let full_name = part.map_or_else(|| name.to_owned(), |part| format!("{part}.{name}"));
+                let contains_any = |strings: &[String]| strings.iter().any(|text| full_name.contains(text.as_str()));
+                (only.is_empty() || contains_any(only)) && !contains_any(ignored)
+            }
         }
     }
 }

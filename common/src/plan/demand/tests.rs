@@ -99,6 +99,33 @@ fn the_sizes_of_the_images_count_if_they_were_seen() {
 }
 
 #[test]
+fn text_encoders_that_leave_the_memory_are_not_counted() {
+    let need = |keys: &[(&str, &str)]| {
+        let mut job = lora("sdxl", 512, "float32", 16);
+        for (section, key) in keys {
+            match *section {
+                "datasets" => job["process"][0]["kind"]["train"]["datasets"][0][*key] = true.into(),
+                section => job["process"][0]["kind"]["train"][section][*key] = true.into(),
+            }
+        }
+        let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
+        need.under(MemoryProfile::CpuOnly, true) as f64 / GIB
+    };
+    let all = need(&[]);
+    for keys in [
+        ("train", "cache_text_embeddings"),
+        ("train", "unload_text_encoder"),
+        ("datasets", "cache_text_embeddings"),
+    ] {
+        let less = all - need(&[keys]);
+        // 0.82 billion weights in float32, with the allocator's share.
+        assert!((3.0..3.7).contains(&less), "{keys:?}: {less} GiB less than {all}");
+    }
+    let trained = need(&[("train", "unload_text_encoder"), ("train", "train_text_encoder")]);
+    assert!(trained >= all, "{trained} and {all}");
+}
+
+#[test]
 fn tiny_models_and_quantised_models_need_less() {
     let job = lora("sd1", 512, "bf16", 4);
     let tiny = ParameterCounts {

@@ -1,19 +1,20 @@
 //! Loads FLUX.1 from a diffusers folder or from single files.
 
-use super::model::FluxModel;
+use super::model::{FluxModel, FluxText};
 use super::parts::{Parts, vae_part};
 use super::save::{TRANSFORMER, TransformerSource};
+use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
-use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
-use crate::models::flux::{FluxConfig, FluxTransformer2DModel};
-use crate::models::t5::{T5Config, T5EncoderModel, T5Tokenizer};
-use crate::models::vae::{AutoencoderKl, VaeConfig};
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
+use crate::models::flux::FluxTransformer2DModel;
+use crate::models::t5::{T5EncoderModel, T5Tokenizer};
+use crate::models::vae::AutoencoderKl;
 use crate::weights::{Index, TrainableFilter, Weights};
 use aitk_common::model_files::{FluxPart, flux_part};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 /// Layers of the transformer that are never quantised: they are small, and all data passes through them.
@@ -44,51 +45,43 @@ impl FluxModel {
             ));
         }
         let parts = Parts::open(path, options)?;
-        let (clip_index, clip_config) = parts.clip;
-        let (t5_index, t5_config) = parts.t5;
-        let (transformer_index, flux_config) = parts.transformer;
-        let (vae_index, vae_config) = parts.vae;
+        let (transformer_index, flux_config) = &parts.transformer;
+        let (vae_index, vae_config) = &parts.vae;
 
-        let paths = [&clip_index, &t5_index, &vae_index].map(|index| index.path().to_path_buf());
+        let text_indexes = match &options.prompts {
+            Some(_) => &[][..],
+            None => &[&parts.clip.0, &parts.t5.0],
+        };
         let mut quantised_in_file: Vec<(PartRole, Vec<&'static str>)> = Vec::new();
         for (role, indexes) in [
-            (PartRole::TextEncoder, &[&clip_index, &t5_index][..]),
-            (PartRole::Denoiser, &[&transformer_index]),
-            (PartRole::Codec, &[&vae_index]),
+            (PartRole::TextEncoder, text_indexes),
+            (PartRole::Denoiser, &[transformer_index]),
+            (PartRole::Codec, &[vae_index]),
         ] {
             let kinds: BTreeSet<_> = indexes.iter().flat_map(|index| index.quantization_kinds()).collect();
             if !kinds.is_empty() {
                 quantised_in_file.push((role, kinds.into_iter().collect()));
             }
         }
-        let opened = |index: Index| match options.layout_only {
-            true => index.shapes_only(),
-            false => index,
-        };
         let memory = &options.memory_options;
-        let weights = |index: Index, streamed: f64| {
-            Weights::from_index(opened(index), options.dtype, &options.device).streamed(streamed)
+        let weights = |index: &Index, streamed: f64| {
+            Weights::from_index(opened(index, options), options.dtype, &options.device).streamed(streamed)
         };
-        let text = |index: Index| {
-            weights(index, memory.text_streamed).quantize_on_load(options.text_encoder_quantization.clone())
-        };
-        let clip_weights = text(clip_index);
-        let t5_weights = text(t5_index);
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
         });
         let transformer_weights = weights(transformer_index, memory.denoiser_streamed)
             .quantize_on_load(quantization)
-            .training(options.denoiser_trained.clone());
+            .training(options.denoiser_trained.clone().in_part(TRANSFORMER));
         let vae_weights = weights(vae_index, memory.vae_streamed);
 
-        let transformer = FluxTransformer2DModel::new(&transformer_weights, &flux_config)?;
+        let transformer = FluxTransformer2DModel::new(&transformer_weights, flux_config)?;
         let frozen_transformer = match options.denoiser_trained {
             TrainableFilter::Nothing => None,
             _ => Some(FluxTransformer2DModel::new(
                 &transformer_weights.detached(),
-                &flux_config,
+                flux_config,
             )?),
         };
         let trained = transformer_weights.vars().into_iter();
@@ -98,29 +91,21 @@ impl FluxModel {
         let source = Arc::new(TransformerSource::new(
             path,
             &transformer_weights,
-            parts.transformer_json,
+            parts.transformer_json.clone(),
         )?);
-        let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
-        check_widths(&paths, &clip_config, &t5_config, &flux_config, &vae_config)?;
+        let vae = AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled);
+        check_widths(&parts)?;
+        let text = match &options.prompts {
+            Some(prompts) => FluxText::Encoded(Arc::clone(prompts)),
+            None => FluxText::Encoders(Box::new(build_text(&parts, options)?)),
+        };
         Ok(Self {
             family,
-            clip_tokenizer: match &parts.clip_tokenizer {
-                Some(folder) => ClipTokenizer::open(folder)?,
-                None => ClipTokenizer::openai()?,
-            }
-            .limited_to(clip_config.max_position_embeddings),
-            clip: ClipTextModel::new(&clip_weights, &clip_config)?,
-            t5_tokenizer: T5Tokenizer::open(&parts.t5_tokenizer)?,
-            t5: T5EncoderModel::new(&t5_weights, &t5_config)?,
-            max_sequence_length: if transformer.has_guidance() {
-                TEXT_TOKENS_DEV
-            } else {
-                TEXT_TOKENS_SCHNELL
-            },
+            text,
             transformer,
             vae,
-            vae_path: parts.vae_path,
-            scheduler_config: parts.scheduler,
+            vae_path: parts.vae_path.clone(),
+            scheduler_config: parts.scheduler.clone(),
             sequential_cfg: memory.sequential_cfg,
             quantised_in_file,
             trained,
@@ -129,6 +114,14 @@ impl FluxModel {
             dtype: options.dtype,
             device: options.device.clone(),
         })
+    }
+
+    /// Loads the text encoders alone.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub(super) fn load_text_encoders(path: &Path, options: &LoadOptions) -> Result<FluxTextEncoders> {
+        build_text(&Parts::open(path, options)?, options)
     }
 
     /// Replaces the VAE by that of a file, of a diffusers `vae/` folder, or of a model folder that has one.
@@ -147,14 +140,44 @@ impl FluxModel {
     }
 }
 
-/// Checks that the components belong to one model. `paths`: of CLIP, T5 and VAE.
-fn check_widths(
-    paths: &[PathBuf; 3],
-    clip: &ClipTextConfig,
-    t5: &T5Config,
-    flux: &FluxConfig,
-    vae: &VaeConfig,
-) -> Result<()> {
+/// The tensors of a part; names and shapes only where nothing else is wanted.
+fn opened(index: &Index, options: &LoadOptions) -> Index {
+    match options.layout_only {
+        true => index.shapes_only(),
+        false => index.clone(),
+    }
+}
+
+/// Builds the text encoders.
+fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> {
+    let weights = |index: &Index| {
+        Weights::from_index(opened(index, options), options.dtype, &options.device)
+            .streamed(options.memory_options.text_streamed)
+            .quantize_on_load(options.text_encoder_quantization.clone())
+    };
+    let (clip, clip_config) = &parts.clip;
+    let (t5, t5_config) = &parts.t5;
+    Ok(FluxTextEncoders {
+        clip_tokenizer: match &parts.clip_tokenizer {
+            Some(folder) => ClipTokenizer::open(folder)?,
+            None => ClipTokenizer::openai()?,
+        }
+        .limited_to(clip_config.max_position_embeddings),
+        clip: ClipTextModel::new(&weights(clip), clip_config)?,
+        t5_tokenizer: T5Tokenizer::open(&parts.t5_tokenizer)?,
+        t5: T5EncoderModel::new(&weights(t5), t5_config)?,
+        max_sequence_length: match parts.transformer.1.guidance_embeds {
+            true => TEXT_TOKENS_DEV,
+            false => TEXT_TOKENS_SCHNELL,
+        },
+        device: options.device.clone(),
+    })
+}
+
+/// Checks that the components belong to one model.
+fn check_widths(parts: &Parts) -> Result<()> {
+    let (clip, t5, flux, vae) = (&parts.clip.1, &parts.t5.1, &parts.transformer.1, &parts.vae.1);
+    let paths = [&parts.clip.0, &parts.t5.0, &parts.vae.0].map(Index::path);
     let widths = [
         ("text encoder gives", clip.hidden_size, flux.pooled_projection_dim),
         ("second text encoder gives", t5.d_model, flux.joint_attention_dim),

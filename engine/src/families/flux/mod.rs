@@ -10,10 +10,11 @@ pub(in crate::families) mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;
+mod text;
 
 pub use model::FluxModel;
 
-use super::model::{Family, Model};
+use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use crate::error::Result;
 use crate::samplers::SamplerParams;
@@ -31,6 +32,10 @@ impl Family for FLUX {
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
         Ok(Box::new(FluxModel::load(&FLUX, path, options)?))
+    }
+
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        Ok(Box::new(FluxModel::load_text_encoders(path, options)?))
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

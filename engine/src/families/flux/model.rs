@@ -1,14 +1,16 @@
 //! FLUX.1 as a [`Model`].
 
 use super::save::{TransformerSource, TransformerWriter, load_transformer};
+use super::text::{CONTEXT, FluxTextEncoders, POOLED};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::encoded_prompts::{EncodedPrompts, look_up};
+use crate::families::model::{
+    Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, TextEncoders,
+};
 use crate::families::options::LoadOptions;
-use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
-use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::residency::Residency;
 use candle_core::{DType, Device, Tensor, Var};
@@ -17,21 +19,24 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The names in the conditioning: the encoded text (T5), the pooled text (CLIP), and the guidance scale.
-const CONTEXT: &str = "context";
-const POOLED: &str = "pooled";
+/// The guidance scale in the conditioning.
 const GUIDANCE: &str = "guidance";
 /// The guidance scale where none is given: training, as in ai-toolkit.
 const PLAIN_GUIDANCE: f64 = 1.0;
+
+/// What gives a model its encoded prompts.
+#[derive(Clone, Debug)]
+pub(super) enum FluxText {
+    Encoders(Box<FluxTextEncoders>),
+    /// They were encoded before the model was loaded.
+    Encoded(Arc<dyn EncodedPrompts>),
+}
 
 /// FLUX.1.
 #[derive(Clone, Debug)]
 pub struct FluxModel {
     pub(super) family: &'static dyn Family,
-    pub(super) clip_tokenizer: ClipTokenizer,
-    pub(super) clip: ClipTextModel,
-    pub(super) t5_tokenizer: T5Tokenizer,
-    pub(super) t5: T5EncoderModel,
+    pub(super) text: FluxText,
     /// Predicts the velocity.
     pub transformer: FluxTransformer2DModel,
     /// Encodes images to latents and decodes them.
@@ -40,8 +45,6 @@ pub struct FluxModel {
     pub(super) vae_path: PathBuf,
     /// `scheduler_config.json`.
     pub scheduler_config: Value,
-    /// Tokens of a prompt for T5: 512 for dev, 256 for schnell.
-    pub max_sequence_length: usize,
     pub(super) sequential_cfg: bool,
     pub(super) quantised_in_file: Vec<(PartRole, Vec<&'static str>)>,
     /// The trained tensors, with part and name, sorted.
@@ -52,6 +55,24 @@ pub struct FluxModel {
     pub(super) source: Arc<TransformerSource>,
     pub(super) dtype: DType,
     pub(super) device: Device,
+}
+
+impl FluxModel {
+    /// How many tokens of a prompt T5 gets: 512 for dev, 256 for schnell. `None` if prompts were encoded before.
+    #[must_use]
+    pub fn max_sequence_length(&self) -> Option<usize> {
+        match &self.text {
+            FluxText::Encoders(encoders) => Some(encoders.max_sequence_length),
+            FluxText::Encoded(_) => None,
+        }
+    }
+
+    /// Sets how many tokens of a prompt T5 gets. Prompts that were encoded before keep theirs.
+    pub fn set_max_sequence_length(&mut self, tokens: usize) {
+        if let FluxText::Encoders(encoders) = &mut self.text {
+            encoders.max_sequence_length = tokens;
+        }
+    }
 }
 
 impl Model for FluxModel {
@@ -68,37 +89,26 @@ impl Model for FluxModel {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        vec![
-            Part {
-                id: "text_encoder",
-                role: PartRole::TextEncoder,
-                lora_prefix: "lora_te1",
-                lora_names: LoraNames::Dotted,
-                blocks: &[],
-                layers: &mut self.clip,
-            },
-            Part {
-                id: "transformer",
-                role: PartRole::Denoiser,
-                lora_prefix: "transformer",
-                lora_names: LoraNames::Dotted,
-                blocks: &["transformer_blocks", "single_transformer_blocks"],
-                layers: &mut self.transformer,
-            },
-        ]
+        let mut parts = match &mut self.text {
+            FluxText::Encoders(encoders) => encoders.parts(),
+            FluxText::Encoded(_) => Vec::new(),
+        };
+        parts.push(Part {
+            id: "transformer",
+            role: PartRole::Denoiser,
+            lora_prefix: "transformer",
+            lora_names: LoraNames::Dotted,
+            blocks: &["transformer_blocks", "single_transformer_blocks"],
+            layers: &mut self.transformer,
+        });
+        parts
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        let first: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
-        let second: Vec<&str> = prompts
-            .iter()
-            .map(|prompt| prompt.text_2.as_deref().unwrap_or(&prompt.text))
-            .collect();
-        let clip_ids = self.clip_tokenizer.encode(&first)?.to_device(&self.device)?;
-        let t5_ids = self.t5_tokenizer.encode(&second, self.max_sequence_length)?;
-        let conditioning = Conditioning::default()
-            .with(CONTEXT, self.t5.forward(&t5_ids.to_device(&self.device)?)?)
-            .with(POOLED, self.clip.pooled(&clip_ids)?);
+        let conditioning = match &self.text {
+            FluxText::Encoders(encoders) => encoders.encode_prompts(prompts)?,
+            FluxText::Encoded(encoded) => look_up(&**encoded, prompts, &self.device)?,
+        };
         self.with_guidance(conditioning, PLAIN_GUIDANCE)
     }
 
@@ -159,8 +169,10 @@ impl Model for FluxModel {
 
     fn set_residency(&mut self, residency: Residency) {
         self.transformer.residency = residency;
-        self.clip.residency = residency;
-        self.t5.residency = residency;
+        if let FluxText::Encoders(encoders) = &mut self.text {
+            encoders.clip.residency = residency;
+            encoders.t5.residency = residency;
+        }
     }
 
     fn trained(&self) -> &[(String, Var)] {

@@ -2,10 +2,10 @@
 
 mod default_configs;
 
-use super::model::{Family, Model};
+use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use super::stable_diffusion::{
-    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides,
+    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, load_text_encoders, pipeline_overrides,
 };
 use crate::error::Result;
 use crate::samplers::SamplerParams;
@@ -45,6 +45,10 @@ impl Family for SD1 {
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
         Ok(Box::new(SdModel::load(&VARIANT, path, options)?))
+    }
+
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        load_text_encoders(&VARIANT, path, options)
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

@@ -2,9 +2,11 @@
 
 mod default_configs;
 
-use super::model::{Family, Model};
+use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
-use super::stable_diffusion::{DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant};
+use super::stable_diffusion::{
+    DefaultConfigs, SdModel, TextEncoderSpec, TextLayout, TextOutput, Variant, load_text_encoders,
+};
 use crate::error::Result;
 use aitk_common::job::arch::ArchName;
 use std::path::Path;
@@ -51,5 +53,9 @@ impl Family for SDXL {
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
         Ok(Box::new(SdModel::load(&VARIANT, path, options)?))
+    }
+
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        load_text_encoders(&VARIANT, path, options)
     }
 }

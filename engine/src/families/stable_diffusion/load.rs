@@ -30,62 +30,21 @@ impl SdModel {
     /// When a file is missing, or tensors do not match the configs.
     pub fn load(variant: &'static Variant, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let path = path.as_ref();
-        match path.is_dir() {
-            true => Self::load_folder(variant, path, options),
-            false => Self::load_checkpoint(variant, path, options),
-        }
-    }
-
-    fn load_folder(variant: &'static Variant, folder: &Path, options: &LoadOptions) -> Result<Self> {
-        let configs = SdConfig::open(folder, variant)?;
-        let open = |name: &str| Index::open(folder.join(name));
-        let encoders = variant.text_encoders.iter();
-        let tokenizers = encoders
-            .clone()
-            .map(|spec| ClipTokenizer::open(&folder.join(spec.tokenizer)));
-        let tokenizers = tokenizers.collect::<Result<Vec<_>>>()?;
-        let mut components = encoders.map(|spec| open(spec.folder)).collect::<Result<Vec<_>>>()?;
-        components.push(ldm::standalone_unet(open("unet")?));
-        components.push(open("vae")?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec()))));
-        let files = ConfigFiles::open(folder, variant)?;
-        Self::build(variant, (folder, files), configs, tokenizers, components, options)
-    }
-
-    fn load_checkpoint(variant: &'static Variant, file: &Path, options: &LoadOptions) -> Result<Self> {
-        let index = Index::open(file)?;
-        let (configs, mut files) = match &options.config_folder {
-            Some(folder) => (SdConfig::open(folder, variant)?, ConfigFiles::open(folder, variant)?),
-            None => {
-                let mut configs = SdConfig::defaults(variant)?;
-                read_marks(&index, &mut configs.scheduler);
-                let files = ConfigFiles::defaults(variant, &configs.scheduler);
-                (configs, files)
-            }
-        };
-        let components = ldm::split(&index, &configs, variant)?;
-        let folders = variant.text_encoders.iter();
-        files.tokenizers = folders.map(|spec| tokenizer_folder(file, spec, options)).collect();
-        let tokenizers = files.tokenizers.iter().zip(variant.text_encoders);
-        let tokenizers = tokenizers.map(|(folder, spec)| match (folder, spec.layout) {
-            (Some(folder), _) => ClipTokenizer::open(folder),
-            (None, TextLayout::HuggingFace(_)) => ClipTokenizer::openai(),
-            (None, TextLayout::OpenClip(_)) => ClipTokenizer::openai()?.padded_with_exclamation_marks(),
-        });
-        let tokenizers = tokenizers.collect::<Result<Vec<_>>>()?;
-        Self::build(variant, (file, files), configs, tokenizers, components, options)
+        let (files, parts) = open_parts(variant, path, options)?;
+        Self::build(variant, (path, files), parts, options)
     }
 
     fn build(
         variant: &'static Variant,
         (path, files): (&Path, ConfigFiles),
-        configs: SdConfig,
-        tokenizers: Vec<ClipTokenizer>,
-        mut components: Vec<Index>,
+        parts: OpenParts,
         options: &LoadOptions,
     ) -> Result<Self> {
-        if options.layout_only {
-            components = components.iter().map(Index::shapes_only).collect();
-        }
+        let OpenParts {
+            configs,
+            tokenizers,
+            components,
+        } = parts;
         let memory_options = &options.memory_options;
         let weights = |index: &Index, dtype, streamed: f64| {
             Weights::from_index(index.clone(), dtype, &options.device).streamed(streamed)
@@ -109,35 +68,19 @@ impl SdModel {
             (PartRole::Denoiser, kinds(std::slice::from_ref(unet_index))),
             (PartRole::Codec, kinds(std::slice::from_ref(vae_index))),
         ];
-        let text_weights: Vec<Weights> = text_indexes
-            .iter()
-            .map(|index| {
-                weights(index, options.dtype, memory_options.text_streamed)
-                    .quantize_on_load(options.text_encoder_quantization.clone())
-                    .training(options.text_encoder_trained.clone())
-            })
-            .collect();
+        let text_weights = text_weights(variant, &components, options);
         let unet_weights = weights(unet_index, options.dtype, memory_options.denoiser_streamed)
             .quantize_on_load(unet_quantization)
             .training(options.denoiser_trained.clone());
         let vae_dtype = vae_dtype(variant, &configs.vae, options.dtype);
         let vae_weights = weights(vae_index, vae_dtype, memory_options.vae_streamed);
 
-        let mut text_encoders = Vec::with_capacity(text_weights.len());
+        let mut text_encoders = build_text(variant, &configs, tokenizers, &text_weights, options)?;
+        if options.prompts.is_some() {
+            text_encoders.clear();
+        }
         let mut trained = Vec::new();
-        let parts = variant.text_encoders.iter().zip(&configs.text_encoders).zip(tokenizers);
-        for (((spec, config), tokenizer), weights) in parts.zip(&text_weights) {
-            let model = |weights: &Weights| match spec.class {
-                "CLIPTextModelWithProjection" => ClipTextModel::with_projection(weights, config),
-                _ => ClipTextModel::new(weights, config),
-            };
-            let is_trained = options.text_encoder_trained != TrainableFilter::Nothing;
-            text_encoders.push(TextEncoder {
-                spec,
-                tokenizer: tokenizer.limited_to(config.max_position_embeddings),
-                model: model(weights)?,
-                frozen: is_trained.then(|| model(&weights.detached())).transpose()?,
-            });
+        for (spec, weights) in variant.text_encoders.iter().zip(&text_weights) {
             let vars = weights.vars().into_iter();
             trained.extend(vars.map(|(name, var)| (format!("{}.{}", spec.folder, prefixed_name(&name)), var)));
         }
@@ -160,6 +103,7 @@ impl SdModel {
         Ok(Self {
             variant,
             text_encoders,
+            prompts: options.prompts.clone(),
             unet,
             vae,
             source: Arc::new(SdSource::new(variant, path, files, &all_weights)?),
@@ -188,6 +132,131 @@ impl SdModel {
         self.vae = vae;
         Ok(())
     }
+}
+
+/// The components of a model before they are built: configs, tokenizers, and files in the order of [`Variant::components`].
+struct OpenParts {
+    configs: SdConfig,
+    tokenizers: Vec<ClipTokenizer>,
+    components: Vec<Index>,
+}
+
+/// Opens the components of a diffusers folder or a single-file checkpoint.
+fn open_parts(variant: &'static Variant, path: &Path, options: &LoadOptions) -> Result<(ConfigFiles, OpenParts)> {
+    let (files, mut parts) = match path.is_dir() {
+        true => open_folder(variant, path)?,
+        false => open_checkpoint(variant, path, options)?,
+    };
+    if options.layout_only {
+        parts.components = parts.components.iter().map(Index::shapes_only).collect();
+    }
+    Ok((files, parts))
+}
+
+/// Opens the components of a diffusers folder.
+fn open_folder(variant: &'static Variant, folder: &Path) -> Result<(ConfigFiles, OpenParts)> {
+    let configs = SdConfig::open(folder, variant)?;
+    let open = |name: &str| Index::open(folder.join(name));
+    let encoders = variant.text_encoders.iter();
+    let tokenizers = encoders
+        .clone()
+        .map(|spec| ClipTokenizer::open(&folder.join(spec.tokenizer)));
+    let tokenizers = tokenizers.collect::<Result<Vec<_>>>()?;
+    let mut components = encoders.map(|spec| open(spec.folder)).collect::<Result<Vec<_>>>()?;
+    components.push(ldm::standalone_unet(open("unet")?));
+    components.push(open("vae")?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec()))));
+    let files = ConfigFiles::open(folder, variant)?;
+    Ok((
+        files,
+        OpenParts {
+            configs,
+            tokenizers,
+            components,
+        },
+    ))
+}
+
+/// Opens the components of a single-file checkpoint.
+fn open_checkpoint(variant: &'static Variant, file: &Path, options: &LoadOptions) -> Result<(ConfigFiles, OpenParts)> {
+    let index = Index::open(file)?;
+    let (configs, mut files) = match &options.config_folder {
+        Some(folder) => (SdConfig::open(folder, variant)?, ConfigFiles::open(folder, variant)?),
+        None => {
+            let mut configs = SdConfig::defaults(variant)?;
+            read_marks(&index, &mut configs.scheduler);
+            let files = ConfigFiles::defaults(variant, &configs.scheduler);
+            (configs, files)
+        }
+    };
+    let components = ldm::split(&index, &configs, variant)?;
+    let folders = variant.text_encoders.iter();
+    files.tokenizers = folders.map(|spec| tokenizer_folder(file, spec, options)).collect();
+    let tokenizers = files.tokenizers.iter().zip(variant.text_encoders);
+    let tokenizers = tokenizers.map(|(folder, spec)| match (folder, spec.layout) {
+        (Some(folder), _) => ClipTokenizer::open(folder),
+        (None, TextLayout::HuggingFace(_)) => ClipTokenizer::openai(),
+        (None, TextLayout::OpenClip(_)) => ClipTokenizer::openai()?.padded_with_exclamation_marks(),
+    });
+    let tokenizers = tokenizers.collect::<Result<Vec<_>>>()?;
+    Ok((
+        files,
+        OpenParts {
+            configs,
+            tokenizers,
+            components,
+        },
+    ))
+}
+
+/// The text encoders of a model, alone.
+pub(super) fn open_text(variant: &'static Variant, path: &Path, options: &LoadOptions) -> Result<Vec<TextEncoder>> {
+    let (_, parts) = open_parts(variant, path, options)?;
+    let weights = text_weights(variant, &parts.components, options);
+    build_text(variant, &parts.configs, parts.tokenizers, &weights, options)
+}
+
+/// The weights of the text encoders. If they are not to be used, almost nothing of them is read: a save copies them from
+/// their files.
+fn text_weights(variant: &Variant, components: &[Index], options: &LoadOptions) -> Vec<Weights> {
+    let (streamed, quantization) = match options.prompts {
+        Some(_) => (1.0, None),
+        None => (
+            options.memory_options.text_streamed,
+            options.text_encoder_quantization.clone(),
+        ),
+    };
+    let indexes = components.iter().take(variant.text_encoders.len());
+    let weights = indexes.map(|index| {
+        Weights::from_index(index.clone(), options.dtype, &options.device)
+            .streamed(streamed)
+            .quantize_on_load(quantization.clone())
+            .training(options.text_encoder_trained.clone())
+    });
+    weights.collect()
+}
+
+fn build_text(
+    variant: &'static Variant,
+    configs: &SdConfig,
+    tokenizers: Vec<ClipTokenizer>,
+    weights: &[Weights],
+    options: &LoadOptions,
+) -> Result<Vec<TextEncoder>> {
+    let is_trained = options.text_encoder_trained != TrainableFilter::Nothing;
+    let parts = variant.text_encoders.iter().zip(&configs.text_encoders).zip(tokenizers);
+    let encoders = parts.zip(weights).map(|(((spec, config), tokenizer), weights)| {
+        let model = |weights: &Weights| match spec.class {
+            "CLIPTextModelWithProjection" => ClipTextModel::with_projection(weights, config),
+            _ => ClipTextModel::new(weights, config),
+        };
+        Ok(TextEncoder {
+            spec,
+            tokenizer: tokenizer.limited_to(config.max_position_embeddings),
+            model: model(weights)?,
+            frozen: is_trained.then(|| model(&weights.detached())).transpose()?,
+        })
+    });
+    encoders.collect()
 }
 
 /// The dtype of the VAE. SDXL's gives NaN in float16 (diffusers' `force_upcast`).

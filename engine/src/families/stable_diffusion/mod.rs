@@ -16,6 +16,7 @@ mod save;
 mod save_tests;
 mod sd_config;
 mod source;
+mod text;
 mod variant;
 
 #[cfg(test)]
@@ -23,8 +24,10 @@ pub(crate) use ldm::split as split_checkpoint;
 pub use save::FullModel;
 pub use sd_config::SdConfig;
 pub use source::SdSource;
+pub use text::load_text_encoders;
 pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides};
 
+use crate::families::encoded_prompts::EncodedPrompts;
 use crate::families::model::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::unet::UNet2DConditionModel;
@@ -50,8 +53,10 @@ pub struct TextEncoder {
 #[derive(Clone, Debug)]
 pub struct SdModel {
     variant: &'static Variant,
-    /// The text encoders.
+    /// The text encoders; none if `prompts` takes their place.
     pub text_encoders: Vec<TextEncoder>,
+    /// Prompts that were encoded before the model was loaded.
+    prompts: Option<Arc<dyn EncodedPrompts>>,
     /// Predicts the noise.
     pub unet: UNet2DConditionModel,
     /// Encodes images to latents and decodes them.

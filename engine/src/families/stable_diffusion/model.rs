@@ -3,22 +3,22 @@
 use super::SdModel;
 use super::load::SIZE_NUMBERS;
 use super::save::FullModel;
+use super::text::{CONTEXT, POOLED, encode, parts};
 use super::variant::TextOutput;
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, ItemSize, Prompt};
+use crate::families::encoded_prompts::look_up;
 use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::models::codec::Codec;
 use crate::models::unet::AdditionalConditions;
 use crate::residency::Residency;
-use candle_core::{D, DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The names in the conditioning: the encoded text, the pooled text, and the sizes.
-const CONTEXT: &str = "context";
-const POOLED: &str = "pooled";
+/// The sizes in the conditioning.
 const TIME_IDS: &str = "time_ids";
 
 impl SdModel {
@@ -56,17 +56,7 @@ impl Model for SdModel {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        let mut parts: Vec<Part<'_>> = Vec::with_capacity(self.text_encoders.len() + 1);
-        for encoder in &mut self.text_encoders {
-            parts.push(Part {
-                id: encoder.spec.folder,
-                role: PartRole::TextEncoder,
-                lora_prefix: encoder.spec.lora_prefix,
-                lora_names: LoraNames::Flattened,
-                blocks: &[],
-                layers: &mut encoder.model,
-            });
-        }
+        let mut parts = parts(&mut self.text_encoders);
         parts.push(Part {
             id: "unet",
             role: PartRole::Denoiser,
@@ -79,34 +69,10 @@ impl Model for SdModel {
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        let (mut contexts, mut pooled) = (Vec::new(), None);
-        for (index, encoder) in self.text_encoders.iter().enumerate() {
-            let texts: Vec<&str> = prompts
-                .iter()
-                .map(|prompt| match (&prompt.text_2, index) {
-                    (Some(second), 1) => second.as_str(),
-                    _ => prompt.text.as_str(),
-                })
-                .collect();
-            let ids = encoder.tokenizer.encode(&texts)?.to_device(&self.device)?;
-            match self.variant.text_output {
-                TextOutput::LastHidden => contexts.push(encoder.model.forward(&ids)?),
-                TextOutput::PenultimateAndPooled => {
-                    let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids)?;
-                    contexts.push(context);
-                    pooled = of_encoder.or(pooled);
-                }
-            }
+        match &self.prompts {
+            Some(encoded) => look_up(&**encoded, prompts, &self.device),
+            None => encode(self.variant, &self.text_encoders, &self.device, prompts),
         }
-        let context = match contexts.as_slice() {
-            [only] => only.clone(),
-            all => Tensor::cat(all, D::Minus1)?,
-        };
-        let conditioning = Conditioning::default().with(CONTEXT, context);
-        Ok(match pooled {
-            Some(pooled) => conditioning.with(POOLED, pooled),
-            None => conditioning,
-        })
     }
 
     fn encode_nothing(&self, count: usize) -> Result<Conditioning> {

@@ -1,11 +1,13 @@
 //! The data sets of a run, and the batch of each step.
 
 use super::super::context::Context;
-use super::options;
-use crate::data::{Batch, Dataset, Item, batches, build_caption, epoch_order};
+use super::options::{self, caches_captions};
+use crate::data::{
+    Batch, CaptionRules, Dataset, Item, batches, build_caption, dropped_caption, drops_caption, epoch_order,
+};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
-use crate::rng::TorchGenerator;
+use crate::rng::{TorchGenerator, generator_for};
 use crate::training::LatentStore;
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
@@ -147,6 +149,19 @@ impl TrainingData {
         }
     }
 
+    /// The caption of an item when captions are encoded before the training, as in ai-toolkit: built once, with one order of its
+    /// tokens and one choice of random triggers, and without dropout of tokens.
+    pub(super) fn frozen_caption(&self, dataset: usize, item: usize) -> String {
+        let set = &self.datasets[dataset];
+        let rules = CaptionRules {
+            caption_dropout: 0.0,
+            token_dropout: 0.0,
+            ..set.options.captions.clone()
+        };
+        let mut generator = generator_for(self.seed, "caption", dataset as u64, item as u64);
+        build_caption(&set.items[item].caption, &rules, &mut generator)
+    }
+
     /// The changed captions of a batch. Draws from the micro-batch's generator.
     pub(super) fn captions(
         &self,
@@ -156,11 +171,17 @@ impl TrainingData {
     ) -> Vec<String> {
         let dataset = &self.datasets[batch.dataset];
         let rules = &dataset.options.captions;
+        let caches_captions = caches_captions(process);
         let caption = |i: &usize| {
-            if process.train.unload_text_encoder {
+            if process.train.unload_text_encoder && !caches_captions {
                 // Only the trigger word is trained; regularisation sets have an empty caption.
-                let trigger = process.trigger_word.clone().filter(|_| !rules.regularisation);
-                return trigger.unwrap_or_default();
+                return dropped_caption(rules);
+            }
+            if caches_captions {
+                return match drops_caption(rules, generator) {
+                    true => dropped_caption(rules),
+                    false => self.frozen_caption(batch.dataset, *i),
+                };
             }
             build_caption(&dataset.items[*i].caption, rules, generator)
         };

@@ -111,6 +111,7 @@ fn every_time_step_type_trains_and_samples_are_generated() {
         TimestepType::Shift,
         TimestepType::LognormBlend,
         TimestepType::FourStep,
+        TimestepType::NextSample,
     ] {
         let dir = tempfile::tempdir().unwrap();
         let mut process = flux(dir.path(), 2);
@@ -208,8 +209,48 @@ fn what_cannot_be_trained_is_refused_by_name() {
         },
         "train_text_encoder",
     );
-    refused(
-        |process| process.train.timestep_type = TimestepType::NextSample,
-        "next_sample",
+}
+
+#[test]
+fn a_training_with_guidance_is_the_same_in_one_pass_or_two_and_resumes_exactly() {
+    let guided = |root: &Path, change: fn(&mut TrainerProcess)| {
+        let mut process = flux(root, 3);
+        process.train.do_cfg = true;
+        process.train.cfg_scale = 3.0;
+        change(&mut process);
+        process
+    };
+    let train = |change: fn(&mut TrainerProcess)| {
+        let dir = tempfile::tempdir().unwrap();
+        losses(&complete(guided(dir.path(), change)))
+    };
+    let plain = train(|process| process.train.do_cfg = false);
+    let together = train(|_| {});
+    assert!(
+        together.iter().zip(&plain).all(|(a, b)| (a / b - 1.0).abs() > 1e-3),
+        "{together:?} and {plain:?}"
     );
+    let close = |a: &[f64], b: &[f64]| a.iter().zip(b).all(|(a, b)| (a / b - 1.0).abs() < 1e-4);
+    let in_two = train(|process| process.model.low_vram = true);
+    assert!(close(&in_two, &together), "{in_two:?} and {together:?}");
+    let cached = train(|process| {
+        process.datasets[0].shuffle_tokens = false;
+        process.train.cache_text_embeddings = true;
+    });
+    assert_eq!(cached, train(|process| process.datasets[0].shuffle_tokens = false));
+    let rescaled = train(|process| process.train.cfg_rescale = Some(1.5));
+    assert!(!close(&rescaled, &together));
+
+    let random: fn(&mut TrainerProcess) = |process| {
+        process.train.do_random_cfg = true;
+        process.train.max_cfg_scale = Some(5.0);
+        process.train.train_text_encoder = true;
+    };
+    let expected = train(random);
+    let dir = tempfile::tempdir().unwrap();
+    let interrupted = spec(guided(dir.path(), random));
+    let (_, first) = stop_at(&interrupted, 1);
+    let (outcome, second) = run_spec(&interrupted);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+    assert_eq!([losses(&first), losses(&second)].concat(), expected);
 }

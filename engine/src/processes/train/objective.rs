@@ -1,7 +1,7 @@
 //! The objective of a run: diffusion or flow matching, by the family of the model.
 
 use super::options;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::families::Model;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{Ddpm, FlowMatch, FlowTimesteps, FlowWeighting, Objective};
@@ -46,11 +46,7 @@ fn flow_timesteps(process: &TrainerProcess, params: SamplerParams) -> Result<Flo
         TimestepType::TwoStep => FlowTimesteps::FewSteps(2),
         TimestepType::FourStep => FlowTimesteps::FewSteps(4),
         TimestepType::EightStep => FlowTimesteps::FewSteps(8),
-        TimestepType::NextSample => {
-            return Err(EngineError::Unsupported(
-                "train.timestep_type: `next_sample` is not supported yet; use `sigmoid`, `linear`, `weighted` or `shift`".into(),
-            ));
-        }
+        TimestepType::NextSample => FlowTimesteps::NextSample(Box::new(params), train.next_sample_timesteps),
     })
 }
 

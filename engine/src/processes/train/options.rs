@@ -6,7 +6,8 @@ use crate::adapters::LoraConfig;
 use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::families;
-use crate::training::{LossKind, NoiseLevelPreference, NoiseOptions, SnrWeighting};
+use crate::rng::TorchGenerator;
+use crate::training::{LossKind, NoiseLevelPreference, NoiseOptions, SnrWeighting, TrainingCfg};
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::NetworkConfig;
@@ -14,6 +15,7 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, LossType};
 use aitk_common::job::values::TextSource;
+use aitk_common::model_files::PartPaths;
 use sha2::{Digest, Sha256};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -36,6 +38,12 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
                 .into(),
         );
     }
+    if process.network.is_none() && process.model.inference_lora_path.is_some() {
+        return unsupported(
+            "model.inference_lora_path: samples of a full fine-tune use the trained weights alone; remove this key"
+                .into(),
+        );
+    }
     if process.network.is_none() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
@@ -44,6 +52,12 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     if !process.train.train_text_encoder && !process.train.train_unet {
         return Err(EngineError::bad_input(
             "`train.train_unet` and `train.train_text_encoder` are both false: there is nothing to train",
+        ));
+    }
+    if process.train.train_text_encoder && (process.train.unload_text_encoder || caches_captions(process)) {
+        return Err(EngineError::bad_input(
+            "`train.train_text_encoder` cannot be used together with `cache_text_embeddings` or `train.unload_text_encoder`: they \
+             remove the text encoders from memory before the training; turn one of them off",
         ));
     }
     if process.datasets.iter().any(|d| !d.buckets && d.random_crop) {
@@ -55,6 +69,11 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         ));
     }
     Ok(())
+}
+
+/// Whether every caption is encoded before the training, and so is the same in every epoch.
+pub(super) fn caches_captions(process: &TrainerProcess) -> bool {
+    process.train.cache_text_embeddings || process.datasets.iter().any(|dataset| dataset.cache_text_embeddings)
 }
 
 /// The effective alpha: 0 means the rank, as in ai-toolkit (`toolkit/lora_special.py`) and kohya's scripts.
@@ -185,6 +204,25 @@ pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> 
     }
 }
 
+/// The guidance of a micro-batch. Draws `rand(1)` if its scale is random.
+pub(super) fn training_cfg(process: &TrainerProcess, generator: &mut TorchGenerator) -> Option<TrainingCfg> {
+    let train = &process.train;
+    if !train.do_cfg && !train.do_random_cfg {
+        return None;
+    }
+    let scale = match train.do_random_cfg {
+        true => {
+            let largest = train.max_cfg_scale.unwrap_or(train.cfg_scale);
+            1.0 + f64::from(generator.rand(1)[0]) * (largest - 1.0)
+        }
+        false => train.cfg_scale,
+    };
+    Some(TrainingCfg {
+        scale,
+        rescale: train.cfg_rescale.unwrap_or(train.cfg_scale),
+    })
+}
+
 /// The tag of the latent space in cache keys.
 pub(super) fn latent_space(process: &TrainerProcess) -> String {
     match &process.model.latent_space_version {
@@ -197,31 +235,101 @@ pub(super) fn latent_space(process: &TrainerProcess) -> String {
 pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
     let inner = path.join("vae");
     let folder = if inner.is_dir() { inner } else { path.to_path_buf() };
-    let mut files: Vec<PathBuf> = if folder.is_dir() {
-        let entries = std::fs::read_dir(&folder).map_err(|e| EngineError::io(&folder, e))?;
-        entries
-            .filter_map(|e| Some(e.ok()?.path()))
-            .filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "json"))
-            .collect()
-    } else {
-        vec![folder]
-    };
-    files.sort();
     let mut hash = Sha256::new();
-    for file in files {
-        let failed = |e| EngineError::io(&file, e);
-        let (mut reader, _) = regular::open(&file).map_err(failed)?;
-        let size = reader.metadata().map_err(failed)?.len();
-        hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
-        hash.update(size.to_le_bytes());
-        let (pieces, length) = (16, 1 << 16);
-        for piece in 0..pieces {
-            let at = (size / pieces) * piece;
-            reader.seek(SeekFrom::Start(at)).map_err(failed)?;
-            let mut bytes = Vec::new();
-            (&mut reader).take(length).read_to_end(&mut bytes).map_err(failed)?;
-            hash.update(&bytes);
+    for file in files_of(&folder, &["safetensors", "json"])? {
+        add_to_fingerprint(&mut hash, &file)?;
+    }
+    Ok(hex::encode(&hash.finalize()[..8]))
+}
+
+/// A fingerprint of a model's text encoders: of the files of its folders `text_encoder…` and `tokenizer…`, of the
+/// `config.json` of its other parts, which can say how long a prompt may be, and of a LoRA. For a single file: of the file and
+/// of the tokenizers beside it. The same of each of `parts` that may have text encoders.
+pub(super) fn text_fingerprint(model: &Path, parts: &PartPaths, lora: Option<&Path>) -> Result<String> {
+    let mut hash = Sha256::new();
+    add_text_encoders(&mut hash, model)?;
+    for (key, path) in [("extras", &parts.extras), ("text encoder", &parts.text_encoder)] {
+        let Some(path) = path else { continue };
+        hash.update(key.as_bytes());
+        for file in files_of(path, &TEXT_FILES)? {
+            add_to_fingerprint(&mut hash, &file)?;
+        }
+        add_text_encoders(&mut hash, path)?;
+    }
+    if let Some(lora) = lora {
+        for file in files_of(lora, &["safetensors", "json"])? {
+            add_to_fingerprint(&mut hash, &file)?;
         }
     }
     Ok(hex::encode(&hash.finalize()[..8]))
+}
+
+/// The suffixes of files that text encoders and tokenizers consist of.
+const TEXT_FILES: [&str; 5] = ["safetensors", "gguf", "json", "txt", "model"];
+
+/// Adds what [`text_fingerprint`] says of one path.
+fn add_text_encoders(hash: &mut Sha256, model: &Path) -> Result<()> {
+    let folder = match model.is_dir() {
+        true => model.to_path_buf(),
+        false => {
+            add_to_fingerprint(hash, model)?;
+            model.parent().unwrap_or(Path::new(".")).to_path_buf()
+        }
+    };
+    let entries = std::fs::read_dir(&folder).map_err(|e| EngineError::io(&folder, e))?;
+    let mut parts: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(|path| path.is_dir())
+        .collect();
+    parts.sort();
+    for part in parts {
+        let name = part.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let is_tokenizer = name.starts_with("tokenizer");
+        if is_tokenizer || (name.starts_with("text_encoder") && model.is_dir()) {
+            hash.update(name.as_bytes());
+            for file in files_of(&part, &TEXT_FILES)? {
+                add_to_fingerprint(hash, &file)?;
+            }
+        } else if model.is_dir() && part.join("config.json").is_file() {
+            hash.update(name.as_bytes());
+            add_to_fingerprint(hash, &part.join("config.json"))?;
+        }
+    }
+    Ok(())
+}
+
+/// The files of a folder with these suffixes, sorted; or the file itself.
+fn files_of(path: &Path, suffixes: &[&str]) -> Result<Vec<PathBuf>> {
+    if !path.is_dir() {
+        return Ok(vec![path.to_path_buf()]);
+    }
+    let has_suffix = |path: &PathBuf| {
+        let suffix = path.extension().and_then(|suffix| suffix.to_str());
+        suffix.is_some_and(|suffix| suffixes.contains(&suffix))
+    };
+    let entries = std::fs::read_dir(path).map_err(|e| EngineError::io(path, e))?;
+    let mut files: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .filter(has_suffix)
+        .collect();
+    files.sort();
+    Ok(files)
+}
+
+/// Adds a file's name, size and samples.
+fn add_to_fingerprint(hash: &mut Sha256, file: &Path) -> Result<()> {
+    let failed = |e| EngineError::io(file, e);
+    let (mut reader, _) = regular::open(file).map_err(failed)?;
+    let size = reader.metadata().map_err(failed)?.len();
+    hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
+    hash.update(size.to_le_bytes());
+    let (pieces, length) = (16, 1 << 16);
+    for piece in 0..pieces {
+        let at = (size / pieces) * piece;
+        reader.seek(SeekFrom::Start(at)).map_err(failed)?;
+        let mut bytes = Vec::new();
+        (&mut reader).take(length).read_to_end(&mut bytes).map_err(failed)?;
+        hash.update(&bytes);
+    }
+    Ok(())
 }

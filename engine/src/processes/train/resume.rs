@@ -191,7 +191,13 @@ impl Run<'_> {
 
     /// A trainer with a new optimizer, and with a new EMA of the weights as they are now.
     fn new_trainer(&self) -> Result<Trainer> {
-        super::run::trainer(self.process, &self.target, &self.memory_options, self.compute.dtype)
+        super::run::trainer(
+            self.process,
+            &self.target,
+            &self.memory_options,
+            self.compute.dtype,
+            self.seed,
+        )
     }
 
     /// Restores the complete state of a checkpoint.

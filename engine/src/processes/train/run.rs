@@ -3,6 +3,7 @@
 use super::data::TrainingData;
 use super::folder::RunFolder;
 use super::record::StepRecorder;
+use super::switched_loras::SwitchedLoras;
 use super::target::Target;
 use crate::device::Compute;
 use crate::error::Result;
@@ -29,6 +30,7 @@ pub(super) struct Run<'a> {
     pub(super) latents: LatentStore,
     pub(super) masks: LossMasks,
     pub(super) captions: ConditioningCache,
+    pub(super) switched_loras: SwitchedLoras,
     /// The step at which this attempt starts: the number of finished steps.
     pub(super) start_step: u64,
     /// The step of the newest checkpoint on disk.
@@ -46,6 +48,7 @@ pub(super) fn trainer(
     target: &Target,
     memory_options: &MemoryOptions,
     dtype: DType,
+    seed: u64,
 ) -> Result<Trainer> {
     let train = &process.train;
     let params = target.params();
@@ -75,8 +78,9 @@ pub(super) fn trainer(
         // The gradients of a LoRA are small, so it needs no fused backward pass.
         fused_backward: memory_options.fused_backward && matches!(target, Target::Model(_)),
     });
-    Ok(match dtype {
-        DType::F16 => trainer.with_loss_scaling(),
+    Ok(match (dtype, target) {
+        (DType::F16, _) => trainer.with_loss_scaling(),
+        (DType::BF16, Target::Model(_)) => trainer.with_stochastic_rounding(seed),
         _ => trainer,
     })
 }

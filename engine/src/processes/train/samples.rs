@@ -57,6 +57,7 @@ impl Run<'_> {
         let folder = self.folder.samples();
         fsutil::create_dir_all(&folder)?;
         let root = self.folder.root.clone();
+        let _switched = self.switched_loras.while_sampling();
         self.with_ema_weights(|run| {
             let settings = SampleSettings {
                 // The training itself finds such numbers, and ends with the advice for it.

@@ -27,6 +27,7 @@ pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] 
     let by_name = TrainableFilter::Names {
         only_if_contains: list(&process.model.only_if_contains),
         ignore_if_contains: list(&process.model.ignore_if_contains),
+        part: None,
     };
     [process.train.train_unet, process.train.train_text_encoder].map(|on| {
         if on && process.network.is_none() {

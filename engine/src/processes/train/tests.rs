@@ -12,7 +12,7 @@ use aitk_common::job::{JobKind, JobSpec, Process, ProcessKind, ProcessType};
 use std::path::Path;
 
 /// Five images of two shapes, with captions.
-fn images(folder: &Path) {
+pub(super) fn images(folder: &Path) {
     std::fs::create_dir_all(folder).unwrap();
     for i in 0..5u32 {
         let (w, h) = if i < 3 { (32, 32) } else { (48, 24) };

@@ -49,6 +49,7 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
     let selection = TrainableFilter::Names {
         only_if_contains: list("only"),
         ignore_if_contains: list("ignore"),
+        part: None,
     };
     let trains_text_encoder = list("parts").contains(&"text_encoder".to_owned());
     let encoder_selection = if trains_text_encoder {

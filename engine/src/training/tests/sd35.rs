@@ -155,6 +155,7 @@ fn full_fine_tunes_match_the_reference() {
         let variant = &report["variants"][name];
         let list = |key: &str| -> Vec<String> { serde_json::from_value(variant[key].clone()).unwrap_or_default() };
         let filter = TrainableFilter::Names {
+            part: None,
             only_if_contains: list("only"),
             ignore_if_contains: list("ignore"),
         };

@@ -1,0 +1,50 @@
+//! The text encoders of FLUX.1: CLIP for the pooled text, T5 for the context.
+
+use crate::error::Result;
+use crate::families::conditioning::{Conditioning, Prompt};
+use crate::families::model::{LoraNames, Part, PartRole, TextEncoders};
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
+use crate::models::t5::{T5EncoderModel, T5Tokenizer};
+use candle_core::Device;
+
+/// The names in the conditioning: the encoded text (T5) and the pooled text (CLIP).
+pub(super) const CONTEXT: &str = "context";
+pub(super) const POOLED: &str = "pooled";
+
+/// Both text encoders with their tokenizers.
+#[derive(Clone, Debug)]
+pub(super) struct FluxTextEncoders {
+    pub(super) clip_tokenizer: ClipTokenizer,
+    pub(super) clip: ClipTextModel,
+    pub(super) t5_tokenizer: T5Tokenizer,
+    pub(super) t5: T5EncoderModel,
+    /// Tokens of a prompt for T5: 512 for dev, 256 for schnell.
+    pub(super) max_sequence_length: usize,
+    pub(super) device: Device,
+}
+
+impl TextEncoders for FluxTextEncoders {
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+        let first: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
+        let second: Vec<&str> = prompts
+            .iter()
+            .map(|prompt| prompt.text_2.as_deref().unwrap_or(&prompt.text))
+            .collect();
+        let clip_ids = self.clip_tokenizer.encode(&first)?.to_device(&self.device)?;
+        let t5_ids = self.t5_tokenizer.encode(&second, self.max_sequence_length)?;
+        Ok(Conditioning::default()
+            .with(CONTEXT, self.t5.forward(&t5_ids.to_device(&self.device)?)?)
+            .with(POOLED, self.clip.pooled(&clip_ids)?))
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        vec![Part {
+            id: "text_encoder",
+            role: PartRole::TextEncoder,
+            lora_prefix: "lora_te1",
+            lora_names: LoraNames::Dotted,
+            blocks: &[],
+            layers: &mut self.clip,
+        }]
+    }
+}

@@ -1,0 +1,101 @@
+//! The text encoders of Stable Diffusion, in a model and alone.
+
+use super::TextEncoder;
+use super::load::open_text;
+use super::variant::{TextOutput, Variant};
+use crate::error::Result;
+use crate::families::conditioning::{Conditioning, Prompt};
+use crate::families::model::{LoraNames, Part, PartRole, TextEncoders};
+use crate::families::options::LoadOptions;
+use candle_core::{D, Device, Tensor};
+use std::path::Path;
+
+/// The names in the conditioning: the encoded text and the pooled text.
+pub(super) const CONTEXT: &str = "context";
+pub(super) const POOLED: &str = "pooled";
+
+/// Encodes prompts.
+pub(super) fn encode(
+    variant: &Variant,
+    encoders: &[TextEncoder],
+    device: &Device,
+    prompts: &[Prompt],
+) -> Result<Conditioning> {
+    let (mut contexts, mut pooled) = (Vec::new(), None);
+    for (index, encoder) in encoders.iter().enumerate() {
+        let texts: Vec<&str> = prompts
+            .iter()
+            .map(|prompt| match (&prompt.text_2, index) {
+                (Some(second), 1) => second.as_str(),
+                _ => prompt.text.as_str(),
+            })
+            .collect();
+        let ids = encoder.tokenizer.encode(&texts)?.to_device(device)?;
+        match variant.text_output {
+            TextOutput::LastHidden => contexts.push(encoder.model.forward(&ids)?),
+            TextOutput::PenultimateAndPooled => {
+                let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids)?;
+                contexts.push(context);
+                pooled = of_encoder.or(pooled);
+            }
+        }
+    }
+    let context = match contexts.as_slice() {
+        [only] => only.clone(),
+        all => Tensor::cat(all, D::Minus1)?,
+    };
+    let conditioning = Conditioning::default().with(CONTEXT, context);
+    Ok(match pooled {
+        Some(pooled) => conditioning.with(POOLED, pooled),
+        None => conditioning,
+    })
+}
+
+/// The parts of text encoders.
+pub(super) fn parts(encoders: &mut [TextEncoder]) -> Vec<Part<'_>> {
+    encoders
+        .iter_mut()
+        .map(|encoder| Part {
+            id: encoder.spec.folder,
+            role: PartRole::TextEncoder,
+            lora_prefix: encoder.spec.lora_prefix,
+            lora_names: LoraNames::Flattened,
+            blocks: &[],
+            layers: &mut encoder.model,
+        })
+        .collect()
+}
+
+/// The text encoders of a family, without a U-Net.
+#[derive(Debug)]
+struct SdTextEncoders {
+    variant: &'static Variant,
+    encoders: Vec<TextEncoder>,
+    device: Device,
+}
+
+impl TextEncoders for SdTextEncoders {
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+        encode(self.variant, &self.encoders, &self.device, prompts)
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        parts(&mut self.encoders)
+    }
+}
+
+/// Loads the text encoders of a diffusers folder or a single-file checkpoint alone.
+///
+/// # Errors
+/// When a file is missing, or tensors do not match the configs.
+pub fn load_text_encoders(
+    variant: &'static Variant,
+    path: &Path,
+    options: &LoadOptions,
+) -> Result<Box<dyn TextEncoders>> {
+    Ok(Box::new(SdTextEncoders {
+        variant,
+        encoders: open_text(variant, path, options)?,
+        device: options.device.clone(),
+    }))
+}

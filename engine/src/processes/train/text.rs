@@ -1,0 +1,113 @@
+//! Encodes the prompts of a run before its model is loaded, so that the text encoders are not in memory while it trains.
+
+use super::super::context::Context;
+use super::super::rate::Progress;
+use super::data::TrainingData;
+use super::options::{self, caches_captions};
+use crate::adapters::load_text_lora;
+use crate::data::{TextCache, TextKey};
+use crate::device::Compute;
+use crate::error::Result;
+use crate::families::Prompt;
+use crate::training::TextEmbeddings;
+use aitk_common::job::process::TrainerProcess;
+use std::path::Path;
+
+/// Whether the text encoders leave the memory before the training.
+pub(super) fn frees_text_encoders(process: &TrainerProcess) -> bool {
+    !process.train.train_text_encoder && (process.train.unload_text_encoder || caches_captions(process))
+}
+
+/// Encodes every prompt that the run uses: captions, the empty prompt and the trigger word, which replace dropped captions, and
+/// prompts of samples. Those that an earlier run encoded are read; the text encoders are loaded only if one is missing. `None`:
+/// the run should stop.
+///
+/// # Errors
+/// When the text encoders cannot be loaded or a prompt cannot be encoded, or the disk is full.
+pub(super) fn encode(
+    process: &TrainerProcess,
+    data: &TrainingData,
+    compute: &Compute,
+    cx: &mut Context<'_>,
+) -> Result<Option<TextEmbeddings>> {
+    cx.phase("caching text embeddings");
+    let model = &process.model;
+    let path = cx.local_path(&model.name_or_path)?;
+    let lora = model.lora_path.as_ref().map(|lora| cx.local_path(lora)).transpose()?;
+    let quantization = model.text_encoder_quantization().map(|qtype| {
+        let exclude = model.quantize_exclude().unwrap_or_default().join(" ");
+        format!("{qtype} {exclude}")
+    });
+    let cache = TextCache::new(TextKey {
+        space: model.arch.name.to_string(),
+        encoders: options::text_fingerprint(&path, &cx.part_paths(model)?, lora.as_deref())?,
+        dtype: compute.dtype.as_str().to_owned(),
+        quantization: quantization.unwrap_or_default(),
+    });
+    let mut embeddings = TextEmbeddings::new(cache);
+    add_prompts(process, data, &mut embeddings);
+
+    let missing = embeddings.missing();
+    if missing.is_empty() {
+        cx.log("info", format!("{} prompts are encoded already", embeddings.count()));
+        return Ok(Some(embeddings));
+    }
+    let mut encoders = cx.load_text_encoders(model, compute)?;
+    if let Some(lora) = &lora {
+        load_text_lora(&mut encoders.parts(), lora)?;
+    }
+    let (mut progress, total) = (Progress::new(), missing.len() as u64);
+    for (done, prompt) in (1..).zip(&missing) {
+        if cx.stop.is_set() {
+            return Ok(None);
+        }
+        let conditioning = encoders.encode_prompts(std::slice::from_ref(prompt))?;
+        embeddings.insert(prompt, &conditioning.detached_as(compute.dtype)?)?;
+        progress.step(cx, done, total);
+    }
+    cx.log(
+        "info",
+        format!("{total} of {} prompts were encoded", embeddings.count()),
+    );
+    Ok(Some(embeddings))
+}
+
+/// Adds every prompt of the run.
+fn add_prompts(process: &TrainerProcess, data: &TrainingData, embeddings: &mut TextEmbeddings) {
+    // Prompts that belong to no image have their files next to the first one.
+    let first = data.datasets.iter().find_map(|dataset| dataset.items.first());
+    let (image, derived) = first.map_or((Path::new("prompt"), None), |item| {
+        (&*item.path, item.derived.as_deref())
+    });
+    let common = image.with_file_name("prompt");
+    let mut add = |text: &str, text_2: Option<&String>| {
+        let prompt = Prompt {
+            text: text.to_owned(),
+            text_2: text_2.cloned(),
+        };
+        embeddings.add(prompt, &common, derived);
+    };
+    add("", None);
+    if let Some(trigger) = &process.trigger_word {
+        add(trigger, None);
+    }
+    if !process.train.disable_sampling {
+        for section in [Some(&process.sample), process.first_sample.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            for request in section.requests(process.trigger_word.as_deref()) {
+                add(&request.prompt, request.prompt_2.as_ref());
+                add(&request.negative_prompt, request.negative_prompt_2.as_ref());
+            }
+        }
+    }
+    if caches_captions(process) {
+        for (number, dataset) in data.datasets.iter().enumerate() {
+            for (index, item) in dataset.items.iter().enumerate() {
+                let caption = data.frozen_caption(number, index);
+                embeddings.add(Prompt::new(caption), &item.path, item.derived.as_deref());
+            }
+        }
+    }
+}
