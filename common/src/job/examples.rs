@@ -147,7 +147,20 @@ fn samplers_must_suit_the_family() {
         assert!(text.contains(from), "{from}");
         refused(&load_text("generate_flux.yaml", &text.replace(from, to)))
     };
-    assert_eq!(refused_with("sampler: flowmatch", "sampler: euler"), [""; 0]);
+    for known in ["euler", "ddpm", "heun", "dpmsolver++", "dpm++_2m", "unipc"] {
+        let to = format!("sampler: {known}");
+        assert_eq!(refused_with("sampler: flowmatch", &to), [""; 0], "{known}");
+    }
+    let trained = |noise: &str| {
+        let text = include_str!("../../../config/examples/train_lora_flux.yaml");
+        let to = format!("noise_scheduler: {noise}");
+        refused(&load_text(
+            "flux.yaml",
+            &text.replace("noise_scheduler: flowmatch", &to),
+        ))
+    };
+    assert_eq!(trained("euler"), [""; 0]);
+    assert_eq!(trained("unipc"), ["train.noise_scheduler"]);
     assert_eq!(
         refused_with("sampler: flowmatch", "sampler: ddim"),
         ["generate.sampler"]
@@ -167,6 +180,10 @@ fn samplers_must_suit_the_family() {
         refused(&load_text("generate_sdxl.yaml", &text))
     };
     assert_eq!(without("sdxl"), ["model.use_text_encoder_2"]);
+    for other in ["flowmatch", "heun", "unipc"] {
+        let text = xl.replace("sampler: euler ", &format!("sampler: {other} "));
+        assert_eq!(refused(&load_text("generate_sdxl.yaml", &text)), ["generate.sampler"]);
+    }
     assert_eq!(without("sd1"), [""; 0], "it has no effect there, as in ai-toolkit");
 }
 

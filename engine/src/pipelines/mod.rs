@@ -106,6 +106,7 @@ impl<'a> Pipeline<'a> {
             true => (request.steps as f64 - wanted) as usize,
             false => request.steps - (wanted as usize).min(request.steps),
         };
+        let begin = begin * samplers.first().map_or(1, |sampler| sampler.evaluations_per_step());
         if begin >= timesteps {
             // A strength at which no step is left changes nothing.
             let copies = request.prompts.len() / images.len();
