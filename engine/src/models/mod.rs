@@ -4,6 +4,8 @@ pub mod clip;
 pub mod codec;
 pub mod config;
 pub mod flux;
+pub mod qwen3;
+mod special_tokens;
 pub mod t5;
 pub mod unet;
 pub mod vae;
