@@ -68,6 +68,14 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_lora_flux.yaml"),
         ),
         (
+            "train_lora_zimage.yaml",
+            include_str!("../../../config/examples/train_lora_zimage.yaml"),
+        ),
+        (
+            "generate_zimage.yaml",
+            include_str!("../../../config/examples/generate_zimage.yaml"),
+        ),
+        (
             "generate_sdxl.yaml",
             include_str!("../../../config/examples/generate_sdxl.yaml"),
         ),
@@ -172,6 +180,10 @@ fn samplers_must_suit_the_family() {
         "it is rounded down"
     );
     let xl = include_str!("../../../config/examples/generate_sdxl.yaml");
+    for other in ["flowmatch", "heun", "unipc"] {
+        let text = xl.replace("sampler: euler ", &format!("sampler: {other} "));
+        assert_eq!(refused(&load_text("generate_sdxl.yaml", &text)), ["generate.sampler"]);
+    }
     let without = |arch: &str| {
         let text = xl.replace(
             "arch: sdxl",
@@ -180,11 +192,14 @@ fn samplers_must_suit_the_family() {
         refused(&load_text("generate_sdxl.yaml", &text))
     };
     assert_eq!(without("sdxl"), ["model.use_text_encoder_2"]);
-    for other in ["flowmatch", "heun", "unipc"] {
-        let text = xl.replace("sampler: euler ", &format!("sampler: {other} "));
-        assert_eq!(refused(&load_text("generate_sdxl.yaml", &text)), ["generate.sampler"]);
-    }
     assert_eq!(without("sd1"), [""; 0], "it has no effect there, as in ai-toolkit");
+}
+
+#[test]
+fn the_text_encoder_of_z_image_is_not_trained() {
+    let text = include_str!("../../../config/examples/train_lora_zimage.yaml");
+    let text = text.replace("batch_size: 1", "batch_size: 1\n        train_text_encoder: true");
+    assert_eq!(refused(&load_text("zimage.yaml", &text)), ["train.train_text_encoder"]);
 }
 
 #[test]

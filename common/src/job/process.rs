@@ -96,6 +96,10 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
     if arch.is_flow() && arch.is_trainable() {
         check_flow(&process.train, path, report);
     }
+    if arch == ArchName::Zimage && process.train.train_text_encoder {
+        let message = "the text encoder of Z-Image (Qwen3) is not trained: set it to false";
+        report.error(join(path, "train.train_text_encoder"), message.to_owned());
+    }
 }
 
 /// Checks the settings of a training by flow matching.

@@ -45,6 +45,14 @@ const FLUX: Layout = Layout {
     ],
     tokenizers: &["tokenizer", "tokenizer_2"],
 };
+const ZIMAGE: Layout = Layout {
+    components: &[
+        ("transformer", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+    ],
+    tokenizers: &["tokenizer"],
+};
 
 /// The files that a tokenizer consists of: one of these sets.
 const TOKENIZER_FILES: [&[&str]; 3] = [&["tokenizer.json"], &["spiece.model"], &["vocab.json", "merges.txt"]];
@@ -57,6 +65,7 @@ fn layout(files: &Inventory) -> Layout {
     match class {
         class if class.starts_with("StableDiffusionXL") => STABLE_DIFFUSION_XL,
         class if class.starts_with("Flux") => FLUX,
+        class if class.starts_with("ZImage") => ZIMAGE,
         _ => STABLE_DIFFUSION,
     }
 }
@@ -230,6 +239,30 @@ mod tests {
             files.names.push(name.to_owned());
         }
         assert_eq!(missing_files(&files)[0], "unet/*.safetensors");
+    }
+
+    #[test]
+    fn a_z_image_folder_has_one_text_encoder_and_a_transformer() {
+        let names = [
+            "model_index.json",
+            "scheduler/scheduler_config.json",
+            "tokenizer/vocab.json",
+            "tokenizer/merges.txt",
+        ];
+        let mut files = Inventory::of_names(names.map(str::to_owned).to_vec());
+        let index = serde_json::Map::from_iter([("_class_name".to_owned(), "ZImagePipeline".into())]);
+        files.configs.insert("model_index.json".to_owned(), index);
+        assert_eq!(
+            missing_files(&files),
+            [
+                "transformer/config.json",
+                "transformer/*.safetensors",
+                "vae/config.json",
+                "vae/*.safetensors",
+                "text_encoder/config.json",
+                "text_encoder/*.safetensors",
+            ]
+        );
     }
 
     #[test]

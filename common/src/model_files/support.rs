@@ -27,7 +27,8 @@ fn supported() -> String {
             ArchName::Sd1 => "Stable Diffusion 1.x (`arch: sd1`)".to_owned(),
             ArchName::Sd2 => "Stable Diffusion 2.x (`arch: sd2`)".to_owned(),
             ArchName::Sdxl => "Stable Diffusion XL (`arch: sdxl`)".to_owned(),
-            ArchName::Flux => "FLUX.1 (`arch: flux`, generation only)".to_owned(),
+            ArchName::Flux => "FLUX.1 (`arch: flux`)".to_owned(),
+            ArchName::Zimage => "Z-Image (`arch: zimage`)".to_owned(),
             other => format!("`arch: {other}`"),
         })
         .collect();

@@ -1,8 +1,8 @@
 //! The names of a model's layers in every dialect of LoRA files.
 
 use crate::families::{LoraNames, Part, PartRole};
-use crate::models::flux::original_layers;
 use crate::models::unet::OriginalNames;
+use crate::models::{flux, zimage};
 use std::collections::HashMap;
 
 /// A layer: the part of the model that it is in, and its dotted diffusers path.
@@ -145,7 +145,8 @@ impl LayerIndex {
         }
         if role == PartRole::Denoiser {
             let rows: HashMap<&str, usize> = layers.iter().map(|(path, rows)| (path.as_str(), *rows)).collect();
-            for layer in original_layers(&paths) {
+            let original = flux::original_layers(&paths).into_iter();
+            for layer in original.chain(zimage::original_layers(&paths)) {
                 let parts = layer.parts.into_iter();
                 let parts = parts.filter_map(|part| rows.get(part.as_str()).map(|rows| (part.clone(), *rows)));
                 insert(&layer.name, parts.collect(), layer.halves_swapped);

@@ -13,6 +13,8 @@ pub mod sd1;
 pub mod sd2;
 pub mod sdxl;
 pub mod stable_diffusion;
+mod transformer_folder;
+pub mod zimage;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use flux::FLUX;
@@ -22,6 +24,7 @@ pub use saved::{META_FILE, saved_step};
 pub use sd1::SD1;
 pub use sd2::SD2;
 pub use sdxl::SDXL;
+pub use zimage::ZIMAGE;
 
 use crate::error::{EngineError, Result};
 use aitk_common::job::arch::ArchName;
@@ -29,7 +32,7 @@ use check::{check_family, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
-pub static FAMILIES: [&dyn Family; 4] = [&SD1, &SD2, &SDXL, &FLUX];
+pub static FAMILIES: [&dyn Family; 5] = [&SD1, &SD2, &SDXL, &FLUX, &ZIMAGE];
 
 /// The family with this name.
 ///

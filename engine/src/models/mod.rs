@@ -9,6 +9,7 @@ mod special_tokens;
 pub mod t5;
 pub mod unet;
 pub mod vae;
+pub mod zimage;
 
 #[cfg(test)]
 mod tests;

@@ -28,6 +28,11 @@ pub struct GenerateRequest {
     pub true_cfg_scale: f64,
     /// Guidance rescale: 0 is off.
     pub guidance_rescale: f64,
+    /// The most that guidance may lengthen a prediction, as a factor of its norm with the prompt alone: 0 is off
+    /// (`cfg_normalization` of diffusers' Z-Image pipeline).
+    pub cfg_normalization: f64,
+    /// The share of the time steps after which predictions are not guided (`cfg_truncation` there); 1: all are guided.
+    pub cfg_truncation: f64,
     /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
     pub condition_size: Option<ItemSize>,
     /// Name of the sampler, see [`crate::samplers::names`].
@@ -51,6 +56,8 @@ impl Default for GenerateRequest {
             guidance_scale: 7.5,
             true_cfg_scale: 1.0,
             guidance_rescale: 0.0,
+            cfg_normalization: 0.0,
+            cfg_truncation: 1.0,
             sampler: "pndm".into(),
             eta: 0.0,
         }

@@ -59,6 +59,8 @@ fn request(case: &Value) -> GenerateRequest {
         true_cfg_scale: number("true_cfg_scale", 1.0),
         // Image-to-image of diffusers has no guidance rescale.
         guidance_rescale: number("guidance_rescale", 0.0),
+        cfg_normalization: number("cfg_normalization", 0.0),
+        cfg_truncation: number("cfg_truncation", 1.0),
         sampler: case["sampler"].as_str().unwrap().to_owned(),
         eta: number("eta", 0.0),
     }

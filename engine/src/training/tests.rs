@@ -5,6 +5,7 @@ mod flow;
 mod flux;
 mod full;
 mod portable;
+mod zimage;
 
 use super::*;
 use crate::adapters::{LoraConfig, LoraNetwork};

@@ -1,11 +1,11 @@
 //! Loads FLUX.1 from a diffusers folder.
 
 use super::model::FluxModel;
-use super::save::{TRANSFORMER, TransformerSource};
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
 use crate::families::scheduler_config;
+use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::flux::{FluxConfig, FluxTransformer2DModel};
@@ -101,7 +101,7 @@ impl FluxModel {
             .collect();
         let path = config(TRANSFORMER);
         let text = config::read_text(&path).map_err(|error| EngineError::io(&path, error))?;
-        let source = Arc::new(TransformerSource::new(folder, &transformer_weights, text)?);
+        let source = Arc::new(TransformerSource::new("FLUX.1", folder, &transformer_weights, text)?);
         let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
         check_widths(&clip_config, &t5_config, &flux_config, &vae_config)?;
         Ok(Self {

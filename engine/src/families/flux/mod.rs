@@ -2,7 +2,6 @@
 
 mod load;
 mod model;
-mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;

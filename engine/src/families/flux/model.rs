@@ -1,17 +1,16 @@
 //! FLUX.1 as a [`Model`].
 
-use super::save::{TRANSFORMER, TransformerSource, TransformerWriter};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::residency::Residency;
-use crate::weights::Index;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -183,20 +182,7 @@ impl Model for FluxModel {
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {
-        let index = Index::open(path.join(TRANSFORMER))?;
-        let mut sources = Vec::with_capacity(self.trained.len());
-        for (name, var) in &self.trained {
-            let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
-            let inner = inner.ok_or_else(|| {
-                EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
-            })?;
-            index.check_shape(inner, var.shape())?;
-            sources.push((inner, var));
-        }
-        for (name, var) in sources {
-            var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
-        }
-        Ok(())
+        load_trained(&self.trained, path)
     }
 
     fn check_single_file(&self) -> Result<()> {

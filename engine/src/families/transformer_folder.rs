@@ -1,12 +1,12 @@
-//! Saves a fine-tuned transformer of FLUX.1 as a diffusers folder, as ai-toolkit does: `transformer/` and the metadata. The other
-//! parts do not change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both.
+//! Saves a fine-tuned transformer as a diffusers folder, as ai-toolkit does: `transformer/` and the metadata. The other parts do not
+//! change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both.
 
+use super::model::{ModelWriter, SaveOptions};
+use super::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadata, write_text_file};
 use crate::error::{EngineError, Result};
-use crate::families::model::{ModelWriter, SaveOptions};
-use crate::families::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadata, write_text_file};
 use crate::weights::{Index, SafetensorsLayout, Weights};
 use aitk_common::fsutil;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -20,6 +20,8 @@ const MAX_FILE_BYTES: usize = 10_000_000_000;
 /// Where a transformer was loaded from.
 #[derive(Clone, Debug)]
 pub(super) struct TransformerSource {
+    /// The name of the family, for errors.
+    family: &'static str,
     path: PathBuf,
     index: Index,
     config: String,
@@ -27,11 +29,12 @@ pub(super) struct TransformerSource {
 
 impl TransformerSource {
     /// `weights`: those that the transformer was built from.
-    pub(super) fn new(path: &Path, weights: &Weights, config: String) -> Result<Self> {
+    pub(super) fn new(family: &'static str, path: &Path, weights: &Weights, config: String) -> Result<Self> {
         let index = weights.requested_tensors();
         let index = index
             .ok_or_else(|| EngineError::Internal("a model that was not loaded from files cannot be saved".into()))?;
         Ok(Self {
+            family,
             path: path.to_path_buf(),
             index,
             config,
@@ -41,10 +44,32 @@ impl TransformerSource {
     /// The error of saving as one file.
     pub(super) fn no_single_file(&self) -> EngineError {
         EngineError::Unsupported(format!(
-            "{}: a fine-tuned FLUX.1 is saved as a diffusers folder, not as one file yet: set `save.save_format: diffusers`",
-            self.path.display()
+            "{}: a fine-tuned {} is saved as a diffusers folder, not as one file yet: set `save.save_format: diffusers`",
+            self.path.display(),
+            self.family
         ))
     }
+}
+
+/// Loads the trained tensors of a transformer (`transformer.` and diffusers' name) from the folder of a saved one.
+///
+/// # Errors
+/// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
+pub(super) fn load_trained(trained: &[(String, Var)], path: &Path) -> Result<()> {
+    let index = Index::open(path.join(TRANSFORMER))?;
+    let mut sources = Vec::with_capacity(trained.len());
+    for (name, var) in trained {
+        let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
+        let inner = inner.ok_or_else(|| {
+            EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
+        })?;
+        index.check_shape(inner, var.shape())?;
+        sources.push((inner, var));
+    }
+    for (name, var) in sources {
+        var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
+    }
+    Ok(())
 }
 
 /// A transformer that can be saved.
