@@ -143,6 +143,35 @@ pub(crate) fn sd35_without_t5() -> tempfile::TempDir {
     folder
 }
 
+/// tiny_zimage with the VAE of tiny_flux; for the base model with the files of tiny_zimage_base, which lacks the embedding of the
+/// time step.
+pub(crate) fn zimage_folder(is_base: bool) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let (turbo, base) = (fixtures().join("tiny_zimage"), fixtures().join("tiny_zimage_base"));
+    let link = |source: &Path, part: &str| {
+        std::os::unix::fs::symlink(source.join(part), folder.path().join(part)).unwrap();
+    };
+    link(&fixtures().join("tiny_flux"), "vae");
+    for part in ["model_index.json", "text_encoder", "tokenizer"] {
+        link(&turbo, part);
+    }
+    link(if is_base { &base } else { &turbo }, "scheduler");
+    if !is_base {
+        link(&turbo, "transformer");
+        return folder;
+    }
+    std::fs::create_dir(folder.path().join("transformer")).unwrap();
+    link(&turbo, "transformer/diffusion_pytorch_model-00001-of-00002.safetensors");
+    for file in [
+        "config.json",
+        "diffusion_pytorch_model.safetensors.index.json",
+        "diffusion_pytorch_model-00002-of-00002.safetensors",
+    ] {
+        link(&base, &format!("transformer/{file}"));
+    }
+    folder
+}
+
 /// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that
 /// its file gets in the folder.
 pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfile::TempDir {

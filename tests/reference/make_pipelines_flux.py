@@ -3,7 +3,7 @@
 The cases are in the format of make_pipelines.py. `guidance` is the input of the guidance embedding, which schnell has not. Real
 classifier-free guidance has `true_cfg_scale` and `negative`. `schnell` is true for tiny_flux_schnell. `scheduler` replaces values of the
 scheduler's config. `image` is the size of the image that image to image starts from; the generated one has `width` and `height`.
-`lora` uses the LoRA of tests/fixtures/lora_flux, which make_lora_flux.py writes.
+`lora` uses the LoRA of tests/fixtures/lora_flux, which make_lora_flux.py writes. `sampler` is a name of flow_schedulers.py.
 
 images.safetensors also has what the scheduler computed: `<case>:timesteps` of the steps that are run, `<case>:sigmas` of those steps and
 after the last, and for some cases `<case>:latents`, the packed latents that are decoded. `image_tokens` and `mu` in cases.json are what
@@ -13,8 +13,9 @@ import json
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxImg2ImgPipeline, FluxPipeline
+from diffusers import FluxImg2ImgPipeline, FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from flow_schedulers import make_scheduler
 from make_images import make_image
 from PIL import Image
 from safetensors.torch import save_file
@@ -57,6 +58,13 @@ def cases():
     yield "static_shift", base | {"scheduler": {"use_dynamic_shifting": False}}
     yield "shift_terminal", base | {"scheduler": {"shift_terminal": 0.1}, "steps": 5}
     yield "karras", base | {"scheduler": {"use_karras_sigmas": True}, "steps": 5}
+    yield "beta", base | {"scheduler": {"use_beta_sigmas": True}, "steps": 5}
+    for sampler in ("heun", "dpmsolver++", "unipc"):
+        of = base | {"sampler": sampler}
+        yield f"{sampler}", of | {"steps": 5}
+        yield f"{sampler}_schnell", of | {"schnell": True, "guidance": 0.0, "steps": 3}
+        yield f"{sampler}_img2img", of | {"image": [64, 64], "strength": 0.6, "steps": 7}
+    yield "unipc_batch_true_cfg", base | {"sampler": "unipc", "prompts": ["a cat", "a dog"], "seeds": [5, 6], "true_cfg_scale": 2.5, "negative": "blurry"}
     for strength in (0.3, 0.6, 1.0):
         yield f"img2img_{strength}", base | {"image": [64, 64], "strength": strength, "steps": 7}
     yield "img2img_wide", base | {"image": [96, 64], "width": 96, "strength": 0.75, "seeds": [9]}
@@ -82,7 +90,7 @@ def given_config(config):
 def generate(case, parts, config):
     """The images of a case as [batch, height, width, 3] bytes, and what the scheduler and the sampler computed."""
     kind = FluxImg2ImgPipeline if "image" in case else FluxPipeline
-    pipe = kind(**parts, scheduler=FlowMatchEulerDiscreteScheduler.from_config(given_config(config) | case.get("scheduler", {})))
+    pipe = kind(**parts, scheduler=make_scheduler(case["sampler"], given_config(config) | case.get("scheduler", {})))
     pipe.set_progress_bar_config(disable=True)
     if "lora" in case:
         pipe.load_lora_weights(LORA, adapter_name="l")
@@ -110,6 +118,10 @@ def generate(case, parts, config):
     if "negative" in case:
         options["negative_prompt"] = [case["negative"]] * len(case["prompts"])
     if "image" in case:
+        # The strength is a share of the steps, as in pipelines that let Heun's scheduler choose its sigmas (Stable Diffusion 3); here
+        # the pipeline would count the time steps, of which Heun's method has two for a step.
+        given = pipe.get_timesteps
+        pipe.get_timesteps = lambda steps, strength, device: given(case["steps"], strength, device)
         options |= {"image": Image.fromarray(make_image(*case["image"], 5)), "strength": case["strength"]}
     images = pipe(**options).images
     if "lora" in case:

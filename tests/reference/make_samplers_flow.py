@@ -7,9 +7,8 @@ that of make_samplers.py: tanh(0.7 * input) + 0.01 * t / 1000.
 """
 import inspect
 import json
-import types
 
-import mpmath
+import flow_schedulers  # noqa: F401  beta sigmas without scipy
 import numpy as np
 import torch
 from diffusers import (
@@ -19,26 +18,10 @@ from diffusers import (
     UniPCMultistepScheduler,
 )
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from diffusers.schedulers import scheduling_flow_match_euler_discrete
 from make_samplers import OUT
 from safetensors.torch import save_file
 from tiny_flux import SCHEDULER, SCHNELL_SCHEDULER
 
-
-def beta_quantile(p, a, b):
-    """scipy.stats.beta.ppf by bisection: no need to install scipy."""
-    if p in (0.0, 1.0):
-        return p
-    low, high = mpmath.mpf(0), mpmath.mpf(1)
-    for _ in range(70):
-        middle = (low + high) / 2
-        below = mpmath.betainc(a, b, 0, middle, regularized=True) < p
-        low, high = (middle, high) if below else (low, middle)
-    return float((low + high) / 2)
-
-
-scheduling_flow_match_euler_discrete.is_scipy_available = lambda: True
-scheduling_flow_match_euler_discrete.scipy = types.SimpleNamespace(stats=types.SimpleNamespace(beta=types.SimpleNamespace(ppf=beta_quantile)))
 
 CLASSES = {
     "flowmatch": FlowMatchEulerDiscreteScheduler,
@@ -102,9 +85,22 @@ def cases():
         yield "unipc", f"order{order}", FLOW | {"flow_shift": 3.0, "solver_order": order}, 8, 0, {}
     yield "dpmsolver++", "sde", FLOW | {"flow_shift": 3.0, "algorithm_type": "sde-dpmsolver++"}, 8, 0, {}
     yield "dpmsolver++", "from_3", FLOW | {"flow_shift": 3.0}, 8, 3, {}
-    yield "unipc", "bh1", FLOW | {"flow_shift": 3.0, "solver_type": "bh1"}, 8, 0, {}
+    # With a last sigma of 0 this version gives NaN in diffusers.
+    yield "unipc", "bh1", FLOW | {"flow_shift": 3.0, "solver_type": "bh1", "final_sigmas_type": "sigma_min"}, 8, 0, {}
     yield "unipc", "from_3", FLOW | {"flow_shift": 3.0}, 8, 3, {}
-    yield "unipc", "dynamic", FLOW | {"use_dynamic_shifting": True}, 8, 0, dynamic(1024)
+    # FluxPipeline leaves the sigmas to these schedulers.
+    own = {"image_tokens": 1024, "mu": calculate_shift(1024)}
+    for name in ("dpmsolver++", "unipc"):
+        yield name, "dynamic", FLOW | {"use_dynamic_shifting": True}, 8, 0, own
+        yield name, "dynamic_order3", FLOW | {"use_dynamic_shifting": True, "solver_order": 3}, 17, 0, own
+        yield name, "sigma_min", FLOW | {"flow_shift": 3.0, "final_sigmas_type": "sigma_min"}, 8, 0, {}
+        yield name, "no_lower_order", FLOW | {"flow_shift": 3.0, "lower_order_final": False, "final_sigmas_type": "sigma_min"}, 8, 0, {}
+    yield "dpmsolver++", "heun", FLOW | {"flow_shift": 3.0, "solver_type": "heun"}, 16, 0, {}
+    yield "dpmsolver++", "euler_at_final", FLOW | {"flow_shift": 3.0, "euler_at_final": True}, 16, 0, {}
+    yield "unipc", "karras", FLOW | {"use_karras_sigmas": True}, 8, 0, {}
+    yield "unipc", "uncorrected", FLOW | {"flow_shift": 3.0, "disable_corrector": [0, 2]}, 8, 0, {}
+    yield "unipc", "linear_shift", FLOW | {"use_dynamic_shifting": True, "time_shift_type": "linear"}, 8, 0, own
+    yield "unipc", "shift_terminal", FLOW | {"flow_shift": 3.0, "shift_terminal": 0.1}, 8, 0, {}
 
 
 def run(name, params, steps, begin, options):

@@ -7,8 +7,7 @@ use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-const LATER: &str =
-    "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, and FLUX.1 (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`)";
+const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, FLUX.1 and Z-Image (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`, `zimage`)";
 
 choices! {
     /// A family of models.
@@ -66,7 +65,7 @@ choices! {
         /// OmniGen2.
         Omnigen2 = "omnigen2", Refused(LATER);
         /// Z-Image.
-        Zimage = "zimage", Refused(LATER);
+        Zimage = "zimage", Works;
         /// Z-Image, pixel space.
         ZimageL2p = "zimage_l2p", Refused(LATER);
         /// Wan 2.1.
@@ -124,13 +123,16 @@ impl ArchName {
     /// Whether this release trains the family; it generates with every family whose status is `Works`.
     #[must_use]
     pub fn is_trainable(self) -> bool {
-        matches!(self, Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Sd3 | Self::Flux)
+        matches!(
+            self,
+            Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Sd3 | Self::Flux | Self::Zimage
+        )
     }
 
     /// Whether the family was trained by flow matching. Those that this release runs.
     #[must_use]
     pub fn is_flow(self) -> bool {
-        matches!(self, Self::Sd3 | Self::Flux)
+        matches!(self, Self::Sd3 | Self::Flux | Self::Zimage)
     }
 
     /// Bucket sizes are multiples of this many pixels.

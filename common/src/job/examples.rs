@@ -72,6 +72,14 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_lora_sd35_large.yaml"),
         ),
         (
+            "train_lora_zimage.yaml",
+            include_str!("../../../config/examples/train_lora_zimage.yaml"),
+        ),
+        (
+            "generate_zimage.yaml",
+            include_str!("../../../config/examples/generate_zimage.yaml"),
+        ),
+        (
             "generate_sdxl.yaml",
             include_str!("../../../config/examples/generate_sdxl.yaml"),
         ),
@@ -151,7 +159,20 @@ fn samplers_must_suit_the_family() {
         assert!(text.contains(from), "{from}");
         refused(&load_text("generate_flux.yaml", &text.replace(from, to)))
     };
-    assert_eq!(refused_with("sampler: flowmatch", "sampler: euler"), [""; 0]);
+    for known in ["euler", "ddpm", "heun", "dpmsolver++", "dpm++_2m", "unipc"] {
+        let to = format!("sampler: {known}");
+        assert_eq!(refused_with("sampler: flowmatch", &to), [""; 0], "{known}");
+    }
+    let trained = |noise: &str| {
+        let text = include_str!("../../../config/examples/train_lora_flux.yaml");
+        let to = format!("noise_scheduler: {noise}");
+        refused(&load_text(
+            "flux.yaml",
+            &text.replace("noise_scheduler: flowmatch", &to),
+        ))
+    };
+    assert_eq!(trained("euler"), [""; 0]);
+    assert_eq!(trained("unipc"), ["train.noise_scheduler"]);
     assert_eq!(
         refused_with("sampler: flowmatch", "sampler: ddim"),
         ["generate.sampler"]
@@ -163,6 +184,10 @@ fn samplers_must_suit_the_family() {
         "it is rounded down"
     );
     let xl = include_str!("../../../config/examples/generate_sdxl.yaml");
+    for other in ["flowmatch", "heun", "unipc"] {
+        let text = xl.replace("sampler: euler ", &format!("sampler: {other} "));
+        assert_eq!(refused(&load_text("generate_sdxl.yaml", &text)), ["generate.sampler"]);
+    }
     let without = |arch: &str| {
         let text = xl.replace(
             "arch: sdxl",
@@ -172,6 +197,13 @@ fn samplers_must_suit_the_family() {
     };
     assert_eq!(without("sdxl"), ["model.use_text_encoder_2"]);
     assert_eq!(without("sd1"), [""; 0], "it has no effect there, as in ai-toolkit");
+}
+
+#[test]
+fn the_text_encoder_of_z_image_is_not_trained() {
+    let text = include_str!("../../../config/examples/train_lora_zimage.yaml");
+    let text = text.replace("batch_size: 1", "batch_size: 1\n        train_text_encoder: true");
+    assert_eq!(refused(&load_text("zimage.yaml", &text)), ["train.train_text_encoder"]);
 }
 
 #[test]
@@ -250,12 +282,7 @@ fn a_zimage_lokr_job_is_read() {
     let job = load_file!("zimage_lokr.jsonc");
     assert_eq!(job.warnings, []);
     let refused = refused(&job);
-    for key in [
-        "network.type",
-        "model.arch",
-        "train.diff_output_preservation",
-        "datasets[0].controls",
-    ] {
+    for key in ["network.type", "train.diff_output_preservation", "datasets[0].controls"] {
         assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
     }
     assert!(

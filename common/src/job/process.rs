@@ -90,20 +90,19 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         let message = format!("this release generates with `{arch}` (`job: generate`); it does not train it yet");
         report.error(join(path, "model.arch"), message);
     }
-    check_sampler(
-        arch,
-        process.train.noise_scheduler,
-        path,
-        "train.noise_scheduler",
-        report,
-    );
-    check_sampler(arch, process.sample.sampler, path, "sample.sampler", report);
+    let sampler = process.sample.sampler;
+    check_sampler(arch, sampler, path, "sample.sampler", report);
+    check_noise_scheduler(arch, process.train.noise_scheduler, path, report);
     if (process.train.do_cfg || process.train.do_random_cfg) && process.train.negative_prompt.is_some() {
         let message = "CFG while training uses the empty prompt; remove this key";
         report.error(join(path, "train.negative_prompt"), message.to_owned());
     }
     if arch.is_flow() && arch.is_trainable() {
         check_flow(&process.train, path, report);
+    }
+    if arch == ArchName::Zimage && process.train.train_text_encoder {
+        let message = "the text encoder of Z-Image (Qwen3) is not trained: set it to false";
+        report.error(join(path, "train.train_text_encoder"), message.to_owned());
     }
 }
 
@@ -134,21 +133,43 @@ fn check_img2img(process: &Img2ImgProcess, path: &str, report: &mut SupportRepor
 
 /// Checks that a sampler is one for this kind of model. `ddpm` is what a config without a sampler has.
 fn check_sampler(arch: ArchName, sampler: SamplerName, path: &str, key: &str, report: &mut SupportReport) {
+    use SamplerName::{Ddpm, DpmSolverPp, Euler, FlowMatch, Heun, UniPc};
     let (known, advice) = match arch.is_flow() {
         true => (
-            matches!(sampler, SamplerName::FlowMatch | SamplerName::Euler | SamplerName::Ddpm),
-            "it was trained by flow matching: use `flowmatch`",
+            matches!(sampler, FlowMatch | Euler | Ddpm | Heun | DpmSolverPp | UniPc),
+            "it was trained by flow matching: use `flowmatch`, `heun`, `dpmsolver++` or `unipc`",
         ),
         false => (
-            sampler != SamplerName::FlowMatch,
+            !matches!(sampler, FlowMatch | Heun | UniPc),
             "it is a diffusion model: use `ddpm`, `euler` or another sampler",
         ),
     };
+    report_sampler(known, arch, sampler, (&join(path, key), advice), report);
+}
+
+/// Checks that the noise of a training is that of this kind of model.
+fn check_noise_scheduler(arch: ArchName, noise: SamplerName, path: &str, report: &mut SupportReport) {
+    let key = join(path, "train.noise_scheduler");
+    match (arch.is_flow(), noise) {
+        (true, SamplerName::Heun | SamplerName::DpmSolverPp | SamplerName::UniPc) => {
+            let advice = "it is trained by flow matching: use `flowmatch`";
+            report_sampler(false, arch, noise, (&key, advice), report);
+        }
+        _ => check_sampler(arch, noise, path, "train.noise_scheduler", report),
+    }
+}
+
+/// Reports a sampler that is not `known` for the model, at a key, with advice what to do.
+fn report_sampler(
+    known: bool,
+    arch: ArchName,
+    sampler: SamplerName,
+    (key, advice): (&str, &str),
+    report: &mut SupportReport,
+) {
     if !known && matches!(arch.status(), SupportLevel::Works) {
-        report.error(
-            join(path, key),
-            format!("`{sampler}` is not a sampler for `arch: {arch}`; {advice}"),
-        );
+        let message = format!("`{sampler}` is not a sampler for `arch: {arch}`; {advice}");
+        report.error(key.to_owned(), message);
     }
 }
 

@@ -32,7 +32,9 @@ choices! {
         /// DPM-Solver, single step.
         DpmSingle = "dpmsingle", Refused("use `dpmsolver++`");
         /// Heun.
-        Heun = "heun", Refused("use `euler`");
+        Heun = "heun" | "flow_match_heun", Works;
+        /// UniPC.
+        UniPc = "unipc" | "uni_pc", Works;
         /// KDPM2.
         Dpm2 = "dpm_2", Refused("use `dpmsolver++`");
         /// KDPM2 with ancestral noise.

@@ -183,7 +183,7 @@ section! {
         diffusion_feature_extractor_weight: Option<f64> = None, DependsOn("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
 
         /// Negative prompt for training with CFG, or a file with one per line. Refused together with `do_cfg`: it uses the empty prompt.
-        negative_prompt: Option<String> = None, DependsOn("do_cfg"), input PromptFile;
+        negative_prompt: Option<String> = None, Ignored("CFG while training uses the empty prompt"), input PromptFile;
         /// Negatives joined per item.
         max_negative_prompts: u32 = 1, DependsOn("negative_prompt");
         /// Text of the unconditional pass.

@@ -65,6 +65,14 @@ const FLUX: Layout = Layout {
     ],
     tokenizers: &["tokenizer", "tokenizer_2"],
 };
+const ZIMAGE: Layout = Layout {
+    components: &[
+        ("transformer", "diffusion_pytorch_model"),
+        ("vae", "diffusion_pytorch_model"),
+        ("text_encoder", "model"),
+    ],
+    tokenizers: &["tokenizer"],
+};
 
 /// The files that a tokenizer consists of: one of these sets.
 const TOKENIZER_FILES: [&[&str]; 3] = [&["tokenizer.json"], &["spiece.model"], &["vocab.json", "merges.txt"]];
@@ -83,6 +91,7 @@ fn layout(files: &Inventory) -> Layout {
             false => STABLE_DIFFUSION_3_WITHOUT_T5,
         },
         class if class.starts_with("Flux") => FLUX,
+        class if class.starts_with("ZImage") => ZIMAGE,
         _ => STABLE_DIFFUSION,
     }
 }
@@ -299,6 +308,30 @@ mod tests {
         assert_eq!(report(model.path()), COMPLETE);
         std::fs::remove_file(model.path().join("text_encoder_2/config.json")).unwrap();
         assert_eq!(report(model.path()).0, ["text_encoder_2/config.json"]);
+    }
+
+    #[test]
+    fn a_z_image_folder_has_one_text_encoder_and_a_transformer() {
+        let names = [
+            "model_index.json",
+            "scheduler/scheduler_config.json",
+            "tokenizer/vocab.json",
+            "tokenizer/merges.txt",
+        ];
+        let mut files = Inventory::of_names(names.map(str::to_owned).to_vec());
+        let index = serde_json::Map::from_iter([("_class_name".to_owned(), "ZImagePipeline".into())]);
+        files.configs.insert("model_index.json".to_owned(), index);
+        assert_eq!(
+            missing_files(&files),
+            [
+                "transformer/config.json",
+                "transformer/*.safetensors",
+                "vae/config.json",
+                "vae/*.safetensors",
+                "text_encoder/config.json",
+                "text_encoder/*.safetensors",
+            ]
+        );
     }
 
     #[test]

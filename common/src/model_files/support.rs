@@ -29,6 +29,7 @@ fn supported() -> String {
             ArchName::Sdxl => "Stable Diffusion XL (`arch: sdxl`)".to_owned(),
             ArchName::Sd3 => "Stable Diffusion 3.5 (`arch: sd3`)".to_owned(),
             ArchName::Flux => "FLUX.1 (`arch: flux`)".to_owned(),
+            ArchName::Zimage => "Z-Image (`arch: zimage`)".to_owned(),
             other => format!("`arch: {other}`"),
         })
         .collect();

@@ -6,7 +6,9 @@
 /// megapixel of image (1024 x 1024) and per image, fitted to what the trainers publish: Stable Diffusion 1.5 LoRA
 /// at 512 in about 4 GB (diffusers issue 2474), SDXL LoRA in 8 GB at the least and 10 GB advised (sd-scripts
 /// `docs/sdxl_train_network.md`), FLUX.1 LoRA above 30 GB in bf16, about 17 GB with an 8-bit base and 8 GB with 28 of 35
-/// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`). Those of `sd3` are Stable Diffusion 3.5 large's.
+/// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`). Those of `sd3` are Stable
+/// Diffusion 3.5 large's. Z-Image LoRA at 1024 in bf16 with the captions
+/// encoded before: 21.3 GiB, 12.9 with gradient checkpointing, and 7.25 with an 8-bit base too (OneTrainer's sweep of 2026).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FamilyCosts {
     /// The name as in `model.arch`.
@@ -88,7 +90,7 @@ const SD1_ON_CPU: ActivationCosts = ActivationCosts {
 };
 
 /// The known families. Speeds are roughly those published for an RTX 3090.
-const FAMILIES: [FamilyCosts; 6] = [
+const FAMILIES: [FamilyCosts; 7] = [
     FamilyCosts {
         name: "sd1",
         denoiser: 860.0,
@@ -163,6 +165,21 @@ const FAMILIES: [FamilyCosts; 6] = [
         train_plain: 20.0,
         denoise: 2.0,
         seconds_per_unit: 0.3,
+    },
+    FamilyCosts {
+        name: "zimage",
+        denoiser: 6155.0,
+        convolutions: 0.0,
+        text: 3921.0,
+        text_tables: 389.0,
+        vae: 84.0,
+        lora_per_rank: 2.66,
+        conv_lora_per_rank: 0.0,
+        text_lora_per_rank: 0.0,
+        train_checkpointed: 1.5,
+        train_plain: 9.8,
+        denoise: 1.5,
+        seconds_per_unit: 0.2,
     },
     FamilyCosts {
         name: "qwen_image",

@@ -2,7 +2,7 @@
 
 use crate::families::{LoraNames, Part, PartRole};
 use crate::models::unet::OriginalNames;
-use crate::models::{flux, sd3};
+use crate::models::{flux, sd3, zimage};
 use std::collections::HashMap;
 
 /// A layer: the part of the model that it is in, and its dotted diffusers path.
@@ -147,7 +147,8 @@ impl LayerIndex {
             let rows: HashMap<&str, usize> = layers.iter().map(|(path, rows)| (path.as_str(), *rows)).collect();
             let original = flux::original_layers(&paths)
                 .into_iter()
-                .chain(sd3::original_layers(&paths));
+                .chain(sd3::original_layers(&paths))
+                .chain(zimage::original_layers(&paths));
             for layer in original {
                 let parts = layer.parts.into_iter();
                 let parts = parts.filter_map(|part| rows.get(part.as_str()).map(|rows| (part.clone(), *rows)));

@@ -15,6 +15,8 @@ pub mod sd2;
 pub mod sd3;
 pub mod sdxl;
 pub mod stable_diffusion;
+mod transformer_folder;
+pub mod zimage;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use encoded_prompts::EncodedPrompts;
@@ -26,6 +28,7 @@ pub use sd1::SD1;
 pub use sd2::SD2;
 pub use sd3::SD3;
 pub use sdxl::SDXL;
+pub use zimage::ZIMAGE;
 
 use crate::error::{EngineError, Result};
 use aitk_common::job::arch::ArchName;
@@ -34,7 +37,7 @@ use check::{check_family, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
-pub static FAMILIES: [&dyn Family; 5] = [&SD1, &SD2, &SDXL, &SD3, &FLUX];
+pub static FAMILIES: [&dyn Family; 6] = [&SD1, &SD2, &SDXL, &SD3, &FLUX, &ZIMAGE];
 
 /// The family with this name.
 ///

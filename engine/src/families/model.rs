@@ -150,6 +150,11 @@ pub trait Model: Send + Debug {
     /// The dtype of the arithmetic of the denoiser.
     fn dtype(&self) -> DType;
 
+    /// The dtype in which the noise is drawn that an image is made of.
+    fn noise_dtype(&self) -> DType {
+        self.dtype()
+    }
+
     /// The parts that can be trained, text encoders first, always in the same order.
     fn parts(&mut self) -> Vec<Part<'_>>;
 
@@ -212,6 +217,12 @@ pub trait Model: Send + Debug {
     /// How the model follows a guidance scale.
     fn guidance(&self) -> GuidanceKind {
         GuidanceKind::ClassifierFree
+    }
+
+    /// The factor of the difference between the predictions with the prompt and with the negative prompt, which is added to the
+    /// latter: of classifier-free guidance at this guidance scale. 1 and less: only the prediction with the prompt is used.
+    fn cfg_factor(&self, guidance_scale: f64) -> f64 {
+        guidance_scale
     }
 
     /// Adds the guidance scale to the conditioning of every item, for models that are conditioned on it.

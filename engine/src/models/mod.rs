@@ -5,10 +5,13 @@ pub mod codec;
 pub mod config;
 pub mod flux;
 mod mmdit;
+pub mod qwen3;
 pub mod sd3;
+mod special_tokens;
 pub mod t5;
 pub mod unet;
 pub mod vae;
+pub mod zimage;
 
 #[cfg(test)]
 mod tests;

@@ -1,16 +1,19 @@
-//! Compares images of Stable Diffusion 2.1, XL, 3.5 and FLUX.1 with those of diffusers (`tests/reference/make_pipelines_sd21.py`,
-//! `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_sd35.py`, `make_pipelines_flux.py`).
+//! Compares images of Stable Diffusion 2.1, XL, 3.5, FLUX.1 and Z-Image with those of diffusers
+//! (`tests/reference/make_pipelines_sd21.py`, `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_sd35.py`,
+//! `make_pipelines_flux.py`, `make_flux_files.py`, `make_pipelines_zimage.py`).
 
 use super::tests::compare_case;
 use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
 use crate::families::sd3::Sd3Model;
 use crate::families::stable_diffusion::{SdModel, Variant};
+use crate::families::zimage::ZImageModel;
 use crate::families::{FLUX, LoadOptions, Model, SD3, sd2, sdxl};
 use crate::pipelines::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::samplers::NoiseSource;
 use crate::testing::{
     chosen, fixtures, flux_files, in_portable_mode, schnell_folder, sd35_large_folder, sd35_without_t5, tiny,
+    zimage_folder,
 };
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
@@ -177,6 +180,28 @@ fn stable_diffusion_3_5_gives_the_images_of_diffusers() {
 }
 
 #[test]
+fn z_image_gives_the_images_of_diffusers() {
+    let load = |is_base| {
+        let folder = zimage_folder(is_base);
+        ZImageModel::load(folder.path(), &LoadOptions::cpu()).unwrap()
+    };
+    let (turbo, base) = (load(false), load(true));
+    assert_eq!(turbo.max_sequence_length, 512);
+    compare_all("pipelines_zimage", "cases", |case| {
+        let mut model = match case.get("base") {
+            Some(_) => base.clone(),
+            None => turbo.clone(),
+        };
+        model.max_sequence_length = case["max_sequence_length"].as_u64().unwrap() as usize;
+        for (key, value) in case["scheduler"].as_object().into_iter().flatten() {
+            model.scheduler_config[key] = value.clone();
+        }
+        add_lora(&mut model, case, "pipelines_zimage/lora.safetensors");
+        model
+    });
+}
+
+#[test]
 fn sequential_guidance_and_skipped_layers_give_the_same_images() {
     let folder = fixtures().join("tiny_sd35");
     let plain = Sd3Model::load(&SD3, &folder, &LoadOptions::cpu()).unwrap();
@@ -244,4 +269,5 @@ in_portable_mode! {
     flux_gives_the_images_of_diffusers,
     stable_diffusion_2_gives_the_images_of_diffusers,
     stable_diffusion_xl_gives_the_images_of_diffusers,
+    z_image_gives_the_images_of_diffusers,
 }

@@ -14,6 +14,8 @@ pub(super) struct Guidance {
     scale: f64,
     rescale: f64,
     skip_layers: Option<SkipLayerGuidance>,
+    normalization: f64,
+    truncation: f64,
 }
 
 /// Pairs prompts with the prompts for the second text encoder: none, one for all, or one each.
@@ -48,7 +50,7 @@ impl Guidance {
         let positive = prompts(&request.prompts, &request.prompts_2, batch, "prompts")?;
         let mut conditioning = model.encode_prompts(&positive)?;
         let scale = match model.guidance() {
-            GuidanceKind::ClassifierFree => request.guidance_scale,
+            GuidanceKind::ClassifierFree => model.cfg_factor(request.guidance_scale),
             GuidanceKind::Distilled => request.true_cfg_scale,
         };
         // A distilled model has no negative prompt of its own.
@@ -81,6 +83,8 @@ impl Guidance {
             scale,
             rescale: request.guidance_rescale,
             skip_layers: request.skip_layer_guidance.clone(),
+            normalization: request.cfg_normalization,
+            truncation: request.cfg_truncation,
         })
     }
 
@@ -104,6 +108,11 @@ impl Guidance {
             return forward(inputs, &self.conditioning);
         }
         let batch = self.conditioning.batch() / 2;
+        // The share of the way that is done at this time step, in f32, as diffusers computes it.
+        let done = (1000.0 - t as f32) / 1000.0;
+        if self.truncation <= 1.0 && f64::from(done) > self.truncation {
+            return forward(inputs, &self.conditioning.narrow(batch, batch)?);
+        }
         let (unconditional, conditional) = if model.sequential_cfg() {
             (
                 forward(inputs, &self.conditioning.narrow(0, batch)?)?,
@@ -132,6 +141,9 @@ impl Guidance {
             if let (Some(skip), Some(without)) = (skip, without_layers.as_ref().and_then(|all| all.get(number))) {
                 guided = (guided + ((conditional - without)? * skip.scale)?)?;
             }
+            if self.normalization > 0.0 {
+                guided = limit_norm(&guided, conditional, self.normalization)?;
+            }
             match self.rescale > 0.0 {
                 true => rescale_noise_cfg(&guided, conditional, self.rescale),
                 false => Ok(guided),
@@ -139,6 +151,18 @@ impl Guidance {
         });
         guided.collect()
     }
+}
+
+/// The guided predictions with norms of at most `factor` times those of the conditional ones (`cfg_normalization` of diffusers'
+/// Z-Image pipeline).
+fn limit_norm(guided: &Tensor, conditional: &Tensor, factor: f64) -> candle_core::Result<Tensor> {
+    let norm = |x: &Tensor| x.flatten_from(1)?.sqr()?.sum_keepdim(D::Minus1)?.sqrt();
+    let mut per_item = vec![1; guided.rank()];
+    per_item[0] = guided.dim(0)?;
+    let limit = (norm(conditional)? * factor)?;
+    // A guided prediction of zero keeps its norm: nothing is divided by it.
+    let ratio = (limit / norm(guided)?.maximum(f64::from(f32::MIN_POSITIVE))?)?.minimum(1.0)?;
+    guided.broadcast_mul(&ratio.reshape(per_item)?)
 }
 
 /// Moves the standard deviation of the guided prediction towards that of the conditional one (section 3.4 of "Common

@@ -68,7 +68,7 @@ impl<'a> Pipeline<'a> {
         let mut latents = Vec::new();
         for (shape, sampler) in self.latent_shapes(width, height)?.iter().zip(&samplers) {
             let shape = [&[request.prompts.len()], shape.as_slice()].concat();
-            let random = noise.randn(&shape, self.model.dtype(), self.model.device())?;
+            let random = noise.randn(&shape, self.model.noise_dtype(), self.model.device())?;
             latents.push((random * sampler.init_noise_sigma())?);
         }
         self.denoise(&guidance, samplers, 0, latents, noise, on_step)
@@ -106,6 +106,7 @@ impl<'a> Pipeline<'a> {
             true => (request.steps as f64 - wanted) as usize,
             false => request.steps - (wanted as usize).min(request.steps),
         };
+        let begin = begin * samplers.first().map_or(1, |sampler| sampler.evaluations_per_step());
         if begin >= timesteps {
             // A strength at which no step is left changes nothing.
             let copies = request.prompts.len() / images.len();

@@ -30,6 +30,11 @@ pub struct GenerateRequest {
     pub skip_layer_guidance: Option<SkipLayerGuidance>,
     /// Guidance rescale: 0 is off.
     pub guidance_rescale: f64,
+    /// The most that guidance may lengthen a prediction, as a factor of its norm with the prompt alone: 0 is off
+    /// (`cfg_normalization` of diffusers' Z-Image pipeline).
+    pub cfg_normalization: f64,
+    /// The share of the time steps after which predictions are not guided (`cfg_truncation` there); 1: all are guided.
+    pub cfg_truncation: f64,
     /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
     pub condition_size: Option<ItemSize>,
     /// Name of the sampler, see [`crate::samplers::names`].
@@ -54,6 +59,8 @@ impl Default for GenerateRequest {
             true_cfg_scale: 1.0,
             skip_layer_guidance: None,
             guidance_rescale: 0.0,
+            cfg_normalization: 0.0,
+            cfg_truncation: 1.0,
             sampler: "pndm".into(),
             eta: 0.0,
         }

@@ -108,6 +108,8 @@ pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_mu
         true_cfg_scale: 1.0,
         skip_layer_guidance: None,
         guidance_rescale: request.guidance_rescale,
+        cfg_normalization: 0.0,
+        cfg_truncation: 1.0,
         sampler: sampler.to_owned(),
         eta: 0.0,
     }

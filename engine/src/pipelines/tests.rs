@@ -65,6 +65,8 @@ fn request(case: &Value) -> GenerateRequest {
         }),
         // Image-to-image of diffusers has no guidance rescale.
         guidance_rescale: number("guidance_rescale", 0.0),
+        cfg_normalization: number("cfg_normalization", 0.0),
+        cfg_truncation: number("cfg_truncation", 1.0),
         sampler: case["sampler"].as_str().unwrap().to_owned(),
         eta: number("eta", 0.0),
     }

@@ -499,3 +499,6 @@ mod tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod text_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod zimage_tests;

@@ -1,6 +1,8 @@
 //! `DPMSolverMultistepScheduler` of diffusers: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE
-//! variants.
+//! variants. For models that were trained by flow matching DPM-Solver++ only, as with `use_flow_sigmas` there.
 
+use super::flow_sigmas::FlowShift;
+use super::noise_level::NoiseLevel;
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
 use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use super::schedule::NoiseSchedule;
@@ -30,6 +32,8 @@ struct DpmMultistep {
     timesteps: Vec<f64>,
     sigmas: Vec<f32>,
     prediction_type: PredictionType,
+    /// The model predicts the flow, and sigmas are shares of noise.
+    is_flow: bool,
     algorithm: Algorithm,
     heun: bool,
     order: usize,
@@ -49,6 +53,23 @@ pub(super) fn make_plus_plus(params: SamplerParams, options: SamplerOptions) -> 
     make(params, options, algorithm)
 }
 
+/// Makes `dpmsolver++`, or `sde-dpmsolver++`, for models that were trained by flow matching.
+pub(super) fn make_flow(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
+    let forms = [
+        ("use_karras_sigmas", params.use_karras_sigmas),
+        ("use_exponential_sigmas", params.use_exponential_sigmas),
+        ("use_beta_sigmas", params.use_beta_sigmas),
+    ];
+    if let Some((key, _)) = forms.iter().find(|(_, value)| *value == Some(true)) {
+        // diffusers' class would take the levels of diffusion models here, which are above 1.
+        return Err(SamplerError::Config(format!(
+            "`{key}: true` (or a `k_` name) and `dpmsolver++` cannot be combined for a model that was trained by flow matching: use \
+             `flowmatch`"
+        )));
+    }
+    make_plus_plus(params, options)
+}
+
 /// Makes `dpmsolver`, or `sde-dpmsolver` if `algorithm_type` says so. This first version cannot end at a noise level of
 /// zero.
 pub(super) fn make_plain(mut params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
@@ -65,7 +86,6 @@ fn make(
     options: SamplerOptions,
     algorithm: Algorithm,
 ) -> Result<Box<dyn Sampler>, SamplerError> {
-    let steps = options.steps;
     let mut schedule = NoiseSchedule::new(&params)?;
     if params.rescale_betas_zero_snr == Some(true) {
         schedule.avoid_infinite_sigma();
@@ -94,45 +114,16 @@ fn make(
             )));
         }
     };
-    let train_sigmas = schedule.sigmas();
-    let mut timesteps = timesteps_of(&params, &schedule, steps);
-    let (low, high) = (
-        f64::from(train_sigmas[0]),
-        f64::from(train_sigmas[train_sigmas.len() - 1]),
-    );
-    let sigma_levels = if params.use_karras_sigmas == Some(true) {
-        Some(spacing::karras(
-            params.sigma_min.unwrap_or(low),
-            params.sigma_max.unwrap_or(high),
-            steps,
-        ))
-    } else if params.use_exponential_sigmas == Some(true) {
-        Some(spacing::exponential(
-            params.sigma_min.unwrap_or(low),
-            params.sigma_max.unwrap_or(high),
-            steps,
-        ))
-    } else {
-        None
+    let (timesteps, levels) = match params.is_flow {
+        true => flow_levels(&params, options, schedule.len())?,
+        false => diffusion_levels(&params, &schedule, options.steps),
     };
-    let sigma_levels = match sigma_levels {
-        Some(sigma_levels) => {
-            let round =
-                params.use_karras_sigmas == Some(true) && params.beta_schedule != Some(BetaSchedule::SquaredCosCapV2);
-            let to_step = |sigma: &f64| {
-                let t = spacing::sigma_to_t(*sigma, &train_sigmas);
-                if round { t.round_ties_even() } else { t.trunc() }
-            };
-            timesteps = sigma_levels.iter().map(to_step).collect();
-            sigma_levels
-        }
-        None => timesteps.iter().map(|t| spacing::interp(*t, &train_sigmas)).collect(),
-    };
-    let last = if ends_at_zero { 0.0 } else { train_sigmas[0] };
+    let last = if ends_at_zero { 0.0 } else { schedule.sigmas()[0] };
     Ok(Box::new(DpmMultistep {
         timesteps,
-        sigmas: sigma_levels.iter().map(|s| *s as f32).chain([last]).collect(),
+        sigmas: levels.iter().map(|s| *s as f32).chain([last]).collect(),
         prediction_type: schedule.prediction_type,
+        is_flow: params.is_flow,
         algorithm,
         heun,
         order,
@@ -141,6 +132,48 @@ fn make(
         ends_at_zero,
         outputs: Vec::new(),
     }))
+}
+
+/// The time steps and shares of noise for models that were trained by flow matching.
+fn flow_levels(
+    params: &SamplerParams,
+    options: SamplerOptions,
+    train_steps: usize,
+) -> Result<(Vec<f64>, Vec<f64>), SamplerError> {
+    let shift = FlowShift::of_solver(params, options.image_tokens)?;
+    let images = spacing::linspace(1.0, 1.0 / train_steps as f64, options.steps + 1);
+    let levels: Vec<f64> = images[1..].iter().rev().map(|image| shift.apply(1.0 - image)).collect();
+    let timesteps = levels
+        .iter()
+        .map(|level| (level * train_steps as f64).trunc())
+        .collect();
+    Ok((timesteps, levels))
+}
+
+/// The time steps and noise levels for diffusion models.
+fn diffusion_levels(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) -> (Vec<f64>, Vec<f64>) {
+    let train_sigmas = schedule.sigmas();
+    let (low, high) = (
+        f64::from(train_sigmas[0]),
+        f64::from(train_sigmas[train_sigmas.len() - 1]),
+    );
+    let (low, high) = (params.sigma_min.unwrap_or(low), params.sigma_max.unwrap_or(high));
+    let is_karras = params.use_karras_sigmas == Some(true);
+    let levels = if is_karras {
+        spacing::karras(low, high, steps)
+    } else if params.use_exponential_sigmas == Some(true) {
+        spacing::exponential(low, high, steps)
+    } else {
+        let timesteps = timesteps_of(params, schedule, steps);
+        let levels = timesteps.iter().map(|t| spacing::interp(*t, &train_sigmas)).collect();
+        return (timesteps, levels);
+    };
+    let round = is_karras && params.beta_schedule != Some(BetaSchedule::SquaredCosCapV2);
+    let to_step = |sigma: &f64| {
+        let t = spacing::sigma_to_t(*sigma, &train_sigmas);
+        if round { t.round_ties_even() } else { t.trunc() }
+    };
+    (levels.iter().map(to_step).collect(), levels)
 }
 
 /// The time steps in descending order. This class spaces `steps + 1` of them and leaves out the last.
@@ -165,29 +198,20 @@ fn timesteps_of(params: &SamplerParams, schedule: &NoiseSchedule, steps: usize) 
     }
 }
 
-/// Signal, noise and the logarithm of their ratio at one noise level.
-#[derive(Clone, Copy)]
-struct NoiseLevel {
-    alpha: f32,
-    sigma: f32,
-    lambda: f32,
-}
-
-impl NoiseLevel {
-    fn from_sigma(level: f32) -> Self {
-        let alpha = 1.0 / (level * level + 1.0).sqrt();
-        let sigma = level * alpha;
-        Self {
-            alpha,
-            sigma,
-            lambda: alpha.ln() - sigma.ln(),
+impl DpmMultistep {
+    /// The noise level before step `index`.
+    fn level(&self, index: usize) -> NoiseLevel {
+        match self.is_flow {
+            true => NoiseLevel::from_flow_sigma(self.sigmas[index]),
+            false => NoiseLevel::from_sigma(self.sigmas[index]),
         }
     }
-}
 
-impl DpmMultistep {
     fn convert_model_output(&self, index: usize, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
-        let NoiseLevel { alpha, sigma, .. } = NoiseLevel::from_sigma(self.sigmas[index]);
+        let NoiseLevel { alpha, sigma, .. } = self.level(index);
+        if self.is_flow {
+            return Ok(blend(1.0, sample, -sigma, output)?);
+        }
         Ok(match (self.algorithm.predicts_original(), self.prediction_type) {
             (true, PredictionType::Epsilon) => scaled(&blend(1.0, sample, -sigma, output)?, 1.0 / alpha)?,
             (true, PredictionType::VPrediction) => blend(alpha, sample, -sigma, output)?,
@@ -290,8 +314,8 @@ impl Sampler for DpmMultistep {
             ));
         }
 
-        let at = |back: usize| NoiseLevel::from_sigma(self.sigmas[index - back]);
-        let (to, from) = (NoiseLevel::from_sigma(self.sigmas[index + 1]), at(0));
+        let at = |back: usize| self.level(index - back);
+        let (to, from) = (self.level(index + 1), at(0));
         let (sample_weight, [w0, w1, w2], noise_weight) = self.weights(order, to, from);
         let m = |back: usize| &self.outputs[stored - back];
         let mut next = blend(sample_weight, sample, w0, m(0))?;
@@ -319,7 +343,7 @@ impl Sampler for DpmMultistep {
     }
 
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
-        let NoiseLevel { alpha, sigma, .. } = NoiseLevel::from_sigma(self.sigmas[index]);
+        let NoiseLevel { alpha, sigma, .. } = self.level(index);
         Ok(blend(alpha, original, sigma, noise)?)
     }
 }

@@ -1,5 +1,6 @@
 //! The noise levels of flow matching: sigma is the share of noise, from 1 to 0, in `(1 - sigma) * latents + sigma * noise`.
 
+use super::beta_quantile::beta_quantile;
 use super::params::SamplerParams;
 use super::sampler::{SamplerError, SamplerOptions};
 use super::spacing;
@@ -50,6 +51,19 @@ impl FlowShift {
         }
     }
 
+    /// The shift of multistep solvers: as [`Self::new`], but `flow_shift`, if it is there, comes before `shift`.
+    ///
+    /// # Errors
+    /// When a value is missing or wrong.
+    pub(super) fn of_solver(params: &SamplerParams, image_tokens: usize) -> Result<Self, SamplerError> {
+        match params.flow_shift {
+            Some(shift) if params.use_dynamic_shifting != Some(true) => {
+                Ok(Self::Static(positive("flow_shift", shift)?))
+            }
+            _ => Self::new(params, image_tokens),
+        }
+    }
+
     /// Moves a noise level.
     #[must_use]
     pub(super) fn apply(self, sigma: f64) -> f64 {
@@ -81,10 +95,10 @@ fn positive(key: &str, value: f64) -> Result<f64, SamplerError> {
     }
 }
 
-/// The noise levels of a sampler, and 0 after the last one.
+/// The noise levels of a sampler, and the level at which sampling ends.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct FlowSigmas {
-    /// From much noise to none; one more than there are steps.
+    /// From much noise to none; one more than there are steps. With `invert_sigmas` from 0 to 1.
     pub(super) sigmas: Vec<f32>,
     /// The time steps that the model gets: sigma times the training steps.
     pub(super) timesteps: Vec<f64>,
@@ -127,13 +141,19 @@ impl FlowSigmas {
             sigmas = spacing::karras(min, max, steps);
         } else if params.use_exponential_sigmas == Some(true) {
             sigmas = spacing::exponential(min, max, steps);
+        } else if params.use_beta_sigmas == Some(true) {
+            sigmas = beta_levels(min, max, steps);
         }
         let mut sigmas: Vec<f32> = sigmas.into_iter().map(|sigma| sigma as f32).collect();
+        let is_inverted = params.invert_sigmas == Some(true);
+        if is_inverted {
+            sigmas.iter_mut().for_each(|sigma| *sigma = 1.0 - *sigma);
+        }
         let timesteps = sigmas
             .iter()
             .map(|sigma| f64::from(sigma * train_steps as f32))
             .collect();
-        sigmas.push(0.0);
+        sigmas.push(if is_inverted { 1.0 } else { 0.0 });
         Ok(Self { sigmas, timesteps })
     }
 }
@@ -146,6 +166,7 @@ impl FlowSigmas {
 pub fn shifted_timesteps(params: &SamplerParams, steps: usize, image_tokens: usize) -> Result<Vec<f32>, SamplerError> {
     let params = SamplerParams {
         even_flow_sigmas: false,
+        invert_sigmas: None,
         ..params.clone()
     };
     let options = SamplerOptions {
@@ -156,8 +177,17 @@ pub fn shifted_timesteps(params: &SamplerParams, steps: usize, image_tokens: usi
     Ok(timesteps.into_iter().map(|timestep| timestep as f32).collect())
 }
 
+/// Noise levels that are dense at both ends, as the quantiles of Beta(0.6, 0.6).
+fn beta_levels(min: f64, max: f64, steps: usize) -> Vec<f64> {
+    const SHAPE: f64 = 0.6;
+    let shares = spacing::linspace(0.0, 1.0, steps).into_iter();
+    shares
+        .map(|share| min + beta_quantile(1.0 - share, SHAPE, SHAPE) * (max - min))
+        .collect()
+}
+
 /// Stretches the levels so that the last one is `terminal` (`shift_terminal`; Lightricks' LTX-Video).
-fn stretch_to(sigmas: &mut [f64], terminal: f64) {
+pub(super) fn stretch_to(sigmas: &mut [f64], terminal: f64) {
     let Some(last) = sigmas.last().copied() else { return };
     let scale = (1.0 - last) / (1.0 - terminal);
     for sigma in sigmas {

@@ -3,6 +3,7 @@
 //! A sampler goes through a list of time steps; at each it computes a less noisy sample from what the model predicted.
 //! All samplers compute in f32, whatever the model computes in. To add one, add a file and a line in `registry`.
 
+mod beta_quantile;
 mod ddim;
 mod ddpm;
 mod discrete;
@@ -10,10 +11,12 @@ mod dpm_multistep;
 mod euler;
 mod euler_ancestral;
 mod flow_match_euler;
+mod flow_match_heun;
 mod flow_sigmas;
 mod lcm;
 mod lms;
 mod noise;
+mod noise_level;
 mod params;
 mod pndm;
 mod sampler;
@@ -23,6 +26,7 @@ mod sigmas;
 mod spacing;
 #[cfg(test)]
 mod tests;
+mod unipc;
 
 pub use flow_sigmas::shifted_timesteps;
 pub use noise::NoiseSource;
@@ -36,6 +40,9 @@ type Constructor = fn(SamplerParams, SamplerOptions) -> Result<Box<dyn Sampler>,
 /// Name, aliases, constructor.
 type Entry = (&'static str, &'static [&'static str], Constructor);
 
+/// Other names of `dpmsolver++`.
+const DPM_PLUS_PLUS_ALIASES: &[&str] = &["dpm++_2m", "dpmpp_2m", "dpm++2m", "dpmsolver_multistep"];
+
 /// The samplers for diffusion models.
 fn registry() -> &'static [Entry] {
     &[
@@ -46,26 +53,27 @@ fn registry() -> &'static [Entry] {
         ("euler_a", &["euler_ancestral", "k_euler_a"], euler_ancestral::make),
         ("lms", &[], lms::make),
         ("lcm", &[], lcm::make),
-        (
-            "dpmsolver++",
-            &["dpm++_2m", "dpmpp_2m", "dpm++2m", "dpmsolver_multistep"],
-            dpm_multistep::make_plus_plus,
-        ),
+        ("dpmsolver++", DPM_PLUS_PLUS_ALIASES, dpm_multistep::make_plus_plus),
         ("dpmsolver", &[], dpm_multistep::make_plain),
     ]
 }
 
 /// The samplers for models that were trained by flow matching.
 fn flow_registry() -> &'static [Entry] {
-    &[(
-        "flowmatch",
-        // `ddpm` is what a config without a sampler has.
-        &["euler", "euler_discrete", "flow_match_euler", "ddpm"],
-        flow_match_euler::make,
-    )]
+    &[
+        (
+            "flowmatch",
+            // `ddpm` is what a config without a sampler has.
+            &["euler", "euler_discrete", "flow_match_euler", "ddpm"],
+            flow_match_euler::make,
+        ),
+        ("heun", &["flow_match_heun"], flow_match_heun::make),
+        ("dpmsolver++", DPM_PLUS_PLUS_ALIASES, dpm_multistep::make_flow),
+        ("unipc", &["uni_pc", "unipc_multistep"], unipc::make),
+    ]
 }
 
-/// Names that ai-toolkit accepts and that aitk does not implement yet.
+/// Names that ai-toolkit or diffusers have, and that aitk does not implement yet for diffusion models.
 const NOT_IMPLEMENTED: &[&str] = &[
     "dpmsingle",
     "heun",
@@ -77,7 +85,7 @@ const NOT_IMPLEMENTED: &[&str] = &[
 ];
 
 /// The names of the samplers for models of a kind, without aliases. A `k_` prefix turns on Karras noise levels for euler, lms,
-/// dpmsolver and flowmatch.
+/// dpmsolver, flowmatch, heun and unipc.
 #[must_use]
 pub fn names(is_flow: bool) -> Vec<&'static str> {
     entries(is_flow).iter().map(|(name, _, _)| *name).collect()
@@ -117,11 +125,11 @@ fn find(name: &str, is_flow: bool) -> Result<(Constructor, bool), SamplerError> 
         return Ok((make, true));
     }
     let (name, known) = (name.to_owned(), names(is_flow).join(", "));
-    if find_other_kind(&normalized, is_flow) {
+    let is_missing = NOT_IMPLEMENTED.contains(&without_karras.unwrap_or(&normalized));
+    if find_other_kind(&normalized, is_flow) && !is_missing {
         return Err(SamplerError::OtherKind { name, known });
     }
-    let in_ai_toolkit = NOT_IMPLEMENTED.contains(&without_karras.unwrap_or(&normalized));
-    Err(if in_ai_toolkit {
+    Err(if is_missing {
         SamplerError::NotImplemented { name, known }
     } else {
         SamplerError::Unknown { name, known }

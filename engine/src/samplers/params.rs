@@ -62,6 +62,9 @@ pub struct SamplerParams {
     pub use_beta_sigmas: Option<bool>,
     pub use_lu_lambdas: Option<bool>,
     pub use_flow_sigmas: Option<bool>,
+    pub flow_shift: Option<f64>,
+    pub predict_x0: Option<bool>,
+    pub disable_corrector: Option<Vec<usize>>,
     pub sigma_min: Option<f64>,
     pub sigma_max: Option<f64>,
     pub interpolation_type: Option<String>,
@@ -85,6 +88,8 @@ pub struct SamplerParams {
     pub time_shift_type: Option<String>,
     pub invert_sigmas: Option<bool>,
     pub stochastic_sampling: Option<bool>,
+    /// `prediction_type` is `flow_prediction`. Models that were trained by flow matching always predict the flow.
+    pub flow_prediction: bool,
     /// Not a key: the model was trained by flow matching. Set by its family.
     pub is_flow: bool,
     /// Not a key: the family's pipeline gives the scheduler even noise levels, from 1 to 1 / steps.
@@ -152,12 +157,19 @@ impl SamplerParams {
                 ));
             }
         };
-        let prediction_type = match text("prediction_type")?.as_deref() {
-            None => None,
+        let prediction_text = text("prediction_type")?;
+        let flow_prediction = prediction_text.as_deref() == Some("flow_prediction");
+        let prediction_type = match prediction_text.as_deref() {
+            None | Some("flow_prediction") => None,
             Some("epsilon") => Some(PredictionType::Epsilon),
             Some("v_prediction") => Some(PredictionType::VPrediction),
             Some("sample" | "original_sample") => Some(PredictionType::Sample),
-            Some(_) => return Err(type_error("prediction_type", "`epsilon`, `v_prediction` or `sample`")),
+            Some(_) => {
+                return Err(type_error(
+                    "prediction_type",
+                    "`epsilon`, `v_prediction`, `sample` or `flow_prediction`",
+                ));
+            }
         };
         let timestep_spacing = match text("timestep_spacing")?.as_deref() {
             None => None,
@@ -173,6 +185,15 @@ impl SamplerParams {
                     .as_array()
                     .and_then(|l| l.iter().map(|v| v.as_f64().map(|x| x as f32)).collect());
                 Some(numbers.ok_or_else(|| type_error("trained_betas", "a list of numbers"))?)
+            }
+        };
+        let disable_corrector = match get("disable_corrector") {
+            None => None,
+            Some(list) => {
+                let steps = list
+                    .as_array()
+                    .and_then(|l| l.iter().map(|v| v.as_u64().map(|n| n as usize)).collect());
+                Some(steps.ok_or_else(|| type_error("disable_corrector", "a list of whole numbers"))?)
             }
         };
         let steps_offset = get("steps_offset")
@@ -203,6 +224,9 @@ impl SamplerParams {
             use_beta_sigmas: boolean("use_beta_sigmas")?,
             use_lu_lambdas: boolean("use_lu_lambdas")?,
             use_flow_sigmas: boolean("use_flow_sigmas")?,
+            flow_shift: number("flow_shift")?,
+            predict_x0: boolean("predict_x0")?,
+            disable_corrector,
             sigma_min: number("sigma_min")?,
             sigma_max: number("sigma_max")?,
             interpolation_type: text("interpolation_type")?,
@@ -226,6 +250,7 @@ impl SamplerParams {
             time_shift_type: text("time_shift_type")?,
             invert_sigmas: boolean("invert_sigmas")?,
             stochastic_sampling: boolean("stochastic_sampling")?,
+            flow_prediction,
             is_flow: false,
             even_flow_sigmas: false,
         })
@@ -256,15 +281,12 @@ impl SamplerParams {
         self
     }
 
-    /// Checks that no parameter turns on a feature that aitk does not implement.
+    /// Checks that no parameter turns on a feature that aitk does not implement, and none of the other kind of models.
     pub(super) fn check_supported(&self) -> Result<(), SamplerError> {
         let unsupported = [
             ("thresholding", self.thresholding),
-            ("use_beta_sigmas", self.use_beta_sigmas),
+            ("use_beta_sigmas", self.use_beta_sigmas.filter(|_| !self.is_flow)),
             ("use_lu_lambdas", self.use_lu_lambdas),
-            ("use_flow_sigmas", self.use_flow_sigmas),
-            ("invert_sigmas", self.invert_sigmas),
-            ("stochastic_sampling", self.stochastic_sampling),
         ];
         for (key, value) in unsupported {
             if value == Some(true) {
@@ -272,6 +294,17 @@ impl SamplerParams {
                     "`{key}: true` in scheduler_config.json is not supported yet"
                 )));
             }
+        }
+        let of_flow = [
+            ("use_flow_sigmas: true", self.use_flow_sigmas == Some(true)),
+            ("invert_sigmas: true", self.invert_sigmas == Some(true)),
+            ("stochastic_sampling: true", self.stochastic_sampling == Some(true)),
+            ("prediction_type: flow_prediction", self.flow_prediction),
+        ];
+        if let Some((key, _)) = of_flow.iter().find(|(_, is_set)| *is_set && !self.is_flow) {
+            return Err(SamplerError::Config(format!(
+                "`{key}` in scheduler_config.json is for models that were trained by flow matching: remove it"
+            )));
         }
         Ok(())
     }

@@ -59,6 +59,12 @@ pub trait Sampler: Send {
     /// The time steps in sampling order, as the model gets them. Some samplers use one of them twice.
     fn timesteps(&self) -> &[f64];
 
+    /// How many entries of [`Sampler::timesteps`] one sampling step has: 2 for Heun's method, whose first step has one.
+    /// diffusers calls it `order`.
+    fn evaluations_per_step(&self) -> usize {
+        1
+    }
+
     /// The factor that pure noise is multiplied by before the first step.
     fn init_noise_sigma(&self) -> f64 {
         1.0

@@ -28,7 +28,12 @@ fn run_with(case: &Value, params: SamplerParams, tensors: &HashMap<String, Tenso
         image_tokens: case["image_tokens"].as_u64().unwrap_or(0) as usize,
     };
     let begin = case["begin"].as_u64().unwrap() as usize;
-    let mut sampler = build(case["sampler"].as_str().unwrap(), &params, options).map_err(|e| e.to_string())?;
+    // The fixture's name of diffusers' class.
+    let name = match case["sampler"].as_str().unwrap() {
+        "flowmatch_heun" => "heun",
+        other => other,
+    };
+    let mut sampler = build(name, &params, options).map_err(|e| e.to_string())?;
     let steps: Vec<f32> = sampler.timesteps().iter().map(|t| *t as f32).collect();
     if steps.len() != expected_steps.len() || steps.iter().zip(&expected_steps).any(|(a, b)| (a - b).abs() > 1e-3) {
         return Err(format!("time steps {steps:?}, expected {expected_steps:?}"));
@@ -102,25 +107,30 @@ fn every_trajectory_of_flow_matching_matches_diffusers() {
     let cases: Vec<Value> = serde_json::from_str(cases).unwrap();
     let tensors = include_bytes!("../../../tests/fixtures/samplers/flow_trajectories.safetensors");
     let tensors = safetensors::load_buffer(tensors, &Device::Cpu).unwrap();
-    let mut compared = 0;
-    for case in cases.iter().filter(|case| case["sampler"] == "flowmatch") {
+    let mut compared = std::collections::BTreeMap::new();
+    for case in &cases {
         let params = SamplerParams {
             is_flow: true,
             even_flow_sigmas: case["sigmas"] == "pipeline",
             ..SamplerParams::from_json(&case["params"]).unwrap()
         };
-        if params.check_supported().is_err() {
-            continue;
-        }
         // Some cases give `mu` itself, which a pipeline never does.
         let tokens = case["image_tokens"].as_u64();
         if params.use_dynamic_shifting == Some(true) && tokens.is_none() {
             continue;
         }
         run_with(case, params, &tensors).unwrap_or_else(|error| panic!("{}: {error}", case["case"]));
-        compared += 1;
+        *compared.entry(case["sampler"].as_str().unwrap()).or_insert(0) += 1;
     }
-    assert!(compared > 25, "only {compared}");
+    let at_least = [
+        ("flowmatch", 38),
+        ("flowmatch_heun", 6),
+        ("dpmsolver++", 14),
+        ("unipc", 18),
+    ];
+    for (sampler, count) in at_least {
+        assert!(compared[sampler] >= count, "only {compared:?}");
+    }
 }
 
 #[test]
@@ -225,8 +235,72 @@ fn invalid_parameters_are_errors_that_name_the_key() {
 }
 
 #[test]
+fn samplers_of_flow_matching_have_their_own_names_and_errors() {
+    let params = SamplerParams {
+        is_flow: true,
+        ..SamplerParams::default()
+    };
+    let of = |name: &str, params: &SamplerParams| build(name, params, SamplerOptions::with_steps(5)).map(|_| ());
+    for name in [
+        "ddpm",
+        "Heun",
+        "k_heun",
+        "dpm++ 2m",
+        "dpmsolver++",
+        "unipc",
+        "k_unipc",
+        "flow-match-heun",
+    ] {
+        of(name, &params).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+    let message = |name: &str, change: &dyn Fn(&mut SamplerParams)| {
+        let mut params = params.clone();
+        change(&mut params);
+        of(name, &params).unwrap_err().to_string()
+    };
+    let plain = |name| message(name, &|_| ());
+    assert!(plain("ddim").contains("not one for this kind") && plain("ddim").contains("unipc"));
+    assert!(plain("magic").contains("unknown") && plain("dpmsingle").contains("not supported yet"));
+    assert!(plain("k_dpmsolver++").contains("use_karras_sigmas"));
+    for (name, key, change) in [
+        (
+            "unipc",
+            "use_beta_sigmas",
+            &(|p: &mut SamplerParams| p.use_beta_sigmas = Some(true)) as &dyn Fn(&mut SamplerParams),
+        ),
+        ("unipc", "solver_order", &|p| p.solver_order = Some(4)),
+        ("unipc", "predict_x0", &|p| p.predict_x0 = Some(false)),
+        ("unipc", "solver_type", &|p| p.solver_type = Some("bh3".into())),
+        ("unipc", "shift_terminal", &|p| p.shift_terminal = Some(1.0)),
+        ("unipc", "flow_shift", &|p| p.flow_shift = Some(-1.0)),
+        ("dpmsolver++", "flow_shift", &|p| p.flow_shift = Some(0.0)),
+        ("dpmsolver++", "final_sigmas_type", &|p| {
+            p.final_sigmas_type = Some("one".into())
+        }),
+        ("heun", "shift", &|p| p.shift = Some(f64::NAN)),
+    ] {
+        assert!(
+            message(name, change).contains(key),
+            "{name} {key}: {}",
+            message(name, change)
+        );
+    }
+    let diffusion = SamplerParams {
+        flow_prediction: true,
+        ..SamplerParams::stable_diffusion()
+    };
+    assert!(
+        of("ddim", &diffusion)
+            .unwrap_err()
+            .to_string()
+            .contains("flow_prediction")
+    );
+}
+
+#[test]
 fn extreme_but_valid_step_counts_never_panic() {
-    for name in names(false) {
+    let all = [false, true].map(|is_flow| names(is_flow).into_iter().map(move |name| (name, is_flow)));
+    for (name, is_flow) in all.into_iter().flatten() {
         for karras in [false, true] {
             for spacing in [Spacing::Leading, Spacing::Linspace, Spacing::Trailing] {
                 for steps in [1, 2, 3, 9, 10] {
@@ -234,6 +308,8 @@ fn extreme_but_valid_step_counts_never_panic() {
                         num_train_timesteps: Some(10),
                         timestep_spacing: Some(spacing),
                         use_karras_sigmas: Some(karras),
+                        is_flow,
+                        solver_order: Some(1 + steps % 3),
                         ..SamplerParams::default().with_stable_diffusion_overrides()
                     };
                     let Ok(mut sampler) = build(name, &params, SamplerOptions::with_steps(steps)) else {

@@ -6,6 +6,7 @@ mod flux;
 mod full;
 mod portable;
 mod sd35;
+mod zimage;
 
 use super::*;
 use crate::adapters::{LoraConfig, LoraNetwork};

@@ -268,10 +268,7 @@ fn a_path_that_is_never_opened_is_not_an_input() {
     for section in sections() {
         paths_with(&section, &mut found);
     }
-    assert!(
-        found.contains("train.negative_prompt") && found.contains("process.slider"),
-        "{found:?}"
-    );
+    assert!(found.contains("process.slider"), "{found:?}");
 
     let listed = |text: &str| {
         let spec = load_yaml(text).unwrap().spec;

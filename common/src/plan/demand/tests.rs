@@ -42,6 +42,12 @@ fn predictions_are_at_least_the_published_figures() {
         (6.0..9.0).contains(&flux[3]),
         "FLUX LoRA, blocks swapped: 8 GB: {flux:?}"
     );
+    // Published with captions that were encoded before; `balanced` streams the text encoder.
+    let z_image = gib(&lora("zimage", 1024, "bf16", 16));
+    assert!(
+        (12.9..1.5 * 12.9).contains(&z_image[1]),
+        "Z-Image LoRA in bf16: 12.9 GiB: {z_image:?}"
+    );
 }
 
 #[test]
@@ -57,7 +63,7 @@ fn a_full_fine_tune_of_flux_needs_its_weights_gradients_and_optimizer() {
 
 #[test]
 fn smaller_profiles_need_less() {
-    for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "qwen_image"] {
+    for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "zimage", "qwen_image"] {
         for dtype in ["bf16", "float32"] {
             let need = gib(&lora(arch, 1024, dtype, 32));
             assert!(

@@ -2,11 +2,11 @@
 
 use super::model::{FluxModel, FluxText};
 use super::parts::{Parts, vae_part};
-use super::save::{TRANSFORMER, TransformerSource};
 use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
+use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::flux::FluxTransformer2DModel;
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
@@ -89,6 +89,7 @@ impl FluxModel {
             .map(|(name, var)| (format!("{TRANSFORMER}.{name}"), var))
             .collect();
         let source = Arc::new(TransformerSource::new(
+            "FLUX.1",
             path,
             &transformer_weights,
             parts.transformer_json.clone(),

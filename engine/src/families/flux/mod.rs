@@ -6,7 +6,6 @@ mod file_tests;
 mod load;
 mod model;
 mod parts;
-pub(in crate::families) mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;

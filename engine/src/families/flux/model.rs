@@ -1,6 +1,5 @@
 //! FLUX.1 as a [`Model`].
 
-use super::save::{TransformerSource, TransformerWriter, load_transformer};
 use super::text::{CONTEXT, FluxTextEncoders, POOLED};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
@@ -9,6 +8,7 @@ use crate::families::model::{
     Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, TextEncoders,
 };
 use crate::families::options::LoadOptions;
+use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
 use crate::models::vae::AutoencoderKl;
@@ -200,7 +200,7 @@ impl Model for FluxModel {
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {
-        load_transformer(path, &self.trained)
+        load_trained(&self.trained, path)
     }
 
     fn check_single_file(&self) -> Result<()> {

@@ -1,7 +1,7 @@
 //! Saves a fine-tuned transformer and loads it again. Diffusers checks the saved ones in `tests/reference/check_saves.py`.
 
-use super::save::TransformerWriter;
 use super::{FLUX, FluxModel};
+use crate::families::transformer_folder::TransformerWriter;
 use crate::families::{LoadOptions, META_FILE, Model, ModelWriter, SaveOptions, saved_step};
 use crate::testing::{fixtures, gap};
 use crate::weights::{Index, TrainableFilter};

@@ -3,10 +3,10 @@
 use super::model::Sd3Model;
 use super::text::{ClipEncoder, Sd3TextEncoders, T5Encoder};
 use crate::error::{EngineError, Result};
-use crate::families::flux::save::{TRANSFORMER, TransformerSource};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
 use crate::families::scheduler_config;
+use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::sd3::{SD3Transformer2DModel, Sd3Config};
@@ -193,7 +193,12 @@ impl Sd3Model {
             .collect();
         let path = folder.join(TRANSFORMER).join("config.json");
         let config_text = config::read_text(&path).map_err(|error| EngineError::io(&path, error))?;
-        let source = Arc::new(TransformerSource::new(folder, &transformer_weights, config_text)?);
+        let source = Arc::new(TransformerSource::new(
+            "Stable Diffusion 3.5",
+            folder,
+            &transformer_weights,
+            config_text,
+        )?);
         Ok(Self {
             family,
             text: Sd3TextEncoders {

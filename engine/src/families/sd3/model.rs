@@ -3,9 +3,9 @@
 use super::text::{CONTEXT, POOLED, Sd3TextEncoders};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::flux::save::{TransformerSource, TransformerWriter, load_transformer};
 use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;
 use crate::models::sd3::{SD3Transformer2DModel, Sd3Conditions};
 use crate::models::vae::AutoencoderKl;
@@ -191,7 +191,7 @@ impl Model for Sd3Model {
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {
-        load_transformer(path, &self.trained)
+        load_trained(&self.trained, path)
     }
 
     fn check_single_file(&self) -> Result<()> {

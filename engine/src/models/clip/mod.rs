@@ -1,6 +1,5 @@
 //! CLIP's tokenizer and text encoder.
 
-mod special;
 mod text;
 mod tokenizer;
 

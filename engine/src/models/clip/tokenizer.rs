@@ -1,13 +1,13 @@
 //! CLIP's tokenizer.
 //!
 //! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier), and files
-//! with special and added tokens (`special.rs`). The rules are those of transformers' `CLIPTokenizer`: NFC, each white
+//! with special and added tokens (`special_tokens.rs`). The rules are those of transformers' `CLIPTokenizer`: NFC, each white
 //! space to one blank, lower case, split by CLIP's pattern, bytes to printable characters, BPE with `</w>` at the end
 //! of a word.
 
-use super::special::SpecialTokens;
 use crate::error::{EngineError, Result};
 use crate::models::config;
+use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -23,6 +23,13 @@ const PATTERN: &str = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'
 /// The tokens at the start and at the end of a prompt.
 const START: &str = "<|startoftext|>";
 const END: &str = "<|endoftext|>";
+/// The tokens of roles that a folder does not set.
+const DEFAULTS: DefaultTokens = &[
+    ("bos_token", START),
+    ("eos_token", END),
+    ("unk_token", END),
+    ("pad_token", END),
+];
 
 /// The merges of OpenAI's CLIP: `data/README.md` says where they come from.
 const OPENAI_MERGES: &str = include_str!("../../../data/clip_merges.txt");
@@ -56,7 +63,7 @@ impl ClipTokenizer {
             let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy());
             from_vocabulary(bpe).map_err(|e| wrong(damaged_file(&*e), &e))?
         };
-        let special = SpecialTokens::read(folder)?;
+        let special = SpecialTokens::read(folder, DEFAULTS)?;
         special.add_to(&mut tokenizer)?;
         Ok(Self {
             bos: special.id("bos_token", &tokenizer)?,

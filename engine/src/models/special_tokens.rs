@@ -25,16 +25,20 @@ const ROLES: [&str; 7] = [
     "mask_token",
 ];
 
+/// The tokens of roles that a folder does not set, by role: the defaults of a class of tokenizers.
+pub(super) type DefaultTokens = &'static [(&'static str, &'static str)];
+
 /// The special and added tokens of a folder.
 pub(super) struct SpecialTokens {
     folder: PathBuf,
+    defaults: DefaultTokens,
     settings: serde_json::Map<String, Value>,
     added: BTreeMap<u32, AddedToken>,
 }
 
 impl SpecialTokens {
     /// Reads the files that exist; each may be missing.
-    pub(super) fn read(folder: &Path) -> Result<Self> {
+    pub(super) fn read(folder: &Path, defaults: DefaultTokens) -> Result<Self> {
         let object = |file: &str| match folder.join(file) {
             path if !path.is_file() => Ok(serde_json::Map::new()),
             path => match config::read_json(&path)? {
@@ -44,6 +48,7 @@ impl SpecialTokens {
         };
         let mut special = Self {
             folder: folder.to_owned(),
+            defaults,
             settings: object(CONFIG)?,
             added: BTreeMap::new(),
         };
@@ -77,7 +82,7 @@ impl SpecialTokens {
         EngineError::model_config(self.folder.join(file), problem)
     }
 
-    /// The special tokens, with CLIP's defaults for roles that the folder does not set.
+    /// The special tokens, with the defaults for roles that the folder does not set.
     fn role_tokens(&self) -> Vec<AddedToken> {
         let named = ROLES.into_iter().filter_map(|key| self.role(key));
         let more = ["additional_special_tokens", "extra_special_tokens"];
@@ -90,13 +95,9 @@ impl SpecialTokens {
     }
 
     fn role(&self, key: &str) -> Option<AddedToken> {
-        let default = match key {
-            "bos_token" => Some("<|startoftext|>"),
-            "eos_token" | "unk_token" | "pad_token" => Some("<|endoftext|>"),
-            _ => None,
-        };
+        let default = self.defaults.iter().find(|(role, _)| *role == key);
         let token = self.settings.get(key).and_then(|value| token(value, true));
-        token.or_else(|| default.map(|text| AddedToken::from(text, true)))
+        token.or_else(|| default.map(|(_, text)| AddedToken::from(*text, true)))
     }
 
     /// Adds all tokens to a tokenizer.

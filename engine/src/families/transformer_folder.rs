@@ -1,9 +1,9 @@
 //! Saves a fine-tuned transformer as a diffusers folder, as ai-toolkit does: `transformer/` and the metadata. The other parts do not
-//! change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both. Stable Diffusion 3.5 is saved in the same way.
+//! change; `FluxPipeline.from_pretrained(base, transformer=…)` combines both.
 
+use super::model::{ModelWriter, SaveOptions};
+use super::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadata, write_text_file};
 use crate::error::{EngineError, Result};
-use crate::families::model::{ModelWriter, SaveOptions};
-use crate::families::saved::{check_save_dtype, config_in_dtype, pretty_json, write_metadata, write_text_file};
 use crate::weights::{Index, SafetensorsLayout, Weights};
 use aitk_common::fsutil;
 use candle_core::{DType, Device, Tensor, Var};
@@ -13,13 +13,15 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// The folder of the transformer, and the beginning of its tensors' names among the trained ones.
-pub(in crate::families) const TRANSFORMER: &str = "transformer";
+pub(super) const TRANSFORMER: &str = "transformer";
 /// The largest file, in bytes, as in diffusers. Only a larger tensor has a larger file.
 const MAX_FILE_BYTES: usize = 10_000_000_000;
 
 /// Where a transformer was loaded from.
 #[derive(Clone, Debug)]
-pub(in crate::families) struct TransformerSource {
+pub(super) struct TransformerSource {
+    /// The name of the family, for errors.
+    family: &'static str,
     path: PathBuf,
     index: Index,
     config: String,
@@ -27,11 +29,12 @@ pub(in crate::families) struct TransformerSource {
 
 impl TransformerSource {
     /// `weights`: those that the transformer was built from.
-    pub(in crate::families) fn new(path: &Path, weights: &Weights, config: String) -> Result<Self> {
+    pub(super) fn new(family: &'static str, path: &Path, weights: &Weights, config: String) -> Result<Self> {
         let index = weights.requested_tensors();
         let index = index
             .ok_or_else(|| EngineError::Internal("a model that was not loaded from files cannot be saved".into()))?;
         Ok(Self {
+            family,
             path: path.to_path_buf(),
             index,
             config,
@@ -39,16 +42,38 @@ impl TransformerSource {
     }
 
     /// The error of saving as one file.
-    pub(in crate::families) fn no_single_file(&self) -> EngineError {
+    pub(super) fn no_single_file(&self) -> EngineError {
         EngineError::Unsupported(format!(
-            "{}: a fine-tuned transformer is saved as a diffusers folder, not as one file yet: set `save.save_format: diffusers`",
-            self.path.display()
+            "{}: a fine-tuned {} is saved as a diffusers folder, not as one file yet: set `save.save_format: diffusers`",
+            self.path.display(),
+            self.family
         ))
     }
 }
 
+/// Loads the trained tensors of a transformer (`transformer.` and diffusers' name) from the folder of a saved one.
+///
+/// # Errors
+/// When it cannot be read, or a tensor is missing or has another shape. Then no tensor is changed.
+pub(super) fn load_trained(trained: &[(String, Var)], path: &Path) -> Result<()> {
+    let index = Index::open(path.join(TRANSFORMER))?;
+    let mut sources = Vec::with_capacity(trained.len());
+    for (name, var) in trained {
+        let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
+        let inner = inner.ok_or_else(|| {
+            EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
+        })?;
+        index.check_shape(inner, var.shape())?;
+        sources.push((inner, var));
+    }
+    for (name, var) in sources {
+        var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
+    }
+    Ok(())
+}
+
 /// A transformer that can be saved.
-pub(in crate::families) struct TransformerWriter<'a> {
+pub(super) struct TransformerWriter<'a> {
     source: &'a TransformerSource,
     /// By the names in the folder.
     trained: BTreeMap<&'a str, &'a Tensor>,
@@ -61,7 +86,7 @@ impl<'a> TransformerWriter<'a> {
     ///
     /// # Errors
     /// When the model has no tensor with a trained tensor's name and shape, or the dtype cannot be saved.
-    pub(in crate::families) fn new(
+    pub(super) fn new(
         source: &'a TransformerSource,
         trained: &'a BTreeMap<String, Tensor>,
         options: SaveOptions,
@@ -90,7 +115,7 @@ impl<'a> TransformerWriter<'a> {
     }
 
     #[cfg(test)]
-    pub(in crate::families) fn with_max_file_bytes(self, max_file_bytes: usize) -> Self {
+    pub(super) fn with_max_file_bytes(self, max_file_bytes: usize) -> Self {
         Self { max_file_bytes, ..self }
     }
 
@@ -121,27 +146,6 @@ impl<'a> TransformerWriter<'a> {
         }
         files
     }
-}
-
-/// Loads the trained tensors (`transformer.` and diffusers' name) from a folder that was saved. When it fails, no tensor is changed.
-///
-/// # Errors
-/// When it cannot be read, or a tensor is missing or has another shape.
-pub(in crate::families) fn load_transformer(folder: &Path, trained: &[(String, Var)]) -> Result<()> {
-    let index = Index::open(folder.join(TRANSFORMER))?;
-    let mut sources = Vec::with_capacity(trained.len());
-    for (name, var) in trained {
-        let inner = name.strip_prefix(TRANSFORMER).and_then(|rest| rest.strip_prefix('.'));
-        let inner = inner.ok_or_else(|| {
-            EngineError::Internal(format!("the trained tensor `{name}` is not one of the transformer"))
-        })?;
-        index.check_shape(inner, var.shape())?;
-        sources.push((inner, var));
-    }
-    for (name, var) in sources {
-        var.set(&index.read(name, var.dtype(), var.device())?.contiguous()?)?;
-    }
-    Ok(())
 }
 
 fn tensor_bytes(shape: &[usize], dtype: DType) -> usize {

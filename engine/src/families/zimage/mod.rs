@@ -1,0 +1,38 @@
+//! Z-Image (Tongyi-MAI): Turbo, which generates in 8 steps without guidance, and the base model.
+
+mod load;
+mod model;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+
+pub use model::ZImageModel;
+
+use super::model::{Family, Model};
+use super::options::LoadOptions;
+use crate::error::Result;
+use crate::samplers::SamplerParams;
+use aitk_common::job::arch::ArchName;
+use std::path::Path;
+
+/// Z-Image.
+#[derive(Debug)]
+pub struct ZIMAGE;
+
+impl Family for ZIMAGE {
+    fn arch(&self) -> ArchName {
+        ArchName::Zimage
+    }
+
+    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
+        Ok(Box::new(ZImageModel::load(path, options)?))
+    }
+
+    fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
+        SamplerParams {
+            is_flow: true,
+            even_flow_sigmas: true,
+            ..params
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Z-Image as a [`Model`].
+
+use super::ZIMAGE;
+use crate::error::{EngineError, Result};
+use crate::families::conditioning::{Conditioning, Prompt};
+use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::options::LoadOptions;
+use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
+use crate::models::codec::Codec;
+use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
+use crate::models::vae::AutoencoderKl;
+use crate::models::zimage::ZImageTransformer2DModel;
+use crate::residency::Residency;
+use candle_core::{DType, Device, Tensor, Var};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The names in the conditioning: the encoded text, filled up with zeros, and the number of its tokens (u32).
+const CONTEXT: &str = "context";
+const LENGTHS: &str = "lengths";
+/// Tokens of a prompt, as in diffusers' pipeline.
+pub(super) const TEXT_TOKENS: usize = 512;
+
+/// Z-Image.
+#[derive(Clone, Debug)]
+pub struct ZImageModel {
+    pub(super) tokenizer: Qwen3Tokenizer,
+    /// Without its last layer: the text is the states before it.
+    pub(super) text_encoder: Qwen3Model,
+    /// Predicts the velocity.
+    pub transformer: ZImageTransformer2DModel,
+    /// Encodes images to latents and decodes them.
+    pub vae: AutoencoderKl,
+    /// `scheduler_config.json`.
+    pub scheduler_config: Value,
+    /// Tokens of a prompt, with those of the chat around it: 512.
+    pub max_sequence_length: usize,
+    pub(super) sequential_cfg: bool,
+    pub(super) quantised_in_file: Vec<(PartRole, Vec<&'static str>)>,
+    /// The trained tensors, with part and name, sorted.
+    pub(super) trained: Vec<(String, Var)>,
+    /// If the transformer is trained: a copy that shares its memory and has no variables.
+    pub(super) frozen_transformer: Option<ZImageTransformer2DModel>,
+    /// Where the transformer was loaded from, for saving it.
+    pub(super) source: Arc<TransformerSource>,
+    pub(super) dtype: DType,
+    pub(super) device: Device,
+}
+
+impl Model for ZImageModel {
+    fn family(&self) -> &'static dyn Family {
+        &ZIMAGE
+    }
+
+    fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    fn noise_dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        vec![Part {
+            id: "transformer",
+            role: PartRole::Denoiser,
+            lora_prefix: "diffusion_model",
+            lora_names: LoraNames::Dotted,
+            blocks: &["layers"],
+            layers: &mut self.transformer,
+        }]
+    }
+
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+        let texts: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
+        let tokens = self.tokenizer.encode_chat(&texts, self.max_sequence_length)?;
+        // Tokens that fill up shorter texts come after them, so that they change nothing: attention is causal.
+        let states = self.text_encoder.forward(&tokens.ids.to_device(&self.device)?, None)?;
+        let longest = states.dim(1)?;
+        let rows = tokens.lengths.iter().enumerate().map(|(item, length)| {
+            let text = states.get(item)?.narrow(0, 0, *length)?;
+            text.pad_with_zeros(0, 0, self.max_sequence_length.max(longest) - length)
+        });
+        let context = Tensor::stack(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?;
+        let lengths: Vec<u32> = tokens.lengths.iter().map(|length| *length as u32).collect();
+        Ok(Conditioning::default()
+            .with(CONTEXT, context)
+            .with(LENGTHS, Tensor::new(lengths, &Device::Cpu)?))
+    }
+
+    fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
+        let [latents] = latents else {
+            return Err(EngineError::Internal("Z-Image takes one latent tensor".into()));
+        };
+        let lengths: Vec<u32> = conditioning.get(LENGTHS)?.to_vec1()?;
+        let lengths: Vec<usize> = lengths.into_iter().map(|length| length as usize).collect();
+        let context = conditioning.get(CONTEXT)?.to_dtype(self.dtype)?;
+        let latents = latents.to_dtype(self.dtype)?;
+        let prediction = self.transformer.forward(&latents, timesteps, &context, &lengths)?;
+        Ok(vec![prediction.to_dtype(DType::F32)?])
+    }
+
+    /// diffusers' pipeline adds the scaled difference to the prediction with the prompt: a scale of 0 is no guidance.
+    fn cfg_factor(&self, guidance_scale: f64) -> f64 {
+        guidance_scale + 1.0
+    }
+
+    fn codec(&self) -> &dyn Codec {
+        &self.vae
+    }
+
+    fn size_multiple(&self) -> usize {
+        2 * self.vae.scale_factor()
+    }
+
+    fn image_tokens(&self, latent_shape: &[usize]) -> usize {
+        let sides = latent_shape.iter().rev().take(2);
+        sides.map(|side| side / 2).product()
+    }
+
+    fn scheduler_config(&self) -> &Value {
+        &self.scheduler_config
+    }
+
+    fn sequential_cfg(&self) -> bool {
+        self.sequential_cfg
+    }
+
+    fn default_size(&self) -> (usize, usize) {
+        (1024, 1024)
+    }
+
+    fn set_residency(&mut self, residency: Residency) {
+        self.transformer.residency = residency;
+        self.text_encoder.residency = residency;
+    }
+
+    fn trained(&self) -> &[(String, Var)] {
+        &self.trained
+    }
+
+    fn detach(&self) -> Option<Box<dyn Model>> {
+        let transformer = self.frozen_transformer.clone()?;
+        Some(Box::new(Self {
+            transformer,
+            ..self.clone()
+        }))
+    }
+
+    fn quantised_in_file(&self) -> &[(PartRole, Vec<&'static str>)] {
+        &self.quantised_in_file
+    }
+
+    fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
+        self.replace_vae(folder, options)
+    }
+
+    fn load_trained(&self, path: &Path) -> Result<()> {
+        load_trained(&self.trained, path)
+    }
+
+    fn check_single_file(&self) -> Result<()> {
+        Err(self.source.no_single_file())
+    }
+
+    fn writer<'a>(
+        &'a self,
+        trained: &'a BTreeMap<String, Tensor>,
+        options: SaveOptions,
+    ) -> Result<Box<dyn ModelWriter + 'a>> {
+        Ok(Box::new(TransformerWriter::new(&self.source, trained, options)?))
+    }
+}

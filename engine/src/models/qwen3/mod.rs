@@ -1,0 +1,10 @@
+//! Qwen3 (transformers' `Qwen3Model`): a decoder-only language model, whose hidden states are the text of Z-Image.
+
+mod model;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+mod tokenizer;
+
+pub use model::{Qwen3Config, Qwen3Model, RopeParameters};
+pub use tokenizer::{Qwen3Tokenizer, TokenIds};
