@@ -149,13 +149,13 @@ def named(lora, path, sides):
     return out
 
 
-def load(file):
+def load(file, folder=OUT):
     """A fresh pipeline with the LoRA. A warning about missing or unexpected keys is an error."""
     warnings = Warnings()
     pipe = StableDiffusion3Pipeline.from_pretrained(TINY_SD35)
     for name in ("diffusers", "peft"):
         logging.getLogger(name).addHandler(warnings)
-    pipe.load_lora_weights(OUT, weight_name=file)
+    pipe.load_lora_weights(folder, weight_name=file)
     for name in ("diffusers", "peft"):
         logging.getLogger(name).removeHandler(warnings)
     reported = [line for line in warnings.lines if re.search(r"missing|unexpected|no lora keys", line, re.IGNORECASE)]

@@ -42,6 +42,8 @@ pub struct BlockKind {
 }
 
 /// The first norm of the image stream, with the second attention where there is one.
+// A model has few blocks: the difference in size does not matter.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug)]
 enum ImageNorm {
     Single(AdaLayerNorm<6>),
@@ -74,6 +76,8 @@ impl Mlp {
 }
 
 /// The text stream after its projections.
+// As above.
+#[allow(clippy::large_enum_variant)]
 #[derive(Clone, Debug)]
 enum TextStream {
     Full {
