@@ -29,7 +29,7 @@ pub enum HubError {
         endpoint: String,
     },
     /// The repository's files are only for users who accepted its terms.
-    #[error("{}", gated_message(.repo, .endpoint, *.has_token))]
+    #[error("{}", gated_message(repo, endpoint, *has_token))]
     Gated {
         /// The repository's name.
         repo: String,

@@ -457,3 +457,18 @@ fn a_vae_is_given_as_a_file_or_a_folder() {
     let error = loaded.replace_codec(&clip, &options).unwrap_err().to_string();
     assert!(error.contains("clip_l.safetensors is no VAE"), "{error}");
 }
+
+#[test]
+fn a_folder_may_hold_a_transformer_with_original_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let transformer = folder.path().join("transformer");
+    std::fs::create_dir(&transformer).unwrap();
+    let config = fixtures().join("tiny_flux/transformer/config.json");
+    std::fs::copy(config, transformer.join("config.json")).unwrap();
+    std::fs::copy(
+        flux_files().join("transformer.gguf"),
+        transformer.join("flux1-dev.gguf"),
+    )
+    .unwrap();
+    check(folder.path(), &tiny_extras()).unwrap();
+}

@@ -39,7 +39,7 @@ impl Parts {
         let (transformer, flux_config, transformer_json) = match &parts.transformer.config {
             Some(file) => {
                 let text = config::read_text(file).map_err(|error| EngineError::io(file, error))?;
-                let has_original_names = transformer.contains("double_blocks.0.img_attn.qkv.weight");
+                let has_original_names = transformer.tensors().any(|(name, _)| name.contains("double_blocks.0."));
                 let index = match has_original_names {
                     true => single_file::with_diffusers_names(&transformer)?,
                     false => transformer,
