@@ -113,6 +113,7 @@ fn round_one(number: f32, random: u16) -> bf16 {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::rng::generator_for;
