@@ -5,6 +5,7 @@ mod check;
 mod conditioning;
 mod encoded_prompts;
 pub mod flux;
+mod folder_parts;
 mod metadata_yaml;
 mod model;
 mod options;
@@ -15,6 +16,7 @@ pub mod sd2;
 pub mod sd3;
 pub mod sdxl;
 pub mod stable_diffusion;
+mod text_source;
 mod transformer_folder;
 pub mod zimage;
 

@@ -26,14 +26,11 @@ pub trait Family: Sync + Debug {
     /// When tensors do not match the configs, or a component is missing.
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>>;
 
-    /// Loads the text encoders of a model alone. By default the whole model is loaded; a family that overrides this also loads no
-    /// text encoders where [`LoadOptions::prompts`] are given.
+    /// Loads the text encoders of a model alone. [`Self::load`] loads no text encoders where [`LoadOptions::prompts`] are given.
     ///
     /// # Errors
     /// As [`Self::load`].
-    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
-        Ok(Box::new(WholeModel(self.load(path, options)?)))
-    }
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>>;
 
     /// The sampler's parameters from `scheduler_config.json`, with the changes that the family's pipeline makes.
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
@@ -120,20 +117,6 @@ pub trait TextEncoders: Send + Debug {
 
     /// Their parts, whose layers a LoRA can change.
     fn parts(&mut self) -> Vec<Part<'_>>;
-}
-
-/// A whole model, for families that do not load their text encoders alone.
-#[derive(Debug)]
-struct WholeModel(Box<dyn Model>);
-
-impl TextEncoders for WholeModel {
-    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        self.0.encode_prompts(prompts)
-    }
-
-    fn parts(&mut self) -> Vec<Part<'_>> {
-        self.0.parts()
-    }
 }
 
 /// A loaded model.

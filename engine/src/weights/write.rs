@@ -105,6 +105,7 @@ fn type_name(dtype: DType) -> Result<&'static str> {
         DType::F32 => "F32",
         DType::F64 => "F64",
         DType::I64 => "I64",
+        DType::U32 => "U32",
         DType::U8 => "U8",
         other => {
             return Err(EngineError::Internal(format!(
@@ -125,6 +126,7 @@ fn write_numbers(out: &mut dyn Write, tensor: &Tensor) -> io::Result<()> {
     };
     match storage {
         CpuStorage::U8(all) => out.write_all(element_range(all, from, to)?),
+        CpuStorage::U32(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
         CpuStorage::I64(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
         CpuStorage::BF16(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
         CpuStorage::F16(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
@@ -184,6 +186,7 @@ mod tests {
             ("e.bf16", long.to_dtype(DType::BF16).unwrap()),
             ("f.f64", table.to_dtype(DType::F64).unwrap()),
             ("g.i64", table.to_dtype(DType::I64).unwrap()),
+            ("g.u32", table.to_dtype(DType::U32).unwrap()),
             ("h.u8", table.to_dtype(DType::U8).unwrap()),
             ("i.empty", Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()),
             ("j.number", Tensor::new(1.5f32, &Device::Cpu).unwrap()),
@@ -243,7 +246,7 @@ mod tests {
             "{error:?}"
         );
         let mut unsupported = SafetensorsLayout::default();
-        unsupported.add("ids", DType::U32, [2]);
+        unsupported.add("ids", DType::I16, [2]);
         assert!(unsupported.write(&mut Vec::new(), |_| Ok(count_up(2))).is_err());
     }
 }

@@ -1,11 +1,12 @@
 //! Loads FLUX.1 from a diffusers folder or from single files.
 
-use super::model::{FluxModel, FluxText};
+use super::model::FluxModel;
 use super::parts::{Parts, vae_part};
 use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
+use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::flux::FluxTransformer2DModel;
@@ -96,10 +97,7 @@ impl FluxModel {
         )?);
         let vae = AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled);
         check_widths(&parts)?;
-        let text = match &options.prompts {
-            Some(prompts) => FluxText::Encoded(Arc::clone(prompts)),
-            None => FluxText::Encoders(Box::new(build_text(&parts, options)?)),
-        };
+        let text = TextSource::new(options.prompts.as_ref(), || build_text(&parts, options))?;
         Ok(Self {
             family,
             text,

@@ -3,11 +3,9 @@
 use super::text::{CONTEXT, FluxTextEncoders, POOLED};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::encoded_prompts::{EncodedPrompts, look_up};
-use crate::families::model::{
-    Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, TextEncoders,
-};
+use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
@@ -24,19 +22,11 @@ const GUIDANCE: &str = "guidance";
 /// The guidance scale where none is given: training, as in ai-toolkit.
 const PLAIN_GUIDANCE: f64 = 1.0;
 
-/// What gives a model its encoded prompts.
-#[derive(Clone, Debug)]
-pub(super) enum FluxText {
-    Encoders(Box<FluxTextEncoders>),
-    /// They were encoded before the model was loaded.
-    Encoded(Arc<dyn EncodedPrompts>),
-}
-
 /// FLUX.1.
 #[derive(Clone, Debug)]
 pub struct FluxModel {
     pub(super) family: &'static dyn Family,
-    pub(super) text: FluxText,
+    pub(super) text: TextSource<FluxTextEncoders>,
     /// Predicts the velocity.
     pub transformer: FluxTransformer2DModel,
     /// Encodes images to latents and decodes them.
@@ -61,15 +51,12 @@ impl FluxModel {
     /// How many tokens of a prompt T5 gets: 512 for dev, 256 for schnell. `None` if prompts were encoded before.
     #[must_use]
     pub fn max_sequence_length(&self) -> Option<usize> {
-        match &self.text {
-            FluxText::Encoders(encoders) => Some(encoders.max_sequence_length),
-            FluxText::Encoded(_) => None,
-        }
+        self.text.encoders().map(|encoders| encoders.max_sequence_length)
     }
 
     /// Sets how many tokens of a prompt T5 gets. Prompts that were encoded before keep theirs.
     pub fn set_max_sequence_length(&mut self, tokens: usize) {
-        if let FluxText::Encoders(encoders) = &mut self.text {
+        if let Some(encoders) = self.text.encoders_mut() {
             encoders.max_sequence_length = tokens;
         }
     }
@@ -89,10 +76,7 @@ impl Model for FluxModel {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        let mut parts = match &mut self.text {
-            FluxText::Encoders(encoders) => encoders.parts(),
-            FluxText::Encoded(_) => Vec::new(),
-        };
+        let mut parts = self.text.parts();
         parts.push(Part {
             id: "transformer",
             role: PartRole::Denoiser,
@@ -105,11 +89,7 @@ impl Model for FluxModel {
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        let conditioning = match &self.text {
-            FluxText::Encoders(encoders) => encoders.encode_prompts(prompts)?,
-            FluxText::Encoded(encoded) => look_up(&**encoded, prompts, &self.device)?,
-        };
-        self.with_guidance(conditioning, PLAIN_GUIDANCE)
+        self.with_guidance(self.text.encode_prompts(prompts, &self.device)?, PLAIN_GUIDANCE)
     }
 
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
@@ -169,7 +149,7 @@ impl Model for FluxModel {
 
     fn set_residency(&mut self, residency: Residency) {
         self.transformer.residency = residency;
-        if let FluxText::Encoders(encoders) = &mut self.text {
+        if let Some(encoders) = self.text.encoders_mut() {
             encoders.clip.residency = residency;
             encoders.t5.residency = residency;
         }

@@ -3,9 +3,11 @@
 use super::model::Sd3Model;
 use super::text::{ClipEncoder, Sd3TextEncoders, T5Encoder};
 use crate::error::{EngineError, Result};
+use crate::families::folder_parts::{check_folder, open_part};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
 use crate::families::scheduler_config;
+use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
@@ -28,6 +30,8 @@ const TRANSFORMER_EXCLUDED: [&str; 5] = [
 ];
 /// Tokens of a prompt for T5 (`max_sequence_length` of diffusers' pipeline).
 const TEXT_TOKENS: usize = 256;
+/// The folders of both CLIPs.
+const TEXT_ENCODERS: [&str; 2] = ["text_encoder", "text_encoder_2"];
 /// The folders of T5 and of its tokenizer.
 const T5: &str = "text_encoder_3";
 const T5_TOKENIZER: &str = "tokenizer_3";
@@ -45,8 +49,8 @@ impl Configs {
         let config = |part: &str| folder.join(part).join("config.json");
         Ok(Self {
             clip: [
-                config::read(&config("text_encoder"))?,
-                config::read(&config("text_encoder_2"))?,
+                config::read(&config(TEXT_ENCODERS[0]))?,
+                config::read(&config(TEXT_ENCODERS[1]))?,
             ],
             t5: match has_t5(folder)? {
                 true => Some(config::read(&config(T5))?),
@@ -113,13 +117,7 @@ impl Sd3Model {
     /// When a file is missing, or tensors do not match the configs.
     pub fn load(family: &'static dyn Family, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let folder = path.as_ref();
-        if !folder.is_dir() {
-            return Err(EngineError::Unsupported(format!(
-                "{}: a single file of Stable Diffusion 3.5 cannot be loaded yet: give the diffusers folder, which has \
-                 model_index.json",
-                folder.display()
-            )));
-        }
+        check_folder(folder, "Stable Diffusion 3.5")?;
         if options.text_encoder_trained != TrainableFilter::Nothing {
             return Err(EngineError::Unsupported(
                 "train.train_text_encoder: a full fine-tune of Stable Diffusion 3.5 trains its transformer only; train its text \
@@ -133,41 +131,21 @@ impl Sd3Model {
 
         let mut quantised_in_file = Vec::new();
         let mut index = |part: &str, role: PartRole| -> Result<Index> {
-            let index = Index::open(folder.join(part))?;
+            let index = open_part(folder, part, options)?;
             let kinds: BTreeSet<_> = index.quantization_kinds().into_iter().collect();
             if !kinds.is_empty() {
                 quantised_in_file.push((role, kinds.into_iter().collect::<Vec<_>>()));
             }
-            Ok(match options.layout_only {
-                true => index.shapes_only(),
-                false => index,
-            })
+            Ok(index)
         };
+        if options.prompts.is_none() {
+            for part in TEXT_ENCODERS.into_iter().chain(configs.t5.is_some().then_some(T5)) {
+                index(part, PartRole::TextEncoder)?;
+            }
+        }
         let memory = &options.memory_options;
         let weights =
             |index: Index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
-        let text = |index: Index| {
-            weights(index, memory.text_streamed).quantize_on_load(options.text_encoder_quantization.clone())
-        };
-        let [first, second] = &configs.clip;
-        let mut clip = |part: &str, tokenizer: &str, config: &ClipTextConfig| -> Result<ClipEncoder> {
-            let weights = text(index(part, PartRole::TextEncoder)?);
-            Ok(ClipEncoder {
-                tokenizer: ClipTokenizer::open(&folder.join(tokenizer))?.limited_to(config.max_position_embeddings),
-                model: ClipTextModel::with_projection(&weights, config)?,
-            })
-        };
-        let clip = [
-            clip("text_encoder", "tokenizer", first)?,
-            clip("text_encoder_2", "tokenizer_2", second)?,
-        ];
-        let t5 = match &configs.t5 {
-            Some(config) => Some(T5Encoder {
-                tokenizer: T5Tokenizer::open(&folder.join(T5_TOKENIZER))?,
-                model: T5EncoderModel::new(&text(index(T5, PartRole::TextEncoder)?), config)?,
-            }),
-            None => None,
-        };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
@@ -201,14 +179,7 @@ impl Sd3Model {
         )?);
         Ok(Self {
             family,
-            text: Sd3TextEncoders {
-                clip,
-                t5,
-                max_sequence_length: TEXT_TOKENS,
-                width: configs.transformer.joint_attention_dim,
-                dtype: options.dtype,
-                device: options.device.clone(),
-            },
+            text: TextSource::new(options.prompts.as_ref(), || build_text(folder, &configs, options))?,
             transformer,
             vae: AutoencoderKl::new(&vae_weights, &configs.vae)?.tiled(memory.vae_tiled),
             scheduler_config,
@@ -222,13 +193,50 @@ impl Sd3Model {
         })
     }
 
-    /// Replaces the VAE by that of a diffusers `vae/` folder, or of a model folder that has one.
-    pub(super) fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        let (settings, index) = vae::config_and_index(folder)?;
-        let vae_config: VaeConfig = config::read(&settings)?;
-        let weights =
-            Weights::from_index(index, options.dtype, &options.device).streamed(options.memory_options.vae_streamed);
-        self.vae = AutoencoderKl::new(&weights, &vae_config)?.tiled(options.memory_options.vae_tiled);
-        Ok(())
+    /// Loads the text encoders of a diffusers folder alone.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub(super) fn load_text_encoders(folder: &Path, options: &LoadOptions) -> Result<Sd3TextEncoders> {
+        check_folder(folder, "Stable Diffusion 3.5")?;
+        let configs = Configs::read(folder)?;
+        configs.check_widths()?;
+        build_text(folder, &configs, options)
     }
+}
+
+/// Loads the text encoders.
+fn build_text(folder: &Path, configs: &Configs, options: &LoadOptions) -> Result<Sd3TextEncoders> {
+    let text = |part: &str| -> Result<Weights> {
+        Ok(
+            Weights::from_index(open_part(folder, part, options)?, options.dtype, &options.device)
+                .streamed(options.memory_options.text_streamed)
+                .quantize_on_load(options.text_encoder_quantization.clone()),
+        )
+    };
+    let clip = |part: &str, tokenizer: &str, config: &ClipTextConfig| -> Result<ClipEncoder> {
+        Ok(ClipEncoder {
+            tokenizer: ClipTokenizer::open(&folder.join(tokenizer))?.limited_to(config.max_position_embeddings),
+            model: ClipTextModel::with_projection(&text(part)?, config)?,
+        })
+    };
+    let [first, second] = &configs.clip;
+    let [first_folder, second_folder] = TEXT_ENCODERS;
+    Ok(Sd3TextEncoders {
+        clip: [
+            clip(first_folder, "tokenizer", first)?,
+            clip(second_folder, "tokenizer_2", second)?,
+        ],
+        t5: match &configs.t5 {
+            Some(config) => Some(T5Encoder {
+                tokenizer: T5Tokenizer::open(&folder.join(T5_TOKENIZER))?,
+                model: T5EncoderModel::new(&text(T5)?, config)?,
+            }),
+            None => None,
+        },
+        max_sequence_length: TEXT_TOKENS,
+        width: configs.transformer.joint_attention_dim,
+        dtype: options.dtype,
+        device: options.device.clone(),
+    })
 }

@@ -10,7 +10,7 @@ mod text;
 
 pub use model::Sd3Model;
 
-use super::model::{Family, Model};
+use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use crate::error::Result;
 use crate::samplers::SamplerParams;
@@ -28,6 +28,10 @@ impl Family for SD3 {
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
         Ok(Box::new(Sd3Model::load(&SD3, path, options)?))
+    }
+
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        Ok(Box::new(Sd3Model::load_text_encoders(path, options)?))
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

@@ -3,8 +3,10 @@
 use super::text::{CONTEXT, POOLED, Sd3TextEncoders};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
+use crate::families::folder_parts::load_vae;
 use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;
 use crate::models::sd3::{SD3Transformer2DModel, Sd3Conditions};
@@ -20,7 +22,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Sd3Model {
     pub(super) family: &'static dyn Family,
-    pub(super) text: Sd3TextEncoders,
+    pub(super) text: TextSource<Sd3TextEncoders>,
     /// Predicts the velocity.
     pub transformer: SD3Transformer2DModel,
     /// Encodes images to latents and decodes them.
@@ -43,13 +45,13 @@ impl Sd3Model {
     /// Whether the model has T5. Without it, its tokens are zeros.
     #[must_use]
     pub fn has_t5(&self) -> bool {
-        self.text.t5.is_some()
+        self.text.encoders().is_some_and(|encoders| encoders.t5.is_some())
     }
 
-    /// Tokens of a prompt for T5: 256.
+    /// Tokens of a prompt for T5: 256. `None` if prompts were encoded before.
     #[must_use]
-    pub fn max_sequence_length(&self) -> usize {
-        self.text.max_sequence_length
+    pub fn max_sequence_length(&self) -> Option<usize> {
+        self.text.encoders().map(|encoders| encoders.max_sequence_length)
     }
 
     /// Encodes prompts with the text encoders of another model from now on.
@@ -58,9 +60,11 @@ impl Sd3Model {
         self.text = other.text.clone();
     }
 
-    /// Sets the tokens of a prompt for T5 (`max_sequence_length` of diffusers).
+    /// Sets the tokens of a prompt for T5 (`max_sequence_length` of diffusers). Prompts that were encoded before keep theirs.
     pub fn set_max_sequence_length(&mut self, tokens: usize) {
-        self.text.max_sequence_length = tokens;
+        if let Some(encoders) = self.text.encoders_mut() {
+            encoders.max_sequence_length = tokens;
+        }
     }
 }
 
@@ -78,36 +82,20 @@ impl Model for Sd3Model {
     }
 
     fn parts(&mut self) -> Vec<Part<'_>> {
-        let [first, second] = &mut self.text.clip;
-        let part = |id, role, lora_prefix, blocks, layers| Part {
-            id,
-            role,
-            lora_prefix,
+        let mut parts = self.text.parts();
+        parts.push(Part {
+            id: "transformer",
+            role: PartRole::Denoiser,
+            lora_prefix: "transformer",
             lora_names: LoraNames::Dotted,
-            blocks,
-            layers,
-        };
-        vec![
-            part("text_encoder", PartRole::TextEncoder, "lora_te1", &[], &mut first.model),
-            part(
-                "text_encoder_2",
-                PartRole::TextEncoder,
-                "lora_te2",
-                &[],
-                &mut second.model,
-            ),
-            part(
-                "transformer",
-                PartRole::Denoiser,
-                "transformer",
-                &["transformer_blocks"],
-                &mut self.transformer,
-            ),
-        ]
+            blocks: &["transformer_blocks"],
+            layers: &mut self.transformer,
+        });
+        parts
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        self.text.encode(prompts)
+        self.text.encode_prompts(prompts, &self.device)
     }
 
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
@@ -167,7 +155,9 @@ impl Model for Sd3Model {
 
     fn set_residency(&mut self, residency: Residency) {
         self.transformer.residency = residency;
-        self.text.set_residency(residency);
+        if let Some(encoders) = self.text.encoders_mut() {
+            encoders.set_residency(residency);
+        }
     }
 
     fn trained(&self) -> &[(String, Var)] {
@@ -187,7 +177,8 @@ impl Model for Sd3Model {
     }
 
     fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        self.replace_vae(folder, options)
+        self.vae = load_vae(folder, options)?;
+        Ok(())
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {

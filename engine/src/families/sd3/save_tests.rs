@@ -141,7 +141,7 @@ fn the_text_is_that_of_diffusers_with_t5_and_without() {
     let of_t5 = |context: &Tensor| context.narrow(1, 77, 24).unwrap().contiguous().unwrap();
     assert!(gap(&of_t5(&context), &of_t5(&tensors["text/short/context"])) < 1e-4);
 
-    let (context, pooled) = encode(&without, without.max_sequence_length(), [None; 2]);
+    let (context, pooled) = encode(&without, without.max_sequence_length().unwrap(), [None; 2]);
     let tokens = tensors["text/without/tokens"].to_vec1::<i64>().unwrap()[0] as usize;
     assert_eq!(context.dims(), [2, tokens, 44]);
     let of_clip = |context: &Tensor| context.narrow(1, 0, 77).unwrap().contiguous().unwrap();

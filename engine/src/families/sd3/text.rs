@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
+use crate::families::model::{LoraNames, Part, PartRole, TextEncoders};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::nn::cat_channels;
@@ -41,11 +42,11 @@ pub(super) struct Sd3TextEncoders {
     pub(super) device: Device,
 }
 
-impl Sd3TextEncoders {
+impl TextEncoders for Sd3TextEncoders {
     /// Encodes prompts, as `StableDiffusion3Pipeline.encode_prompt`: the tokens of both CLIPs side by side, filled up with zeros to the width of
     /// T5's, before those of T5, [b, 77 + `max_sequence_length`, width]; and the pooled text of both CLIPs side by side.
     /// The second prompt is that of CLIP-G.
-    pub(super) fn encode(&self, prompts: &[Prompt]) -> Result<Conditioning> {
+    fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
         let first: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
         let second: Vec<&str> = prompts
             .iter()
@@ -77,6 +78,24 @@ impl Sd3TextEncoders {
             .with(POOLED, Tensor::cat(&pooled, D::Minus1)?))
     }
 
+    fn parts(&mut self) -> Vec<Part<'_>> {
+        let [first, second] = &mut self.clip;
+        let part = |id, lora_prefix, layers| Part {
+            id,
+            role: PartRole::TextEncoder,
+            lora_prefix,
+            lora_names: LoraNames::Dotted,
+            blocks: &[],
+            layers,
+        };
+        vec![
+            part("text_encoder", "lora_te1", &mut first.model),
+            part("text_encoder_2", "lora_te2", &mut second.model),
+        ]
+    }
+}
+
+impl Sd3TextEncoders {
     /// Sets how the encoders run their blocks.
     pub(super) fn set_residency(&mut self, residency: Residency) {
         for encoder in &mut self.clip {

@@ -1,10 +1,13 @@
 //! Loads Z-Image from a diffusers folder.
 
-use super::model::{TEXT_TOKENS, ZImageModel};
+use super::model::ZImageModel;
+use super::text::{TEXT_TOKENS, ZImageTextEncoder};
 use crate::error::{EngineError, Result};
+use crate::families::folder_parts::{check_folder, open_part};
 use crate::families::model::PartRole;
 use crate::families::options::LoadOptions;
 use crate::families::scheduler_config;
+use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::config;
 use crate::models::qwen3::{Qwen3Config, Qwen3Model, Qwen3Tokenizer};
@@ -22,6 +25,8 @@ const TRANSFORMER_EXCLUDED: [&str; 4] = [
     "t_embedder.*",
     "all_final_layer.*",
 ];
+/// The folder of the text encoder.
+const TEXT_ENCODER: &str = "text_encoder";
 /// Layers of the text encoder after those whose states are the text.
 const UNUSED_TEXT_LAYERS: usize = 1;
 
@@ -32,41 +37,33 @@ impl ZImageModel {
     /// When a file is missing, or tensors do not match the configs.
     pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let folder = path.as_ref();
-        if !folder.is_dir() {
-            return Err(EngineError::Unsupported(format!(
-                "{}: a single file of Z-Image cannot be loaded yet: give the diffusers folder, which has model_index.json",
-                folder.display()
-            )));
-        }
+        check_folder(folder, "Z-Image")?;
         if options.text_encoder_trained != TrainableFilter::Nothing {
             return Err(EngineError::Unsupported(
                 "train.train_text_encoder: a full fine-tune of Z-Image trains its transformer only".into(),
             ));
         }
         let config = |part: &str| folder.join(part).join("config.json");
-        let text_config: Qwen3Config = config::read(&config("text_encoder"))?;
+        let text_config: Qwen3Config = config::read(&config(TEXT_ENCODER))?;
         let transformer_config: ZImageConfig = config::read(&config(TRANSFORMER))?;
         let vae_config: VaeConfig = config::read(&config("vae"))?;
         let scheduler_config = scheduler_config::read(folder)?;
 
         let mut quantised_in_file = Vec::new();
         let mut index = |part: &str, role: PartRole| -> Result<Index> {
-            let index = Index::open(folder.join(part))?;
+            let index = open_part(folder, part, options)?;
             let kinds: BTreeSet<_> = index.quantization_kinds().into_iter().collect();
             if !kinds.is_empty() {
                 quantised_in_file.push((role, kinds.into_iter().collect::<Vec<_>>()));
             }
-            Ok(if options.layout_only {
-                index.shapes_only()
-            } else {
-                index
-            })
+            Ok(index)
         };
+        if options.prompts.is_none() {
+            index(TEXT_ENCODER, PartRole::TextEncoder)?;
+        }
         let memory = &options.memory_options;
         let weights =
             |index: Index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
-        let text_weights = weights(index("text_encoder", PartRole::TextEncoder)?, memory.text_streamed)
-            .quantize_on_load(options.text_encoder_quantization.clone());
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
@@ -96,9 +93,7 @@ impl ZImageModel {
         let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
         check_widths(&text_config, &transformer_config, &vae_config)?;
         Ok(Self {
-            tokenizer: Qwen3Tokenizer::open(&folder.join("tokenizer"))?,
-            text_encoder: Qwen3Model::new(&text_weights, &text_config, UNUSED_TEXT_LAYERS)?,
-            max_sequence_length: TEXT_TOKENS,
+            text: TextSource::new(options.prompts.as_ref(), || build_text(folder, &text_config, options))?,
             transformer,
             vae,
             scheduler_config,
@@ -112,14 +107,14 @@ impl ZImageModel {
         })
     }
 
-    /// Replaces the VAE by that of a diffusers `vae/` folder, or of a model folder that has one.
-    pub(super) fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        let (settings, index) = vae::config_and_index(folder)?;
-        let vae_config: VaeConfig = config::read(&settings)?;
-        let weights =
-            Weights::from_index(index, options.dtype, &options.device).streamed(options.memory_options.vae_streamed);
-        self.vae = AutoencoderKl::new(&weights, &vae_config)?.tiled(options.memory_options.vae_tiled);
-        Ok(())
+    /// Loads the text encoder of a diffusers folder alone.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub(super) fn load_text_encoders(folder: &Path, options: &LoadOptions) -> Result<ZImageTextEncoder> {
+        check_folder(folder, "Z-Image")?;
+        let text_config: Qwen3Config = config::read(&folder.join(TEXT_ENCODER).join("config.json"))?;
+        build_text(folder, &text_config, options)
     }
 }
 
@@ -140,4 +135,21 @@ fn check_widths(text: &Qwen3Config, transformer: &ZImageConfig, vae: &VaeConfig)
         }
     }
     Ok(())
+}
+
+/// Loads the text encoder.
+fn build_text(folder: &Path, config: &Qwen3Config, options: &LoadOptions) -> Result<ZImageTextEncoder> {
+    let weights = Weights::from_index(
+        open_part(folder, TEXT_ENCODER, options)?,
+        options.dtype,
+        &options.device,
+    )
+    .streamed(options.memory_options.text_streamed)
+    .quantize_on_load(options.text_encoder_quantization.clone());
+    Ok(ZImageTextEncoder {
+        tokenizer: Qwen3Tokenizer::open(&folder.join("tokenizer"))?,
+        model: Qwen3Model::new(&weights, config, UNUSED_TEXT_LAYERS)?,
+        max_sequence_length: TEXT_TOKENS,
+        device: options.device.clone(),
+    })
 }

@@ -5,10 +5,11 @@ mod model;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
+mod text;
 
 pub use model::ZImageModel;
 
-use super::model::{Family, Model};
+use super::model::{Family, Model, TextEncoders};
 use super::options::LoadOptions;
 use crate::error::Result;
 use crate::samplers::SamplerParams;
@@ -26,6 +27,10 @@ impl Family for ZIMAGE {
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
         Ok(Box::new(ZImageModel::load(path, options)?))
+    }
+
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        Ok(Box::new(ZImageModel::load_text_encoders(path, options)?))
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {

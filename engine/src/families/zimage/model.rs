@@ -1,13 +1,15 @@
 //! Z-Image as a [`Model`].
 
 use super::ZIMAGE;
+use super::text::{CONTEXT, LENGTHS, ZImageTextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
+use crate::families::folder_parts::load_vae;
 use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;
-use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::models::zimage::ZImageTransformer2DModel;
 use crate::residency::Residency;
@@ -17,26 +19,16 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The names in the conditioning: the encoded text, filled up with zeros, and the number of its tokens (u32).
-const CONTEXT: &str = "context";
-const LENGTHS: &str = "lengths";
-/// Tokens of a prompt, as in diffusers' pipeline.
-pub(super) const TEXT_TOKENS: usize = 512;
-
 /// Z-Image.
 #[derive(Clone, Debug)]
 pub struct ZImageModel {
-    pub(super) tokenizer: Qwen3Tokenizer,
-    /// Without its last layer: the text is the states before it.
-    pub(super) text_encoder: Qwen3Model,
+    pub(super) text: TextSource<ZImageTextEncoder>,
     /// Predicts the velocity.
     pub transformer: ZImageTransformer2DModel,
     /// Encodes images to latents and decodes them.
     pub vae: AutoencoderKl,
     /// `scheduler_config.json`.
     pub scheduler_config: Value,
-    /// Tokens of a prompt, with those of the chat around it: 512.
-    pub max_sequence_length: usize,
     pub(super) sequential_cfg: bool,
     pub(super) quantised_in_file: Vec<(PartRole, Vec<&'static str>)>,
     /// The trained tensors, with part and name, sorted.
@@ -47,6 +39,21 @@ pub struct ZImageModel {
     pub(super) source: Arc<TransformerSource>,
     pub(super) dtype: DType,
     pub(super) device: Device,
+}
+
+impl ZImageModel {
+    /// Tokens of a prompt, with those of the chat around it: 512. `None` if prompts were encoded before.
+    #[must_use]
+    pub fn max_sequence_length(&self) -> Option<usize> {
+        self.text.encoders().map(|encoder| encoder.max_sequence_length)
+    }
+
+    /// Sets the tokens of a prompt. Prompts that were encoded before keep theirs.
+    pub fn set_max_sequence_length(&mut self, tokens: usize) {
+        if let Some(encoder) = self.text.encoders_mut() {
+            encoder.max_sequence_length = tokens;
+        }
+    }
 }
 
 impl Model for ZImageModel {
@@ -78,20 +85,7 @@ impl Model for ZImageModel {
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        let texts: Vec<&str> = prompts.iter().map(|prompt| prompt.text.as_str()).collect();
-        let tokens = self.tokenizer.encode_chat(&texts, self.max_sequence_length)?;
-        // Tokens that fill up shorter texts come after them, so that they change nothing: attention is causal.
-        let states = self.text_encoder.forward(&tokens.ids.to_device(&self.device)?, None)?;
-        let longest = states.dim(1)?;
-        let rows = tokens.lengths.iter().enumerate().map(|(item, length)| {
-            let text = states.get(item)?.narrow(0, 0, *length)?;
-            text.pad_with_zeros(0, 0, self.max_sequence_length.max(longest) - length)
-        });
-        let context = Tensor::stack(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?;
-        let lengths: Vec<u32> = tokens.lengths.iter().map(|length| *length as u32).collect();
-        Ok(Conditioning::default()
-            .with(CONTEXT, context)
-            .with(LENGTHS, Tensor::new(lengths, &Device::Cpu)?))
+        self.text.encode_prompts(prompts, &self.device)
     }
 
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
@@ -138,7 +132,9 @@ impl Model for ZImageModel {
 
     fn set_residency(&mut self, residency: Residency) {
         self.transformer.residency = residency;
-        self.text_encoder.residency = residency;
+        if let Some(encoder) = self.text.encoders_mut() {
+            encoder.model.residency = residency;
+        }
     }
 
     fn trained(&self) -> &[(String, Var)] {
@@ -158,7 +154,8 @@ impl Model for ZImageModel {
     }
 
     fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        self.replace_vae(folder, options)
+        self.vae = load_vae(folder, options)?;
+        Ok(())
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {
