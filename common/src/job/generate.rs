@@ -13,9 +13,9 @@ section! {
         prompts [required]: TextSource = TextSource::default(), Works, input PromptFile;
         /// Sampler.
         sampler: SamplerName = SamplerName::Ddpm, Works;
-        /// Width in pixels, floored to a multiple of 8, at least 64.
+        /// Width in pixels, floored to a multiple of 8 (of 16 for families with a transformer), at least 64.
         width: u32 = 512, Works;
-        /// Height in pixels, floored to a multiple of 8, at least 64.
+        /// Height in pixels, floored to a multiple of 8 (of 16 for families with a transformer), at least 64.
         height: u32 = 512, Works;
         /// Sizes; one is picked at random for each image.
         size_list: Option<Vec<ImageSize>> = None, Works;

@@ -16,9 +16,9 @@ pub struct PromptFlags {
     pub negative_prompt: Option<String>,
     /// `--n2`: negative prompt of the second text encoder.
     pub negative_prompt_2: Option<String>,
-    /// `--w`, floored to a multiple of 8, at least 64.
+    /// `--w`, floored to a multiple of 8 (of 16 for families with a transformer), at least 64.
     pub width: Option<u32>,
-    /// `--h`, floored to a multiple of 8, at least 64.
+    /// `--h`, floored to a multiple of 8 (of 16 for families with a transformer), at least 64.
     pub height: Option<u32>,
     /// `--d`, `--seed`. Unlike a section's seed, -1 is not random here.
     pub seed: Option<i64>,

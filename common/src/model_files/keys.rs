@@ -116,12 +116,19 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> ModelFileKind {
 }
 
 /// Suffixes of tensor names in adapters, and the kind of adapter.
-const ADAPTERS: [(&str, &str); 9] = [
+const ADAPTERS: [(&str, &str); 15] = [
     (".lora_down.weight", "a LoRA"),
     (".lora_up.weight", "a LoRA"),
     (".lora_A.weight", "a LoRA"),
     (".lora_B.weight", "a LoRA"),
     (".lora.down.weight", "a LoRA"),
+    // Early diffusers, and XLabs for FLUX.1.
+    ("_lora.down.weight", "a LoRA"),
+    ("_lora.up.weight", "a LoRA"),
+    ("_lora1.down.weight", "a LoRA"),
+    ("_lora1.up.weight", "a LoRA"),
+    ("_lora2.down.weight", "a LoRA"),
+    ("_lora2.up.weight", "a LoRA"),
     (".lokr_w1", "a LoKr"),
     (".lokr_w1_a", "a LoKr"),
     (".hada_w1_a", "a LoHa"),

@@ -234,6 +234,9 @@ fn adapters_and_components_are_not_base_models() {
         "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight",
         "transformer.single_transformer_blocks.0.attn.to_q.lora_A.weight",
         "diffusion_model.blocks.0.self_attn.q.lora_B.weight",
+        "double_blocks.0.processor.qkv_lora1.down.weight",
+        "double_blocks.0.processor.proj_lora2.up.weight",
+        "single_blocks.0.processor.proj_lora.down.weight",
     ] {
         assert_eq!(one(name), "a LoRA", "{name}");
     }

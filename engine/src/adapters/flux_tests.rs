@@ -196,6 +196,26 @@ fn control_loras_and_loras_of_other_families_are_refused_by_name() {
         ],
         &["double_blocks_0_img_attn_qkv", "9216 rows", "FLUX.1 or a model like it"],
     );
+    // Sizes that no published model has.
+    for (stem, family) in [
+        (
+            "lora_unet_down_blocks_0_attentions_0_proj_in",
+            "Stable Diffusion 1.x, 2.x or XL",
+        ),
+        ("diffusion_model.blocks.0.self_attn.q", "Wan or a model like it"),
+        (
+            "diffusion_model.layers.0.adaLN_modulation.0",
+            "Z-Image or a model like it",
+        ),
+    ] {
+        refused(
+            &[
+                (&format!("{stem}.lora_A.weight"), &[4, 8]),
+                (&format!("{stem}.lora_B.weight"), &[8, 4]),
+            ],
+            &["none of its 1 layers", family],
+        );
+    }
     // The text encoder's layers of Stable Diffusion are also FLUX.1's, but those of the U-Net are not.
     for (file, text) in [
         ("lora/ai_toolkit", "no layer of it is in this model's transformer"),

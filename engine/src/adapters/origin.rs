@@ -34,6 +34,7 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
     });
     match token {
         Some(1536) => return Some("Stable Diffusion 3 or 3.5 medium (its tokens have 1536 features)".into()),
+        Some(3072) => return Some("FLUX.1 (its tokens have 3072 features)".into()),
         Some(2432) => return Some("Stable Diffusion 3.5 large (its tokens have 2432 features)".into()),
         _ => {}
     }
@@ -46,6 +47,11 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
         return Some("Stable Diffusion 3.5 medium (its joint blocks have a second attention, `attn2`)".into());
     }
     // The width of the text that the cross-attention reads.
+    width_of_context(modules).or_else(|| structure(modules))
+}
+
+/// The family by the width of the text that the cross-attention of its U-Net reads.
+fn width_of_context(modules: &[LoraModule]) -> Option<String> {
     let context = modules.iter().find_map(|module| {
         let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");
         is_cross.then(|| module.tensors.down.dims().get(1).copied())?
@@ -58,4 +64,28 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
         _ => return None,
     };
     Some(format!("{family} (its cross-attention reads {context} features)"))
+}
+
+/// The kind of family by the names of the layers alone, for sizes that no published model has.
+fn structure(modules: &[LoraModule]) -> Option<String> {
+    for (parts, family) in [
+        (
+            &["down_blocks", "up_blocks", "mid_block", "input_blocks", "output_blocks"][..],
+            "Stable Diffusion 1.x, 2.x or XL",
+        ),
+        (
+            &["add_q_proj", "add_k_proj"],
+            "Stable Diffusion 3 or FLUX.1, or a model like them",
+        ),
+        (&["self_attn.q", "self_attn_q"], "Wan or a model like it"),
+        (&["adaLN_modulation", "feed_forward.w1"], "Z-Image or a model like it"),
+    ] {
+        let found = parts
+            .iter()
+            .find(|part| modules.iter().any(|module| module.stem.contains(**part)));
+        if let Some(part) = found {
+            return Some(format!("{family} (it has layers called `{part}`)"));
+        }
+    }
+    None
 }

@@ -378,6 +378,30 @@ fn an_invalid_file_is_an_error_that_names_it() {
 }
 
 #[test]
+fn an_alpha_may_be_a_whole_number() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let layer = |alpha: DType| {
+        let tensor = |shape: &[usize]| Tensor::ones(shape, DType::F32, &Device::Cpu).unwrap();
+        let tensors = [
+            ("lora_unet_conv_in.lora_down.weight", tensor(&[4, 4, 3, 3])),
+            ("lora_unet_conv_in.lora_up.weight", tensor(&[32, 4, 1, 1])),
+            (
+                "lora_unet_conv_in.alpha",
+                Tensor::new(3f32, &Device::Cpu).unwrap().to_dtype(alpha).unwrap(),
+            ),
+        ];
+        let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor));
+        safetensors_bytes(&tensors.into(), &BTreeMap::new()).unwrap()
+    };
+    for dtype in [DType::F32, DType::BF16, DType::I64] {
+        std::fs::write(&path, layer(dtype)).unwrap();
+        let file = LoraFile::open(&path).unwrap();
+        assert_eq!(file.modules[0].tensors.alpha, Some(3.0), "{dtype:?}");
+    }
+}
+
+#[test]
 fn the_alpha_of_peft_is_read_from_the_header_or_from_the_file_beside_it() {
     let dir = tempfile::tempdir().unwrap();
     let layer = |prefix: &str| {

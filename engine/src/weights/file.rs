@@ -114,6 +114,18 @@ impl TensorFile {
                 let flat = Quantized::from_blocks(type_name, block, &data, &[whole.len()], dtype, device)?;
                 Ok(flat.dequantize()?.narrow(0, elements.start - first, count)?)
             }
+            // A whole number, such as the alpha of a LoRA.
+            StorageType::Unsupported(ref type_name)
+                if count == 1 && stored_tensor.shape.iter().product::<usize>() == 1 =>
+            {
+                let data = self.reader.read(
+                    stored_tensor.start,
+                    stored_tensor.end.saturating_sub(stored_tensor.start),
+                )?;
+                let number =
+                    whole_number(type_name, &data).ok_or_else(|| self.unsupported_error(name, stored_tensor))?;
+                Ok(Tensor::from_vec(vec![number], 1, device)?.to_dtype(dtype)?)
+            }
             _ => Err(self.unsupported_error(name, stored_tensor)),
         }
     }
@@ -256,6 +268,16 @@ impl TensorFile {
             reason: format!("tensor `{name}` is stored as {type_in_file}; supported types: {supported}"),
         }
     }
+}
+
+/// The number in these bytes, if safetensors calls the type an integer.
+fn whole_number(type_name: &str, bytes: &[u8]) -> Option<f32> {
+    Some(match type_name {
+        "I64" => i64::from_le_bytes(bytes.try_into().ok()?) as f32,
+        "I32" => i32::from_le_bytes(bytes.try_into().ok()?) as f32,
+        "I16" => f32::from(i16::from_le_bytes(bytes.try_into().ok()?)),
+        _ => return None,
+    })
 }
 
 /// candle's dtype for the format, if it has one.

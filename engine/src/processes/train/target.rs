@@ -59,7 +59,8 @@ impl Target {
         });
         let has_no_alpha = trained.iter().any(|part| part.lora_names == LoraNames::Dotted);
         let network = LoraNetwork::attach(&config, &mut trained, &mut generator)?;
-        if has_no_alpha && config.alpha != config.rank as f64 {
+        // 1 is the default, so nobody chose it.
+        if has_no_alpha && config.alpha != config.rank as f64 && config.alpha != 1.0 {
             cx.log(
                 "info",
                 format!(
