@@ -285,6 +285,7 @@ fn a_zimage_lokr_job_is_read() {
     for key in ["network.type", "train.diff_output_preservation", "datasets[0].controls"] {
         assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
     }
+    assert!(!refused.iter().any(|found| found == "model.arch"), "{refused:?}");
     assert!(
         !refused.iter().any(|found| found.ends_with("control_path")),
         "an empty path is off"

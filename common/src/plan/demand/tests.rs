@@ -45,8 +45,8 @@ fn predictions_are_at_least_the_published_figures() {
     // Published with captions that were encoded before; `balanced` streams the text encoder.
     let z_image = gib(&lora("zimage", 1024, "bf16", 16));
     assert!(
-        (12.9..1.5 * 12.9).contains(&z_image[1]),
-        "Z-Image LoRA in bf16: 12.9 GiB: {z_image:?}"
+        (12.9..19.4).contains(&z_image[1]) && (7.25..10.9).contains(&z_image[2]),
+        "Z-Image LoRA: 12.9 GiB in bf16, 7.25 on an 8-bit base: {z_image:?}"
     );
 }
 
