@@ -29,7 +29,7 @@ impl Entry {
     pub(super) fn elements(&self) -> Option<Vec<Range<usize>>> {
         let shape = self.stored_shape();
         let Some(view) = &self.view else {
-            return Some(vec![0..shape.iter().product()]);
+            return Some(std::iter::once(0..shape.iter().product()).collect());
         };
         let width: usize = shape.iter().skip(1).product();
         let rows = view.view.rows(shape)?.into_iter();
@@ -76,7 +76,7 @@ impl View {
     /// The rows of a stored tensor of this shape, in the order of the view. `None` for a transpose.
     fn rows(self, stored: &[usize]) -> Option<Vec<Range<usize>>> {
         match self {
-            Self::Rows { start, count } => Some(vec![start..start + count]),
+            Self::Rows { start, count } => Some(std::iter::once(start..start + count).collect()),
             Self::HalvesSwapped => {
                 let count = stored.first().copied().unwrap_or(0);
                 Some(vec![count / 2..count, 0..count / 2])

@@ -100,7 +100,7 @@ impl Qwen3Config {
         let heads = [self.num_attention_heads, self.num_key_value_heads, self.head_dim];
         if heads.contains(&0)
             || !self.num_attention_heads.is_multiple_of(self.num_key_value_heads)
-            || self.head_dim % 2 != 0
+            || !self.head_dim.is_multiple_of(2)
         {
             return Some(format!(
                 "num_attention_heads {}, num_key_value_heads {} and head_dim {} do not fit together",

@@ -39,11 +39,13 @@ fn model_folder(root: &Path, (arch, model): (ArchName, &str)) -> PathBuf {
     }
 }
 
-/// LoRAs of the first of those families; those of Stable Diffusion are on text encoders too.
-const LORAS: [&str; 3] = [
+/// LoRAs of those families; those of Stable Diffusion 1.x and XL are on text encoders too.
+const LORAS: [&str; 5] = [
     "lora/ai_toolkit.safetensors",
     "lora_sdxl/ai_toolkit.safetensors",
     "lora_flux/ai_toolkit.safetensors",
+    "lora_sd35/ai_toolkit.safetensors",
+    "pipelines_zimage/lora.safetensors",
 ];
 
 /// A training of one family, with two samples.
