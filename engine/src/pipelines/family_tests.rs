@@ -7,7 +7,7 @@ use crate::adapters::load_lora;
 use crate::families::flux::FluxModel;
 use crate::families::sd3::Sd3Model;
 use crate::families::stable_diffusion::{SdModel, Variant};
-use crate::families::zimage::ZImageModel;
+use crate::families::zimage::{ZIMAGE, ZImageModel};
 use crate::families::{FLUX, LoadOptions, Model, SD3, sd2, sdxl};
 use crate::pipelines::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::samplers::NoiseSource;
@@ -183,7 +183,7 @@ fn stable_diffusion_3_5_gives_the_images_of_diffusers() {
 fn z_image_gives_the_images_of_diffusers() {
     let load = |is_base| {
         let folder = zimage_folder(is_base);
-        ZImageModel::load(folder.path(), &LoadOptions::cpu()).unwrap()
+        ZImageModel::load(&ZIMAGE, folder.path(), &LoadOptions::cpu()).unwrap()
     };
     let (turbo, base) = (load(false), load(true));
     assert_eq!(turbo.max_sequence_length(), Some(512));

@@ -4,7 +4,7 @@ use super::model::ZImageModel;
 use super::text::{TEXT_TOKENS, ZImageTextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::folder_parts::{check_folder, open_part};
-use crate::families::model::PartRole;
+use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
 use crate::families::scheduler_config;
 use crate::families::text_source::TextSource;
@@ -31,11 +31,11 @@ const TEXT_ENCODER: &str = "text_encoder";
 const UNUSED_TEXT_LAYERS: usize = 1;
 
 impl ZImageModel {
-    /// Loads a diffusers folder.
+    /// Loads a diffusers folder as a model of `family`.
     ///
     /// # Errors
     /// When a file is missing, or tensors do not match the configs.
-    pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+    pub fn load(family: &'static dyn Family, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let folder = path.as_ref();
         check_folder(folder, "Z-Image")?;
         if options.text_encoder_trained != TrainableFilter::Nothing {
@@ -93,6 +93,7 @@ impl ZImageModel {
         let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
         check_widths(&text_config, &transformer_config, &vae_config)?;
         Ok(Self {
+            family,
             text: TextSource::new(options.prompts.as_ref(), || build_text(folder, &text_config, options))?,
             transformer,
             vae,

@@ -26,7 +26,7 @@ impl Family for ZIMAGE {
     }
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
-        Ok(Box::new(ZImageModel::load(path, options)?))
+        Ok(Box::new(ZImageModel::load(&ZIMAGE, path, options)?))
     }
 
     fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {

@@ -1,6 +1,5 @@
 //! Z-Image as a [`Model`].
 
-use super::ZIMAGE;
 use super::text::{CONTEXT, LENGTHS, ZImageTextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
@@ -22,6 +21,7 @@ use std::sync::Arc;
 /// Z-Image.
 #[derive(Clone, Debug)]
 pub struct ZImageModel {
+    pub(super) family: &'static dyn Family,
     pub(super) text: TextSource<ZImageTextEncoder>,
     /// Predicts the velocity.
     pub transformer: ZImageTransformer2DModel,
@@ -58,7 +58,7 @@ impl ZImageModel {
 
 impl Model for ZImageModel {
     fn family(&self) -> &'static dyn Family {
-        &ZIMAGE
+        self.family
     }
 
     fn device(&self) -> &Device {

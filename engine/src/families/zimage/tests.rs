@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
 fn load(options: &LoadOptions) -> ZImageModel {
-    ZImageModel::load(zimage_folder(false).path(), options).unwrap()
+    ZImageModel::load(&ZIMAGE, zimage_folder(false).path(), options).unwrap()
 }
 
 #[test]
@@ -36,7 +36,7 @@ fn what_does_not_fit_is_an_error_that_says_what() {
     let message = |change: &dyn Fn(&std::path::Path)| {
         let folder = zimage_folder(false);
         change(folder.path());
-        ZImageModel::load(folder.path(), &LoadOptions::cpu())
+        ZImageModel::load(&ZIMAGE, folder.path(), &LoadOptions::cpu())
             .unwrap_err()
             .to_string()
     };
@@ -48,10 +48,12 @@ fn what_does_not_fit_is_an_error_that_says_what() {
     });
     assert!(other_text.contains("text encoder gives 16 features"), "{other_text}");
     let file = fixtures().join("tiny_zimage/transformer/diffusion_pytorch_model-00002-of-00002.safetensors");
-    let single = ZImageModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
+    let single = ZImageModel::load(&ZIMAGE, &file, &LoadOptions::cpu())
+        .unwrap_err()
+        .to_string();
     assert!(single.contains("diffusers folder"), "{single}");
     let text = LoadOptions::cpu().training(TrainableFilter::Nothing, TrainableFilter::everything());
-    let text = ZImageModel::load(zimage_folder(false).path(), &text)
+    let text = ZImageModel::load(&ZIMAGE, zimage_folder(false).path(), &text)
         .unwrap_err()
         .to_string();
     assert!(text.contains("train_text_encoder"), "{text}");

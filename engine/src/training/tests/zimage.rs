@@ -3,7 +3,7 @@
 use super::{constant, largest_gap, loss_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::error::Result;
-use crate::families::zimage::ZImageModel;
+use crate::families::zimage::{ZIMAGE, ZImageModel};
 use crate::families::{LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Param};
 use crate::residency::Residency;
@@ -89,7 +89,7 @@ fn check_lora(name: &str, residency: Residency) {
         blocks_only: true,
     };
     let folder = zimage_folder(variant["model"] == "base");
-    let mut model = ZImageModel::load(folder.path(), &LoadOptions::cpu()).unwrap();
+    let mut model = ZImageModel::load(&ZIMAGE, folder.path(), &LoadOptions::cpu()).unwrap();
     model.set_residency(residency);
     let mut trained = model.parts();
     let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
