@@ -53,7 +53,7 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
         let mut process = sd35(root, 6);
         process.train.train_text_encoder = true;
         if let Some(network) = &mut process.network {
-            network.linear_alpha = 1.0;
+            network.linear_alpha = 2.0;
             network.dropout = Some(0.1);
         }
         process
