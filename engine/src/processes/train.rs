@@ -501,4 +501,7 @@ mod tests;
 mod text_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod transformer_runs;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod zimage_tests;

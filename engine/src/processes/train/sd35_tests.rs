@@ -1,49 +1,22 @@
 //! Whole jobs of Stable Diffusion 3.5 on the tiny model: a LoRA and a full fine-tune that resume exactly, samples while training.
 
 use super::save_files::files_in_save;
-use super::tests::{logs, losses, run_spec, spec, stop_at, trainer};
+use super::tests::{logs, losses, run_spec, spec, stop_at};
+use super::transformer_runs::{complete, equal, flow_trainer, tensors};
 use crate::adapters::LoraFile;
 use crate::families::{META_FILE, saved_step};
 use crate::testing::{fixtures, gap};
-use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, Outcome};
-use aitk_common::job::arch::{Arch, ArchName};
+use aitk_common::job::arch::ArchName;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::sample::SampleItem;
 use aitk_common::job::sampler::SamplerName;
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::TimestepType;
-use candle_core::{DType, Device, Tensor};
-use std::collections::BTreeMap;
 use std::path::Path;
 
 fn sd35(root: &Path, steps: u64) -> TrainerProcess {
-    let mut process = trainer(root, steps);
-    process.model.arch = Arch::from(ArchName::Sd3);
-    process.model.name_or_path = fixtures().join("tiny_sd35").display().to_string();
-    process.train.noise_scheduler = SamplerName::FlowMatch;
-    process
-}
-
-fn complete(process: TrainerProcess) -> Vec<ChildEvent> {
-    let (outcome, events) = run_spec(&spec(process));
-    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    events
-}
-
-fn tensors(path: &Path) -> BTreeMap<String, Tensor> {
-    let index = Index::open(path).unwrap();
-    let names: Vec<String> = index.tensors().map(|(name, _)| name.to_owned()).collect();
-    let read = |name: &String| index.read(name, DType::F32, &Device::Cpu).unwrap();
-    names.iter().map(|name| (name.clone(), read(name))).collect()
-}
-
-fn equal(ours: &Path, theirs: &Path) {
-    let (ours, theirs) = (tensors(ours), tensors(theirs));
-    assert!(ours.keys().eq(theirs.keys()));
-    for (name, tensor) in &ours {
-        assert_eq!(gap(tensor, &theirs[name]), 0.0, "{name}");
-    }
+    flow_trainer(root, ArchName::Sd3, &fixtures().join("tiny_sd35"), steps)
 }
 
 #[test]

@@ -1,39 +1,20 @@
 //! Whole jobs of Z-Image on the tiny model: a LoRA that resumes exactly, with samples while training, and a full fine-tune.
 
-use super::tests::{logs, losses, run_spec, spec, stop_at, trainer};
+use super::tests::{logs, losses, run_spec, spec, stop_at};
+use super::transformer_runs::{complete, flow_trainer, tensors};
 use crate::adapters::LoraFile;
 use crate::families::saved_step;
 use crate::testing::{gap, zimage_folder};
-use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, Outcome};
-use aitk_common::job::arch::{Arch, ArchName};
+use aitk_common::job::arch::ArchName;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::sample::SampleItem;
 use aitk_common::job::sampler::SamplerName;
 use aitk_common::job::save::SaveFormat;
-use candle_core::{DType, Device, Tensor};
-use std::collections::BTreeMap;
 use std::path::Path;
 
 fn zimage(root: &Path, model: &Path, steps: u64) -> TrainerProcess {
-    let mut process = trainer(root, steps);
-    process.model.arch = Arch::from(ArchName::Zimage);
-    process.model.name_or_path = model.display().to_string();
-    process.train.noise_scheduler = SamplerName::FlowMatch;
-    process
-}
-
-fn complete(process: TrainerProcess) -> Vec<ChildEvent> {
-    let (outcome, events) = run_spec(&spec(process));
-    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    events
-}
-
-fn tensors(path: &Path) -> BTreeMap<String, Tensor> {
-    let index = Index::open(path).unwrap();
-    let names: Vec<String> = index.tensors().map(|(name, _)| name.to_owned()).collect();
-    let read = |name: &String| index.read(name, DType::F32, &Device::Cpu).unwrap();
-    names.iter().map(|name| (name.clone(), read(name))).collect()
+    flow_trainer(root, ArchName::Zimage, model, steps)
 }
 
 #[test]
