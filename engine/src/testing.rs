@@ -11,6 +11,7 @@ use aitk_common::plan::profile::MemoryProfile;
 use candle_core::Tensor;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
 /// Runs tests of this module again in portable mode, as tests of the same names in a module `in_portable_mode`.
 macro_rules! in_portable_mode {
@@ -27,23 +28,35 @@ macro_rules! in_portable_mode {
 }
 pub(crate) use in_portable_mode;
 
-/// The cases that a test compares: all of them, and in portable mode, which is slow, every fourth and the last.
-/// `AITK_ALL_CASES=1` compares all in both modes.
+/// The cases that a test compares: every fourth and the last, and in portable mode, which is slow, every eighth.
+/// `AITK_ALL_CASES=1`, which `.ci/run` sets, compares all in both modes.
 pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {
-    if !crate::device::portable::is_portable() || std::env::var_os("AITK_ALL_CASES").is_some() {
+    if are_all_chosen() {
         return cases;
     }
+    let every = if crate::device::portable::is_portable() { 8 } else { 4 };
     let last = cases.len().saturating_sub(1);
     let numbered = cases.into_iter().enumerate();
     numbered
-        .filter(|(i, _)| i % 4 == 0 || *i == last)
+        .filter(|(i, _)| i % every == 0 || *i == last)
         .map(|(_, case)| case)
         .collect()
+}
+
+/// Whether tests with many cases shall compare all of them.
+pub(crate) fn are_all_chosen() -> bool {
+    std::env::var_os("AITK_ALL_CASES").is_some()
 }
 
 /// Lets this thread compute alone from now on. Tests run side by side on all cores, and what they compute is small: with
 /// threads of their own they would wait for each other most of the time.
 pub(crate) fn compute_on_this_thread() {
+    static CANDLE: Once = Once::new();
+    // candle's own threads wait in a loop that takes a whole core, and without this variable each of its matrix products
+    // reads /proc/cpuinfo.
+    // SAFETY: Rust's functions for the environment exclude each other, and no C code of these tests reads it.
+    #[expect(unsafe_code, reason = "the only way to tell candle")]
+    CANDLE.call_once(|| unsafe { std::env::set_var("RAYON_NUM_THREADS", "1") });
     if rayon::current_thread_index().is_none() {
         // It stays until the process ends: this thread belongs to it.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread();

@@ -2,6 +2,7 @@
 
 use super::simd::{Kernel, Simd, run_vectorised};
 use rayon::prelude::*;
+use std::array::from_fn;
 
 /// Elements per task of the thread pool.
 const GRAIN: usize = 1 << 13;
@@ -48,13 +49,12 @@ impl<F: Function<N>, const N: usize> Kernel for Map<'_, F, N> {
         // partial vector has `length - whole` elements, less than `S::LANES`.
         unsafe {
             for i in (0..whole).step_by(S::LANES) {
-                let inputs = self.inputs.map(|x| S::load(x.as_ptr().add(i)));
+                // `from_fn`, as `map` of an array is a call where the crate's codegen units are optimised apart.
+                let inputs = from_fn(|n| S::load(self.inputs[n].as_ptr().add(i)));
                 S::store(y.add(i), self.f.eval::<S>(inputs));
             }
             if whole < length {
-                let inputs = self
-                    .inputs
-                    .map(|x| S::load_first(x.as_ptr().add(whole), length - whole));
+                let inputs = from_fn(|n| S::load_first(self.inputs[n].as_ptr().add(whole), length - whole));
                 S::store_first(y.add(whole), self.f.eval::<S>(inputs), length - whole);
             }
         }

@@ -7,6 +7,7 @@ use crate::nn::activation::Activation;
 use crate::nn::cpu::{self, Function, Kernel, Simd, map_serial, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
+use std::array::from_fn;
 
 /// `activation(mul * x + add)`.
 #[derive(Clone, Copy)]
@@ -208,16 +209,17 @@ const ACCUMULATORS: usize = 16;
 /// Adds `f` of the elements to the partial sums.
 #[inline(always)]
 fn accumulate<const N: usize>(inputs: [&[f32]; N], parts: &mut [f64; ACCUMULATORS], f: impl Fn([f32; N]) -> f32) {
+    // `from_fn`, as `map` of an array is a call where the crate's codegen units are optimised apart.
     let length = inputs.iter().map(|x| x.len()).min().unwrap_or(0);
     let whole = length - length % ACCUMULATORS;
     for at in (0..whole).step_by(ACCUMULATORS) {
-        let blocks = inputs.map(|x| &x[at..at + ACCUMULATORS]);
+        let blocks: [&[f32]; N] = from_fn(|n| &inputs[n][at..at + ACCUMULATORS]);
         for (i, part) in parts.iter_mut().enumerate() {
-            *part += f64::from(f(blocks.map(|block| block[i])));
+            *part += f64::from(f(from_fn(|n| blocks[n][i])));
         }
     }
     for i in whole..length {
-        parts[i - whole] += f64::from(f(inputs.map(|x| x[i])));
+        parts[i - whole] += f64::from(f(from_fn(|n| inputs[n][i])));
     }
 }
 

@@ -1,12 +1,15 @@
 //! LoRAs on a quantised base model.
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use crate::testing::chosen;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
 
+const STEPS: u64 = 6;
+
 fn quantised(root: &Path, qtype: &str) -> TrainerProcess {
-    let mut process = trainer(root, 12);
+    let mut process = trainer(root, STEPS);
     process.model.quantize = true;
     process.model.qtype = qtype.into();
     process.model.qtype_te = qtype.into();
@@ -22,9 +25,9 @@ fn train(process: TrainerProcess) -> Vec<f64> {
 #[test]
 fn losses_on_a_quantised_base_are_close_to_those_on_the_full_one() {
     let whole = tempfile::tempdir().unwrap();
-    let expected = train(trainer(whole.path(), 12));
-    assert_eq!(expected.len(), 12);
-    for (qtype, bound) in [("nf4", 0.1), ("qfloat8", 0.03), ("int8", 0.01), ("q8_0", 0.01)] {
+    let expected = train(trainer(whole.path(), STEPS));
+    assert_eq!(expected.len() as u64, STEPS);
+    for (qtype, bound) in chosen(vec![("nf4", 0.1), ("qfloat8", 0.03), ("int8", 0.01), ("q8_0", 0.01)]) {
         let dir = tempfile::tempdir().unwrap();
         let found = train(quantised(dir.path(), qtype));
         assert_ne!(found, expected, "{qtype}");
@@ -43,7 +46,7 @@ fn a_run_on_a_quantised_base_resumes_exactly() {
     let (uninterrupted, stopped) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     train(quantised(uninterrupted.path(), "nf4"));
     let spec = spec(quantised(stopped.path(), "nf4"));
-    let (outcome, events) = stop_at(&spec, 6);
+    let (outcome, events) = stop_at(&spec, STEPS / 2);
     assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
     assert_eq!(run_spec(&spec).0, Outcome::Completed);
     assert!(

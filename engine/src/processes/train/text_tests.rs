@@ -2,7 +2,7 @@
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::families::{self, Conditioning, EncodedPrompts, LoadOptions, PartRole, Prompt};
-use crate::testing::{fixtures, in_portable_mode, zimage_folder};
+use crate::testing::{are_all_chosen, chosen, fixtures, in_portable_mode, zimage_folder};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
@@ -156,10 +156,7 @@ const STEPS: u64 = 4;
 
 /// How many cases are drawn: each trains four times.
 fn cases() -> u32 {
-    match std::env::var_os("AITK_ALL_CASES") {
-        Some(_) => 24,
-        None => 3,
-    }
+    if are_all_chosen() { 12 } else { 1 }
 }
 
 fn case() -> impl Strategy<Value = Case> {
@@ -250,7 +247,7 @@ proptest! {
 
 #[test]
 fn a_few_steps_change_no_number() {
-    for kind in FAMILIES {
+    for kind in chosen(FAMILIES.to_vec()) {
         let [plain, cached] = [0; 2].map(|_| tempfile::tempdir().unwrap());
         let without = trained(plain.path(), &family(plain.path(), kind, 2));
         let mut process = family(cached.path(), kind, 2);
@@ -263,9 +260,9 @@ in_portable_mode!(a_few_steps_change_no_number);
 
 #[test]
 fn text_encoders_are_loaded_once_and_a_second_run_does_not_need_them() {
-    for (kind, count) in FAMILIES.iter().zip([1, 2, 2, 2, 2]) {
+    for (kind, count) in chosen(FAMILIES.into_iter().zip([1, 2, 2, 2, 2]).collect()) {
         let dir = tempfile::tempdir().unwrap();
-        let mut process = family(dir.path(), *kind, 2);
+        let mut process = family(dir.path(), kind, 2);
         process.datasets[0].cache_text_embeddings = true;
         let log = logs(&complete(&process));
         // Five captions, the empty one, two prompts and a negative one.
@@ -282,7 +279,7 @@ fn text_encoders_are_loaded_once_and_a_second_run_does_not_need_them() {
                 Err(crate::error::EngineError::bad_input(format!("not `{}`", prompt.text)))
             }
         }
-        let path = model_folder(dir.path(), *kind);
+        let path = model_folder(dir.path(), kind);
         let mut options = LoadOptions::cpu();
         let mut encoders = families::load_text_encoders(&path, kind.0, &options).unwrap();
         assert!(encoders.parts().iter().all(|part| part.role == PartRole::TextEncoder));
@@ -363,7 +360,7 @@ fn damaged_and_foreign_files_are_encoded_again() {
     .unwrap();
     let mut generator = crate::rng::generator_for(7, "damage", 0, 0);
     let mut number = |below: usize| generator.randint(0, below as i64, 1)[0] as usize;
-    for round in 0..3 {
+    for round in chosen(vec![0, 1, 2]) {
         let mut damaged = 0;
         for (index, (path, bytes)) in originals.iter().enumerate() {
             let mut bytes = bytes.clone();
@@ -499,7 +496,7 @@ fn a_caption_that_is_removed_while_the_training_runs_is_an_error_that_says_what_
 
 #[test]
 fn without_captions_only_the_trigger_word_is_encoded() {
-    for kind in FAMILIES {
+    for kind in chosen(FAMILIES.to_vec()) {
         let [plain, unloaded] = [0; 2].map(|_| tempfile::tempdir().unwrap());
         let mut process = family(unloaded.path(), kind, 2);
         process.trigger_word = Some("zorb".into());
