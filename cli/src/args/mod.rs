@@ -212,8 +212,8 @@ pub enum Command {
     #[command(
         long_about = "Check this machine, its settings and the connection to the coordinator.\n\nEach problem is \
                      shown with a fix. The exit code is 0 if no problem was found, else 1.\n\n--thorough also trains the \
-                     demo's LoRA for 20 steps and draws its pictures in each dtype that works, compares losses and \
-                     pictures with the CPU's, compares the memory of larger jobs with the predictions, and measures \
+                     demo's LoRA for 20 steps and generates its images in each dtype that works, compares losses and \
+                     images with the CPU's, compares the memory of larger jobs with the predictions, and measures \
                      the benchmarks of `aitk bench engine`. Run it on a new GPU, and attach its --json to a report \
                      of a problem."
     )]

@@ -16,9 +16,9 @@ pub(super) const STEPS: u64 = 20;
 pub(super) struct Training {
     /// The loss of each step, in order.
     pub losses: Vec<f64>,
-    /// Pictures before the first step.
+    /// Images before the first step.
     pub before: Vec<PathBuf>,
-    /// Pictures after the last step.
+    /// Images after the last step.
     pub after: Vec<PathBuf>,
 }
 
@@ -50,7 +50,7 @@ impl CheckJobs {
         self.folder.join(name)
     }
 
-    /// Runs the demo's training for [`STEPS`] steps, with pictures before and after, as the job `name`, which must be new.
+    /// Runs the demo's training for [`STEPS`] steps, with images before and after, as the job `name`, which must be new.
     ///
     /// # Errors
     /// When it fails or does not end in time.
@@ -81,14 +81,14 @@ impl CheckJobs {
             "logging": {"log_every": 1},
         });
         let outcome = self.run(name, process, Value::Null, device, limit).await?;
-        let pictures = |wanted: u64| {
+        let images = |wanted: u64| {
             let some = outcome.images.iter().filter(|((step, _), _)| *step == wanted);
             some.map(|(_, path)| path.clone()).collect::<Vec<_>>()
         };
         Ok(Training {
             losses: outcome.losses.values().copied().collect(),
-            before: pictures(0),
-            after: pictures(STEPS),
+            before: images(0),
+            after: images(STEPS),
         })
     }
 

@@ -1,7 +1,7 @@
 //! Compares a training on a device with the same training on the CPU.
 
 use super::check_jobs::{STEPS, Training};
-use super::report::{Comparison, PictureDifference};
+use super::report::{Comparison, ImageDifference};
 use crate::failure::Failure;
 use std::path::{Path, PathBuf};
 
@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 pub(super) struct Tolerance {
     /// Largest difference of the losses, relative to the reference.
     pub loss: f64,
-    /// Mean difference of the pictures, in units of 1/255.
-    pub picture: f64,
+    /// Mean difference of the images, in units of 1/255.
+    pub image: f64,
 }
 
 impl Tolerance {
@@ -21,34 +21,34 @@ impl Tolerance {
         match dtype {
             "bf16" => Self {
                 loss: 0.03,
-                picture: 3.0,
+                image: 3.0,
             },
             "f16" => Self {
                 loss: 0.005,
-                picture: 0.5,
+                image: 0.5,
             },
             _ => Self {
                 loss: 1e-3,
-                picture: 0.1,
+                image: 0.1,
             },
         }
     }
 }
 
-/// Compares losses and pictures.
+/// Compares losses and images.
 ///
 /// # Errors
-/// When steps or pictures are missing, or a picture cannot be read.
+/// When steps or images are missing, or a image cannot be read.
 pub(super) fn compare(reference: &Training, training: &Training, dtype: &str) -> Result<Comparison, Failure> {
     for (what, found, expected) in [
         ("steps", training.losses.len(), reference.losses.len()),
         (
-            "pictures before the training",
+            "images before the training",
             training.before.len(),
             reference.before.len(),
         ),
         (
-            "pictures after the training",
+            "images after the training",
             training.after.len(),
             reference.after.len(),
         ),
@@ -61,8 +61,8 @@ pub(super) fn compare(reference: &Training, training: &Training, dtype: &str) ->
     let loss_difference = losses.fold(0.0f64, |largest, (found, expected)| {
         largest.max(or_infinite((found - expected).abs() / expected.abs()))
     });
-    let before = picture_difference(&training.before, &reference.before)?;
-    let after = picture_difference(&training.after, &reference.after)?;
+    let before = image_difference(&training.before, &reference.before)?;
+    let after = image_difference(&training.after, &reference.after)?;
     let tolerance = Tolerance::of(dtype);
     let failures = [
         (loss_difference > tolerance.loss).then(|| {
@@ -72,18 +72,18 @@ pub(super) fn compare(reference: &Training, training: &Training, dtype: &str) ->
                 100.0 * tolerance.loss
             )
         }),
-        (before.mean > tolerance.picture || after.mean > tolerance.picture).then(|| {
+        (before.mean > tolerance.image || after.mean > tolerance.image).then(|| {
             format!(
-                "its pictures differ from the CPU's by {:.1}/255 on average before and {:.1}/255 after the training \
+                "its images differ from the CPU's by {:.1}/255 on average before and {:.1}/255 after the training \
                  (at most {:.1}/255 are expected)",
-                before.mean, after.mean, tolerance.picture
+                before.mean, after.mean, tolerance.image
             )
         }),
     ];
     Ok(Comparison {
         loss_difference,
-        picture_before: before,
-        picture_after: after,
+        image_before: before,
+        image_after: after,
         failures: failures.into_iter().flatten().collect(),
     })
 }
@@ -93,19 +93,19 @@ fn or_infinite(difference: f64) -> f64 {
     if difference.is_nan() { f64::INFINITY } else { difference }
 }
 
-fn picture_difference(found: &[PathBuf], expected: &[PathBuf]) -> Result<PictureDifference, Failure> {
+fn image_difference(found: &[PathBuf], expected: &[PathBuf]) -> Result<ImageDifference, Failure> {
     let (mut sum, mut count, mut largest) = (0u64, 0u64, 0u8);
     for (found, expected) in found.iter().zip(expected) {
         let (found, expected) = (open(found)?, open(expected)?);
         if found.dimensions() != expected.dimensions() {
-            return Err(Failure::failed("its pictures have another size"));
+            return Err(Failure::failed("its images have another size"));
         }
         for (a, b) in found.as_raw().iter().zip(expected.as_raw()) {
             let difference = a.abs_diff(*b);
             (sum, count, largest) = (sum + u64::from(difference), count + 1, largest.max(difference));
         }
     }
-    Ok(PictureDifference {
+    Ok(ImageDifference {
         mean: sum as f64 / count.max(1) as f64,
         largest,
     })
@@ -121,7 +121,7 @@ fn open(path: &Path) -> Result<image::RgbImage, Failure> {
 mod tests {
     use super::*;
 
-    fn picture(folder: &Path, name: &str, value: u8) -> Vec<PathBuf> {
+    fn image(folder: &Path, name: &str, value: u8) -> Vec<PathBuf> {
         let path = folder.join(name);
         image::RgbImage::from_pixel(4, 4, image::Rgb([value; 3]))
             .save(&path)
@@ -134,15 +134,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let training = |loss: f64, value: u8| Training {
             losses: vec![1.0, loss],
-            before: picture(folder.path(), &format!("before{value}.png"), value),
-            after: picture(folder.path(), &format!("after{value}.png"), value),
+            before: image(folder.path(), &format!("before{value}.png"), value),
+            after: image(folder.path(), &format!("after{value}.png"), value),
         };
         let reference = training(2.0, 100);
         let same = compare(&reference, &training(2.0, 100), "f32").unwrap();
         assert!(same.failures.is_empty() && same.loss_difference == 0.0, "{same:?}");
         let close = compare(&reference, &training(2.04, 103), "bf16").unwrap();
         assert!(close.failures.is_empty(), "{close:?}");
-        assert_eq!(close.picture_after.largest, 3);
+        assert_eq!(close.image_after.largest, 3);
         assert_eq!(
             compare(&reference, &training(2.08, 103), "f32").unwrap().failures.len(),
             2

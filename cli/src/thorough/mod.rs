@@ -37,7 +37,7 @@ pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device]) -> Result<Thoroug
     let start = Instant::now();
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
     let jobs = CheckJobs::unpack(&folder.path().join("check"))?;
-    ui.notice("reference: the demo's training and pictures on the CPU, in f32");
+    ui.notice("reference: the demo's training and images on the CPU, in f32");
     let reference = jobs.train("reference", REFERENCE_DEVICE, "f32", TIME_PER_CPU).await?;
     let mut reports = Vec::new();
     for device in devices {
@@ -60,7 +60,7 @@ async fn check_device(ui: &Ui, jobs: &CheckJobs, reference: &Training, device: &
     let remaining = || limit.saturating_sub(start.elapsed());
     let mut dtypes = Vec::new();
     for dtype in &device.dtypes {
-        ui.notice(&format!("{name}: the demo's training and pictures in {dtype}"));
+        ui.notice(&format!("{name}: the demo's training and images in {dtype}"));
         let job = format!("train_{}_{dtype}", name.replace(':', "_"));
         let compared = match jobs.train(&job, &name, dtype, remaining()).await {
             Ok(training) => compare::compare(reference, &training, dtype).map_err(|failure| failure.message),

@@ -43,15 +43,15 @@ pub(super) struct DtypeReport {
 pub(super) struct Comparison {
     /// The largest difference of a step's loss, relative to the reference.
     pub(super) loss_difference: f64,
-    pub(super) picture_before: PictureDifference,
-    pub(super) picture_after: PictureDifference,
+    pub(super) image_before: ImageDifference,
+    pub(super) image_after: ImageDifference,
     /// What differs by more than is expected.
     pub(super) failures: Vec<String>,
 }
 
-/// How far pictures differ, in units of 1/255.
+/// How far images differ, in units of 1/255.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(super) struct PictureDifference {
+pub(super) struct ImageDifference {
     /// The mean over all channels of all pixels.
     pub(super) mean: f64,
     /// The largest.
@@ -200,17 +200,17 @@ impl DeviceReport {
         let mut table = Table::new(&[
             Column::fixed("  DTYPE"),
             Column::number("LOSSES"),
-            Column::number("PICTURES BEFORE"),
+            Column::number("IMAGES BEFORE"),
             Column::number("AFTER"),
             Column::fixed("RESULT"),
         ]);
         for found in &self.dtypes {
             let cells = found.comparison.as_ref().map(|found| {
-                let picture = |difference: PictureDifference| format!("{:.2}/255", difference.mean);
+                let image = |difference: ImageDifference| format!("{:.2}/255", difference.mean);
                 [
                     format!("{:.4} %", 100.0 * found.loss_difference),
-                    picture(found.picture_before),
-                    picture(found.picture_after),
+                    image(found.image_before),
+                    image(found.image_after),
                 ]
             });
             let [losses, before, after] = cells.unwrap_or_default();
