@@ -19,18 +19,12 @@ pub(super) struct Tolerance {
 impl Tolerance {
     pub(super) fn of(dtype: &str) -> Self {
         match dtype {
-            "bf16" => Self {
-                loss: 0.03,
-                image: 3.0,
-            },
+            "bf16" => Self { loss: 0.03, image: 3.0 },
             "f16" => Self {
                 loss: 0.005,
                 image: 0.5,
             },
-            _ => Self {
-                loss: 1e-3,
-                image: 0.1,
-            },
+            _ => Self { loss: 1e-3, image: 0.1 },
         }
     }
 }
@@ -47,11 +41,7 @@ pub(super) fn compare(reference: &Training, training: &Training, dtype: &str) ->
             training.before.len(),
             reference.before.len(),
         ),
-        (
-            "images after the training",
-            training.after.len(),
-            reference.after.len(),
-        ),
+        ("images after the training", training.after.len(), reference.after.len()),
     ] {
         if found != expected || found == 0 {
             return Err(Failure::failed(format!("it made {found} {what} instead of {expected}")));

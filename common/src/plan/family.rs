@@ -23,7 +23,8 @@ pub struct FamilyCosts {
     pub text_tables: f64,
     /// Parameters of the VAE.
     pub vae: f64,
-    /// Parameters of a LoRA over every linear layer of the denoiser, per unit of rank.
+    /// Parameters of a LoRA over every linear layer of the denoiser, per unit of rank. Of transformers, over those of the
+    /// repeated blocks, modulations included: the default, `network.transformer_only`.
     pub lora_per_rank: f64,
     /// Parameters of a LoRA over every convolution with a kernel above 1x1, per unit of `network.conv`: 9 in + out for a
     /// convolution from `in` to `out` channels.
@@ -158,9 +159,9 @@ const FAMILIES: [FamilyCosts; 7] = [
         text: 4885.0,
         text_tables: 169.6,
         vae: 84.0,
-        lora_per_rank: 4.79,
+        lora_per_rank: 5.37,
         conv_lora_per_rank: 0.0,
-        text_lora_per_rank: 0.0,
+        text_lora_per_rank: 0.166,
         train_checkpointed: 3.0,
         train_plain: 20.0,
         denoise: 2.0,
@@ -256,6 +257,37 @@ impl FamilyCosts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Inputs and outputs of every linear layer that gets a LoRA, added up from the published widths and numbers of blocks.
+    #[test]
+    fn loras_of_transformers_have_the_parameters_of_their_layers() {
+        // A feed-forward network of four times the width.
+        let mlp = |w: u64| 2 * (w + 4 * w);
+        // A stream of a joint block: four projections, the modulation and the network.
+        let stream = |w: u64| 4 * 2 * w + (w + 6 * w) + mlp(w);
+        // FLUX.1: 19 double blocks and 38 single ones, whose MLP runs beside their attention.
+        let w = 3072;
+        let single = (w + 3 * w) + 3 * 2 * w + (w + 4 * w) + (5 * w + w);
+        let flux = 19 * 2 * stream(w) + 38 * single;
+        // Stable Diffusion 3.5 large: 38 blocks; the last gives no text, which leaves its text's projections and two vectors.
+        let w = 2432;
+        let sd3 = 37 * 2 * stream(w) + stream(w) + 3 * 2 * w + (w + 2 * w);
+        // Z-Image: 30 blocks with a gated network of 10240 features.
+        let w = 3840;
+        let zimage = 30 * (4 * 2 * w + 3 * (w + 10_240) + (256 + 4 * w));
+        for (name, counted) in [("flux", flux), ("sd3", sd3), ("zimage", zimage)] {
+            let millions = counted as f64 / 1e6;
+            let figure = FamilyCosts::of(name).unwrap().lora_per_rank;
+            assert!(
+                (figure / millions - 1.0).abs() < 0.005,
+                "{name}: {figure}, {millions} counted"
+            );
+        }
+        // FLUX.1 trains CLIP-L: 12 layers of four projections and a network.
+        let clip = 12 * (4 * 2 * 768 + mlp(768));
+        let figure = FamilyCosts::of("flux").unwrap().text_lora_per_rank;
+        assert!((figure - clip as f64 / 1e6).abs() < 0.001, "{figure}");
+    }
 
     #[test]
     fn arch_names_map_to_families() {
