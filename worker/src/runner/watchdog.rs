@@ -14,6 +14,11 @@ use std::time::Duration;
 const SLOWEST_GAP_FACTOR: u32 = 20;
 /// A phase without events so far may last this many timeouts.
 const FIRST_EVENT_FACTOR: u32 = 12;
+/// Fewer gaps than this, all of them below [`SHORT_GAP`], say nothing about a phase: a phase, its first progress and a
+/// notice follow each other at once, and the first step of a model of billions of parameters may take half an hour.
+const FEW_GAPS: usize = 4;
+/// See [`FEW_GAPS`].
+const SHORT_GAP: Duration = Duration::from_secs(1);
 /// The number of recent gaps that are kept per phase.
 const MAX_GAPS: usize = 16;
 /// The most phases whose gaps are kept: far more than the engine has.
@@ -161,8 +166,11 @@ impl Watchdog {
         }
     }
 
+    /// The gaps of this phase, if they tell how long one takes.
     fn recent_gaps(&self) -> Option<&VecDeque<Duration>> {
-        self.gaps.get(self.phase.as_ref()?)
+        let gaps = self.gaps.get(self.phase.as_ref()?)?;
+        let are_telling = gaps.len() >= FEW_GAPS || gaps.iter().any(|gap| *gap >= SHORT_GAP);
+        are_telling.then_some(gaps)
     }
 
     fn limit(&self, uses_cpu: bool) -> Duration {
@@ -323,6 +331,28 @@ mod tests {
         let mut simulation = Simulation::new();
         simulation.used = None;
         assert!(!is_hung(&simulation.pass(119 * MINUTE, false)));
+    }
+
+    #[test]
+    fn a_first_step_may_take_long_after_events_that_came_at_once() {
+        let mut simulation = Simulation::new();
+        simulation.phase("training");
+        simulation.step(0);
+        simulation.step(0);
+        assert!(!is_hung(&simulation.pass(30 * MINUTE, true)));
+        simulation.step(1);
+        // Twenty times half an hour.
+        assert!(!is_hung(&simulation.pass(599 * MINUTE, true)));
+        assert!(is_hung(&simulation.pass(MINUTE, true)));
+        let mut simulation = Simulation::new();
+        simulation.phase("training");
+        simulation.step(0);
+        assert!(is_hung(&simulation.pass(10 * MINUTE, false)), "an idle process");
+        // Many events that came at once do tell how long a step takes.
+        let mut simulation = Simulation::new();
+        simulation.phase("training");
+        (0..10).for_each(|done| simulation.step(done));
+        assert!(is_hung(&simulation.pass(10 * MINUTE, true)));
     }
 
     #[test]
