@@ -116,6 +116,9 @@ def make(folder):
         # A tensor that two names share is in the file once.
         tensors = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         tensors.pop("encoder.embed_tokens.weight", None)
+        if name == "text_encoder":
+            # As the published files have them, whatever this version of transformers calls them in memory.
+            tensors = {f"text_model.{key.removeprefix('text_model.')}": shape for key, shape in tensors.items()}
         if hasattr(model, "save_config"):
             model.save_config(place)
         else:
