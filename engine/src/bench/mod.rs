@@ -7,6 +7,8 @@ mod flux;
 mod operations;
 pub mod random_model;
 mod sd;
+mod sd3;
+mod text_models;
 
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
@@ -137,6 +139,42 @@ pub const BENCHMARKS: &[Benchmark] = &[
         "one FLUX.1 block with one stream, with all gradients",
         1_130_763_386_880,
         |c| flux::single(c, true),
+    ),
+    benchmark(
+        "sd35_block_forward",
+        "one SD 3.5 medium block with the second attention, 512 x 512 pixels, 333 text tokens",
+        113_991_997_440,
+        |c| sd3::block(c, false),
+    ),
+    benchmark(
+        "sd35_block_step",
+        "one SD 3.5 medium block, with all gradients",
+        341_905_213_440,
+        |c| sd3::block(c, true),
+    ),
+    benchmark(
+        "t5_layer_forward",
+        "one layer of T5 v1.1 XXL, 512 tokens",
+        201_863_462_912,
+        |c| text_models::t5(c, false),
+    ),
+    benchmark(
+        "t5_layer_step",
+        "one layer of T5 v1.1 XXL, with all gradients",
+        605_590_388_736,
+        |c| text_models::t5(c, true),
+    ),
+    benchmark(
+        "qwen3_layer_forward",
+        "one layer of Qwen3 4B, 512 tokens",
+        107_642_617_856,
+        |c| text_models::qwen3(c, false),
+    ),
+    benchmark(
+        "qwen3_layer_step",
+        "one layer of Qwen3 4B, with all gradients",
+        322_927_853_568,
+        |c| text_models::qwen3(c, true),
     ),
     benchmark(
         "conv_320_64_step",

@@ -196,6 +196,53 @@ def flux_block(double, step):
     return both if step else forward
 
 
+def sd3_block(step):
+    import torch
+    from diffusers.models.attention import JointTransformerBlock
+    model = prepared(JointTransformerBlock(1536, 24, 64, qk_norm="rms_norm", use_dual_attention=True))
+    x, text, temb = torch.randn(1, 1024, 1536), torch.randn(1, 333, 1536), torch.randn(1, 1536)
+
+    def forward():
+        with torch.no_grad():
+            model(x, text, temb)
+
+    def both():
+        torch.cat(model(x, text, temb), 1).square().mean().backward()
+        model.zero_grad()
+    return both if step else forward
+
+
+def text_layer(model, step, **inputs):
+    import torch
+    model = prepared(model.eval())
+    ids = torch.arange(512)[None]
+
+    def forward():
+        with torch.no_grad():
+            model(ids, **inputs).last_hidden_state
+
+    def both():
+        model(ids, **inputs).last_hidden_state.square().mean().backward()
+        model.zero_grad()
+    return both if step else forward
+
+
+def t5_layer(step):
+    from transformers import T5Config, T5EncoderModel
+    return text_layer(T5EncoderModel(T5Config(
+        vocab_size=512, d_model=4096, d_kv=64, d_ff=10240, num_layers=1, num_heads=64, feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False, use_cache=False)), step)
+
+
+def qwen3_layer(step):
+    from transformers import Qwen3Config, Qwen3Model
+    return text_layer(Qwen3Model(Qwen3Config(
+        vocab_size=512, hidden_size=2560, intermediate_size=9728, num_hidden_layers=1, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, use_cache=False)), step,
+        # Without a mask for padding attention is causal, and no value of a tensor is asked for (`--flops`).
+        attention_mask={"full_attention": None})
+
+
 def conv():
     import torch
     model = prepared(torch.nn.Conv2d(320, 320, 3, padding=1))
@@ -269,6 +316,7 @@ def page_cache():
 UNET_64 = "1x4x64x64, text 77x768"
 LORA_64 = UNET_64 + ", rank 16"
 FLUX = "1x1024x3072, text 512x3072"
+SD35 = "1x1024x1536, text 333x1536"
 ADAMW = "32 x 1,048,576"
 
 # Name: (shape, what makes it).
@@ -289,6 +337,12 @@ WORKS = {
     "flux_double_block_step": (FLUX, lambda: flux_block(True, True)),
     "flux_single_block_forward": (FLUX, lambda: flux_block(False, False)),
     "flux_single_block_step": (FLUX, lambda: flux_block(False, True)),
+    "sd35_block_forward": (SD35, lambda: sd3_block(False)),
+    "sd35_block_step": (SD35, lambda: sd3_block(True)),
+    "t5_layer_forward": ("1x512 tokens", lambda: t5_layer(False)),
+    "t5_layer_step": ("1x512 tokens", lambda: t5_layer(True)),
+    "qwen3_layer_forward": ("1x512 tokens", lambda: qwen3_layer(False)),
+    "qwen3_layer_step": ("1x512 tokens", lambda: qwen3_layer(True)),
     "conv_320_64_step": ("1x320x64x64 to 320, 3x3", conv),
     "attention_self_4096_step": ("8 heads, 4096 to 4096, 40", lambda: attention(4096)),
     "attention_cross_4096_77_step": ("8 heads, 4096 to 77, 40", lambda: attention(77)),
