@@ -226,6 +226,14 @@ impl Quantized {
         }
     }
 
+    /// The bytes of a weight in bfloat16 on the CPU, each number with the low byte first. `None` for other formats.
+    pub(crate) fn bf16_bytes(&self) -> candle_core::Result<Option<Cow<'_, [u8]>>> {
+        match &self.data {
+            Data::Gguf(blocks) if blocks.dtype() == GgmlDType::BF16 && self.device.is_cpu() => blocks.data().map(Some),
+            _ => Ok(None),
+        }
+    }
+
     /// The dense weight, in [`Self::dtype`].
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use super::StreamedWeight;
 use crate::device::portable::is_portable;
 use crate::quant::Quantized;
 use candle_core::{DType, Device, Tensor};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// The weight of a linear layer or a convolution.
@@ -82,6 +83,16 @@ impl Weight {
             Self::Plain(tensor) => Ok(tensor.clone()),
             Self::Quantized(quantized) => quantized.dequantize(),
             Self::Streamed(streamed) => streamed.read(),
+        }
+    }
+}
+
+impl Weight {
+    /// The bytes of a weight that is kept in bfloat16 on the CPU, where kernels on slices widen it themselves. `None` for others.
+    pub(crate) fn bf16_bytes(&self) -> candle_core::Result<Option<Cow<'_, [u8]>>> {
+        match self {
+            Self::Quantized(quantized) if self.has_slices() => quantized.bf16_bytes(),
+            _ => Ok(None),
         }
     }
 }

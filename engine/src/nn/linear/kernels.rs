@@ -11,7 +11,11 @@ pub(super) fn rows_of(x: &Shape) -> usize {
 }
 
 /// An output [rows, outputs] with the bias in every row, and the factor `beta` for a product that is added to it.
-fn output_with_bias(bias: Option<&[f32]>, rows: usize, outputs: usize) -> candle_core::Result<(Vec<f32>, f32)> {
+pub(super) fn output_with_bias(
+    bias: Option<&[f32]>,
+    rows: usize,
+    outputs: usize,
+) -> candle_core::Result<(Vec<f32>, f32)> {
     let mut y = vec![0f32; rows * outputs];
     let Some(bias) = bias.filter(|_| outputs > 0) else {
         return Ok((y, 0.0));
@@ -52,7 +56,7 @@ pub(super) fn multiply(
 }
 
 /// Up to this number of rows, packing the weight takes longer than multiplying with it.
-const FEW_ROWS: usize = 160;
+pub(super) const FEW_ROWS: usize = 160;
 
 /// [`multiply`] for few rows. It computes the transposed result, so that each element of the weight is read once, in
 /// place.
@@ -62,10 +66,22 @@ fn multiply_few_rows(
     bias: Option<&[f32]>,
     [rows, inputs, outputs]: [usize; 3],
 ) -> candle_core::Result<Vec<f32>> {
+    let mut transposed = vec![0f32; outputs * rows];
+    multiply_few_rows_into(&mut transposed, x, weight, bias, [rows, inputs, outputs])?;
+    Ok(transpose_slice(&transposed, [1, outputs, rows]))
+}
+
+/// The transposed result of [`multiply_few_rows`], [outputs, rows], into a slice of that size.
+pub(super) fn multiply_few_rows_into(
+    transposed: &mut [f32],
+    x: &[f32],
+    weight: &[f32],
+    bias: Option<&[f32]>,
+    [rows, inputs, outputs]: [usize; 3],
+) -> candle_core::Result<()> {
     if weight.len() != inputs * outputs || bias.is_some_and(|bias| bias.len() != outputs) {
         candle_core::bail!("linear: weight and bias do not match {inputs} inputs and {outputs} outputs");
     }
-    let mut transposed = vec![0f32; outputs * rows];
     let product = Product {
         sizes: Sizes {
             rows: outputs,
@@ -76,8 +92,8 @@ fn multiply_few_rows(
         b: &cpu::Mat::new(x, rows, inputs).t(),
         initial: bias.map_or(InitialValue::Zero, InitialValue::PerRow),
     };
-    product.write(&mut transposed, rows, cpu::threads());
-    Ok(transpose_slice(&transposed, [1, outputs, rows]))
+    product.write(transposed, rows, cpu::threads());
+    Ok(())
 }
 
 /// Runs `f` on the elements of the bias.

@@ -1,5 +1,6 @@
 //! A frozen linear layer fused with a LoRA: one operation instead of five.
 
+use super::halves::HalfWeight;
 use super::kernels::{ForwardResult, multiply, rows_of, with_bias};
 use super::tensors;
 use crate::autograd::{Input, Operation};
@@ -52,19 +53,25 @@ impl Operation<3> for LowRankLinear {
 
     fn forward(&self, [x, down, up]: [&[f32]; 3], [x_shape, down_shape, up_shape]: [&Shape; 3]) -> ForwardResult {
         let t = self.sizes(x_shape, down_shape, up_shape)?;
-        let weight = self.weight.dense()?;
         let run = |weight: &[f32]| with_bias(self.bias.as_ref(), |bias| multiply(x, x_shape, weight, t.outputs, bias));
-        cpu::with_slice(&weight, |weight| {
-            if t.should_merge() {
-                return run(&t.merged(weight, down, up, self.scale)?);
-            }
-            let (mut y, shape) = run(weight)?;
+        let with_change = |(mut y, shape): (Vec<f32>, Shape)| {
             let x = Mat::new(x, t.rows, t.inputs);
             let h = product(x, Mat::new(down, t.rank, t.inputs).t(), 1.0)?;
             let (h, up) = (Mat::new(&h, t.rows, t.rank), Mat::new(up, t.outputs, t.rank).t());
             let out = MatMut::new(&mut y, t.rows, t.outputs);
             cpu::gemm(out, h, up, 1.0, self.scale, cpu::threads())?;
-            Ok((y, shape))
+            candle_core::Result::Ok((y, shape))
+        };
+        // A merged weight is a copy in f32 anyway.
+        if !t.should_merge()
+            && let Some(bytes) = self.weight.bf16_bytes()?
+        {
+            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+            return with_change(with_bias(self.bias.as_ref(), |bias| weight.multiply(x, x_shape, bias))?);
+        }
+        cpu::with_slice(&self.weight.dense()?, |weight| match t.should_merge() {
+            true => run(&t.merged(weight, down, up, self.scale)?),
+            false => with_change(run(weight)?),
         })?
     }
 
@@ -95,17 +102,28 @@ impl Operation<3> for LowRankLinear {
                     if !needs_dx {
                         return Ok(());
                     }
-                    let weight = self.weight.dense()?;
-                    let back = cpu::with_slice(&weight, |weight| {
-                        if t.should_merge() {
-                            let merged = t.merged(weight, d, u, self.scale)?;
-                            return product(dy, Mat::new(&merged, t.outputs, t.inputs), 1.0);
-                        }
-                        let mut back = product(dy, Mat::new(weight, t.outputs, t.inputs), 1.0)?;
+                    let with_change = |mut back: Vec<f32>| {
                         let out = MatMut::new(&mut back, t.rows, t.inputs);
                         cpu::gemm(out, dh, d_mat, 1.0, 1.0, cpu::threads())?;
-                        Ok(back)
-                    })??;
+                        candle_core::Result::Ok(back)
+                    };
+                    let halves = match t.should_merge() {
+                        true => None,
+                        false => self.weight.bf16_bytes()?,
+                    };
+                    let back = match halves {
+                        Some(bytes) => {
+                            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+                            with_change(weight.backward_input(t.rows, dy.data)?)?
+                        }
+                        None => cpu::with_slice(&self.weight.dense()?, |weight| {
+                            if t.should_merge() {
+                                let merged = t.merged(weight, d, u, self.scale)?;
+                                return product(dy, Mat::new(&merged, t.outputs, t.inputs), 1.0);
+                            }
+                            with_change(product(dy, Mat::new(weight, t.outputs, t.inputs), 1.0)?)
+                        })??,
+                    };
                     dx = tensor(back, x.shape())?;
                     candle_core::Result::Ok(())
                 })

@@ -1,5 +1,6 @@
 //! Linear layers.
 
+mod halves;
 mod kernels;
 mod low_rank;
 mod tensors;
@@ -12,8 +13,9 @@ use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
-use candle_core::{Shape, Tensor};
-use kernels::{ForwardResult, backward_input, multiply, with_bias};
+use candle_core::{Device, Shape, Tensor};
+use halves::HalfWeight;
+use kernels::{ForwardResult, backward_input, multiply, rows_of, with_bias};
 use low_rank::LowRankLinear;
 use std::sync::Arc;
 use trained::TrainedLinear;
@@ -158,6 +160,10 @@ impl Operation<1> for FrozenLinear {
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> ForwardResult {
+        if let Some(bytes) = self.weight.bf16_bytes()? {
+            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+            return with_bias(self.bias.as_ref(), |bias| weight.multiply(x, shape, bias));
+        }
         let weight = self.weight.dense()?;
         let (outputs, _) = weight.dims2()?;
         with_bias(self.bias.as_ref(), |bias| {
@@ -166,6 +172,11 @@ impl Operation<1> for FrozenLinear {
     }
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        if let Some(bytes) = self.weight.bf16_bytes()? {
+            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+            let dx = cpu::with_slice(gradient, |dy| weight.backward_input(rows_of(x.shape()), dy))??;
+            return Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)]);
+        }
         Ok([Some(backward_input(x.shape(), &self.weight.dense()?, gradient)?)])
     }
 

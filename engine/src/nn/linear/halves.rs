@@ -1,0 +1,175 @@
+//! Products with a weight that stays in bfloat16: a block of it at a time is widened to f32, so that a copy of the whole in f32 never
+//! exists.
+
+use super::kernels::{FEW_ROWS, ForwardResult, multiply, multiply_few_rows_into, output_with_bias, rows_of};
+use crate::nn::cpu::{self, Mat, MatMut};
+use crate::nn::transpose::transpose_slice;
+use candle_core::{Result, Shape};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Elements of a block: 16 MiB in f32. The product of a smaller one would pack the input more often.
+const BLOCK: usize = 1 << 22;
+
+/// A weight [outputs, inputs], each number in two bytes with the low one first.
+#[derive(Clone, Copy)]
+pub(super) struct HalfWeight<'a> {
+    data: &'a [[u8; 2]],
+    outputs: usize,
+    inputs: usize,
+}
+
+impl<'a> HalfWeight<'a> {
+    /// # Errors
+    /// When the bytes do not match the shape.
+    pub(super) fn new(bytes: &'a [u8], dims: &[usize]) -> Result<Self> {
+        let (data, rest) = bytes.as_chunks::<2>();
+        match *dims {
+            [outputs, inputs] if rest.is_empty() && outputs.checked_mul(inputs) == Some(data.len()) => {
+                Ok(Self { data, outputs, inputs })
+            }
+            _ => candle_core::bail!("{} bytes do not match a bf16 weight of shape {dims:?}", bytes.len()),
+        }
+    }
+
+    /// Writes the numbers of these outputs and inputs to `block`, one row after the other.
+    fn widen(&self, outputs: Range<usize>, inputs: Range<usize>, block: &mut Vec<f32>) {
+        let width = inputs.len();
+        block.resize(outputs.len() * width, 0.0);
+        if width == 0 {
+            return;
+        }
+        let rows = block.par_chunks_mut(width).zip(outputs.into_par_iter());
+        rows.with_min_len(16).for_each(|(to, output)| {
+            let from = &self.data[output * self.inputs..][inputs.clone()];
+            for (to, from) in to.iter_mut().zip(from) {
+                // bfloat16 is the upper half of the bits of f32.
+                *to = f32::from_bits(u32::from(u16::from_le_bytes(*from)) << 16);
+            }
+        });
+    }
+
+    /// As [`multiply`].
+    pub(super) fn multiply(&self, x: &[f32], shape: &Shape, bias: Option<&[f32]>) -> ForwardResult {
+        let Self { outputs, inputs, .. } = *self;
+        let rows = rows_of(shape);
+        let mut block = Vec::new();
+        if outputs * inputs <= BLOCK || inputs == 0 {
+            self.widen(0..outputs, 0..inputs, &mut block);
+            return multiply(x, shape, &block, outputs, bias);
+        }
+        let mut dims = shape.dims().to_vec();
+        if let Some(width) = dims.last_mut() {
+            *width = outputs;
+        }
+        if bias.is_some_and(|bias| bias.len() != outputs) {
+            candle_core::bail!("linear: the bias does not match {outputs} outputs");
+        }
+        let step = (BLOCK / inputs).max(1);
+        let few = rows <= FEW_ROWS;
+        let (mut y, beta) = match few {
+            true => (vec![0f32; outputs * rows], 0.0),
+            false => output_with_bias(bias, rows, outputs)?,
+        };
+        for start in (0..outputs).step_by(step) {
+            let part = start..(start + step).min(outputs);
+            self.widen(part.clone(), 0..inputs, &mut block);
+            if few {
+                // Transposed: the rows of this block lie together.
+                let to = &mut y[part.start * rows..part.end * rows];
+                let bias = bias.map(|bias| &bias[part.clone()]);
+                multiply_few_rows_into(to, x, &block, bias, [rows, inputs, part.len()])?;
+                continue;
+            }
+            let out = MatMut::strided(&mut y[part.start..], rows, part.len(), outputs);
+            let (x, weight) = (Mat::new(x, rows, inputs), Mat::new(&block, part.len(), inputs));
+            cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
+        }
+        match few {
+            true => Ok((transpose_slice(&y, [1, outputs, rows]), dims.into())),
+            false => Ok((y, dims.into())),
+        }
+    }
+
+    /// The gradient of an input of `rows` rows: dy W, from dy [rows, outputs].
+    pub(super) fn backward_input(&self, rows: usize, dy: &[f32]) -> Result<Vec<f32>> {
+        let Self { outputs, inputs, .. } = *self;
+        let mut dx = vec![0f32; rows * inputs];
+        // Blocks of inputs, so that each sum is over all outputs at once.
+        let step = (BLOCK / outputs.max(1)).max(1);
+        let mut block = Vec::new();
+        for start in (0..inputs).step_by(step) {
+            let part = start..(start + step).min(inputs);
+            self.widen(0..outputs, part.clone(), &mut block);
+            let out = MatMut::strided(dx.get_mut(part.start..).unwrap_or_default(), rows, part.len(), inputs);
+            let (dy, weight) = (Mat::new(dy, rows, outputs), Mat::new(&block, outputs, part.len()));
+            cpu::gemm(out, dy, weight, 0.0, 1.0, cpu::threads())?;
+        }
+        Ok(dx)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::kernels;
+    use super::*;
+    use crate::rng::TorchGenerator;
+    use candle_core::{Device, Tensor};
+    use half::bf16;
+
+    /// Forward and backward products of random sizes equal those of a copy in f32.
+    #[test]
+    fn products_equal_those_of_a_copy_in_f32() {
+        let mut generator = TorchGenerator::manual_seed(19);
+        let mut below = |limit: u64| 1 + (generator.next_u64() % limit) as usize;
+        // The last two have more than one block, with few rows and with many.
+        let mut sizes: Vec<[usize; 3]> = (0..6).map(|_| [below(400), below(60), below(60)]).collect();
+        sizes.extend([[3, 2050, 2100], [170, 2100, 2050]]);
+        for [rows, outputs, inputs] in sizes {
+            let numbers = |seed: u64, count: usize| TorchGenerator::manual_seed(seed).randn(count);
+            let halves: Vec<bf16> = numbers(1, outputs * inputs).into_iter().map(bf16::from_f32).collect();
+            let bytes: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
+            let floats: Vec<f32> = halves.iter().map(|half| half.to_f32()).collect();
+            let (x, bias) = (numbers(2, rows * inputs), numbers(3, outputs));
+            let weight = HalfWeight::new(&bytes, &[outputs, inputs]).unwrap();
+            let shape = Shape::from((rows, inputs));
+            for bias in [None, Some(bias.as_slice())] {
+                let (y, dims) = weight.multiply(&x, &shape, bias).unwrap();
+                let (expected, expected_dims) = multiply(&x, &shape, &floats, outputs, bias).unwrap();
+                assert_eq!(dims, expected_dims);
+                close(&y, &expected, [rows, outputs, inputs]);
+            }
+            let dy = numbers(4, rows * outputs);
+            let dx = weight.backward_input(rows, &dy).unwrap();
+            let dy = Tensor::from_vec(dy, (rows, outputs), &Device::Cpu).unwrap();
+            let dense = Tensor::from_vec(floats, (outputs, inputs), &Device::Cpu).unwrap();
+            let expected = kernels::backward_input(&shape, &dense, &dy).unwrap();
+            close(
+                &dx,
+                &expected.flatten_all().unwrap().to_vec1::<f32>().unwrap(),
+                [rows, outputs, inputs],
+            );
+        }
+    }
+
+    fn close(found: &[f32], expected: &[f32], sizes: [usize; 3]) {
+        assert_eq!(found.len(), expected.len(), "{sizes:?}");
+        let largest = expected.iter().fold(1f32, |most, value| most.max(value.abs()));
+        for (found, expected) in found.iter().zip(expected) {
+            assert!(
+                (found - expected).abs() <= 1e-5 * largest,
+                "{sizes:?}: {found} {expected}"
+            );
+        }
+    }
+
+    #[test]
+    fn bytes_of_another_size_are_an_error() {
+        assert!(HalfWeight::new(&[0; 12], &[2, 3]).is_ok());
+        for length in [0, 11, 13, 14] {
+            assert!(HalfWeight::new(&vec![0; length], &[2, 3]).is_err());
+        }
+        assert!(HalfWeight::new(&[0; 12], &[6]).is_err());
+    }
+}
