@@ -160,7 +160,7 @@ struct GivenParts {
 impl GivenParts {
     /// Those of a section; none unless it is of FLUX.1.
     fn of(model: &ModelConfig) -> Self {
-        if model.arch.name != ArchName::Flux {
+        if !model.arch.name.is_flux() {
             return Self::default();
         }
         Self {
@@ -197,7 +197,7 @@ impl GivenParts {
 
 /// Returns which parts a FLUX.1 model lacks and how to give them.
 fn part_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths) -> Option<String> {
-    if arch != ArchName::Flux || check_supported("", arch, &identify(files)).is_err() {
+    if !arch.is_flux() || check_supported("", arch, &identify(files)).is_err() {
         return None;
     }
     flux_parts(local, parts).err()
@@ -208,7 +208,7 @@ fn part_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths
 #[cfg(feature = "embedded")]
 fn load_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths) -> Option<String> {
     let is_supported = check_supported("", arch, &identify(files)).is_ok();
-    let is_whole = !files.is_folder || arch == ArchName::Flux || missing_files(files).is_empty();
+    let is_whole = !files.is_folder || arch.is_flux() || missing_files(files).is_empty();
     let result = (is_supported && is_whole).then(|| aitk_engine::families::check(local, arch, parts))?;
     result.err().map(|error| error.to_string())
 }

@@ -7,7 +7,7 @@ use super::values::read_choice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, FLUX.1 and Z-Image (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`, `zimage`)";
+const LATER: &str = "this release runs Stable Diffusion 1.x, 2.x, XL and 3.5, FLUX.1, FLUX.1 Kontext and Z-Image (`sd1`, `sd2`, `sdxl`, `sd3`, `flux`, `flux_kontext`, `zimage`)";
 
 choices! {
     /// A family of models.
@@ -35,7 +35,7 @@ choices! {
         /// Flex.2.
         Flex2 = "flex2", Refused(LATER);
         /// FLUX.1 Kontext.
-        FluxKontext = "flux_kontext", Refused(LATER);
+        FluxKontext = "flux_kontext", Works;
         /// FLUX.2.
         Flux2 = "flux2", Refused(LATER);
         /// FLUX.2 Klein 4B.
@@ -132,7 +132,19 @@ impl ArchName {
     /// Whether the family was trained by flow matching. Those that this release runs.
     #[must_use]
     pub fn is_flow(self) -> bool {
-        matches!(self, Self::Sd3 | Self::Flux | Self::Zimage)
+        matches!(self, Self::Sd3 | Self::Flux | Self::FluxKontext | Self::Zimage)
+    }
+
+    /// Whether the model is a FLUX.1, with or without a control image: the same files and parts.
+    #[must_use]
+    pub fn is_flux(self) -> bool {
+        matches!(self, Self::Flux | Self::FluxKontext)
+    }
+
+    /// Whether images are generated from a control image (`ctrl_img`). Those that this release runs.
+    #[must_use]
+    pub fn takes_control_image(self) -> bool {
+        self == Self::FluxKontext
     }
 
     /// Bucket sizes are multiples of this many pixels.

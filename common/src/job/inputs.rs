@@ -1,5 +1,6 @@
 //! Input paths and flags inside prompts (`--ctrl_img path`), and inputs that are never opened.
 
+use super::control_images::{check_control_flag, check_control_process};
 use super::node::shorten;
 use super::process::ProcessKind;
 use super::prompt::PromptFlags;
@@ -51,16 +52,13 @@ impl JobSpec {
     /// Reports prompt flags that this release does not support, like the config keys of the same meaning.
     pub(super) fn check_flag_support(&self, report: &mut SupportReport) {
         for (index, process) in self.process.iter().enumerate() {
-            for_each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+            let path = format!("config.process[{index}]");
+            check_control_process(&process.kind, &path, report);
+            for_each_prompt(&process.kind, &path, &mut |key, text| {
                 let flags = PromptFlags::parse(text);
+                check_control_flag(&process.kind, flags.ctrl_img.as_deref(), &key, report);
                 if flags.num_frames.is_some_and(|frames| frames > 1) {
                     report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
-                }
-                if flags.ctrl_img.is_some() {
-                    report.error(
-                        key.as_str(),
-                        "the prompt's flag `--ctrl_img`: control images are not used yet",
-                    );
                 }
                 for (flag, is_set) in [
                     ("a", flags.adapter_conditioning_scale.is_some()),
@@ -150,6 +148,49 @@ mod tests {
             let found = config(&format!("a cat {flag}")).to_string();
             assert!(found.contains("a.yaml:11") && found.contains(&flag[..5]), "{found}");
             assert_eq!(config(&format!("a cat {flag}")).errors.len(), 1);
+        }
+        let kontext = |prompts: &str| {
+            let text = format!(
+                "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      model:\n        \
+                 name_or_path: m\n        arch: flux_kontext\n      generate:\n        sampler: flowmatch\n        prompts:\n{prompts}"
+            );
+            let job = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
+            (job.spec.unsupported(), job.spec.inputs())
+        };
+        let (usual, inputs) = kontext("          - 'a cat --ctrl_img y.png'\n");
+        assert!(usual.errors.is_empty(), "{usual}");
+        assert!(inputs.iter().any(|input| input.config_path == "y.png"), "{inputs:?}");
+        for without in ["a cat", "a cat --ctrl_img "] {
+            let (found, _) = kontext(&format!(
+                "          - 'a cat --ctrl_img y.png'\n          - '{without}'\n"
+            ));
+            assert_eq!(found.errors.len(), 1, "{found}");
+            let found = found.to_string();
+            assert!(
+                found.contains("a.yaml:14") && found.contains("--ctrl_img PATH"),
+                "{found}"
+            );
+        }
+        for (kind, keys) in [
+            (
+                "sd_trainer",
+                "training_folder: output\n      network: {type: lora, linear: 8}\n      datasets:\n        - folder_path: images",
+            ),
+            (
+                "batch_img2img",
+                "output_folder: out\n      datasets:\n        - folder_path: images",
+            ),
+        ] {
+            let text = format!(
+                "job: extension\nconfig:\n  name: a\n  process:\n    - type: {kind}\n      model:\n        name_or_path: m\n        \
+                 arch: flux_kontext\n      {keys}\n"
+            );
+            let job = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
+            let found = job.spec.unsupported().to_string();
+            assert!(
+                found.contains("a.yaml:8") && found.contains("`type: to_folder`"),
+                "{kind}: {found}"
+            );
         }
         let quiet = config("a cat --fps 8 --ref 0.5");
         assert_eq!((quiet.errors.len(), quiet.warnings.len()), (0, 2), "{quiet}");

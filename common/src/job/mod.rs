@@ -10,6 +10,7 @@ pub mod change;
 mod checks;
 pub mod cluster;
 mod compound;
+mod control_images;
 pub mod dataset;
 mod declare;
 mod derived;

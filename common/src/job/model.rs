@@ -165,7 +165,7 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
         (model.attn_masking, "attn_masking"),
         (model.split_model_over_gpus, "split_model_over_gpus"),
     ] {
-        if on && model.arch.name != ArchName::Flux {
+        if on && !model.arch.name.is_flux() {
             cx.error_at(
                 key,
                 format!("only works with FLUX.1 (`arch: flux`), this model is `{}`", model.arch),
@@ -236,7 +236,7 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
         ("te_name_or_path", &model.te_name_or_path),
         ("extras_name_or_path", &model.extras_name_or_path),
     ] {
-        if value.is_some() && model.arch.name != ArchName::Flux {
+        if value.is_some() && !model.arch.name.is_flux() {
             let message = format!(
                 "only FLUX.1 takes parts from elsewhere; of `arch: {}`, text encoders and tokenizers are the model's own: remove the key",
                 model.arch

@@ -30,15 +30,15 @@ section! {
         /// LoRA strength.
         network_multiplier: Option<Float> = None, Works;
         /// Control image.
-        ctrl_img: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
+        ctrl_img: Option<String> = None, Refused("no model with control images is trained yet"), input ControlImages;
         /// Index of the control.
         ctrl_idx: u32 = 0, DependsOn("ctrl_img");
         /// First of several control images.
-        ctrl_img_1: Option<String> = None, Refused("control images are not used yet"), shown "`ctrl_img`", input ControlImages;
+        ctrl_img_1: Option<String> = None, Refused("no model with control images is trained yet"), shown "`ctrl_img`", input ControlImages;
         /// Second of several control images.
-        ctrl_img_2: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
+        ctrl_img_2: Option<String> = None, Refused("no model with control images is trained yet"), input ControlImages;
         /// Third of several control images.
-        ctrl_img_3: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
+        ctrl_img_3: Option<String> = None, Refused("no model with control images is trained yet"), input ControlImages;
         /// No effect, as in ai-toolkit: the section's value is used.
         do_cfg_norm: bool = false, Accepted("never had an effect");
     }

@@ -29,6 +29,7 @@ fn supported() -> String {
             ArchName::Sdxl => "Stable Diffusion XL (`arch: sdxl`)".to_owned(),
             ArchName::Sd3 => "Stable Diffusion 3.5 (`arch: sd3`)".to_owned(),
             ArchName::Flux => "FLUX.1 (`arch: flux`)".to_owned(),
+            ArchName::FluxKontext => "FLUX.1 Kontext (`arch: flux_kontext`)".to_owned(),
             ArchName::Zimage => "Z-Image (`arch: zimage`)".to_owned(),
             other => format!("`arch: {other}`"),
         })
@@ -53,7 +54,9 @@ pub fn check_supported(path: &str, configured: ArchName, identity: &ModelFileKin
                 && family
                     .arch
                     .is_some_and(|arch| matches!(arch.status(), SupportLevel::Works));
-            if runs && family.arch == Some(configured) {
+            // FLUX.1 Kontext has the tensors of dev: only a pipeline's class name tells them apart.
+            let is_kontext_alike = configured == ArchName::FluxKontext && family.arch == Some(ArchName::Flux);
+            if runs && (family.arch == Some(configured) || is_kontext_alike) {
                 if missing.is_empty() {
                     return Ok(());
                 }

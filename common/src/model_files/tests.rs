@@ -435,7 +435,7 @@ fn an_unsupported_model_error_names_the_finding_the_evidence_and_what_is_support
         text,
         "c is Chroma: model_index.json names ChromaPipeline, and `model.arch` of the config is `sd1`; this release runs Stable \
          Diffusion 1.x (`arch: sd1`), Stable Diffusion 2.x (`arch: sd2`), Stable Diffusion XL (`arch: sdxl`), Stable Diffusion \
-         3.5 (`arch: sd3`), FLUX.1 (`arch: flux`), Z-Image (`arch: zimage`)"
+         3.5 (`arch: sd3`), FLUX.1 (`arch: flux`), FLUX.1 Kontext (`arch: flux_kontext`), Z-Image (`arch: zimage`)"
     );
     let text = check_supported("m", ArchName::Chroma, &chroma).unwrap_err().to_string();
     assert!(!text.contains("model.arch"), "{text}");

@@ -14,7 +14,7 @@ pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
             path.display()
         )));
     }
-    let has_transformer = arch == ArchName::Flux && path.join("transformer/config.json").is_file();
+    let has_transformer = arch.is_flux() && path.join("transformer/config.json").is_file();
     if path.is_dir() && !path.join("model_index.json").is_file() && !has_transformer {
         return Err(EngineError::model_config(
             path,

@@ -22,7 +22,7 @@ pub mod zimage;
 
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use encoded_prompts::EncodedPrompts;
-pub use flux::FLUX;
+pub use flux::{FLUX, FLUX_KONTEXT};
 pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, TextEncoders};
 pub use options::LoadOptions;
 pub use saved::{META_FILE, saved_step};
@@ -39,7 +39,7 @@ use check::{check_family, check_path};
 use std::path::Path;
 
 /// Every family that this release runs.
-pub static FAMILIES: [&dyn Family; 6] = [&SD1, &SD2, &SDXL, &SD3, &FLUX, &ZIMAGE];
+pub static FAMILIES: [&dyn Family; 7] = [&SD1, &SD2, &SDXL, &SD3, &FLUX, &FLUX_KONTEXT, &ZIMAGE];
 
 /// The family with this name.
 ///

@@ -217,6 +217,20 @@ pub trait Model: Send + Debug {
         Ok(conditioning)
     }
 
+    /// Whether images are generated from a control image (FLUX.1 Kontext).
+    fn takes_control(&self) -> bool {
+        false
+    }
+
+    /// Adds the latents of the control images, one for each item, to the conditioning.
+    ///
+    /// # Errors
+    /// When the model takes no control image.
+    fn with_control(&self, conditioning: Conditioning, latents: &[Tensor]) -> Result<Conditioning> {
+        let _ = (conditioning, latents);
+        Err(no_control(self.family().arch()))
+    }
+
     /// Removes the guidance scale from the conditioning: a model with a guidance embedding then predicts without it, as one
     /// that never had it (`train.bypass_guidance_embedding`).
     fn without_guidance(&self, conditioning: Conditioning) -> Conditioning {
@@ -293,6 +307,13 @@ pub trait Model: Send + Debug {
         trained: &'a BTreeMap<String, Tensor>,
         options: SaveOptions,
     ) -> Result<Box<dyn ModelWriter + 'a>>;
+}
+
+/// The error of a model that takes no control image.
+pub(super) fn no_control(arch: ArchName) -> EngineError {
+    EngineError::bad_input(format!(
+        "a model of `arch: {arch}` takes no control image; FLUX.1 Kontext (`arch: flux_kontext`) does: remove `ctrl_img`"
+    ))
 }
 
 /// How a model is saved.

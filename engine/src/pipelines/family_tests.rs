@@ -1,6 +1,6 @@
 //! Compares images of Stable Diffusion 2.1, XL, 3.5, FLUX.1 and Z-Image with those of diffusers
 //! (`tests/reference/make_pipelines_sd21.py`, `make_pipelines_sdxl.py`, `make_lora_sdxl.py`, `make_pipelines_sd35.py`,
-//! `make_pipelines_flux.py`, `make_flux_files.py`, `make_pipelines_zimage.py`).
+//! `make_pipelines_flux.py`, `make_pipelines_kontext.py`, `make_flux_files.py`, `make_pipelines_zimage.py`).
 
 use super::tests::compare_case;
 use crate::adapters::load_lora;
@@ -8,7 +8,7 @@ use crate::families::flux::FluxModel;
 use crate::families::sd3::Sd3Model;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::zimage::{ZIMAGE, ZImageModel};
-use crate::families::{FLUX, LoadOptions, Model, SD3, sd2, sdxl};
+use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model, SD3, sd2, sdxl};
 use crate::pipelines::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::samplers::NoiseSource;
 use crate::testing::{
@@ -110,6 +110,47 @@ fn flux_gives_the_images_of_diffusers() {
         add_lora(&mut model, case, "lora_flux/diffusers.safetensors");
         model
     });
+}
+
+#[test]
+fn flux_kontext_gives_the_images_of_diffusers() {
+    let kontext = FluxModel::load(&FLUX_KONTEXT, fixtures().join("tiny_flux"), &LoadOptions::cpu()).unwrap();
+    compare_all("pipelines_kontext", "cases", |case| {
+        let mut model = kontext.clone();
+        model.set_max_sequence_length(case["max_sequence_length"].as_u64().unwrap() as usize);
+        model
+    });
+}
+
+#[test]
+fn only_kontext_takes_a_control_image_and_it_needs_one() {
+    let load = |family| FluxModel::load(family, fixtures().join("tiny_flux"), &LoadOptions::cpu()).unwrap();
+    let error_of = |model: &FluxModel, control: Vec<image::RgbImage>| {
+        let request = GenerateRequest {
+            width: 32,
+            height: 32,
+            steps: 1,
+            sampler: "flowmatch".into(),
+            control,
+            ..GenerateRequest::default()
+        };
+        let pipeline = Pipeline::new(model, false).unwrap();
+        let result = pipeline.text_to_image(&request, &mut NoiseSource::from_seeds(&[1]), &mut |_, _| true);
+        result.unwrap_err().to_string()
+    };
+    let (dev, kontext) = (load(&FLUX), load(&FLUX_KONTEXT));
+    let image = |width, height| vec![image::RgbImage::new(width, height)];
+    let error = error_of(&dev, image(32, 32));
+    assert!(error.contains("`arch: flux` takes no control image"), "{error}");
+    let error = error_of(&kontext, Vec::new());
+    assert!(
+        error.contains("`arch: flux_kontext`") && error.contains("--ctrl_img"),
+        "{error}"
+    );
+    let error = error_of(&kontext, image(15, 32));
+    assert!(error.contains("15 x 32") && error.contains("at least 16"), "{error}");
+    let error = error_of(&kontext, [image(32, 32), image(32, 32)].concat());
+    assert!(error.contains("2 images for 1 prompts"), "{error}");
 }
 
 /// From single files: names of the first release, float8, GGUF, text encoders and VAE of their own
@@ -267,6 +308,7 @@ in_portable_mode! {
     stable_diffusion_3_5_gives_the_images_of_diffusers,
     flux_in_single_files_gives_the_images_of_diffusers,
     flux_gives_the_images_of_diffusers,
+    flux_kontext_gives_the_images_of_diffusers,
     stable_diffusion_2_gives_the_images_of_diffusers,
     stable_diffusion_xl_gives_the_images_of_diffusers,
     z_image_gives_the_images_of_diffusers,

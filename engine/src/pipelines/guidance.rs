@@ -1,5 +1,6 @@
 //! Classifier-free guidance: combines the model's predictions with and without the prompt.
 
+use super::input_images::control_latents;
 use super::pipeline::{GenerateRequest, Pipeline, SkipLayerGuidance};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, GuidanceKind, ItemSize, Model, Prompt};
@@ -40,6 +41,20 @@ fn prompts(texts: &[String], second: &[String], count: usize, what: &str) -> Res
         .collect())
 }
 
+/// Checks that a model that takes control images has them, and that no other has.
+fn check_control(model: &dyn Model, request: &GenerateRequest) -> Result<()> {
+    let arch = model.family().arch();
+    match (model.takes_control(), request.control.is_empty()) {
+        (true, true) => Err(EngineError::bad_input(format!(
+            "`arch: {arch}` changes an image, and there is none: give one with `--ctrl_img PATH` in the prompt, or as `ctrl_img` of a sample"
+        ))),
+        (false, false) => Err(EngineError::bad_input(format!(
+            "`arch: {arch}` takes no control image; remove `ctrl_img`, or use FLUX.1 Kontext (`arch: flux_kontext`)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 impl Guidance {
     /// `size`: of the images, for models that are conditioned on it.
     pub(super) fn new(pipeline: &Pipeline<'_>, request: &GenerateRequest, size: ItemSize) -> Result<Self> {
@@ -76,7 +91,16 @@ impl Guidance {
             )));
         }
         let count = conditioning.batch();
-        let conditioning = model.with_guidance(conditioning, request.guidance_scale)?;
+        let mut conditioning = model.with_guidance(conditioning, request.guidance_scale)?;
+        if !request.control.is_empty() || model.takes_control() {
+            check_control(model, request)?;
+            let mut latents = control_latents(model, &request.control, batch)?;
+            if guided {
+                let twice = latents.iter().map(|latents| Tensor::cat(&[latents, latents], 0));
+                latents = twice.collect::<candle_core::Result<_>>()?;
+            }
+            conditioning = model.with_control(conditioning, &latents)?;
+        }
         Ok(Self {
             conditioning: model.with_sizes(conditioning, &vec![size; count])?,
             guided,

@@ -4,6 +4,7 @@
 #[allow(clippy::unwrap_used)]
 mod family_tests;
 mod guidance;
+mod input_images;
 mod pipeline;
 mod sample;
 #[cfg(test)]
@@ -15,7 +16,7 @@ pub use sample::{SampleSettings, generate_images, random_seed};
 
 use crate::error::{EngineError, Result};
 use crate::families::{ItemSize, Model};
-use crate::image_io::{self, Filter};
+use crate::image_io;
 use crate::media::{Media, MediaSize};
 use crate::samplers::{
     self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, SamplerStep,
@@ -23,6 +24,7 @@ use crate::samplers::{
 use candle_core::{DType, Tensor};
 use guidance::Guidance;
 use image::RgbImage;
+use input_images::resized;
 
 impl From<SamplerError> for EngineError {
     fn from(error: SamplerError) -> Self {
@@ -94,7 +96,8 @@ impl<'a> Pipeline<'a> {
                 "the strength is {strength}: it must be between 0 and 1"
             )));
         }
-        let images = self.resized(images, request.prompts.len())?;
+        let multiple = self.model.size_multiple();
+        let images = resized(images, request.prompts.len(), multiple, "image-to-image")?;
         let (width, height) = images[0].dimensions();
         let size = condition_size(request, width as usize, height as usize);
         let guidance = Guidance::new(self, request, size)?;
@@ -143,30 +146,6 @@ impl<'a> Pipeline<'a> {
             samplers.push(samplers::build(&request.sampler, &self.params, options)?);
         }
         Ok(samplers)
-    }
-
-    /// The images in one size that is a multiple of the codec's, rounded down.
-    fn resized(&self, images: &[RgbImage], batch: usize) -> Result<Vec<RgbImage>> {
-        let Some(first) = images.first() else {
-            return Err(EngineError::bad_input("image-to-image needs an image"));
-        };
-        if images.len() != 1 && images.len() != batch {
-            return Err(EngineError::bad_input(format!(
-                "{} images for {batch} prompts",
-                images.len()
-            )));
-        }
-        let scale = self.model.size_multiple() as u32;
-        let (width, height) = (first.width() / scale * scale, first.height() / scale * scale);
-        if width < 8 || height < 8 {
-            return Err(EngineError::bad_input(format!(
-                "an image of {} x {} pixels is too small for image-to-image: both sides must be at least 8",
-                first.width(),
-                first.height()
-            )));
-        }
-        let resize = |image: &RgbImage| image_io::resize(image, width, height, Filter::Lanczos);
-        Ok(images.iter().map(resize).collect())
     }
 
     /// Encodes images to scaled latents, sampled from the codec's posterior.

@@ -2,6 +2,7 @@
 
 use crate::families::{ItemSize, Model};
 use crate::samplers::SamplerParams;
+use image::RgbImage;
 
 /// What to generate: one image per prompt, all in one batch.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,6 +36,9 @@ pub struct GenerateRequest {
     pub cfg_normalization: f64,
     /// The share of the time steps after which predictions are not guided (`cfg_truncation` there); 1: all are guided.
     pub cfg_truncation: f64,
+    /// Control images (FLUX.1 Kontext): one for all prompts, or one per prompt, all of one size, which is rounded down to a multiple of
+    /// the model's and need not be that of the generated image.
+    pub control: Vec<RgbImage>,
     /// The sizes that SDXL is conditioned on. `None`: those of an image that was neither scaled nor cropped.
     pub condition_size: Option<ItemSize>,
     /// Name of the sampler, see [`crate::samplers::names`].
@@ -51,6 +55,7 @@ impl Default for GenerateRequest {
             prompts_2: Vec::new(),
             negative: vec![String::new()],
             negative_2: Vec::new(),
+            control: Vec::new(),
             condition_size: None,
             width: 512,
             height: 512,

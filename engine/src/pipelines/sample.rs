@@ -2,12 +2,15 @@
 
 use super::pipeline::{GenerateRequest, OnStep, Pipeline};
 use crate::adapters::Multiplier;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::families::Model;
+use crate::image_io::{self, Filter};
 use crate::samplers::NoiseSource;
 use aitk_common::job::prompt::ImageRequest;
 use image::RgbImage;
 use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// The settings that all images of a run share.
 #[derive(Clone, Debug)]
@@ -20,6 +23,8 @@ pub struct SampleSettings<'a> {
     pub refuse_non_finite: bool,
     /// The LoRA's strength. Each request sets it; it is restored afterwards.
     pub multiplier: Option<&'a Multiplier>,
+    /// Where the control images of the requests (`ctrl_img`) are on this machine.
+    pub control_images: &'a BTreeMap<String, PathBuf>,
     /// The seed from which the seeds of requests without one are derived, see [`random_seed`].
     pub job_seed: u64,
 }
@@ -78,8 +83,10 @@ fn generate_all(
             .seed
             .map_or_else(|| random_seed(settings.job_seed, index as u64), |seed| seed as u64);
         let steps = request.steps as usize;
+        let mut generate_request = to_generate_request(request, settings.sampler, model.size_multiple());
+        generate_request.control = control_image(request, settings)?.into_iter().collect();
         let images = pipeline.text_to_image(
-            &to_generate_request(request, settings.sampler, model.size_multiple()),
+            &generate_request,
             &mut NoiseSource::from_seeds(&[seed]),
             &mut |step, of| on_step(done + step * steps / of.max(1), all),
         )?;
@@ -92,6 +99,25 @@ fn generate_all(
     Ok(true)
 }
 
+/// The control image of a request, if it has one: scaled to the size of the request, as in ai-toolkit.
+fn control_image(request: &ImageRequest, settings: &SampleSettings<'_>) -> Result<Option<RgbImage>> {
+    let Some(config_path) = request.ctrl_img.as_deref().filter(|path| !path.is_empty()) else {
+        return Ok(None);
+    };
+    let Some(path) = settings.control_images.get(config_path) else {
+        return Err(EngineError::Internal(format!(
+            "the control image {config_path} has no path"
+        )));
+    };
+    let image = image_io::open_rgb(path)?;
+    Ok(Some(image_io::resize(
+        &image,
+        request.width,
+        request.height,
+        Filter::Bilinear,
+    )))
+}
+
 /// Converts a request to the pipeline's form. Width and height are rounded down to multiples of `size_multiple`, as the model
 /// needs them.
 pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_multiple: usize) -> GenerateRequest {
@@ -100,6 +126,7 @@ pub(crate) fn to_generate_request(request: &ImageRequest, sampler: &str, size_mu
         prompts_2: request.prompt_2.clone().into_iter().collect(),
         negative: vec![request.negative_prompt.clone()],
         negative_2: request.negative_prompt_2.clone().into_iter().collect(),
+        control: Vec::new(),
         condition_size: None,
         width: request.width as usize / size_multiple * size_multiple,
         height: request.height as usize / size_multiple * size_multiple,

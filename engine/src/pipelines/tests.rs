@@ -51,6 +51,7 @@ fn request(case: &Value) -> GenerateRequest {
         prompts_2: case.get("prompts_2").map(strings).unwrap_or_default(),
         negative: case["negative"].as_str().map(str::to_owned).into_iter().collect(),
         negative_2: case["negative_2"].as_str().map(str::to_owned).into_iter().collect(),
+        control: Vec::new(),
         condition_size: condition_size(case),
         width: number("width", 0.0) as usize,
         height: number("height", 0.0) as usize,
@@ -72,6 +73,14 @@ fn request(case: &Value) -> GenerateRequest {
     }
 }
 
+/// The image of this size that a case starts from.
+fn input_image(size: &Value, tensors: &HashMap<String, Tensor>) -> RgbImage {
+    let tensor = &tensors[&format!("input_{}x{}", size[0], size[1])];
+    let (height, width, _) = tensor.dims3().unwrap();
+    let bytes = tensor.flatten_all().unwrap().to_vec1::<u8>().unwrap();
+    RgbImage::from_raw(width as u32, height as u32, bytes).unwrap()
+}
+
 fn generate(case: &Value, model: &dyn Model, tensors: &HashMap<String, Tensor>) -> Result<Vec<RgbImage>> {
     let seeds: Vec<u64> = case["seeds"]
         .as_array()
@@ -88,12 +97,14 @@ fn generate(case: &Value, model: &dyn Model, tensors: &HashMap<String, Tensor>) 
     let pipeline = Pipeline::new(model, v_prediction)?;
     let on_step = &mut |_, _| true;
     let generated = match case.get("image") {
-        None => pipeline.text_to_image(&request(case), &mut noise, on_step)?,
+        None => {
+            let mut request = request(case);
+            let control = case.get("control").map(|size| input_image(size, tensors));
+            request.control = control.into_iter().collect();
+            pipeline.text_to_image(&request, &mut noise, on_step)?
+        }
         Some(size) => {
-            let tensor = &tensors[&format!("input_{}x{}", size[0], size[1])];
-            let (height, width, _) = tensor.dims3()?;
-            let bytes = tensor.flatten_all()?.to_vec1::<u8>()?;
-            let image = RgbImage::from_raw(width as u32, height as u32, bytes).unwrap();
+            let image = input_image(size, tensors);
             let strength = case["strength"].as_f64().unwrap();
             let count = match case.get("image_each") {
                 Some(_) => request(case).prompts.len(),

@@ -12,8 +12,10 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::paths::not_an_input_message;
+use aitk_common::job::prompt::ImageRequest;
 use aitk_common::model_files::PartPaths;
 use aitk_common::plan::memory_options::MemoryOptions;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -62,6 +64,25 @@ impl Context<'_> {
             None if self.has_staged_inputs() => Err(EngineError::BadInput(not_an_input_message(path))),
             None => Ok(expand_home(path)),
         }
+    }
+
+    /// Where the control images of requests (`ctrl_img`) are on this machine, by their paths in the config.
+    ///
+    /// # Errors
+    /// As [`Self::local_path`], or when there is no file.
+    pub fn control_images(&self, requests: &[ImageRequest]) -> Result<BTreeMap<String, PathBuf>> {
+        let paths = requests.iter().filter_map(|request| request.ctrl_img.as_deref());
+        let mut images = BTreeMap::new();
+        for path in paths.filter(|path| !path.is_empty()) {
+            let here = self.local_path(path)?;
+            if !here.is_file() {
+                return Err(EngineError::bad_input(format!(
+                    "the control image {path}: no such file"
+                )));
+            }
+            images.insert(path.to_owned(), here);
+        }
+        Ok(images)
     }
 
     /// The folder of the results: the attempt's own, or else the one in the config.

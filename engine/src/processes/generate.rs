@@ -78,6 +78,8 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         return Ok(Outcome::Completed);
     }
 
+    check_control(process, &remaining)?;
+    let control_images = cx.control_images(&remaining)?;
     let generator = ImageGenerator::load(&process.model, cx)?;
     if config.compile && !process.model.compile && !process.model.block_compile {
         cx.log("info", COMPILE_NOTE);
@@ -94,6 +96,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         sampler,
         v_prediction: generator.v_prediction,
         multiplier: generator.lora.as_ref().map(|lora| &lora.multiplier),
+        control_images: &control_images,
         job_seed: cx.spec.seed,
     };
     let stop = cx.stop.clone();
@@ -143,6 +146,26 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     }
     finished.clear();
     Ok(Outcome::Completed)
+}
+
+/// Checks that every image has the control image that the model needs: prompts of a file are not known earlier.
+fn check_control(process: &GenerateProcess, requests: &[ImageRequest]) -> Result<()> {
+    let arch = process.model.arch.name;
+    let has_control = |request: &ImageRequest| request.ctrl_img.as_deref().is_some_and(|path| !path.is_empty());
+    match requests
+        .iter()
+        .find(|request| has_control(request) != arch.takes_control_image())
+    {
+        Some(request) if arch.takes_control_image() => Err(EngineError::bad_input(format!(
+            "`arch: {arch}` changes an image, and the prompt \"{}\" has none: add `--ctrl_img PATH` to it",
+            request.prompt
+        ))),
+        Some(request) => Err(EngineError::bad_input(format!(
+            "`arch: {arch}` takes no control image: remove `--ctrl_img` from the prompt \"{}\", or use FLUX.1 Kontext (`arch: flux_kontext`)",
+            request.prompt
+        ))),
+        None => Ok(()),
+    }
 }
 
 /// The range of images that this job generates: all, or its part of a larger job.

@@ -175,6 +175,9 @@ pub(super) fn prompt_with_flags(request: &ImageRequest, seed: u64) -> String {
     if request.network_multiplier != 1.0 {
         text += &format!(" --m {}", request.network_multiplier);
     }
+    if let Some(control) = request.ctrl_img.as_ref().filter(|path| !path.is_empty()) {
+        text += &format!(" --ctrl_img {control}");
+    }
     text
 }
 

@@ -1,4 +1,4 @@
-//! FLUX.1 (Black Forest Labs): dev, schnell, Krea-dev, and Flex.1, which has the same blocks in other numbers.
+//! FLUX.1 (Black Forest Labs): dev, schnell, Krea-dev, Kontext, and Flex.1, which has the same blocks in other numbers.
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -24,6 +24,19 @@ use std::path::Path;
 #[derive(Debug)]
 pub struct FLUX;
 
+/// FLUX.1 Kontext: dev with a control image, whose tokens follow those of the image.
+#[derive(Debug)]
+#[allow(non_camel_case_types)] // A value, named as the other families.
+pub struct FLUX_KONTEXT;
+
+fn flow_params(params: SamplerParams) -> SamplerParams {
+    SamplerParams {
+        is_flow: true,
+        even_flow_sigmas: true,
+        ..params
+    }
+}
+
 impl Family for FLUX {
     fn arch(&self) -> ArchName {
         ArchName::Flux
@@ -38,10 +51,24 @@ impl Family for FLUX {
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
-        SamplerParams {
-            is_flow: true,
-            even_flow_sigmas: true,
-            ..params
-        }
+        flow_params(params)
+    }
+}
+
+impl Family for FLUX_KONTEXT {
+    fn arch(&self) -> ArchName {
+        ArchName::FluxKontext
+    }
+
+    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
+        Ok(Box::new(FluxModel::load(&FLUX_KONTEXT, path, options)?))
+    }
+
+    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
+        Ok(Box::new(FluxModel::load_text_encoders(path, options)?))
+    }
+
+    fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
+        flow_params(params)
     }
 }

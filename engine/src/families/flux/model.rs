@@ -3,7 +3,9 @@
 use super::text::{CONTEXT, FluxTextEncoders, POOLED};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::model::{
+    Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, no_control,
+};
 use crate::families::options::LoadOptions;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
@@ -11,6 +13,7 @@ use crate::models::codec::Codec;
 use crate::models::flux::{FluxConditions, FluxTransformer2DModel};
 use crate::models::vae::AutoencoderKl;
 use crate::residency::Residency;
+use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -19,10 +22,12 @@ use std::sync::Arc;
 
 /// The guidance scale in the conditioning.
 const GUIDANCE: &str = "guidance";
+/// The latents of the control image in the conditioning.
+const CONTROL: &str = "control";
 /// The guidance scale where none is given: training, as in ai-toolkit.
 const PLAIN_GUIDANCE: f64 = 1.0;
 
-/// FLUX.1.
+/// FLUX.1, or FLUX.1 Kontext, which has the same tensors and takes a control image.
 #[derive(Clone, Debug)]
 pub struct FluxModel {
     pub(super) family: &'static dyn Family,
@@ -98,15 +103,32 @@ impl Model for FluxModel {
         };
         let guidance = conditioning.find(GUIDANCE);
         let guidance = guidance.map(|scale| scale.to_dtype(DType::F32)).transpose()?;
+        let control = conditioning.find(CONTROL);
+        let control = control.map(|latents| latents.to_dtype(self.dtype)).transpose()?;
         let conditions = FluxConditions {
             text: &conditioning.get(CONTEXT)?.to_dtype(self.dtype)?,
             pooled: &conditioning.get(POOLED)?.to_dtype(self.dtype)?,
             guidance: guidance.as_ref(),
+            control: control.as_ref(),
         };
         let prediction = self
             .transformer
             .forward(&latents.to_dtype(self.dtype)?, timesteps, &conditions)?;
         Ok(vec![prediction.to_dtype(DType::F32)?])
+    }
+
+    fn takes_control(&self) -> bool {
+        self.family.arch() == ArchName::FluxKontext
+    }
+
+    fn with_control(&self, conditioning: Conditioning, latents: &[Tensor]) -> Result<Conditioning> {
+        match (self.takes_control(), latents) {
+            (true, [latents]) => Ok(conditioning.with(CONTROL, latents.clone())),
+            (true, _) => Err(EngineError::Internal(
+                "FLUX.1 Kontext takes one latent tensor of a control image".into(),
+            )),
+            (false, _) => Err(no_control(self.family.arch())),
+        }
     }
 
     fn guidance(&self) -> GuidanceKind {

@@ -26,13 +26,29 @@ impl FluxSizes {
 }
 
 /// The rotary embedding for `text` text tokens, all at the origin, followed by an image of `height` x `width` tokens.
-/// `axes`: the features of a head for the (unused) first axis, the row and the column; 16, 56 and 56 in FLUX.1.
+/// `axes`: the features of a head for the first axis (0 here), the row and the column; 16, 56 and 56 in FLUX.1.
 ///
 /// # Errors
 /// When a number in `axes` is odd.
-pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) -> candle_core::Result<Rotary> {
-    let image = (0..height * width).map(|i| vec![0.0, (i / width) as f64, (i % width) as f64]);
-    let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(image).collect();
+pub fn rotary(text: usize, size: (usize, usize), axes: [usize; 3]) -> candle_core::Result<Rotary> {
+    rotary_with_control(text, size, None, axes)
+}
+
+/// As [`rotary`], followed by a control image of `control` (height, width) tokens, whose position along the first axis is 1.
+///
+/// # Errors
+/// As [`rotary`].
+pub(super) fn rotary_with_control(
+    text: usize,
+    size: (usize, usize),
+    control: Option<(usize, usize)>,
+    axes: [usize; 3],
+) -> candle_core::Result<Rotary> {
+    let image = |first: f64, (height, width): (usize, usize)| {
+        (0..height * width).map(move |i| vec![first, (i / width) as f64, (i % width) as f64])
+    };
+    let images = image(0.0, size).chain(control.into_iter().flat_map(|size| image(1.0, size)));
+    let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(images).collect();
     Rotary::for_axes(&positions, &axes, 10_000.0, RotaryPairs::Interleaved)
 }
 

@@ -107,6 +107,7 @@ fn the_whole_transformer_gives_the_velocity_and_the_gradients_of_diffusers() {
                     text: &context,
                     pooled: &pooled,
                     guidance: Some(&guidance),
+                    control: None,
                 };
                 let y = model.forward(&latents, &get("timesteps"), &conditions)?;
                 close(&y, "y");
@@ -138,6 +139,7 @@ fn half_precision_is_within_its_arithmetic_and_has_no_nan() {
                 text: &text,
                 pooled: &pooled,
                 guidance: Some(&get("guidance")),
+                control: None,
             };
             let latents = get("latents").to_dtype(dtype).unwrap();
             let y = model.forward(&latents, &get("timesteps"), &conditions).unwrap();

@@ -1,6 +1,6 @@
 //! The whole transformer (diffusers' `FluxTransformer2DModel`): embeddings, double blocks, single blocks, output.
 
-use super::blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
+use super::blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary_with_control};
 use crate::error::{EngineError, Result};
 use crate::models::mmdit::{AdaLayerNormContinuous, Embedder, SINUSOIDS};
 use crate::nn::{self, LayerMut, Linear, VisitLayers, join};
@@ -68,6 +68,8 @@ pub struct FluxConditions<'a> {
     pub pooled: &'a Tensor,
     /// The guidance scales, [b] f32. Models without a guidance embedding ignore them; without scales, its vector is left out.
     pub guidance: Option<&'a Tensor>,
+    /// The latents of a control image (FLUX.1 Kontext), [b, channels, h, w] with even sides, which need not be those of the image.
+    pub control: Option<&'a Tensor>,
 }
 
 /// FLUX.1's transformer.
@@ -177,10 +179,25 @@ impl FluxTransformer2DModel {
             temb = nn::add(&temb, &embedder.forward_numbers(&guidance, dtype)?)?;
         }
         temb = nn::add(&temb, &self.text_embedder.forward(conditions.pooled)?)?;
-        let tokens = self.x_embedder.forward(&pack(latents)?)?;
+        let mut tokens = pack(latents)?;
+        let image_length = tokens.dim(1)?;
+        let mut control_size = None;
+        if let Some(control) = conditions.control {
+            let (_, control_channels, rows, columns) = control.dims4()?;
+            if control_channels != channels || rows % PATCH != 0 || columns % PATCH != 0 {
+                return Err(EngineError::Internal(format!(
+                    "FLUX.1 Kontext takes a control image of {channels} latent channels with even sides, not {control_channels} x {rows} x \
+                     {columns}"
+                )));
+            }
+            control_size = Some((rows / PATCH, columns / PATCH));
+            tokens = Tensor::cat(&[&tokens, &pack(control)?], 1)?;
+        }
+        let tokens = self.x_embedder.forward(&tokens)?;
         let text = self.context_embedder.forward(conditions.text)?;
         let text_length = text.dim(1)?;
-        let positions = rotary(text_length, (height / PATCH, width / PATCH), self.axes)?;
+        let size = (height / PATCH, width / PATCH);
+        let positions = rotary_with_control(text_length, size, control_size, self.axes)?;
 
         let mut stack = Stack::new();
         let (mut x, mut text) = (stack.input(tokens), stack.input(text));
@@ -206,7 +223,8 @@ impl FluxTransformer2DModel {
             );
         }
         let x = stack.run(self.residency, x)?;
-        let x = x.narrow(1, text_length, x.dim(1)? - text_length)?;
+        // What is predicted for the control image is not used.
+        let x = x.narrow(1, text_length, image_length)?;
         let x = self.norm_out.forward(&x.contiguous()?, &temb)?;
         unpack(&self.proj_out.forward(&x)?, height, width)
     }

@@ -57,6 +57,7 @@ impl Run<'_> {
         let folder = self.folder.samples();
         fsutil::create_dir_all(&folder)?;
         let root = self.folder.root.clone();
+        let control_images = cx.control_images(&requests)?;
         let _switched = self.switched_loras.while_sampling();
         self.with_ema_weights(|run| {
             let settings = SampleSettings {
@@ -65,6 +66,7 @@ impl Run<'_> {
                 sampler: section.sampler.name(),
                 v_prediction: run.process.model.is_v_pred,
                 multiplier: run.target.handle().map(|handle| &handle.multiplier),
+                control_images: &control_images,
                 job_seed: run.seed,
             };
             let stop = cx.stop.clone();
