@@ -1,7 +1,7 @@
 //! `datasets`: images, captions and their preprocessing.
 
 use super::declare::{choices, section};
-use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
+use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
 use super::schema::{FieldValue, PresentKeys, ReadContext, SupportReport, join};
 use super::values::{Float, OneOrMany, TextSource};
@@ -281,7 +281,10 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         MAX_SIDE,
     );
     cx.check_at_most("batch_size", dataset.batch_size.unwrap_or(0), MAX_BATCH);
+    cx.check_not_zero("num_repeats", dataset.num_repeats);
     cx.check_at_most("num_repeats", dataset.num_repeats, MAX_REPEATS);
+    cx.check_in_range("loss_multiplier", dataset.loss_multiplier, -MAX_FACTOR..=MAX_FACTOR);
+    cx.check_in_range("mask_min_value", dataset.mask_min_value, 0.0..=1.0);
     for (rate, key) in [
         (*dataset.caption_dropout_rate, "caption_dropout_rate"),
         (*dataset.token_dropout_rate, "token_dropout_rate"),
@@ -293,6 +296,7 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
     if dataset.scale <= 0.0 {
         cx.error_at("scale", "expected a factor above 0");
     }
+    cx.check_in_range("scale", dataset.scale.max(0.0), 0.0..=MAX_FACTOR);
 }
 
 impl DatasetConfig {

@@ -1,7 +1,7 @@
 //! `generate` of the processes that generate images: `to_folder` and `batch_img2img`.
 
 use super::declare::section;
-use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
+use super::limits::{MAX_FACTOR, MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{ImageSize, TextSource};
@@ -80,6 +80,17 @@ fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &m
         cx.error_at("sample_steps", "expected at least 1");
     }
     cx.check_at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    for (key, value) in [
+        ("width", generate.width),
+        ("height", generate.height),
+        ("num_repeats", generate.num_repeats),
+        ("max_images", generate.max_images),
+        ("max_random_per_prompt", generate.max_random_per_prompt),
+    ] {
+        cx.check_not_zero(key, value);
+    }
+    cx.check_in_range("guidance_scale", generate.guidance_scale, -MAX_FACTOR..=MAX_FACTOR);
+    cx.check_in_range("guidance_rescale", generate.guidance_rescale, 0.0..=1.0);
     cx.check_at_most("width", generate.width, MAX_SIDE);
     cx.check_at_most("height", generate.height, MAX_SIDE);
     cx.check_at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
@@ -90,7 +101,9 @@ fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &m
         MAX_LINES_PER_PROMPT,
     );
     for (index, ImageSize(width, height)) in generate.size_list.iter().flatten().enumerate() {
-        cx.check_at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
+        let key = format!("size_list[{index}]");
+        cx.check_not_zero(&key, *width.min(height));
+        cx.check_at_most(&key, *width.max(height), MAX_SIDE);
     }
     if generate.size_list.as_ref().is_some_and(Vec::is_empty) {
         generate.size_list = None;
@@ -131,6 +144,8 @@ fn finish_img2img(generate: &mut Img2ImgConfig, _present: &PresentKeys, cx: &mut
         cx.error_at("sample_steps", "expected at least 1");
     }
     cx.check_at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_in_range("guidance_scale", generate.guidance_scale, -MAX_FACTOR..=MAX_FACTOR);
+    cx.check_in_range("guidance_rescale", generate.guidance_rescale, 0.0..=1.0);
     if !(0.0..=1.0).contains(&generate.denoise_strength) {
         cx.error_at("denoise_strength", "expected a share from 0 to 1");
     }

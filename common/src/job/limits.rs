@@ -39,6 +39,11 @@ pub const MAX_LINES_PER_PROMPT: u32 = 1_000;
 pub const MAX_TEXT_FILE_BYTES: u64 = 64 * 1024 * 1024;
 /// Bytes of the caption of one image.
 pub const MAX_CAPTION_BYTES: u64 = 1024 * 1024;
+/// The largest factor, weight, guidance scale or learning rate of a config, without its sign. No use of these keys comes
+/// near, and the square of a larger one could leave the range of 32-bit floats within a training step.
+pub const MAX_FACTOR: f64 = 1e6;
+/// The largest `noise_multiplier` and `noise_offset`, without its sign. Larger noise leaves the range of 16-bit floats.
+pub const MAX_NOISE_FACTOR: f64 = 100.0;
 /// Bytes that one value counts for besides its text.
 pub(crate) const NODE_BYTES: usize = 64;
 

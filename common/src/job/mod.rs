@@ -102,4 +102,6 @@ mod hostile;
 #[cfg(test)]
 mod mistakes;
 #[cfg(test)]
+mod numeric_tests;
+#[cfg(test)]
 mod tests;

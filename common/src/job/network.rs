@@ -1,7 +1,7 @@
 //! `network`: the adapter (LoRA) that is trained while the base model is frozen.
 
 use super::declare::{choices, section};
-use super::limits::MAX_RANK;
+use super::limits::{MAX_FACTOR, MAX_RANK};
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
 
@@ -134,6 +134,16 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
         cx.error_at(key, "the rank must be at least 1");
     }
     cx.check_at_most(key, network.linear, MAX_RANK);
+    for (key, value) in [
+        ("alpha", network.alpha),
+        ("linear_alpha", network.linear_alpha),
+        ("conv_alpha", network.conv_alpha.unwrap_or(1.0)),
+    ] {
+        // `linear_alpha` follows `alpha`: one error for both.
+        if key != "linear_alpha" || present.has(key) {
+            cx.check_in_range(key, value, -MAX_FACTOR..=MAX_FACTOR);
+        }
+    }
     cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     if network.dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
         cx.error_at("dropout", "expected a chance from 0 to below 1");

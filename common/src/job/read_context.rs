@@ -3,6 +3,7 @@
 use super::error::Finding;
 use super::node::{Entry, Mark, Node, Value, shorten};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 /// The keys of a section that have a value other than `null`.
 #[derive(Debug, Default)]
@@ -82,6 +83,27 @@ impl ReadContext {
     pub fn check_at_most(&mut self, key: &str, value: u32, most: u32) {
         if value > most {
             self.error_at(key, format!("expected at most {most}, found {value}"));
+        }
+    }
+
+    /// Adds an error at a key of the current section if its value is 0.
+    pub fn check_not_zero(&mut self, key: &str, value: u32) {
+        if value == 0 {
+            self.error_at(key, "expected at least 1, found 0");
+        }
+    }
+
+    /// Adds an error at a key of the current section if its value is outside of `range`.
+    pub fn check_in_range(&mut self, key: &str, value: f64, range: RangeInclusive<f64>) {
+        if !range.contains(&value) {
+            let (least, most) = range.into_inner();
+            // Long numbers with an exponent: `{}` writes 1e30 with all its zeros.
+            let found = if value.abs() < 1e9 {
+                format!("{value}")
+            } else {
+                format!("{value:e}")
+            };
+            self.error_at(key, format!("expected a number from {least} to {most}, found {found}"));
         }
     }
 

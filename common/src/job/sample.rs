@@ -1,7 +1,7 @@
 //! `sample`: images generated during the training, to show its progress.
 
 use super::declare::section;
-use super::limits::{MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
+use super::limits::{MAX_FACTOR, MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{Float, TextOrFalse};
@@ -59,6 +59,15 @@ fn finish_item(item: &mut SampleItem, _present: &PresentKeys, cx: &mut ReadConte
     if item.num_frames == Some(1) {
         item.num_frames = None;
     }
+    for (key, value) in [
+        ("width", item.width),
+        ("height", item.height),
+        ("sample_steps", item.sample_steps),
+    ] {
+        cx.check_not_zero(key, value.unwrap_or(1));
+    }
+    let guidance = item.guidance_scale.unwrap_or(1.0);
+    cx.check_in_range("guidance_scale", guidance, -MAX_FACTOR..=MAX_FACTOR);
     cx.check_at_most("width", item.width.unwrap_or(0), MAX_SIDE);
     cx.check_at_most("height", item.height.unwrap_or(0), MAX_SIDE);
     cx.check_at_most("sample_steps", item.sample_steps.unwrap_or(0), MAX_SAMPLE_STEPS);
@@ -138,6 +147,15 @@ fn finish(sample: &mut SampleConfig, present: &PresentKeys, cx: &mut ReadContext
         cx.error_at("sample_steps", "expected at least 1");
     }
     cx.check_at_most("sample_steps", sample.sample_steps, MAX_SAMPLE_STEPS);
+    cx.check_not_zero("width", sample.width);
+    cx.check_not_zero("height", sample.height);
+    for (key, value) in [
+        ("guidance_scale", sample.guidance_scale),
+        ("network_multiplier", sample.network_multiplier),
+    ] {
+        cx.check_in_range(key, value, -MAX_FACTOR..=MAX_FACTOR);
+    }
+    cx.check_in_range("guidance_rescale", sample.guidance_rescale, 0.0..=1.0);
     cx.check_at_most("width", sample.width, MAX_SIDE);
     cx.check_at_most("height", sample.height, MAX_SIDE);
 }

@@ -2,7 +2,7 @@
 
 use super::declare::section;
 use super::dtype::DType;
-use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
+use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_NOISE_FACTOR, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
@@ -297,9 +297,18 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     if train.min_denoising_steps > train.max_denoising_steps {
         cx.error_at("min_denoising_steps", "is larger than `max_denoising_steps`");
     }
-    if train.lr < 0.0 {
-        cx.error_at("lr", "expected a learning rate from 0");
+    cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
+    cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
+    cx.check_in_range("noise_offset", train.noise_offset, -MAX_NOISE_FACTOR..=MAX_NOISE_FACTOR);
+    for (key, value) in [
+        ("reg_weight", Some(train.reg_weight)),
+        ("cfg_scale", Some(train.cfg_scale)),
+        ("max_cfg_scale", train.max_cfg_scale),
+        ("cfg_rescale", train.cfg_rescale),
+    ] {
+        cx.check_in_range(key, value.unwrap_or(1.0), -MAX_FACTOR..=MAX_FACTOR);
     }
+    cx.check_not_zero("next_sample_timesteps", train.next_sample_timesteps);
     if train.diff_output_preservation && train.blank_prompt_preservation {
         cx.error_at(
             "blank_prompt_preservation",

@@ -1,0 +1,174 @@
+//! Numbers that make no sense, drawn at random for every numeric key of the sections that people write most: each is
+//! refused with one error at its file, line and key, or is listed here as one with a meaning.
+
+use super::tests::{MINIMAL, assert_valid_as_json};
+use super::*;
+
+/// The values that are tried.
+const VALUES: [&str; 5] = ["0", "-1", "1e30", ".nan", ".inf"];
+
+/// A trainer's keys: the line that they follow, their indentation, and for each key the values that have a meaning.
+const TRAINER: &[(&str, &str, &[(&str, &[&str])])] = &[
+    (
+        "      train:",
+        "        ",
+        &[
+            ("lr", &["0"]),
+            ("batch_size", &[]),
+            ("gradient_accumulation", &[]),
+            ("gradient_accumulation_steps", &["-1"]),
+            // 0 and negative numbers switch clipping off.
+            ("max_grad_norm", &["0", "-1", "1e30"]),
+            ("num_train_timesteps", &[]),
+            ("next_sample_timesteps", &[]),
+            ("noise_multiplier", &["0"]),
+            ("noise_offset", &["0", "-1"]),
+            ("reg_weight", &["0", "-1"]),
+            ("cfg_scale", &["0", "-1"]),
+            ("max_cfg_scale", &["0", "-1"]),
+            ("cfg_rescale", &["0", "-1"]),
+        ],
+    ),
+    (
+        "        - folder_path: images",
+        "          ",
+        &[
+            ("resolution", &[]),
+            ("batch_size", &[]),
+            ("num_repeats", &[]),
+            ("loss_multiplier", &["0", "-1"]),
+            ("scale", &[]),
+            ("mask_min_value", &["0"]),
+            ("caption_dropout_rate", &["0"]),
+        ],
+    ),
+    (
+        "      sample:",
+        "        ",
+        &[
+            ("width", &[]),
+            ("height", &[]),
+            ("sample_steps", &[]),
+            ("guidance_scale", &["0", "-1"]),
+            ("guidance_rescale", &["0"]),
+            ("network_multiplier", &["0", "-1"]),
+        ],
+    ),
+    (
+        "          - prompt: a cat",
+        "            ",
+        &[
+            ("width", &[]),
+            ("height", &[]),
+            ("sample_steps", &[]),
+            ("guidance_scale", &["0", "-1"]),
+        ],
+    ),
+    (
+        "      network:",
+        "        ",
+        &[
+            ("linear", &[]),
+            ("alpha", &["0", "-1"]),
+            ("linear_alpha", &["0", "-1"]),
+            // 0 is no LoRA on convolutions.
+            ("conv", &["0"]),
+            ("conv_alpha", &["0", "-1"]),
+            ("dropout", &["0"]),
+        ],
+    ),
+];
+
+const GENERATE: &[(&str, &str, &[(&str, &[&str])])] = &[(
+    "      generate:",
+    "        ",
+    &[
+        ("width", &[]),
+        ("height", &[]),
+        ("sample_steps", &[]),
+        ("num_repeats", &[]),
+        ("max_images", &[]),
+        ("max_random_per_prompt", &[]),
+        ("guidance_scale", &["0", "-1"]),
+        ("guidance_rescale", &["0"]),
+    ],
+)];
+
+const GENERATE_JOB: &str = "\
+job: generate
+config:
+  name: cat
+  process:
+    - type: to_folder
+      output_folder: output
+      model:
+        name_or_path: base
+      generate:
+        prompts: [a cat]
+";
+
+/// Reads `text` with `key: value` after the line `after`.
+fn assert_refused_unless_meaningful(text: &str, after: &str, indent: &str, key: &str, value: &str, has_meaning: bool) {
+    let position = text.lines().position(|line| line == after).unwrap();
+    let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+    lines.insert(position + 1, format!("{indent}{key}: {value}"));
+    let text = lines.join("\n");
+    let case = format!("{}, {key}: {value}", after.trim());
+    match parse(&text, Format::Yaml, Some("job.yaml"), &LoadOptions::default()) {
+        Ok(job) => {
+            assert!(has_meaning, "{case} is accepted");
+            assert_valid_as_json(&job);
+        }
+        Err(error) => {
+            assert!(!has_meaning, "{case} is refused: {error}");
+            let [finding] = error.findings() else {
+                panic!("{case} has not one error: {error}");
+            };
+            assert_eq!(finding.file.as_deref(), Some("job.yaml"), "{case}");
+            assert_eq!(
+                finding.line.map(|line| line as usize),
+                Some(position + 2),
+                "{case}: {error}"
+            );
+            assert!(finding.key.ends_with(key), "{case}: {error}");
+        }
+    }
+}
+
+#[test]
+fn numbers_without_a_meaning_are_refused_at_their_key() {
+    let trainer = MINIMAL.replace(
+        "      network: {type: lora, linear: 8}\n",
+        "      network:\n        type: lora\n      sample:\n        samples:\n          - prompt: a cat\n",
+    );
+    let mut state = 0x5eed_u64;
+    let mut draw = |count: usize| {
+        // The generator of Knuth's MMIX; its high bits are the random ones.
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        usize::try_from(state >> 33).unwrap() % count
+    };
+    for _ in 0..1000 {
+        let (text, sections) = if draw(5) == 0 {
+            (GENERATE_JOB, GENERATE)
+        } else {
+            (trainer.as_str(), TRAINER)
+        };
+        let (after, indent, keys) = sections[draw(sections.len())];
+        let (key, meaningful) = keys[draw(keys.len())];
+        let value = VALUES[draw(VALUES.len())];
+        assert_refused_unless_meaningful(text, after, indent, key, value, meaningful.contains(&value));
+    }
+}
+
+#[test]
+fn a_size_of_a_list_has_two_sides_above_zero() {
+    let text = format!("{GENERATE_JOB}        size_list: [[512, 512], [0, 512]]\n");
+    let error = parse(&text, Format::Yaml, Some("job.yaml"), &LoadOptions::default()).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("size_list") && text.contains("expected at least 1, found 0"),
+        "{text}"
+    );
+}
