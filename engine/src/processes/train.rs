@@ -263,8 +263,9 @@ impl<'a> Run<'a> {
             {
                 return Err(EngineError::bad_input(format!(
                     "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
-                     was learned. Either `train.lr` is too high, or the base model or the LoRA that training started from is \
-                     damaged. Earlier saves are kept"
+                     was learned. Possible causes: `train.lr` is too high; a factor of the config, such as \
+                     `train.noise_multiplier` or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a \
+                     range; the base model or the LoRA that training started from is damaged. Earlier saves are kept"
                 )));
             }
             if let Some(warning) = self.metrics.step(done, &report) {
