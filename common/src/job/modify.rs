@@ -2,7 +2,9 @@
 
 use super::declare::{choices, section};
 use super::dtype::DType;
+use super::limits::MAX_FACTOR;
 use super::process_type::ProcessType;
+use super::schema::{PresentKeys, ReadContext};
 
 choices! {
     /// How an extraction chooses ranks.
@@ -58,6 +60,14 @@ section! {
         /// Extract the text encoder.
         extract_text_encoder: Option<bool> = None, Works, shown "the job's, else true";
     }
+    finish = finish_extract;
+}
+
+fn finish_extract(process: &mut ExtractProcess, _present: &PresentKeys, cx: &mut ReadContext) {
+    for (key, value) in [("linear", process.linear), ("conv", process.conv)] {
+        cx.check_in_range(key, value.unwrap_or(0.0), 0.0..=MAX_FACTOR);
+    }
+    cx.check_in_range("sparsity", process.sparsity, 0.0..=1.0);
 }
 
 section! {
@@ -85,5 +95,19 @@ section! {
         is_xl: bool = false, Works;
         /// With `replace_meta`: the base model is Stable Diffusion 2.x.
         is_v2: bool = false, Works;
+    }
+    finish = finish_rescale;
+}
+
+fn finish_rescale(process: &mut RescaleLoraProcess, _present: &PresentKeys, cx: &mut ReadContext) {
+    for (key, value) in [
+        ("current_weight", process.current_weight),
+        ("target_weight", process.target_weight),
+    ] {
+        cx.check_in_range(key, value, -MAX_FACTOR..=MAX_FACTOR);
+    }
+    // The factor between both is `current_weight / target_weight`.
+    if process.target_weight == 0.0 {
+        cx.error_at("target_weight", "expected a strength other than 0");
     }
 }

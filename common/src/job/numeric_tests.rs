@@ -172,3 +172,47 @@ fn a_size_of_a_list_has_two_sides_above_zero() {
         "{text}"
     );
 }
+
+#[test]
+fn numbers_without_a_meaning_are_refused_in_rare_sections_too() {
+    let read = |name: &str, text: &str| parse(text, Format::Yaml, Some(name), &LoadOptions::default());
+    for (text, line, wrong, key) in [
+        (
+            include_str!("testdata/textual_inversion.yaml"),
+            "tokens: 8",
+            "tokens: 0",
+            "embedding.tokens",
+        ),
+        (
+            include_str!("testdata/concept_slider.yaml"),
+            "guidance_strength: 3.0",
+            "guidance_strength: -1e30",
+            "slider.guidance_strength",
+        ),
+        (
+            include_str!("testdata/concept_slider.yaml"),
+            "anchor_strength: 1.0",
+            "resolutions: [[512, 512], [512, 0]]",
+            "slider.resolutions[1]",
+        ),
+        (
+            include_str!("testdata/concept_slider.yaml"),
+            "anchor_strength: 1.0",
+            "targets: [{weight: 1e30}]",
+            "slider.targets[0].weight",
+        ),
+        (
+            include_str!("testdata/rescale.yaml"),
+            "target_weight: 1.0",
+            "target_weight: 0",
+            "process[0].target_weight",
+        ),
+    ] {
+        assert!(read("job.yaml", text).is_ok(), "{key}");
+        let error = read("job.yaml", &text.replace(line, wrong)).unwrap_err();
+        let [finding] = error.findings() else {
+            panic!("{key} has not one error: {error}");
+        };
+        assert!(finding.key.ends_with(key), "{error}");
+    }
+}

@@ -1,6 +1,8 @@
 //! `slider`, `embedding`, `decorator` and `replacements`: trainings guided by text or by image pairs.
 
 use super::declare::{choices, section};
+use super::limits::{MAX_FACTOR, MAX_SIDE};
+use super::schema::{PresentKeys, ReadContext};
 use super::values::ImageSize;
 
 section! {
@@ -19,6 +21,12 @@ section! {
         /// Also train permutations of the comma-separated parts, up to 8.
         shuffle: bool = false, Works;
     }
+    finish = finish_target;
+}
+
+fn finish_target(target: &mut SliderTarget, _present: &PresentKeys, cx: &mut ReadContext) {
+    cx.check_in_range("multiplier", target.multiplier, -MAX_FACTOR..=MAX_FACTOR);
+    cx.check_in_range("weight", target.weight, -MAX_FACTOR..=MAX_FACTOR);
 }
 
 section! {
@@ -31,6 +39,11 @@ section! {
         /// LoRA strength.
         multiplier: f64 = 1.0, Works;
     }
+    finish = finish_anchor;
+}
+
+fn finish_anchor(anchor: &mut SliderAnchor, _present: &PresentKeys, cx: &mut ReadContext) {
+    cx.check_in_range("multiplier", anchor.multiplier, -MAX_FACTOR..=MAX_FACTOR);
 }
 
 section! {
@@ -52,6 +65,19 @@ section! {
         pos_weight: Option<f64> = None, Works, shown "`network_weight`";
         /// LoRA strength of the negative end.
         neg_weight: Option<f64> = None, Works, shown "`network_weight`";
+    }
+    finish = finish_reference;
+}
+
+fn finish_reference(dataset: &mut ReferenceDataset, _present: &PresentKeys, cx: &mut ReadContext) {
+    cx.check_not_zero("size", dataset.size);
+    cx.check_at_most("size", dataset.size, MAX_SIDE);
+    for (key, value) in [
+        ("network_weight", Some(dataset.network_weight)),
+        ("pos_weight", dataset.pos_weight),
+        ("neg_weight", dataset.neg_weight),
+    ] {
+        cx.check_in_range(key, value.unwrap_or(1.0), -MAX_FACTOR..=MAX_FACTOR);
     }
 }
 
@@ -100,6 +126,24 @@ section! {
     rare {
         "low_ram" => Accepted("saves memory only");
     }
+    finish = finish_slider;
+}
+
+fn finish_slider(slider: &mut SliderConfig, _present: &PresentKeys, cx: &mut ReadContext) {
+    for (index, ImageSize(width, height)) in slider.resolutions.iter().enumerate() {
+        let key = format!("resolutions[{index}]");
+        cx.check_not_zero(&key, *width.min(height));
+        cx.check_at_most(&key, *width.max(height), MAX_SIDE);
+    }
+    for (key, value) in [
+        ("guidance_strength", slider.guidance_strength),
+        ("anchor_strength", slider.anchor_strength),
+        ("weight_jitter", slider.weight_jitter),
+        ("img_loss_weight", slider.img_loss_weight),
+        ("cfg_loss_weight", slider.cfg_loss_weight),
+    ] {
+        cx.check_in_range(key, value, -MAX_FACTOR..=MAX_FACTOR);
+    }
 }
 
 section! {
@@ -136,4 +180,9 @@ section! {
         /// Class for prior predictions.
         trigger_class_name: Option<String> = None, Works;
     }
+    finish = finish_embedding;
+}
+
+fn finish_embedding(embedding: &mut EmbeddingConfig, _present: &PresentKeys, cx: &mut ReadContext) {
+    cx.check_not_zero("tokens", embedding.tokens);
 }
