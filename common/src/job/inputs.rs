@@ -15,6 +15,9 @@ impl JobSpec {
     pub(super) fn unopened_keys(&self) -> BTreeSet<String> {
         let mut keys = BTreeSet::new();
         for (index, process) in self.process.iter().enumerate() {
+            if matches!(process.kind, ProcessKind::Generate(_) | ProcessKind::Img2Img(_)) {
+                keys.insert(format!("config.process[{index}].model.assistant_lora_path"));
+            }
             let (datasets, trains) = match &process.kind {
                 ProcessKind::Train(process) => (&process.datasets, true),
                 ProcessKind::Img2Img(process) => (&process.datasets, false),
@@ -32,6 +35,28 @@ impl JobSpec {
             }
         }
         keys
+    }
+
+    /// Returns the input that a message is about: the one with the longest path in it. `local`: the path of an input on this
+    /// machine, if it is known.
+    #[must_use]
+    pub fn input_named_in(&self, message: &str, local: impl Fn(&Input) -> Option<String>) -> Option<Input> {
+        let mut named: Option<(usize, Input)> = None;
+        for input in self.inputs() {
+            let paths = [Some(input.config_path.clone()), local(&input)];
+            let paths = paths.into_iter().flatten();
+            let length = paths
+                .filter(|path| !path.is_empty() && message.contains(path))
+                .map(|path| path.len())
+                .max();
+            // Of several keys with one path, the first.
+            if let Some(length) = length
+                && named.as_ref().is_none_or(|(longest, _)| length > *longest)
+            {
+                named = Some((length, input));
+            }
+        }
+        named.map(|(_, input)| input)
     }
 
     /// Adds the control images named in prompts.
@@ -130,7 +155,7 @@ fn for_each_sample_prompt(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(S
 
 #[cfg(test)]
 mod tests {
-    use crate::job::{Format, LoadOptions, parse};
+    use crate::job::{Format, Input, LoadOptions, parse};
 
     #[test]
     fn unsupported_prompt_flags_are_reported_like_their_keys() {
@@ -194,5 +219,44 @@ mod tests {
         }
         let quiet = config("a cat --fps 8 --ref 0.5");
         assert_eq!((quiet.errors.len(), quiet.warnings.len()), (0, 2), "{quiet}");
+    }
+
+    #[test]
+    fn a_training_adapter_is_not_opened_to_generate_images() {
+        let text = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      model:\n        \
+                    name_or_path: models/flux\n        arch: flux\n        assistant_lora_path: lora.safetensors\n        \
+                    extras_name_or_path: models/flux/extras\n        vae_path: models/flux\n      generate:\n        prompts: [a cat]\n";
+        let spec = parse(text, Format::Yaml, Some("a.yaml"), &LoadOptions::default())
+            .unwrap()
+            .spec;
+        let report = spec.unsupported();
+        let shown = report.to_string();
+        assert!(
+            report.errors.is_empty() && shown.contains("a.yaml:10") && shown.contains("has no effect here"),
+            "{shown}"
+        );
+        assert!(
+            !spec
+                .inputs()
+                .iter()
+                .any(|input| input.config_path == "lora.safetensors")
+        );
+
+        // Messages are about the longest path in them.
+        let key = |message: &str| {
+            let local = |input: &Input| Some(format!("/home/{}", input.config_path));
+            spec.input_named_in(message, local).map(|input| input.key)
+        };
+        let ends = |message: &str, ending: &str| key(message).is_some_and(|key| key.ends_with(ending));
+        assert!(ends(
+            "/home/models/flux/extras/vae: wrong",
+            "].model.extras_name_or_path"
+        ));
+        assert!(ends(
+            "models/flux lacks /home/models/flux/extras",
+            "].model.extras_name_or_path"
+        ));
+        assert!(ends("/home/models/flux: wrong", "].model.name_or_path"));
+        assert_eq!(key("out of memory"), None);
     }
 }

@@ -124,11 +124,23 @@ fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
 fn check_generate(process: &GenerateProcess, path: &str, report: &mut SupportReport) {
     let (arch, sampler) = (process.model.arch.name, process.generate.sampler);
     check_sampler(arch, sampler, path, "generate.sampler", report);
+    check_assistant_lora(&process.model, path, report);
 }
 
 fn check_img2img(process: &Img2ImgProcess, path: &str, report: &mut SupportReport) {
     let (arch, sampler) = (process.model.arch.name, process.generate.sampler);
     check_sampler(arch, sampler, path, "generate.sampler", report);
+    check_assistant_lora(&process.model, path, report);
+}
+
+/// Warns about a training adapter in a process that does not train: ai-toolkit removes it too while it generates images.
+fn check_assistant_lora(model: &ModelConfig, path: &str, report: &mut SupportReport) {
+    if model.assistant_lora_path.is_some() {
+        report.warn(
+            join(path, "model.assistant_lora_path"),
+            "has no effect here: a training adapter is active only while training. To generate images with a LoRA, set `lora_path`",
+        );
+    }
 }
 
 /// Checks that a sampler is one for this kind of model. `ddpm` is what a config without a sampler has.
