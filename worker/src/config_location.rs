@@ -29,9 +29,7 @@ fn find_key(job: &JobSpec, message: &str) -> Option<String> {
         }
     }
     // A file or a folder that the config names.
-    let named = job.inputs().into_iter();
-    let named = named.filter(|input| !input.config_path.is_empty() && message.contains(&input.config_path));
-    named.max_by_key(|input| input.config_path.len()).map(|input| input.key)
+    job.input_named_in(message, |_| None).map(|input| input.key)
 }
 
 #[cfg(test)]

@@ -89,8 +89,9 @@ pub(super) async fn inspect_models(
             }
             report.problem = report.problem.or_else(|| {
                 let damaged = damaged?;
-                // The engine's errors contain the path already.
-                let is_named = damaged.contains(&input.config_path);
+                // The engine's errors contain the path already, or that of a part from elsewhere.
+                let is_named = damaged.contains(&input.config_path)
+                    || key_of_problem(spec, &input.key, &damaged, directory) != input.key;
                 Some(if is_named {
                     damaged
                 } else {
@@ -125,9 +126,26 @@ pub(super) async fn inspect_models(
     }
     for report in &mut reports {
         let problem = report.problem.take();
-        report.problem = problem.map(|problem| spec.finding(report.key.clone(), problem).to_string());
+        report.problem = problem.map(|problem| {
+            let key = key_of_problem(spec, &report.key, &problem, directory);
+            spec.finding(key, problem).to_string()
+        });
     }
     reports
+}
+
+/// Returns the key that a problem of the model at `key` is about. Parts of a model may come from the paths of other keys of its section.
+fn key_of_problem(spec: &JobSpec, key: &str, problem: &str, directory: &Path) -> String {
+    let local = |input: &Input| Some(expand(&input.config_path, directory, &env).display().to_string());
+    let section = key.strip_suffix("model.name_or_path");
+    let named = section.and_then(|_| spec.input_named_in(problem, local));
+    let is_of_section = |input: &Input| {
+        let rest = section.and_then(|section| input.key.strip_prefix(section));
+        rest.is_some_and(|rest| rest.starts_with("model.") && input.kind != InputKind::Lora)
+    };
+    named
+        .filter(is_of_section)
+        .map_or_else(|| key.to_owned(), |input| input.key)
 }
 
 /// Returns the run folder of the training that starts from the LoRA at this key, if the folder has a checkpoint or a

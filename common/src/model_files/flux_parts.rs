@@ -1,11 +1,14 @@
 //! Where the parts of a FLUX.1 model are. A diffusers folder has all of them. A single file has the transformer, and sometimes text
 //! encoders and VAE; the other parts come from `model.te_name_or_path`, `model.vae_path` and `model.extras_name_or_path`.
 
-use super::inventory::{Unreadable, Weights, header_of, is_weights};
+use super::inventory::{Unreadable, Weights, header_of, is_weights, read_json_file};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// The most weights files of a folder whose headers are read to find parts in them.
 const MAX_FILES: usize = 64;
+/// `scaling_factor` of the VAE of FLUX.1. The VAEs of other models with as many channels have another one.
+const VAE_SCALING_FACTOR: f64 = 0.3611;
 
 /// The paths that a config gives for parts of a model, besides `model.name_or_path`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -81,6 +84,22 @@ impl FluxPart {
             Self::T5 => &["encoder.block.1.layer.0.SelfAttention.relative_attention_bias."],
             Self::Vae => &["quant_conv."],
         }
+    }
+
+    /// What a folder's config says if it is not that of this part: `config.json` of a text encoder or a VAE of another model.
+    fn other_part(self, config: &Path) -> Option<String> {
+        let config = read_json_file(config)?;
+        let model_type = config.get("model_type").and_then(Value::as_str);
+        let other_type = match self {
+            Self::Clip => model_type.filter(|kind| !kind.starts_with("clip")),
+            Self::T5 => model_type.filter(|kind| *kind != "t5"),
+            Self::Vae => {
+                let factor = config.get("scaling_factor").and_then(Value::as_f64)?;
+                let is_other = (factor - VAE_SCALING_FACTOR).abs() > 1e-6;
+                return is_other.then(|| format!("`scaling_factor: {factor}`, expected {VAE_SCALING_FACTOR}"));
+            }
+        };
+        other_type.map(|kind| format!("`model_type: {kind}`"))
     }
 
     /// Whether a file has this part alone.
@@ -207,6 +226,21 @@ fn has_weights(folder: &Path) -> bool {
     names.any(|name| is_weights(&name))
 }
 
+/// The error for a folder of another family as `model.extras_name_or_path`. `found`: what the config in `folder` has.
+fn wrong_extras(part: FluxPart, extras: &Path, folder: &Path, found: &str) -> String {
+    let index = read_json_file(&extras.join("model_index.json"));
+    let class = index.as_ref().and_then(|index| index.get("_class_name")?.as_str());
+    format!(
+        "{}: this is not FLUX.1's {}: its config.json has {found}{}. Set `model.extras_name_or_path` to a folder or repository of FLUX.1",
+        folder.display(),
+        part.title(),
+        class.map_or(String::new(), |class| format!(
+            ", and {} is a model for {class}",
+            extras.display()
+        ))
+    )
+}
+
 /// Where parts may be.
 struct Search<'a> {
     model: &'a Path,
@@ -289,10 +323,15 @@ impl<'a> Search<'a> {
                 config: self.config(part),
             }));
         }
-        for folder in self.folders() {
-            let folder = folder.join(part.folder());
+        for model in self.folders() {
+            let folder = model.join(part.folder());
             let config = existing(folder.join("config.json")).filter(|_| has_weights(&folder));
             if let Some(config) = config {
+                if self.paths.extras.as_deref() == Some(model)
+                    && let Some(found) = part.other_part(&config)
+                {
+                    return Err(wrong_extras(part, model, &folder, &found));
+                }
                 return Ok(Some(PartFiles {
                     path: folder,
                     prefix: "",
@@ -512,6 +551,46 @@ mod tests {
             ]
         );
         assert!([found.clip, found.t5, found.vae].iter().all(|part| part.path == model));
+    }
+
+    #[test]
+    fn extras_of_another_family_are_refused_with_the_part_and_its_folder() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        let model = at("flux1-dev.safetensors");
+        write(&model, &[TRANSFORMER]);
+        let config = |part: &str, json: &str| {
+            write(&at(&format!("sd35/{part}/model.safetensors")), &["x"]);
+            std::fs::write(at(&format!("sd35/{part}/config.json")), json).unwrap();
+        };
+        let clip = r#"{"model_type": "clip_text_model"}"#;
+        config("text_encoder", clip);
+        config("text_encoder_2", clip);
+        config("vae", r#"{"scaling_factor": 1.5305}"#);
+        std::fs::write(
+            at("sd35/model_index.json"),
+            r#"{"_class_name": "StableDiffusion3Pipeline"}"#,
+        )
+        .unwrap();
+        let mut paths = PartPaths {
+            extras: Some(at("sd35")),
+            ..PartPaths::default()
+        };
+        let error = flux_parts(&model, &paths).unwrap_err();
+        for text in [
+            "sd35/text_encoder_2",
+            "T5 text encoder",
+            "clip_text_model",
+            "StableDiffusion3Pipeline",
+            "`model.extras_name_or_path`",
+        ] {
+            assert!(error.contains(text), "\"{text}\" is not in: {error}");
+        }
+        // With another T5, the VAE is still the wrong one.
+        write(&at("t5.safetensors"), &[T5]);
+        paths.text_encoder = Some(at("t5.safetensors"));
+        let error = flux_parts(&model, &paths).unwrap_err();
+        assert!(error.contains("sd35/vae") && error.contains("1.5305"), "{error}");
     }
 
     #[test]

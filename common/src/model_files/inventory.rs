@@ -229,6 +229,15 @@ fn read_small(path: &Path) -> Option<Vec<u8>> {
     std::fs::read(path).ok()
 }
 
+/// The object in a small JSON file. `None` if there is no such file.
+pub(super) fn read_json_file(path: &Path) -> Option<Map<String, Value>> {
+    let text = String::from_utf8(read_small(path)?).ok()?;
+    match parse_json(&text).ok()? {
+        Value::Object(map) => Some(map),
+        _ => None,
+    }
+}
+
 /// The reason why the header of a weights file cannot be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unreadable {
