@@ -180,6 +180,19 @@ fn control_loras_and_loras_of_other_families_are_refused_by_name() {
         ],
         &["control LoRA of FLUX.1", "x_embedder"],
     );
+    // One with the first layer alone.
+    for (first, down, up) in [
+        ("transformer.x_embedder", "lora_A", "lora_B"),
+        ("lora_unet_img_in", "lora_down", "lora_up"),
+    ] {
+        refused(
+            &[
+                (&format!("{first}.{down}.weight"), &[4, 128]),
+                (&format!("{first}.{up}.weight"), &[48, 4]),
+            ],
+            &["control LoRA of FLUX.1", first, "128"],
+        );
+    }
     let q = "transformer.transformer_blocks.0.attn.add_q_proj";
     refused(
         &[
