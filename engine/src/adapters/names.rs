@@ -46,6 +46,7 @@ fn prefixes(part: &str) -> &'static [&'static str] {
         ],
         "text_encoder_2" => &[
             "lora_te2_",
+            "lora_te2.",
             "text_encoder_2.",
             "base_model.model.text_encoder_2.",
             "text_encoders.clip_g.transformer.",
@@ -255,6 +256,7 @@ mod tests {
         }
         for stem in [
             "lora_te2_text_model_encoder_layers_0_self_attn_q_proj",
+            "lora_te2.text_model.encoder.layers.0.self_attn.q_proj",
             "text_encoder_2.text_model.encoder.layers.0.self_attn.q_proj",
             "text_encoders.clip_g.transformer.text_model.encoder.layers.0.self_attn.q_proj",
         ] {
