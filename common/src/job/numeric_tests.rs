@@ -7,8 +7,11 @@ use super::*;
 /// The values that are tried.
 const VALUES: [&str; 5] = ["0", "-1", "1e30", ".nan", ".inf"];
 
+/// Keys, and for each the values that have a meaning.
+type Keys = &'static [(&'static str, &'static [&'static str])];
+
 /// A trainer's keys: the line that they follow, their indentation, and for each key the values that have a meaning.
-const TRAINER: &[(&str, &str, &[(&str, &[&str])])] = &[
+const TRAINER: &[(&str, &str, Keys)] = &[
     (
         "      train:",
         "        ",
@@ -79,7 +82,7 @@ const TRAINER: &[(&str, &str, &[(&str, &[&str])])] = &[
     ),
 ];
 
-const GENERATE: &[(&str, &str, &[(&str, &[&str])])] = &[(
+const GENERATE: &[(&str, &str, Keys)] = &[(
     "      generate:",
     "        ",
     &[

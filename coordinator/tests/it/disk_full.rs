@@ -201,9 +201,11 @@ async fn a_full_database_serves_reads_refuses_writes_and_recovers_when_there_is_
     }
     let (number, status) = refused.expect("24 MiB do not hold them all");
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
-    for expected in ["database is full", "not stored yet", "aitk ps"] {
-        assert!(status.message().contains(expected), "{expected}: {status}");
-    }
+    // Another write of the coordinator may have met the full disk first; then this one is not tried.
+    let message = status.message();
+    let is_unsure = message.contains("not stored yet") && message.contains("aitk ps");
+    assert!(message.contains("database is full"), "{status}");
+    assert!(is_unsure || message.contains("nothing was done"), "{status}");
     // Further changes are refused, and reads work.
     let status = within(clients.jobs.clone().submit(large(1000))).await.unwrap_err();
     assert!(status.message().contains("nothing was done"), "{status}");

@@ -51,7 +51,12 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
     ));
     all.push((
         edited(prompts, r#"["a --ctrl_img /etc/passwd"]"#),
-        "control images are not used yet".into(),
+        "only to generate with FLUX.1 Kontext".into(),
+    ));
+    let kontext = r#""name_or_path":"org/model","arch":"flux_kontext""#;
+    all.push((
+        edited(prompts, r#"["a --ctrl_img /etc/passwd"]"#).replace(r#""name_or_path":"org/model""#, kontext),
+        foreign("/etc/passwd"),
     ));
     // Writing files.
     for name in ["/root/.docker/config", "../../trees/other", "a/b", "..", "a\\b", "nul"] {
