@@ -32,7 +32,7 @@ impl Tolerance {
 /// Compares losses and images.
 ///
 /// # Errors
-/// When steps or images are missing, or a image cannot be read.
+/// When steps or images are missing, or an image cannot be read.
 pub(super) fn compare(reference: &Training, training: &Training, dtype: &str) -> Result<Comparison, Failure> {
     for (what, found, expected) in [
         ("steps", training.losses.len(), reference.losses.len()),

@@ -295,8 +295,9 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
     }
     if dataset.scale <= 0.0 {
         cx.error_at("scale", "expected a factor above 0");
+    } else {
+        cx.check_in_range("scale", dataset.scale, 0.0..=MAX_FACTOR);
     }
-    cx.check_in_range("scale", dataset.scale.max(0.0), 0.0..=MAX_FACTOR);
 }
 
 impl DatasetConfig {

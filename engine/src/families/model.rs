@@ -312,7 +312,7 @@ pub trait Model: Send + Debug {
 /// The error of a model that takes no control image.
 pub(super) fn no_control(arch: ArchName) -> EngineError {
     EngineError::bad_input(format!(
-        "a model of `arch: {arch}` takes no control image; FLUX.1 Kontext (`arch: flux_kontext`) does: remove `ctrl_img`"
+        "`arch: {arch}` takes no control image: remove `--ctrl_img`, or use FLUX.1 Kontext (`arch: flux_kontext`)"
     ))
 }
 

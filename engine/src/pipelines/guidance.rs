@@ -41,20 +41,6 @@ fn prompts(texts: &[String], second: &[String], count: usize, what: &str) -> Res
         .collect())
 }
 
-/// Checks that a model that takes control images has them, and that no other has.
-fn check_control(model: &dyn Model, request: &GenerateRequest) -> Result<()> {
-    let arch = model.family().arch();
-    match (model.takes_control(), request.control.is_empty()) {
-        (true, true) => Err(EngineError::bad_input(format!(
-            "`arch: {arch}` changes an image, and there is none: give one with `--ctrl_img PATH` in the prompt, or as `ctrl_img` of a sample"
-        ))),
-        (false, false) => Err(EngineError::bad_input(format!(
-            "`arch: {arch}` takes no control image; remove `ctrl_img`, or use FLUX.1 Kontext (`arch: flux_kontext`)"
-        ))),
-        _ => Ok(()),
-    }
-}
-
 impl Guidance {
     /// `size`: of the images, for models that are conditioned on it.
     pub(super) fn new(pipeline: &Pipeline<'_>, request: &GenerateRequest, size: ItemSize) -> Result<Self> {
@@ -92,8 +78,13 @@ impl Guidance {
         }
         let count = conditioning.batch();
         let mut conditioning = model.with_guidance(conditioning, request.guidance_scale)?;
-        if !request.control.is_empty() || model.takes_control() {
-            check_control(model, request)?;
+        if request.control.is_empty() && model.takes_control() {
+            return Err(EngineError::bad_input(format!(
+                "`arch: {}` changes an image, and there is none: give one with `--ctrl_img PATH` in the prompt",
+                model.family().arch()
+            )));
+        }
+        if !request.control.is_empty() {
             let mut latents = control_latents(model, &request.control, batch)?;
             if guided {
                 let twice = latents.iter().map(|latents| Tensor::cat(&[latents, latents], 0));

@@ -109,6 +109,66 @@ fn a_job_generates_the_images_of_diffusers_and_honours_every_prompt_flag() {
     assert_eq!(files.len(), 5, "three images and two prompt files: {files:?}");
 }
 
+/// FLUX.1 Kontext: the control image of each prompt changes the result, and the flag is in the saved prompt.
+#[test]
+fn a_job_generates_from_control_images() {
+    let dir = tempfile::tempdir().unwrap();
+    let control = |name: &str, (width, height): (u32, u32)| {
+        let path = dir.path().join(name);
+        let pixel = |x, y| image::Rgb([(5 * x) as u8, (7 * y) as u8, 90]);
+        image::RgbImage::from_fn(width, height, pixel).save(&path).unwrap();
+        path.display().to_string()
+    };
+    let (square, wide) = (control("square.png", (40, 40)), control("wide.png", (70, 33)));
+    let job = |folder: &str, arch: &str, prompts: &[String]| {
+        let generate = format!(
+            "sampler: flowmatch, sample_steps: 1, width: 90, height: 64, prompt_file: true, seed: 3, prompts: {}",
+            serde_json::to_string(prompts).unwrap()
+        );
+        let yaml = generate_job(&dir.path().join(folder), &format!(", arch: {arch}"), &generate);
+        spec(&yaml.replace("tiny_sd", "tiny_flux"))
+    };
+    let prompts = [&square, &wide].map(|path| format!("a cat --d 1 --ctrl_img {path}"));
+    let (outcome, events) = run_spec(&job("out", "flux_kontext", &prompts));
+    assert_eq!(outcome, Outcome::Completed);
+    let generated: Vec<PathBuf> = images(&events).into_iter().map(|(_, path)| path).collect();
+    let [first, second] = [0, 1].map(|i| image_io::open_rgb(&generated[i]).unwrap());
+    assert_eq!(first.dimensions(), (80, 64), "rounded down to multiples of 16");
+    assert!(first != second, "the control image has no effect");
+    let text = std::fs::read_to_string(generated[1].with_extension("txt")).unwrap();
+    assert!(text.ends_with(&format!("--ctrl_img {wide}")), "{text}");
+
+    // Prompts of a file are read when the process runs.
+    let file = dir.path().join("prompts.txt");
+    std::fs::write(&file, format!("a dog --ctrl_img {square}\na cat\n")).unwrap();
+    let from_file = |arch: &str| {
+        let yaml = generate_job(
+            &dir.path().join(arch),
+            &format!(", arch: {arch}"),
+            &format!(
+                "sampler: flowmatch, sample_steps: 1, width: 32, height: 32, prompts: {}",
+                file.display()
+            ),
+        );
+        run_spec(&spec(&yaml.replace("tiny_sd", "tiny_flux"))).0
+    };
+    for (arch, expected) in [("flux_kontext", "\"a cat\""), ("flux", "takes no control image")] {
+        let Outcome::Failed { message, .. } = from_file(arch) else {
+            panic!("{arch} runs");
+        };
+        assert!(
+            message.contains(expected) && message.contains("--ctrl_img"),
+            "{message}"
+        );
+    }
+    let missing = format!("a cat --ctrl_img {}/none.png", dir.path().display());
+    let (outcome, _) = run_spec(&job("missing", "flux_kontext", &[missing]));
+    assert!(
+        matches!(&outcome, Outcome::Failed { message, .. } if message.contains("none.png: no such file")),
+        "{outcome:?}"
+    );
+}
+
 /// Stops the run once this many images were emitted.
 struct StopAfter {
     images: usize,

@@ -54,6 +54,10 @@ use target::Target;
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
 /// as zero and continues.
 const MAX_NON_FINITE_STEPS: u64 = 25;
+/// What may have made losses or weights infinite or NaN, for messages.
+const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` \
+                                 or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a range; the base \
+                                 model or the LoRA that training started from is damaged";
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 
@@ -263,9 +267,7 @@ impl<'a> Run<'a> {
             {
                 return Err(EngineError::bad_input(format!(
                     "{non_finite} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
-                     was learned. Possible causes: `train.lr` is too high; a factor of the config, such as \
-                     `train.noise_multiplier` or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a \
-                     range; the base model or the LoRA that training started from is damaged. Earlier saves are kept"
+                     was learned. {NON_FINITE_CAUSES}. Earlier saves are kept"
                 )));
             }
             if let Some(warning) = self.metrics.step(done, &report) {

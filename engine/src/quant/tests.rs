@@ -1,7 +1,8 @@
 use super::*;
+use crate::autograd::record;
 use crate::families::LoadOptions;
 use crate::families::stable_diffusion::SdModel;
-use crate::nn::{Conv2d, LayerMut, Linear, VisitLayers, conv2d, linear};
+use crate::nn::{BaseLayer, Conv2d, LayerAdapter, LayerMut, Linear, LowRank, VisitLayers, conv2d, linear};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, load_sd, tiny_sd};
 use crate::weights::{QuantizationConfig, Weight};
@@ -116,6 +117,53 @@ fn a_quantised_layer_matches_the_dequantised_layer_forward_and_backward() {
             relative_error(&gradient(&found), &gradient(&expected)) < 1e-6,
             "{qtype}"
         );
+    }
+}
+
+/// A weight in bfloat16 is widened block by block; alone, and with a LoRA whose result is added (2 rows) or which is merged
+/// into the weight (40 rows).
+#[test]
+fn a_layer_in_bfloat16_matches_the_dequantised_layer_with_a_lora_too() {
+    #[derive(Debug)]
+    struct Lora(LowRank);
+    impl LayerAdapter for Lora {
+        fn apply(&self, _: &BaseLayer<'_>, _: &Tensor, _: Tensor) -> candle_core::Result<Tensor> {
+            candle_core::bail!("the layer is fused with its LoRA")
+        }
+        fn low_rank(&self) -> Option<LowRank> {
+            Some(self.0.clone())
+        }
+    }
+    let halves: Vec<half::bf16> = flat(&randn(1, &[24, 96], 0.1))
+        .into_iter()
+        .map(half::bf16::from_f32)
+        .collect();
+    let bytes: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
+    let weight = Quantized::from_blocks("bf16", GgmlDType::BF16, &bytes, &[24, 96], DType::F32, &Device::Cpu).unwrap();
+    assert!(weight.bf16_bytes().unwrap().is_some());
+    let (dense, bias) = (weight.dequantize().unwrap(), randn(2, &[24], 0.1));
+    for (rows, has_lora) in [(2, false), (40, false), (2, true), (40, true)] {
+        let x = Var::from_tensor(&randn(3, &[rows, 96], 1.0)).unwrap();
+        let [down, up] = [randn(4, &[4, 96], 0.3), randn(5, &[24, 4], 0.3)].map(|t| Var::from_tensor(&t).unwrap());
+        let run = |weight: Weight| {
+            let mut layer = Linear::from_parts(weight, Some(bias.clone()));
+            if has_lora {
+                let (down, up) = (down.as_tensor().clone(), up.as_tensor().clone());
+                layer.adapters.push(Arc::new(Lora(LowRank { down, up, scale: 0.7 })));
+            }
+            let (y, tape) = record(|| layer.forward(&x)).unwrap();
+            let gradients = tape.backward(&y.sqr().unwrap()).unwrap();
+            let vars = if has_lora { vec![&x, &down, &up] } else { vec![&x] };
+            let gradients = vars.into_iter().map(|var| gradients.get(var).unwrap().clone());
+            std::iter::once(y).chain(gradients).collect::<Vec<_>>()
+        };
+        for (found, expected) in run(Weight::Quantized(weight.clone()))
+            .iter()
+            .zip(run(dense.clone().into()))
+        {
+            let error = relative_error(found, &expected);
+            assert!(error < 1e-6, "{rows} rows, LoRA: {has_lora}: {error:e}");
+        }
     }
 }
 

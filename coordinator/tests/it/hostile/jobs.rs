@@ -59,7 +59,7 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
         foreign("/etc/passwd"),
     ));
     // Writing files.
-    for name in ["/root/.docker/config", "../../trees/other", "a/b", "..", "a\\b", "nul"] {
+    for name in ["/etc/cron.d/job", "../../trees/other", "a/b", "..", "a\\b", "nul"] {
         all.push((training(name, ""), "cannot name a folder".into()));
         let process_name =
             training("n", "").replace(r#""training_folder""#, &format!(r#""name":{name:?},"training_folder""#));

@@ -20,30 +20,31 @@ use crate::samplers::SamplerParams;
 use aitk_common::job::arch::ArchName;
 use std::path::Path;
 
-/// FLUX.1.
+/// FLUX.1, with or without a control image.
 #[derive(Debug)]
-pub struct FLUX;
+pub struct FluxFamily {
+    arch: ArchName,
+}
+
+/// FLUX.1.
+pub static FLUX: FluxFamily = FluxFamily { arch: ArchName::Flux };
 
 /// FLUX.1 Kontext: dev with a control image, whose tokens follow those of the image.
-#[derive(Debug)]
-#[allow(non_camel_case_types)] // A value, named as the other families.
-pub struct FLUX_KONTEXT;
+pub static FLUX_KONTEXT: FluxFamily = FluxFamily {
+    arch: ArchName::FluxKontext,
+};
 
-fn flow_params(params: SamplerParams) -> SamplerParams {
-    SamplerParams {
-        is_flow: true,
-        even_flow_sigmas: true,
-        ..params
-    }
-}
-
-impl Family for FLUX {
+impl Family for FluxFamily {
     fn arch(&self) -> ArchName {
-        ArchName::Flux
+        self.arch
     }
 
     fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
-        Ok(Box::new(FluxModel::load(&FLUX, path, options)?))
+        let family = match self.arch {
+            ArchName::FluxKontext => &FLUX_KONTEXT,
+            _ => &FLUX,
+        };
+        Ok(Box::new(FluxModel::load(family, path, options)?))
     }
 
     fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
@@ -51,24 +52,10 @@ impl Family for FLUX {
     }
 
     fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
-        flow_params(params)
-    }
-}
-
-impl Family for FLUX_KONTEXT {
-    fn arch(&self) -> ArchName {
-        ArchName::FluxKontext
-    }
-
-    fn load(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn Model>> {
-        Ok(Box::new(FluxModel::load(&FLUX_KONTEXT, path, options)?))
-    }
-
-    fn load_text_encoders(&self, path: &Path, options: &LoadOptions) -> Result<Box<dyn TextEncoders>> {
-        Ok(Box::new(FluxModel::load_text_encoders(path, options)?))
-    }
-
-    fn sampler_params(&self, params: SamplerParams) -> SamplerParams {
-        flow_params(params)
+        SamplerParams {
+            is_flow: true,
+            even_flow_sigmas: true,
+            ..params
+        }
     }
 }

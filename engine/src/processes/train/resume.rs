@@ -5,6 +5,7 @@
 //! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::context::Context;
+use super::NON_FINITE_CAUSES;
 use super::folder::{RunFolder, checkpoint_error};
 use super::record;
 use super::run::Run;
@@ -298,10 +299,7 @@ impl Run<'_> {
     pub(super) fn checkpoint(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         if !self.trainer.weights_are_finite()? {
             return Err(EngineError::bad_input(format!(
-                "after step {step} the trained weights are not finite numbers, so they are not saved. Possible causes: \
-                 `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` or a data set's \
-                 `loss_multiplier`, is too large; `train.dtype` has too small a range; the base model or the LoRA that training \
-                 started from is damaged. Earlier saves are kept"
+                "after step {step} the trained weights are not finite numbers, so they are not saved. {NON_FINITE_CAUSES}. Earlier saves are kept"
             )));
         }
         let (parts, ema_updates) = self.trainer.state()?;
