@@ -44,6 +44,7 @@ use candle_core::Tensor;
 use data::{StepBatch, TrainingData};
 use folder::RunFolder;
 use record::StepRecorder;
+use resume::NON_FINITE_CAUSES;
 use run::{Run, trainer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -54,10 +55,6 @@ use target::Target;
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
 /// as zero and continues.
 const MAX_NON_FINITE_STEPS: u64 = 25;
-/// What may have made losses or weights infinite or NaN, for messages.
-const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` \
-                                 or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a range; the base \
-                                 model or the LoRA that training started from is damaged";
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 

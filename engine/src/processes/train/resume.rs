@@ -5,7 +5,6 @@
 //! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::context::Context;
-use super::NON_FINITE_CAUSES;
 use super::folder::{RunFolder, checkpoint_error};
 use super::record;
 use super::run::Run;
@@ -29,6 +28,10 @@ const STATE_VERSION: u64 = 1;
 /// saves are to be removed.
 const NON_FINITE_KEY: &str = "lost_steps";
 const INTERRUPTED_KEY: &str = "interrupted_saves";
+/// What may have made losses or weights infinite or NaN, for messages.
+pub(super) const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` \
+                                 or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a range; the base \
+                                 model or the LoRA that training started from is damaged";
 
 /// The seed in the checkpoint from which the run resumes, if there is one.
 pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
