@@ -14,7 +14,7 @@ const HEADER_LIMIT: u64 = 64 << 20;
 pub(super) enum WeightEncoding {
     /// Converted to the compute dtype when loaded.
     Plain,
-    /// A 16-bit weight of a GGUF file.
+    /// bf16, or a 16-bit weight of a GGUF file: a CPU keeps it in 2 bytes.
     Half,
     /// 8-bit floats.
     Float8,
@@ -76,6 +76,7 @@ pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
                 "F8_E4M3" | "F8_E5M2" => WeightEncoding::Float8,
                 "U8" => WeightEncoding::Bytes,
                 "I8" => WeightEncoding::Signed,
+                "BF16" => WeightEncoding::Half,
                 _ => WeightEncoding::Plain,
             };
             Some((

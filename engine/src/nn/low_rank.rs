@@ -53,13 +53,18 @@ impl LowRankSizes {
         self.rows * (self.inputs + self.outputs) >= self.inputs * self.outputs
     }
 
-    /// The merged weight [out, in], from `down` [rank, in] and `up` [out, rank].
-    pub(super) fn merged(self, weight: &[f32], down: &[f32], up: &[f32], scale: f32) -> candle_core::Result<Vec<f32>> {
-        let mut merged = weight.to_vec();
-        let out = MatMut::new(&mut merged, self.outputs, self.inputs);
+    /// The weight [out, in] with the product of `down` [rank, in] and `up` [out, rank] added.
+    pub(super) fn merged(
+        self,
+        mut weight: Vec<f32>,
+        down: &[f32],
+        up: &[f32],
+        scale: f32,
+    ) -> candle_core::Result<Vec<f32>> {
+        let out = MatMut::new(&mut weight, self.outputs, self.inputs);
         let up = Mat::new(up, self.outputs, self.rank);
         let down = Mat::new(down, self.rank, self.inputs);
         cpu::gemm(out, up, down, 1.0, scale, cpu::threads())?;
-        Ok(merged)
+        Ok(weight)
     }
 }

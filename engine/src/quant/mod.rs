@@ -13,6 +13,7 @@
 //! GGUF, float8 with or without scales, and the 4 and 8 bits of bitsandbytes.
 
 mod codes;
+mod halves;
 #[cfg(test)]
 mod tests;
 
@@ -25,6 +26,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 pub use codes::Code;
+pub(crate) use halves::HalfFormat;
 
 /// A quantised weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]`.
 pub struct Quantized {
@@ -226,11 +228,20 @@ impl Quantized {
         }
     }
 
-    /// The bytes of a weight in bfloat16 on the CPU, each number with the low byte first. `None` for other formats.
-    pub(crate) fn bf16_bytes(&self) -> candle_core::Result<Option<Cow<'_, [u8]>>> {
-        match &self.data {
-            Data::Gguf(blocks) if blocks.dtype() == GgmlDType::BF16 && self.device.is_cpu() => blocks.data().map(Some),
-            _ => Ok(None),
+    /// A weight of 16-bit floats on the CPU: its format, and its bytes with the low one of each number first. `None` for
+    /// other formats.
+    pub(crate) fn half_bytes(&self) -> candle_core::Result<Option<(HalfFormat, Cow<'_, [u8]>)>> {
+        let Data::Gguf(blocks) = &self.data else {
+            return Ok(None);
+        };
+        let format = match blocks.dtype() {
+            GgmlDType::BF16 => HalfFormat::Bf16,
+            GgmlDType::F16 => HalfFormat::F16,
+            _ => return Ok(None),
+        };
+        match self.device.is_cpu() {
+            true => Ok(Some((format, blocks.data()?))),
+            false => Ok(None),
         }
     }
 
@@ -239,6 +250,10 @@ impl Quantized {
     /// # Errors
     /// When the device has no memory for it.
     pub fn dequantize(&self) -> candle_core::Result<Tensor> {
+        if let Some((format, bytes)) = self.half_bytes()?.filter(|_| !is_portable()) {
+            let widened = format.widened(&bytes);
+            return Tensor::from_vec(widened, self.shape.as_slice(), &self.device)?.to_dtype(self.dtype);
+        }
         let flat = match &self.data {
             Data::Gguf(blocks) => blocks.dequantize(&self.device)?,
             Data::Codes {

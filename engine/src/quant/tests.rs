@@ -140,7 +140,7 @@ fn a_layer_in_bfloat16_matches_the_dequantised_layer_with_a_lora_too() {
         .collect();
     let bytes: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
     let weight = Quantized::from_blocks("bf16", GgmlDType::BF16, &bytes, &[24, 96], DType::F32, &Device::Cpu).unwrap();
-    assert!(weight.bf16_bytes().unwrap().is_some());
+    assert!(weight.half_bytes().unwrap().is_some());
     let (dense, bias) = (weight.dequantize().unwrap(), randn(2, &[24], 0.1));
     for (rows, has_lora) in [(2, false), (40, false), (2, true), (40, true)] {
         let x = Var::from_tensor(&randn(3, &[rows, 96], 1.0)).unwrap();

@@ -210,12 +210,16 @@ impl Index {
         }
     }
 
-    /// Reads a 16-bit weight of a GGUF file without converting it, if `device` is the CPU and `dtype` is wider than 16 bits. Otherwise `None`.
-    pub(super) fn read_gguf_half(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
+    /// Reads a 16-bit weight without converting it (bf16 of every file, f16 of a GGUF file), if `device` is the CPU and
+    /// `dtype` is wider than 16 bits. Otherwise `None`. Linear layers widen bf16 block by block, so that such a weight takes
+    /// half of the memory; f16 of a safetensors file is widened once, since its products would widen all of it each time.
+    pub(super) fn read_half(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         let (block, type_name) = match entry.storage {
             StorageType::GgufHalf(FloatFormat::F16) => (GgmlDType::F16, "f16"),
-            StorageType::GgufHalf(FloatFormat::Bf16) => (GgmlDType::BF16, "bf16"),
+            StorageType::GgufHalf(FloatFormat::Bf16) | StorageType::Floats(FloatFormat::Bf16) => {
+                (GgmlDType::BF16, "bf16")
+            }
             _ => return Ok(None),
         };
         let read_as_it_is = device.is_cpu() && !is_portable() && dtype.size_in_bytes() > 2;

@@ -234,7 +234,7 @@ impl Weights {
             return Ok(Weight::Streamed(streamed));
         }
         if quantization.is_none()
-            && let Some(quantized) = self.read_stored(&shape, Index::read_gguf_half)?
+            && let Some(quantized) = self.read_stored(&shape, Index::read_half)?
         {
             return Ok(Weight::Quantized(quantized));
         }

@@ -258,7 +258,7 @@ fn rows_of_a_quantised_weight_are_read_without_dequantising_it() {
                 let read = views.read("part", DType::F32, &Device::Cpu).unwrap();
                 assert_eq!(crate::testing::gap(&read, &expected), 0.0, "{file}: {name} {view:?}");
                 let stored = views.read_quantized("part", DType::F32, &Device::Cpu).unwrap();
-                let half = views.read_gguf_half("part", DType::F32, &Device::Cpu).unwrap();
+                let half = views.read_half("part", DType::F32, &Device::Cpu).unwrap();
                 if let Some(quantized) = stored.or(half) {
                     kinds.insert(quantized.kind());
                     let dense = quantized.dequantize().unwrap();

@@ -2,7 +2,7 @@
 
 use super::StreamedWeight;
 use crate::device::portable::is_portable;
-use crate::quant::Quantized;
+use crate::quant::{HalfFormat, Quantized};
 use candle_core::{DType, Device, Tensor};
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -88,10 +88,11 @@ impl Weight {
 }
 
 impl Weight {
-    /// The bytes of a weight that is kept in bfloat16 on the CPU, where kernels on slices widen it themselves. `None` for others.
-    pub(crate) fn bf16_bytes(&self) -> candle_core::Result<Option<Cow<'_, [u8]>>> {
+    /// The format and the bytes of a weight that is kept in 16-bit floats on the CPU, where kernels on slices widen it themselves.
+    /// `None` for others.
+    pub(crate) fn half_bytes(&self) -> candle_core::Result<Option<(HalfFormat, Cow<'_, [u8]>)>> {
         match self {
-            Self::Quantized(quantized) if self.has_slices() => quantized.bf16_bytes(),
+            Self::Quantized(quantized) if self.has_slices() => quantized.half_bytes(),
             _ => Ok(None),
         }
     }

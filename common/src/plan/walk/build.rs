@@ -1,6 +1,6 @@
 //! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
 
-use super::layers::{Adapter, Layer};
+use super::layers::{Adapter, Layer, Unpacking};
 use crate::plan::names::{NameFilter, matches_glob};
 use crate::plan::qtype::QType;
 
@@ -154,8 +154,8 @@ impl Builder {
             padding: sizes.padding,
             index: self.index(),
             bias: sizes.bias,
-            is_loaded: false,
-            unpacking: 0.0,
+            unpacking: Unpacking::None,
+            unpacking_bytes: 0.0,
             is_trained: self.is_trained(&format!("{name}.weight")),
             adapter: self.adapter(name, sizes.kernel),
         };
@@ -170,7 +170,7 @@ impl Builder {
             };
             self.trained(elements, Some(columns));
         } else {
-            (layer.is_loaded, layer.unpacking) = self.weight(name, elements, layer.fan_in());
+            (layer.unpacking, layer.unpacking_bytes) = self.weight(name, elements, layer.fan_in());
         }
         if layer.adapter.is_some() {
             let adapter = layer.adapter.map_or(0.0, |adapter| adapter.rank);
@@ -197,16 +197,18 @@ impl Builder {
         layer
     }
 
-    /// Counts a frozen weight. Returns whether it is dequantised or read for each use, and the bytes per weight that candle's
+    /// Counts a frozen weight. Returns how much of it is unpacked for each use, and the bytes per weight that candle's
     /// operations need for that.
-    fn weight(&mut self, name: &str, elements: f64, fan_in: f64) -> (bool, f64) {
+    fn weight(&mut self, name: &str, elements: f64, fan_in: f64) -> (Unpacking, f64) {
         self.weights.largest_frozen = self.weights.largest_frozen.max(elements);
         let stored = self.options.stored;
         let in_file = elements * stored.quantised;
         let others = elements - in_file;
         self.weights.resident += in_file * stored.bytes;
-        let is_stored = stored.quantised > 0.5;
-        let stored_unpacking = if is_stored { unpacking_bytes(QType::Int8) } else { 0.0 };
+        let (stored_unpacking, stored_bytes) = match stored.quantised > 0.5 {
+            true => (Unpacking::Whole, unpacking_bytes(QType::Int8)),
+            false => (Unpacking::None, 0.0),
+        };
         let quantised = self
             .options
             .qtype
@@ -216,17 +218,17 @@ impl Builder {
             Some((qtype, Some(bytes))) => {
                 self.weights.quantised += bytes * others / elements.max(1.0);
                 self.weights.largest_quantised = self.weights.largest_quantised.max(others * self.options.width);
-                return (true, unpacking_bytes(qtype));
+                return (Unpacking::Whole, unpacking_bytes(qtype));
             }
             // It is selected, but its rows are too short for the blocks of the type.
             Some((_, None)) => {
                 self.weights.resident += others * self.options.width;
-                return (is_stored, stored_unpacking);
+                return (stored_unpacking, stored_bytes);
             }
             None => {}
         }
         if self.streams_next(others) {
-            return (true, stored_unpacking);
+            return (Unpacking::Whole, stored_bytes);
         }
         let halves = if self.options.cpu {
             stored.halves.min(1.0 - stored.quantised) * elements
@@ -234,7 +236,10 @@ impl Builder {
             0.0
         };
         self.weights.resident += halves * 2.0 + (others - halves) * self.options.width;
-        (is_stored || halves > 0.5 * elements, stored_unpacking)
+        match stored_unpacking {
+            Unpacking::None if halves > 0.5 * elements => (Unpacking::Blocks, 0.0),
+            unpacking => (unpacking, stored_bytes),
+        }
     }
 
     /// The adapter of the layer, if the job has one for it.

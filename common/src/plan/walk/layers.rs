@@ -17,6 +17,20 @@ pub(in crate::plan) struct Adapter {
     pub(in crate::plan) dropout: bool,
 }
 
+/// Elements of a 16-bit weight that a linear layer widens at once (`BLOCK` in `nn/linear/halves.rs`).
+const WIDENED_ELEMENTS: f64 = 4_194_304.0;
+
+/// How much of a frozen weight is made in the compute dtype for each use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::plan) enum Unpacking {
+    /// Nothing: it is in memory.
+    None,
+    /// All of it: it is quantised or streamed.
+    Whole,
+    /// A block at a time: it is in 16-bit floats. A convolution needs all of it.
+    Blocks,
+}
+
 /// A linear layer or a convolution.
 #[derive(Clone, Debug)]
 pub(in crate::plan) struct Layer {
@@ -29,10 +43,9 @@ pub(in crate::plan) struct Layer {
     pub(in crate::plan) index: u64,
     /// Whether there is a bias.
     pub(in crate::plan) bias: bool,
-    /// Whether the weight is dequantised or read for each use.
-    pub(in crate::plan) is_loaded: bool,
+    pub(in crate::plan) unpacking: Unpacking,
     /// Bytes per weight that candle's operations need to dequantise it, besides the result; 0 if it is not quantised.
-    pub(in crate::plan) unpacking: f64,
+    pub(in crate::plan) unpacking_bytes: f64,
     /// Whether the weight itself is trained.
     pub(in crate::plan) is_trained: bool,
     pub(in crate::plan) adapter: Option<Adapter>,
@@ -59,10 +72,18 @@ impl Layer {
         TRAINED + 4 * self.index + which
     }
 
-    /// The weight while the layer runs.
-    fn dense(&self, walk: &Walk) -> Option<Shaped> {
-        self.is_loaded
-            .then(|| walk.tensor([self.outputs, self.inputs, self.kernel, self.kernel], false))
+    /// The part of the weight that is unpacked while the layer runs with this number of rows.
+    fn unpacked(&self, walk: &Walk, rows: f64) -> Option<Shaped> {
+        let [outputs, kernel] = [self.outputs, self.kernel];
+        let outputs = match self.unpacking {
+            Unpacking::None => return None,
+            Unpacking::Whole => outputs,
+            Unpacking::Blocks if kernel > 1.0 => outputs,
+            // The copy that the adapter is merged into is counted by the layer.
+            Unpacking::Blocks if self.adapter.is_some() && merges(self, rows) => return None,
+            Unpacking::Blocks => outputs.min((WIDENED_ELEMENTS / self.inputs).floor().max(1.0)),
+        };
+        Some(walk.tensor([outputs, self.inputs, kernel, kernel], false))
     }
 }
 
@@ -137,7 +158,7 @@ impl Walk {
         let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
         self.meter
             .multiply(product.rows * (layer.elements() + layer.low_rank_elements()));
-        let weight = layer.dense(self);
+        let weight = layer.unpacked(self, product.rows);
         let merged = (rank > 0.0 && merges(layer, product.rows)).then(|| self.floats(layer.elements()));
         let hidden = (rank > 0.0 && merged.is_none()).then(|| self.floats(product.rows * rank));
         let transposed = product.few_rows.then(|| self.tensor(product.output, false));
@@ -163,7 +184,7 @@ impl Walk {
                 trains_adapter.then(|| [walk.floats(rank * layer.fan_in()), walk.floats(layer.outputs * rank)]);
             drop(hidden);
             if needs_dx {
-                let weight = layer.dense(walk);
+                let weight = layer.unpacked(walk, rows);
                 let merged = (trains_adapter && merges(&layer, rows)).then(|| walk.floats(layer.elements()));
                 let tile = (!is_linear && layer.stride > 1.0).then(|| {
                     let one_row = layer.fan_in() * x_dims[3] / layer.stride;

@@ -89,7 +89,7 @@ impl Operation<3> for LowRankConv {
         };
         let y = cpu::with_slice(&weight, |weight| {
             if s.matrix.should_merge() {
-                return run(&s.matrix.merged(weight, down, up, self.scale)?);
+                return run(&s.matrix.merged(weight.to_vec(), down, up, self.scale)?);
             }
             let mut y = run(weight)?;
             let h = s.low_rank.forward(x, down, None)?;
@@ -132,7 +132,9 @@ impl Operation<3> for LowRankConv {
                     let weight = self.weight.dense()?;
                     let back = cpu::with_slice(&weight, |weight| {
                         if s.matrix.should_merge() {
-                            return s.full.backward_input(&s.matrix.merged(weight, d, u, self.scale)?, dy);
+                            return s
+                                .full
+                                .backward_input(&s.matrix.merged(weight.to_vec(), d, u, self.scale)?, dy);
                         }
                         let mut back = s.full.backward_input(weight, dy)?;
                         let low_rank = s.low_rank.backward_input(d, &dh)?;

@@ -1,9 +1,10 @@
-//! Products with a weight that stays in bfloat16: a block of it at a time is widened to f32, so that a copy of the whole in f32 never
-//! exists.
+//! Products with a weight that stays in 16-bit floats: a block of it at a time is widened to f32, so that a copy of the whole in f32
+//! never exists.
 
 use super::kernels::{FEW_ROWS, ForwardResult, multiply, multiply_few_rows_into, output_with_bias, rows_of};
 use crate::nn::cpu::{self, Mat, MatMut};
 use crate::nn::transpose::transpose_slice;
+use crate::quant::HalfFormat;
 use candle_core::{Result, Shape};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -14,6 +15,7 @@ const BLOCK: usize = 1 << 22;
 /// A weight [outputs, inputs], each number in two bytes with the low one first.
 #[derive(Clone, Copy)]
 pub(super) struct HalfWeight<'a> {
+    format: HalfFormat,
     data: &'a [[u8; 2]],
     outputs: usize,
     inputs: usize,
@@ -22,13 +24,16 @@ pub(super) struct HalfWeight<'a> {
 impl<'a> HalfWeight<'a> {
     /// # Errors
     /// When the bytes do not match the shape.
-    pub(super) fn new(bytes: &'a [u8], dims: &[usize]) -> Result<Self> {
+    pub(super) fn new(format: HalfFormat, bytes: &'a [u8], dims: &[usize]) -> Result<Self> {
         let (data, rest) = bytes.as_chunks::<2>();
         match *dims {
-            [outputs, inputs] if rest.is_empty() && outputs.checked_mul(inputs) == Some(data.len()) => {
-                Ok(Self { data, outputs, inputs })
-            }
-            _ => candle_core::bail!("{} bytes do not match a bf16 weight of shape {dims:?}", bytes.len()),
+            [outputs, inputs] if rest.is_empty() && outputs.checked_mul(inputs) == Some(data.len()) => Ok(Self {
+                format,
+                data,
+                outputs,
+                inputs,
+            }),
+            _ => candle_core::bail!("{} bytes do not match a 16-bit weight of shape {dims:?}", bytes.len()),
         }
     }
 
@@ -42,10 +47,7 @@ impl<'a> HalfWeight<'a> {
         let rows = block.par_chunks_mut(width).zip(outputs.into_par_iter());
         rows.with_min_len(16).for_each(|(to, output)| {
             let from = &self.data[output * self.inputs..][inputs.clone()];
-            for (to, from) in to.iter_mut().zip(from) {
-                // bfloat16 is the upper half of the bits of f32.
-                *to = f32::from_bits(u32::from(u16::from_le_bytes(*from)) << 16);
-            }
+            self.format.widen(from, to);
         });
     }
 
@@ -116,7 +118,7 @@ mod tests {
     use super::*;
     use crate::rng::TorchGenerator;
     use candle_core::{Device, Tensor};
-    use half::bf16;
+    use half::{bf16, f16};
 
     /// Forward and backward products of random sizes equal those of a copy in f32.
     #[test]
@@ -126,13 +128,23 @@ mod tests {
         // The last two have more than one block, with few rows and with many.
         let mut sizes: Vec<[usize; 3]> = (0..6).map(|_| [below(400), below(60), below(60)]).collect();
         sizes.extend([[3, 2050, 2100], [170, 2100, 2050]]);
-        for [rows, outputs, inputs] in sizes {
+        let formats = [HalfFormat::Bf16, HalfFormat::F16];
+        for ([rows, outputs, inputs], format) in sizes
+            .into_iter()
+            .flat_map(|sizes| formats.map(|format| (sizes, format)))
+        {
             let numbers = |seed: u64, count: usize| TorchGenerator::manual_seed(seed).randn(count);
-            let halves: Vec<bf16> = numbers(1, outputs * inputs).into_iter().map(bf16::from_f32).collect();
-            let bytes: Vec<u8> = halves.iter().flat_map(|half| half.to_le_bytes()).collect();
-            let floats: Vec<f32> = halves.iter().map(|half| half.to_f32()).collect();
+            // Numbers that both formats have: with the bits of the shorter one, and not too small for the narrower one.
+            let floats = numbers(1, outputs * inputs)
+                .into_iter()
+                .map(|x| bf16::from_f32(x).to_f32());
+            let floats: Vec<f32> = floats.map(|x| if x.abs() < 1e-3 { 0.0 } else { x }).collect();
+            let bytes: Vec<u8> = match format {
+                HalfFormat::Bf16 => floats.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+                HalfFormat::F16 => floats.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
+            };
             let (x, bias) = (numbers(2, rows * inputs), numbers(3, outputs));
-            let weight = HalfWeight::new(&bytes, &[outputs, inputs]).unwrap();
+            let weight = HalfWeight::new(format, &bytes, &[outputs, inputs]).unwrap();
             let shape = Shape::from((rows, inputs));
             for bias in [None, Some(bias.as_slice())] {
                 let (y, dims) = weight.multiply(&x, &shape, bias).unwrap();
@@ -166,10 +178,10 @@ mod tests {
 
     #[test]
     fn bytes_of_another_size_are_an_error() {
-        assert!(HalfWeight::new(&[0; 12], &[2, 3]).is_ok());
+        assert!(HalfWeight::new(HalfFormat::F16, &[0; 12], &[2, 3]).is_ok());
         for length in [0, 11, 13, 14] {
-            assert!(HalfWeight::new(&vec![0; length], &[2, 3]).is_err());
+            assert!(HalfWeight::new(HalfFormat::Bf16, &vec![0; length], &[2, 3]).is_err());
         }
-        assert!(HalfWeight::new(&[0; 12], &[6]).is_err());
+        assert!(HalfWeight::new(HalfFormat::F16, &[0; 12], &[6]).is_err());
     }
 }

@@ -62,15 +62,15 @@ impl Operation<3> for LowRankLinear {
             cpu::gemm(out, h, up, 1.0, self.scale, cpu::threads())?;
             candle_core::Result::Ok((y, shape))
         };
-        // A merged weight is a copy in f32 anyway.
-        if !t.should_merge()
-            && let Some(bytes) = self.weight.bf16_bytes()?
-        {
-            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+        if let Some((format, bytes)) = self.weight.half_bytes()? {
+            if t.should_merge() {
+                return run(&t.merged(format.widened(&bytes), down, up, self.scale)?);
+            }
+            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
             return with_change(with_bias(self.bias.as_ref(), |bias| weight.multiply(x, x_shape, bias))?);
         }
         cpu::with_slice(&self.weight.dense()?, |weight| match t.should_merge() {
-            true => run(&t.merged(weight, down, up, self.scale)?),
+            true => run(&t.merged(weight.to_vec(), down, up, self.scale)?),
             false => with_change(run(weight)?),
         })?
     }
@@ -107,19 +107,19 @@ impl Operation<3> for LowRankLinear {
                         cpu::gemm(out, dh, d_mat, 1.0, 1.0, cpu::threads())?;
                         candle_core::Result::Ok(back)
                     };
-                    let halves = match t.should_merge() {
-                        true => None,
-                        false => self.weight.bf16_bytes()?,
+                    let with_merged = |weight| {
+                        let merged = t.merged(weight, d, u, self.scale)?;
+                        product(dy, Mat::new(&merged, t.outputs, t.inputs), 1.0)
                     };
-                    let back = match halves {
-                        Some(bytes) => {
-                            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+                    let back = match self.weight.half_bytes()? {
+                        Some((format, bytes)) if t.should_merge() => with_merged(format.widened(&bytes))?,
+                        Some((format, bytes)) => {
+                            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
                             with_change(weight.backward_input(t.rows, dy.data)?)?
                         }
                         None => cpu::with_slice(&self.weight.dense()?, |weight| {
                             if t.should_merge() {
-                                let merged = t.merged(weight, d, u, self.scale)?;
-                                return product(dy, Mat::new(&merged, t.outputs, t.inputs), 1.0);
+                                return with_merged(weight.to_vec());
                             }
                             with_change(product(dy, Mat::new(weight, t.outputs, t.inputs), 1.0)?)
                         })??,

@@ -160,8 +160,8 @@ impl Operation<1> for FrozenLinear {
     }
 
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> ForwardResult {
-        if let Some(bytes) = self.weight.bf16_bytes()? {
-            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+        if let Some((format, bytes)) = self.weight.half_bytes()? {
+            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
             return with_bias(self.bias.as_ref(), |bias| weight.multiply(x, shape, bias));
         }
         let weight = self.weight.dense()?;
@@ -172,8 +172,8 @@ impl Operation<1> for FrozenLinear {
     }
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
-        if let Some(bytes) = self.weight.bf16_bytes()? {
-            let weight = HalfWeight::new(&bytes, self.weight.dims())?;
+        if let Some((format, bytes)) = self.weight.half_bytes()? {
+            let weight = HalfWeight::new(format, &bytes, self.weight.dims())?;
             let dx = cpu::with_slice(gradient, |dy| weight.backward_input(rows_of(x.shape()), dy))??;
             return Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)]);
         }

@@ -1,7 +1,7 @@
 //! Linear layers and convolutions with their adapters, as the `tensors.rs` and `low_rank.rs` of `engine/src/nn/linear` and
 //! `engine/src/nn/conv2d`. Adapters are float32 whatever the compute dtype.
 
-use super::super::layers::{Adapter, Layer, Product};
+use super::super::layers::{Adapter, Layer, Product, Unpacking};
 use super::super::meter::Shaped;
 use super::super::tape::Walk;
 use super::convolution::ConvSizes;
@@ -107,12 +107,12 @@ impl Walk {
 
     /// The weight in the compute dtype, if it is dequantised or read for each use.
     fn dense_of_tensors(&self, layer: &Layer) -> Option<Shaped> {
-        if !layer.is_loaded {
+        if layer.unpacking == Unpacking::None {
             return None;
         }
         let elements = layer.elements();
-        let unpacked = (layer.unpacking > 0.0).then(|| {
-            let codes = self.floats(elements * layer.unpacking / 4.0);
+        let unpacked = (layer.unpacking_bytes > 0.0).then(|| {
+            let codes = self.floats(elements * layer.unpacking_bytes / 4.0);
             let wide = self.floats(elements);
             drop(codes);
             wide

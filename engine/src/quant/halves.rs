@@ -1,0 +1,81 @@
+//! 16-bit floats that stay as they are in memory and are widened where they are used.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// Numbers that are widened at once: they fit into the cache of one core.
+const CHUNK: usize = 1 << 16;
+/// Numbers of float16 that are converted at once, on the stack.
+const LANES: usize = 256;
+
+/// A format of 16-bit floats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HalfFormat {
+    /// bfloat16: the upper half of the bits of a float32.
+    Bf16,
+    /// IEEE 754's half precision.
+    F16,
+}
+
+impl HalfFormat {
+    /// Writes the numbers, each with its low byte first, as float32. The slices have the same length.
+    pub(crate) fn widen(self, from: &[[u8; 2]], to: &mut [f32]) {
+        match self {
+            Self::Bf16 => {
+                for (to, from) in to.iter_mut().zip(from) {
+                    *to = bf16::from_le_bytes(*from).to_f32();
+                }
+            }
+            // With the processor's instructions, which need a slice of numbers.
+            Self::F16 => {
+                let mut halves = [f16::ZERO; LANES];
+                for (to, from) in to.chunks_mut(LANES).zip(from.chunks(LANES)) {
+                    for (half, bytes) in halves.iter_mut().zip(from) {
+                        *half = f16::from_le_bytes(*bytes);
+                    }
+                    halves[..to.len()].convert_to_f32_slice(to);
+                }
+            }
+        }
+    }
+
+    /// All of the numbers as float32, on all cores.
+    pub(crate) fn widened(self, bytes: &[u8]) -> Vec<f32> {
+        let (numbers, _) = bytes.as_chunks::<2>();
+        let mut widened = vec![0f32; numbers.len()];
+        let chunks = widened.par_chunks_mut(CHUNK).zip(numbers.par_chunks(CHUNK));
+        chunks.for_each(|(to, from)| self.widen(from, to));
+        widened
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Every number of 16 bits, and slices whose length is no multiple of the lanes.
+    #[test]
+    fn every_number_is_widened_exactly() {
+        let bits: Vec<u16> = (0..=u16::MAX).collect();
+        for count in [bits.len(), LANES + 3, 1, 0] {
+            let bytes: Vec<u8> = bits[..count].iter().flat_map(|bits| bits.to_le_bytes()).collect();
+            for (format, expected) in [
+                (
+                    HalfFormat::Bf16,
+                    (|bits| bf16::from_bits(bits).to_f32()) as fn(u16) -> f32,
+                ),
+                (HalfFormat::F16, |bits| f16::from_bits(bits).to_f32()),
+            ] {
+                let widened = format.widened(&bytes);
+                assert_eq!(widened.len(), count);
+                for (found, bits) in widened.iter().zip(&bits) {
+                    let expected = expected(*bits);
+                    let is_same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+                    assert!(is_same, "{format:?} {bits:#x}: {found} {expected}");
+                }
+            }
+        }
+    }
+}
