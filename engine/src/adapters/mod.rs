@@ -21,7 +21,7 @@ mod tensors;
 pub use file::LoraFile;
 pub use layer::{LoraHandle, LoraLayer, LoraPass, Multiplier};
 pub use load::{LoadedLora, check_lora, is_of_text, load_lora, load_text_lora};
-pub use names::{LayerIndex, LayerKey, NamedLayers};
+pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
 pub use tensors::{LoraModule, LoraTensors};

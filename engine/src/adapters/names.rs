@@ -77,6 +77,33 @@ pub(super) fn flatten(path: &str) -> String {
     path.replace('.', "_")
 }
 
+/// The name that ai-toolkit gives to a text encoder whose saved LoRA has dotted names: filters of configs match it, and versions
+/// of aitk up to November 2026 saved it.
+fn toolkit_prefix(part_prefix: &str) -> Option<&'static str> {
+    match part_prefix {
+        "text_encoder" => Some("lora_te1"),
+        "text_encoder_2" => Some("lora_te2"),
+        _ => None,
+    }
+}
+
+/// The name that is saved today for a tensor of a checkpoint that has ai-toolkit's dotted name of a text encoder.
+#[must_use]
+pub fn saved_since(name: &str) -> Option<String> {
+    let (prefix, rest) = name.split_once('.')?;
+    let part = ["text_encoder", "text_encoder_2"]
+        .into_iter()
+        .find(|part| toolkit_prefix(part) == Some(prefix))?;
+    Some(format!("{part}.{rest}"))
+}
+
+/// The name of a layer of a text encoder in ai-toolkit, where the layer is saved under another name: `lora_te1.text_model.encoder…`
+/// for `text_encoder.text_model.encoder…`.
+pub(super) fn toolkit_name(saved: &str) -> Option<String> {
+    let (prefix, rest) = saved.split_once('.')?;
+    Some(format!("{}.{rest}", toolkit_prefix(prefix)?))
+}
+
 /// The name of a layer in saved LoRA files: `lora_unet_down_blocks_0_…`, or `transformer.transformer_blocks.0.…`. Names of
 /// text encoders always contain `text_model`.
 pub(super) fn saved_name(names: LoraNames, role: PartRole, lora_prefix: &str, path: &str) -> String {
@@ -219,6 +246,22 @@ mod tests {
         let found = index.resolve(stem).unwrap_or_else(|| panic!("{stem}"));
         assert_eq!((found.layers.len(), found.halves_swapped), (1, false));
         &found.layers[0].0
+    }
+
+    #[test]
+    fn text_encoders_keep_their_names_of_ai_toolkit_for_filters_and_old_checkpoints() {
+        let (saved, toolkit) = ("text_encoder_2.text_model.encoder", "lora_te2.text_model.encoder");
+        assert_eq!(toolkit_name(saved).as_deref(), Some(toolkit));
+        assert_eq!(saved_since(toolkit).as_deref(), Some(saved));
+        for other in [
+            "transformer.transformer_blocks.0",
+            "lora_te1_text_model_encoder",
+            "lora_te3.x",
+            "lora_te1",
+        ] {
+            assert_eq!(saved_since(other), None, "{other}");
+            assert_eq!(toolkit_name(other), None, "{other}");
+        }
     }
 
     #[test]

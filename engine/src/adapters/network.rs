@@ -3,7 +3,7 @@
 use super::file::LoraFile;
 use super::layer::{LoraHandle, LoraLayer};
 use super::load::{attach_adapter, index_layers, layer_info};
-use super::names::{LayerIndex, flatten, saved_name};
+use super::names::{LayerIndex, flatten, saved_name, toolkit_name};
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Part, PartRole};
 use crate::optim::Param;
@@ -43,17 +43,16 @@ impl LoraConfig {
         if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
             return None;
         }
-        let dotted = format!("{}.{path}", part.lora_prefix);
-        let flattened = flatten(&part.saved_name(path));
-        if self.ignore_if_contains.iter().any(|s| dotted.contains(s.as_str())) {
+        let mut dotted = vec![format!("{}.{path}", part.lora_prefix)];
+        let saved = part.saved_name(path);
+        dotted.extend(toolkit_name(&saved));
+        let contain = |s: &String, names: &[String]| names.iter().any(|name| name.contains(s.as_str()));
+        if self.ignore_if_contains.iter().any(|s| contain(s, &dotted)) {
             return None;
         }
-        if !self.only_if_contains.is_empty()
-            && !self
-                .only_if_contains
-                .iter()
-                .any(|s| dotted.contains(s.as_str()) || flattened.contains(s.as_str()))
-        {
+        let flattened: Vec<String> = dotted.iter().chain([&saved]).map(|name| flatten(name)).collect();
+        let selects = |s: &String| contain(s, &dotted) || contain(s, &flattened);
+        if !self.only_if_contains.is_empty() && !self.only_if_contains.iter().any(selects) {
             return None;
         }
         let (rank, alpha) = if dims[2..].iter().any(|k| *k > 1) {

@@ -11,6 +11,7 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
         return Some(format!("{} (its `{key}`)", said.chars().take(60).collect::<String>()));
     }
     let has = |part: &str| modules.iter().any(|module| module.stem.contains(part));
+    let has_transformer = modules.iter().any(|module| module.stem.starts_with("transformer."));
     for (part, family) in [
         ("double_blocks", "FLUX.1 or a model like it"),
         ("single_transformer_blocks", "FLUX.1 or a model like it"),
@@ -20,7 +21,9 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
         ("lora_te2_", "Stable Diffusion XL"),
         ("text_encoder_2.", "Stable Diffusion XL"),
     ] {
-        if has(part) {
+        // Stable Diffusion 3 has a second text encoder too, and a transformer instead of a U-Net.
+        let is_second_text = part.contains("te2") || part.contains("encoder_2");
+        if has(part) && !(is_second_text && has_transformer) {
             return Some(format!(
                 "{family} (it has layers called `{}`)",
                 part.trim_end_matches(['.', '_'])

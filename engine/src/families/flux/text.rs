@@ -41,7 +41,7 @@ impl TextEncoders for FluxTextEncoders {
         vec![Part {
             id: "text_encoder",
             role: PartRole::TextEncoder,
-            lora_prefix: "lora_te1",
+            lora_prefix: "text_encoder",
             lora_names: LoraNames::Dotted,
             blocks: &[],
             layers: &mut self.clip,

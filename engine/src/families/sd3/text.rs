@@ -80,17 +80,17 @@ impl TextEncoders for Sd3TextEncoders {
 
     fn parts(&mut self) -> Vec<Part<'_>> {
         let [first, second] = &mut self.clip;
-        let part = |id, lora_prefix, layers| Part {
+        let part = |id, layers| Part {
             id,
             role: PartRole::TextEncoder,
-            lora_prefix,
+            lora_prefix: id,
             lora_names: LoraNames::Dotted,
             blocks: &[],
             layers,
         };
         vec![
-            part("text_encoder", "lora_te1", &mut first.model),
-            part("text_encoder_2", "lora_te2", &mut second.model),
+            part("text_encoder", &mut first.model),
+            part("text_encoder_2", &mut second.model),
         ]
     }
 }

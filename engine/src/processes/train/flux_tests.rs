@@ -52,7 +52,7 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
     for name in [
         "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
         "transformer.single_transformer_blocks.2.proj_out.lora_B.weight",
-        "lora_te1.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight",
+        "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight",
     ] {
         assert!(saved.contains_key(name), "{name} in {:?}", saved.keys());
     }

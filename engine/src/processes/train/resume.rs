@@ -9,7 +9,7 @@ use super::folder::{RunFolder, checkpoint_error};
 use super::record;
 use super::run::Run;
 use super::target::Target;
-use crate::adapters::LoraFile;
+use crate::adapters::{LoraFile, saved_since};
 use crate::error::{EngineError, Result};
 use crate::families::saved_step;
 use crate::training::Trainer;
@@ -223,8 +223,9 @@ impl Run<'_> {
             let Some(path) = checkpoint.file_with_role(role) else {
                 return Ok(None);
             };
-            let map = candle_core::safetensors::load(&path, &Device::Cpu)?;
-            Ok(Some(map.into_iter().collect()))
+            let map = candle_core::safetensors::load(&path, &Device::Cpu)?.into_iter();
+            let known = |name: String| saved_since(&name).unwrap_or(name);
+            Ok(Some(map.map(|(name, tensor)| (known(name), tensor)).collect()))
         };
         // The weights are dropped before the rest is read, which is twice as large for a full fine-tune.
         match read("weights")? {

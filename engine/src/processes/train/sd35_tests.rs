@@ -51,8 +51,8 @@ fn a_lora_resumes_exactly_and_has_the_names_of_ai_toolkit() {
     for name in [
         "transformer.transformer_blocks.0.attn2.to_q.lora_A.weight",
         "transformer.transformer_blocks.2.attn.add_k_proj.lora_B.weight",
-        "lora_te1.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight",
-        "lora_te2.text_model.encoder.layers.0.mlp.fc1.lora_B.weight",
+        "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight",
+        "text_encoder_2.text_model.encoder.layers.0.mlp.fc1.lora_B.weight",
     ] {
         assert!(saved.contains_key(name), "{name} in {:?}", saved.keys());
     }
