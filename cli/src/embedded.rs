@@ -137,6 +137,7 @@ impl EmbeddedCluster {
     pub async fn start(
         mut coordinator: aitk_coordinator::Config,
         worker_dir: Option<&Path>,
+        hub_folder: Option<PathBuf>,
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
@@ -162,6 +163,7 @@ impl EmbeddedCluster {
                 let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
                 config.ca_file = ca_file.map(Path::to_path_buf);
                 config.devices = devices;
+                config.hub_folder = hub_folder;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
                 // Only a server runs other users' jobs.

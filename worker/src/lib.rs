@@ -76,6 +76,8 @@ pub struct Config {
     pub name: String,
     /// The data folder: cache, attempts, identity. Only one worker uses it at a time.
     pub data_dir: PathBuf,
+    /// The folder for models from Hugging Face, which several workers of one user may share. `None`: one in `data_dir`.
+    pub hub_folder: Option<PathBuf>,
     /// The devices that it offers; see [`probe::devices`] and [`probe::choose`].
     pub devices: Vec<Device>,
     /// Labels that jobs may ask for.
@@ -133,6 +135,7 @@ impl Config {
             ca_file: None,
             name: host_name(),
             data_dir: data_dir.into(),
+            hub_folder: None,
             devices: Vec::new(),
             labels: BTreeMap::new(),
             attempt_command: vec![program],
@@ -244,7 +247,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
             config.verify_cache_after,
         ),
         derived: stage::derived::DerivedCaches::new(data_folder.derived(), config.derived_quota),
-        hub: stage::hub::Hub::from_environment(data_folder.hub(), allow_list),
+        hub: stage::hub::Hub::from_environment(config.hub_folder.unwrap_or_else(|| data_folder.hub()), allow_list),
         hub_tokens: stage::hub::UserTokens::new(config.hub_secrets),
         uncommitted,
         refusal: watch::Sender::new(None),

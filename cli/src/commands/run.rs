@@ -146,7 +146,18 @@ pub async fn run_embedded(
     // There is no other machine for a retry; the user sees the failure and runs the command again.
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
-    let mut local = EmbeddedCluster::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
+    // Models stay when the private folder goes.
+    let hub_folder = Some(paths.cache.join("hub"));
+    let mut local = EmbeddedCluster::start(
+        coordinator,
+        Some(&worker_dir),
+        hub_folder,
+        None,
+        devices.clone(),
+        None,
+        None,
+    )
+    .await?;
     if let Err(failure) = local.wait_until_registered().await {
         local.kill().await;
         return Err(failure);
@@ -384,24 +395,24 @@ mod tests {
             profile: MemoryProfile::CpuOnly,
         };
         let ui = Ui::silent();
-        let settle = |cluster: &mut ClusterConfig| apply_to_this_machine(&ui, cluster, std::slice::from_ref(&cpu));
+        let apply = |cluster: &mut ClusterConfig| apply_to_this_machine(&ui, cluster, std::slice::from_ref(&cpu));
         let mut cluster = ClusterConfig {
             memory_profile: Some(MemoryProfile::FullGpu),
             ..ClusterConfig::default()
         };
         cluster.labels.0.insert("zone".to_owned(), "x".to_owned());
-        settle(&mut cluster).unwrap();
+        apply(&mut cluster).unwrap();
         assert_eq!((cluster.memory_profile, cluster.labels.0.len()), (None, 0));
         let mut cuda = ClusterConfig {
             device: Some(DeviceKind::Cuda),
             ..ClusterConfig::default()
         };
-        assert_eq!(settle(&mut cuda).unwrap_err().exit, Exit::NothingFits);
+        assert_eq!(apply(&mut cuda).unwrap_err().exit, Exit::NothingFits);
         let mut large = ClusterConfig {
             memory_budget: Some(ByteCount(7 << 30)),
             ..ClusterConfig::default()
         };
-        assert!(settle(&mut large).unwrap_err().message.contains("7.0 GiB"));
+        assert!(apply(&mut large).unwrap_err().message.contains("7.0 GiB"));
     }
 
     #[test]

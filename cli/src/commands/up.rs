@@ -69,6 +69,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     let mut local = EmbeddedCluster::start(
         config,
         worker,
+        None,
         args.worker_name.as_deref(),
         devices.clone(),
         ca_file.as_deref(),

@@ -3,7 +3,7 @@
 use crate::context::env;
 use crate::paths::expand;
 use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
-use aitk_common::hub::{HubError, HubReader};
+use aitk_common::hub::{HubEnvironment, HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
@@ -390,7 +390,8 @@ impl ModelReport {
         let why = if set("HF_HUB_OFFLINE").is_some_and(|value| !matches!(value.as_str(), "0" | "false")) {
             "HF_HUB_OFFLINE is set".to_owned()
         } else {
-            let hub = HubReader::new(set("HF_ENDPOINT"), set("HF_TOKEN"));
+            let environment = HubEnvironment::from_env(&env);
+            let hub = HubReader::new(Some(environment.endpoint), environment.token);
             match tokio::time::timeout(HUB_TIMEOUT, hub.inventory(&self.path)).await {
                 Ok(Ok((commit, files))) => {
                     self.commit = Some(commit);

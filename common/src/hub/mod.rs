@@ -1,6 +1,10 @@
 //! Reads the small files of models on Hugging Face: the list of files, JSON configs, and the headers of weights files.
 //! Workers download whole models, with the same [`client`].
 
+mod environment;
+
+pub use environment::HubEnvironment;
+
 use crate::gguf;
 use crate::model_files::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, small_files};
 use reqwest::header::RANGE;
@@ -45,12 +49,12 @@ pub enum HubError {
 
 fn gated_message(repo: &str, endpoint: &str, has_token: bool) -> String {
     let reason = match has_token {
-        true => "the account of HF_TOKEN has no access to it",
-        false => "HF_TOKEN is not set",
+        true => "the account of the token has no access to it",
+        false => "there is no token",
     };
     format!(
         "{repo} is gated, and {reason}: accept its terms at {endpoint}/{repo}, create a token with the right to read gated repositories \
-         at {endpoint}/settings/tokens, and set HF_TOKEN (or write it to .env)"
+         at {endpoint}/settings/tokens, and set HF_TOKEN (or write it to .env, or run `hf auth login`)"
     )
 }
 

@@ -164,14 +164,14 @@ async fn a_gated_repository_says_how_to_get_access() {
     site.lock().unwrap().is_gated = true;
     publish(&site, &[("model_index.json", b"{}")]);
     let denied = hub.inventory("org/tiny").await.unwrap_err().to_string();
-    assert!(denied.contains("the account of HF_TOKEN has no access"), "{denied}");
+    assert!(denied.contains("the account of the token has no access"), "{denied}");
     let without_token = HubReader::new(Some(hub.endpoint().to_owned()), None);
     let error = without_token.inventory("org/tiny").await.unwrap_err();
     let text = error.to_string();
     assert!(matches!(error, HubError::Gated { has_token: false, .. }), "{text}");
     for part in [
         "org/tiny is gated",
-        "HF_TOKEN is not set",
+        "there is no token",
         "accept its terms at http://127.0.0.1",
         "/settings/tokens",
     ] {

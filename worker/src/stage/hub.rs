@@ -9,20 +9,23 @@ mod allow_list;
 mod client;
 mod download;
 mod select;
+mod shared_cache;
 mod user_tokens;
 
 pub(crate) use allow_list::AllowList;
 pub(crate) use client::HubError;
 use client::{HubClient, Source};
+use shared_cache::SharedCache;
 pub(crate) use user_tokens::UserTokens;
 
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hash::ContentHash;
-use aitk_common::hub::ENDPOINT;
+use aitk_common::hub::HubEnvironment;
 use aitk_common::id::UserName;
 use aitk_common::job::repository::is_commit;
 use reqwest::StatusCode;
 use serde::de::IgnoredAny;
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -31,11 +34,39 @@ const MAX_LIST_BYTES: usize = 16 << 20;
 /// How often the download of a file is started or resumed before it fails.
 const MAX_TRIES: u32 = 6;
 
+/// How often a program looks whether another one has ended its download.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(200);
+
 /// The folder for models that were fetched with the worker's token: other jobs may not use them.
 const PRIVATE_FOLDER: &str = "private";
 /// The folder for models that were fetched with a user's token, with a subfolder per user: only their jobs may use
 /// them.
 const USERS_FOLDER: &str = "users";
+
+/// The folder for repositories of which only some parts were fetched.
+const EXTRAS_FOLDER: &str = "extras";
+
+/// Which parts of a repository a job needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RepositoryParts {
+    /// The whole model.
+    All,
+    /// Text encoders, tokenizers, VAE and scheduler of a model whose denoiser is not used, which takes most of the bytes.
+    Extras,
+}
+
+impl RepositoryParts {
+    /// What the config key that names a repository needs of it.
+    pub(crate) fn of_key(key: &str) -> Self {
+        match [".extras_name_or_path", ".te_name_or_path"]
+            .iter()
+            .any(|end| key.ends_with(end))
+        {
+            true => Self::Extras,
+            false => Self::All,
+        }
+    }
+}
 
 /// A model that a job needs.
 #[derive(Clone, Copy, Debug)]
@@ -44,6 +75,7 @@ pub(crate) struct ModelRequest<'a> {
     pub(crate) repo: &'a str,
     /// The commit that was recorded when the job was submitted; `None`: the newest.
     pub(crate) revision: Option<&'a str>,
+    pub(crate) parts: RepositoryParts,
     /// Whether the job runs in place, for the user who owns the worker's token.
     pub(crate) in_place: bool,
 }
@@ -55,22 +87,22 @@ pub(crate) struct Hub {
     token: Option<String>,
     /// Repositories for which jobs of other users may use the token.
     allow_list: AllowList,
+    /// What other programs of this user have downloaded, for jobs that run in place.
+    shared_cache: Option<SharedCache>,
     client: HubClient,
     download_lock: tokio::sync::Mutex<()>,
     first_delay: Duration,
 }
 
 impl Hub {
-    /// Fetches into `folder`, from `HF_ENDPOINT`. `HF_TOKEN` is used for models that are not public, where that is
+    /// Fetches into `folder`, from the hub of the environment. Its token is used for models that are not public, where that is
     /// allowed.
     pub(crate) fn from_environment(folder: PathBuf, allow_list: AllowList) -> Self {
-        let set = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
-        Self::new(
-            folder,
-            set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned()),
-            set("HF_TOKEN"),
-            allow_list,
-        )
+        let environment = HubEnvironment::from_env(&|name| std::env::var(name).ok());
+        Self {
+            shared_cache: environment.cache.map(SharedCache::new),
+            ..Self::new(folder, environment.endpoint, environment.token, allow_list)
+        }
     }
 
     fn new(folder: PathBuf, endpoint: String, token: Option<String>, allow_list: AllowList) -> Self {
@@ -78,6 +110,7 @@ impl Hub {
             folder,
             token,
             allow_list,
+            shared_cache: None,
             client: HubClient::new(&endpoint),
             download_lock: tokio::sync::Mutex::default(),
             first_delay: Duration::from_millis(500),
@@ -147,9 +180,8 @@ impl Hub {
         // If the worker has a token, check that a cached model is public: earlier versions kept all models in one
         // folder.
         if let Some(commit) = request.revision.filter(|_| self.token.is_none() || token.is_some()) {
-            let target = folder.join(format!("{}@{commit}", folder_name(repo)));
-            if target.is_dir() {
-                return Ok(target);
+            if let Some(found) = find_fetched(folder, request.parts, &version_name(repo, commit)) {
+                return Ok(found);
             }
         }
         let listing = match self.list(request, token).await {
@@ -160,12 +192,20 @@ impl Hub {
         if listing.is_gated && token.is_none() {
             return Err(self.client.status_error(repo, repo, StatusCode::UNAUTHORIZED));
         }
-        let target = folder.join(format!("{}@{}", folder_name(repo), listing.revision));
-        if target.is_dir() {
-            return Ok(target);
+        let version = version_name(repo, &listing.revision);
+        if let Some(found) = find_fetched(folder, request.parts, &version) {
+            return Ok(found);
         }
+        let (parts, all) = (request.parts, folder);
+        let folder = &folder_for(folder, parts);
+        fsutil::create_dir_all(folder)?;
+        let _lock = lock_folder(folder, log).await?;
+        if let Some(found) = find_fetched(all, parts, &version) {
+            return Ok(found);
+        }
+        let target = folder.join(&version);
         // A fixed name, so that an interrupted download can be resumed after a restart.
-        let partial = folder.join(format!("partial-{}@{}", folder_name(repo), listing.revision));
+        let partial = folder.join(format!("partial-{version}"));
         fsutil::create_dir_all(&partial)?;
         let layout = |problem| HubError::Layout {
             repo: repo.to_owned(),
@@ -176,12 +216,13 @@ impl Hub {
             revision: &listing.revision,
             token,
         };
+        let shared = self.shared_cache.as_ref().filter(|_| request.in_place);
         let files = match select::index_file(&listing) {
             Some(index) => {
                 select::check_text_size(index).map_err(layout)?;
-                let path = self.fetch_file(&source, index, &partial).await?;
+                let (path, _) = self.fetch_file(&source, index, &partial, shared).await?;
                 let text = std::fs::read(&path).map_err(|error| FsError::new("read", &path, error))?;
-                select::pipeline_files(&listing, &text).map_err(layout)?
+                select::pipeline_files(&listing, &text, request.parts).map_err(layout)?
             }
             None => select::component_files(&listing).map_err(layout)?,
         };
@@ -193,8 +234,8 @@ impl Hub {
             bytes as f64 / f64::from(1 << 30)
         ));
         for file in files {
-            self.fetch_file(&source, file, &partial).await?;
-            log(format!("fetched {}", file.name));
+            let (_, origin) = self.fetch_file(&source, file, &partial, shared).await?;
+            log(format!("{origin} {}", file.name));
         }
         std::fs::rename(&partial, &target).map_err(|error| FsError::new("publish", &target, error))?;
         fsutil::sync_dir(folder)?;
@@ -213,8 +254,8 @@ impl Hub {
     ) -> Result<PathBuf, HubError> {
         let repo = request.repo;
         let found = match request.revision {
-            Some(commit) => Some(folder.join(format!("{}@{commit}", folder_name(repo)))).filter(|path| path.is_dir()),
-            None => newest_version(folder, repo),
+            Some(commit) => find_fetched(folder, request.parts, &version_name(repo, commit)),
+            None => newest_version(folder, repo).or_else(|| newest_version(&folder_for(folder, request.parts), repo)),
         };
         let Some(cached) = found else {
             return Err(HubError::Unavailable { what, problem });
@@ -278,13 +319,14 @@ impl Hub {
         }
     }
 
-    /// Downloads one file, unless it exists, and verifies it.
+    /// Downloads one file, unless it exists or `shared` has it, and verifies it. Returns its path, and what was done for the log.
     async fn fetch_file(
         &self,
         source: &Source<'_>,
         file: &select::RemoteFile,
         folder: &Path,
-    ) -> Result<PathBuf, HubError> {
+        shared: Option<&SharedCache>,
+    ) -> Result<(PathBuf, &'static str), HubError> {
         let Source { repo, revision, .. } = *source;
         let bad_name = |error: names::BadName| HubError::Layout {
             repo: repo.to_owned(),
@@ -292,9 +334,14 @@ impl Hub {
         };
         let path = names::below(folder, &file.name).map_err(bad_name)?;
         if path.is_file() {
-            return Ok(path);
+            return Ok((path, "has"));
         }
         fsutil::create_dir_all(fsutil::folder_of(&path))?;
+        if let Some(shared) = shared
+            && download::take_from(shared, source, file, &path).await?
+        {
+            return Ok((path, "took from Hugging Face's cache"));
+        }
         let url = format!("{}/{repo}/resolve/{revision}/{}", self.client.endpoint(), file.name);
         let mut delay = self.first_delay;
         let mut tries = 0;
@@ -307,8 +354,28 @@ impl Hub {
                     delay *= 2;
                 }
                 Err(error) => return Err(error),
-                Ok(()) => return Ok(path),
+                Ok(()) => return Ok((path, "fetched")),
             }
+        }
+    }
+}
+
+/// Waits until no other program fetches into this folder: `aitk run` keeps models in one folder for all its runs.
+async fn lock_folder(folder: &Path, log: &(dyn Fn(String) + Sync)) -> Result<File, FsError> {
+    let path = folder.join("fetch.lock");
+    let options = File::options().create(true).truncate(false).write(true).open(&path);
+    let file = options.map_err(|error| FsError::new("open", &path, error))?;
+    let mut is_waiting = false;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => {
+                if !std::mem::replace(&mut is_waiting, true) {
+                    log("waiting: another program on this machine is fetching a model".to_owned());
+                }
+                tokio::time::sleep(LOCK_RETRY_INTERVAL).await;
+            }
+            Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error)),
         }
     }
 }
@@ -329,8 +396,29 @@ pub(crate) fn commit_of(folder: &Path) -> Option<&str> {
     is_commit(commit).then_some(commit)
 }
 
+/// The name of a repository's folder in the cache.
 fn folder_name(repo: &str) -> String {
     repo.replacen('/', "--", 1)
+}
+
+/// The name of the folder of a repository at a commit.
+fn version_name(repo: &str, commit: &str) -> String {
+    format!("{}@{commit}", folder_name(repo))
+}
+
+/// The folder for repositories of which these parts are fetched.
+fn folder_for(folder: &Path, parts: RepositoryParts) -> PathBuf {
+    match parts {
+        RepositoryParts::All => folder.to_owned(),
+        RepositoryParts::Extras => folder.join(EXTRAS_FOLDER),
+    }
+}
+
+/// The folder of a repository at a commit that has these parts, if it was fetched.
+fn find_fetched(folder: &Path, parts: RepositoryParts, version: &str) -> Option<PathBuf> {
+    let whole = folder.join(version);
+    let candidates = [whole, folder_for(folder, parts).join(version)];
+    candidates.into_iter().find(|path| path.is_dir())
 }
 
 #[cfg(test)]

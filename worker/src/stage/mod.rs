@@ -14,7 +14,7 @@ use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::storage::{StorageError, checkpoints};
 use cache::InputGuard;
 use derived::DerivedGuard;
-use hub::{HubError, ModelRequest};
+use hub::{HubError, ModelRequest, RepositoryParts};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -136,6 +136,7 @@ async fn stage_models(
         let request = ModelRequest {
             repo: &path,
             revision: job.revisions.get(&path).map(String::as_str),
+            parts: RepositoryParts::of_key(&input.key),
             in_place: assignment.local,
         };
         let log = |message| reporter.log_now("info", message);

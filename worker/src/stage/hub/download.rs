@@ -2,6 +2,7 @@
 
 use super::client::{HubClient, HubError, Source};
 use super::select::RemoteFile;
+use super::shared_cache::SharedCache;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use reqwest::StatusCode;
@@ -9,6 +10,38 @@ use reqwest::header::{CONTENT_RANGE, RANGE};
 use std::fs::File;
 use std::path::Path;
 use tokio::io::AsyncWriteExt;
+
+/// Takes a file from the cache of Hugging Face's libraries. `false` if it is not there, or not what the hub announced.
+pub(super) async fn take_from(
+    shared: &SharedCache,
+    source: &Source<'_>,
+    file: &RemoteFile,
+    path: &Path,
+) -> Result<bool, HubError> {
+    let (repo, commit) = (source.repo.to_owned(), source.revision.to_owned());
+    let (shared, file, path) = (shared.clone(), file.clone(), path.to_owned());
+    let taken = tokio::task::spawn_blocking(move || {
+        let mut taken = path.as_os_str().to_owned();
+        taken.push(".taken");
+        let taken = Path::new(&taken);
+        fsutil::remove(taken)?;
+        if !shared.take(&repo, &commit, &file, taken) {
+            return Ok(false);
+        }
+        if verify(taken, &file)?.is_some() {
+            fsutil::remove(taken)?;
+            return Ok(false);
+        }
+        std::fs::rename(taken, &path).map_err(|error| FsError::new("publish", &path, error))?;
+        fsutil::sync_dir(fsutil::folder_of(&path))?;
+        Ok::<_, FsError>(true)
+    });
+    match taken.await {
+        Ok(taken) => Ok(taken?),
+        // The task was cancelled: the file is downloaded.
+        Err(_) => Ok(false),
+    }
+}
 
 /// Fetches the missing part of `file`; when it is complete, verifies it and renames it.
 pub(super) async fn download(

@@ -1,10 +1,13 @@
 //! Selects the files of a repository that make up the model.
 
+use super::RepositoryParts;
 use aitk_common::hash::ContentHash;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::Deserialize;
 use std::collections::BTreeSet;
 
+/// Components of a pipeline that predict the noise.
+const DENOISERS: [&str; 2] = ["unet", "transformer"];
 /// Components of a pipeline that we never run.
 const UNUSED_COMPONENTS: [&str; 2] = ["safety_checker", "feature_extractor"];
 
@@ -97,15 +100,21 @@ pub(super) fn check_text_size(file: &RemoteFile) -> Result<(), String> {
     Ok(())
 }
 
-/// Selects the files to fetch, besides the index.
-pub(super) fn pipeline_files<'a>(listing: &'a Listing, index: &[u8]) -> Result<Vec<&'a RemoteFile>, String> {
+/// Selects the files to fetch of these parts, besides the index.
+pub(super) fn pipeline_files<'a>(
+    listing: &'a Listing,
+    index: &[u8],
+    parts: RepositoryParts,
+) -> Result<Vec<&'a RemoteFile>, String> {
     let index: serde_json::Map<String, serde_json::Value> =
         serde_json::from_slice(index).map_err(|error| format!("its model_index.json cannot be parsed: {error}"))?;
     let is_component_file = |file: &RemoteFile| {
         let Some((folder, name)) = file.name.split_once('/') else {
             return false;
         };
-        index.contains_key(folder) && !UNUSED_COMPONENTS.contains(&folder) && !name.contains('/')
+        let is_unused =
+            UNUSED_COMPONENTS.contains(&folder) || (parts == RepositoryParts::Extras && DENOISERS.contains(&folder));
+        index.contains_key(folder) && !is_unused && !name.contains('/')
     };
     select_files(listing, is_component_file)
 }
@@ -195,7 +204,11 @@ mod tests {
             is_gated: false,
             files: names.iter().map(file).collect(),
         };
-        let files = pipeline_files(&listing, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
+        let files = pipeline_files(
+            &listing,
+            br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#,
+            RepositoryParts::All,
+        )?;
         Ok(files.into_iter().map(|file| file.name.clone()).collect())
     }
 
@@ -213,12 +226,17 @@ mod tests {
                 .to_vec(),
         };
         assert_eq!(
-            pipeline_files(&listing(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#)
+            pipeline_files(&listing(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#, RepositoryParts::All)
                 .unwrap()
                 .len(),
             2
         );
-        let error = pipeline_files(&listing(MAX_TEXT_FILE_BYTES + 1), br#"{"unet": []}"#).unwrap_err();
+        let error = pipeline_files(
+            &listing(MAX_TEXT_FILE_BYTES + 1),
+            br#"{"unet": []}"#,
+            RepositoryParts::All,
+        )
+        .unwrap_err();
         assert!(
             error.contains("unet/config.json") && error.contains("at most"),
             "{error}"
