@@ -32,15 +32,18 @@ impl ImageGenerator {
             cx.log("info", note.clone());
         }
         let mut model = cx.load_model(config, &compute, Default::default(), None)?.model;
-        let lora = match &config.lora_path {
-            None => None,
-            Some(path) => {
-                let path = cx.local_path(path)?;
-                let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
-                cx.log_loaded_lora(&path, &loaded);
-                Some(loaded)
-            }
+        let mut load = |path: &Option<String>| -> Result<Option<LoadedLora>> {
+            let Some(path) = path else {
+                return Ok(None);
+            };
+            let path = cx.local_path(path)?;
+            let loaded = load_lora(&mut model.parts(), &path, 1.0)?;
+            cx.log_loaded_lora(&path, &loaded);
+            Ok(Some(loaded))
         };
+        let lora = load(&config.lora_path)?;
+        // It has its full strength in every image: `--m` sets that of `lora_path`.
+        load(&config.inference_lora_path)?;
         Ok(Self {
             model,
             lora,

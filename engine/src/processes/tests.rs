@@ -53,6 +53,24 @@ fn assert_matches_diffusers(path: &Path, case: &str) {
 }
 
 #[test]
+fn an_inference_lora_has_its_full_strength_in_every_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let lora = fixtures().join("pipelines/lora.safetensors");
+    let generate = |name: &str, model: &str, flags: &str| {
+        let out = dir.path().join(name);
+        let prompts = format!("sampler: ddim, sample_steps: 2, width: 64, height: 64, prompts: ['a cat --d 3{flags}']");
+        let (outcome, events) = run_spec(&spec(&generate_job(&out, model, &prompts)));
+        assert_eq!(outcome, Outcome::Completed, "{name}");
+        image::open(&images(&events)[0].1).unwrap().to_rgb8()
+    };
+    let key = |key: &str| format!(", {key}: {}", lora.display());
+    let plain = generate("plain", "", "");
+    let with_lora = generate("lora", &key("lora_path"), "");
+    assert_ne!(plain, with_lora);
+    assert_eq!(generate("inference", &key("inference_lora_path"), " --m 0"), with_lora);
+}
+
+#[test]
 fn a_job_generates_the_images_of_diffusers_and_honours_every_prompt_flag() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("out");
