@@ -119,6 +119,35 @@ config:
     )
 }
 
+/// The config of [`training_config`] for the tiny FLUX.1 of the fixtures, with captions that are encoded before the transformer is
+/// loaded.
+///
+/// # Panics
+/// When that config has changed.
+#[must_use]
+pub fn flux_training_config(name: &str, folder: &Path, steps: u32, save_every: u32) -> String {
+    let text = training_config(name, folder, steps, save_every);
+    let flux = repository().join("tests/fixtures/tiny_flux");
+    let (model, flux) = (tiny_model().display().to_string(), flux.display().to_string());
+    let changes = [
+        (model.as_str(), flux.as_str()),
+        ("arch: sd1", "arch: flux"),
+        (
+            "noise_scheduler: ddpm",
+            "noise_scheduler: flowmatch\n        timestep_type: sigmoid\n        gradient_checkpointing: true",
+        ),
+        (
+            "cache_latents_to_disk: true",
+            "cache_latents_to_disk: true\n          cache_text_embeddings: true",
+        ),
+        ("sampler: ddim", "sampler: flowmatch"),
+    ];
+    changes.into_iter().fold(text, |text, (from, to)| {
+        assert!(text.contains(from), "{from} is not in the config");
+        text.replace(from, to)
+    })
+}
+
 /// A config that generates three prompts `repeats` times into `folder`, split into `parts` if given.
 #[must_use]
 pub fn image_config(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {

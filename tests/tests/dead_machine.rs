@@ -5,7 +5,7 @@
 
 use aitk_tests::cluster::TestCluster;
 use aitk_tests::eventually;
-use aitk_tests::jobs::{run_undisturbed, training_config, write_dataset};
+use aitk_tests::jobs::{flux_training_config, run_undisturbed, training_config, write_dataset};
 use aitk_tests::processes::{Process, is_alive};
 use aitk_tests::s3::S3;
 use aitk_tests::server_fault::ServerFault;
@@ -16,15 +16,14 @@ const STEPS: u32 = 24;
 const SAVE_EVERY: u32 = 4;
 const LIMIT: Duration = Duration::from_secs(300);
 
+/// Writes the config of a training of a model.
+type WriteConfig = fn(&str, &Path, u32, u32) -> String;
+
 /// The LoRA of a run without faults, made by `aitk run`.
-fn expected_lora(root: &Path) -> Vec<u8> {
+fn expected_lora(root: &Path, config: WriteConfig) -> Vec<u8> {
     let folder = root.join("undisturbed");
     write_dataset(&folder.join("dataset"), 4);
-    std::fs::write(
-        folder.join("job.yaml"),
-        training_config("shapes", &folder, STEPS, SAVE_EVERY),
-    )
-    .unwrap();
+    std::fs::write(folder.join("job.yaml"), config("shapes", &folder, STEPS, SAVE_EVERY)).unwrap();
     run_undisturbed(&folder);
     std::fs::read(folder.join("shapes/shapes.safetensors")).unwrap()
 }
@@ -36,13 +35,9 @@ struct TestRun {
 }
 
 impl TestRun {
-    fn start(root: &Path, s3: &S3) -> Self {
+    fn start(root: &Path, s3: &S3, config: WriteConfig) -> Self {
         write_dataset(&root.join("dataset"), 4);
-        std::fs::write(
-            root.join("job.yaml"),
-            training_config("shapes", root, STEPS, SAVE_EVERY),
-        )
-        .unwrap();
+        std::fs::write(root.join("job.yaml"), config("shapes", root, STEPS, SAVE_EVERY)).unwrap();
         let cluster = TestCluster::start(root, Some(s3.url()), s3.environment());
         let id = cluster.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
         Self {
@@ -59,6 +54,20 @@ impl TestRun {
             let found = find_number(&job, "checkpoint_step")?;
             (found >= u64::from(step)).then_some(())
         });
+    }
+
+    /// Waits for the first checkpoint and kills the worker at an arbitrary step after it; its child process must end with it.
+    fn kill_after_the_first_checkpoint(&self, worker: &mut Process) {
+        self.wait_for_checkpoint(SAVE_EVERY, &[worker, &self.cluster.coordinator]);
+        let orphans = worker.children();
+        assert!(!orphans.is_empty(), "an attempt is a child process");
+        worker.kill();
+        eventually(
+            "the killed worker's child to end",
+            Duration::from_secs(10),
+            &[worker],
+            || orphans.iter().all(|id| !is_alive(*id)).then_some(()),
+        );
     }
 
     fn wait_for_lora(&self, logs: &[&Process]) -> Vec<u8> {
@@ -91,22 +100,12 @@ fn find_number(value: &serde_json::Value, key: &str) -> Option<u64> {
 fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_result() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
-    let expected = expected_lora(root);
+    let expected = expected_lora(root, training_config);
     let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
-    let mut run = TestRun::start(root, &s3);
+    let mut run = TestRun::start(root, &s3, training_config);
 
-    // The first worker is killed at an arbitrary step after the first checkpoint; its child process must end with it.
     let mut first = run.cluster.worker("first");
-    run.wait_for_checkpoint(SAVE_EVERY, &[&first, &run.cluster.coordinator]);
-    let orphans = first.children();
-    assert!(!orphans.is_empty(), "an attempt is a child process");
-    first.kill();
-    eventually(
-        "the killed worker's child to end",
-        Duration::from_secs(10),
-        &[&first],
-        || orphans.iter().all(|id| !is_alive(*id)).then_some(()),
-    );
+    run.kill_after_the_first_checkpoint(&mut first);
 
     // The second worker, with a data folder of its own, continues from the checkpoint. Meanwhile the coordinator is killed.
     let mut second = run.cluster.worker("second");
@@ -132,4 +131,23 @@ fn a_killed_worker_a_killed_coordinator_and_failing_storage_do_not_change_the_re
     let attempts = run.root.join("second/attempts");
     let left = std::fs::read_dir(&attempts).map(Iterator::count).unwrap_or(0);
     assert_eq!(left, 0, "{} is not empty", attempts.display());
+}
+
+#[test]
+fn a_training_of_flux_continues_on_another_worker_bit_for_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let expected = expected_lora(root, flux_training_config);
+    let s3 = S3::start(env!("CARGO_BIN_EXE_s3-server"), root);
+    let run = TestRun::start(root, &s3, flux_training_config);
+
+    let mut first = run.cluster.worker("first");
+    run.kill_after_the_first_checkpoint(&mut first);
+    let second = run.cluster.worker("second");
+    let lora = run.wait_for_lora(&[&second]);
+    assert!(
+        lora == expected,
+        "the LoRA differs from that of a run without faults\n{}",
+        second.tail()
+    );
 }
