@@ -90,7 +90,7 @@ pub fn check_existing(path: &Path, hash: ContentHash, bytes: u64) -> Result<Exis
 /// `progress` is called with the bytes of each piece, and with a negative number when they have to be downloaded again.
 ///
 /// # Errors
-/// When the store does not have the blob, the connection breaks too often, or the file cannot be written.
+/// When the storage does not have the blob, the connection breaks too often, or the file cannot be written.
 pub async fn fetch(
     api: &Api,
     hash: ContentHash,
@@ -153,7 +153,7 @@ async fn try_fetch(
                 if partial.hasher.bytes + data.len() as u64 > bytes {
                     partial.restart()?;
                     return Err(Failure::failed(format!(
-                        "{name}: the store sent more than the announced {bytes} bytes"
+                        "{name}: the coordinator sent more than the announced {bytes} bytes"
                     )));
                 }
                 partial.add(&data)?;

@@ -1,6 +1,6 @@
 //! The aitk coordinator: queue, leases, store and gRPC API.
 //!
-//! [`aitk_scheduler`] decides (a state machine without IO), `runner` owns its state and stores every change before any
+//! [`aitk_scheduler`] decides (a state machine without IO), `scheduler_task` owns its state and stores every change before any
 //! effect is sent, [`store`] persists it, `cluster` elects a leader among several coordinators, `garbage` deletes
 //! unneeded blobs, `pki` manages certificates, `scope` decides who sees which blob, `api` implements the gRPC
 //! services, and `server` starts and stops it all. The coordinator never depends on the engine.
@@ -20,7 +20,7 @@ mod garbage;
 mod metrics;
 mod payloads;
 mod pki;
-mod runner;
+mod scheduler_task;
 mod scope;
 mod server;
 mod size;

@@ -20,11 +20,11 @@ use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::payloads::Payloads;
 use crate::pki::Tls;
-use crate::runner::Runner;
+use crate::scheduler_task::SchedulerTask;
 use crate::scope::{Scope, Uploads};
 use crate::space::DiskSpace;
 use crate::spans::Spans;
-use crate::store::lease::RENEW;
+use crate::store::lease::RENEW_INTERVAL;
 use crate::store::{SqlStore, Store, StoreError};
 use crate::transfers::{Transfers, UploadRate};
 use aitk_common::hash::ContentHash;
@@ -144,7 +144,7 @@ pub(crate) async fn start_leading(
     if for_workers.is_some() {
         tokio::spawn(check_storage(blobs.clone(), stopping.clone()));
     }
-    let (runner, scheduler) = Runner::new(
+    let (scheduler_task, scheduler) = SchedulerTask::new(
         state,
         clock,
         store.clone(),
@@ -210,7 +210,12 @@ pub(crate) async fn start_leading(
     let is_tls = tls.is_some();
     let certificates_only = tls.as_ref().is_some_and(|tls| tls.certificates_only);
     let limiter = ConnectionLimiter::new(FIRST_CALL_TIMEOUT, MAX_UNAUTHENTICATED);
-    let authenticator = Authenticator::new(access.clone(), store.proof(), certificates_only, limiter.clone());
+    let authenticator = Authenticator::new(
+        access.clone(),
+        store.forwarding_secret(),
+        certificates_only,
+        limiter.clone(),
+    );
     let router = server.add_routes(routes(&shared, &authenticator));
     let mut stopped = stopping;
     let stopped = async move {
@@ -230,7 +235,7 @@ pub(crate) async fn start_leading(
             )
         }
     };
-    let runner = tokio::spawn(runner.run());
+    let scheduler_task = tokio::spawn(scheduler_task.run());
     let lease_task = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
     Ok(CoordinatorHandle {
@@ -242,7 +247,7 @@ pub(crate) async fn start_leading(
         stop,
         certificate_task,
         server,
-        runner,
+        scheduler_task,
         garbage_task,
         audit_task,
         lease_task,
@@ -267,7 +272,7 @@ async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<
 /// Renews the lease until another coordinator has it. In a cluster it also ends when the lease has expired without an
 /// answer of the database: another coordinator may lead by then, and workers must not hear two leaders.
 async fn renew_lease(store: Arc<dyn Store>, others: bool) -> StoreError {
-    let mut ticks = tokio::time::interval(RENEW);
+    let mut ticks = tokio::time::interval(RENEW_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut valid_until = None;
     loop {

@@ -2,7 +2,7 @@
 //! acknowledged changes can always be stored.
 
 use crate::error_chain::error_chain;
-use crate::runner::SchedulerHandle;
+use crate::scheduler_task::SchedulerHandle;
 use aitk_scheduler::Event;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -1,14 +1,5 @@
 //! The worker's data folder: its layout, its lock, and the removal of what a killed daemon left.
-//!
-//! ```text
-//! lock          held by the running daemon, so that there is only one
-//! worker_id     the id that the coordinator assigned
-//! identity.json the certificate and key of a worker that joined
-//! attempts/ID/  spec.json, tmp/, output/, resume/, pins/: gone when the attempt has ended
-//! kept/ID/      checkpoints that the coordinator has not committed yet
-//! cache/        inputs: blobs/, trees/ (snapshots, read-only), hub/ (models from Hugging Face); derived/USER/INPUT/: what
-//!               attempts computed from them
-//! ```
+//! `docs/files.md` lists what lies in it.
 
 use crate::uncommitted::UncommittedCheckpoints;
 use aitk_common::fsutil::{self, FsError};

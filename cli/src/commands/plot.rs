@@ -39,8 +39,9 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     }
     if curve.points.is_empty() {
         return Err(
-            Failure::not_found(format!("{} has no losses yet", printable(&args.job)))
-                .hint("a training reports its loss every `logging.log_every` steps"),
+            Failure::not_found(format!("{} has no losses yet", printable(&args.job))).hint(
+                "a training has its first loss after its first step; a job reports one every `logging.log_every` steps",
+            ),
         );
     }
     if let Some(path) = &args.output {

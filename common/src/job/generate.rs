@@ -11,7 +11,7 @@ section! {
     pub struct GenerateConfig("generate") {
         /// Prompts, or a text file with one per line. May end in flags such as `--seed 7`.
         prompts [required]: TextSource = TextSource::default(), Works, input PromptFile;
-        /// Sampler.
+        /// Sampler; models of flow matching take `flowmatch`, `heun`, `dpmsolver++` and `unipc`.
         sampler: SamplerName = SamplerName::Ddpm, Works;
         /// Width in pixels, floored to a multiple of 8 (of 16 for families with a transformer), at least 64.
         width: u32 = 512, Works;
@@ -113,7 +113,7 @@ fn finish_generate(generate: &mut GenerateConfig, _present: &PresentKeys, cx: &m
 section! {
     /// How `batch_img2img` changes the images of its data sets.
     pub struct Img2ImgConfig("generate") {
-        /// Sampler.
+        /// Sampler; models of flow matching take `flowmatch`, `heun`, `dpmsolver++` and `unipc`.
         sampler: SamplerName = SamplerName::Ddpm, Works;
         /// Negative prompt.
         neg: String = String::new(), Works;

@@ -76,7 +76,7 @@ fn finish_item(item: &mut SampleItem, _present: &PresentKeys, cx: &mut ReadConte
 section! {
     /// Images generated during the training, to show its progress.
     pub struct SampleConfig("sample") {
-        /// Sampler; flow models use `flowmatch`.
+        /// Sampler; models of flow matching take `flowmatch`, `heun`, `dpmsolver++` and `unipc`.
         sampler: SamplerName = SamplerName::Ddpm, Works;
         /// Sample when `step % sample_every == 0`, never on the first step that runs; 0 or null: not while training.
         sample_every: Option<u64> = Some(100), Works;

@@ -44,7 +44,7 @@ choices! {
         /// ai-toolkit's variant of `lcm`.
         CustomLcm = "custom_lcm", Refused("use `lcm`");
         /// Mean flow.
-        MeanFlow = "mean_flow", Refused("flow models come later");
+        MeanFlow = "mean_flow", Refused("use `flowmatch`");
         /// Flow matching.
         FlowMatch = "flowmatch", Works;
     }

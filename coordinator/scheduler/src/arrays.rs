@@ -1,23 +1,23 @@
 //! Arrays: jobs that were submitted together. Each member is an ordinary job. The array adds a common name, a limit of how
 //! many members run at the same time, and lets other jobs wait for all members.
 
+use super::changes::Changes;
 use super::event::{Effect, NewArray, NewJob, Refusal, Reply};
 use super::model::{ArrayMembership, Condition, Job, QueueState, Ticket};
 use super::state::State;
-use super::step::Step;
 use crate::state::array::Array;
 use aitk_common::control::{JobState, MAX_ARRAY_MEMBERS, SubmissionReceipt, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::BTreeSet;
 
 impl State {
-    pub(super) fn submit_array(&mut self, step: &mut Step, ticket: Ticket, new: NewArray) {
-        let reply = self.accept_array(step, new);
-        step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
+    pub(super) fn submit_array(&mut self, changes: &mut Changes, ticket: Ticket, new: NewArray) {
+        let reply = self.accept_array(changes, new);
+        changes.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
     }
 
     /// Accepts all members of an array, or none.
-    fn accept_array(&mut self, step: &mut Step, new: NewArray) -> Result<SubmissionReceipt, Refusal> {
+    fn accept_array(&mut self, changes: &mut Changes, new: NewArray) -> Result<SubmissionReceipt, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -77,7 +77,7 @@ impl State {
                 at_most,
                 split,
             };
-            self.insert_job(step, member, after, Some(Box::new(membership)));
+            self.insert_job(changes, member, after, Some(Box::new(membership)));
         }
         Ok(SubmissionReceipt {
             job: id,
@@ -269,8 +269,8 @@ impl State {
         }
     }
 
-    /// Releases members that waited for their array's limit, as far as the limit now allows. Runs at the end of a step, so
-    /// that a member which returned from its device in this step goes first.
+    /// Releases members that waited for their array's limit, as far as the limit now allows. Runs at the end of a call, so
+    /// that a member which returned from its device in this call goes first.
     pub(super) fn release_array_members(&mut self, now: UnixMillis) {
         for id in std::mem::take(&mut self.arrays_with_capacity) {
             while let Some(array) = self.arrays.get_mut(&id)

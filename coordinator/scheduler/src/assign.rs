@@ -1,11 +1,11 @@
 //! Applies the decisions of placement: starts an attempt of a waiting job on a device.
 
+use super::changes::Changes;
 use super::event::{Effect, PlacedAttempt};
 use super::model::{ClassId, LiveAttempt};
 use super::placement::{Decision, DeviceChoice};
 use super::state::State;
 use super::state::slots::Reservation;
-use super::step::Step;
 use aitk_common::control::{AttemptState, AttemptView, EventBody, HeldAttempt, JobState};
 use aitk_common::id::JobId;
 use std::collections::BTreeMap;
@@ -16,15 +16,15 @@ const MAX_ATTEMPTS_KEPT: usize = 100;
 
 impl State {
     /// Applies a decision of placement.
-    pub(super) fn apply(&mut self, step: &mut Step, decision: Decision) {
+    pub(super) fn apply(&mut self, changes: &mut Changes, decision: Decision) {
         match decision {
-            Decision::Start { job, class, choice } => self.assign(step, &job, class, choice),
-            Decision::Preempt { victim, class, job } => self.preempt_for(step, &victim, class, &job),
+            Decision::Start { job, class, choice } => self.assign(changes, &job, class, choice),
+            Decision::Preempt { victim, class, job } => self.preempt_for(changes, &victim, class, &job),
         }
     }
 
     /// Starts an attempt of a waiting job on the chosen device.
-    fn assign(&mut self, step: &mut Step, id: &JobId, class: ClassId, chosen: DeviceChoice) {
+    fn assign(&mut self, changes: &mut Changes, id: &JobId, class: ClassId, chosen: DeviceChoice) {
         let Some(slot) = self.slots.get(chosen.slot) else {
             return;
         };
@@ -35,7 +35,7 @@ impl State {
         let Some(session) = worker.session else { return };
         let worker_name = worker.name.clone();
         let reason = format!("on {worker_name}, {} {}", device.kind.name(), device.index);
-        self.set_state(step, id, JobState::Running, reason);
+        self.set_state(changes, id, JobState::Running, reason);
         self.offers.remove(id);
         let revisions = self.revisions_of(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
@@ -57,15 +57,15 @@ impl State {
             profile: chosen.profile,
             memory: chosen.bytes,
             state: AttemptState::Assigned,
-            created: step.now,
+            created: changes.now,
             ended: None,
             message: String::new(),
         });
-        job.started = job.started.or(Some(step.now));
+        job.started = job.started.or(Some(changes.now));
         let left = |limit: u64| Duration::from_millis(limit.saturating_sub(job.used_millis));
-        let deadline = job.requirements.time_limit.map(|limit| step.now.after(left(limit)));
+        let deadline = job.requirements.time_limit.map(|limit| changes.now.after(left(limit)));
         job.live = Some(LiveAttempt {
-            lease_until: step.now.after(self.settings.lease),
+            lease_until: changes.now.after(self.settings.lease),
             seq: 0,
             deadline,
             pace: None,
@@ -95,7 +95,7 @@ impl State {
             device,
             message: String::new(),
         };
-        step.log(job, Some(attempt), body, None);
+        changes.log(job, Some(attempt), body, None);
         if let Some(deadline) = deadline {
             self.deadlines.insert((deadline, id.clone()));
         }
@@ -108,7 +108,7 @@ impl State {
         self.slots.occupy(chosen.slot, id, Reservation { bytes, exclusive });
         self.count_started(&owner);
         self.array_member_started(id);
-        step.push(Effect::Assign(session, Box::new(placed)));
+        changes.push(Effect::Assign(session, Box::new(placed)));
         tracing::debug!(job = %id, class, "placed");
     }
 

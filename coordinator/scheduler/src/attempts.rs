@@ -1,11 +1,11 @@
 //! Handles the reports of attempts: progress, files, checkpoints and their end.
 
+use super::changes::Changes;
 use super::event::{Effect, Record};
 use super::messages::fence_reason;
 use super::model::{CommittedCheckpoint, Job, Pace, SessionId, job_of};
 use super::reasons::FenceReason;
 use super::state::State;
-use super::step::Step;
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, AttemptState, EventBody, HeldAttempt, JobEvent, Report, ToWorker};
 use aitk_common::control::{UnixMillis, Verdict};
@@ -22,7 +22,7 @@ impl State {
     /// The job whose live attempt this is, if this session's worker holds it.
     pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<&Job> {
         let job = self.jobs.at(*self.live.get(job_of(&held.attempt)?)?)?;
-        let attempt = job.current()?;
+        let attempt = job.live_attempt()?;
         let same = attempt.id == held.attempt
             && attempt.epoch == held.epoch
             && attempt.worker == *self.sessions.get(&session)?;
@@ -55,16 +55,16 @@ impl State {
     }
 
     /// Answers that an attempt is fenced.
-    fn answer_fenced(&self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) {
+    fn answer_fenced(&self, changes: &mut Changes, session: SessionId, request: u64, held: &HeldAttempt) {
         let reason = self.fence_reason(held);
         if reason == FenceReason::OtherWorker {
-            step.push(Effect::ForeignReport { session, attempt: None });
+            changes.push(Effect::ForeignReport { session, attempt: None });
         }
-        self.answer(step, session, request, Verdict::Fenced, fence_reason(reason));
+        self.answer(changes, session, request, Verdict::Fenced, fence_reason(reason));
     }
 
-    fn answer(&self, step: &mut Step, session: SessionId, request: u64, verdict: Verdict, message: String) {
-        step.push(Effect::Send(
+    fn answer(&self, changes: &mut Changes, session: SessionId, request: u64, verdict: Verdict, message: String) {
+        changes.push(Effect::Send(
             session,
             ToWorker::Answer {
                 request,
@@ -74,25 +74,25 @@ impl State {
         ));
     }
 
-    fn accept(&self, step: &mut Step, session: SessionId, request: u64) {
-        self.answer(step, session, request, Verdict::Accepted, String::new());
+    fn accept(&self, changes: &mut Changes, session: SessionId, request: u64) {
+        self.answer(changes, session, request, Verdict::Accepted, String::new());
     }
 
     /// The job of a request whose attempt is current; renews its lease. Otherwise answers that the attempt is fenced.
     fn accept_report(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: &HeldAttempt,
     ) -> Option<JobId> {
         match self.select_current_job(session, held) {
             Some(job) => {
-                self.renew(step, &job);
+                self.renew(changes, &job);
                 Some(job)
             }
             None => {
-                self.answer_fenced(step, session, request, held);
+                self.answer_fenced(changes, session, request, held);
                 None
             }
         }
@@ -100,7 +100,7 @@ impl State {
 
     pub(super) fn report(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         held: HeldAttempt,
         seq: u64,
@@ -108,9 +108,9 @@ impl State {
         report: Report,
     ) {
         let Some(id) = self.select_current_job(session, &held) else {
-            return self.fence(step, session, held);
+            return self.fence(changes, session, held);
         };
-        self.renew(step, &id);
+        self.renew(changes, &id);
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let Some(live) = job.live.as_mut().filter(|live| seq > live.seq) else {
             return;
@@ -122,19 +122,19 @@ impl State {
                 job.progress = Some(progress);
                 // Progress ends a network outage: the inputs have been downloaded.
                 if job.network_outage.take().is_some() {
-                    step.touch(&id);
+                    changes.touch(&id);
                 }
                 let reports_work = job.reports_work();
                 if let Some(live) = job.live.as_mut().filter(|_| reports_work) {
                     let first = Pace {
-                        since: step.now,
+                        since: changes.now,
                         from: progress.done,
-                        until: step.now,
+                        until: changes.now,
                         to: progress.done,
                         total: progress.total,
                     };
                     let pace = live.pace.get_or_insert(first);
-                    (pace.until, pace.to, pace.total) = (step.now, progress.done, progress.total);
+                    (pace.until, pace.to, pace.total) = (changes.now, progress.done, progress.total);
                 }
                 let body = EventBody::Progress(progress);
                 let event = JobEvent {
@@ -144,18 +144,18 @@ impl State {
                     body,
                 };
                 self.mark_array_for_recheck(&id);
-                step.push(Effect::Publish(id, Arc::new(event)));
+                changes.push(Effect::Publish(id, Arc::new(event)));
             }
             Report::Phase { name } => {
                 job.phase = Some(name.clone());
-                self.log(step, &id, Some(held.attempt), EventBody::Phase { name }, Some(seq));
+                self.log(changes, &id, Some(held.attempt), EventBody::Phase { name }, Some(seq));
             }
             Report::Log { level, message } => {
                 let body = EventBody::Log {
                     level,
                     message: truncate_text(message),
                 };
-                self.log(step, &id, Some(held.attempt), body, Some(seq));
+                self.log(changes, &id, Some(held.attempt), body, Some(seq));
             }
             Report::Pinned {
                 repository,
@@ -164,13 +164,13 @@ impl State {
             } => {
                 if job.revisions.len() < MAX_REVISIONS && !job.revisions.contains_key(&repository) {
                     job.revisions.insert(repository, commit);
-                    step.touch(&id);
+                    changes.touch(&id);
                 }
                 let body = EventBody::Log {
                     level: "info".into(),
                     message: truncate_text(message),
                 };
-                self.log(step, &id, Some(held.attempt), body, Some(seq));
+                self.log(changes, &id, Some(held.attempt), body, Some(seq));
             }
             metrics @ Report::Metrics { .. } => {
                 if let Report::Metrics { values, .. } = &metrics
@@ -178,7 +178,7 @@ impl State {
                 {
                     job.loss = loss.is_finite().then_some(*loss);
                 }
-                self.log(step, &id, Some(held.attempt), metrics.into(), Some(seq));
+                self.log(changes, &id, Some(held.attempt), metrics.into(), Some(seq));
             }
         }
     }
@@ -186,26 +186,26 @@ impl State {
     /// [`State::accept_report`] of a file, which may also belong to a checkpoint that is uploaded after its attempt has ended.
     fn accept_file_report(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: &HeldAttempt,
     ) -> Option<JobId> {
         match self.job_of_offered_file(session, held) {
             Some(job) => Some(job),
-            None => self.accept_report(step, session, request, held),
+            None => self.accept_report(changes, session, request, held),
         }
     }
 
     pub(super) fn artifact_ready(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: HeldAttempt,
         artifact: Artifact,
     ) {
-        let Some(id) = self.accept_file_report(step, session, request, &held) else {
+        let Some(id) = self.accept_file_report(changes, session, request, &held) else {
             return;
         };
         let local = self.jobs.get(&id).is_some_and(|job| job.local);
@@ -214,79 +214,87 @@ impl State {
                 "{}: its bytes must be in storage first, under their hash",
                 artifact.name
             );
-            return self.answer(step, session, request, Verdict::Refused, message);
+            return self.answer(changes, session, request, Verdict::Refused, message);
         }
-        step.push(Effect::Persist(Record::Artifact(
+        changes.push(Effect::Persist(Record::Artifact(
             id.clone(),
             Box::new(artifact.clone()),
         )));
-        self.log(step, &id, Some(held.attempt), EventBody::Artifact(artifact), None);
-        self.accept(step, session, request);
+        self.log(changes, &id, Some(held.attempt), EventBody::Artifact(artifact), None);
+        self.accept(changes, session, request);
     }
 
     pub(super) fn artifact_removed(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: HeldAttempt,
         name: String,
     ) {
-        let Some(id) = self.accept_file_report(step, session, request, &held) else {
+        let Some(id) = self.accept_file_report(changes, session, request, &held) else {
             return;
         };
-        step.push(Effect::Persist(Record::ArtifactRemoved(id.clone(), name.clone())));
-        self.log(step, &id, Some(held.attempt), EventBody::ArtifactRemoved { name }, None);
-        self.accept(step, session, request);
+        changes.push(Effect::Persist(Record::ArtifactRemoved(id.clone(), name.clone())));
+        self.log(
+            changes,
+            &id,
+            Some(held.attempt),
+            EventBody::ArtifactRemoved { name },
+            None,
+        );
+        self.accept(changes, session, request);
     }
 
     pub(super) fn commit(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: HeldAttempt,
         manifest: ContentHash,
         at: u64,
     ) {
-        if self.commit_offered(step, session, request, &held, manifest, at) {
+        if self.commit_offered(changes, session, request, &held, manifest, at) {
             return;
         }
-        let Some(id) = self.accept_report(step, session, request, &held) else {
+        let Some(id) = self.accept_report(changes, session, request, &held) else {
             return;
         };
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let committed = CommittedCheckpoint { step: at, manifest };
         if job.checkpoint.as_ref() == Some(&committed) {
-            return self.accept(step, session, request);
+            return self.accept(changes, session, request);
         }
         if let Some(earlier) = job.checkpoint.as_ref().filter(|earlier| earlier.step > at) {
             let message = format!("step {at} lies before step {}, which is committed", earlier.step);
-            return self.answer(step, session, request, Verdict::Refused, message);
+            return self.answer(changes, session, request, Verdict::Refused, message);
         }
         job.checkpoint = Some(committed);
         // A new checkpoint ends a series of failures of the job and of faults of its device.
         job.failures = 0;
         job.network_outage = None;
         job.storage_failures = 0;
-        let location = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
-        step.touch(&id);
+        let location = job
+            .live_attempt()
+            .map(|attempt| (attempt.worker.clone(), attempt.device));
+        changes.touch(&id);
         if let Some((worker, device)) = location {
-            self.clear_faults(step, &worker, device);
+            self.clear_faults(changes, &worker, device);
         }
         self.log(
-            step,
+            changes,
             &id,
             Some(held.attempt),
             EventBody::Checkpoint { step: at, manifest },
             None,
         );
-        self.accept(step, session, request);
+        self.accept(changes, session, request);
     }
 
     pub(super) fn finished(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: HeldAttempt,
@@ -295,13 +303,13 @@ impl State {
         let Some(id) = self.select_current_job(session, &held) else {
             // The worker repeats the report if the first answer was lost.
             return if self.is_repeated(session, &held, &outcome) {
-                self.accept(step, session, request);
+                self.accept(changes, session, request);
             } else {
-                self.answer_fenced(step, session, request, &held);
+                self.answer_fenced(changes, session, request, &held);
             };
         };
-        self.apply_outcome(step, session, &id, outcome);
-        self.accept(step, session, request);
+        self.apply_outcome(changes, session, &id, outcome);
+        self.accept(changes, session, request);
     }
 
     /// Whether the attempt has already ended with this outcome.

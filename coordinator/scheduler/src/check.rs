@@ -35,7 +35,7 @@ fn check_jobs(state: &State) -> Result<(), String> {
             return fail("two live attempts");
         }
         let runs = matches!(job.state, JobState::Running | JobState::Stopping);
-        if runs != job.current().is_some() || states.len() != usize::from(runs) {
+        if runs != job.live_attempt().is_some() || states.len() != usize::from(runs) {
             return fail("live attempt and state disagree");
         }
         if runs != job.live.is_some() {
@@ -89,7 +89,7 @@ fn check_queue(state: &State) -> Result<(), String> {
     for (id, job) in state.jobs.iter() {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
         let user = users.entry(job.requirements.owner.clone()).or_default();
-        user.1 += u32::from(job.current().is_some());
+        user.1 += u32::from(job.live_attempt().is_some());
         if job.state != JobState::Queued {
             if job.queue_state != QueueState::NotQueued {
                 return fail("is in the queue and does not wait");
@@ -105,7 +105,7 @@ fn check_queue(state: &State) -> Result<(), String> {
             (QueueState::Timed(time), _) => {
                 timed.insert((time, id.clone()));
             }
-            (QueueState::Blocked, StartCondition::Paused | StartCondition::After(_))
+            (QueueState::Held, StartCondition::Paused | StartCondition::After(_))
             | (QueueState::ArrayLimited, StartCondition::Met) => {}
             (QueueState::Ready(class), StartCondition::Met) => {
                 ready += 1;
@@ -226,7 +226,7 @@ fn check_arrays(state: &State) -> Result<(), String> {
             return Err(format!("{id} has a wrong index in its array"));
         }
         array.completed += usize::from(job.state == JobState::Completed);
-        if job.current().is_some() {
+        if job.live_attempt().is_some() {
             array.running.insert(id.clone());
         }
         match job.queue_state {
@@ -275,7 +275,7 @@ fn check_devices(state: &State) -> Result<(), String> {
     let (mut deadlines, mut all_deadlines) = (BTreeSet::new(), BTreeSet::new());
     let mut running: BTreeMap<usize, Table<JobId, Reservation>> = BTreeMap::new();
     for (id, job) in state.jobs.iter() {
-        let Some(attempt) = job.current() else { continue };
+        let Some(attempt) = job.live_attempt() else { continue };
         live.extend(state.jobs.index_of(id).map(|index| (id.clone(), index)));
         if job.requirements.yields && job.preemption.is_none() && job.state == JobState::Running {
             preemptible.insert(id.clone());

@@ -2,10 +2,10 @@
 //! device, or neither.
 
 use super::attempts::truncate_text;
+use super::changes::Changes;
 use super::model::{NetworkOutage, Preemption, SessionId};
 use super::saved_work::saved_work_message;
 use super::state::State;
-use super::step::Step;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::control::{AttemptState, EventBody, HeldAttempt, JobState};
@@ -24,10 +24,29 @@ struct AttemptLocation {
 /// The most inputs per worker that are recorded as cached; the latest are kept.
 const MAX_CACHED_INPUTS: usize = 64;
 
+/// Whether a retry counts as a failure of the job, of which it has `retries` in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RetryCount {
+    /// The job may be at fault.
+    Counted,
+    /// Something else is at fault.
+    NotCounted,
+}
+
+impl RetryCount {
+    /// Not counted, if the worker had announced that it shuts down.
+    pub(super) fn unless(announced: bool) -> Self {
+        match announced {
+            true => Self::NotCounted,
+            false => Self::Counted,
+        }
+    }
+}
+
 impl State {
     /// Ends a job's attempt with the outcome that its worker reported, and decides what the job does next.
-    pub(super) fn apply_outcome(&mut self, step: &mut Step, session: SessionId, id: &JobId, outcome: Outcome) {
-        let Some(job) = self.jobs.get(id).filter(|job| job.current().is_some()) else {
+    pub(super) fn apply_outcome(&mut self, changes: &mut Changes, session: SessionId, id: &JobId, outcome: Outcome) {
+        let Some(job) = self.jobs.get(id).filter(|job| job.live_attempt().is_some()) else {
             return;
         };
         let stopping = job.state == JobState::Stopping;
@@ -35,14 +54,14 @@ impl State {
         let preemption = job.preemption.clone();
         match outcome {
             Outcome::Completed => {
-                if let Some(location) = self.end_attempt(step, id, AttemptState::Completed, String::new()) {
-                    self.clear_faults(step, &location.worker, location.device);
+                if let Some(location) = self.end_attempt(changes, id, AttemptState::Completed, String::new()) {
+                    self.clear_faults(changes, &location.worker, location.device);
                 }
-                self.set_state(step, id, JobState::Completed, "all work is done".into());
+                self.set_state(changes, id, JobState::Completed, "all work is done".into());
             }
             Outcome::Stopped { saved_step, at_step } => {
                 let saved = saved_work_message(job, saved_step, at_step);
-                self.end_attempt(step, id, AttemptState::Stopped, format!("stopped: {saved}"));
+                self.end_attempt(changes, id, AttemptState::Stopped, format!("stopped: {saved}"));
                 let leaving = self.sessions.get(&session).and_then(|worker| self.workers.get(worker));
                 let leaving = leaving.is_some_and(|worker| worker.leaving);
                 let requeue_reason = match preemption {
@@ -57,49 +76,59 @@ impl State {
                     None => None,
                 };
                 match requeue_reason {
-                    Some(reason) => self.requeue(step, id, reason, Duration::ZERO),
+                    Some(reason) => self.requeue(changes, id, reason, Duration::ZERO),
                     None if time_limit_reached => {
                         let reason =
                             format!("its time limit is over: {saved}; `aitk resume` gives it as much time again");
-                        self.set_state(step, id, JobState::Stopped, reason);
+                        self.set_state(changes, id, JobState::Stopped, reason);
                     }
                     None if stopping => {
-                        self.set_state(step, id, JobState::Stopped, format!("stopped on request: {saved}"));
+                        self.set_state(changes, id, JobState::Stopped, format!("stopped on request: {saved}"));
                     }
                     // Nothing asked it to stop. This counts as a failure, so that it cannot repeat for ever.
-                    None => self.retry(step, id, "its attempt stopped without being asked to".into(), true),
+                    None => self.retry(
+                        changes,
+                        id,
+                        "its attempt stopped without being asked to".into(),
+                        RetryCount::Counted,
+                    ),
                 }
             }
             Outcome::Failed { cause, message } => {
                 let message = truncate_text(message);
                 let saved = saved_work_message(job, None, None);
-                let Some(location) = self.end_attempt(step, id, AttemptState::Failed, message.clone()) else {
+                let Some(location) = self.end_attempt(changes, id, AttemptState::Failed, message.clone()) else {
                     return;
                 };
                 match cause {
                     FailureCause::Machine | FailureCause::NoProgress => {
-                        self.record_fault(step, &location.worker, location.device, &message, false);
+                        self.record_fault(changes, &location.worker, location.device, &message, false);
                     }
                     FailureCause::DeviceStuck => {
-                        self.record_fault(step, &location.worker, location.device, &message, true);
+                        self.record_fault(changes, &location.worker, location.device, &message, true);
                     }
                     _ => {}
                 }
                 if stopping {
                     let reason = format!("stopped on request: {saved}; its attempt ended with: {message}");
-                    self.set_state(step, id, JobState::Stopped, reason);
+                    self.set_state(changes, id, JobState::Stopped, reason);
                 } else if cause == FailureCause::OutOfMemory {
-                    self.out_of_memory(step, id, &location, message);
+                    self.out_of_memory(changes, id, &location, message);
                 } else if cause == FailureCause::Network {
-                    self.network_failed(step, id, message);
+                    self.network_failed(changes, id, message);
                 } else if cause == FailureCause::Storage {
-                    self.storage_failed(step, id, message);
+                    self.storage_failed(changes, id, message);
                 } else if cause == FailureCause::Interrupted {
-                    self.retry(step, id, message, false);
+                    self.retry(changes, id, message, RetryCount::NotCounted);
                 } else if cause.is_retryable() {
-                    self.retry(step, id, format!("{}: {message}", failure_label(cause)), true);
+                    self.retry(
+                        changes,
+                        id,
+                        format!("{}: {message}", failure_label(cause)),
+                        RetryCount::Counted,
+                    );
                 } else {
-                    self.set_state(step, id, JobState::Failed, message);
+                    self.set_state(changes, id, JobState::Failed, message);
                 }
             }
         }
@@ -108,7 +137,7 @@ impl State {
     /// Handles an attempt that ran out of memory. The job is retried once under the next smaller profile; if it fails there as
     /// well, it is too large for its device and fails. If there is no smaller profile, another program took the memory, and
     /// the job is retried like after any failure of the machine.
-    fn out_of_memory(&mut self, step: &mut Step, id: &JobId, location: &AttemptLocation, message: String) {
+    fn out_of_memory(&mut self, changes: &mut Changes, id: &JobId, location: &AttemptLocation, message: String) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let profile = location.profile;
         let smaller = profile.smaller();
@@ -123,36 +152,36 @@ impl State {
                     profile.name(),
                     smaller.name()
                 );
-                self.requeue(step, id, reason, Duration::ZERO);
+                self.requeue(changes, id, reason, Duration::ZERO);
             }
             _ if before.is_some() => {
                 let reason = format!(
                     "not enough memory, with the smaller profile {} as well; `cluster.memory_budget` and `cluster.memory_profile` choose another device or layout: {message}",
                     profile.name()
                 );
-                self.set_state(step, id, JobState::Failed, reason);
+                self.set_state(changes, id, JobState::Failed, reason);
             }
             // The user fixed the limit, and the profile is fixed or the smallest one: a retry would end in the same way.
             _ if (job.requirements.memory.is_some() && job.requirements.profile.is_some())
                 || (own_limit && smaller.is_none()) =>
             {
                 let reason = format!("{}: {message}", failure_label(FailureCause::OutOfMemory));
-                self.set_state(step, id, JobState::Failed, reason);
+                self.set_state(changes, id, JobState::Failed, reason);
             }
             _ => self.retry(
-                step,
+                changes,
                 id,
                 format!("{}: {message}", failure_label(FailureCause::OutOfMemory)),
-                true,
+                RetryCount::Counted,
             ),
         }
     }
 
     /// Ends an attempt that its worker lost: the worker is gone, or does not know the attempt. Its reports are fenced from
-    /// now on. `counts`: it counts as a failure of the job.
-    pub(super) fn attempt_lost(&mut self, step: &mut Step, id: &JobId, why: &str, counts: bool) {
+    /// now on.
+    pub(super) fn attempt_lost(&mut self, changes: &mut Changes, id: &JobId, why: &str, count: RetryCount) {
         let Some(job) = self.jobs.get(id) else { return };
-        let Some(attempt) = job.current() else { return };
+        let Some(attempt) = job.live_attempt() else { return };
         let held = HeldAttempt {
             attempt: attempt.id.clone(),
             epoch: attempt.epoch,
@@ -160,20 +189,20 @@ impl State {
         let session = self.workers.get(&attempt.worker).and_then(|worker| worker.session);
         let message = format!("lost on {}: {why}", attempt.worker_name);
         let stopping = job.state == JobState::Stopping;
-        let saved = saved_work_message(job, None, job.trained());
-        self.end_attempt(step, id, AttemptState::Lost, message.clone());
+        let saved = saved_work_message(job, None, job.optimizer_steps());
+        self.end_attempt(changes, id, AttemptState::Lost, message.clone());
         if let Some(session) = session {
-            self.fence(step, session, held);
+            self.fence(changes, session, held);
         }
         if stopping {
             self.set_state(
-                step,
+                changes,
                 id,
                 JobState::Stopped,
                 format!("stopped on request: {saved}; its attempt was {message}"),
             );
         } else {
-            self.retry(step, id, message, counts);
+            self.retry(changes, id, message, count);
         }
     }
 
@@ -181,7 +210,7 @@ impl State {
     /// failure does not count.
     pub(super) fn assignment_failed(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         held: &HeldAttempt,
         reason: String,
@@ -191,20 +220,20 @@ impl State {
             return;
         };
         let (id, stopping) = (job.id.clone(), job.state == JobState::Stopping);
-        self.end_attempt(step, &id, AttemptState::Failed, reason.clone());
+        self.end_attempt(changes, &id, AttemptState::Failed, reason.clone());
         if stopping {
-            self.set_state(step, &id, JobState::Stopped, "stopped before it ran".into());
+            self.set_state(changes, &id, JobState::Stopped, "stopped before it ran".into());
         } else if transient {
-            self.retry(step, &id, reason, false);
+            self.retry(changes, &id, reason, RetryCount::NotCounted);
         } else {
-            self.set_state(step, &id, JobState::Failed, reason);
+            self.set_state(changes, &id, JobState::Failed, reason);
         }
     }
 
     /// Ends the live attempt of a job and frees its device. No other function does that. Returns where it ran.
     fn end_attempt(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         id: &JobId,
         state: AttemptState,
         message: String,
@@ -212,7 +241,7 @@ impl State {
         let job = self.jobs.get_mut(id)?;
         let attempt = job.attempts.last_mut().filter(|attempt| attempt.state.is_live())?;
         attempt.state = state;
-        attempt.ended = Some(step.now);
+        attempt.ended = Some(changes.now);
         attempt.message.clone_from(&message);
         let location = AttemptLocation {
             worker: attempt.worker.clone(),
@@ -220,7 +249,7 @@ impl State {
             profile: attempt.profile,
         };
         let (attempt_id, worker_name) = (attempt.id.clone(), attempt.worker_name.clone());
-        let ran = step.now.since(attempt.created);
+        let ran = changes.now.since(attempt.created);
         let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
         let live = job.live.take();
         // Only an attempt that reported progress has its inputs in the worker's cache, and a measured speed.
@@ -238,14 +267,14 @@ impl State {
             device: location.device,
             message,
         };
-        step.log(job, Some(attempt_id), body, None);
-        step.touch(id);
+        changes.log(job, Some(attempt_id), body, None);
+        changes.touch(id);
         if let Some(slot) = self.slots.find(&location.worker, location.device) {
             let learned = worked
                 .and_then(|(pace, demand)| self.record_speed(pace, &demand, &location.worker, location.profile, slot));
             let cached = self.record_cached_inputs(&location.worker, &data);
             if learned.is_some() || cached {
-                self.persist_worker(step, &location.worker);
+                self.persist_worker(changes, &location.worker);
             }
             self.slots.vacate(slot, id);
             self.update_capacity(slot);
@@ -284,10 +313,10 @@ impl State {
     }
 
     /// Requeues a job after a failure with exponential backoff; fails it after too many failures in a row.
-    fn retry(&mut self, step: &mut Step, id: &JobId, why: String, counts: bool) {
+    fn retry(&mut self, changes: &mut Changes, id: &JobId, why: String, count: RetryCount) {
         let settings = self.settings.clone();
         let Some(job) = self.jobs.get_mut(id) else { return };
-        if counts {
+        if count == RetryCount::Counted {
             job.failures = job.failures.saturating_add(1);
         }
         if job.failures > job.requirements.retries {
@@ -297,48 +326,48 @@ impl State {
             } else {
                 format!("gave up after {tries} tries in a row; the last one: {why}")
             };
-            return self.set_state(step, id, JobState::Failed, reason);
+            return self.set_state(changes, id, JobState::Failed, reason);
         }
         let doublings = job.failures.saturating_sub(1).min(16);
         let wait = settings
             .backoff
             .saturating_mul(1 << doublings)
             .min(settings.backoff_limit);
-        self.requeue(step, id, why, wait);
+        self.requeue(changes, id, why, wait);
     }
 
     /// Requeues a job after a failure of the network or of a model hub. Such an outage can last hours and is not the fault of
     /// the job or the device, so failures count only after `Settings::network_timeout`.
-    fn network_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
+    fn network_failed(&mut self, changes: &mut Changes, id: &JobId, message: String) {
         let (backoff, most) = (self.settings.network_backoff, self.settings.backoff_limit);
         let timeout = self.settings.network_timeout;
         let Some(job) = self.jobs.get_mut(id) else { return };
         let outage = job.network_outage.get_or_insert(NetworkOutage {
-            since: step.now,
+            since: changes.now,
             tries: 0,
         });
         outage.tries = outage.tries.saturating_add(1);
         let reason = format!("{}: {message}", failure_label(FailureCause::Network));
-        if step.now.since(outage.since) > timeout {
-            return self.retry(step, id, reason, true);
+        if changes.now.since(outage.since) > timeout {
+            return self.retry(changes, id, reason, RetryCount::Counted);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);
-        self.requeue(step, id, reason, backoff.saturating_mul(1 << doublings).min(most));
+        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(most));
     }
 
     /// Requeues a job after a failure of the coordinator's own storage, with exponential backoff. It never counts as a failure
     /// of the job.
-    fn storage_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
+    fn storage_failed(&mut self, changes: &mut Changes, id: &JobId, message: String) {
         let (backoff, most) = (self.settings.backoff, self.settings.backoff_limit);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let doublings = job.storage_failures.min(16);
         job.storage_failures = job.storage_failures.saturating_add(1);
         let reason = format!("{}: {message}", failure_label(FailureCause::Storage));
-        self.requeue(step, id, reason, backoff.saturating_mul(1 << doublings).min(most));
+        self.requeue(changes, id, reason, backoff.saturating_mul(1 << doublings).min(most));
     }
 
     /// Puts a job back into the queue, to start after `wait`; stops it if its time limit is used up.
-    pub(super) fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
+    pub(super) fn requeue(&mut self, changes: &mut Changes, id: &JobId, why: String, wait: Duration) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         if job
             .requirements
@@ -347,10 +376,10 @@ impl State {
         {
             let reason =
                 format!("its time limit is over, and `aitk resume` gives it as much time again; before: {why}");
-            return self.set_state(step, id, JobState::Stopped, reason);
+            return self.set_state(changes, id, JobState::Stopped, reason);
         }
-        job.not_before = step.now.after(wait);
-        self.set_state(step, id, JobState::Queued, why);
+        job.not_before = changes.now.after(wait);
+        self.set_state(changes, id, JobState::Queued, why);
     }
 }
 

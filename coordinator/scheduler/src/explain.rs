@@ -102,7 +102,7 @@ impl State {
 
     /// How a job runs on the device where it is.
     fn current_fit(&self, job: &Job, slot: &Slot, needs: &DeviceNeeds) -> DeviceFit {
-        let attempt = job.current();
+        let attempt = job.live_attempt();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
         DeviceFit {
             profile: (profile, attempt.and_then(|attempt| attempt.memory)),
@@ -308,7 +308,7 @@ impl State {
 
     /// The status of a job that does not wait.
     fn job_status<'a>(&self, now: UnixMillis, job: &'a Job) -> JobStatus<'a> {
-        let running = job.current().map(|attempt| {
+        let running = job.live_attempt().map(|attempt| {
             let since = now.since(attempt.created);
             (since, attempt.worker_name.as_str(), device_name(attempt.device))
         });
@@ -459,7 +459,7 @@ fn measured_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
     if !job.reports_work() {
         return None;
     }
-    let (attempt, progress) = (job.current()?, job.progress?);
+    let (attempt, progress) = (job.live_attempt()?, job.progress?);
     #[allow(clippy::cast_precision_loss)]
     let left = progress.total.checked_sub(progress.done)? as f64;
     let seconds = left * progress.seconds_per_step?;

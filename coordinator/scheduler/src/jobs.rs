@@ -1,10 +1,10 @@
 //! Submits, stops, resumes and pauses jobs, and finds them by id or name.
 
+use super::changes::Changes;
 use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
 use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Ticket, UserLimits};
 use super::saved_work::saved_work_message;
 use super::state::State;
-use super::step::Step;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, SubmissionReceipt, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,12 +14,12 @@ use std::sync::Arc;
 const MAX_NAMED: usize = 5;
 
 impl State {
-    pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
-        let reply = self.accept_job(step, new);
-        step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
+    pub(super) fn submit(&mut self, changes: &mut Changes, ticket: Ticket, new: NewJob) {
+        let reply = self.accept_job(changes, new);
+        changes.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
     }
 
-    fn accept_job(&mut self, step: &mut Step, new: NewJob) -> Result<SubmissionReceipt, Refusal> {
+    fn accept_job(&mut self, changes: &mut Changes, new: NewJob) -> Result<SubmissionReceipt, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -35,7 +35,7 @@ impl State {
         let after = self.resolve_prerequisites(&new.after, &new.requirements.owner, new.sees_all)?;
         self.check_can_be_met(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
-        self.insert_job(step, new, after, None);
+        self.insert_job(changes, new, after, None);
         Ok(SubmissionReceipt {
             job,
             name,
@@ -73,7 +73,7 @@ impl State {
     /// Adds a job whose id is not in use.
     pub(super) fn insert_job(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         new: NewJob,
         after: Vec<(JobId, Condition)>,
         array: Option<Box<ArrayMembership>>,
@@ -92,7 +92,7 @@ impl State {
             idempotency_key: new.idempotency_key,
             seed: new.seed,
             order: self.next_order,
-            created: step.now,
+            created: changes.now,
             started: None,
             ended: None,
             state: JobState::Queued,
@@ -129,11 +129,11 @@ impl State {
         };
         self.next_order += 1;
         self.jobs.insert(Arc::new(job));
-        let before = step.effects.len();
+        let before = changes.effects.len();
         self.index_job(&new.id);
-        self.enqueue(step.now, &new.id);
+        self.enqueue(changes.now, &new.id);
         self.log(
-            step,
+            changes,
             &new.id,
             None,
             EventBody::State {
@@ -146,23 +146,23 @@ impl State {
         // Created last, because a job that is shared with a record is copied when it changes; but stored before its event.
         if let Some(job) = self.jobs.share(&new.id) {
             let record = Effect::Persist(Record::NewJob(job, new.payload));
-            step.effects.insert(before, record);
+            changes.effects.insert(before, record);
         }
     }
 
     /// Applies a change to a job, or to all members of an array that allow it. Refused if no member allows it.
     fn change(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         ticket: Ticket,
         text: &str,
-        change_one: impl Fn(&mut Self, &mut Step, &JobId) -> Result<(), Refusal>,
+        change_one: impl Fn(&mut Self, &mut Changes, &JobId) -> Result<(), Refusal>,
     ) {
         let found = self.find(text).and_then(|id| {
             let mut refusal = None;
             let mut changed = false;
             for member in self.members(&id) {
-                match change_one(self, step, &member) {
+                match change_one(self, changes, &member) {
                     Ok(()) => changed = true,
                     Err(why) => refusal = refusal.or(Some(why)),
                 }
@@ -172,14 +172,16 @@ impl State {
                 _ => Ok(id),
             }
         });
-        self.reply_job(step, ticket, found);
+        self.reply_job(changes, ticket, found);
     }
 
-    pub(super) fn stop(&mut self, step: &mut Step, ticket: Ticket, text: &str, now: bool) {
-        self.change(step, ticket, text, |state, step, id| state.stop_one(step, id, now));
+    pub(super) fn stop(&mut self, changes: &mut Changes, ticket: Ticket, text: &str, now: bool) {
+        self.change(changes, ticket, text, |state, changes, id| {
+            state.stop_one(changes, id, now)
+        });
     }
 
-    fn stop_one(&mut self, step: &mut Step, id: &JobId, now: bool) -> Result<(), Refusal> {
+    fn stop_one(&mut self, changes: &mut Changes, id: &JobId, now: bool) -> Result<(), Refusal> {
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
@@ -191,30 +193,30 @@ impl State {
                     true => "stopped before it ran".into(),
                     false => format!("stopped while it waited: {}", saved_work_message(job, None, None)),
                 };
-                self.set_state(step, id, JobState::Stopped, reason);
+                self.set_state(changes, id, JobState::Stopped, reason);
             }
             JobState::Running | JobState::Stopping => {
                 let is_first = job.state == JobState::Running;
                 job.stop_now |= now;
-                step.touch(id);
+                changes.touch(id);
                 if is_first {
                     let reason = if now { "ends now" } else { "saves, then stops" };
-                    self.set_state(step, id, JobState::Stopping, reason.into());
+                    self.set_state(changes, id, JobState::Stopping, reason.into());
                 }
-                self.send_stop(step, id);
+                self.send_stop(changes, id);
             }
         }
         Ok(())
     }
 
-    pub(super) fn resume(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
-        self.change(step, ticket, text, Self::resume_one);
+    pub(super) fn resume(&mut self, changes: &mut Changes, ticket: Ticket, text: &str) {
+        self.change(changes, ticket, text, Self::resume_one);
     }
 
-    fn resume_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+    fn resume_one(&mut self, changes: &mut Changes, id: &JobId) -> Result<(), Refusal> {
         let can_never_start = self.can_never_start(id);
         if !can_never_start {
-            self.record_met_prerequisites(step, id);
+            self.record_met_prerequisites(changes, id);
         }
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
@@ -235,17 +237,17 @@ impl State {
                 job.used_millis = 0;
                 // The machine that ran out of memory may be gone, or have more free memory now.
                 job.max_profile = None;
-                job.not_before = step.now;
-                self.set_state(step, id, JobState::Queued, "resumed".into());
+                job.not_before = changes.now;
+                self.set_state(changes, id, JobState::Queued, "resumed".into());
             }
             JobState::Queued if job.paused => {
                 job.paused = false;
                 job.max_profile = None;
-                self.set_state(step, id, JobState::Queued, "resumed".into());
+                self.set_state(changes, id, JobState::Queued, "resumed".into());
             }
             JobState::Running if job.paused => {
                 job.paused = false;
-                self.set_state(step, id, JobState::Running, "saves, then continues".into());
+                self.set_state(changes, id, JobState::Running, "saves, then continues".into());
             }
             JobState::Stopping => {
                 return Err(Refusal::Conflict(format!(
@@ -263,11 +265,11 @@ impl State {
     }
 
     /// Pauses a job until it is resumed. A running job first saves and leaves its device.
-    pub(super) fn pause(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
-        self.change(step, ticket, text, Self::pause_one);
+    pub(super) fn pause(&mut self, changes: &mut Changes, ticket: Ticket, text: &str) {
+        self.change(changes, ticket, text, Self::pause_one);
     }
 
-    fn pause_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+    fn pause_one(&mut self, changes: &mut Changes, id: &JobId) -> Result<(), Refusal> {
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
@@ -275,14 +277,14 @@ impl State {
             JobState::Queued if job.paused => {}
             JobState::Queued => {
                 job.paused = true;
-                self.set_state(step, id, JobState::Queued, "paused".into());
+                self.set_state(changes, id, JobState::Queued, "paused".into());
             }
             JobState::Running => {
                 job.paused = true;
-                step.touch(id);
+                changes.touch(id);
                 if job.preemption.is_none() {
                     let reason = "saves, then waits until it is resumed".into();
-                    self.preempt(step, id, Preemption::Pause, reason);
+                    self.preempt(changes, id, Preemption::Pause, reason);
                 }
             }
             JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {
@@ -295,13 +297,13 @@ impl State {
         Ok(())
     }
 
-    pub(super) fn set_priority(&mut self, step: &mut Step, ticket: Ticket, text: &str, priority: i64) {
-        self.change(step, ticket, text, |state, step, id| {
-            state.set_priority_of(step, id, priority)
+    pub(super) fn set_priority(&mut self, changes: &mut Changes, ticket: Ticket, text: &str, priority: i64) {
+        self.change(changes, ticket, text, |state, changes, id| {
+            state.set_priority_of(changes, id, priority)
         });
     }
 
-    fn set_priority_of(&mut self, step: &mut Step, id: &JobId, priority: i64) -> Result<(), Refusal> {
+    fn set_priority_of(&mut self, changes: &mut Changes, id: &JobId, priority: i64) -> Result<(), Refusal> {
         let Some(job) = self.jobs.get(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
@@ -315,10 +317,10 @@ impl State {
             job.requirements.priority = priority;
         }
         if waits {
-            self.enqueue(step.now, id);
+            self.enqueue(changes.now, id);
         } else {
             // Waiting jobs may now be above it and preempt it.
-            let slot = self.jobs.get(id).and_then(|job| job.current());
+            let slot = self.jobs.get(id).and_then(|job| job.live_attempt());
             let slot = slot.and_then(|attempt| self.slots.find(&attempt.worker, attempt.device));
             let classes = slot
                 .and_then(|slot| self.slots.get(slot))
@@ -327,29 +329,29 @@ impl State {
                 self.classes.wake(class);
             }
         }
-        step.touch(id);
+        changes.touch(id);
         Ok(())
     }
 
-    fn reply_job(&self, step: &mut Step, ticket: Ticket, found: Result<JobId, Refusal>) {
+    fn reply_job(&self, changes: &mut Changes, ticket: Ticket, found: Result<JobId, Refusal>) {
         let reply = found.and_then(|id| {
-            self.job_view(step.now, &id)
+            self.job_view(changes.now, &id)
                 .map(|view| Reply::Job(Box::new(view)))
                 .ok_or_else(|| Refusal::NotFound(id.to_string()))
         });
-        step.push(Effect::Reply(ticket, reply));
+        changes.push(Effect::Reply(ticket, reply));
     }
 
     /// Asks the worker of a job's live attempt to stop it. A worker that is not connected is asked when it registers again.
-    pub(super) fn send_stop(&self, step: &mut Step, id: &JobId) {
+    pub(super) fn send_stop(&self, changes: &mut Changes, id: &JobId) {
         let Some(job) = self.jobs.get(id) else { return };
-        let Some(attempt) = job.current() else { return };
+        let Some(attempt) = job.live_attempt() else { return };
         if let Some(session) = self.workers.get(&attempt.worker).and_then(|worker| worker.session) {
             let held = HeldAttempt {
                 attempt: attempt.id.clone(),
                 epoch: attempt.epoch,
             };
-            step.push(Effect::Send(
+            changes.push(Effect::Send(
                 session,
                 ToWorker::Stop {
                     held,

@@ -8,6 +8,7 @@
 mod arrays;
 mod assign;
 mod attempts;
+mod changes;
 mod check;
 mod classes;
 mod eligibility;
@@ -31,7 +32,6 @@ mod slots;
 mod speed;
 mod split;
 mod state;
-mod step;
 mod view;
 mod workers;
 
@@ -49,52 +49,52 @@ pub use model::{
     Settings, Speed, Ticket, UserLimits,
 };
 pub use model::{Requirements, Worker};
-pub use retention::MAX_EXPIRED_PER_STEP;
+pub use retention::MAX_EXPIRED_PER_CALL;
 pub use state::{ActiveJobs, RestoredJob, State};
 pub use view::RunningAttempt;
 
 use aitk_common::control::{EventBody, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
-use step::Step;
+use changes::Changes;
 
 impl State {
     /// Applies an event that happened at `now` and returns the effects in the order in which to carry them out. Never
     /// panics, whatever a peer sent.
     pub fn handle(&mut self, now: UnixMillis, event: Event) -> Vec<Effect> {
-        let mut step = Step {
+        let mut changes = Changes {
             now,
             // Most steps have fewer.
             effects: Vec::with_capacity(16),
             touched: Vec::with_capacity(8),
         };
         match event {
-            Event::JobSubmitted { ticket, job } => self.submit(&mut step, ticket, *job),
-            Event::ArraySubmitted { ticket, array } => self.submit_array(&mut step, ticket, *array),
-            Event::StopRequested { ticket, job, now } => self.stop(&mut step, ticket, &job, now),
-            Event::ResumeRequested { ticket, job } => self.resume(&mut step, ticket, &job),
-            Event::PauseRequested { ticket, job } => self.pause(&mut step, ticket, &job),
+            Event::JobSubmitted { ticket, job } => self.submit(&mut changes, ticket, *job),
+            Event::ArraySubmitted { ticket, array } => self.submit_array(&mut changes, ticket, *array),
+            Event::StopRequested { ticket, job, now } => self.stop(&mut changes, ticket, &job, now),
+            Event::ResumeRequested { ticket, job } => self.resume(&mut changes, ticket, &job),
+            Event::PauseRequested { ticket, job } => self.pause(&mut changes, ticket, &job),
             Event::PriorityRequested { ticket, job, priority } => {
-                self.set_priority(&mut step, ticket, &job, priority);
+                self.set_priority(&mut changes, ticket, &job, priority);
             }
-            Event::RemoveRequested { ticket, job } => self.remove(&mut step, ticket, &job),
-            Event::ForgetWorkerRequested { ticket, worker } => self.forget_worker(&mut step, ticket, &worker),
+            Event::RemoveRequested { ticket, job } => self.remove(&mut changes, ticket, &job),
+            Event::ForgetWorkerRequested { ticket, worker } => self.forget_worker(&mut changes, ticket, &worker),
             Event::DrainRequested {
                 ticket,
                 worker,
                 drain,
                 now,
-            } => self.drain(&mut step, ticket, &worker, drain, now),
+            } => self.drain(&mut changes, ticket, &worker, drain, now),
             Event::WorkerRegistered {
                 session,
                 fresh_id,
                 same_machine,
                 registration,
             } => {
-                self.register(&mut step, session, fresh_id, same_machine, *registration);
+                self.register(&mut changes, session, fresh_id, same_machine, *registration);
             }
-            Event::Heartbeat { session, running } => self.heartbeat(&mut step, session, running),
+            Event::Heartbeat { session, running } => self.heartbeat(&mut changes, session, running),
             Event::WorkerLeaving { session, reason } => self.worker_leaving(session, &reason),
-            Event::SessionClosed { session } => self.session_closed(&mut step, session),
+            Event::SessionClosed { session } => self.session_closed(&mut changes, session),
             Event::AttemptEvent {
                 session,
                 held,
@@ -102,7 +102,7 @@ impl State {
                 time,
                 report,
             } => {
-                self.report(&mut step, session, held, seq, time, report);
+                self.report(&mut changes, session, held, seq, time, report);
             }
             Event::ArtifactReady {
                 session,
@@ -110,7 +110,7 @@ impl State {
                 held,
                 artifact,
             } => {
-                self.artifact_ready(&mut step, session, request, held, artifact);
+                self.artifact_ready(&mut changes, session, request, held, artifact);
             }
             Event::ArtifactRemoved {
                 session,
@@ -118,7 +118,7 @@ impl State {
                 held,
                 name,
             } => {
-                self.artifact_removed(&mut step, session, request, held, name);
+                self.artifact_removed(&mut changes, session, request, held, name);
             }
             Event::CommitCheckpoint {
                 session,
@@ -127,7 +127,7 @@ impl State {
                 manifest,
                 step: at,
             } => {
-                self.commit(&mut step, session, request, held, manifest, at);
+                self.commit(&mut changes, session, request, held, manifest, at);
             }
             Event::Finished {
                 session,
@@ -135,28 +135,28 @@ impl State {
                 held,
                 outcome,
             } => {
-                self.finished(&mut step, session, request, held, outcome);
+                self.finished(&mut changes, session, request, held, outcome);
             }
             Event::Expire {
                 jobs_before,
                 checkpoints_before,
-            } => self.expire(&mut step, jobs_before, checkpoints_before),
+            } => self.expire(&mut changes, jobs_before, checkpoints_before),
             Event::AssignmentFailed {
                 session,
                 held,
                 reason,
                 transient,
-            } => self.assignment_failed(&mut step, session, &held, reason, transient),
+            } => self.assignment_failed(&mut changes, session, &held, reason, transient),
             Event::Stalled { by } => self.extend_leases(by),
             Event::StorageSpace { full } => self.storage_full = full,
-            Event::Tick => self.tick(&mut step),
+            Event::Tick => self.tick(&mut changes),
         }
-        self.place_waiting_jobs(&mut step);
-        let Step {
+        self.place_waiting_jobs(&mut changes);
+        let Changes {
             mut effects,
             mut touched,
             ..
-        } = step;
+        } = changes;
         touched.sort_unstable();
         touched.dedup();
         let records = touched.iter().filter_map(|id| self.jobs.share(id)).map(Record::Job);
@@ -164,10 +164,17 @@ impl State {
         effects
     }
 
-    /// Calls [`Step::log`] for the job with this id, if it exists.
-    fn log(&mut self, step: &mut Step, job: &JobId, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
+    /// Calls [`Changes::log`] for the job with this id, if it exists.
+    fn log(
+        &mut self,
+        changes: &mut Changes,
+        job: &JobId,
+        attempt: Option<AttemptId>,
+        body: EventBody,
+        seq: Option<u64>,
+    ) {
         if let Some(job) = self.jobs.get_mut(job) {
-            step.log(job, attempt, body, seq);
+            changes.log(job, attempt, body, seq);
         }
     }
 }

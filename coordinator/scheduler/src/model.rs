@@ -336,13 +336,13 @@ pub struct Pace {
 impl Job {
     /// The live attempt.
     #[must_use]
-    pub fn current(&self) -> Option<&AttemptView> {
+    pub fn live_attempt(&self) -> Option<&AttemptView> {
         self.attempts.last().filter(|attempt| attempt.state.is_live())
     }
 
     /// Optimizer steps done, if the last progress report counts them: other phases count other things.
     #[must_use]
-    pub fn trained(&self) -> Option<u64> {
+    pub fn optimizer_steps(&self) -> Option<u64> {
         let training = self.phase.as_deref() == Some("training");
         self.progress.filter(|_| training).map(|progress| progress.done)
     }
@@ -510,14 +510,14 @@ pub(super) fn live_states(job: &Job) -> Vec<AttemptState> {
         .collect()
 }
 
-/// The index of the queue in which a job is.
+/// Which index of the queue holds a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum QueueState {
     /// In none: the job does not wait.
     #[default]
     NotQueued,
     /// It is paused, or waits for another job.
-    Blocked,
+    Held,
     /// As many members of its array run as may.
     ArrayLimited,
     /// It waits for this time.

@@ -5,11 +5,11 @@
 //! again in its next session.
 
 use super::attempts::superseded_message;
+use super::changes::Changes;
 use super::event::Effect;
 use super::messages::fence_reason;
 use super::model::{CommittedCheckpoint, SessionId, job_of};
 use super::state::State;
-use super::step::Step;
 use crate::state::checkpoint_offer::CheckpointOffer;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, OfferedCheckpoint, ToWorker, UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
@@ -48,7 +48,7 @@ impl State {
     }
 
     /// Lets the jobs of these offers wait for the uploads. Their attempts have ended.
-    pub(super) fn wait_for_offers(&mut self, step: &mut Step, worker: &WorkerId, offers: Vec<OfferedCheckpoint>) {
+    pub(super) fn wait_for_offers(&mut self, changes: &mut Changes, worker: &WorkerId, offers: Vec<OfferedCheckpoint>) {
         let Some(worker_name) = self.workers.get(worker).map(|worker| worker.name.clone()) else {
             return;
         };
@@ -65,9 +65,9 @@ impl State {
                 .is_some_and(|job| job.state == JobState::Queued && !job.paused);
             if waiting {
                 let reason = format!("{worker_name} saved its step {} and now sends it", offer.step);
-                self.requeue(step, &id, reason, time);
+                self.requeue(changes, &id, reason, time);
             }
-            let until = step.now.after(time);
+            let until = changes.now.after(time);
             let offer = CheckpointOffer {
                 worker: worker.clone(),
                 worker_name: worker_name.clone(),
@@ -96,7 +96,7 @@ impl State {
     /// Commits a checkpoint if it was offered. Returns false if it was not: then it belongs to a live attempt or is fenced.
     pub(super) fn commit_offered(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         request: u64,
         held: &HeldAttempt,
@@ -110,7 +110,7 @@ impl State {
         let Some(offer) = offer else { return false };
         let Some(id) = self.job_to_advance(&offer.worker, held, at) else {
             let reason = superseded_message(at, &fence_reason(self.fence_reason(held)));
-            step.push(Effect::Send(
+            changes.push(Effect::Send(
                 session,
                 ToWorker::Answer {
                     request,
@@ -128,14 +128,14 @@ impl State {
         job.network_outage = None;
         job.storage_failures = 0;
         let waits = job.state == JobState::Queued && !job.paused;
-        step.touch(&id);
+        changes.touch(&id);
         let body = EventBody::Checkpoint { step: at, manifest };
-        self.log(step, &id, Some(held.attempt.clone()), body, None);
+        self.log(changes, &id, Some(held.attempt.clone()), body, None);
         if waits {
             let reason = format!("resumes from step {at}, which {} had saved", offer.worker_name);
-            self.requeue(step, &id, reason, Duration::ZERO);
+            self.requeue(changes, &id, reason, Duration::ZERO);
         }
-        step.push(Effect::Send(
+        changes.push(Effect::Send(
             session,
             ToWorker::Answer {
                 request,

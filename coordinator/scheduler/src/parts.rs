@@ -1,13 +1,13 @@
 //! Parts of one job on unequal devices. Two rules keep a slow device from delaying the end of the job: it starts no part that
 //! the faster devices would finish earlier, and a part that it has started moves to a faster device that becomes idle.
 
+use super::changes::Changes;
 use super::classes::device_fit;
 use super::eligibility::{FETCH_SECONDS, USUAL_UNITS, work_left};
 use super::model::{ClassId, Job, Preemption, QueueState, SlotId};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
 use super::state::slots::Slot;
-use super::step::Step;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::BTreeSet;
@@ -49,7 +49,7 @@ impl State {
     /// The remaining time and the speed of a running part, from its own reports or else from the speed of its device. `None`:
     /// it takes longer than predicted, or has stopped reporting.
     fn running_part(&self, now: UnixMillis, job: &Job) -> Option<RunningPart> {
-        let attempt = job.current()?;
+        let attempt = job.live_attempt()?;
         let slot = self.slots.find(&attempt.worker, attempt.device)?;
         let pace = job.live?.pace.filter(|pace| pace.to > pace.from && pace.total > 0);
         let (left, speed) = match pace {
@@ -136,7 +136,7 @@ impl State {
         Some(format!("{} {}:{}", worker.name, device.kind.name(), device.index))
     }
 
-    /// Notes that a part stopped running or changed its speed: the waiting parts of its job are considered again in this step.
+    /// Notes that a part stopped running or changed its speed: the waiting parts of its job are considered again in this call.
     pub(super) fn mark_array_for_recheck(&mut self, id: &JobId) {
         let array = self.jobs.get(id).and_then(|job| job.array.as_ref());
         if let Some(membership) = array.filter(|membership| membership.split) {
@@ -169,7 +169,7 @@ impl State {
 
     /// Considers the parts of all split jobs again as time passes: parts that were left to faster devices may start now, and
     /// running parts may move to idle devices.
-    pub(super) fn rebalance_parts(&mut self, step: &mut Step) {
+    pub(super) fn rebalance_parts(&mut self, changes: &mut Changes) {
         if self.slots.with_capacity() == 0 {
             return;
         }
@@ -178,8 +178,8 @@ impl State {
             match self.waiting_class(&id) {
                 Some(class) => self.classes.wake(class),
                 None => {
-                    while let Some(migration) = self.best_migration(step.now, &id) {
-                        self.start_migration(step, &migration);
+                    while let Some(migration) = self.best_migration(changes.now, &id) {
+                        self.start_migration(changes, &migration);
                     }
                 }
             }
@@ -240,7 +240,7 @@ impl State {
     }
 
     /// Reserves the device for the part, and preempts the part.
-    fn start_migration(&mut self, step: &mut Step, migration: &Migration) {
+    fn start_migration(&mut self, changes: &mut Changes, migration: &Migration) {
         let name = self.slot_name(migration.to).unwrap_or_default();
         if let Some(job) = self.jobs.get_mut(&migration.job) {
             job.migrated = true;
@@ -255,7 +255,7 @@ impl State {
             device: slot.device.device,
         };
         let reason = format!("continues on {name}, which is faster and idle");
-        self.preempt(step, &migration.job, why, reason);
+        self.preempt(changes, &migration.job, why, reason);
     }
 
     /// Whether a device is reserved for a part that moves to it. Jobs of a higher level than that part may take it anyway.
@@ -264,7 +264,7 @@ impl State {
         reserved_for.is_some_and(|id| self.jobs.get(id).is_some_and(|other| job.level() >= other.level()))
     }
 
-    /// Notes that the part for which a device is reserved has left its old device. The reservation ends with this step.
+    /// Notes that the part for which a device is reserved has left its old device. The reservation ends with this call.
     pub(super) fn reserve_for_takeover(&mut self, id: &JobId) {
         let reserved = self
             .slots
@@ -275,7 +275,7 @@ impl State {
         }
     }
 
-    /// Ends the reservations whose part was placed in this step. Returns whether there were any.
+    /// Ends the reservations whose part was placed in this call. Returns whether there were any.
     pub(super) fn release_reserved(&mut self) -> bool {
         let slots = std::mem::take(&mut self.reserved_until_placed);
         for id in &slots {

@@ -2,12 +2,12 @@
 //! decisions; deciding changes nothing but the round. Only the classes that may be able to start are considered, and of each
 //! class only the job that is next; the queue as a whole is never searched.
 
+use super::changes::Changes;
 use super::model::{ClassId, Job, SlotId};
 use super::queue::QueuePosition;
 use super::state::State;
 use super::state::classes::JobClass;
 use super::state::user_queue::UserQueue;
-use super::step::Step;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{AttemptState, UnixMillis};
 use aitk_common::id::JobId;
@@ -54,26 +54,26 @@ type Cost = (bool, u64, u64, SlotId);
 
 impl State {
     /// Starts every job that can start, and preempts jobs for those that have a right to their devices.
-    pub(super) fn place_waiting_jobs(&mut self, step: &mut Step) {
-        self.release_timed(step.now);
-        self.release_array_members(step.now);
+    pub(super) fn place_waiting_jobs(&mut self, changes: &mut Changes) {
+        self.release_timed(changes.now);
+        self.release_array_members(changes.now);
         self.recheck_arrays();
-        self.place_candidates(step);
+        self.place_candidates(changes);
         // A job that was preempted here may have been the faster device that parts were left to.
         while self.release_reserved() | self.recheck_arrays() {
-            self.place_candidates(step);
+            self.place_candidates(changes);
         }
     }
 
     /// Places the jobs of all candidate classes in queue order.
-    fn place_candidates(&mut self, step: &mut Step) {
+    fn place_candidates(&mut self, changes: &mut Changes) {
         // While there is no room for results, the classes stay candidates.
         if self.classes.candidates.is_empty() || self.storage_full.is_some() {
             return;
         }
         let mut round = self.begin_round();
-        while let Some(decision) = self.decide(step.now, &mut round) {
-            self.apply(step, decision);
+        while let Some(decision) = self.decide(changes.now, &mut round) {
+            self.apply(changes, decision);
         }
         for class in round.blocked {
             if let Some(class) = self.classes.get_mut(class) {
@@ -256,9 +256,9 @@ impl State {
         ))
     }
 
-    /// The running job to preempt for a class that is blocked: the one of the lowest level, and of those the one that started
+    /// The running job to preempt for a class that is blocked: the one whose level starts last, and of those the one that started
     /// last. Its device must take a job of the class when the victim has left. None: there is no such job, or as many jobs are
-    /// being preempted for the class as it has waiting jobs of higher levels than the victim.
+    /// being preempted for the class as it has waiting jobs whose level starts before the victim's.
     fn preemption_victim(&self, class_id: ClassId, position: QueuePosition) -> Option<JobId> {
         if self.preemptible.is_empty() {
             return None;
@@ -267,7 +267,7 @@ impl State {
         let (fastest, _) = self.least_seconds_and_bytes(class);
         let candidate = |id: &JobId| {
             let job = self.jobs.get(id).filter(|job| job.level() > position.level)?;
-            let attempt = job.current()?;
+            let attempt = job.live_attempt()?;
             let slot_id = self.slots.find(&attempt.worker, attempt.device)?;
             let (slot, fit) = (self.slots.get(slot_id)?, class.fits.get(&slot_id)?);
             let usable = slot.accepts_jobs

@@ -1,32 +1,32 @@
 //! Applies preemptions: asks running jobs to save and to leave their devices.
 
+use super::changes::Changes;
 use super::model::{ClassId, Preemption, QueueState};
 use super::state::State;
-use super::step::Step;
 use aitk_common::control::JobState;
 use aitk_common::id::JobId;
 
 impl State {
     /// Preempts a running job for a waiting job of a class.
-    pub(super) fn preempt_for(&mut self, step: &mut Step, victim: &JobId, class: ClassId, job: &JobId) {
+    pub(super) fn preempt_for(&mut self, changes: &mut Changes, victim: &JobId, class: ClassId, job: &JobId) {
         if let Some(class) = self.classes.get_mut(class) {
             class.preempted.insert(victim.clone());
         }
         let name = self.jobs.get(job).map(|job| job.name.as_str()).unwrap_or_default();
         let reason = format!("saves and gives way to {job} ({name}); comes back by itself");
-        self.preempt(step, victim, Preemption::ForJob(job.clone()), reason);
+        self.preempt(changes, victim, Preemption::ForJob(job.clone()), reason);
     }
 
     /// Asks a running job to save and to leave its device; it then returns to the queue. `reason` is what clients see.
-    pub(super) fn preempt(&mut self, step: &mut Step, id: &JobId, why: Preemption, reason: String) {
+    pub(super) fn preempt(&mut self, changes: &mut Changes, id: &JobId, why: Preemption, reason: String) {
         self.preemptible.remove(id);
         if let Some(job) = self.jobs.get_mut(id) {
             job.preemption = Some(why);
         }
-        self.set_state(step, id, JobState::Running, reason);
+        self.set_state(changes, id, JobState::Running, reason);
         self.preemptible.remove(id);
         self.mark_array_for_recheck(id);
-        self.send_stop(step, id);
+        self.send_stop(changes, id);
     }
 
     /// Notes that the attempt of a job that was preempted for `to` has ended.

@@ -1,9 +1,9 @@
 //! The queue: what waiting jobs wait for, and in which order they start.
 
+use super::changes::Changes;
 use super::model::{ClassId, Condition, Job, Level};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
-use super::step::Step;
 use crate::model::QueueState;
 use crate::state::user::{User, UserIndex};
 use aitk_common::control::{JobState, UnixMillis};
@@ -23,7 +23,7 @@ pub(super) enum StartCondition {
     Met,
 }
 
-/// The order in which waiting jobs start: by level, then fair share (the user with the fewest running jobs, then the one that
+/// The order in which waiting jobs start: by level, then fair share (the user whose jobs hold the fewest devices, then the one that
 /// used the least device time), then order of submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueuePosition {
@@ -87,7 +87,7 @@ impl State {
                 }
                 QueueState::Ready(class)
             }
-            _ => array_limited.unwrap_or(QueueState::Blocked),
+            _ => array_limited.unwrap_or(QueueState::Held),
         };
         if let Some(job) = self.jobs.get_mut(id) {
             job.queue_state = queue_state;
@@ -127,7 +127,7 @@ impl State {
                     self.classes.remove(class, level, user, order);
                 }
             }
-            QueueState::Blocked | QueueState::ArrayLimited | QueueState::NotQueued => {}
+            QueueState::Held | QueueState::ArrayLimited | QueueState::NotQueued => {}
         }
         self.leave_array_queue(id, queue_state);
     }
@@ -145,12 +145,12 @@ impl State {
     }
 
     /// Releases the jobs that start after a job or an array that has ended; stops those that can no longer start.
-    fn release_dependents(&mut self, step: &mut Step, id: &JobId) {
+    fn release_dependents(&mut self, changes: &mut Changes, id: &JobId) {
         let waiting = self.dependents.get(id).cloned().unwrap_or_default();
         for job in waiting {
             if self.can_never_start(&job) {
                 let reason = format!("not needed: {id} has completed, and this job starts only if it fails");
-                self.set_state(step, &job, JobState::Stopped, reason);
+                self.set_state(changes, &job, JobState::Stopped, reason);
                 continue;
             }
             // A job whose condition is not met keeps waiting.
@@ -159,14 +159,14 @@ impl State {
                 continue;
             }
             self.dequeue(&job);
-            self.record_met_prerequisite(step, &job, id);
-            self.enqueue(step.now, &job);
+            self.record_met_prerequisite(changes, &job, id);
+            self.enqueue(changes.now, &job);
         }
     }
 
     /// Removes a prerequisite that is met from a waiting job. A prerequisite that was met stays met, even if the other job is
     /// resumed. Completion needs no such record, because a completed job is never resumed.
-    fn record_met_prerequisite(&mut self, step: &mut Step, id: &JobId, before: &JobId) {
+    fn record_met_prerequisite(&mut self, changes: &mut Changes, id: &JobId, before: &JobId) {
         let condition = self.jobs.get(id).map(|job| job.condition(before)).unwrap_or_default();
         if condition == Condition::Completed || !self.is_met(before, condition) {
             return;
@@ -174,16 +174,16 @@ impl State {
         if let Some(job) = self.jobs.get_mut(id) {
             job.after.retain(|other| other != before);
             job.conditions.remove(before);
-            step.touch(id);
+            changes.touch(id);
         }
     }
 
     /// Removes all prerequisites of a job that are met. Called when the job returns to the queue, because prerequisites may
     /// have been met while it was not in it.
-    pub(super) fn record_met_prerequisites(&mut self, step: &mut Step, id: &JobId) {
+    pub(super) fn record_met_prerequisites(&mut self, changes: &mut Changes, id: &JobId) {
         let after = self.jobs.get(id).map(|job| job.after.clone()).unwrap_or_default();
         for before in after {
-            self.record_met_prerequisite(step, id, &before);
+            self.record_met_prerequisite(changes, id, &before);
         }
     }
 
@@ -297,31 +297,31 @@ impl State {
     }
 
     /// Changes the state of a job. No other function does that.
-    pub(super) fn set_state(&mut self, step: &mut Step, id: &JobId, state: JobState, reason: String) {
+    pub(super) fn set_state(&mut self, changes: &mut Changes, id: &JobId, state: JobState, reason: String) {
         self.dequeue(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.state = state;
         job.reason.clone_from(&reason);
-        job.ended = state.is_ended().then_some(step.now);
+        job.ended = state.is_ended().then_some(changes.now);
         let paused = job.paused && !state.is_ended();
         let body = aitk_common::control::EventBody::State { state, reason, paused };
-        step.log(job, None, body, None);
-        step.touch(id);
+        changes.log(job, None, body, None);
+        changes.touch(id);
         if state != JobState::Running {
             self.preemptible.remove(id);
         }
         match state {
-            JobState::Queued => self.enqueue(step.now, id),
+            JobState::Queued => self.enqueue(changes.now, id),
             JobState::Stopping => self.mark_array_for_recheck(id),
             JobState::Completed | JobState::Failed | JobState::Stopped => {
                 if state == JobState::Completed {
                     self.array_member_completed(id);
                 }
-                self.release_dependents(step, id);
+                self.release_dependents(changes, id);
                 let array = self.jobs.get(id).and_then(|job| job.array_id()).cloned();
                 // Only if jobs wait for the array: it may have many members.
                 if let Some(array) = array.filter(|array| self.dependents.contains_key(array)) {
-                    self.release_dependents(step, &array);
+                    self.release_dependents(changes, &array);
                 }
             }
             _ => {}

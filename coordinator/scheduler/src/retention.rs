@@ -1,18 +1,18 @@
 //! Removes old jobs and checkpoints, and fences attempts that are newer than a restored backup.
 
+use super::changes::Changes;
 use super::event::{Effect, Record, Refusal, Reply};
 use super::model::{Job, Ticket};
 use super::state::State;
-use super::step::Step;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::control::{AttemptState, AttemptView, EventBody, JobState, JobView, UnixMillis};
 use aitk_common::id::{Epoch, JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
 
-/// The most jobs that one step removes, and the most whose checkpoint it removes: storing that takes a few hundredths of a
+/// The most jobs that one call removes, and the most whose checkpoint it removes: storing that takes a few hundredths of a
 /// second.
-pub const MAX_EXPIRED_PER_STEP: usize = 100;
+pub const MAX_EXPIRED_PER_CALL: usize = 100;
 /// Added to the epochs when a backup is restored: more epochs than a job can have used since the backup.
 const RESTORE_GAP: u64 = 1_000_000;
 
@@ -130,41 +130,41 @@ impl State {
     }
 
     /// Removes ended jobs that are old enough, and the checkpoints of jobs that completed or failed long enough ago. At most
-    /// [`MAX_EXPIRED_PER_STEP`] of each, because other events wait for the step. [`Self::count_expirable`] says how many there
+    /// [`MAX_EXPIRED_PER_CALL`] of each, because other events wait for the call. [`Self::count_expirable`] says how many there
     /// are.
     pub(super) fn expire(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         jobs_before: Option<UnixMillis>,
         checkpoints_before: Option<UnixMillis>,
     ) {
-        for id in self.removable_jobs(jobs_before).into_iter().take(MAX_EXPIRED_PER_STEP) {
-            self.forget(step, &id);
+        for id in self.removable_jobs(jobs_before).into_iter().take(MAX_EXPIRED_PER_CALL) {
+            self.forget(changes, &id);
         }
         let expires = |job: &Job| checkpoint_expires(job, checkpoints_before);
         let ids: Vec<JobId> = self
             .jobs
             .values()
             .filter(|job| expires(job))
-            .take(MAX_EXPIRED_PER_STEP)
+            .take(MAX_EXPIRED_PER_CALL)
             .map(|job| job.id.clone())
             .collect();
         for id in ids {
             let Some(removed) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
                 continue;
             };
-            step.touch(&id);
+            changes.touch(&id);
             let message = format!(
                 "the checkpoint of step {} was removed; if this job is resumed, it starts from the beginning",
                 removed.step
             );
             let level = "info".to_owned();
-            self.log(step, &id, None, EventBody::Log { level, message }, None);
+            self.log(changes, &id, None, EventBody::Log { level, message }, None);
         }
     }
 
     /// Removes a job from the state and from the store.
-    fn forget(&mut self, step: &mut Step, id: &JobId) {
+    fn forget(&mut self, changes: &mut Changes, id: &JobId) {
         if let Some((job, index)) = self.jobs.remove(id) {
             if let Some(moved) = self.jobs.at(index) {
                 let waiting = self.queue.get_mut(&moved.queue_key());
@@ -173,23 +173,23 @@ impl State {
             }
             self.unindex_job(&job);
         }
-        step.push(Effect::Persist(Record::JobRemoved(id.clone())));
+        changes.push(Effect::Persist(Record::JobRemoved(id.clone())));
     }
 
     /// Removes a job or an array that has ended, at its user's request.
-    pub(super) fn remove(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
-        let removed = self.find(text).and_then(|id| self.remove_one(step, &id));
-        step.push(Effect::Reply(ticket, removed.map(|view| Reply::Job(Box::new(view)))));
+    pub(super) fn remove(&mut self, changes: &mut Changes, ticket: Ticket, text: &str) {
+        let removed = self.find(text).and_then(|id| self.remove_one(changes, &id));
+        changes.push(Effect::Reply(ticket, removed.map(|view| Reply::Job(Box::new(view)))));
     }
 
-    fn remove_one(&mut self, step: &mut Step, id: &JobId) -> Result<JobView, Refusal> {
+    fn remove_one(&mut self, changes: &mut Changes, id: &JobId) -> Result<JobView, Refusal> {
         if let Some(array) = self.jobs.get(id).and_then(|job| job.array_id()) {
             return Err(Refusal::Conflict(format!(
                 "job {id} is a member of the array {array}, which is removed as a whole: aitk rm {array}"
             )));
         }
         let view = self
-            .job_view(step.now, id)
+            .job_view(changes.now, id)
             .ok_or_else(|| Refusal::NotFound(id.to_string()))?;
         if !view.state.is_ended() {
             return Err(Refusal::Conflict(format!(
@@ -209,7 +209,7 @@ impl State {
             )));
         }
         for member in &members {
-            self.forget(step, member);
+            self.forget(changes, member);
         }
         Ok(view)
     }

@@ -106,7 +106,7 @@ impl State {
         let running = jobs.filter_map(|id| {
             let job = self.job(&id)?;
             Some(RunningAttempt {
-                attempt: job.current()?.id.clone(),
+                attempt: job.live_attempt()?.id.clone(),
                 checkpoint: job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest),
                 job: id,
             })
@@ -201,7 +201,7 @@ impl State {
 
     /// The worker of a job's live attempt, if it is not connected.
     pub(super) fn absent_worker(&self, job: &Job) -> Option<&Worker> {
-        job.current()
+        job.live_attempt()
             .and_then(|attempt| self.workers.get(&attempt.worker))
             .filter(|worker| worker.session.is_none())
     }

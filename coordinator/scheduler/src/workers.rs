@@ -1,11 +1,12 @@
 //! Registers workers, renews and expires leases, drains workers and quarantines devices.
 
+use super::changes::Changes;
+use super::endings::RetryCount;
 use super::event::{Effect, Record, Refusal, Reply};
 use super::messages::{duration_text, fence_reason};
 use super::model::{Health, Preemption, SessionId, Ticket, Worker};
 use super::reasons::FenceReason;
 use super::state::State;
-use super::step::Step;
 use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::control::{AttemptState, HeldAttempt, JobState, Registration, ToWorker, UnixMillis};
 use aitk_common::id::{AttemptId, JobId, WorkerId};
@@ -31,7 +32,7 @@ impl State {
 
     pub(super) fn register(
         &mut self,
-        step: &mut Step,
+        changes: &mut Changes,
         session: SessionId,
         fresh_id: WorkerId,
         same_machine: bool,
@@ -39,12 +40,12 @@ impl State {
     ) {
         if self.sessions.contains_key(&session) {
             let reason = "registered twice in one session".to_owned();
-            step.push(Effect::Close {
+            changes.push(Effect::Close {
                 session,
                 reason,
                 retry: true,
             });
-            self.session_closed(step, session);
+            self.session_closed(changes, session);
             return;
         }
         let id = registration.worker.unwrap_or(fresh_id);
@@ -53,7 +54,7 @@ impl State {
             let reason = format!(
                 "another session of worker {id} took over; two workers on one data folder? give each its own --data-dir"
             );
-            step.push(Effect::Close {
+            changes.push(Effect::Close {
                 session: older,
                 reason,
                 retry: false,
@@ -77,7 +78,7 @@ impl State {
             devices,
             labels: registration.labels,
             confinement: registration.confinement,
-            registered: step.now,
+            registered: changes.now,
             drained: earlier.is_some_and(|earlier| earlier.drained),
             health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),
             speeds: earlier.map(|earlier| earlier.speeds.clone()).unwrap_or_default(),
@@ -85,9 +86,9 @@ impl State {
             session: Some(session),
             leaving: false,
             same_machine,
-            last_seen: step.now,
+            last_seen: changes.now,
         };
-        step.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
+        changes.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
         self.sessions.insert(session, id.clone());
         self.workers.insert(id.clone(), worker);
         self.refresh_worker(&id);
@@ -99,7 +100,7 @@ impl State {
             .map(|held| held.attempt.clone())
             .collect();
         let wanted = self.wanted_offers(&id, registration.offers, &keep);
-        step.push(Effect::Send(
+        changes.push(Effect::Send(
             session,
             ToWorker::Welcome {
                 worker: id.clone(),
@@ -112,38 +113,38 @@ impl State {
             },
         ));
         for job in self.slots.jobs_of(&id) {
-            let Some(attempt) = self.jobs.get(&job).and_then(|entry| entry.current()).cloned() else {
+            let Some(attempt) = self.jobs.get(&job).and_then(|entry| entry.live_attempt()).cloned() else {
                 continue;
             };
             if keep.contains(&attempt.id) {
-                self.renew(step, &job);
+                self.renew(changes, &job);
                 if self
                     .jobs
                     .get(&job)
                     .is_some_and(|entry| entry.state == JobState::Stopping || entry.preemption.is_some())
                 {
-                    self.send_stop(step, &job);
+                    self.send_stop(changes, &job);
                 }
             } else if attempt.state == AttemptState::Assigned {
                 // The connection broke before the assignment arrived. That does not count as a failure.
-                self.attempt_lost(step, &job, "it did not reach its worker", false);
+                self.attempt_lost(changes, &job, "it did not reach its worker", RetryCount::NotCounted);
             } else {
-                self.attempt_lost(step, &job, "its worker restarted", !announced);
+                self.attempt_lost(changes, &job, "its worker restarted", RetryCount::unless(announced));
             }
         }
-        self.wait_for_offers(step, &id, wanted);
+        self.wait_for_offers(changes, &id, wanted);
     }
 
-    pub(super) fn heartbeat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
+    pub(super) fn heartbeat(&mut self, changes: &mut Changes, session: SessionId, running: Vec<HeldAttempt>) {
         let Some(id) = self.sessions.get(&session) else { return };
         if let Some(worker) = self.workers.get_mut(id) {
-            worker.last_seen = step.now;
+            worker.last_seen = changes.now;
         }
         let mut events = Vec::with_capacity(running.len());
         for held in running {
             match self.select_current_job(session, &held) {
                 Some(job) => {
-                    self.renew(step, &job);
+                    self.renew(changes, &job);
                     let seq = self
                         .jobs
                         .get(&job)
@@ -151,10 +152,10 @@ impl State {
                         .map_or(0, |live| live.seq);
                     events.push((held.attempt, seq));
                 }
-                None => self.fence(step, session, held),
+                None => self.fence(changes, session, held),
             }
         }
-        step.push(Effect::Send(session, ToWorker::HeartbeatReply { events }));
+        changes.push(Effect::Send(session, ToWorker::HeartbeatReply { events }));
     }
 
     pub(super) fn worker_leaving(&mut self, session: SessionId, reason: &str) {
@@ -169,7 +170,7 @@ impl State {
 
     /// Drains a worker or ends its drain. Ending it also clears the faults of its devices. `now`: its jobs move to other
     /// devices.
-    pub(super) fn drain(&mut self, step: &mut Step, ticket: Ticket, text: &str, drain: bool, now: bool) {
+    pub(super) fn drain(&mut self, changes: &mut Changes, ticket: Ticket, text: &str, drain: bool, now: bool) {
         let reply = self.find_worker(text).map(|id| {
             if let Some(worker) = self.workers.get_mut(&id) {
                 worker.drained = drain;
@@ -177,7 +178,7 @@ impl State {
                     worker.health.clear();
                 }
             }
-            self.persist_worker(step, &id);
+            self.persist_worker(changes, &id);
             self.refresh_worker(&id);
             for job in self.slots.jobs_of(&id) {
                 let is_running = self
@@ -186,17 +187,17 @@ impl State {
                     .is_some_and(|entry| entry.state == JobState::Running && entry.preemption.is_none());
                 if drain && now && is_running {
                     let reason = "its worker is drained: it saves and goes on elsewhere".into();
-                    self.preempt(step, &job, Preemption::Drain, reason);
+                    self.preempt(changes, &job, Preemption::Drain, reason);
                 }
             }
             self.worker_view(&id)
         });
         let reply = reply.and_then(|view| view.ok_or_else(|| Refusal::UnknownWorker(text.to_owned())));
-        step.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
+        changes.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
     }
 
     /// Removes a worker that is not connected and runs nothing. If it comes back, it registers as a new worker.
-    pub(super) fn forget_worker(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+    pub(super) fn forget_worker(&mut self, changes: &mut Changes, ticket: Ticket, text: &str) {
         let forgotten = self.find_worker(text).and_then(|id| {
             let view = self
                 .worker_view(&id)
@@ -214,10 +215,10 @@ impl State {
                 )));
             }
             self.workers.swap_remove(&id);
-            step.push(Effect::Persist(Record::WorkerRemoved(id)));
+            changes.push(Effect::Persist(Record::WorkerRemoved(id)));
             Ok(view)
         });
-        step.push(Effect::Reply(
+        changes.push(Effect::Reply(
             ticket,
             forgotten.map(|view| Reply::Worker(Box::new(view))),
         ));
@@ -246,13 +247,13 @@ impl State {
         }
     }
 
-    pub(super) fn persist_worker(&self, step: &mut Step, id: &WorkerId) {
+    pub(super) fn persist_worker(&self, changes: &mut Changes, id: &WorkerId) {
         if let Some(worker) = self.workers.get(id) {
-            step.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
+            changes.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
         }
     }
 
-    pub(super) fn session_closed(&mut self, step: &mut Step, session: SessionId) {
+    pub(super) fn session_closed(&mut self, changes: &mut Changes, session: SessionId) {
         let Some(id) = self.sessions.remove(&session) else {
             return;
         };
@@ -262,7 +263,7 @@ impl State {
             worker.session = None;
             self.refresh_worker(&id);
         }
-        let until = step.now.after(self.settings.disconnect_grace);
+        let until = changes.now.after(self.settings.disconnect_grace);
         for job in self.slots.jobs_of(&id) {
             if let Some(live) = self.jobs.get_mut(&job).and_then(|entry| entry.live.as_mut()) {
                 live.lease_until = live.lease_until.min(until);
@@ -281,8 +282,8 @@ impl State {
     }
 
     /// Ends expired leases, time limits, quarantines and offers, and considers running parts again.
-    pub(super) fn tick(&mut self, step: &mut Step) {
-        let now = step.now;
+    pub(super) fn tick(&mut self, changes: &mut Changes) {
+        let now = changes.now;
         let expired: Vec<JobId> = self
             .live
             .iter()
@@ -292,43 +293,43 @@ impl State {
             })
             .map(|(id, _)| id.clone())
             .collect();
-        for job in expired {
-            let worker = self.jobs.get(&job).and_then(|entry| entry.current());
-            let announced = worker
+        for id in expired {
+            let attempt = self.jobs.get(&id).and_then(|job| job.live_attempt());
+            let announced = attempt
                 .and_then(|attempt| self.workers.get(&attempt.worker))
                 .is_some_and(|worker| worker.leaving);
             let why = match announced {
                 true => "its worker was shut down",
                 false => "its worker sent no heartbeat for too long",
             };
-            self.attempt_lost(step, &job, why, !announced);
+            self.attempt_lost(changes, &id, why, RetryCount::unless(announced));
         }
         while let Some((deadline, id)) = self.deadlines.first().cloned() {
             if deadline > now {
                 break;
             }
             self.deadlines.pop_first();
-            self.stop_at_time_limit(step, &id);
+            self.stop_at_time_limit(changes, &id);
         }
-        self.end_quarantines(step);
+        self.end_quarantines(changes);
         self.expire_offers(now);
-        self.rebalance_parts(step);
+        self.rebalance_parts(changes);
     }
 
-    fn stop_at_time_limit(&mut self, step: &mut Step, id: &JobId) {
+    fn stop_at_time_limit(&mut self, changes: &mut Changes, id: &JobId) {
         let Some(job) = self.jobs.get_mut(id).filter(|job| job.state == JobState::Running) else {
             return;
         };
         job.time_limit_reached = true;
         let limit = duration_text(Duration::from_millis(job.requirements.time_limit.unwrap_or(0)));
         let reason = format!("its time limit of {limit} is over: it saves, then stops");
-        self.set_state(step, id, JobState::Stopping, reason);
-        self.send_stop(step, id);
+        self.set_state(changes, id, JobState::Stopping, reason);
+        self.send_stop(changes, id);
     }
 
     /// Ends the quarantines whose time is over. One more fault quarantines such a device again.
-    fn end_quarantines(&mut self, step: &mut Step) {
-        let now = step.now;
+    fn end_quarantines(&mut self, changes: &mut Changes) {
+        let now = changes.now;
         let is_over = |until: Option<UnixMillis>| until.is_some_and(|until| until <= now);
         let due: BTreeSet<WorkerId> = self
             .slots
@@ -344,14 +345,21 @@ impl State {
                     health.faults = MAX_FAULTS - 1;
                 }
             }
-            self.persist_worker(step, &id);
+            self.persist_worker(changes, &id);
             self.refresh_worker(&id);
         }
     }
 
     /// Records a fault of a device. The device is quarantined after [`MAX_FAULTS`] faults in a row, or at once if it is `stuck`.
-    pub(super) fn record_fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef, what: &str, stuck: bool) {
-        let until = step.now.after(self.settings.quarantine);
+    pub(super) fn record_fault(
+        &mut self,
+        changes: &mut Changes,
+        id: &WorkerId,
+        device: DeviceRef,
+        what: &str,
+        stuck: bool,
+    ) {
+        let until = changes.now.after(self.settings.quarantine);
         let Some(worker) = self.workers.get_mut(id) else { return };
         if worker.health.iter().all(|one| one.device != device) {
             if worker.health.len() >= MAX_HEALTH_ENTRIES {
@@ -376,7 +384,7 @@ impl State {
                 tracing::warn!(worker = %worker.name, ?device, reason = health.reason, "device quarantined");
             }
         }
-        self.persist_worker(step, id);
+        self.persist_worker(changes, id);
         self.refresh_worker(id);
     }
 
@@ -392,39 +400,39 @@ impl State {
     }
 
     /// Clears the faults of a device after a success.
-    pub(super) fn clear_faults(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
+    pub(super) fn clear_faults(&mut self, changes: &mut Changes, id: &WorkerId, device: DeviceRef) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let before = worker.health.len();
         worker.health.retain(|one| one.device != device);
         if worker.health.len() != before {
-            self.persist_worker(step, id);
+            self.persist_worker(changes, id);
             self.refresh_worker(id);
         }
     }
 
     /// Renews the lease of a job's attempt from now on.
-    pub(super) fn renew(&mut self, step: &mut Step, id: &JobId) {
+    pub(super) fn renew(&mut self, changes: &mut Changes, id: &JobId) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         if let Some(live) = &mut job.live {
-            live.lease_until = step.now.after(self.settings.lease);
+            live.lease_until = changes.now.after(self.settings.lease);
         }
         if let Some(attempt) = job.attempts.last_mut()
             && attempt.state == AttemptState::Assigned
         {
             attempt.state = AttemptState::Running;
-            step.touch(id);
+            changes.touch(id);
         }
     }
 
     /// Tells a worker that it no longer holds an attempt.
-    pub(super) fn fence(&self, step: &mut Step, session: SessionId, held: HeldAttempt) {
+    pub(super) fn fence(&self, changes: &mut Changes, session: SessionId, held: HeldAttempt) {
         let reason = self.fence_reason(&held);
         if reason == FenceReason::OtherWorker {
             let attempt = Some(held.attempt.clone());
-            step.push(Effect::ForeignReport { session, attempt });
+            changes.push(Effect::ForeignReport { session, attempt });
         }
         let reason = fence_reason(reason);
-        step.push(Effect::Send(session, ToWorker::Fence { held, reason }));
+        changes.push(Effect::Send(session, ToWorker::Fence { held, reason }));
     }
 }
 

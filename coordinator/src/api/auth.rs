@@ -50,7 +50,7 @@ fn right_of(path: &str) -> Option<Right> {
 #[derive(Clone)]
 pub(crate) struct Authenticator {
     access: Access,
-    proof: Option<Token>,
+    forwarding_secret: Option<Token>,
     /// Workers on other machines must show a certificate.
     certificates_only: bool,
     limiter: ConnectionLimiter,
@@ -64,31 +64,31 @@ impl std::fmt::Debug for Authenticator {
 }
 
 impl Authenticator {
-    /// `proof` is the secret that another coordinator sends with a forwarded call.
+    /// `forwarding_secret` is the secret that another coordinator sends with a forwarded call.
     pub(crate) fn new(
         access: Access,
-        proof: Option<Token>,
+        forwarding_secret: Option<Token>,
         certificates_only: bool,
         limiter: ConnectionLimiter,
     ) -> Self {
         Self {
             access,
-            proof,
+            forwarding_secret,
             certificates_only,
             limiter,
             calls: CallLimiter::new(),
         }
     }
 
-    /// Returns the origin of a call. The address that another coordinator forwards is used only with its proof;
+    /// Returns the origin of a call. The address that another coordinator forwards is used only with the secret of this one;
     /// otherwise clients could choose the address for which their failed guesses are counted.
     fn origin<B>(&self, request: &http::Request<B>) -> Origin {
-        let passed_on = self.proof.as_ref().is_some_and(|proof| {
+        let passed_on = self.forwarding_secret.as_ref().is_some_and(|forwarding_secret| {
             let shown = request
                 .headers()
                 .get(PROOF_HEADER)
                 .and_then(|value| value.to_str().ok());
-            shown.is_some_and(|shown| proof.is(shown))
+            shown.is_some_and(|shown| forwarding_secret.is(shown))
         });
         if passed_on {
             let from = request

@@ -5,7 +5,7 @@ use crate::assign::Assigner;
 use crate::clock::Clock;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
-use crate::runner::SchedulerHandle;
+use crate::scheduler_task::SchedulerHandle;
 use crate::scope::Scope;
 use crate::space::DiskSpace;
 use crate::store::Store;

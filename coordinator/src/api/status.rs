@@ -2,7 +2,7 @@
 
 use crate::access::AccessError;
 use crate::error_chain::error_chain;
-use crate::runner::SchedulerStopped;
+use crate::scheduler_task::SchedulerStopped;
 use crate::scope::ScopeError;
 use crate::store::StoreError;
 use aitk_common::storage::StorageError;

@@ -17,7 +17,7 @@ pub(super) struct Upstream {
     pub(super) epoch: u64,
     pub(super) address: String,
     /// Proves to the leader that the forwarded client address is genuine.
-    pub(super) proof: String,
+    pub(super) forwarding_secret: String,
     pub(super) channel: Channel,
 }
 
@@ -60,13 +60,14 @@ impl Forward {
         }
         let from = peer_address(&request).map(|from| from.to_string()).unwrap_or_default();
         let headers = request.headers_mut();
-        let (Ok(from), Ok(proof)) = (from.parse(), leader.proof.parse::<http::HeaderValue>()) else {
+        let (Ok(from), Ok(forwarding_secret)) = (from.parse(), leader.forwarding_secret.parse::<http::HeaderValue>())
+        else {
             return Err(Status::internal("cannot forward the call to the leader"));
         };
         headers.insert(FORWARDED_HEADER, from);
-        let mut proof = proof;
-        proof.set_sensitive(true);
-        headers.insert(PROOF_HEADER, proof);
+        let mut forwarding_secret = forwarding_secret;
+        forwarding_secret.set_sensitive(true);
+        headers.insert(PROOF_HEADER, forwarding_secret);
         Ok((leader, request))
     }
 }

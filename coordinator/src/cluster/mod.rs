@@ -16,7 +16,7 @@ use crate::server::{
     listen_for_metrics, server_builder, start_leading,
 };
 use crate::store::LeaderElection;
-use crate::store::lease::{Candidate, Leader, RENEW};
+use crate::store::lease::{Candidate, Leader, RENEW_INTERVAL};
 use crate::store::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::CERT_FILE;
@@ -193,7 +193,7 @@ impl ClusterNode {
         &self,
         leader_sender: &watch::Sender<Option<Arc<Upstream>>>,
     ) -> Result<SqlStore, StartError> {
-        let mut ticks = tokio::time::interval(RENEW);
+        let mut ticks = tokio::time::interval(RENEW_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut warned_at: Option<Instant> = None;
         loop {
@@ -263,7 +263,7 @@ impl ClusterNode {
         leader_sender.send_replace(Some(Arc::new(Upstream {
             epoch: leader.epoch,
             address,
-            proof: leader.proof,
+            forwarding_secret: leader.forwarding_secret,
             channel,
         })));
         Ok(())

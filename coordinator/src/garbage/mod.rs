@@ -13,13 +13,13 @@ pub(crate) use pins::{PinGuard, Pins};
 
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
-use crate::runner::SchedulerHandle;
+use crate::scheduler_task::SchedulerHandle;
 use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
-use aitk_scheduler::{Event, MAX_EXPIRED_PER_STEP, State};
+use aitk_scheduler::{Event, MAX_EXPIRED_PER_CALL, State};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -110,7 +110,7 @@ pub(crate) enum CollectError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
-    Stopped(#[from] crate::runner::SchedulerStopped),
+    Stopped(#[from] crate::scheduler_task::SchedulerStopped),
 }
 
 /// The garbage collector.
@@ -207,7 +207,7 @@ impl Collector {
         let (jobs, checkpoints) = self.scheduler.query(count).await?;
         // In small steps, between which other requests are handled. Jobs that become old meanwhile wait for the next
         // collection.
-        for _ in 0..jobs.max(checkpoints).div_ceil(MAX_EXPIRED_PER_STEP) {
+        for _ in 0..jobs.max(checkpoints).div_ceil(MAX_EXPIRED_PER_CALL) {
             let expire = Event::Expire {
                 jobs_before,
                 checkpoints_before,

@@ -2,7 +2,7 @@
 
 use super::{Metrics, gauge_values};
 use crate::connection_limiter::{Connection, ConnectionLimiter};
-use crate::runner::SchedulerHandle;
+use crate::scheduler_task::SchedulerHandle;
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};

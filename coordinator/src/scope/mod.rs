@@ -13,7 +13,7 @@ pub(crate) use reference::BlobReference;
 pub(crate) use uploads::{ActiveCall, Uploads};
 
 use crate::access::{Access, Identity};
-use crate::runner::{SchedulerHandle, SchedulerStopped};
+use crate::scheduler_task::{SchedulerHandle, SchedulerStopped};
 use crate::store::{Store, StoreError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, UserName};

@@ -30,7 +30,7 @@ pub struct CoordinatorHandle {
     pub tls: bool,
     pub(super) stop: watch::Sender<bool>,
     pub(super) server: JoinHandle<Result<(), tonic::transport::Error>>,
-    pub(super) runner: JoinHandle<Result<(), StoreError>>,
+    pub(super) scheduler_task: JoinHandle<Result<(), StoreError>>,
     pub(super) garbage_task: JoinHandle<()>,
     pub(super) audit_task: JoinHandle<()>,
     /// Renews the listener's own certificate.
@@ -55,7 +55,7 @@ impl CoordinatorHandle {
 
     async fn wait_for_tasks(&mut self) -> RunError {
         tokio::select! {
-            result = &mut self.runner => match result {
+            result = &mut self.scheduler_task => match result {
                 Ok(Err(error)) => RunError::Store(error),
                 Ok(Ok(())) => RunError::Serve("the queue ended".into()),
                 Err(error) => RunError::Serve(error.to_string()),
@@ -92,9 +92,9 @@ impl CoordinatorHandle {
             finished_in_time(&mut self.server).await;
         }
         // All handles to the scheduler are dropped soon. A hanging task is aborted: its callers got no answer.
-        if !finished_in_time(&mut self.runner).await {
-            self.runner.abort();
-            finished_in_time(&mut self.runner).await;
+        if !finished_in_time(&mut self.scheduler_task).await {
+            self.scheduler_task.abort();
+            finished_in_time(&mut self.scheduler_task).await;
         }
         self.lease_task.abort();
         // Recent refusals are still written to the audit log.

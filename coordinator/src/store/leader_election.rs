@@ -58,10 +58,10 @@ impl LeaderElection {
             )
             .fetch_optional(&self.pool)
             .await?;
-            Ok(row.map(|(epoch, address, proof, token, storage)| Leader {
+            Ok(row.map(|(epoch, address, forwarding_secret, token, storage)| Leader {
                 epoch: u64::try_from(epoch).unwrap_or(0),
                 address,
-                proof,
+                forwarding_secret,
                 token,
                 storage,
             }))

@@ -18,7 +18,7 @@ use tokio::sync::Mutex;
 /// jobs, so below ten seconds in total.
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
 /// Interval of renewals, and of polls by standby coordinators.
-pub(crate) const RENEW: Duration = Duration::from_secs(1);
+pub(crate) const RENEW_INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout of one renewal.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Session options that end a lost session early: a leader whose machine vanished must not keep the row of its epoch
@@ -48,8 +48,8 @@ pub(crate) struct Leader {
     pub(crate) epoch: u64,
     /// Its address; `None`: it is not part of a cluster.
     pub(crate) address: Option<String>,
-    /// Secret to send with calls that are forwarded to it.
-    pub(crate) proof: String,
+    /// Secret to send with calls that are forwarded to it: the column `proof`.
+    pub(crate) forwarding_secret: String,
     /// SHA-256 of its token, hexadecimal.
     pub(crate) token: String,
     /// Its storage URL.
@@ -57,7 +57,7 @@ pub(crate) struct Leader {
 }
 
 impl std::fmt::Debug for Leader {
-    /// Leaves out the proof.
+    /// Leaves out the secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Leader")
             .field("epoch", &self.epoch)
@@ -78,7 +78,7 @@ pub(super) struct LeaderLease {
     /// Our epoch in the table `writer`.
     pub(super) epoch: u64,
     /// Secret that others send with calls that they forward to us.
-    pub(super) proof: Token,
+    pub(super) forwarding_secret: Token,
     /// `None` after the connection broke.
     holder: Mutex<Option<LeaseConnection>>,
     /// Until when the lease is certainly ours: from the time before the last successful renewal.
@@ -106,12 +106,12 @@ impl LeaderLease {
             return Ok(None);
         }
         MIGRATIONS.run(pool).await?;
-        let free = "address IS NULL OR until < clock_timestamp()";
+        let is_free = "address IS NULL OR until < clock_timestamp()";
         let holder = LeaseConnection {
             connection,
             locked: true,
         };
-        Self::acquire(options, pool, candidate, holder, free).await
+        Self::acquire(options, pool, candidate, holder, is_free).await
     }
 
     /// Takes a new epoch and the lease, if it is free.
@@ -120,14 +120,14 @@ impl LeaderLease {
         pool: &PgPool,
         candidate: &Candidate,
         holder: LeaseConnection,
-        free: &'static str,
+        is_free: &'static str,
     ) -> Result<Option<Self>, BoxError> {
         let began = Instant::now();
-        let proof = Token::generate();
+        let forwarding_secret = Token::generate();
         let mut transaction = pool.begin().await?;
         // Of two concurrent candidates the second waits here, and then sees that the lease is taken.
-        let look = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({free}) FOR UPDATE"));
-        let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *transaction).await?;
+        let query = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({is_free}) FOR UPDATE"));
+        let vacant: Option<i64> = sqlx::query_scalar(query).fetch_optional(&mut *transaction).await?;
         if vacant.is_none() {
             return Ok(None);
         }
@@ -142,7 +142,7 @@ impl LeaderLease {
         .bind(epoch)
         .bind(LEASE.as_secs_f64())
         .bind(candidate.address.as_deref())
-        .bind(proof.secret())
+        .bind(forwarding_secret.secret())
         .bind(candidate.token.to_hex())
         .bind(&candidate.storage)
         .execute(&mut *transaction)
@@ -151,7 +151,7 @@ impl LeaderLease {
         Ok(Some(Self {
             options: options.clone(),
             epoch: u64::try_from(epoch).unwrap_or(0),
-            proof,
+            forwarding_secret,
             holder: Mutex::new(Some(holder)),
             valid_until: Mutex::new(began + LEASE),
         }))

@@ -131,7 +131,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     async fn renew(&self) -> Result<Option<Instant>, StoreError>;
 
     /// Returns the secret that other coordinators send with forwarded calls; `None` without a cluster.
-    fn proof(&self) -> Option<Token>;
+    fn forwarding_secret(&self) -> Option<Token>;
 
     /// Records uploads; existing entries stay.
     ///

@@ -160,7 +160,7 @@ impl SqlStore {
         for row in jobs {
             let id = row.text(0);
             let job: Job = self.parse("job", id, row.text(1))?;
-            let seq = match job.current() {
+            let seq = match job.live_attempt() {
                 None => 0,
                 Some(attempt) => transaction
                     .rows(
@@ -284,8 +284,8 @@ impl Store for SqlStore {
         Ok(Some(lease.valid_until().await))
     }
 
-    fn proof(&self) -> Option<Token> {
-        self.lease.as_ref().map(|lease| lease.proof.clone())
+    fn forwarding_secret(&self) -> Option<Token> {
+        self.lease.as_ref().map(|lease| lease.forwarding_secret.clone())
     }
 
     async fn note_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {

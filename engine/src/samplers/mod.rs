@@ -1,7 +1,7 @@
 //! Noise schedules and samplers, named and parameterised as in diffusers 0.42.1 (which calls them schedulers).
 //!
 //! A sampler goes through a list of time steps; at each it computes a less noisy sample from what the model predicted.
-//! All samplers compute in f32, whatever the model computes in. To add one, add a file and a line in `registry`.
+//! All samplers compute in f32, whatever the model computes in. CONTRIBUTING.md lists what a new one touches.
 
 mod beta_quantile;
 mod ddim;
@@ -84,6 +84,9 @@ const NOT_IMPLEMENTED: &[&str] = &[
     "unipc",
 ];
 
+/// Names and aliases of the samplers that have no form with Karras noise levels.
+const WITHOUT_KARRAS: [&str; 7] = ["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral", "lcm"];
+
 /// The names of the samplers for models of a kind, without aliases. A `k_` prefix turns on Karras noise levels for euler, lms,
 /// dpmsolver, flowmatch, heun and unipc.
 #[must_use]
@@ -120,7 +123,7 @@ fn find(name: &str, is_flow: bool) -> Result<(Constructor, bool), SamplerError> 
         .or_else(|| normalized.strip_suffix("_karras"));
     if let Some(without_karras) = without_karras
         && let Some(make) = lookup(without_karras)
-        && !["ddim", "ddpm", "pndm", "plms", "euler_a", "euler_ancestral", "lcm"].contains(&without_karras)
+        && !WITHOUT_KARRAS.contains(&without_karras)
     {
         return Ok((make, true));
     }

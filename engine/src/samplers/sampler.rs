@@ -22,7 +22,7 @@ pub enum SamplerError {
         /// The names that exist.
         known: String,
     },
-    /// A parameter is wrong or unsupported.
+    /// A sampler for the other kind of models: flow matching, or diffusion.
     #[error("sampler `{name}` is not one for this kind of model: use one of {known}")]
     OtherKind {
         /// The given name.

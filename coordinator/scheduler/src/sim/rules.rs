@@ -68,7 +68,7 @@ fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
         let theirs = pace.filter(|pace| pace.to > pace.from).map(|pace| {
             pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64 * pace.total as f64 / units
         });
-        let predicted = other.current().and_then(|attempt| {
+        let predicted = other.live_attempt().and_then(|attempt| {
             let slot = state.slots.get(state.slots.find(&attempt.worker, attempt.device)?)?;
             let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
             Some(state.speeds.seconds_per_unit(&slot.device, family, attempt.profile))
@@ -132,7 +132,7 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt
         let Some(winner) = state.jobs.get(&one.job) else {
             continue;
         };
-        let Some(attempt) = winner.current() else { continue };
+        let Some(attempt) = winner.live_attempt() else { continue };
         let Some(slot) = state.slots.find(&attempt.worker, attempt.device) else {
             panic!("placed on a device that is not known");
         };

@@ -51,7 +51,7 @@ impl MemoryStore {
         let jobs = self.jobs.values().map(|job| {
             let job: Job = serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap();
             let log = self.events.get(&job.id).map(Vec::as_slice).unwrap_or_default();
-            let current = job.current().map(|attempt| attempt.id.clone());
+            let current = job.live_attempt().map(|attempt| attempt.id.clone());
             let seqs = log
                 .iter()
                 .filter(|(event, _)| event.attempt == current)

@@ -463,7 +463,7 @@ impl World {
         let worker = self.state.sessions.get(session)?;
         let job = self.state.job(&JobId::new(job_of(&held.attempt)?))?;
         let live = job
-            .current()
+            .live_attempt()
             .filter(|live| live.id == held.attempt && live.worker == *worker)?;
         Some(BeforeFailure {
             cause: *cause,
@@ -549,7 +549,7 @@ impl World {
                 {
                     let (held, step) = about.expect("an answer without a request");
                     let job = JobId::new(job_of(&held.attempt).unwrap());
-                    let live = self.state.job(&job).and_then(|job| job.current());
+                    let live = self.state.job(&job).and_then(|job| job.live_attempt());
                     self.stats.late_checkpoints += u64::from(live.is_none_or(|live| live.id != held.attempt));
                     assert_eq!(self.epochs[&job], held.epoch, "a stale epoch committed");
                     let before = self.committed.insert(job, *step);

@@ -118,7 +118,7 @@ impl State {
             job.live = None;
             state.next_order = state.next_order.max(job.order.saturating_add(1));
             let id = job.id.clone();
-            let (queued, live) = (job.state == JobState::Queued, job.current().is_some());
+            let (queued, live) = (job.state == JobState::Queued, job.live_attempt().is_some());
             state.jobs.insert(Arc::new(job));
             state.index_job(&id);
             if queued {
@@ -138,7 +138,9 @@ impl State {
     /// Restores the live attempt of a job.
     fn restore_live(&mut self, now: UnixMillis, id: &JobId, seq: u64) {
         let Some(job) = self.jobs.get_mut(id) else { return };
-        let Some(attempt) = job.current().cloned() else { return };
+        let Some(attempt) = job.live_attempt().cloned() else {
+            return;
+        };
         let deadline = job.requirements.time_limit.map(|limit| {
             let left = Duration::from_millis(limit.saturating_sub(job.used_millis));
             attempt.created.after(left)

@@ -1,7 +1,7 @@
 //! Tests of the removal of old jobs, checkpoints and workers.
 
 use super::*;
-use crate::MAX_EXPIRED_PER_STEP;
+use crate::MAX_EXPIRED_PER_CALL;
 use aitk_common::control::EventBody;
 
 fn submit_after(world: &mut World, id: &str, after: &[&str]) {
@@ -165,7 +165,7 @@ fn only_disconnected_workers_without_jobs_can_be_removed() {
 #[test]
 fn old_jobs_are_removed_in_batches() {
     let mut world = World::new();
-    let jobs = 2 * MAX_EXPIRED_PER_STEP + 10;
+    let jobs = 2 * MAX_EXPIRED_PER_CALL + 10;
     for number in 0..jobs {
         let id = format!("j{number}");
         world.submit(&id, retries(0));
@@ -174,9 +174,9 @@ fn old_jobs_are_removed_in_batches() {
     let mut left = vec![jobs];
     while !world.state.jobs.is_empty() {
         expire(&mut world);
-        assert!(world.last.len() <= MAX_EXPIRED_PER_STEP, "{} effects", world.last.len());
+        assert!(world.last.len() <= MAX_EXPIRED_PER_CALL, "{} effects", world.last.len());
         left.push(world.state.jobs.len());
         assert!(left.len() < 10, "{left:?}");
     }
-    assert_eq!(left, [jobs, MAX_EXPIRED_PER_STEP + 10, 10, 0]);
+    assert_eq!(left, [jobs, MAX_EXPIRED_PER_CALL + 10, 10, 0]);
 }

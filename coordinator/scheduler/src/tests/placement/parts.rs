@@ -83,7 +83,7 @@ impl TestBed {
             .state
             .live
             .keys()
-            .filter_map(|id| self.world.state.job(id)?.current().map(|one| (one, id)));
+            .filter_map(|id| self.world.state.job(id)?.live_attempt().map(|one| (one, id)));
         let mut running: Vec<String> = live.map(|(one, id)| format!("{}: {id}", one.worker_name)).collect();
         running.sort();
         running.join("; ")
@@ -91,7 +91,7 @@ impl TestBed {
 
     fn held(&self, job: &str) -> (SessionId, HeldAttempt) {
         let current = self.world.state.jobs[&JobId::new(job)]
-            .current()
+            .live_attempt()
             .unwrap_or_else(|| panic!("{job} does not run"));
         (
             self.sessions[&current.worker_name],

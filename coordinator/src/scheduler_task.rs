@@ -34,7 +34,7 @@ const STALL_THRESHOLD: Duration = Duration::from_millis(100);
 const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
 
 /// The scheduler's task.
-pub(crate) struct Runner {
+pub(crate) struct SchedulerTask {
     state: State,
     clock: Clock,
     store: Arc<dyn Store>,
@@ -49,7 +49,7 @@ pub(crate) struct Runner {
     deferred: Vec<Event>,
 }
 
-impl Runner {
+impl SchedulerTask {
     pub(crate) fn new(
         state: State,
         clock: Clock,

@@ -7,14 +7,14 @@ use aitk_common::id::{AttemptId, JobId};
 use std::sync::Arc;
 
 /// One call of [`crate::State::handle`]: its time, its effects so far, and the jobs that it changed.
-pub(crate) struct Step {
+pub(crate) struct Changes {
     pub(crate) now: UnixMillis,
     pub(crate) effects: Vec<Effect>,
-    /// Jobs to store at the end of the step; a job may be listed several times.
+    /// Jobs to store at the end of the call; a job may be listed several times.
     pub(crate) touched: Vec<JobId>,
 }
 
-impl Step {
+impl Changes {
     pub(crate) fn push(&mut self, effect: Effect) {
         self.effects.push(effect);
     }

@@ -6,7 +6,7 @@
 //! restart of the coordinator.
 
 use super::handle::{Input, ReplySender};
-use super::{Runner, STORE_RETRY_TIME};
+use super::{STORE_RETRY_TIME, SchedulerTask};
 use crate::assign::Outgoing;
 use crate::error_chain::error_chain;
 use crate::store::{AuditLine, StoreError};
@@ -34,7 +34,7 @@ struct PauseState {
     stored: Vec<oneshot::Sender<()>>,
 }
 
-impl Runner {
+impl SchedulerTask {
     /// Retries the records of a batch until they are stored. Their callers are told that this takes a while.
     ///
     /// # Errors
