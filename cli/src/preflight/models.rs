@@ -8,7 +8,8 @@ use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
 use aitk_common::model_files::{
-    Inventory, ModelFileKind, PartPaths, check_supported, damaged_file, flux_parts, identify, is_adapter, missing_files,
+    Inventory, ModelFileKind, PartPaths, check_supported, damaged_file, identify, is_adapter, missing_files,
+    model_parts,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -167,23 +168,39 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
     (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
 }
 
-/// The keys of a `model` section that give parts of a FLUX.1 model from elsewhere.
+/// The folders of text encoders and tokenizers in diffusers' layout.
+const TEXT_FOLDERS: [&str; 6] = [
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+    "tokenizer",
+    "tokenizer_2",
+    "tokenizer_3",
+];
+
+/// The keys of a `model` section that give parts of a model from elsewhere.
 #[derive(Clone, Debug, Default)]
 struct GivenParts {
     extras: Option<String>,
     text_encoder: Option<String>,
+    /// The folders whose content `text_encoder` may replace.
+    text_folders: &'static [&'static str],
     vae: Option<String>,
 }
 
 impl GivenParts {
-    /// Those of a section; none unless it is of FLUX.1.
+    /// Those of a section; none unless its family takes parts from elsewhere.
     fn of(model: &ModelConfig) -> Self {
-        if !model.arch.name.is_flux() {
+        if !model.arch.name.takes_parts() {
             return Self::default();
         }
         Self {
             extras: model.extras_name_or_path.clone(),
             text_encoder: model.te_name_or_path.clone(),
+            text_folders: match model.arch.name.is_flux() {
+                true => &["text_encoder_2"],
+                false => &TEXT_FOLDERS,
+            },
             vae: model.vae_path.clone(),
         }
     }
@@ -208,17 +225,17 @@ impl GivenParts {
     fn replaces(&self, file: &str) -> bool {
         let is_below = |folder: &str| file.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'));
         self.extras.is_some() && !is_below("transformer")
-            || self.text_encoder.is_some() && is_below("text_encoder_2")
+            || self.text_encoder.is_some() && self.text_folders.iter().any(|folder| is_below(folder))
             || self.vae.is_some() && is_below("vae")
     }
 }
 
-/// Returns which parts a FLUX.1 model lacks and how to give them.
+/// Returns which parts a model lacks and how to give them.
 fn part_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths) -> Option<String> {
-    if !arch.is_flux() || check_supported("", arch, &identify(files)).is_err() {
+    if !arch.takes_parts() || check_supported("", arch, &identify(files)).is_err() {
         return None;
     }
-    flux_parts(local, parts).err()
+    model_parts(arch, local, parts).err()
 }
 
 /// Returns why the engine could not load a complete model, from configs and headers only: a tensor is missing or has
@@ -226,7 +243,7 @@ fn part_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths
 #[cfg(feature = "embedded")]
 fn load_error(arch: ArchName, local: &Path, files: &Inventory, parts: &PartPaths) -> Option<String> {
     let is_supported = check_supported("", arch, &identify(files)).is_ok();
-    let is_whole = !files.is_folder || arch.is_flux() || missing_files(files).is_empty();
+    let is_whole = !files.is_folder || arch.takes_parts() || missing_files(files).is_empty();
     let result = (is_supported && is_whole).then(|| aitk_engine::families::check(local, arch, parts))?;
     result.err().map(|error| error.to_string())
 }

@@ -141,6 +141,13 @@ impl ArchName {
         matches!(self, Self::Flux | Self::FluxKontext)
     }
 
+    /// Whether a model's parts may come from elsewhere (`te_name_or_path`, `extras_name_or_path`, a file as `vae_path`): families whose
+    /// single files may have the transformer alone.
+    #[must_use]
+    pub fn takes_parts(self) -> bool {
+        self.is_flux() || matches!(self, Self::Sd3 | Self::Zimage)
+    }
+
     /// Whether images are generated from a control image (`ctrl_img`). Those that this release runs.
     #[must_use]
     pub fn takes_control_image(self) -> bool {

@@ -39,7 +39,8 @@ section! {
         is_v_pred: bool = false, Works;
         /// Number format of the arithmetic; trainers use `train.dtype` instead.
         dtype: DType = DType::F16, Works;
-        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; of FLUX.1 also one file (`ae.safetensors`).
+        /// Replacement VAE: the folder `vae` of a diffusers model, or a model that has one; of FLUX.1, Stable Diffusion 3.5 and Z-Image also
+        /// one file (`ae.safetensors`).
         vae_path: Option<String> = None, Works, input Vae;
         /// Number format of the VAE.
         vae_dtype: Option<DType> = None, Ignored("all components compute in `dtype`"), shown "`dtype`";
@@ -49,10 +50,11 @@ section! {
         vae_device: Option<String> = None, Accepted("never had an effect");
         /// No effect, as in ai-toolkit.
         te_device: Option<String> = None, Accepted("never had an effect");
-        /// FLUX.1: T5, as a file (`t5xxl_fp16.safetensors`, GGUF) or a folder.
+        /// Text encoders, as a file (`t5xxl_fp16.safetensors`, `qwen_3_4b.safetensors`, GGUF) or a folder: of FLUX.1 T5, of Stable Diffusion 3.5
+        /// one or all of CLIP-L, CLIP-G and T5, of Z-Image Qwen3.
         te_name_or_path: Option<String> = None, Works, input Model;
-        /// FLUX.1: where the parts come from that the model's own file or folder does not have: text encoders, tokenizers, VAE and
-        /// scheduler. A diffusers folder or repository, or a folder with their files.
+        /// FLUX.1, Stable Diffusion 3.5, Z-Image: where the parts come from that the model's own file or folder does not have: text encoders,
+        /// tokenizers, VAE and scheduler. A diffusers folder or repository, or a folder with their files.
         extras_name_or_path: Option<String> = None, Works, shown "`name_or_path`", input Model;
         /// Overrides the tag of the latent cache.
         latent_space_version: Option<String> = None, Works;
@@ -236,9 +238,9 @@ fn check(model: &ModelConfig, path: &str, report: &mut SupportReport) {
         ("te_name_or_path", &model.te_name_or_path),
         ("extras_name_or_path", &model.extras_name_or_path),
     ] {
-        if value.is_some() && !model.arch.name.is_flux() {
+        if value.is_some() && !model.arch.name.takes_parts() {
             let message = format!(
-                "only FLUX.1 takes parts from elsewhere; of `arch: {}`, text encoders and tokenizers are the model's own: remove the key",
+                "only FLUX.1, Stable Diffusion 3.5 and Z-Image take parts from elsewhere; of `arch: {}`, text encoders and tokenizers are the model's own: remove the key",
                 model.arch
             );
             report.error(join(path, key), message);

@@ -323,14 +323,17 @@ fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
         return found(Family::of("FLUX.1", ArchName::Flux), "single_transformer_blocks.0.");
     }
     if let Some(side) = names.dim("cap_embedder.1.weight", 0) {
-        return match side {
-            3840 => wide(Family::of("Z-Image", ArchName::Zimage), "cap_embedder.1.weight", side),
-            _ => wide(
-                Family::of("Lumina Image 2", ArchName::Lumina2),
-                "cap_embedder.1.weight",
-                side,
-            ),
+        // Lumina Image 2 has the same blocks, and no tokens that fill up others.
+        let family = match side {
+            3840 => Family::of("Z-Image", ArchName::Zimage),
+            _ if names.has("cap_pad_token") => Family::of("Z-Image", ArchName::Zimage),
+            _ => Family::of("Lumina Image 2", ArchName::Lumina2),
         };
+        let family = match names.has("siglip_embedder.") {
+            true => family.with_variant("Omni"),
+            false => family,
+        };
+        return wide(family, "cap_embedder.1.weight", side);
     }
     if names.has("time_caption_embed.") {
         return found(Family::of("OmniGen2", ArchName::Omnigen2), "time_caption_embed.");

@@ -7,19 +7,19 @@
 mod classes;
 mod complete;
 mod family;
-mod flux_parts;
 mod inventory;
 mod json;
 mod keys;
+mod parts;
 mod support;
 mod weights_files;
 
 pub use complete::{damaged_file, missing_files};
 pub use family::{Family, ModelFileKind};
-pub use flux_parts::{FluxPart, FluxParts, PartFiles, PartPaths, flux_part, flux_parts};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
 pub use json::parse_json;
 pub use keys::is_adapter;
+pub use parts::{ModelPart, ModelParts, PartFiles, PartPaths, model_part, model_parts};
 pub use support::{UnsupportedModel, check_supported};
 pub use weights_files::{WeightsError, weights_files};
 

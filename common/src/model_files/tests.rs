@@ -173,6 +173,11 @@ fn transformers_are_identified_by_unique_tensor_names() {
         one("model.diffusion_model.cap_embedder.1.weight", &[2304, 2304]),
         "lumina2"
     );
+    let with = |other: &str| identified(&[("cap_embedder.1.weight", &[2304, 2304]), (other, &[1, 2304])]);
+    assert_eq!(
+        ["cap_pad_token", "siglip_embedder.1.weight"].map(with),
+        ["zimage", "lumina2+Omni"]
+    );
     assert_eq!(
         one("time_caption_embed.timestep_embedder.linear_1.bias", &[1024]),
         "omnigen2"

@@ -5,8 +5,8 @@ use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::{self, Inventory};
 use std::path::Path;
 
-/// Checks that a path may be a model: a diffusers folder, or a file. A folder of FLUX.1 may have a transformer alone, as a full
-/// fine-tune is saved.
+/// Checks that a path may be a model: a diffusers folder, or a file. Of a family whose parts may come from
+/// elsewhere, a folder may have a transformer alone, as a full fine-tune is saved.
 pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
     if !path.exists() {
         return Err(EngineError::BadInput(format!(
@@ -14,7 +14,7 @@ pub(super) fn check_path(path: &Path, arch: ArchName) -> Result<()> {
             path.display()
         )));
     }
-    let has_transformer = arch.is_flux() && path.join("transformer/config.json").is_file();
+    let has_transformer = arch.takes_parts() && path.join("transformer/config.json").is_file();
     if path.is_dir() && !path.join("model_index.json").is_file() && !has_transformer {
         return Err(EngineError::model_config(
             path,

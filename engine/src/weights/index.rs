@@ -258,6 +258,28 @@ impl Index {
         )))
     }
 
+    /// Checks that no float8 matrix lacks its scale in a file whose float8 weights have scales: without it, it would be read as numbers that
+    /// are too large or too small. Tables of embeddings have none (ComfyUI scales linear layers only).
+    ///
+    /// # Errors
+    /// When one does. The error names it.
+    pub(crate) fn check_scales(&self) -> Result<()> {
+        let lacking = quantized::lacking_scale(&self.files, &self.entries);
+        let Some((entry, evidence)) = lacking else {
+            return Ok(());
+        };
+        let path = self.files[entry.location.file].path().to_path_buf();
+        let name = &entry.location.name;
+        let layer = name.strip_suffix(".weight").unwrap_or(name);
+        Err(EngineError::WeightsFile {
+            path,
+            reason: format!(
+                "the float8 tensor `{name}` has no scale, and the file's float8 weights are scaled (it has `{evidence}`): expected a tensor \
+                 `{layer}.scale_weight` or `{layer}.weight_scale`; download the file again, or use a file without scales"
+            ),
+        })
+    }
+
     /// Checks that a tensor of this name and shape exists.
     pub(crate) fn check_shape(&self, name: &str, shape: &Shape) -> Result<()> {
         let found = self.shape(name).ok_or_else(|| self.missing_error(name))?;

@@ -22,6 +22,8 @@ use std::sync::Arc;
 
 /// The maximum length of the JSON `quant_state` of a 4-bit weight.
 const MAX_STATE_LEN: usize = 1 << 16;
+/// The last part of the name of ComfyUI's mark of a file with scaled float8 weights.
+const MARK: &str = "scaled_fp8";
 /// The suffixes of the `quant_state` tensors, and the quantisation types.
 const STATE_SUFFIXES: [(&str, &str); 2] = [
     (".quant_state.bitsandbytes__nf4", "nf4"),
@@ -191,14 +193,8 @@ pub(super) fn detect_quantization(files: &[Arc<TensorFile>], entries: &mut BTree
     }
     // Markers of a format, and scales for 8-bit arithmetic: not used here.
     let is_marker = |name: &str| {
-        [
-            "scaled_fp8",
-            "scale_input",
-            "input_scale",
-            "comfy_quant",
-            "weight_format",
-        ]
-        .contains(&name.rsplit('.').next().unwrap_or(name))
+        [MARK, "scale_input", "input_scale", "comfy_quant", "weight_format"]
+            .contains(&name.rsplit('.').next().unwrap_or(name))
     };
     entries.retain(|name, _| !is_marker(name));
     Ok(())
@@ -238,6 +234,46 @@ fn detect_float8(
         format,
         scale: scale_entry.map(|scale| scale.location),
     })
+}
+
+/// The names of embedding tables. They may be in float8, and have no scales.
+const TABLES: [&str; 5] = [
+    "shared.weight",
+    "embed_tokens.weight",
+    "token_embedding.weight",
+    "position_embedding.weight",
+    "relative_attention_bias.weight",
+];
+
+/// A float8 matrix without a scale among `entries`, and the name of a tensor that shows that the float8 weights of this part are scaled: a
+/// scale of one of them, or ComfyUI's mark.
+pub(super) fn lacking_scale<'a>(
+    files: &'a [Arc<TensorFile>],
+    entries: &'a BTreeMap<String, Entry>,
+) -> Option<(&'a Entry, String)> {
+    let scale_of = |entry: &Entry| match &entry.quantization {
+        Some(StoredQuantization::Float8 { scale, .. }) => Some(scale.as_ref().map(|scale| scale.name.clone())),
+        _ => None,
+    };
+    let is_table = |name: &str| TABLES.iter().any(|table| name.ends_with(table));
+    let mut bare = entries.values().filter(|entry| {
+        let name = &entry.location.name;
+        scale_of(entry) == Some(None) && entry.stored_shape().len() == 2 && name.ends_with(".weight") && !is_table(name)
+    });
+    let first = bare.next()?;
+    let scale = entries.values().find_map(|entry| scale_of(entry).flatten());
+    let evidence = scale.or_else(|| {
+        let name = &first.location.name;
+        let layer = name.strip_suffix("weight").unwrap_or(name);
+        let mut marks = files[first.location.file].tensors().map(|(mark, _)| mark);
+        // A scale for squares of a matrix, which is not known here, marks its weight too.
+        let marks_weight = |mark: &&String| {
+            let is_of_part = mark.strip_suffix(MARK).is_some_and(|prefix| name.starts_with(prefix));
+            is_of_part || **mark == format!("{layer}weight_scale_inv")
+        };
+        marks.find(marks_weight).cloned()
+    });
+    evidence.map(|evidence| (first, evidence))
 }
 
 fn detect_int8(

@@ -1,11 +1,12 @@
 //! Loads FLUX.1 from a diffusers folder or from single files.
 
 use super::model::FluxModel;
-use super::parts::{Parts, vae_part};
+use super::parts::{PUBLISHED, Parts};
 use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
+use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
@@ -13,8 +14,7 @@ use crate::models::flux::FluxTransformer2DModel;
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use crate::models::vae::AutoencoderKl;
 use crate::weights::{Index, TrainableFilter, Weights};
-use aitk_common::model_files::{FluxPart, flux_part};
-use std::collections::BTreeSet;
+use aitk_common::job::arch::ArchName;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -53,17 +53,11 @@ impl FluxModel {
             Some(_) => &[][..],
             None => &[&parts.clip.0, &parts.t5.0],
         };
-        let mut quantised_in_file: Vec<(PartRole, Vec<&'static str>)> = Vec::new();
-        for (role, indexes) in [
+        let quantised_in_file = quantised_in_file(&[
             (PartRole::TextEncoder, text_indexes),
             (PartRole::Denoiser, &[transformer_index]),
             (PartRole::Codec, &[vae_index]),
-        ] {
-            let kinds: BTreeSet<_> = indexes.iter().flat_map(|index| index.quantization_kinds()).collect();
-            if !kinds.is_empty() {
-                quantised_in_file.push((role, kinds.into_iter().collect()));
-            }
-        }
+        ]);
         let memory = &options.memory_options;
         let weights = |index: &Index, streamed: f64| {
             Weights::from_index(opened(index, options), options.dtype, &options.device).streamed(streamed)
@@ -125,25 +119,10 @@ impl FluxModel {
 
     /// Replaces the VAE by that of a file, of a diffusers `vae/` folder, or of a model folder that has one.
     pub(super) fn replace_vae(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
-        // The model was loaded with it.
-        if options.parts.vae.as_deref() == Some(path) {
-            return Ok(());
+        if let Some((vae, path)) = replaced_vae(ArchName::Flux, path, PUBLISHED, options)? {
+            (self.vae, self.vae_path) = (vae, path);
         }
-        let files = flux_part(FluxPart::Vae, path, &options.parts).map_err(EngineError::BadInput)?;
-        let (index, vae_config) = vae_part(&files)?;
-        let weights =
-            Weights::from_index(index, options.dtype, &options.device).streamed(options.memory_options.vae_streamed);
-        self.vae = AutoencoderKl::new(&weights, &vae_config)?.tiled(options.memory_options.vae_tiled);
-        self.vae_path = path.to_path_buf();
         Ok(())
-    }
-}
-
-/// The tensors of a part; names and shapes only where nothing else is wanted.
-fn opened(index: &Index, options: &LoadOptions) -> Index {
-    match options.layout_only {
-        true => index.shapes_only(),
-        false => index.clone(),
     }
 }
 

@@ -2,15 +2,16 @@
 
 use crate::error::{EngineError, Result};
 use crate::families::options::LoadOptions;
+use crate::families::part_files::{Published, TransformerKind, required, t5, text_encoder, vae_part};
 use crate::families::scheduler_config;
 use crate::models::clip::ClipTextConfig;
 use crate::models::config;
 use crate::models::flux::{FluxConfig, single_file};
-use crate::models::t5::{T5Config, gguf_names};
-use crate::models::vae::{self, VaeConfig, ldm_names};
+use crate::models::t5::T5Config;
+use crate::models::vae::VaeConfig;
 use crate::weights::Index;
-use aitk_common::model_files::{FluxParts, PartFiles, flux_parts};
-use serde::de::DeserializeOwned;
+use aitk_common::job::arch::ArchName;
+use aitk_common::model_files::{ModelPart, ModelParts, model_parts};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -31,97 +32,44 @@ pub(super) struct Parts {
     pub(super) t5_tokenizer: PathBuf,
 }
 
+/// The transformer.
+const TRANSFORMER: TransformerKind<FluxConfig> = TransformerKind {
+    has_original_names: single_file::has_original_names,
+    with_diffusers_names: single_file::with_diffusers_names,
+    config_of: single_file::config_of,
+    config_json: single_file::config_json,
+};
+/// The VAE of FLUX.1-dev.
+pub(super) const PUBLISHED: Published = Published {
+    scaling_factor: 0.3611,
+    shift_factor: 0.1159,
+};
+
 impl Parts {
     /// Opens the parts of the model at `path`, a folder or a file. No weights are read.
     pub(super) fn open(path: &Path, options: &LoadOptions) -> Result<Self> {
-        let parts = flux_parts(path, &options.parts).map_err(EngineError::BadInput)?;
-        let transformer = Index::open(&parts.transformer.path)?;
-        let (transformer, flux_config, transformer_json) = match &parts.transformer.config {
-            Some(file) => {
-                let text = config::read_text(file).map_err(|error| EngineError::io(file, error))?;
-                let has_original_names = transformer.tensors().any(|(name, _)| name.contains("double_blocks.0."));
-                let index = match has_original_names {
-                    true => single_file::with_diffusers_names(&transformer)?,
-                    false => transformer,
-                };
-                (index, config::read(file)?, text)
-            }
-            None => {
-                let index = single_file::with_diffusers_names(&transformer)?;
-                let config = single_file::config_of(&index)?;
-                let text = single_file::config_json(&config).to_string();
-                (index, config, text)
-            }
-        };
+        let parts = model_parts(ArchName::Flux, path, &options.parts).map_err(EngineError::BadInput)?;
+        let (transformer, flux_config, transformer_json) = TRANSFORMER.open(&parts.transformer)?;
         let scheduler = scheduler(&parts, &flux_config)?;
+        let vae = required(&parts, ModelPart::Vae)?;
+        let t5_tokenizer = parts.tokenizer(ModelPart::T5).unwrap_or(path);
         Ok(Self {
-            clip: (tensors(&parts.clip)?, read_config(&parts.clip)?),
-            t5: t5(&parts.t5)?,
+            clip: text_encoder(required(&parts, ModelPart::ClipL)?, ClipTextConfig::default())?,
+            t5: t5(required(&parts, ModelPart::T5)?)?,
             transformer: (transformer, flux_config),
             transformer_json,
-            vae: vae_part(&parts.vae)?,
-            vae_path: parts.vae.path,
+            vae: vae_part(vae, PUBLISHED)?,
+            vae_path: vae.path.clone(),
             scheduler,
-            clip_tokenizer: parts.clip_tokenizer,
-            t5_tokenizer: parts.t5_tokenizer,
+            clip_tokenizer: parts.tokenizer(ModelPart::ClipL).map(Path::to_path_buf),
+            t5_tokenizer: t5_tokenizer.to_path_buf(),
         })
     }
 }
 
-/// The tensors of a part, without what comes before their names in its file.
-fn tensors(part: &PartFiles) -> Result<Index> {
-    let index = Index::open(&part.path)?;
-    Ok(match part.prefix {
-        "" => index,
-        prefix => index.renamed(|name, shape| Some((name.strip_prefix(prefix)?.to_owned(), shape.to_vec()))),
-    })
-}
-
-/// The config of a part; without a file, that of the published model.
-fn read_config<T: DeserializeOwned + Default>(part: &PartFiles) -> Result<T> {
-    part.config.as_deref().map_or_else(|| Ok(T::default()), config::read)
-}
-
-/// The tensors of T5 with the names of transformers, and its config.
-fn t5(part: &PartFiles) -> Result<(Index, T5Config)> {
-    Ok((gguf_names::with_transformers_names(tensors(part)?), read_config(part)?))
-}
-
-/// The tensors of the VAE with diffusers' names, and its config.
-pub(super) fn vae_part(part: &PartFiles) -> Result<(Index, VaeConfig)> {
-    let index = tensors(part)?;
-    let config = match &part.config {
-        Some(file) => config::read(file)?,
-        None => published_vae()?,
-    };
-    let is_ldm = index.tensors().any(|(name, _)| name.starts_with("decoder.up."));
-    let index = match is_ldm {
-        true => ldm_names::with_diffusers_names(&index, "", config.block_out_channels.len()),
-        false => index.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec()))),
-    };
-    Ok((index, config))
-}
-
-/// The config of the published VAE (`vae/config.json` of FLUX.1-dev).
-fn published_vae() -> Result<VaeConfig> {
-    let config = json!({
-        "block_out_channels": [128, 256, 512, 512],
-        "force_upcast": true,
-        "latent_channels": 16,
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "sample_size": 1024,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_post_quant_conv": false,
-        "use_quant_conv": false,
-    });
-    config::from_value(config).map_err(|message| EngineError::Internal(format!("a built-in config: {message}")))
-}
-
 /// The scheduler's config. It belongs to the transformer: that of a folder whose own transformer is of the other kind (dev,
 /// schnell) is not used, but the published one of this kind.
-fn scheduler(parts: &FluxParts, flux: &FluxConfig) -> Result<Value> {
+fn scheduler(parts: &ModelParts, flux: &FluxConfig) -> Result<Value> {
     let other_kind = match &parts.scheduler_transformer {
         Some(file) => config::read::<FluxConfig>(file)?.guidance_embeds != flux.guidance_embeds,
         None => false,

@@ -3,6 +3,7 @@
 
 mod load;
 mod model;
+mod parts;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;

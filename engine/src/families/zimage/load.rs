@@ -1,20 +1,19 @@
-//! Loads Z-Image from a diffusers folder.
+//! Loads Z-Image from a diffusers folder or from single files.
 
 use super::model::ZImageModel;
+use super::parts::{PUBLISHED, Parts};
 use super::text::{TEXT_TOKENS, ZImageTextEncoder};
 use crate::error::{EngineError, Result};
-use crate::families::folder_parts::{check_folder, open_part};
 use crate::families::model::{Family, PartRole};
 use crate::families::options::LoadOptions;
-use crate::families::scheduler_config;
+use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
-use crate::models::config;
-use crate::models::qwen3::{Qwen3Config, Qwen3Model, Qwen3Tokenizer};
-use crate::models::vae::{self, AutoencoderKl, VaeConfig};
-use crate::models::zimage::{ZImageConfig, ZImageTransformer2DModel};
+use crate::models::qwen3::{Qwen3Model, Qwen3Tokenizer};
+use crate::models::vae::AutoencoderKl;
+use crate::models::zimage::ZImageTransformer2DModel;
 use crate::weights::{Index, TrainableFilter, Weights};
-use std::collections::BTreeSet;
+use aitk_common::job::arch::ArchName;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -25,79 +24,75 @@ const TRANSFORMER_EXCLUDED: [&str; 4] = [
     "t_embedder.*",
     "all_final_layer.*",
 ];
-/// The folder of the text encoder.
-const TEXT_ENCODER: &str = "text_encoder";
 /// Layers of the text encoder after those whose states are the text.
 const UNUSED_TEXT_LAYERS: usize = 1;
 
 impl ZImageModel {
-    /// Loads a diffusers folder as a model of `family`.
+    /// Loads a diffusers folder, or a file with the transformer, as a model of `family`. Parts that it does not have come from
+    /// `options.parts`.
     ///
     /// # Errors
-    /// When a file is missing, or tensors do not match the configs.
+    /// When a part or a file is missing, or tensors do not match the configs.
     pub fn load(family: &'static dyn Family, path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
-        let folder = path.as_ref();
-        check_folder(folder, "Z-Image")?;
+        let path = path.as_ref();
         if options.text_encoder_trained != TrainableFilter::Nothing {
             return Err(EngineError::Unsupported(
                 "train.train_text_encoder: a full fine-tune of Z-Image trains its transformer only".into(),
             ));
         }
-        let config = |part: &str| folder.join(part).join("config.json");
-        let text_config: Qwen3Config = config::read(&config(TEXT_ENCODER))?;
-        let transformer_config: ZImageConfig = config::read(&config(TRANSFORMER))?;
-        let vae_config: VaeConfig = config::read(&config("vae"))?;
-        let scheduler_config = scheduler_config::read(folder)?;
+        let parts = Parts::open(path, options)?;
+        let (transformer_index, transformer_config) = &parts.transformer;
+        let (vae_index, vae_config) = &parts.vae;
 
-        let mut quantised_in_file = Vec::new();
-        let mut index = |part: &str, role: PartRole| -> Result<Index> {
-            let index = open_part(folder, part, options)?;
-            let kinds: BTreeSet<_> = index.quantization_kinds().into_iter().collect();
-            if !kinds.is_empty() {
-                quantised_in_file.push((role, kinds.into_iter().collect::<Vec<_>>()));
-            }
-            Ok(index)
+        let text_indexes = match &options.prompts {
+            Some(_) => &[][..],
+            None => &[&parts.text.0],
         };
-        if options.prompts.is_none() {
-            index(TEXT_ENCODER, PartRole::TextEncoder)?;
-        }
+        let quantised_in_file = quantised_in_file(&[
+            (PartRole::TextEncoder, text_indexes),
+            (PartRole::Denoiser, &[transformer_index]),
+            (PartRole::Codec, &[vae_index]),
+        ]);
         let memory = &options.memory_options;
-        let weights =
-            |index: Index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
+        let weights = |index: &Index, streamed: f64| {
+            Weights::from_index(opened(index, options), options.dtype, &options.device).streamed(streamed)
+        };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
         });
-        let transformer_weights = weights(index(TRANSFORMER, PartRole::Denoiser)?, memory.denoiser_streamed)
+        let transformer_weights = weights(transformer_index, memory.denoiser_streamed)
             .quantize_on_load(quantization)
             .training(options.denoiser_trained.clone());
-        let vae_index =
-            index("vae", PartRole::Codec)?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec())));
         let vae_weights = weights(vae_index, memory.vae_streamed);
 
-        let transformer = ZImageTransformer2DModel::new(&transformer_weights, &transformer_config)?;
+        let transformer = ZImageTransformer2DModel::new(&transformer_weights, transformer_config)?;
         let frozen_transformer = match options.denoiser_trained {
             TrainableFilter::Nothing => None,
             _ => Some(ZImageTransformer2DModel::new(
                 &transformer_weights.detached(),
-                &transformer_config,
+                transformer_config,
             )?),
         };
         let trained = transformer_weights.vars().into_iter();
         let trained = trained
             .map(|(name, var)| (format!("{TRANSFORMER}.{name}"), var))
             .collect();
-        let path = config(TRANSFORMER);
-        let text = config::read_text(&path).map_err(|error| EngineError::io(&path, error))?;
-        let source = Arc::new(TransformerSource::new("Z-Image", folder, &transformer_weights, text)?);
-        let vae = AutoencoderKl::new(&vae_weights, &vae_config)?.tiled(memory.vae_tiled);
-        check_widths(&text_config, &transformer_config, &vae_config)?;
+        let source = Arc::new(TransformerSource::new(
+            "Z-Image",
+            path,
+            &transformer_weights,
+            parts.transformer_json.clone(),
+        )?);
+        let vae = AutoencoderKl::new(&vae_weights, vae_config)?.tiled(memory.vae_tiled);
+        parts.check_widths()?;
         Ok(Self {
             family,
-            text: TextSource::new(options.prompts.as_ref(), || build_text(folder, &text_config, options))?,
+            text: TextSource::new(options.prompts.as_ref(), || build_text(&parts, options))?,
             transformer,
             vae,
-            scheduler_config,
+            vae_path: parts.vae_path.clone(),
+            scheduler_config: parts.scheduler.clone(),
             sequential_cfg: memory.sequential_cfg,
             quantised_in_file,
             trained,
@@ -108,47 +103,31 @@ impl ZImageModel {
         })
     }
 
-    /// Loads the text encoder of a diffusers folder alone.
+    /// Loads the text encoder alone.
     ///
     /// # Errors
     /// As [`Self::load`].
-    pub(super) fn load_text_encoders(folder: &Path, options: &LoadOptions) -> Result<ZImageTextEncoder> {
-        check_folder(folder, "Z-Image")?;
-        let text_config: Qwen3Config = config::read(&folder.join(TEXT_ENCODER).join("config.json"))?;
-        build_text(folder, &text_config, options)
+    pub(super) fn load_text_encoders(path: &Path, options: &LoadOptions) -> Result<ZImageTextEncoder> {
+        build_text(&Parts::open(path, options)?, options)
     }
-}
 
-/// Checks that the components belong to one model.
-fn check_widths(text: &Qwen3Config, transformer: &ZImageConfig, vae: &VaeConfig) -> Result<()> {
-    for (what, found, expected) in [
-        ("text encoder gives", text.hidden_size, transformer.cap_feat_dim),
-        (
-            "autoencoder's latents have",
-            vae.latent_channels,
-            transformer.in_channels,
-        ),
-    ] {
-        if found != expected {
-            return Err(EngineError::Unsupported(format!(
-                "the {what} {found} features, the transformer expects {expected}: they belong to different models"
-            )));
+    /// Replaces the VAE by that of a file, of a diffusers `vae/` folder, or of a model folder that has one.
+    pub(super) fn replace_vae(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
+        if let Some((vae, path)) = replaced_vae(ArchName::Zimage, path, PUBLISHED, options)? {
+            (self.vae, self.vae_path) = (vae, path);
         }
+        Ok(())
     }
-    Ok(())
 }
 
-/// Loads the text encoder.
-fn build_text(folder: &Path, config: &Qwen3Config, options: &LoadOptions) -> Result<ZImageTextEncoder> {
-    let weights = Weights::from_index(
-        open_part(folder, TEXT_ENCODER, options)?,
-        options.dtype,
-        &options.device,
-    )
-    .streamed(options.memory_options.text_streamed)
-    .quantize_on_load(options.text_encoder_quantization.clone());
+/// Builds the text encoder.
+fn build_text(parts: &Parts, options: &LoadOptions) -> Result<ZImageTextEncoder> {
+    let (index, config) = &parts.text;
+    let weights = Weights::from_index(opened(index, options), options.dtype, &options.device)
+        .streamed(options.memory_options.text_streamed)
+        .quantize_on_load(options.text_encoder_quantization.clone());
     Ok(ZImageTextEncoder {
-        tokenizer: Qwen3Tokenizer::open(&folder.join("tokenizer"))?,
+        tokenizer: Qwen3Tokenizer::open(&parts.tokenizer)?,
         model: Qwen3Model::new(&weights, config, UNUSED_TEXT_LAYERS)?,
         max_sequence_length: TEXT_TOKENS,
         device: options.device.clone(),

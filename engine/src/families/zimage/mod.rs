@@ -2,6 +2,7 @@
 
 mod load;
 mod model;
+mod parts;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -3,7 +3,6 @@
 use super::text::{CONTEXT, LENGTHS, ZImageTextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::folder_parts::load_vae;
 use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
 use crate::families::options::LoadOptions;
 use crate::families::text_source::TextSource;
@@ -15,7 +14,7 @@ use crate::residency::Residency;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Z-Image.
@@ -27,6 +26,8 @@ pub struct ZImageModel {
     pub transformer: ZImageTransformer2DModel,
     /// Encodes images to latents and decodes them.
     pub vae: AutoencoderKl,
+    /// The file or folder of the VAE.
+    pub(super) vae_path: PathBuf,
     /// `scheduler_config.json`.
     pub scheduler_config: Value,
     pub(super) sequential_cfg: bool,
@@ -153,9 +154,12 @@ impl Model for ZImageModel {
         &self.quantised_in_file
     }
 
-    fn replace_codec(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        self.vae = load_vae(folder, options)?;
-        Ok(())
+    fn replace_codec(&mut self, path: &Path, options: &LoadOptions) -> Result<()> {
+        self.replace_vae(path, options)
+    }
+
+    fn codec_path(&self) -> Option<&Path> {
+        Some(&self.vae_path)
     }
 
     fn load_trained(&self, path: &Path) -> Result<()> {

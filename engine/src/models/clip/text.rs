@@ -63,11 +63,21 @@ pub struct ClipTextModel {
     position_embedding: Tensor,
     layers: Vec<Arc<Layer>>,
     final_layer_norm: LayerNorm,
-    /// Projects the pooled text (`CLIPTextModelWithProjection`).
-    text_projection: Option<Linear>,
+    pooled_text: PooledText,
     eos_token_id: u32,
     /// Whether and where gradient checkpointing is used.
     pub residency: Residency,
+}
+
+/// What [`ClipTextModel::penultimate_and_pooled`] gives as the pooled text.
+#[derive(Clone, Debug)]
+enum PooledText {
+    /// Nothing.
+    Unused,
+    /// The state itself: the projection is the identity.
+    State,
+    /// The projected state (`CLIPTextModelWithProjection`).
+    Projected(Linear),
 }
 
 #[derive(Clone, Debug)]
@@ -134,7 +144,7 @@ impl ClipTextModel {
             )?,
             layers: layers.collect::<Result<_>>()?,
             final_layer_norm: LayerNorm::new(&weights.pp("final_layer_norm"), width, config.layer_norm_eps)?,
-            text_projection: None,
+            pooled_text: PooledText::Unused,
             eos_token_id: config.eos_token_id,
             residency: Residency::default(),
         })
@@ -148,13 +158,27 @@ impl ClipTextModel {
         let projection = weights.pp("text_projection");
         let projection = Linear::new(&projection, config.hidden_size, config.projection_dim, false)?;
         Ok(Self {
-            text_projection: Some(projection),
+            pooled_text: PooledText::Projected(projection),
+            ..Self::new(weights, config)?
+        })
+    }
+
+    /// Loads the model with the projection of the pooled text that its files have; without one, it is the identity.
+    ///
+    /// # Errors
+    /// As [`Self::new`], and when a projection that is not there would change the number of features.
+    pub fn with_projection_if_stored(weights: &Weights, config: &ClipTextConfig) -> Result<Self> {
+        if weights.contains("text_projection.weight") || config.projection_dim != config.hidden_size {
+            return Self::with_projection(weights, config);
+        }
+        Ok(Self {
+            pooled_text: PooledText::State,
             ..Self::new(weights, config)?
         })
     }
 
     /// ids [b, n] (u32) -> the hidden state before the last layer, without the final norm, [b, n, hidden]; and, if the
-    /// model has a projection, the projected pooled text, [b, projection]. The pooled text is the last hidden state
+    /// model was loaded with a projection, the projected pooled text, [b, projection]. The pooled text is the last hidden state
     /// after the final norm at the end token.
     ///
     /// # Errors
@@ -162,11 +186,15 @@ impl ClipTextModel {
     pub fn penultimate_and_pooled(&self, ids: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
         let last = self.layers.len().saturating_sub(1);
         let penultimate = self.hidden_states(ids, last)?;
-        let Some(projection) = &self.text_projection else {
+        if matches!(self.pooled_text, PooledText::Unused) {
             return Ok((penultimate, None));
-        };
+        }
         let hidden = self.run_layers(penultimate.clone(), last..self.layers.len())?;
-        let pooled = projection.forward(&self.at_end(ids, &self.final_layer_norm.forward(&hidden)?)?)?;
+        let state = self.at_end(ids, &self.final_layer_norm.forward(&hidden)?)?;
+        let pooled = match &self.pooled_text {
+            PooledText::Projected(projection) => projection.forward(&state)?,
+            _ => state,
+        };
         Ok((penultimate, Some(pooled)))
     }
 

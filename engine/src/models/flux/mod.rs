@@ -8,5 +8,5 @@ mod tests;
 mod transformer;
 
 pub use blocks::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
-pub use original_names::{OriginalLayer, original_layers};
+pub use original_names::original_layers;
 pub use transformer::{FluxConditions, FluxConfig, FluxTransformer2DModel};

@@ -1,6 +1,7 @@
 //! The linear layers of FLUX.1's original release (Black Forest Labs' single files), and the layers of diffusers' model that
 //! each of them consists of.
 
+use crate::models::original_layer::OriginalLayer;
 use std::collections::HashSet;
 
 /// Layers outside the blocks: the original name, and diffusers' name.
@@ -112,17 +113,6 @@ fn of_block((original, diffusers): (&str, &str), index: usize, (name, parts): Bl
         parts: parts.iter().map(|part| format!("{diffusers}.{index}.{part}")).collect(),
         halves_swapped: false,
     }
-}
-
-/// A linear layer of the original release.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OriginalLayer {
-    /// Its name: `double_blocks.0.img_attn.qkv`.
-    pub name: String,
-    /// diffusers' paths of the layers that it consists of, in the order of their rows.
-    pub parts: Vec<String>,
-    /// Whether the two halves of its rows are in the other order than in diffusers.
-    pub halves_swapped: bool,
 }
 
 /// The layers of the original release that a model with these layers (diffusers' paths) has, and the names of XLabs for them.

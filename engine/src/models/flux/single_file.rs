@@ -1,18 +1,33 @@
 //! FLUX.1's transformer in one file without a config: with the names of the original release (Black Forest Labs) or of diffusers,
 //! with or without a prefix. Its sizes are those of its tensors.
 
-use super::original_names::{DOUBLE_BLOCKS, OriginalLayer, SINGLE_BLOCKS, layers_of_model, norms_of_model};
+use super::original_names::{DOUBLE_BLOCKS, SINGLE_BLOCKS, layers_of_model, norms_of_model};
 use super::transformer::FluxConfig;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::models::mmdit::SINUSOIDS;
-use crate::weights::{Index, View};
+use crate::models::single_file::{PREFIXES, count_blocks, file_error, side, without_prefix};
+use crate::weights::Index;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// What may stand before the names of the transformer's tensors: ComfyUI's prefix, and that of trainers.
-const PREFIXES: [&str; 3] = ["model.diffusion_model.", "diffusion_model.", ""];
+/// For errors.
+const FAMILY: &str = "FLUX.1";
 /// The last part of the name of a norm's tensor: that of the release, and that of later versions of ComfyUI.
 const NORM_TENSORS: [&str; 2] = ["scale", "weight"];
+
+/// Whether the tensors have the names of the original release.
+pub fn has_original_names(index: &Index) -> bool {
+    original_prefix(index).is_some()
+}
+
+fn first_prefix_of(index: &Index, blocks: &str) -> Option<&'static str> {
+    let mut prefixes = PREFIXES.into_iter();
+    prefixes.find(|prefix| count_blocks(index, &format!("{prefix}{blocks}")) > 0)
+}
+
+fn original_prefix(index: &Index) -> Option<&'static str> {
+    first_prefix_of(index, DOUBLE_BLOCKS.0).or_else(|| first_prefix_of(index, SINGLE_BLOCKS.0))
+}
 
 /// The transformer's tensors among those of a file, under diffusers' names. They have the original names or those of diffusers.
 /// A layer that is several layers in diffusers is split by rows.
@@ -20,36 +35,20 @@ const NORM_TENSORS: [&str; 2] = ["scale", "weight"];
 /// # Errors
 /// When there is no transformer of FLUX.1, or a tensor with an original name is missing or has a shape that does not fit the others.
 pub fn with_diffusers_names(index: &Index) -> Result<Index> {
-    let first_of = |blocks: &str| {
-        let mut prefixes = PREFIXES.into_iter();
-        prefixes.find(|prefix| count_blocks(index, &format!("{prefix}{blocks}")) > 0)
-    };
-    if let Some(prefix) = first_of(DOUBLE_BLOCKS.0).or_else(|| first_of(SINGLE_BLOCKS.0)) {
+    if let Some(prefix) = original_prefix(index) {
         return from_original(index, prefix);
     }
-    let prefix = first_of(DOUBLE_BLOCKS.1).or_else(|| first_of(SINGLE_BLOCKS.1));
-    let prefix = prefix.ok_or_else(|| EngineError::WeightsFile {
-        path: index.path().to_path_buf(),
-        reason: format!(
-            "it has no transformer of FLUX.1: expected tensors such as `{}.0.img_attn.qkv.weight` or `{}.0.attn.to_q.weight`",
-            DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1
-        ),
+    let prefix = first_prefix_of(index, DOUBLE_BLOCKS.1).or_else(|| first_prefix_of(index, SINGLE_BLOCKS.1));
+    let prefix = prefix.ok_or_else(|| {
+        file_error(
+            index,
+            format!(
+                "it has no transformer of FLUX.1: expected tensors such as `{}.0.img_attn.qkv.weight` or `{}.0.attn.to_q.weight`",
+                DOUBLE_BLOCKS.0, DOUBLE_BLOCKS.1
+            ),
+        )
     })?;
-    Ok(index.renamed(|name, shape| Some((name.strip_prefix(prefix)?.to_owned(), shape.to_vec()))))
-}
-
-/// The number of blocks with consecutive numbers, from 0 on. `blocks`: what comes before the number.
-fn count_blocks(index: &Index, blocks: &str) -> usize {
-    let number = |name: &str| -> Option<usize> {
-        let (number, _) = name.strip_prefix(blocks)?.strip_prefix('.')?.split_once('.')?;
-        number.parse().ok()
-    };
-    let numbers: std::collections::BTreeSet<usize> = index.tensors().filter_map(|(name, _)| number(name)).collect();
-    numbers
-        .iter()
-        .enumerate()
-        .take_while(|(at, number)| at == *number)
-        .count()
+    Ok(without_prefix(index, prefix))
 }
 
 /// The sizes that the original names of a file have.
@@ -65,15 +64,7 @@ struct Sizes {
 
 impl Sizes {
     fn of(index: &Index, prefix: &str) -> Result<Self> {
-        let side = |name: &str, axis: usize| -> Result<usize> {
-            let name = format!("{prefix}{name}");
-            let shape = index.shape(&name).ok_or_else(|| index.missing_error(&name))?;
-            let side = shape.get(axis).copied().filter(|side| *side > 0);
-            side.ok_or_else(|| EngineError::WeightsFile {
-                path: index.path().to_path_buf(),
-                reason: format!("tensor `{name}` has the shape {shape:?}, which no FLUX.1 has"),
-            })
-        };
+        let side = |name: &str, axis: usize| side(index, FAMILY, &format!("{prefix}{name}"), axis);
         let norm = |name: &str| {
             let names = NORM_TENSORS.map(|last| format!("{name}.{last}"));
             let found = names.iter().find(|name| index.contains(&format!("{prefix}{name}")));
@@ -137,7 +128,7 @@ fn from_original(index: &Index, prefix: &str) -> Result<Index> {
                     whole.insert(name, format!("{only}.{kind}"));
                 }
                 _ => {
-                    parts.insert(name, views(&layer, kind, sizes.width, rows));
+                    parts.insert(name, layer.views(kind, sizes.width, rows));
                 }
             }
         }
@@ -152,38 +143,12 @@ fn from_original(index: &Index, prefix: &str) -> Result<Index> {
     Ok(renamed.merged(index.views(|name, _| parts.get(name).cloned().unwrap_or_default())))
 }
 
-/// The layers of diffusers that a layer of `rows` rows is split into: query, key and value have `width` rows each, and what follows
-/// has the rest.
-fn views(layer: &OriginalLayer, kind: &str, width: usize, rows: usize) -> Vec<(String, View)> {
-    let named = |part: &String| format!("{part}.{kind}");
-    if layer.halves_swapped {
-        return layer
-            .parts
-            .iter()
-            .map(|part| (named(part), View::HalvesSwapped))
-            .collect();
-    }
-    let parts = layer.parts.iter().enumerate().map(|(at, part)| {
-        let start = at * width;
-        let count = if at < 3 { width } else { rows.saturating_sub(start) };
-        (named(part), View::Rows { start, count })
-    });
-    parts.collect()
-}
-
 /// The config of a transformer whose tensors have diffusers' names.
 ///
 /// # Errors
 /// When a tensor is missing that shows a size.
 pub fn config_of(index: &Index) -> Result<FluxConfig> {
-    let side = |name: &str, axis: usize| -> Result<usize> {
-        let shape = index.shape(name).ok_or_else(|| index.missing_error(name))?;
-        let side = shape.get(axis).copied().filter(|side| *side > 0);
-        side.ok_or_else(|| EngineError::WeightsFile {
-            path: index.path().to_path_buf(),
-            reason: format!("tensor `{name}` has the shape {shape:?}, which no FLUX.1 has"),
-        })
-    };
+    let side = |name: &str, axis: usize| side(index, FAMILY, name, axis);
     let (double, single) = (
         count_blocks(index, DOUBLE_BLOCKS.1),
         count_blocks(index, SINGLE_BLOCKS.1),
@@ -192,10 +157,10 @@ pub fn config_of(index: &Index) -> Result<FluxConfig> {
     let head_width = side(&format!("{first}.0.attn.norm_q.weight"), 0)?;
     let width = side("x_embedder.weight", 0)?;
     if width % head_width != 0 {
-        return Err(EngineError::WeightsFile {
-            path: index.path().to_path_buf(),
-            reason: format!("{width} features cannot be split into heads of {head_width}"),
-        });
+        return Err(file_error(
+            index,
+            format!("{width} features cannot be split into heads of {head_width}"),
+        ));
     }
     // 16, 56 and 56 of 128 in every published model.
     let side_axis = head_width.saturating_mul(7) / 16 / 2 * 2;

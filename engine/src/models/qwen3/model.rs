@@ -76,6 +76,19 @@ impl Default for Qwen3Config {
 }
 
 impl Qwen3Config {
+    /// The config of Qwen3 4B, Z-Image's text encoder.
+    #[must_use]
+    pub fn qwen3_4b() -> Self {
+        Self {
+            hidden_size: 2560,
+            intermediate_size: 9728,
+            num_hidden_layers: 36,
+            num_key_value_heads: 8,
+            rope_theta: Some(1_000_000.0),
+            ..Self::default()
+        }
+    }
+
     /// The base of the rotary embedding's wavelengths.
     #[must_use]
     pub fn theta(&self) -> f64 {

@@ -2,6 +2,7 @@
 
 mod blocks;
 mod original_names;
+pub mod single_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -1,7 +1,7 @@
-//! The layers of Stability's files of Stable Diffusion 3.5, which LoRAs of sd-scripts and ComfyUI name, and the layers of diffusers' model
-//! that each of them consists of.
+//! The layers of Stability's files of Stable Diffusion 3.5, which LoRAs of sd-scripts and ComfyUI name too, and the layers of diffusers'
+//! model that each of them consists of.
 
-use crate::models::flux::OriginalLayer;
+use crate::models::original_layer::OriginalLayer;
 use std::collections::HashSet;
 
 /// Layers outside the blocks: the original name, and diffusers' name.
@@ -39,6 +39,75 @@ const BLOCK: [(&str, &[&str]); 12] = [
     ("context_block.mlp.fc2", &["ff_context.net.2"]),
 ];
 
+/// The scales of norms over heads of a block: the original name, and diffusers' name.
+const BLOCK_NORMS: [(&str, &str); 6] = [
+    ("x_block.attn.ln_q", "attn.norm_q"),
+    ("x_block.attn.ln_k", "attn.norm_k"),
+    ("x_block.attn2.ln_q", "attn2.norm_q"),
+    ("x_block.attn2.ln_k", "attn2.norm_k"),
+    ("context_block.attn.ln_q", "attn.norm_added_q"),
+    ("context_block.attn.ln_k", "attn.norm_added_k"),
+];
+/// What the names of layers begin with that the last block does not have: of the text, it has keys and values only.
+const NOT_LAST: [&str; 2] = ["context_block.attn.proj", "context_block.mlp."];
+/// What the names of the second attention's layers begin with.
+const SECOND_ATTENTION: &str = "x_block.attn2.";
+
+/// The beginning of the names of blocks: the original one, and diffusers'.
+pub(super) const BLOCKS: (&str, &str) = ("joint_blocks", "transformer_blocks");
+
+/// The table of positions: the original name, and diffusers' name.
+pub(super) const POSITIONS: (&str, &str) = ("pos_embed", "pos_embed.pos_embed");
+
+fn outer_layers() -> impl Iterator<Item = OriginalLayer> {
+    OUTER_LAYERS.iter().map(|(name, path)| OriginalLayer {
+        name: (*name).to_owned(),
+        parts: vec![(*path).to_owned()],
+        halves_swapped: *name == MODULATION_OUT,
+    })
+}
+
+fn layers_of_block(index: usize, is_last: bool) -> impl Iterator<Item = OriginalLayer> {
+    BLOCK.iter().map(move |(name, parts)| OriginalLayer {
+        name: format!("{}.{index}.{name}", BLOCKS.0),
+        parts: parts
+            .iter()
+            .map(|part| format!("{}.{index}.{part}", BLOCKS.1))
+            .collect(),
+        halves_swapped: is_last && *name == MODULATION_TEXT,
+    })
+}
+
+/// The layers of Stability's files of a model with this number of blocks. `is_dual`: whether a block has a second attention.
+pub(super) fn layers_of_model(blocks: usize, is_dual: impl Fn(usize) -> bool) -> Vec<OriginalLayer> {
+    let of_blocks = (0..blocks).flat_map(|index| {
+        let (is_last, is_dual) = (index + 1 == blocks, is_dual(index));
+        let start = format!("{}.{index}.", BLOCKS.0);
+        layers_of_block(index, is_last).filter(move |layer| {
+            let name = layer.name.strip_prefix(&start).unwrap_or_default();
+            let is_left_out = is_last && NOT_LAST.iter().any(|not_last| name.starts_with(not_last));
+            !is_left_out && (is_dual || !name.starts_with(SECOND_ATTENTION))
+        })
+    });
+    outer_layers().chain(of_blocks).collect()
+}
+
+/// The norms of queries and keys of such a model: the original name and diffusers' name, without `weight`.
+pub(super) fn norms_of_model(blocks: usize, is_dual: impl Fn(usize) -> bool) -> Vec<(String, String)> {
+    let of_blocks = (0..blocks).flat_map(|index| {
+        let is_dual = is_dual(index);
+        let norms = BLOCK_NORMS.iter();
+        let norms = norms.filter(move |(name, _)| is_dual || !name.starts_with(SECOND_ATTENTION));
+        norms.map(move |(name, ours)| {
+            (
+                format!("{}.{index}.{name}", BLOCKS.0),
+                format!("{}.{index}.{ours}", BLOCKS.1),
+            )
+        })
+    });
+    of_blocks.collect()
+}
+
 /// The layers of Stability's files that a model with these layers (diffusers' paths) has. Empty if the model is not Stable Diffusion 3.
 #[must_use]
 pub fn original_layers(paths: &[&str]) -> Vec<OriginalLayer> {
@@ -46,25 +115,13 @@ pub fn original_layers(paths: &[&str]) -> Vec<OriginalLayer> {
     if !known.contains("pos_embed.proj") || !known.contains("transformer_blocks.0.attn.add_q_proj") {
         return Vec::new();
     }
-    let outer = OUTER_LAYERS.iter().map(|(name, path)| OriginalLayer {
-        name: (*name).to_owned(),
-        parts: vec![(*path).to_owned()],
-        halves_swapped: *name == MODULATION_OUT,
-    });
     let blocks = (0..).take_while(|index| known.contains(format!("transformer_blocks.{index}.norm1.linear").as_str()));
     let blocks = blocks.flat_map(|index| {
         // The text of the last block has no feed-forward layers.
         let is_last = !known.contains(format!("transformer_blocks.{index}.attn.to_add_out").as_str());
-        BLOCK.iter().map(move |(name, parts)| OriginalLayer {
-            name: format!("joint_blocks.{index}.{name}"),
-            parts: parts
-                .iter()
-                .map(|part| format!("transformer_blocks.{index}.{part}"))
-                .collect(),
-            halves_swapped: is_last && *name == MODULATION_TEXT,
-        })
+        layers_of_block(index, is_last)
     });
-    outer
+    outer_layers()
         .chain(blocks)
         .filter(|layer| layer.parts.iter().all(|part| known.contains(part.as_str())))
         .collect()

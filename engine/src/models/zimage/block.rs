@@ -10,7 +10,7 @@ use candle_core::Tensor;
 /// The epsilon of the norms of queries and keys.
 const HEAD_NORM_EPS: f64 = 1e-5;
 /// The most features of the embedded time step.
-const MAX_TIME_FEATURES: usize = 256;
+pub(super) const MAX_TIME_FEATURES: usize = 256;
 
 /// What is called with each layer of a block.
 pub(super) type Visitor<'f> = dyn FnMut(&str, LayerMut<'_>) -> Result<()> + 'f;

@@ -3,6 +3,7 @@
 mod block;
 mod original_names;
 mod sequence;
+pub mod single_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

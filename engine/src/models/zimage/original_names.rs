@@ -1,14 +1,14 @@
 //! The linear layers of Z-Image's original release and of ComfyUI's files, and the layers of diffusers' model that each of them
 //! consists of (`convert_z_image_transformer_checkpoint_to_diffusers` of diffusers).
 
-use crate::models::flux::OriginalLayer;
+use crate::models::original_layer::OriginalLayer;
 
 /// Layers of attention: the original name, and diffusers' names in the order of their rows.
-const ATTENTION: [(&str, &[&str]); 2] = [("qkv", &["to_q", "to_k", "to_v"]), ("out", &["to_out.0"])];
+pub(super) const ATTENTION: [(&str, &[&str]); 2] = [("qkv", &["to_q", "to_k", "to_v"]), ("out", &["to_out.0"])];
 /// The beginnings of layers outside the blocks.
-const OUTER: [(&str, &str); 2] = [
+pub(super) const OUTER: [(&str, &str); 2] = [
     ("x_embedder", "all_x_embedder.2-1"),
-    ("final_layer.", "all_final_layer.2-1."),
+    ("final_layer", "all_final_layer.2-1"),
 ];
 
 /// The layers of the original release that have other names or parts than in diffusers, of a model with these layers (diffusers'

@@ -12,11 +12,11 @@ use serde::Deserialize;
 use std::sync::Arc;
 
 /// Sinusoids of a time step.
-const SINUSOIDS: usize = 256;
+pub(super) const SINUSOIDS: usize = 256;
 /// Features of the hidden layer of the time step's embedding.
-const TIME_HIDDEN: usize = 1024;
+pub(super) const TIME_HIDDEN: usize = 1024;
 /// Rows and columns of latents that make one token.
-const PATCH: usize = 2;
+pub(super) const PATCH: usize = 2;
 /// The epsilon of the norm before the output.
 const OUTPUT_NORM_EPS: f64 = 1e-6;
 /// Training time steps: the time step at which there is only noise.
