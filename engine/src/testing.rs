@@ -1,5 +1,7 @@
 //! Helpers for the tests of several modules.
 
+pub(crate) mod single_files;
+
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{LoadOptions, Model, Part};
 use aitk_common::attempt::AttemptSpec;

@@ -8,6 +8,9 @@ mod input_images;
 mod pipeline;
 mod sample;
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod single_file_tests;
+#[cfg(test)]
 mod tests;
 
 pub use pipeline::{GenerateRequest, OnStep, Pipeline, SkipLayerGuidance};

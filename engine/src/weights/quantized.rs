@@ -256,24 +256,25 @@ pub(super) fn lacking_scale<'a>(
         _ => None,
     };
     let is_table = |name: &str| TABLES.iter().any(|table| name.ends_with(table));
-    let mut bare = entries.values().filter(|entry| {
+    let is_bare = |entry: &&Entry| {
         let name = &entry.location.name;
         scale_of(entry) == Some(None) && entry.stored_shape().len() == 2 && name.ends_with(".weight") && !is_table(name)
-    });
-    let first = bare.next()?;
-    let scale = entries.values().find_map(|entry| scale_of(entry).flatten());
-    let evidence = scale.or_else(|| {
-        let name = &first.location.name;
-        let layer = name.strip_suffix("weight").unwrap_or(name);
-        let mut marks = files[first.location.file].tensors().map(|(mark, _)| mark);
-        // A scale for squares of a matrix, which is not known here, marks its weight too.
-        let marks_weight = |mark: &&String| {
-            let is_of_part = mark.strip_suffix(MARK).is_some_and(|prefix| name.starts_with(prefix));
-            is_of_part || **mark == format!("{layer}weight_scale_inv")
+    };
+    let mut bare = entries.values().filter(is_bare);
+    let first = bare.clone().next()?;
+    if let Some(scale) = entries.values().find_map(|entry| scale_of(entry).flatten()) {
+        return Some((first, scale));
+    }
+    // A scale for each square of a matrix, which is not known here, shows it too.
+    bare.find_map(|entry| {
+        let name = &entry.location.name;
+        let squares = format!("{name}_scale_inv");
+        let mut marks = files[entry.location.file].tensors().map(|(mark, _)| mark);
+        let is_mark = |mark: &&String| {
+            **mark == squares || mark.strip_suffix(MARK).is_some_and(|prefix| name.starts_with(prefix))
         };
-        marks.find(marks_weight).cloned()
-    });
-    evidence.map(|evidence| (first, evidence))
+        Some((entry, marks.find(is_mark)?.clone()))
+    })
 }
 
 fn detect_int8(

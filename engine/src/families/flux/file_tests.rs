@@ -294,8 +294,8 @@ fn damaged_files_are_refused_with_the_tensor() {
             } else {
                 let is_unused =
                     touched.contains("logit_scale") || touched.contains("scale_input") || touched == "scaled_fp8";
-                // Without its scale, or with one of another shape of one element, a weight is one in plain float8.
-                let is_unused = is_unused || touched.ends_with("scale_weight") && kind < 4;
+                // A scale of another shape of one element is the same scale.
+                let is_unused = is_unused || touched.ends_with("scale_weight") && (1..4).contains(&kind);
                 assert!(
                     is_unused || kind == 2 && shape_is_flat(&bytes, &touched),
                     "{file}, {kind}, {touched}: no error"
@@ -304,6 +304,39 @@ fn damaged_files_are_refused_with_the_tensor() {
         }
     }
     assert!(messages > 120, "{messages}");
+}
+
+#[test]
+fn a_float8_weight_without_its_scale_is_refused_where_others_have_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let without = |file: &str, scale: &str| {
+        let bytes = std::fs::read(flux_files().join(file)).unwrap();
+        let changed = with_header(&bytes, |header| {
+            let entry = header.remove(scale).unwrap();
+            header.insert("unused".to_owned(), entry);
+        });
+        std::fs::write(at(file), changed).unwrap();
+    };
+    without("scaled_fp8.safetensors", "double_blocks.1.txt_mlp.2.scale_weight");
+    let error = check(&at("scaled_fp8.safetensors"), &tiny_extras()).unwrap_err();
+    assert!(
+        error.contains("scaled_fp8.safetensors") && error.contains("`double_blocks.1.txt_mlp.2.weight` has no scale"),
+        "{error}"
+    );
+    without(
+        "t5_scaled_fp8.safetensors",
+        "encoder.block.1.layer.0.SelfAttention.k.scale_weight",
+    );
+    let parts = PartPaths {
+        text_encoder: Some(at("t5_scaled_fp8.safetensors")),
+        ..tiny_extras()
+    };
+    let error = check(&flux_files().join("schnell_bfl_f16.safetensors"), &parts).unwrap_err();
+    assert!(
+        error.contains("t5_scaled_fp8.safetensors") && error.contains("SelfAttention.k.weight` has no scale"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! Stable Diffusion 3.5 (Stability AI): medium, large, large turbo; and Stable Diffusion 3, which has the same blocks without norms of
 //! queries and keys.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod file_tests;
 mod load;
 mod model;
 mod parts;

@@ -217,7 +217,7 @@ fn what_does_not_belong_together_is_refused_by_name() {
     }
     let error = refused(&fixtures().join("tiny_sd35/transformer/diffusion_pytorch_model.safetensors"));
     assert!(
-        error.contains("single file") && error.contains("model_index.json"),
+        error.contains("without CLIP-L text encoder") && error.contains("`model.extras_name_or_path`"),
         "{error}"
     );
     let options = LoadOptions::cpu().training(TrainableFilter::Nothing, TrainableFilter::everything());

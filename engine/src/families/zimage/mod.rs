@@ -1,5 +1,8 @@
 //! Z-Image (Tongyi-MAI): Turbo, which generates in 8 steps without guidance, and the base model.
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod file_tests;
 mod load;
 mod model;
 mod parts;
