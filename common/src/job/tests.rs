@@ -537,3 +537,25 @@ fn unknown_quantization_types_and_options_are_refused() {
         assert!(errors.len() == 1 && errors[0].contains(part), "{wrong}: {errors:?}");
     }
 }
+
+#[test]
+fn parts_from_elsewhere_are_for_families_that_take_them() {
+    let errors = |arch: &str, key: &str| {
+        let line = format!("        arch: {arch}\n        {key}: other");
+        let spec = load_yaml(&with_line_after("name_or_path: base", &line)).unwrap().spec;
+        let errors: Vec<String> = spec.unsupported().errors.iter().map(ToString::to_string).collect();
+        errors
+    };
+    for key in ["te_name_or_path", "extras_name_or_path"] {
+        for arch in ["flux", "sd3", "zimage"] {
+            assert_eq!(errors(arch, key), [""; 0], "{arch}, {key}");
+        }
+        let refused = errors("sdxl", key);
+        assert!(
+            refused.len() == 1
+                && refused[0].contains(key)
+                && refused[0].contains("Stable Diffusion 3.5 and Z-Image take parts"),
+            "{refused:?}"
+        );
+    }
+}

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::image_io;
+use crate::testing::single_files::{RawFile, Tensors, ldm_vae, original_tensors, read_tensors, without_weights};
 use crate::testing::{attempt, fixtures, in_own_folder};
 use aitk_common::attempt::ChildEvent;
 use aitk_common::job::{self, LoadOptions};
@@ -524,4 +525,79 @@ fn flux_in_a_single_file_takes_its_parts_from_the_keys_of_the_config() {
         message.contains("without CLIP") && message.contains("extras_name_or_path"),
         "{message}"
     );
+}
+
+/// The same of Stable Diffusion 3.5 and Z-Image. Files without one of their parts name it.
+#[test]
+fn other_families_in_single_files_take_their_parts_from_the_keys_of_the_config() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let write = |name: &str, tensors: &Tensors| {
+        let mut file = RawFile::default();
+        file.add(tensors, candle_core::DType::F32);
+        file.write(&at(name));
+    };
+    let (sd35, zimage) = (fixtures().join("tiny_sd35"), crate::testing::zimage_folder(false));
+    for (family, folder) in [("sd3", sd35.as_path()), ("zimage", zimage.path())] {
+        let transformer = read_tensors(&folder.join("transformer"));
+        write(
+            &format!("{family}.safetensors"),
+            &original_tensors(family, &transformer),
+        );
+    }
+    write("vae.safetensors", &ldm_vae(&read_tensors(&sd35.join("vae")), 4));
+    write("ae.safetensors", &ldm_vae(&read_tensors(&zimage.path().join("vae")), 4));
+    write("qwen.safetensors", &read_tensors(&zimage.path().join("text_encoder")));
+    let (bare_sd35, bare_zimage) = (without_weights(&sd35), without_weights(zimage.path()));
+    let run = |arch: &str, keys: &[(&str, &str, &Path)]| {
+        let keys_text: String = keys.iter().map(|(key, name, _)| format!(", {key}: {name}")).collect();
+        let mut spec = spec(&format!(
+            "job: generate\nconfig:\n  name: images\n  process:\n  - type: to_folder\n    output_folder: out\n    model: \
+             {{name_or_path: {arch}.safetensors, arch: {arch}, dtype: float32{keys_text}}}\n    \
+             generate: {{prompts: [a], width: 32, height: 32, sample_steps: 1, sampler: flowmatch, seed: 1}}\n"
+        ));
+        let job: JobSpec = serde_json::from_value(spec.job.clone()).unwrap();
+        assert_eq!(job.unsupported().errors.len(), 0, "{}", job.unsupported());
+        spec.output_root = Some(at("out"));
+        let model = format!("{arch}.safetensors");
+        spec.inputs.insert(model.clone(), at(&model));
+        for (_, name, here) in keys {
+            spec.inputs.insert((*name).into(), here.to_path_buf());
+        }
+        run_spec(&spec)
+    };
+    let (vae, ae, qwen) = (at("vae.safetensors"), at("ae.safetensors"), at("qwen.safetensors"));
+    let of_sd3 = [
+        ("te_name_or_path", "org/text", sd35.as_path()),
+        ("vae_path", "vae.safetensors", vae.as_path()),
+        ("extras_name_or_path", "org/sd3", bare_sd35.path()),
+    ];
+    let (outcome, events) = run("sd3", &of_sd3);
+    assert_eq!(images(&events).len(), 1, "{outcome:?}");
+    let of_zimage = [
+        ("te_name_or_path", "qwen.safetensors", qwen.as_path()),
+        ("extras_name_or_path", "org/zimage", bare_zimage.path()),
+        ("vae_path", "ae.safetensors", ae.as_path()),
+    ];
+    let (outcome, events) = run("zimage", &of_zimage);
+    assert_eq!(images(&events).len(), 1, "{outcome:?}");
+    for (arch, keys, missing, key) in [
+        ("sd3", &of_sd3[..1], "without VAE", "`model.vae_path`"),
+        (
+            "sd3",
+            &of_sd3[1..],
+            "without CLIP-L text encoder",
+            "`model.te_name_or_path`",
+        ),
+        ("zimage", &of_zimage[..2], "without VAE", "`model.vae_path`"),
+        (
+            "zimage",
+            &of_zimage[1..],
+            "without Qwen3 text encoder",
+            "`model.te_name_or_path`",
+        ),
+    ] {
+        let message = format!("{:?}", run(arch, keys).0);
+        assert!(message.contains(missing) && message.contains(key), "{arch}: {message}");
+    }
 }
