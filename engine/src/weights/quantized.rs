@@ -246,7 +246,7 @@ const TABLES: [&str; 5] = [
 ];
 
 /// A float8 matrix without a scale among `entries`, and the name of a tensor that shows that the float8 weights of this part are scaled: a
-/// scale of one of them, or ComfyUI's mark.
+/// scale of one of them, or a mark.
 pub(super) fn lacking_scale<'a>(
     files: &'a [Arc<TensorFile>],
     entries: &'a BTreeMap<String, Entry>,
@@ -265,13 +265,14 @@ pub(super) fn lacking_scale<'a>(
     if let Some(scale) = entries.values().find_map(|entry| scale_of(entry).flatten()) {
         return Some((first, scale));
     }
-    // A scale for each square of a matrix, which is not known here, shows it too.
+    // ComfyUI's mark of the part or of the layer; a scale for each square of a matrix, which is not known here.
     bare.find_map(|entry| {
         let name = &entry.location.name;
-        let squares = format!("{name}_scale_inv");
+        let layer = name.strip_suffix("weight").unwrap_or(name);
+        let of_layer = [format!("{layer}comfy_quant"), format!("{name}_scale_inv")];
         let mut marks = files[entry.location.file].tensors().map(|(mark, _)| mark);
         let is_mark = |mark: &&String| {
-            **mark == squares || mark.strip_suffix(MARK).is_some_and(|prefix| name.starts_with(prefix))
+            of_layer.contains(mark) || mark.strip_suffix(MARK).is_some_and(|prefix| name.starts_with(prefix))
         };
         Some((entry, marks.find(is_mark)?.clone()))
     })

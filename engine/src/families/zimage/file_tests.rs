@@ -327,6 +327,19 @@ fn other_families_and_missing_scales_are_named() {
         error.contains("`layers.1.feed_forward.w2.weight` has no scale") && error.contains("z_image_turbo.safetensors"),
         "{error}"
     );
+    // ComfyUI's later files mark each layer.
+    let mut marked = RawFile::default();
+    marked.add_float8("", &original, false);
+    let mark = "layers.0.attention.out.comfy_quant";
+    marked.0.insert(mark.to_owned(), ("U8", vec![2], b"{}".to_vec()));
+    marked.write(&path);
+    let error = families::check(&path, ArchName::Zimage, &parts)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("`layers.0.attention.out.weight` has no scale") && error.contains(mark),
+        "{error}"
+    );
     // The text encoder in float8 with scales for squares of each weight (Qwen's own), which are not known here.
     let text = read_tensors(&model.path().join("text_encoder"));
     let mut qwen = RawFile::default();
