@@ -85,3 +85,140 @@ pub(super) fn check_control_flag(process: &ProcessKind, control: Option<&str>, k
         report.error(key, format!("the prompt's flag `--ctrl_img`: {WHO_TAKES_ONE}"));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::job::{Format, JobSpec, LoadOptions, parse};
+
+    fn job(kind: &str, arch: &str, keys: &str) -> JobSpec {
+        let text = format!(
+            "job: extension\nconfig:\n  name: a\n  process:\n    - type: {kind}\n      model: {{name_or_path: m, arch: {arch}}}\n{keys}"
+        );
+        parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default())
+            .unwrap()
+            .spec
+    }
+
+    fn training(arch: &str, set: &str, more: &str) -> JobSpec {
+        let keys = format!(
+            "      training_folder: output\n      network: {{type: lora, linear: 8}}\n      datasets:\n        - folder_path: images\n{set}{more}"
+        );
+        job("sd_trainer", arch, &keys)
+    }
+
+    /// The only error: its line, key and message.
+    fn error(spec: &JobSpec) -> (u32, String, String) {
+        let report = spec.unsupported();
+        assert_eq!(report.errors.len(), 1, "{report}");
+        let error = &report.errors[0];
+        let key = error.key.strip_prefix("config.process[0].").unwrap().to_owned();
+        (error.line.unwrap(), key, error.message.clone())
+    }
+
+    fn inputs(spec: &JobSpec) -> Vec<String> {
+        let mut paths: Vec<String> = spec.inputs().into_iter().map(|input| input.config_path).collect();
+        paths.retain(|path| path != "m");
+        paths.dedup();
+        paths
+    }
+
+    const FLOW: &str = "      train: {noise_scheduler: flowmatch}\n";
+
+    #[test]
+    fn folders_of_control_images_are_inputs_of_models_that_take_them() {
+        for (set, expected) in [
+            ("          control_path: before\n", &["images", "before"][..]),
+            ("          control_path: [before, also]\n", &["images", "before", "also"]),
+            ("          control_path_1: before\n", &["images", "before"]),
+            ("          control_path: ''\n", &["images"]),
+            ("", &["images"]),
+        ] {
+            let spec = training("flux_kontext", set, FLOW);
+            let report = spec.unsupported();
+            assert!(report.errors.is_empty() && report.warnings.is_empty(), "{set}: {report}");
+            let mut found = inputs(&spec);
+            found.sort();
+            found.dedup();
+            let mut expected = expected.to_vec();
+            expected.sort_unstable();
+            assert_eq!(found, expected, "{set}");
+        }
+        let options = "          control_path: before\n          full_size_control_images: false\n          \
+                       control_transparent_color: [255, 0, 9]\n";
+        assert!(training("flux_kontext", options, FLOW).unsupported().is_ok());
+        let same_folder = "          control_from_same_folder: true\n";
+        let (line, key, message) = error(&training("flux_kontext", same_folder, FLOW));
+        assert_eq!((line, key.as_str()), (11, "datasets[0].control_from_same_folder"));
+        assert!(message.contains("`control_path`"), "{message}");
+    }
+
+    #[test]
+    fn control_images_of_other_models_are_refused_at_their_key() {
+        for (set, key) in [
+            ("          control_path: before\n", "datasets[0].control_path"),
+            ("          control_path_2: before\n", "datasets[0].control_path_2"),
+        ] {
+            for arch in ["flux", "sd3", "zimage"] {
+                let (line, found, message) = error(&training(arch, set, FLOW));
+                assert_eq!((line, found.as_str()), (11, key), "{message}");
+                assert!(message.contains(&format!("`arch: {arch}`")) && message.contains("flux_kontext"), "{message}");
+            }
+            let (line, found, _) = error(&job(
+                "batch_img2img",
+                "sd1",
+                &format!("      output_folder: out\n      datasets:\n        - folder_path: images\n{set}"),
+            ));
+            assert_eq!((line, found.as_str()), (10, key));
+        }
+        let (line, key, message) = error(&job(
+            "batch_img2img",
+            "flux_kontext",
+            "      output_folder: out\n      datasets:\n        - folder_path: images\n",
+        ));
+        assert_eq!((line, key.as_str()), (6, "model.arch"));
+        assert!(message.contains("`type: to_folder`"), "{message}");
+        for (sample, key) in [
+            ("        prompts: ['a cat --ctrl_img a.png']\n", "sample.prompts[0]"),
+            ("        samples: [{prompt: 'a cat --ctrl_img a.png'}]\n", "sample.samples[0].prompt"),
+            ("        samples: [{prompt: a cat, ctrl_img: a.png}]\n", "sample.samples[0].ctrl_img"),
+        ] {
+            let more = format!("{FLOW}      sample:\n        sampler: flowmatch\n{sample}");
+            let (line, found, message) = error(&training("flux", "", &more));
+            assert_eq!((line, found.as_str()), (14, key), "{message}");
+            assert!(message.contains("flux_kontext"), "{message}");
+        }
+    }
+
+    #[test]
+    fn every_sample_of_a_model_that_changes_images_has_one() {
+        let spec = |section: &str, samples: &str, train: &str| {
+            let more = format!(
+                "      train: {{noise_scheduler: flowmatch{train}}}\n      {section}:\n        sampler: flowmatch\n        {samples}\n"
+            );
+            training("flux_kontext", "", &more)
+        };
+        for section in ["sample", "first_sample"] {
+            for samples in [
+                "prompts: ['make it red  --ctrl_img a.png']",
+                "samples: [{prompt: make it red, ctrl_img: a.png}]",
+                "samples: [{prompt: make it red --ctrl_img a.png, ctrl_img: b.png}]",
+            ] {
+                let spec = spec(section, samples, "");
+                assert!(spec.unsupported().errors.is_empty(), "{samples}: {}", spec.unsupported());
+                assert!(inputs(&spec).contains(&"a.png".to_owned()), "{samples}");
+            }
+            for (samples, key) in [
+                ("prompts: [make it red]", "prompts[0]"),
+                ("prompts: ['make it red --ctrl_img ']", "prompts[0]"),
+                ("samples: [{prompt: make it red}]", "samples[0].prompt"),
+                // An empty flag replaces the key, as other flags do.
+                ("samples: [{prompt: 'make it red --ctrl_img ', ctrl_img: a.png}]", "samples[0].prompt"),
+            ] {
+                let (line, found, message) = error(&spec(section, samples, ""));
+                assert_eq!((line, found), (14, format!("{section}.{key}")), "{message}");
+                assert!(message.contains("--ctrl_img PATH") && message.contains("disable_sampling"), "{message}");
+                assert!(spec(section, samples, ", disable_sampling: true").unsupported().errors.is_empty());
+            }
+        }
+    }
+}

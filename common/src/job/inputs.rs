@@ -179,27 +179,6 @@ mod tests {
                 "{found}"
             );
         }
-        for (kind, keys) in [
-            (
-                "sd_trainer",
-                "training_folder: output\n      network: {type: lora, linear: 8}\n      datasets:\n        - folder_path: images",
-            ),
-            (
-                "batch_img2img",
-                "output_folder: out\n      datasets:\n        - folder_path: images",
-            ),
-        ] {
-            let text = format!(
-                "job: extension\nconfig:\n  name: a\n  process:\n    - type: {kind}\n      model:\n        name_or_path: m\n        \
-                 arch: flux_kontext\n      {keys}\n"
-            );
-            let job = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
-            let found = job.spec.unsupported().to_string();
-            assert!(
-                found.contains("a.yaml:8") && found.contains("`type: to_folder`"),
-                "{kind}: {found}"
-            );
-        }
         let quiet = config("a cat --fps 8 --ref 0.5");
         assert_eq!((quiet.errors.len(), quiet.warnings.len()), (0, 2), "{quiet}");
     }

@@ -231,7 +231,7 @@ fn every_time_step_type_trains_and_samples_change_their_control_images() {
                 },
             ];
             // Rounded down to multiples of 16.
-            (process.sample.width, process.sample.height) = (50, 37);
+            (process.sample.width, process.sample.height) = (93, 75);
             process.sample.sample_steps = 2;
             process.sample.format = "png".into();
             process.sample.walk_seed = false;
@@ -249,7 +249,7 @@ fn every_time_step_type_trains_and_samples_change_their_control_images() {
         assert_eq!(files.len(), if samples { 4 } else { 0 });
         if let [first, second, ..] = files.as_slice() {
             let pixels = |path: &Path| image::open(path).unwrap().into_rgb8();
-            assert_eq!(pixels(first).dimensions(), (48, 32));
+            assert_eq!(pixels(first).dimensions(), (80, 64));
             // The same prompt and seed, another control image.
             assert_ne!(pixels(first).as_raw(), pixels(second).as_raw());
         }
