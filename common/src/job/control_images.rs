@@ -15,7 +15,10 @@ pub(super) fn check_control_process(process: &ProcessKind, path: &str, report: &
     match process {
         ProcessKind::Train(process) => {
             if !process.model.arch.name.takes_control_image() {
-                let message = format!("`arch: {}` is trained without them: {WHO_TAKES_ONE}", process.model.arch.name);
+                let message = format!(
+                    "`arch: {}` is trained without them: {WHO_TAKES_ONE}",
+                    process.model.arch.name
+                );
                 check_no_control_folders(&process.datasets, path, &message, report);
             }
             check_samples(process, path, report);
@@ -73,7 +76,9 @@ fn check_samples(process: &TrainerProcess, path: &str, report: &mut SupportRepor
 /// Reports a prompt of a generation at `key` without the control image that the model needs, or with one (`control`, the flag
 /// `--ctrl_img`) that it does not take. Prompts in files are checked when the process reads them.
 pub(super) fn check_control_flag(process: &ProcessKind, control: Option<&str>, key: &str, report: &mut SupportReport) {
-    let ProcessKind::Generate(process) = process else { return };
+    let ProcessKind::Generate(process) = process else {
+        return;
+    };
     let takes_control = process.model.arch.name.takes_control_image();
     let has_control = control.is_some_and(|path| !path.is_empty());
     if takes_control && !has_control {
@@ -128,14 +133,20 @@ mod tests {
     fn folders_of_control_images_are_inputs_of_models_that_take_them() {
         for (set, expected) in [
             ("          control_path: before\n", &["images", "before"][..]),
-            ("          control_path: [before, also]\n", &["images", "before", "also"]),
+            (
+                "          control_path: [before, also]\n",
+                &["images", "before", "also"],
+            ),
             ("          control_path_1: before\n", &["images", "before"]),
             ("          control_path: ''\n", &["images"]),
             ("", &["images"]),
         ] {
             let spec = training("flux_kontext", set, FLOW);
             let report = spec.unsupported();
-            assert!(report.errors.is_empty() && report.warnings.is_empty(), "{set}: {report}");
+            assert!(
+                report.errors.is_empty() && report.warnings.is_empty(),
+                "{set}: {report}"
+            );
             let mut found = inputs(&spec);
             found.sort();
             found.dedup();
@@ -161,7 +172,10 @@ mod tests {
             for arch in ["flux", "sd3", "zimage"] {
                 let (line, found, message) = error(&training(arch, set, FLOW));
                 assert_eq!((line, found.as_str()), (11, key), "{message}");
-                assert!(message.contains(&format!("`arch: {arch}`")) && message.contains("flux_kontext"), "{message}");
+                assert!(
+                    message.contains(&format!("`arch: {arch}`")) && message.contains("flux_kontext"),
+                    "{message}"
+                );
             }
             let (line, found, _) = error(&job(
                 "batch_img2img",
@@ -179,8 +193,14 @@ mod tests {
         assert!(message.contains("`type: to_folder`"), "{message}");
         for (sample, key) in [
             ("        prompts: ['a cat --ctrl_img a.png']\n", "sample.prompts[0]"),
-            ("        samples: [{prompt: 'a cat --ctrl_img a.png'}]\n", "sample.samples[0].prompt"),
-            ("        samples: [{prompt: a cat, ctrl_img: a.png}]\n", "sample.samples[0].ctrl_img"),
+            (
+                "        samples: [{prompt: 'a cat --ctrl_img a.png'}]\n",
+                "sample.samples[0].prompt",
+            ),
+            (
+                "        samples: [{prompt: a cat, ctrl_img: a.png}]\n",
+                "sample.samples[0].ctrl_img",
+            ),
         ] {
             let more = format!("{FLOW}      sample:\n        sampler: flowmatch\n{sample}");
             let (line, found, message) = error(&training("flux", "", &more));
@@ -204,7 +224,11 @@ mod tests {
                 "samples: [{prompt: make it red --ctrl_img a.png, ctrl_img: b.png}]",
             ] {
                 let spec = spec(section, samples, "");
-                assert!(spec.unsupported().errors.is_empty(), "{samples}: {}", spec.unsupported());
+                assert!(
+                    spec.unsupported().errors.is_empty(),
+                    "{samples}: {}",
+                    spec.unsupported()
+                );
                 assert!(inputs(&spec).contains(&"a.png".to_owned()), "{samples}");
             }
             for (samples, key) in [
@@ -212,12 +236,23 @@ mod tests {
                 ("prompts: ['make it red --ctrl_img ']", "prompts[0]"),
                 ("samples: [{prompt: make it red}]", "samples[0].prompt"),
                 // An empty flag replaces the key, as other flags do.
-                ("samples: [{prompt: 'make it red --ctrl_img ', ctrl_img: a.png}]", "samples[0].prompt"),
+                (
+                    "samples: [{prompt: 'make it red --ctrl_img ', ctrl_img: a.png}]",
+                    "samples[0].prompt",
+                ),
             ] {
                 let (line, found, message) = error(&spec(section, samples, ""));
                 assert_eq!((line, found), (14, format!("{section}.{key}")), "{message}");
-                assert!(message.contains("--ctrl_img PATH") && message.contains("disable_sampling"), "{message}");
-                assert!(spec(section, samples, ", disable_sampling: true").unsupported().errors.is_empty());
+                assert!(
+                    message.contains("--ctrl_img PATH") && message.contains("disable_sampling"),
+                    "{message}"
+                );
+                assert!(
+                    spec(section, samples, ", disable_sampling: true")
+                        .unsupported()
+                        .errors
+                        .is_empty()
+                );
             }
         }
     }

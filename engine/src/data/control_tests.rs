@@ -80,7 +80,10 @@ fn control_images_have_the_pixels_of_ai_toolkit() {
                     let difference = gap(&found, expected);
                     assert!(difference < 1e-5, "{name}: {difference:.1e}");
                     // Without flips: a flipped copy has the same control image.
-                    let flipped = Item { flip_x: true, ..item.clone() };
+                    let flipped = Item {
+                        flip_x: true,
+                        ..item.clone()
+                    };
                     let flipped = load_control(&flipped, item.control.as_ref().unwrap()).unwrap();
                     assert_eq!(gap(&flipped, &found), 0.0, "{name}");
                 }
@@ -100,7 +103,15 @@ fn save(path: &Path, (width, height): (u32, u32), color: u8) {
 fn each_image_has_the_control_image_of_its_stem() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
-    for name in ["data/a.png", "data/sub/b.jpg", "one/a.webp", "one/a.jpeg", "two/b.PNG", "two/c.png", "two/a.txt"] {
+    for name in [
+        "data/a.png",
+        "data/sub/b.jpg",
+        "one/a.webp",
+        "one/a.jpeg",
+        "two/b.PNG",
+        "two/c.png",
+        "two/a.txt",
+    ] {
         match name.ends_with("txt") {
             true => std::fs::write(root.join(name), "no image").unwrap(),
             false if name.ends_with("PNG") => {
@@ -129,16 +140,26 @@ fn each_image_has_the_control_image_of_its_stem() {
     save(&root.join("two/a.png"), (32, 32), 1);
     let message = error(options(root, &["one", "two"]));
     assert!(
-        ["data/a.png", "one/a.jpeg", "two/a.png", "control_path"].iter().all(|part| message.contains(part)),
+        ["data/a.png", "one/a.jpeg", "two/a.png", "control_path"]
+            .iter()
+            .all(|part| message.contains(part)),
         "{message}"
     );
     // Images without one.
     let message = error(options(root, &["one"]));
-    for part in ["data: 1 of 2 images", "sub/b.jpg", "b.jpg, b.jpeg, b.png or b.webp", "/one (datasets: control_path)"] {
+    for part in [
+        "data: 1 of 2 images",
+        "sub/b.jpg",
+        "b.jpg, b.jpeg, b.png or b.webp",
+        "/one (datasets: control_path)",
+    ] {
         assert!(message.contains(part), "{part} in {message}");
     }
     let message = error(options(root, &["one", "three"]));
-    assert!(message.contains("/three: this folder of control images does not exist"), "{message}");
+    assert!(
+        message.contains("/three: there is no such folder of control images"),
+        "{message}"
+    );
     // Damaged and empty files are errors before anything is trained.
     for bytes in [&b"not an image"[..], b""] {
         std::fs::write(root.join("two/b.PNG"), bytes).unwrap();
@@ -155,7 +176,10 @@ fn a_folder_of_control_images_in_the_data_set_gives_a_warning() {
     }
     let warnings = |folder: &str| open(options(dir.path(), &[folder])).1.join("\n");
     let found = warnings("data/before");
-    assert!(found.contains("data/before: this folder of control images is in the data set"), "{found}");
+    assert!(
+        found.contains("data/before: this folder of control images is in the data set"),
+        "{found}"
+    );
     assert!(!warnings("data/_controls").contains("trained on too"));
 }
 
@@ -167,17 +191,26 @@ fn control_images_of_a_sent_job_lie_in_their_folder() {
     save(&root.join("data/a.png"), (32, 32), 1);
     save(&root.join("secret.png"), (32, 32), 1);
     std::fs::create_dir(root.join("one")).unwrap();
-    let staged = |folder| DatasetOptions { stay_in_folder: true, ..options(root, &[folder]) };
+    let staged = |folder| DatasetOptions {
+        stay_in_folder: true,
+        ..options(root, &[folder])
+    };
     let mut messages = Vec::new();
     for target in ["secret.png", "nowhere.png"] {
         let link = root.join("one/a.png");
         let _ = std::fs::remove_file(&link);
         std::os::unix::fs::symlink(root.join(target), &link).unwrap();
         messages.push(error(staged("one")));
-        assert_eq!(Dataset::open(options(root, &["one"]), UNIT, 0).is_ok(), target == "secret.png");
+        assert_eq!(
+            Dataset::open(options(root, &["one"]), UNIT, 0).is_ok(),
+            target == "secret.png"
+        );
     }
     // The message does not tell whether the target exists.
-    assert!(messages[0].contains("one/a.png") && messages[0] == messages[1], "{messages:?}");
+    assert!(
+        messages[0].contains("one/a.png") && messages[0] == messages[1],
+        "{messages:?}"
+    );
     std::fs::remove_file(root.join("one/a.png")).unwrap();
     save(&root.join("one/a.png"), (32, 32), 1);
     open(staged("one"));
@@ -196,7 +229,10 @@ fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
     let own = item.latent_key("flux1");
     // Also where both files are the same.
     assert_ne!(own.hash(&control.content, "vae"), base);
-    assert_ne!(own.ai_toolkit_hash(), item.control_key(&control, "flux1").ai_toolkit_hash());
+    assert_ne!(
+        own.ai_toolkit_hash(),
+        item.control_key(&control, "flux1").ai_toolkit_hash()
+    );
     let changed = |change: fn(&mut Item, &mut Control)| {
         let (mut item, mut control) = (item.clone(), control.clone());
         change(&mut item, &mut control);
@@ -223,7 +259,12 @@ fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
     assert_eq!(fields["control"], "true");
     assert_eq!(fields["content_sha256"], control.content);
     assert_eq!(fields["full_size_control_images"], "true");
-    assert!(fields["control_transparent_color"].replace(' ', "").contains("[200,30,90]"), "{fields:?}");
+    assert!(
+        fields["control_transparent_color"]
+            .replace(' ', "")
+            .contains("[200,30,90]"),
+        "{fields:?}"
+    );
     assert!(cache.read(&item.path, None, &key, "edited").is_none());
 }
 

@@ -33,7 +33,7 @@ impl ControlOptions {
     pub(super) fn check_folders(&self) -> Result<()> {
         match self.folders.iter().find(|folder| !folder.is_dir()) {
             Some(folder) => Err(EngineError::bad_input(format!(
-                "{}: this folder of control images does not exist (datasets: control_path)",
+                "{}: there is no such folder of control images (datasets: control_path)",
                 folder.display()
             ))),
             None => Ok(()),
@@ -46,7 +46,10 @@ impl ControlOptions {
     /// When a folder cannot be read.
     pub(super) fn list(&self, stay_in_folder: bool) -> Result<ControlFiles> {
         self.check_folders()?;
-        let folders = self.folders.iter().map(|path| ControlFolder::list(path, stay_in_folder));
+        let folders = self
+            .folders
+            .iter()
+            .map(|path| ControlFolder::list(path, stay_in_folder));
         Ok(ControlFiles {
             folders: folders.collect::<Result<_>>()?,
         })
@@ -121,7 +124,11 @@ impl ControlFiles {
     pub(super) fn missing(&self, data_set: &Path, missing: &[PathBuf], images: usize) -> EngineError {
         let first = missing.first().map(PathBuf::as_path).unwrap_or_else(|| Path::new(""));
         let stem = first.file_stem().unwrap_or_default().to_string_lossy();
-        let folders: Vec<String> = self.folders.iter().map(|folder| folder.path.display().to_string()).collect();
+        let folders: Vec<String> = self
+            .folders
+            .iter()
+            .map(|folder| folder.path.display().to_string())
+            .collect();
         EngineError::bad_input(format!(
             "{}: {} of {images} images have no control image. The first is {}: there is no {stem}.jpg, {stem}.jpeg, {stem}.png or \
              {stem}.webp in {} (datasets: control_path). Add one for each image, or move images without one to a data set without \

@@ -3,8 +3,8 @@
 use super::allowed_paths::AllowedPaths;
 use super::bucket::{BucketPlan, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
-use super::discover::discover;
 use super::controls::ControlOptions;
+use super::discover::discover;
 use super::item::{Control, Item};
 use super::latent_cache::content_hash;
 use super::masks::MaskOptions;
@@ -135,7 +135,9 @@ impl DatasetScan {
     /// When a folder is missing, an image is too large to decode, a caption is not UTF-8, or a control image is missing or damaged.
     pub fn read(options: &DatasetOptions, write_sizes: bool) -> Result<Self> {
         let controls = options.controls.as_ref();
-        let control_files = controls.map(|controls| controls.list(options.stay_in_folder)).transpose()?;
+        let control_files = controls
+            .map(|controls| controls.list(options.stay_in_folder))
+            .transpose()?;
         let mut without_control = Vec::new();
         let listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
         let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
@@ -242,7 +244,8 @@ impl DatasetScan {
         let mut warnings = Vec::new();
         if let Some(first) = self.squeezed.first() {
             warnings.push(format!(
-                "{}: the control images of {} of {} images have another aspect ratio than their images, and are squeezed to it. The first                  image is {}",
+                "{}: the control images of {} of {} images have another aspect ratio than their images, and are squeezed to it. The first \
+                 image is {}",
                 options.path.display(),
                 self.squeezed.len(),
                 self.images.len(),
@@ -257,7 +260,8 @@ impl DatasetScan {
             };
             if is_inside && options.path.is_dir() && folder.file_name().is_none_or(|name| name != "_controls") {
                 warnings.push(format!(
-                    "{}: this folder of control images is in the data set's folder, so its images are trained on too: move it, or call                      it `_controls`, which is skipped",
+                    "{}: this folder of control images is in the data set's folder, so its images are trained on too: move it, or call \
+                     it `_controls`, which is skipped",
                     folder.display()
                 ));
             }

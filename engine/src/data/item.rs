@@ -47,7 +47,12 @@ impl Item {
     #[must_use]
     pub fn control_key(&self, control: &Control, latent_space: &str) -> LatentKey {
         LatentKey {
-            filename: control.path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            filename: control
+                .path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
             control: Some(ControlKey {
                 background: control.background,
                 full_size: control.full_size,

@@ -336,7 +336,9 @@ impl<'a> Run<'a> {
         let control = self
             .data
             .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
-        let control = control.map(|control| control.to_device(&self.compute.device)).transpose()?;
+        let control = control
+            .map(|control| control.to_device(&self.compute.device))
+            .transpose()?;
         let inputs = BatchInputs { latents, control };
         let shapes: Vec<Vec<usize>> = inputs.latents.iter().map(|latent| latent.dims().to_vec()).collect();
         let image_tokens = shapes.first().map_or(0, |shape| self.model.image_tokens(shape));

@@ -26,7 +26,12 @@ fn control_images(folder: &Path) {
     for i in 0..5u32 {
         let (width, height) = if i < 3 { (40, 40) } else { (50, 25) };
         let image = image::RgbaImage::from_fn(width, height, |x, y| {
-            image::Rgba([(y * 6) as u8, (x * 4 + i * 30) as u8, (i * 40) as u8, 255 - (x * 3) as u8])
+            image::Rgba([
+                (y * 6) as u8,
+                (x * 4 + i * 30) as u8,
+                (i * 40) as u8,
+                255 - (x * 3) as u8,
+            ])
         });
         image.save(folder.join(format!("p{i}.png"))).unwrap();
     }
@@ -87,7 +92,9 @@ fn the_latents_of_control_images_match_the_reference() {
     let expected = candle_core::safetensors::load(from.join("pixels.safetensors"), &Device::Cpu).unwrap();
     let mut compared = 0;
     for (name, latent) in expected {
-        let Some(stem) = name.strip_prefix("latent:") else { continue };
+        let Some(stem) = name.strip_prefix("latent:") else {
+            continue;
+        };
         let difference = gap(&found[stem], &latent) / largest(&latent);
         assert!(difference < 1e-4, "{stem}: {difference:.1e}");
         compared += 1;
@@ -168,14 +175,20 @@ fn control_images_and_their_options_change_the_training() {
     let whole = train(&|_| {});
     // Caches give the same numbers.
     assert_eq!(train(&|_| {}), whole);
-    assert_eq!(train(&|process| process.datasets[0].cache_latents_to_disk = false), whole);
+    assert_eq!(
+        train(&|process| process.datasets[0].cache_latents_to_disk = false),
+        whole
+    );
     let others = [
         train(&|process| process.datasets[0].control_path = OneOrMany(Vec::new())),
         train(&|process| process.datasets[0].control_transparent_color = Rgb([255, 255, 255])),
         train(&|process| process.datasets[0].full_size_control_images = false),
     ];
     for other in &others {
-        assert!(other.iter().zip(&whole).all(|(a, b)| (a / b - 1.0).abs() > 1e-6), "{other:?} and {whole:?}");
+        assert!(
+            other.iter().zip(&whole).all(|(a, b)| (a / b - 1.0).abs() > 1e-6),
+            "{other:?} and {whole:?}"
+        );
     }
 }
 
@@ -191,7 +204,11 @@ fn a_changed_control_image_is_a_changed_data_set() {
         .unwrap();
     let (outcome, events) = run_spec(&job);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    assert!(logs(&events).contains("the data set changed since step 2"), "{}", logs(&events));
+    assert!(
+        logs(&events).contains("the data set changed since step 2"),
+        "{}",
+        logs(&events)
+    );
     // The stale latent is not used: there are two of p1 now.
     let data = std::fs::read_dir(dir.path().join("data/_latent_cache")).unwrap();
     let of_p1 = data.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("p1_"));
@@ -314,10 +331,17 @@ fn buckets_batches_repeats_and_squares_train_in_portable_mode_too() {
 fn images_of_odd_sizes_train() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = kontext(dir.path(), 4);
-    for (index, size) in [(17, 91), (33, 31), (90, 16), (63, 65), (200, 7)].into_iter().enumerate() {
+    for (index, size) in [(17, 91), (33, 31), (90, 16), (63, 65), (200, 7)]
+        .into_iter()
+        .enumerate()
+    {
         let path = |folder: &str| dir.path().join(folder).join(format!("p{index}.png"));
-        image::RgbImage::from_pixel(size.0, size.1, image::Rgb([90; 3])).save(path("data")).unwrap();
-        image::RgbImage::from_pixel(1 + size.1, 3, image::Rgb([30; 3])).save(path("controls")).unwrap();
+        image::RgbImage::from_pixel(size.0, size.1, image::Rgb([90; 3]))
+            .save(path("data"))
+            .unwrap();
+        image::RgbImage::from_pixel(1 + size.1, 3, image::Rgb([30; 3]))
+            .save(path("controls"))
+            .unwrap();
     }
     process.train.batch_size = 3;
     process.datasets[0].resolution = OneOrMany(vec![64]);
@@ -325,7 +349,11 @@ fn images_of_odd_sizes_train() {
     process.datasets[0].random_crop = true;
     let events = complete(process);
     assert!(losses(&events).iter().all(|loss| loss.is_finite()));
-    assert!(logs(&events).contains("of 5 images have another aspect ratio"), "{}", logs(&events));
+    assert!(
+        logs(&events).contains("of 5 images have another aspect ratio"),
+        "{}",
+        logs(&events)
+    );
 }
 
 #[test]
@@ -353,7 +381,10 @@ fn what_cannot_be_used_is_refused_before_the_model_is_loaded() {
         }
     };
     refused(&sample("a cat"), &["\"a cat\" has none", "--ctrl_img PATH"]);
-    refused(&sample("a cat --ctrl_img /no/such.png"), &["/no/such.png: no such file"]);
+    refused(
+        &sample("a cat --ctrl_img /no/such.png"),
+        &["/no/such.png: no such file"],
+    );
     refused(
         &|process| {
             process.model.arch = Arch::from(ArchName::Flux);
@@ -369,7 +400,12 @@ fn what_cannot_be_used_is_refused_before_the_model_is_loaded() {
         &["`arch: flux` takes no control image"],
     );
     std::fs::remove_file(dir.path().join("controls/p3.png")).unwrap();
-    let missing = ["1 of 5 images have no control image", "data/p3.png", "p3.jpg, p3.jpeg, p3.png or p3.webp", "/controls"];
+    let missing = [
+        "1 of 5 images have no control image",
+        "data/p3.png",
+        "p3.jpg, p3.jpeg, p3.png or p3.webp",
+        "/controls",
+    ];
     refused(&|_| {}, &missing);
     // `aitk validate` says the same.
     let job = serde_json::from_value(spec(base.clone()).job).unwrap();
@@ -400,7 +436,10 @@ fn a_job_with_staged_inputs_opens_only_its_own_control_images() {
         other => panic!("{other:?}"),
     };
     let refused = message(attempt.clone());
-    assert!(refused.contains(&format!("`{folder}` is not an input of this job")), "{refused}");
+    assert!(
+        refused.contains(&format!("`{folder}` is not an input of this job")),
+        "{refused}"
+    );
     attempt.inputs.insert(folder.clone(), folder.clone().into());
     let (outcome, events) = run_spec(&attempt);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));

@@ -125,10 +125,16 @@ pub(super) fn check_control_images(process: &TrainerProcess, cx: &Context<'_>) -
         return Ok(());
     }
     let arch = process.model.arch.name;
-    for section in [Some(&process.sample), process.first_sample.as_ref()].into_iter().flatten() {
+    for section in [Some(&process.sample), process.first_sample.as_ref()]
+        .into_iter()
+        .flatten()
+    {
         let requests = section.requests(process.trigger_word.as_deref());
         let has_control = |request: &ImageRequest| request.ctrl_img.as_deref().is_some_and(|path| !path.is_empty());
-        if let Some(request) = requests.iter().find(|request| has_control(request) != arch.takes_control_image()) {
+        if let Some(request) = requests
+            .iter()
+            .find(|request| has_control(request) != arch.takes_control_image())
+        {
             return Err(EngineError::bad_input(match arch.takes_control_image() {
                 true => format!(
                     "`arch: {arch}` changes an image, and the sample \"{}\" has none: add `--ctrl_img PATH` to its prompt, or set \

@@ -11,8 +11,8 @@ use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions, Objective,
-    Trainer, TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions,
+    Objective, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
