@@ -122,18 +122,24 @@ fn a_training_takes_its_control_images_along() {
     // The folder of control images is only read.
     assert_eq!(std::fs::read_dir(root.join("controls")).unwrap().count(), 4);
 
-    // A changed control image is sent.
-    std::fs::copy(root.join("controls/002.png"), root.join("controls/003.png")).unwrap();
+    // A changed control image is another input.
+    image::RgbImage::new(7, 7).save(root.join("controls/003.png")).unwrap();
     std::fs::write(root.join("job.yaml"), kontext_config("again", root, 3)).unwrap();
     let again = cluster.aitk_json(["submit", "job.yaml", "--json"]);
-    let sent = |name: &str| -> u64 {
-        let inputs = again["inputs"].as_array().unwrap();
-        let input = inputs
+    let input = |submitted: &serde_json::Value, name: &str| {
+        let inputs = submitted["inputs"].as_array().unwrap();
+        let found = inputs
             .iter()
             .find(|input| input["path"].as_str().unwrap().ends_with(name));
-        input.unwrap()["sent_bytes"].as_u64().unwrap()
+        found.unwrap().clone()
     };
-    assert!(sent("controls") > 0 && sent("tiny_flux") == 0, "{again}");
+    let (before, after) = (input(&submitted, "controls"), input(&again, "controls"));
+    assert_ne!(before["snapshot"], after["snapshot"]);
+    assert!(after["sent_bytes"].as_u64().unwrap() > 0, "{after}");
+    assert_eq!(
+        input(&submitted, "dataset")["snapshot"],
+        input(&again, "dataset")["snapshot"]
+    );
 }
 
 #[test]

@@ -491,7 +491,7 @@ fn control_images_are_counted_and_a_missing_one_is_named() {
     std::fs::write(&path, text.replace("flux_kontext", "flux")).unwrap();
     let (exit, said) = validate();
     assert!(
-        exit == 1 && said.contains("job.yaml:13:") && said.contains("only FLUX.1 Kontext"),
+        exit != 0 && said.contains("job.yaml:14:") && said.contains("only FLUX.1 Kontext"),
         "{said}"
     );
 }
