@@ -75,21 +75,36 @@ def start(model):
     return out
 
 
+def predict(pipe, transformer, row, noisy, context, pooled, guidance):
+    """The velocity. With `control` in the row: the tokens of the control latents follow those of the image, with 1 as the first coordinate,
+    as in diffusers' FluxKontextPipeline and ai-toolkit's `FluxKontextModel.get_noise_prediction`."""
+    channels, height, width = noisy.shape[1:]
+    tokens = pipe._pack_latents(noisy, len(noisy), channels, height, width)
+    ids = pipe._prepare_latent_image_ids(len(noisy), height // 2, width // 2, "cpu", torch.float32)
+    length = tokens.shape[1]
+    if "control" in row:
+        control = row["control"].double()
+        control_ids = pipe._prepare_latent_image_ids(len(control), control.shape[2] // 2, control.shape[3] // 2, "cpu", torch.float32)
+        control_ids[..., 0] = 1
+        tokens = torch.cat([tokens, pipe._pack_latents(control, *control.shape)], dim=1)
+        ids = torch.cat([ids, control_ids])
+    velocity = transformer(
+        hidden_states=tokens,
+        timestep=row["timesteps"] / 1000,
+        guidance=torch.full([len(noisy)], guidance) if transformer.config.guidance_embeds else None,
+        pooled_projections=pooled[row["captions"]],
+        encoder_hidden_states=context[row["captions"]],
+        txt_ids=torch.zeros(context.shape[1], 3),
+        img_ids=ids,
+    ).sample
+    return pipe._unpack_latents(velocity[:, :length], 8 * height, 8 * width, 8)
+
+
 def loss(pipe, transformer, row, context, pooled, guidance):
     x, noise, t = row["latents"].double(), row["noise"].double(), row["timesteps"] / 1000
     share = t.double()[:, None, None, None]
     noisy = (1 - share) * x + share * noise
-    channels, height, width = SHAPE
-    velocity = transformer(
-        hidden_states=pipe._pack_latents(noisy, BATCH, channels, height, width),
-        timestep=t,
-        guidance=torch.full([BATCH], guidance) if transformer.config.guidance_embeds else None,
-        pooled_projections=pooled[row["captions"]],
-        encoder_hidden_states=context[row["captions"]],
-        txt_ids=torch.zeros(context.shape[1], 3),
-        img_ids=pipe._prepare_latent_image_ids(BATCH, height // 2, width // 2, "cpu", torch.float32),
-    ).sample
-    prediction = pipe._unpack_latents(velocity, 8 * height, 8 * width, 8)
+    prediction = predict(pipe, transformer, row, noisy, context, pooled, guidance)
     return torch.nn.functional.mse_loss(prediction, noise - x)
 
 
@@ -129,7 +144,7 @@ def train(pipe, options, tensors):
     return report | ADAMW | options, {key: value.float().contiguous() for key, value in (grads | final).items()}
 
 
-def train_full(pipe, options, tensors):
+def train_full(pipe, options, tensors, every):
     transformer = copy.deepcopy(pipe.transformer).double().requires_grad_(False)
     only, ignore = options.get("only", [""]), options.get("ignore", [])
     named = transformer.named_parameters()
@@ -146,17 +161,17 @@ def train_full(pipe, options, tensors):
         losses.append(value.item())
     print("full:", len(trained), "tensors, losses", [round(value, 4) for value in losses])
     report = {"losses": losses, "norms": norms, "lr": LR, "guidance": 1.0, "max_sequence_length": 24}
-    final = {f"transformer.{name}": p.detach().flatten()[::EVERY].float().contiguous() for name, p in trained.items()}
+    final = {f"transformer.{name}": p.detach().flatten()[::every].float().contiguous() for name, p in trained.items()}
     return report | options, final
 
 
-def full_fine_tunes(pipe, tensors):
+def full_fine_tunes(pipe, tensors, variants, every, out):
     report, kept = {}, {}
-    for name, options in FULL.items():
-        report[name], final = train_full(pipe, options, tensors)
+    for name, options in variants.items():
+        report[name], final = train_full(pipe, options, tensors, every)
         kept |= {f"{name}/{key}": value for key, value in final.items()}
-    save_file(kept, OUT / "full.safetensors")
-    (OUT / "full.json").write_text(json.dumps({"captions": CAPTIONS, "steps": STEPS, "every": EVERY, "variants": report}, indent=1))
+    save_file(kept, out / "full.safetensors")
+    (out / "full.json").write_text(json.dumps({"captions": CAPTIONS, "steps": STEPS, "every": every, "variants": report}, indent=1))
 
 
 def main():
@@ -174,7 +189,7 @@ def main():
         wanted = VARIANTS["schnell"]["targets"] if suffix else [""]
         initial = {key: value for key, value in initial.items() if any(target in key for target in wanted)}
         save_file(initial, OUT / f"parity_start{suffix}.safetensors")
-    full_fine_tunes(pipes["tiny_flux"], tensors)
+    full_fine_tunes(pipes["tiny_flux"], tensors, FULL, EVERY, OUT)
     report = {}
     for variant, options in VARIANTS.items():
         report[variant], found = train(pipes[options.get("model", "tiny_flux")], options, tensors)

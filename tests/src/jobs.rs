@@ -148,6 +148,40 @@ pub fn flux_training_config(name: &str, folder: &Path, steps: u32, save_every: u
     })
 }
 
+/// A training of FLUX.1 Kontext on the images of `dataset` and the control images of `controls` below `folder`; its sample changes
+/// `before.png`.
+#[must_use]
+pub fn kontext_config(name: &str, folder: &Path, steps: u32) -> String {
+    let model = repository().join("tests/fixtures/tiny_flux");
+    format!(
+        r#"---
+job: extension
+config:
+  name: "{name}"
+  process:
+    - type: sd_trainer
+      training_folder: "{root}"
+      training_seed: 42
+      network: {{type: lora, linear: 4, linear_alpha: 4}}
+      save: {{dtype: float32}}
+      datasets:
+        - {{folder_path: "{root}/dataset", control_path: "{root}/controls", caption_ext: txt, resolution: [64], cache_latents_to_disk: true}}
+      train: {{batch_size: 2, steps: {steps}, lr: 1e-3, optimizer: adamw, noise_scheduler: flowmatch, dtype: fp32}}
+      model: {{name_or_path: "{model}", arch: flux_kontext}}
+      sample:
+        sampler: flowmatch
+        sample_every: 1000000
+        width: 64
+        height: 64
+        sample_steps: 2
+        format: png
+        prompts: ["make it blue --ctrl_img {root}/before.png"]
+"#,
+        root = folder.display(),
+        model = model.display(),
+    )
+}
+
 /// A config that generates three prompts `repeats` times into `folder`, split into `parts` if given.
 #[must_use]
 pub fn image_config(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use aitk_tests::cluster::TestCluster;
-use aitk_tests::jobs::{training_config, write_dataset};
+use aitk_tests::jobs::{kontext_config, run_config, training_config, write_dataset};
 use std::time::Duration;
 
 #[test]
@@ -62,6 +62,84 @@ fn a_submitted_training_job_gives_a_lora_and_images() {
 
     let code = worker.terminate(Duration::from_secs(20));
     assert_eq!(code, Some(0), "{}", worker.tail());
+}
+
+#[test]
+fn a_training_takes_its_control_images_along() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    write_dataset(&root.join("dataset"), 4);
+    std::fs::create_dir(root.join("controls")).unwrap();
+    for number in 0..4u8 {
+        let image = image::RgbImage::from_fn(50, 50, |x, y| image::Rgb([x as u8 * 4, 40 * number, y as u8 * 3]));
+        image.save(root.join(format!("controls/{number:03}.png"))).unwrap();
+    }
+    std::fs::copy(root.join("controls/001.png"), root.join("before.png")).unwrap();
+    std::fs::write(root.join("job.yaml"), kontext_config("pairs", root, 3)).unwrap();
+    let cluster = TestCluster::start(root, None, Vec::new());
+    let worker = cluster.worker("one");
+    let submitted = cluster.aitk_json(["submit", "job.yaml", "--json"]);
+    let inputs = submitted["inputs"].as_array().unwrap();
+    for name in ["dataset", "controls", "before.png", "tiny_flux"] {
+        let of_name = |input: &&serde_json::Value| input["path"].as_str().unwrap().ends_with(name);
+        let input = inputs.iter().find(of_name);
+        assert!(
+            input.is_some_and(|input| input["sent_bytes"].as_u64().is_some()),
+            "{name}: {inputs:?}"
+        );
+    }
+    let id = submitted["job"]
+        .as_str()
+        .or(submitted["id"].as_str())
+        .unwrap()
+        .to_owned();
+    let waited = cluster.aitk(["wait", &id, "--timeout", "240"]);
+    assert!(
+        waited.status.success(),
+        "{}\n{}\n{}",
+        String::from_utf8_lossy(&waited.stderr),
+        cluster.aitk_ok(["logs", &id]),
+        worker.tail()
+    );
+    cluster.aitk_ok(["artifacts", "get", &id, "-o", "out"]);
+    let of_cluster = std::fs::read(root.join("out/pairs/pairs.safetensors")).unwrap();
+    assert_eq!(std::fs::read_dir(root.join("out/pairs/samples")).unwrap().count(), 2);
+
+    // The same numbers as without a cluster, where images and control images are used in place.
+    run_config(root, "job.yaml");
+    let in_place = std::fs::read(root.join("pairs/pairs.safetensors")).unwrap();
+    let tensors = |bytes: &[u8]| -> Vec<(String, Vec<u8>)> {
+        let file = safetensors::SafeTensors::deserialize(bytes).unwrap();
+        let mut all: Vec<(String, Vec<u8>)> = file
+            .tensors()
+            .into_iter()
+            .map(|(name, view)| (name, view.data().to_vec()))
+            .collect();
+        all.sort();
+        all
+    };
+    assert!(tensors(&of_cluster) == tensors(&in_place));
+    // The folder of control images is only read.
+    assert_eq!(std::fs::read_dir(root.join("controls")).unwrap().count(), 4);
+
+    // A changed control image is another input.
+    image::RgbImage::new(7, 7).save(root.join("controls/003.png")).unwrap();
+    std::fs::write(root.join("job.yaml"), kontext_config("again", root, 3)).unwrap();
+    let again = cluster.aitk_json(["submit", "job.yaml", "--json"]);
+    let input = |submitted: &serde_json::Value, name: &str| {
+        let inputs = submitted["inputs"].as_array().unwrap();
+        let found = inputs
+            .iter()
+            .find(|input| input["path"].as_str().unwrap().ends_with(name));
+        found.unwrap().clone()
+    };
+    let (before, after) = (input(&submitted, "controls"), input(&again, "controls"));
+    assert_ne!(before["snapshot"], after["snapshot"]);
+    assert!(after["sent_bytes"].as_u64().unwrap() > 0, "{after}");
+    assert_eq!(
+        input(&submitted, "dataset")["snapshot"],
+        input(&again, "dataset")["snapshot"]
+    );
 }
 
 #[test]

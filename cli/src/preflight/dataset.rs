@@ -52,6 +52,7 @@ pub(super) fn dataset_warnings(set: &DatasetReport, brief: bool) -> Vec<String> 
     let path = &set.path;
     if !brief {
         warnings.extend(set.caption_warning.clone());
+        warnings.extend(set.control_warnings.iter().cloned());
         if set.unreadable.count > 0 {
             warnings.push(format!(
                 "{path}: {}",
@@ -95,6 +96,9 @@ pub(super) fn dataset_lines(set: &DatasetReport) -> Vec<String> {
     }
     if let Some(masks) = set.masks {
         counts += &format!(", {masks} with masks");
+    }
+    if let Some(controls) = set.controls {
+        counts += &format!(", {controls} with control images");
     }
     lines.push(counts);
     let without_path = |message: String| {

@@ -441,6 +441,62 @@ fn paths_that_are_not_opened_need_not_exist() {
 }
 
 #[test]
+fn control_images_are_counted_and_a_missing_one_is_named() {
+    const FLUX: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny_flux");
+    let home = Home::new();
+    images(&home, "data", 4);
+    images(&home, "before", 4);
+    let write = |control: &str| {
+        training(&home, "job", FLUX, 10, &format!("control_path: {control}"));
+        let path = home.path().join("job.yaml");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let kontext = text
+            .replace("model: {", "model: {arch: flux_kontext, ")
+            .replace("optimizer: adamw", "optimizer: adamw, noise_scheduler: flowmatch");
+        std::fs::write(path, kontext).unwrap();
+    };
+    let validate = || {
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        (
+            code(&output),
+            format!("{}{}", out(&output), err(&output))
+                .split_whitespace()
+                .collect::<Vec<_>>()
+                .join(" "),
+        )
+    };
+    write("before");
+    let (exit, said) = validate();
+    assert!(
+        exit == 0 && said.contains("4 images, 3 with captions, 4 with control images"),
+        "{said}"
+    );
+    std::fs::remove_file(home.path().join("before/2.png")).unwrap();
+    let (exit, said) = validate();
+    let parts = [
+        "1 of 4 images have no control image",
+        "data/2.png",
+        "2.jpg, 2.jpeg, 2.png or 2.webp",
+    ];
+    assert!(exit == 1 && parts.iter().all(|part| said.contains(part)), "{said}");
+    write("nix");
+    let (exit, said) = validate();
+    assert!(
+        exit == 1 && said.contains("datasets[0].control_path") && said.contains("nix: no such file or folder"),
+        "{said}"
+    );
+    write("before");
+    let path = home.path().join("job.yaml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("flux_kontext", "flux")).unwrap();
+    let (exit, said) = validate();
+    assert!(
+        exit != 0 && said.contains("job.yaml:14:") && said.contains("only FLUX.1 Kontext"),
+        "{said}"
+    );
+}
+
+#[test]
 fn a_resumed_run_does_not_need_its_initial_lora() {
     let home = Home::new();
     images(&home, "data", 4);

@@ -120,15 +120,6 @@ choices! {
 }
 
 impl ArchName {
-    /// Whether this release trains the family; it generates with every family whose status is `Works`.
-    #[must_use]
-    pub fn is_trainable(self) -> bool {
-        matches!(
-            self,
-            Self::Sd1 | Self::Sd2 | Self::Sdxl | Self::Sd3 | Self::Flux | Self::Zimage
-        )
-    }
-
     /// Whether the family was trained by flow matching. Those that this release runs.
     #[must_use]
     pub fn is_flow(self) -> bool {
@@ -148,7 +139,7 @@ impl ArchName {
         self.is_flux() || matches!(self, Self::Sd3 | Self::Zimage)
     }
 
-    /// Whether images are generated from a control image (`ctrl_img`). Those that this release runs.
+    /// Whether the model changes a control image (`ctrl_img`, and `control_path` of a data set). Those that this release runs.
     #[must_use]
     pub fn takes_control_image(self) -> bool {
         self == Self::FluxKontext

@@ -1,7 +1,7 @@
 //! `datasets`: images, captions and their preprocessing.
 
 use super::declare::{choices, section};
-use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
+use super::limits::{MAX_BATCH, MAX_CONTROL_FOLDERS, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
 use super::schema::{FieldValue, PresentKeys, ReadContext, SupportReport, join};
 use super::values::{Float, OneOrMany, TextSource};
@@ -146,24 +146,25 @@ section! {
         cache_text_embeddings: bool = false, Works;
         /// Cache CLIP image embeddings.
         cache_clip_vision_to_disk: bool = false, DependsOn("adapter");
-        /// Folders of control images, matched by stem.
-        control_path: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet"), input ControlImages;
-        /// The first control folder, as the web UI writes it.
-        control_path_1: Option<String> = None, DependsOn("control_path"), input ControlImages;
+        /// Folder of control images (FLUX.1 Kontext): for each image a file of the same stem, scaled and cropped like the image. Of
+        /// several folders, exactly one has the file.
+        control_path: OneOrMany<String> = OneOrMany(Vec::new()), Works, input ControlImages;
+        /// The first control folder, as the web UI writes it; `control_path_1` to `control_path_3` replace `control_path`.
+        control_path_1: Option<String> = None, Works, input ControlImages;
         /// The second control folder.
-        control_path_2: Option<String> = None, DependsOn("control_path"), input ControlImages;
+        control_path_2: Option<String> = None, Works, input ControlImages;
         /// The third control folder.
-        control_path_3: Option<String> = None, DependsOn("control_path"), input ControlImages;
+        control_path_3: Option<String> = None, Works, input ControlImages;
         /// Use random other images of the same folder as control images.
-        control_from_same_folder: bool = false, Refused("control images are not used yet");
+        control_from_same_folder: bool = false, Refused("control images come from `control_path`");
         /// Number of siblings.
         num_controls_from_same_folder: u32 = 1, DependsOn("control_from_same_folder");
         /// Background of transparent control images.
-        control_transparent_color: Rgb = Rgb([0, 0, 0]), DependsOn("control_path");
-        /// False: control images are resized to 512x512.
-        full_size_control_images: bool = true, DependsOn("control_path");
+        control_transparent_color: Rgb = Rgb([0, 0, 0]), Works;
+        /// False: control images are resized to 512x512, then to the size of their images, and neither flipped nor cropped.
+        full_size_control_images: bool = true, Works;
         /// Controls to generate: `depth`, `line`, `pose`, `inpaint`, `mask`, `sapiens2_mask`.
-        controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet");
+        controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images come from `control_path`");
         /// Images whose transparency marks the region to inpaint.
         inpaint_path: Option<String> = None, Refused("no inpainting models"), input ControlImages;
         /// Folder of loss masks, matched to images by stem: white is full weight; the weights are scaled to 1 on average over a
@@ -255,6 +256,7 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         dataset.control_path = OneOrMany(ui);
     }
     dataset.control_path.0.retain(|path| !path.is_empty());
+    cx.check_item_count("control_path", dataset.control_path.len(), MAX_CONTROL_FOLDERS);
     for path in [
         &mut dataset.folder_path,
         &mut dataset.dataset_path,
@@ -306,6 +308,20 @@ impl DatasetConfig {
         let paths = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
         let non_empty = paths.into_iter().flatten().filter(|path| !path.is_empty());
         non_empty.cloned().collect()
+    }
+
+    /// The key that gives the first control folder, if there is one.
+    pub(super) fn control_key(&self) -> Option<&'static str> {
+        let numbered = [
+            (&self.control_path_1, "control_path_1"),
+            (&self.control_path_2, "control_path_2"),
+            (&self.control_path_3, "control_path_3"),
+        ];
+        let is_set = |path: &Option<String>| path.as_ref().is_some_and(|path| !path.is_empty());
+        let first = numbered.into_iter().find(|(path, _)| is_set(path));
+        first
+            .map(|(_, key)| key)
+            .or((!self.control_path.is_empty()).then_some("control_path"))
     }
 
     /// Where the images are: `dataset_path`, else `folder_path`.

@@ -68,6 +68,10 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_lora_flux.yaml"),
         ),
         (
+            "train_lora_flux_kontext.yaml",
+            include_str!("../../../config/examples/train_lora_flux_kontext.yaml"),
+        ),
+        (
             "train_lora_sd35_large.yaml",
             include_str!("../../../config/examples/train_lora_sd35_large.yaml"),
         ),

@@ -4,7 +4,6 @@ use super::control_images::{check_control_flag, check_control_process};
 use super::node::shorten;
 use super::process::ProcessKind;
 use super::prompt::PromptFlags;
-use super::sample::SampleConfig;
 use super::schema::{Input, InputKind, ReadContext, SupportReport};
 use super::spec::JobSpec;
 use super::values::TextSource;
@@ -125,12 +124,7 @@ impl ProcessKind {
 
 fn for_each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, &str)) {
     match process {
-        ProcessKind::Train(process) => {
-            for_each_sample_prompt(&process.sample, &format!("{path}.sample"), f);
-            if let Some(first) = &process.first_sample {
-                for_each_sample_prompt(first, &format!("{path}.first_sample"), f);
-            }
-        }
+        ProcessKind::Train(process) => process.for_each_sample(path, &mut |_, key, item| f(key, &item.prompt)),
         ProcessKind::Generate(process) => {
             if let TextSource::List(prompts) = &process.generate.prompts {
                 for (index, text) in prompts.iter().enumerate() {
@@ -139,17 +133,6 @@ fn for_each_prompt(process: &ProcessKind, path: &str, f: &mut dyn FnMut(String, 
             }
         }
         _ => {}
-    }
-}
-
-fn for_each_sample_prompt(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, &str)) {
-    let from_prompts = !sample.prompts.is_empty() && sample.prompts.len() == sample.samples.len();
-    for (index, item) in sample.samples.iter().enumerate() {
-        if from_prompts && sample.prompts.get(index) == Some(&item.prompt) {
-            f(format!("{path}.prompts[{index}]"), &item.prompt);
-        } else {
-            f(format!("{path}.samples[{index}].prompt"), &item.prompt);
-        }
     }
 }
 
@@ -194,27 +177,6 @@ mod tests {
             assert!(
                 found.contains("a.yaml:14") && found.contains("--ctrl_img PATH"),
                 "{found}"
-            );
-        }
-        for (kind, keys) in [
-            (
-                "sd_trainer",
-                "training_folder: output\n      network: {type: lora, linear: 8}\n      datasets:\n        - folder_path: images",
-            ),
-            (
-                "batch_img2img",
-                "output_folder: out\n      datasets:\n        - folder_path: images",
-            ),
-        ] {
-            let text = format!(
-                "job: extension\nconfig:\n  name: a\n  process:\n    - type: {kind}\n      model:\n        name_or_path: m\n        \
-                 arch: flux_kontext\n      {keys}\n"
-            );
-            let job = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
-            let found = job.spec.unsupported().to_string();
-            assert!(
-                found.contains("a.yaml:8") && found.contains("`type: to_folder`"),
-                "{kind}: {found}"
             );
         }
         let quiet = config("a cat --fps 8 --ref 0.5");

@@ -27,6 +27,8 @@ pub const MAX_PROCESSES: usize = 100;
 pub const MAX_DATASETS: usize = 1_000;
 /// Resolutions of a data set: each makes one more data set of the same files.
 pub const MAX_RESOLUTIONS: usize = 64;
+/// Folders of control images of a data set.
+pub const MAX_CONTROL_FOLDERS: usize = 16;
 /// Images of a `sample` section.
 pub const MAX_SAMPLES: usize = 10_000;
 /// Labels that a job requires.

@@ -11,7 +11,7 @@ use super::model::ModelConfig;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::network::NetworkConfig;
 use super::node::Node;
-use super::sample::SampleConfig;
+use super::sample::{SampleConfig, SampleItem};
 use super::sampler::SamplerName;
 use super::save::SaveConfig;
 use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
@@ -84,12 +84,32 @@ section! {
     check = check_trainer;
 }
 
+impl TrainerProcess {
+    /// Calls `f` with each sample: its key, the key of its prompt, and the sample. `path` is the key of the process.
+    pub(super) fn for_each_sample(&self, path: &str, f: &mut dyn FnMut(String, String, &SampleItem)) {
+        for_each_sample_in(&self.sample, &join(path, "sample"), f);
+        if let Some(first) = &self.first_sample {
+            for_each_sample_in(first, &join(path, "first_sample"), f);
+        }
+    }
+}
+
+fn for_each_sample_in(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, String, &SampleItem)) {
+    let from_prompts = !sample.prompts.is_empty() && sample.prompts.len() == sample.samples.len();
+    for (index, item) in sample.samples.iter().enumerate() {
+        if from_prompts && sample.prompts.get(index) == Some(&item.prompt) {
+            let key = format!("{path}.prompts[{index}]");
+            f(key.clone(), key, item);
+        } else {
+            let key = format!("{path}.samples[{index}]");
+            let prompt_key = format!("{key}.prompt");
+            f(key, prompt_key, item);
+        }
+    }
+}
+
 fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportReport) {
     let arch = process.model.arch.name;
-    if matches!(arch.status(), SupportLevel::Works) && !arch.is_trainable() {
-        let message = format!("this release generates with `{arch}` (`job: generate`); it does not train it yet");
-        report.error(join(path, "model.arch"), message);
-    }
     let sampler = process.sample.sampler;
     check_sampler(arch, sampler, path, "sample.sampler", report);
     check_noise_scheduler(arch, process.train.noise_scheduler, path, report);
@@ -97,7 +117,7 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         let message = "CFG while training uses the empty prompt; remove this key";
         report.error(join(path, "train.negative_prompt"), message.to_owned());
     }
-    if arch.is_flow() && arch.is_trainable() {
+    if arch.is_flow() {
         check_flow(&process.train, path, report);
     }
     if arch == ArchName::Zimage && process.train.train_text_encoder {

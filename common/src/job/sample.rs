@@ -29,16 +29,16 @@ section! {
         num_frames: Option<u32> = None, Refused("no video models yet");
         /// LoRA strength.
         network_multiplier: Option<Float> = None, Works;
-        /// Control image.
-        ctrl_img: Option<String> = None, Refused("no model with control images is trained yet"), input ControlImages;
+        /// Control image (FLUX.1 Kontext): the image that the prompt changes.
+        ctrl_img: Option<String> = None, Works, input ControlImages;
         /// Index of the control.
-        ctrl_idx: u32 = 0, DependsOn("ctrl_img");
+        ctrl_idx: u32 = 0, DependsOn("ctrl_img_1");
         /// First of several control images.
-        ctrl_img_1: Option<String> = None, Refused("no model with control images is trained yet"), shown "`ctrl_img`", input ControlImages;
+        ctrl_img_1: Option<String> = None, Refused("no model takes several control images yet: use `ctrl_img`"), shown "`ctrl_img`", input ControlImages;
         /// Second of several control images.
-        ctrl_img_2: Option<String> = None, Refused("no model with control images is trained yet"), input ControlImages;
+        ctrl_img_2: Option<String> = None, Refused("no model takes several control images yet"), input ControlImages;
         /// Third of several control images.
-        ctrl_img_3: Option<String> = None, Refused("no model with control images is trained yet"), input ControlImages;
+        ctrl_img_3: Option<String> = None, Refused("no model takes several control images yet"), input ControlImages;
         /// No effect, as in ai-toolkit: the section's value is used.
         do_cfg_norm: bool = false, Accepted("never had an effect");
     }

@@ -3,8 +3,9 @@
 use super::allowed_paths::AllowedPaths;
 use super::bucket::{BucketPlan, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
+use super::controls::ControlOptions;
 use super::discover::discover;
-use super::item::Item;
+use super::item::{Control, Item};
 use super::latent_cache::content_hash;
 use super::masks::MaskOptions;
 use super::sizes::SizeCache;
@@ -51,6 +52,8 @@ pub struct DatasetOptions {
     pub flip_y: bool,
     /// Loss masks. `None`: all pixels count.
     pub masks: Option<MaskOptions>,
+    /// Control images. `None`: the images are trained without them.
+    pub controls: Option<ControlOptions>,
     /// LoRA strength for the items of this data set.
     pub network_weight: f64,
     /// Loss weight of the items of this data set.
@@ -59,7 +62,7 @@ pub struct DatasetOptions {
     pub cache_latents: bool,
     /// Cache latents on disk.
     pub cache_latents_to_disk: bool,
-    /// Open no file outside the folder of the images and the folder of the masks.
+    /// Open no file outside the folders of the images, the masks and the control images.
     pub stay_in_folder: bool,
 }
 
@@ -84,6 +87,7 @@ impl Default for DatasetOptions {
             flip_x: false,
             flip_y: false,
             masks: None,
+            controls: None,
             network_weight: 1.0,
             loss_multiplier: 1.0,
             cache_latents: false,
@@ -107,6 +111,8 @@ pub struct ScannedImage {
     pub caption: String,
     /// Whether it has a caption file, or a caption in the JSON file, that is not blank.
     pub has_caption: bool,
+    /// Its control image. `None`: the data set has none.
+    pub control: Option<PathBuf>,
 }
 
 /// The images of a data set with their sizes and captions; no image is decoded.
@@ -118,14 +124,21 @@ pub struct DatasetScan {
     pub images: Vec<ScannedImage>,
     /// Images that cannot be read, with an error message that names the file.
     pub unreadable: Vec<(PathBuf, String)>,
+    /// Images whose control images have another aspect ratio, to which these are squeezed.
+    pub squeezed: Vec<PathBuf>,
 }
 
 impl DatasetScan {
     /// Lists the images and reads their headers and captions. `write_sizes`: the cache of image sizes is written.
     ///
     /// # Errors
-    /// When the folder is missing, an image is too large to decode, or a caption is not UTF-8.
+    /// When a folder is missing, an image is too large to decode, a caption is not UTF-8, or a control image is missing or damaged.
     pub fn read(options: &DatasetOptions, write_sizes: bool) -> Result<Self> {
+        let controls = options.controls.as_ref();
+        let control_files = controls
+            .map(|controls| controls.list(options.stay_in_folder))
+            .transpose()?;
+        let mut without_control = Vec::new();
         let listing = discover(&options.path, options.short_captions, options.stay_in_folder)?;
         let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
         let mut scan = Self {
@@ -157,6 +170,20 @@ impl DatasetScan {
                 }
             };
             let has_caption = !text.trim().is_empty();
+            let control = match &control_files {
+                Some(files) => files.find(path)?,
+                None => None,
+            };
+            match (&control, controls) {
+                (Some(control), Some(controls)) => {
+                    let control_size = image_size(control)?;
+                    if controls.full_size && !have_same_aspect_ratio(size, control_size) {
+                        scan.squeezed.push(path.clone());
+                    }
+                }
+                (None, Some(_)) => without_control.push(path.clone()),
+                (_, None) => {}
+            }
             scan.images.push(ScannedImage {
                 path: path.clone(),
                 size,
@@ -165,7 +192,11 @@ impl DatasetScan {
                     _ => text,
                 },
                 has_caption,
+                control,
             });
+        }
+        if let Some(files) = control_files.filter(|_| !without_control.is_empty()) {
+            return Err(files.missing(&options.path, &without_control, scan.images.len()));
         }
         if write_sizes {
             sizes.save();
@@ -201,7 +232,41 @@ impl DatasetScan {
             .unreadable
             .iter()
             .map(|(_, error)| format!("{error}; the image is skipped"));
-        skipped.chain(self.caption_warning(options)).collect()
+        skipped
+            .chain(self.caption_warning(options))
+            .chain(self.control_warnings(options))
+            .collect()
+    }
+
+    /// Warnings about control images that are squeezed, or that are trained on because their folder is in the data set's.
+    #[must_use]
+    pub fn control_warnings(&self, options: &DatasetOptions) -> Warnings {
+        let mut warnings = Vec::new();
+        if let Some(first) = self.squeezed.first() {
+            warnings.push(format!(
+                "{}: the control images of {} of {} images have another aspect ratio than their images, and are squeezed to it. The first \
+                 image is {}",
+                options.path.display(),
+                self.squeezed.len(),
+                self.images.len(),
+                first.display()
+            ));
+        }
+        for folder in options.controls.iter().flat_map(|controls| &controls.folders) {
+            let canonical = |path: &Path| std::fs::canonicalize(path).ok();
+            let is_inside = match (canonical(folder), canonical(&self.root)) {
+                (Some(folder), Some(root)) => folder.starts_with(root),
+                _ => false,
+            };
+            if is_inside && options.path.is_dir() && folder.file_name().is_none_or(|name| name != "_controls") {
+                warnings.push(format!(
+                    "{}: this folder of control images is in the data set's folder, so its images are trained on too: move it, or call \
+                     it `_controls`, which is skipped",
+                    folder.display()
+                ));
+            }
+        }
+        warnings
     }
 
     /// A warning when images have no caption, with the caption that they are trained with.
@@ -285,20 +350,34 @@ impl Dataset {
             _ => AllowedPaths::any(),
         };
         let mut hashes: HashMap<PathBuf, String> = HashMap::new();
+        let mut hash = |path: &PathBuf| -> Result<String> {
+            if let Some(hash) = hashes.get(path) {
+                return Ok(hash.clone());
+            }
+            let hash = content_hash(path)?;
+            hashes.insert(path.clone(), hash.clone());
+            Ok(hash)
+        };
         let mut items = Vec::new();
         for (flip_x, flip_y) in flip_variants(options.flip_x, options.flip_y) {
             for _ in 0..options.repeats.max(1) {
                 for ScannedImage {
-                    path, size, caption, ..
+                    path,
+                    size,
+                    caption,
+                    control,
+                    ..
                 } in images
                 {
-                    let content = match hashes.get(path) {
-                        Some(hash) => hash.clone(),
-                        None => {
-                            let hash = content_hash(path)?;
-                            hashes.insert(path.clone(), hash.clone());
-                            hash
-                        }
+                    let content = hash(path)?;
+                    let control = match (control, &options.controls) {
+                        (Some(path), Some(controls)) => Some(Control {
+                            path: path.clone(),
+                            content: hash(path)?,
+                            background: controls.background,
+                            full_size: controls.full_size,
+                        }),
+                        _ => None,
                     };
                     let plan = plan_item(*size, &options, divisibility, seed, path);
                     let mask = options.masks.as_ref().and_then(|masks| masks.mask_for(path));
@@ -315,6 +394,7 @@ impl Dataset {
                         flip_y,
                         caption: caption.clone(),
                         mask,
+                        control,
                     });
                 }
             }
@@ -335,7 +415,16 @@ pub(super) fn check_options(options: &DatasetOptions, divisibility: u32) -> Resu
     if let Some(masks) = &options.masks {
         masks.check_folder()?;
     }
+    if let Some(controls) = &options.controls {
+        controls.check_folders()?;
+    }
     Ok(())
+}
+
+/// Whether two sizes, width and height, differ only by a factor, up to 2 %.
+fn have_same_aspect_ratio((width, height): (u32, u32), (other_width, other_height): (u32, u32)) -> bool {
+    let ratio = f64::from(width) * f64::from(other_height) / (f64::from(height) * f64::from(other_width));
+    (0.98..1.02).contains(&ratio)
 }
 
 fn image_size(path: &Path) -> Result<(u32, u32)> {

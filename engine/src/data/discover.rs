@@ -55,10 +55,14 @@ pub fn discover(path: &Path, short_captions: bool, stay_in_folder: bool) -> Resu
     read_json_listing(path, short_captions, allowed_paths)
 }
 
+/// The position of a file's suffix among those of images. `None`: it is no image.
+pub(super) fn suffix_rank(path: &Path) -> Option<usize> {
+    let suffix = path.extension()?.to_str()?.to_lowercase();
+    IMAGE_SUFFIXES.iter().position(|known| *known == suffix)
+}
+
 fn is_image(path: &Path) -> bool {
-    path.extension()
-        .and_then(|e| e.to_str())
-        .is_some_and(|e| IMAGE_SUFFIXES.contains(&e.to_lowercase().as_str()))
+    suffix_rank(path).is_some()
 }
 
 fn walk(

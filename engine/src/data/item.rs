@@ -1,7 +1,7 @@
 //! One training image of a data set, and its loss mask.
 
 use super::bucket::BucketPlan;
-use super::latent_cache::LatentKey;
+use super::latent_cache::{ControlKey, LatentKey};
 use std::path::PathBuf;
 
 /// One training image.
@@ -25,6 +25,8 @@ pub struct Item {
     pub caption: String,
     /// Its loss mask. `None`: all pixels count.
     pub mask: Option<Mask>,
+    /// Its control image. `None`: it is trained without one.
+    pub control: Option<Control>,
 }
 
 impl Item {
@@ -37,8 +39,40 @@ impl Item {
             flip_x: self.flip_x,
             flip_y: self.flip_y,
             latent_space: latent_space.to_owned(),
+            control: None,
         }
     }
+
+    /// The cache key of the latent of its control image.
+    #[must_use]
+    pub fn control_key(&self, control: &Control, latent_space: &str) -> LatentKey {
+        LatentKey {
+            filename: control
+                .path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned(),
+            control: Some(ControlKey {
+                background: control.background,
+                full_size: control.full_size,
+            }),
+            ..self.latent_key(latent_space)
+        }
+    }
+}
+
+/// The control image of one image: what the model changes into the image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Control {
+    /// The image file.
+    pub path: PathBuf,
+    /// SHA-256 of the file, in hexadecimal.
+    pub content: String,
+    /// The colour behind its transparent pixels.
+    pub background: [u8; 3],
+    /// Whether it is flipped, scaled and cropped like its image. Otherwise it is squeezed to 512 x 512, then to the size of its image.
+    pub full_size: bool,
 }
 
 /// The loss mask of one image. Its `Debug` text is hashed in checkpoints and must not change.

@@ -26,10 +26,21 @@ pub struct LatentKey {
     pub flip_y: bool,
     /// `model.latent_space_version`, or else the architecture's tag.
     pub latent_space: String,
+    /// How a control image is loaded. `None`: it is the latent of a training image.
+    pub control: Option<ControlKey>,
+}
+
+/// What the latent of a control image depends on besides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ControlKey {
+    /// The colour behind its transparent pixels.
+    pub background: [u8; 3],
+    /// Whether it is flipped, scaled and cropped like its image.
+    pub full_size: bool,
 }
 
 impl LatentKey {
-    /// The fields that ai-toolkit hashes.
+    /// The fields that ai-toolkit hashes, and those of a control image, whose latents ai-toolkit does not cache.
     fn fields(&self) -> Map<String, Value> {
         let mut map = Map::new();
         map.insert("filename".into(), self.filename.clone().into());
@@ -45,6 +56,11 @@ impl LatentKey {
             if on {
                 map.insert(key.into(), true.into());
             }
+        }
+        if let Some(control) = self.control {
+            map.insert("control".into(), true.into());
+            map.insert("control_transparent_color".into(), control.background.to_vec().into());
+            map.insert("full_size_control_images".into(), control.full_size.into());
         }
         map
     }

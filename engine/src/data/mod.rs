@@ -1,4 +1,4 @@
-//! Training data: images, captions, buckets, masks, batches, and the caches of latents and captions on disk.
+//! Training data: images, captions, buckets, masks, control images, batches, and the caches of latents and captions on disk.
 //!
 //! It reads data sets as ai-toolkit does (docs/data.md); docs/randomness.md describes the random numbers.
 
@@ -6,6 +6,7 @@ mod allowed_paths;
 mod bucket;
 mod cache_file;
 mod caption;
+mod controls;
 mod dataset;
 mod discover;
 mod item;
@@ -19,16 +20,20 @@ mod text_cache;
 pub use allowed_paths::AllowedPaths;
 pub use bucket::{BucketPlan, plan_bucket, plan_square};
 pub use caption::{CaptionRules, build_caption, dropped_caption, drops_caption, read_caption};
+pub use controls::{ControlOptions, load_control};
 pub use dataset::{Batch, Dataset, DatasetOptions, DatasetScan, ScannedImage, Warnings, batches, epoch_order};
 pub use discover::{ImageListing, discover};
-pub use item::{Item, Mask};
-pub use latent_cache::{LatentCache, LatentKey};
+pub use item::{Control, Item, Mask};
+pub use latent_cache::{ControlKey, LatentCache, LatentKey};
 pub use masks::{MaskOptions, load_mask};
 pub use pixels::load_pixels;
 pub use report::{Bucket, DatasetContents, DatasetReport, Files};
 pub use sizes::SizeCache;
 pub use text_cache::{TextCache, TextKey};
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod control_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod report_tests;

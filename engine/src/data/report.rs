@@ -73,6 +73,10 @@ pub struct DatasetReport {
     pub control_files: u64,
     /// How many images have a mask. `None`: the data set uses no masks.
     pub masks: Option<u64>,
+    /// How many images have a control image. `None`: the data set has none.
+    pub controls: Option<u64>,
+    /// Warnings about the control images.
+    pub control_warnings: Vec<String>,
     /// How often the list of images is repeated.
     pub repeats: u64,
     /// Copies of each image: 1, or more with flips.
@@ -173,6 +177,11 @@ impl DatasetReport {
             copies: flip_variants(options.flip_x, options.flip_y).len() as u64,
             batch_size: options.batch_size.max(1) as u64,
             masks: options.masks.as_ref().map(|_| 0),
+            controls: options
+                .controls
+                .as_ref()
+                .map(|_| scan.images.iter().filter(|file| file.control.is_some()).count() as u64),
+            control_warnings: scan.control_warnings(options),
             ignored: contents.ignored.clone(),
             control_files: contents.control_files,
             ..Self::default()

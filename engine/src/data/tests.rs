@@ -141,6 +141,7 @@ fn the_latent_key_has_ai_toolkits_hash() {
         flip_x: false,
         flip_y: false,
         latent_space: "flux1".into(),
+        control: None,
     };
     assert_eq!(key.ai_toolkit_hash(), "iJjM-TQwokKK_Kq5MY63gQ");
     assert_ne!(key.hash("one", "vae"), key.hash("two", "vae"));
@@ -165,6 +166,7 @@ fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
         flip_x: false,
         flip_y: false,
         latent_space: "sd1".into(),
+        control: None,
     };
     let cache = LatentCache::new("vae", 4, 8);
     assert!(cache.read(&image, None, &key, "c1").is_none());

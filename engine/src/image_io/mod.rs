@@ -32,6 +32,35 @@ pub fn open_rgb(path: &Path) -> Result<RgbImage> {
     Ok(to_rgb(open(path)?))
 }
 
+/// Reads an image as [`open_rgb`] does, but with its transparent pixels over a background of one colour, as Pillow's `paste` blends
+/// them. Pillow has no alpha channel for a palette with transparent colours; here they are transparent too.
+///
+/// # Errors
+/// As [`open_rgb`].
+pub fn open_rgb_over(path: &Path, background: [u8; 3]) -> Result<RgbImage> {
+    let image = open(path)?;
+    if !image.color().has_alpha() {
+        return Ok(to_rgb(image));
+    }
+    let alpha: Vec<u8> = match &image {
+        DynamicImage::ImageLumaA8(la) => la.pixels().map(|p| p[1]).collect(),
+        DynamicImage::ImageRgba8(rgba) => rgba.pixels().map(|p| p[3]).collect(),
+        DynamicImage::ImageLumaA16(la) => la.pixels().map(|p| (p[1] >> 8) as u8).collect(),
+        DynamicImage::ImageRgba16(rgba) => rgba.pixels().map(|p| (p[3] >> 8) as u8).collect(),
+        other => other.to_rgba8().pixels().map(|p| p[3]).collect(),
+    };
+    let mut rgb = to_rgb(image);
+    for (pixel, alpha) in rgb.pixels_mut().zip(alpha) {
+        let alpha = u32::from(alpha);
+        for (value, behind) in pixel.0.iter_mut().zip(background) {
+            // Pillow's rounding division by 255.
+            let sum = u32::from(behind) * (255 - alpha) + u32::from(*value) * alpha + 128;
+            *value = (((sum >> 8) + sum) >> 8) as u8;
+        }
+    }
+    Ok(rgb)
+}
+
 /// Reads the alpha channel of an image as RGB: opaque is white; an image without an alpha channel is all white.
 ///
 /// # Errors

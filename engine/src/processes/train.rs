@@ -58,6 +58,14 @@ const MAX_NON_FINITE_STEPS: u64 = 25;
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 
+/// What a micro-batch is made of.
+struct BatchInputs {
+    /// The latents of its images, on the device.
+    latents: Vec<Tensor>,
+    /// The latents of its control images, on the device. `None`: it has none.
+    control: Option<Tensor>,
+}
+
 /// The sizes of an item that SDXL is conditioned on.
 fn item_size(item: &Item) -> ItemSize {
     let flipped = |(width, height): (u32, u32)| (height, width);
@@ -111,6 +119,7 @@ impl<'a> Run<'a> {
 
         // The data sets are opened first, so that errors in them are reported within a second.
         let data = TrainingData::open(process, seed, cx)?;
+        samples::check_control_images(process, cx)?;
 
         // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away, or in bfloat16
         // with stochastic rounding.
@@ -324,14 +333,21 @@ impl<'a> Run<'a> {
             .data
             .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
         let latents = vec![latents.to_device(&self.compute.device)?];
-        let shapes: Vec<Vec<usize>> = latents.iter().map(|latent| latent.dims().to_vec()).collect();
+        let control = self
+            .data
+            .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let control = control
+            .map(|control| control.to_device(&self.compute.device))
+            .transpose()?;
+        let inputs = BatchInputs { latents, control };
+        let shapes: Vec<Vec<usize>> = inputs.latents.iter().map(|latent| latent.dims().to_vec()).collect();
         let image_tokens = shapes.first().map_or(0, |shape| self.model.image_tokens(shape));
         let drawn = self
             .objective
             .draw(&mut generator, &shapes, image_tokens, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
-            return self.forward_backward(step, &step_batch, (&captions, cfg), latents, drawn, image_tokens);
+            return self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens);
         };
         let dropout_seed = format!("{}/dropout/{step}/{micro}", self.seed);
         let pass = LoraPass {
@@ -339,7 +355,7 @@ impl<'a> Run<'a> {
             dropout_seed: Some(dropout_seed.into()),
         };
         handle.in_pass(pass, || {
-            self.forward_backward(step, &step_batch, (&captions, cfg), latents, drawn, image_tokens)
+            self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens)
         })
     }
 
@@ -349,7 +365,7 @@ impl<'a> Run<'a> {
         step: u64,
         step_batch: &StepBatch,
         (captions, cfg): (&[String], Option<TrainingCfg>),
-        latents: Vec<Tensor>,
+        BatchInputs { latents, control }: BatchInputs,
         mut drawn: NoiseDraw,
         image_tokens: usize,
     ) -> Result<()> {
@@ -362,8 +378,13 @@ impl<'a> Run<'a> {
             false => Some(self.captions.get(captions, model)?),
         };
         let scale = cfg.map_or(process.train.cfg_scale, |cfg| cfg.scale);
-        let with_inputs =
-            |conditioning: Conditioning| with_guidance(process, model, model.with_sizes(conditioning, &sizes)?, scale);
+        let with_inputs = |conditioning: Conditioning| {
+            let conditioning = with_guidance(process, model, model.with_sizes(conditioning, &sizes)?, scale)?;
+            match &control {
+                Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
+                None => Ok(conditioning),
+            }
+        };
         // Without the text encoder's graph, also if it is trained: the empty prompt is no caption.
         let unconditional = match cfg {
             Some(_) => {
@@ -437,12 +458,12 @@ impl<'a> Run<'a> {
                     return Ok(false);
                 }
                 let options = &dataset.options;
-                self.latents.get(
-                    item,
-                    self.model.codec(),
-                    options.cache_latents,
-                    options.cache_latents_to_disk,
-                )?;
+                let (codec, in_memory) = (self.model.codec(), options.cache_latents);
+                let on_disk = options.cache_latents_to_disk;
+                self.latents.get(item, codec, in_memory, on_disk)?;
+                if let Some(control) = &item.control {
+                    self.latents.get_control(item, control, codec, in_memory, on_disk)?;
+                }
                 done += 1;
                 progress.step(cx, done, total);
             }
@@ -472,6 +493,9 @@ mod flux_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod full_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod kontext_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;

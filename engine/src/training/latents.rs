@@ -1,6 +1,6 @@
 //! The latents of training images: encoded by the codec, cached in memory and on disk.
 
-use crate::data::{Item, LatentCache, LatentKey};
+use crate::data::{Control, Item, LatentCache, LatentKey, load_control, load_pixels};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::rng::generator_from_text;
@@ -42,25 +42,53 @@ impl LatentStore {
     /// # Errors
     /// When the image cannot be decoded, or the disk is full.
     pub fn get(&mut self, item: &Item, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
-        let key = item.latent_key(&self.latent_space);
-        let name = self
-            .cache
-            .path(&item.path, item.derived.as_deref(), &key, &item.content);
+        let image = Image {
+            item,
+            key: item.latent_key(&self.latent_space),
+            content: &item.content,
+            pixels: &|| load_pixels(item),
+        };
+        self.get_image(&image, codec, in_memory, on_disk)
+    }
+
+    /// Returns the scaled latent [c, h, w] of an item's control image, in float32 on the CPU. It is cached beside the item's latent.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub fn get_control(
+        &mut self,
+        item: &Item,
+        control: &Control,
+        codec: &dyn Codec,
+        in_memory: bool,
+        on_disk: bool,
+    ) -> Result<Tensor> {
+        let image = Image {
+            item,
+            key: item.control_key(control, &self.latent_space),
+            content: &control.content,
+            pixels: &|| load_control(item, control),
+        };
+        self.get_image(&image, codec, in_memory, on_disk)
+    }
+
+    fn get_image(&mut self, image: &Image<'_>, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
+        let (path, derived) = (&image.item.path, image.item.derived.as_deref());
+        let name = self.cache.path(path, derived, &image.key, image.content);
         if let Some(latent) = self.memory.get(&name) {
             return Ok(latent.clone());
         }
         let cached = if on_disk {
-            self.cache
-                .read(&item.path, item.derived.as_deref(), &key, &item.content)
+            self.cache.read(path, derived, &image.key, image.content)
         } else {
             None
         };
         let latent = match cached {
             Some(latent) => latent,
             None => {
-                let latent = encode(item, codec, &name)?;
+                let latent = encode(&(image.pixels)()?, codec, &name)?;
                 if on_disk {
-                    self.write(item, &key, &latent)?;
+                    self.write(image, &latent)?;
                 }
                 latent
             }
@@ -75,9 +103,9 @@ impl LatentStore {
 
     /// Writes a latent to the disk cache. A full disk is an error. If the data set's folder is not writable (another
     /// user's, a read-only disk), training continues and the latents stay in memory.
-    fn write(&mut self, item: &Item, key: &LatentKey, latent: &Tensor) -> Result<()> {
-        let derived = item.derived.as_deref();
-        match self.cache.write(&item.path, derived, key, &item.content, latent) {
+    fn write(&mut self, image: &Image<'_>, latent: &Tensor) -> Result<()> {
+        let (path, derived) = (&image.item.path, image.item.derived.as_deref());
+        match self.cache.write(path, derived, &image.key, image.content, latent) {
             Err(full @ EngineError::DiskFull { .. }) => Err(full),
             Err(error) => {
                 if !self.unwritable {
@@ -91,9 +119,19 @@ impl LatentStore {
     }
 }
 
-/// Encodes an item: [c, h, w], float32 on the CPU.
-fn encode(item: &Item, codec: &dyn Codec, name: &std::path::Path) -> Result<Tensor> {
-    let pixels = crate::data::load_pixels(item)?.unsqueeze(0)?;
+/// An image to encode: a training image or its control image.
+struct Image<'a> {
+    item: &'a Item,
+    key: LatentKey,
+    /// SHA-256 of its file.
+    content: &'a str,
+    /// Loads its pixels, [3, h, w].
+    pixels: &'a dyn Fn() -> Result<Tensor>,
+}
+
+/// Encodes pixels [3, h, w] to [c, h, w], float32 on the CPU.
+fn encode(pixels: &Tensor, codec: &dyn Codec, name: &std::path::Path) -> Result<Tensor> {
+    let pixels = pixels.unsqueeze(0)?;
     // The file name contains the hash of everything that the latent depends on.
     let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut generator = generator_from_text(&format!("latent/{name}"));

@@ -156,6 +156,15 @@ fn training(name: &str, data: &str) -> String {
     )
 }
 
+fn kontext_training() -> &'static str {
+    "job: extension\nconfig:\n  name: pairs\n  process:\n    - type: sd_trainer\n      training_folder: output\n      \
+     network: {type: lora, linear: 4, linear_alpha: 4}\n      save: {save_every: 2}\n      \
+     datasets: [{folder_path: my/data, control_path: my/controls, caption_ext: txt, resolution: 64, cache_latents_to_disk: true}]\n      \
+     train: {batch_size: 1, steps: 2, noise_scheduler: flowmatch, optimizer: adamw, lr: 1e-3, dtype: float32}\n      \
+     model: {name_or_path: my/flux, arch: flux_kontext}\n      \
+     sample: {sampler: flowmatch, sample_every: 2, width: 64, height: 64, sample_steps: 2, samples: [{prompt: a zorb, ctrl_img: my/before.png}]}\n"
+}
+
 fn generation(prompts: &str) -> String {
     format!(
         "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      \
@@ -190,6 +199,59 @@ async fn training_and_generation_work_in_the_sandbox_and_do_not_change_their_inp
         .iter()
         .filter(|entry| entry.file_name().to_string_lossy().ends_with(".safetensors"));
     assert!(latents.count() > 0, "{derived:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn control_images_are_read_in_the_sandbox_and_not_changed() {
+    let attempt_folder = AttemptFolder::new();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
+    copy(&fixtures.join("tiny_flux"), &attempt_folder.at("others/flux"));
+    let (data, controls) = (attempt_folder.at("cache/dataset"), attempt_folder.at("others/controls"));
+    std::fs::create_dir(&controls).unwrap();
+    for entry in std::fs::read_dir(data).unwrap().map(Result::unwrap) {
+        if entry.path().extension().is_some_and(|suffix| suffix != "txt") {
+            std::fs::copy(entry.path(), controls.join(entry.file_name())).unwrap();
+        }
+    }
+    let first = std::fs::read_dir(&controls).unwrap().next().unwrap().unwrap().path();
+    std::fs::copy(first, attempt_folder.at("others/before.png")).unwrap();
+    let before = attempt_folder.other_files();
+    let mut spec = attempt_folder.spec(kontext_training());
+    for (name, path) in [
+        ("my/flux", "others/flux"),
+        ("my/controls", "others/controls"),
+        ("my/before.png", "others/before.png"),
+    ] {
+        spec["inputs"][name] = json!(attempt_folder.at(path));
+    }
+    let (outcome, events) = attempt_folder.run(&spec, &worker_program()).await;
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(logs(&events).contains("sandbox: files: "), "{}", logs(&events));
+    assert_eq!(attempt_folder.other_files(), before);
+
+    // A folder that is not an input, and one that a link leads out of.
+    let foreign = kontext_training().replace("my/controls", attempt_folder.at("others/set").to_str().unwrap());
+    let mut foreign = attempt_folder.spec(&foreign);
+    foreign["inputs"] = spec["inputs"].clone();
+    let name = std::fs::read_dir(&controls)
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap()
+        .file_name();
+    std::fs::remove_file(controls.join(&name)).unwrap();
+    std::os::unix::fs::symlink(attempt_folder.at("others/token"), controls.join(&name)).unwrap();
+    for (job, expected) in [
+        (foreign, "is not an input of this job"),
+        (spec, "is not a file of this data set"),
+    ] {
+        let (outcome, events) = attempt_folder.run(&job, &worker_program()).await;
+        let Outcome::Failed { message, .. } = outcome else {
+            panic!("{outcome:?}");
+        };
+        assert!(message.contains(expected), "{message}");
+        assert!(!format!("{message}{}", logs(&events)).contains(SECRET));
+    }
 }
 
 #[cfg(target_os = "linux")]

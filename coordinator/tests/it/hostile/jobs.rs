@@ -51,13 +51,20 @@ fn attacks(admins_token: &str) -> Vec<(String, String)> {
     ));
     all.push((
         edited(prompts, r#"["a --ctrl_img /etc/passwd"]"#),
-        "only to generate with FLUX.1 Kontext".into(),
+        "only FLUX.1 Kontext (`arch: flux_kontext`) takes control images".into(),
     ));
     let kontext = r#""name_or_path":"org/model","arch":"flux_kontext""#;
     all.push((
         edited(prompts, r#"["a --ctrl_img /etc/passwd"]"#).replace(r#""name_or_path":"org/model""#, kontext),
         foreign("/etc/passwd"),
     ));
+    for keys in [
+        r#","control_path":["/etc"]"#,
+        r#","control_path":["/etc"],"control_path_1":"/etc""#,
+    ] {
+        let job = training("n", keys).replace(r#""name_or_path":"org/model""#, kontext);
+        all.push((job, foreign("/etc")));
+    }
     // Writing files.
     for name in ["/etc/cron.d/job", "../../trees/other", "a/b", "..", "a\\b", "nul"] {
         all.push((training(name, ""), "cannot name a folder".into()));

@@ -203,4 +203,21 @@ impl TrainingData {
         }
         Ok(Tensor::stack(&out, 0)?)
     }
+
+    /// The latents of a batch's control images, [b, c, h, w] on the CPU. `None`: its data set has none.
+    pub(super) fn control_latents(
+        &self,
+        batch: &Batch,
+        latents: &mut LatentStore,
+        codec: &dyn Codec,
+    ) -> Result<Option<Tensor>> {
+        let options = &self.datasets[batch.dataset].options;
+        let mut out = Vec::with_capacity(batch.items.len());
+        for item in self.items_of(batch) {
+            let Some(control) = &item.control else { return Ok(None) };
+            let (in_memory, on_disk) = (options.cache_latents, options.cache_latents_to_disk);
+            out.push(latents.get_control(item, control, codec, in_memory, on_disk)?);
+        }
+        Ok(Some(Tensor::stack(&out, 0)?))
+    }
 }

@@ -1,9 +1,9 @@
-//! The example configs of ai-toolkit for FLUX.1 and Flex.1 (`config/examples`, commit 27a03a91), with their keys and values: they are
-//! read without a complaint, and run on tiny models with other paths, prompts, sizes and numbers of steps.
+//! The example configs of ai-toolkit for FLUX.1, FLUX.1 Kontext, Flex.1 and Stable Diffusion 3.5 (`config/examples`, commit 27a03a91), with
+//! their keys and values: they are read without a complaint, and run on tiny models with other paths, prompts, sizes and numbers of steps.
 
 use super::tests::{images, logs, losses, run_spec};
 use crate::families::saved_step;
-use crate::testing::{attempt, chosen, fixtures, schnell_folder};
+use crate::testing::{attempt, chosen, fixtures, schnell_folder, sd35_large_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
@@ -125,6 +125,60 @@ meta: {{name: '[name]', version: '1.0'}}
     )
 }
 
+/// `train_lora_flux_kontext_24gb`.
+fn kontext_yaml(root: &Path, model: &Path) -> String {
+    let (root, model) = (root.display(), model.display());
+    format!(
+        "job: extension
+config:
+  name: my_first_lora_v1
+  process:
+    - type: sd_trainer
+      training_folder: {root}/out
+      device: cuda:0
+      {NETWORK}
+      {SAVE}
+      datasets:
+        - {{folder_path: {root}/data, control_path: {root}/controls, caption_ext: txt, caption_dropout_rate: 0.05,
+           shuffle_tokens: false, cache_latents_to_disk: true, resolution: [512, 768]}}
+      train: {{batch_size: 1, steps: 3000, gradient_accumulation_steps: 1, train_unet: true, train_text_encoder: false,
+        gradient_checkpointing: true, noise_scheduler: flowmatch, optimizer: adamw8bit, lr: 1e-4, timestep_type: weighted, dtype: bf16}}
+      model: {{name_or_path: {model}, arch: flux_kontext, quantize: true}}
+      sample: {{sampler: flowmatch, sample_every: 250, sample_start_step: 0, width: 1024, height: 1024, neg: '', seed: 42,
+        walk_seed: true, guidance_scale: 4, sample_steps: 20,
+        prompts: ['make it red  --ctrl_img {root}/controls/p1.png', 'make it blue  --ctrl_img {root}/controls/p3.png']}}
+meta: {{name: '[name]', version: '1.0'}}
+"
+    )
+}
+
+/// `train_lora_sd35_large_24gb`.
+fn sd35_large_yaml(root: &Path, model: &Path) -> String {
+    let (root, model) = (root.display(), model.display());
+    format!(
+        "job: extension
+config:
+  name: my_first_lora_v1
+  process:
+    - type: sd_trainer
+      training_folder: {root}/out
+      device: cuda:0
+      {NETWORK}
+      {SAVE}
+      datasets:
+        - {{folder_path: {root}/data, caption_ext: txt, caption_dropout_rate: 0.05, shuffle_tokens: false,
+           cache_latents_to_disk: true, resolution: [1024]}}
+      train: {{batch_size: 1, steps: 2000, gradient_accumulation_steps: 1, train_unet: true, train_text_encoder: false,
+        gradient_checkpointing: true, noise_scheduler: flowmatch, timestep_type: linear, optimizer: adamw8bit, lr: 1e-4,
+        ema_config: {{use_ema: true, ema_decay: 0.99}}, dtype: bf16}}
+      model: {{name_or_path: {model}, is_v3: true, quantize: true}}
+      sample: {{sampler: flowmatch, sample_every: 250, sample_start_step: 0, width: 1024, height: 1024, neg: '', seed: 42,
+        walk_seed: true, guidance_scale: 4, sample_steps: 25, prompts: [a red circle, a blue square]}}
+meta: {{name: '[name]', version: '1.0'}}
+"
+    )
+}
+
 fn read(text: &str) -> JobSpec {
     let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
     let loaded = job::parse(text, format, None, &LoadOptions::default()).unwrap();
@@ -224,6 +278,34 @@ fn example_configs_of_ai_toolkit_run_unchanged() {
             }
             for step in [0, 2, 4] {
                 assert_eq!(samples(dir.path(), step).len(), 2, "{name}, step {step}");
+            }
+        }
+    }
+}
+
+#[test]
+fn example_configs_of_other_families_run_unchanged() {
+    let sd35_large = sd35_large_folder();
+    for arch in chosen(vec![ArchName::FluxKontext, ArchName::Sd3]) {
+        for portable in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            for folder in ["data", "controls"] {
+                images(&dir.path().join(folder));
+            }
+            let text = match arch {
+                ArchName::Sd3 => sd35_large_yaml(dir.path(), sd35_large.path()),
+                _ => kontext_yaml(dir.path(), &fixtures().join("tiny_flux")),
+            };
+            let job = read(&text);
+            assert_eq!(job.process[0].trainer().unwrap().model.arch.name, arch);
+            let events = run(job, portable);
+            assert!(losses(&events).iter().all(|loss| loss.is_finite()), "{arch}");
+            let folder = dir.path().join("out/my_first_lora_v1");
+            assert!(folder.join("my_first_lora_v1.safetensors").exists(), "{arch}");
+            for step in [0, 2, 4] {
+                let samples = samples(dir.path(), step);
+                assert_eq!(samples.len(), 2, "{arch}, step {step}");
+                assert_ne!(samples[0], samples[1], "{arch}, step {step}");
             }
         }
     }

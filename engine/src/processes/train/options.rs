@@ -3,7 +3,7 @@
 use super::super::context::Context;
 use super::folder::SAMPLES;
 use crate::adapters::LoraConfig;
-use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
+use crate::data::{CaptionRules, ControlOptions, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::families;
 use crate::rng::TorchGenerator;
@@ -26,10 +26,10 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
     let arch = process.model.arch.name;
     families::find(arch)?;
-    if !arch.is_trainable() {
-        return unsupported(format!(
-            "model.arch: this release generates with `{arch}`; it does not train it yet"
-        ));
+    if !arch.takes_control_image() && process.datasets.iter().any(|dataset| !dataset.control_path.is_empty()) {
+        return Err(EngineError::bad_input(format!(
+            "datasets: control_path: `arch: {arch}` takes no control images; remove the key, or train FLUX.1 Kontext (`arch: flux_kontext`)"
+        )));
     }
     if process.network.is_none() && process.model.lora_path.is_some() {
         return unsupported(
@@ -125,6 +125,8 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
         };
         let masks = dataset.mask_path.as_ref().filter(|_| !dataset.alpha_mask);
         let masks = masks.map(|path| cx.local_path(path)).transpose()?;
+        let controls = dataset.control_path.iter().map(|path| cx.local_path(path));
+        let controls = controls.collect::<Result<Vec<_>>>()?;
         out.push(DatasetOptions {
             path: cx.local_path(path)?,
             derived: cx.spec.derived.get(path).cloned(),
@@ -157,6 +159,11 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 folder: masks,
                 invert: dataset.invert_mask,
                 min_value: dataset.mask_min_value,
+            }),
+            controls: (!controls.is_empty()).then_some(ControlOptions {
+                folders: controls,
+                background: dataset.control_transparent_color.0,
+                full_size: dataset.full_size_control_images,
             }),
             network_weight: *dataset.network_weight,
             loss_multiplier: dataset.loss_multiplier,

@@ -81,8 +81,19 @@ impl TrainingPreview {
         // An entry with several resolutions gives one data set for each, with the same files.
         let mut contents_by_options: Vec<(DatasetOptions, DatasetContents)> = Vec::new();
         let reads_same_files = |a: &DatasetOptions, b: &DatasetOptions| {
-            (&a.path, &a.caption_ext, &a.default_caption, a.short_captions)
-                == (&b.path, &b.caption_ext, &b.default_caption, b.short_captions)
+            (
+                &a.path,
+                &a.caption_ext,
+                &a.default_caption,
+                a.short_captions,
+                &a.controls,
+            ) == (
+                &b.path,
+                &b.caption_ext,
+                &b.default_caption,
+                b.short_captions,
+                &b.controls,
+            )
         };
         for (options, section) in options::dataset_options(process, &cx)?.into_iter().zip(&names) {
             let position = contents_by_options

@@ -286,6 +286,10 @@ impl Run<'_> {
                 if let Some(mask) = &item.mask {
                     data.update(format!("{mask:?}\n"));
                 }
+                if let Some(control) = &item.control {
+                    let (content, background) = (&control.content, control.background);
+                    data.update(format!("control {content} {background:?} {}\n", control.full_size));
+                }
             }
             data.update(b"--");
         }

@@ -8,6 +8,8 @@ use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, generate_images};
 use aitk_common::fsutil;
 use aitk_common::job::naming;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::prompt::ImageRequest;
 use std::cell::RefCell;
 use std::io::Write as _;
 use std::path::Path;
@@ -114,6 +116,41 @@ impl Run<'_> {
             Ok::<bool, EngineError>(completed)
         })
     }
+}
+
+/// Checks that every control image of the samples exists and that every sample has one where the model needs it: a training should not
+/// fail at its first sample.
+pub(super) fn check_control_images(process: &TrainerProcess, cx: &Context<'_>) -> Result<()> {
+    if process.train.disable_sampling {
+        return Ok(());
+    }
+    let arch = process.model.arch.name;
+    for section in [Some(&process.sample), process.first_sample.as_ref()]
+        .into_iter()
+        .flatten()
+    {
+        let requests = section.requests(process.trigger_word.as_deref());
+        let has_control = |request: &ImageRequest| request.ctrl_img.as_deref().is_some_and(|path| !path.is_empty());
+        if let Some(request) = requests
+            .iter()
+            .find(|request| has_control(request) != arch.takes_control_image())
+        {
+            return Err(EngineError::bad_input(match arch.takes_control_image() {
+                true => format!(
+                    "`arch: {arch}` changes an image, and the sample \"{}\" has none: add `--ctrl_img PATH` to its prompt, or set \
+                     `train.disable_sampling: true`",
+                    request.prompt
+                ),
+                false => format!(
+                    "`arch: {arch}` takes no control image: remove `ctrl_img` from the sample \"{}\", or train FLUX.1 Kontext (`arch: \
+                     flux_kontext`)",
+                    request.prompt
+                ),
+            }));
+        }
+        cx.control_images(&requests)?;
+    }
+    Ok(())
 }
 
 /// The format that is used if the config names one that aitk does not write.

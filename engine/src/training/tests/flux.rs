@@ -1,41 +1,67 @@
-//! Comparison with the fixtures of `tests/reference/make_train_flux.py`: 20 steps of FLUX.1 with diffusers and peft, LoRAs and full
-//! fine-tunes.
+//! Comparison with the fixtures of `tests/reference/make_train_flux.py` and `make_train_kontext.py`: 20 steps of FLUX.1 and of FLUX.1
+//! Kontext with diffusers and peft, LoRAs and full fine-tunes.
 
 use super::{constant, largest_gap, loss_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::error::Result;
-use crate::families::flux::FluxModel;
-use crate::families::{FLUX, LoadOptions, Model};
+use crate::families::flux::{FluxFamily, FluxModel};
+use crate::families::{FLUX, FLUX_KONTEXT, LoadOptions, Model};
 use crate::optim::{Adam, AdamParams, Param};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions, Trainer,
-    TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions,
+    Objective, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 
+/// The fixtures of one family. Inputs and first weights are those of FLUX.1 for both.
+struct Fixture {
+    family: &'static FluxFamily,
+    folder: &'static str,
+}
+
+const FLUX_STEPS: Fixture = Fixture {
+    family: &FLUX,
+    folder: "train_flux",
+};
+const KONTEXT_STEPS: Fixture = Fixture {
+    family: &FLUX_KONTEXT,
+    folder: "train_kontext",
+};
+
+impl Fixture {
+    fn tensors(&self, file: &str) -> HashMap<String, Tensor> {
+        let path = fixtures().join(format!("{}/{file}.safetensors", self.folder));
+        candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+    }
+
+    fn report(&self, file: &str) -> Value {
+        let path = fixtures().join(format!("{}/{file}.json", self.folder));
+        serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+    }
+
+    /// How many steps later the latents of `parity_inputs` are the control latents of a step. `None`: there are none.
+    fn control_shift(&self) -> Option<usize> {
+        self.report("parity")["shift"].as_u64().map(|shift| shift as usize)
+    }
+}
+
 fn tensors(file: &str) -> HashMap<String, Tensor> {
-    let path = fixtures().join(format!("train_flux/{file}.safetensors"));
-    candle_core::safetensors::load(path, &Device::Cpu).unwrap()
+    FLUX_STEPS.tensors(file)
 }
 
-fn report(file: &str) -> Value {
-    let path = fixtures().join(format!("train_flux/{file}.json"));
-    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
-}
-
-fn model(variant: &Value, options: &LoadOptions) -> FluxModel {
+fn model(family: &'static FluxFamily, variant: &Value, options: &LoadOptions) -> FluxModel {
     let schnell = schnell_folder();
     let folder = match variant.get("model") {
         Some(_) => schnell.path().to_path_buf(),
         None => fixtures().join("tiny_flux"),
     };
-    let mut model = FluxModel::load(&FLUX, folder, options).unwrap();
+    let mut model = FluxModel::load(family, folder, options).unwrap();
     model.set_max_sequence_length(variant["max_sequence_length"].as_u64().unwrap() as usize);
     model
 }
@@ -47,7 +73,7 @@ const OBJECTIVE: fn() -> FlowMatch = || FlowMatch {
 };
 
 /// Trains all steps and checks the loss and the norm of each.
-fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str) {
+fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str, control_shift: Option<usize>) {
     let variant = &report["variants"][name];
     let inputs = tensors("parity_inputs");
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
@@ -62,11 +88,19 @@ fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str) {
         fused_backward: false,
     });
     let (mut loss_gap, mut norm_gap) = (0f64, 0f64);
-    for step in 0..report["steps"].as_u64().unwrap() as usize {
+    let steps = report["steps"].as_u64().unwrap() as usize;
+    for step in 0..steps {
         let row = |key: &str| inputs[key].get(step).unwrap();
         let texts = row("captions").to_vec1::<i64>().unwrap();
         let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
         let conditioning = cache.get(&texts, model).unwrap();
+        let conditioning = match control_shift {
+            Some(shift) => {
+                let control = inputs["latents"].get((step + shift) % steps).unwrap();
+                model.with_control(conditioning, &[control]).unwrap()
+            }
+            None => conditioning,
+        };
         let guidance = variant["guidance"].as_f64().unwrap();
         let forward = || -> Result<Tensor> {
             let batch = MicroBatch {
@@ -94,8 +128,8 @@ fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str) {
     );
 }
 
-fn check_lora(name: &str, residency: Residency) {
-    let report = report("parity");
+fn check_lora(fixture: &Fixture, name: &str, residency: Residency) {
+    let report = fixture.report("parity");
     let variant = &report["variants"][name];
     let config = LoraConfig {
         rank: variant["rank"].as_u64().unwrap() as usize,
@@ -108,7 +142,7 @@ fn check_lora(name: &str, residency: Residency) {
         ignore_if_contains: vec![],
         blocks_only: true,
     };
-    let mut model = model(variant, &LoadOptions::cpu());
+    let mut model = model(fixture.family, variant, &LoadOptions::cpu());
     model.set_residency(residency);
     let mut trained = model.parts();
     trained.retain(|part| part.id == "transformer");
@@ -123,8 +157,8 @@ fn check_lora(name: &str, residency: Residency) {
         param.var.set(&start[&param.name]).unwrap();
     }
     network.handle.set_training(Some("masks"));
-    train(&model, params, &report, name);
-    let theirs = with_prefix(&tensors(&format!("parity_{name}")), "final/");
+    train(&model, params, &report, name, fixture.control_shift());
+    let theirs = with_prefix(&fixture.tensors(&format!("parity_{name}")), "final/");
     let ours: BTreeMap<String, Tensor> = network.tensors(DType::F32).unwrap();
     let gap = largest_gap(&ours, &theirs);
     println!("{name}: weights {gap:.1e}");
@@ -136,19 +170,19 @@ const VARIANTS: [&str; 5] = ["linear", "attention", "guidance", "text_tokens_512
 #[test]
 fn loras_match_the_reference() {
     for name in chosen(VARIANTS.to_vec()) {
-        check_lora(name, Residency::Resident);
+        check_lora(&FLUX_STEPS, name, Residency::Resident);
     }
 }
 
 #[test]
 fn loras_with_gradient_checkpointing_match_the_reference() {
     for name in chosen(VARIANTS.to_vec()) {
-        check_lora(name, Residency::Checkpointed { steps: 1 });
+        check_lora(&FLUX_STEPS, name, Residency::Checkpointed { steps: 1 });
     }
 }
 
-fn check_full(name: &str, residency: Residency) {
-    let report = report("full");
+fn check_full(fixture: &Fixture, name: &str, residency: Residency) {
+    let report = fixture.report("full");
     let variant = &report["variants"][name];
     let list = |key: &str| -> Vec<String> { serde_json::from_value(variant[key].clone()).unwrap_or_default() };
     let filter = TrainableFilter::Names {
@@ -157,21 +191,21 @@ fn check_full(name: &str, residency: Residency) {
         part: None,
     };
     let options = LoadOptions::cpu().training(filter, TrainableFilter::Nothing);
-    let mut model = model(variant, &options);
+    let mut model = model(fixture.family, variant, &options);
     model.set_residency(residency);
     let params = model.trained().iter().map(|(name, var)| Param {
         name: name.clone(),
         var: var.clone(),
     });
     let params: Vec<Param> = params.collect();
-    train(&model, params.clone(), &report, name);
+    train(&model, params.clone(), &report, name, fixture.control_shift());
     let every = report["every"].as_u64().unwrap() as usize;
     let kept = params.iter().map(|param| {
         let values = param.var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let values: Vec<f32> = values.into_iter().step_by(every).collect();
         (param.name.clone(), Tensor::new(values, &Device::Cpu).unwrap())
     });
-    let theirs = with_prefix(&tensors("full"), &format!("{name}/"));
+    let theirs = with_prefix(&fixture.tensors("full"), &format!("{name}/"));
     let gap = largest_gap(&kept.collect(), &theirs);
     println!("full, {name}: weights {gap:.1e}");
     assert!(gap < 1e-3, "{name}: {gap:.1e}");
@@ -180,15 +214,52 @@ fn check_full(name: &str, residency: Residency) {
 #[test]
 fn full_fine_tunes_match_the_reference() {
     for name in chosen(vec!["everything", "chosen"]) {
-        check_full(name, Residency::Resident);
-        check_full(name, Residency::Checkpointed { steps: 1 });
+        check_full(&FLUX_STEPS, name, Residency::Resident);
+        check_full(&FLUX_STEPS, name, Residency::Checkpointed { steps: 1 });
+    }
+}
+
+/// FLUX.1 Kontext: its velocity with a control image, a LoRA and a full fine-tune.
+#[test]
+fn kontext_matches_the_reference() {
+    let report = KONTEXT_STEPS.report("parity");
+    let variant = &report["variants"]["some_layers"];
+    let model = model(&FLUX_KONTEXT, variant, &LoadOptions::cpu());
+    let inputs = tensors("parity_inputs");
+    let row = |key: &str, step: usize| inputs[key].get(step).unwrap();
+    let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
+    let texts = row("captions", 0).to_vec1::<i64>().unwrap();
+    let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
+    let drawn = NoiseDraw {
+        timesteps: row("timesteps", 0).to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
+        noise: vec![row("noise", 0)],
+    };
+    let noisy = OBJECTIVE().noisy(&[row("latents", 0)], &drawn).unwrap();
+    let conditioning = ConditioningCache::encode(&texts, &model).unwrap();
+    let control = row("latents", KONTEXT_STEPS.control_shift().unwrap());
+    let with_control = model.with_control(conditioning.clone(), &[control]).unwrap();
+    let predict = |conditioning| {
+        let times = Tensor::new(drawn.timesteps.clone(), &Device::Cpu).unwrap();
+        model.predict(&noisy, &times, conditioning).unwrap().remove(0)
+    };
+    let expected = &KONTEXT_STEPS.tensors("parity_some_layers")["prediction"];
+    let largest = crate::testing::largest(expected);
+    let difference = crate::testing::gap(&predict(&with_control), expected) / largest;
+    println!("prediction {difference:.1e}");
+    assert!(difference < 1e-5, "{difference:.1e}");
+    // Without it, the model is FLUX.1-dev.
+    assert!(crate::testing::gap(&predict(&conditioning), expected) / largest > 0.01);
+
+    for residency in [Residency::Resident, Residency::Checkpointed { steps: 1 }] {
+        check_lora(&KONTEXT_STEPS, "some_layers", residency);
+        check_full(&KONTEXT_STEPS, "everything", residency);
     }
 }
 
 #[test]
 fn without_guidance_the_scale_has_no_effect() {
-    let report = report("parity");
-    let model = model(&report["variants"]["linear"], &LoadOptions::cpu());
+    let report = FLUX_STEPS.report("parity");
+    let model = model(&FLUX, &report["variants"]["linear"], &LoadOptions::cpu());
     let text = model
         .encode_prompts(&[crate::families::Prompt::new("two zorb")])
         .unwrap();
@@ -214,6 +285,7 @@ fn without_guidance_the_scale_has_no_effect() {
 
 in_portable_mode! {
     full_fine_tunes_match_the_reference,
+    kontext_matches_the_reference,
     loras_match_the_reference,
     loras_with_gradient_checkpointing_match_the_reference,
 }

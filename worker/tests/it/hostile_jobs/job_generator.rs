@@ -27,9 +27,17 @@ impl Rng {
 }
 
 /// The inputs that every valid job may name.
-pub(super) const INPUTS: [&str; 5] = ["model", "data", "masks", "words.txt", "lora.safetensors"];
+pub(super) const INPUTS: [&str; 7] = [
+    "model",
+    "flux",
+    "data",
+    "masks",
+    "controls",
+    "words.txt",
+    "lora.safetensors",
+];
 
-const CONFIGS: [&str; 3] = [
+const CONFIGS: [&str; 4] = [
     "job: extension
 config:
   name: base
@@ -46,6 +54,19 @@ config:
       sample: {width: 64, height: 64, sample_steps: 1, samples: [{prompt: 'a [trigger] --n dark'}]}
 meta: {name: '[name]'}
 cluster: {memory_budget: 768MiB, labels: {zone: x}, after: []}
+",
+    "job: extension
+config:
+  name: base
+  process:
+    - type: sd_trainer
+      training_folder: out
+      network: {type: lora, linear: 2}
+      datasets: [{folder_path: data, control_path: [controls], resolution: 64, cache_latents_to_disk: true}]
+      train: {steps: 1, dtype: float32, noise_scheduler: flowmatch, disable_sampling: true}
+      model: {name_or_path: flux, arch: flux_kontext}
+      sample: {sampler: flowmatch, width: 64, height: 64, sample_steps: 1, samples: [{prompt: a, ctrl_img: controls}]}
+cluster: {memory_budget: 768MiB}
 ",
     "job: generate
 config:

@@ -124,7 +124,8 @@ impl AttemptRunner {
         let staged = root.path().join("staged");
         let fixtures = Path::new(FIXTURES);
         copy(&fixtures.join("tiny_sd"), &staged.join("model"));
-        for folder in ["data", "masks"] {
+        copy(&fixtures.join("tiny_flux"), &staged.join("flux"));
+        for folder in ["data", "masks", "controls"] {
             std::fs::create_dir_all(staged.join(folder)).unwrap();
             image::RgbImage::from_fn(64, 64, |x, y| image::Rgb([x as u8, y as u8, 90]))
                 .save(staged.join(folder).join("a.png"))

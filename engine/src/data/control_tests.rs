@@ -1,0 +1,363 @@
+//! Control images beside the fixture of `tests/reference/make_train_kontext.py`, and which file belongs to which image.
+
+use super::*;
+use crate::testing::{fixtures, gap};
+use candle_core::{Device, Tensor};
+use image::{Rgb, RgbImage};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+const BACKGROUND: [u8; 3] = [200, 30, 90];
+const UNIT: u32 = 16;
+
+fn options(root: &Path, folders: &[&str]) -> DatasetOptions {
+    DatasetOptions {
+        path: root.join("data"),
+        resolution: 64,
+        controls: Some(ControlOptions {
+            folders: folders.iter().map(|name| root.join(name)).collect(),
+            background: BACKGROUND,
+            full_size: true,
+        }),
+        ..DatasetOptions::default()
+    }
+}
+
+fn fixture() -> PathBuf {
+    fixtures().join("train_kontext")
+}
+
+/// A copy of the fixture's images, because opening a data set writes a cache of sizes.
+fn copied() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for folder in ["data", "controls"] {
+        std::fs::create_dir(dir.path().join(folder)).unwrap();
+        for entry in std::fs::read_dir(fixture().join(folder)).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, dir.path().join(folder).join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    dir
+}
+
+fn open(options: DatasetOptions) -> (Dataset, Warnings) {
+    Dataset::open(options, UNIT, 0).unwrap()
+}
+
+fn error(options: DatasetOptions) -> String {
+    let report = DatasetReport::read(&options, "data", UNIT).unwrap_err().to_string();
+    let error = Dataset::open(options, UNIT, 0).unwrap_err().to_string();
+    assert_eq!(report, error, "a report has the error of the training");
+    error
+}
+
+#[test]
+fn control_images_have_the_pixels_of_ai_toolkit() {
+    let dir = copied();
+    let expected = candle_core::safetensors::load(fixture().join("pixels.safetensors"), &Device::Cpu).unwrap();
+    let mut compared = 0;
+    for full_size in [true, false] {
+        let mut options = options(dir.path(), &["controls"]);
+        (options.flip_x, options.flip_y) = (true, true);
+        options.controls.as_mut().unwrap().full_size = full_size;
+        let (dataset, warnings) = open(options);
+        let squeezed: Vec<&String> = warnings.iter().filter(|text| text.contains("aspect ratio")).collect();
+        assert_eq!(squeezed.len(), usize::from(full_size), "{warnings:?}");
+        for item in &dataset.items {
+            let stem = item.path.file_stem().unwrap().to_string_lossy().into_owned();
+            let (kind, flips) = (if full_size { "whole" } else { "small" }, [item.flip_x, item.flip_y]);
+            let name = format!("{kind}:{stem}:{}{}", u8::from(flips[0]), u8::from(flips[1]));
+            let Some(expected) = expected.get(&name) else { continue };
+            let found = load_control(item, item.control.as_ref().unwrap()).unwrap();
+            match full_size {
+                true => {
+                    let bytes = ((found + 1.0).unwrap() * 127.5).unwrap().round().unwrap();
+                    let expected = expected.to_dtype(candle_core::DType::F32).unwrap();
+                    assert_eq!(gap(&bytes, &expected.permute((2, 0, 1)).unwrap()), 0.0, "{name}");
+                }
+                false => {
+                    let difference = gap(&found, expected);
+                    assert!(difference < 1e-5, "{name}: {difference:.1e}");
+                    // Without flips: a flipped copy has the same control image.
+                    let flipped = Item {
+                        flip_x: true,
+                        ..item.clone()
+                    };
+                    let flipped = load_control(&flipped, item.control.as_ref().unwrap()).unwrap();
+                    assert_eq!(gap(&flipped, &found), 0.0, "{name}");
+                }
+            }
+            compared += 1;
+        }
+    }
+    assert_eq!(compared, 6);
+}
+
+fn save(path: &Path, (width, height): (u32, u32), color: u8) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    RgbImage::from_pixel(width, height, Rgb([color; 3])).save(path).unwrap();
+}
+
+#[test]
+fn each_image_has_the_control_image_of_its_stem() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    for name in [
+        "data/a.png",
+        "data/sub/b.jpg",
+        "one/a.webp",
+        "one/a.jpeg",
+        "two/b.PNG",
+        "two/c.png",
+        "two/a.txt",
+    ] {
+        match name.ends_with("txt") {
+            true => std::fs::write(root.join(name), "no image").unwrap(),
+            false if name.ends_with("PNG") => {
+                save(&root.join("two/b.png"), (32, 32), 1);
+                std::fs::rename(root.join("two/b.png"), root.join(name)).unwrap();
+            }
+            false => save(&root.join(name), (32, 32), 1),
+        }
+    }
+    let (dataset, warnings) = open(options(root, &["one", "two"]));
+    let found: Vec<String> = dataset
+        .items
+        .iter()
+        .map(|item| {
+            let control = item.control.as_ref().unwrap();
+            control.path.strip_prefix(root).unwrap().display().to_string()
+        })
+        .collect();
+    // Of several files with one stem: jpg, jpeg, png, webp.
+    assert_eq!(found, ["one/a.jpeg", "two/b.PNG"]);
+    assert!(!warnings.iter().any(|text| text.contains("control")), "{warnings:?}");
+    let report = DatasetReport::read(&options(root, &["one", "two"]), "data", UNIT).unwrap();
+    assert_eq!((report.controls, report.control_warnings), (Some(2), Vec::new()));
+
+    // A control image that two folders have.
+    save(&root.join("two/a.png"), (32, 32), 1);
+    let message = error(options(root, &["one", "two"]));
+    assert!(
+        ["data/a.png", "one/a.jpeg", "two/a.png", "control_path"]
+            .iter()
+            .all(|part| message.contains(part)),
+        "{message}"
+    );
+    // Images without one.
+    let message = error(options(root, &["one"]));
+    for part in [
+        "data: 1 of 2 images",
+        "sub/b.jpg",
+        "b.jpg, b.jpeg, b.png or b.webp",
+        "/one (datasets: control_path)",
+    ] {
+        assert!(message.contains(part), "{part} in {message}");
+    }
+    let message = error(options(root, &["one", "three"]));
+    assert!(
+        message.contains("/three: there is no such folder of control images"),
+        "{message}"
+    );
+    // Damaged and empty files are errors before anything is trained.
+    for bytes in [&b"not an image"[..], b""] {
+        std::fs::write(root.join("two/b.PNG"), bytes).unwrap();
+        let message = error(options(root, &["two"]));
+        assert!(message.contains("two/b.PNG"), "{message}");
+    }
+}
+
+#[test]
+fn a_folder_of_control_images_in_the_data_set_gives_a_warning() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["data/a.png", "data/before/a.png", "data/_controls/a.png"] {
+        save(&dir.path().join(name), (32, 32), 1);
+    }
+    let warnings = |folder: &str| open(options(dir.path(), &[folder])).1.join("\n");
+    let found = warnings("data/before");
+    assert!(
+        found.contains("data/before: this folder of control images is in the data set"),
+        "{found}"
+    );
+    assert!(!warnings("data/_controls").contains("trained on too"));
+}
+
+#[cfg(unix)]
+#[test]
+fn control_images_of_a_sent_job_lie_in_their_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    save(&root.join("data/a.png"), (32, 32), 1);
+    save(&root.join("secret.png"), (32, 32), 1);
+    std::fs::create_dir(root.join("one")).unwrap();
+    let staged = |folder| DatasetOptions {
+        stay_in_folder: true,
+        ..options(root, &[folder])
+    };
+    let mut messages = Vec::new();
+    for target in ["secret.png", "nowhere.png"] {
+        let link = root.join("one/a.png");
+        let _ = std::fs::remove_file(&link);
+        std::os::unix::fs::symlink(root.join(target), &link).unwrap();
+        messages.push(error(staged("one")));
+        assert_eq!(
+            Dataset::open(options(root, &["one"]), UNIT, 0).is_ok(),
+            target == "secret.png"
+        );
+    }
+    // The message does not tell whether the target exists.
+    assert!(
+        messages[0].contains("one/a.png") && messages[0] == messages[1],
+        "{messages:?}"
+    );
+    std::fs::remove_file(root.join("one/a.png")).unwrap();
+    save(&root.join("one/a.png"), (32, 32), 1);
+    open(staged("one"));
+}
+
+#[test]
+fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
+    let dir = tempfile::tempdir().unwrap();
+    save(&dir.path().join("data/a.png"), (32, 32), 1);
+    save(&dir.path().join("one/a.png"), (32, 32), 2);
+    let (dataset, _) = open(options(dir.path(), &["one"]));
+    let item = &dataset.items[0];
+    let control = item.control.clone().unwrap();
+    let hash = |item: &Item, control: &Control| item.control_key(control, "flux1").hash(&control.content, "vae");
+    let base = hash(item, &control);
+    let own = item.latent_key("flux1");
+    // Also where both files are the same.
+    assert_ne!(own.hash(&control.content, "vae"), base);
+    assert_ne!(
+        own.ai_toolkit_hash(),
+        item.control_key(&control, "flux1").ai_toolkit_hash()
+    );
+    let changed = |change: fn(&mut Item, &mut Control)| {
+        let (mut item, mut control) = (item.clone(), control.clone());
+        change(&mut item, &mut control);
+        hash(&item, &control)
+    };
+    for other in [
+        changed(|_, control| control.content = "other".into()),
+        changed(|_, control| control.background = [0, 0, 1]),
+        changed(|_, control| control.full_size = false),
+        changed(|_, control| control.path = "one/a.jpg".into()),
+        changed(|item, _| item.flip_x = true),
+        changed(|item, _| item.plan.crop = (1, 0)),
+    ] {
+        assert_ne!(other, base);
+    }
+    // The latent's file says what it is of.
+    let cache = LatentCache::new("vae", 16, 8);
+    let key = item.control_key(&control, "flux1");
+    let latent = Tensor::zeros((16, 4, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
+    cache.write(&item.path, None, &key, &control.content, &latent).unwrap();
+    let bytes = std::fs::read(cache.path(&item.path, None, &key, &control.content)).unwrap();
+    let (_, header) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let fields: HashMap<String, String> = header.metadata().clone().unwrap();
+    assert_eq!(fields["control"], "true");
+    assert_eq!(fields["content_sha256"], control.content);
+    assert_eq!(fields["full_size_control_images"], "true");
+    assert!(
+        fields["control_transparent_color"]
+            .replace(' ', "")
+            .contains("[200,30,90]"),
+        "{fields:?}"
+    );
+    assert!(cache.read(&item.path, None, &key, "edited").is_none());
+}
+
+/// What a folder of control images has for one image.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Missing,
+    Good(u32, u32),
+    Cut,
+    Text,
+    Folder,
+}
+
+fn kind() -> impl Strategy<Value = Kind> {
+    prop_oneof![
+        5 => (1..80u32, 1..80u32).prop_map(|(width, height)| Kind::Good(width, height)),
+        2 => Just(Kind::Missing),
+        1 => Just(Kind::Cut),
+        1 => Just(Kind::Text),
+        1 => Just(Kind::Folder),
+    ]
+}
+
+fn place(folder: &Path, stem: &str, suffix: &str, kind: Kind) {
+    let path = folder.join(format!("{stem}.{suffix}"));
+    match kind {
+        Kind::Missing => {}
+        Kind::Good(width, height) => save(&path, (width, height), 77),
+        Kind::Cut => {
+            save(&path, (40, 40), 77);
+            let bytes = std::fs::read(&path).unwrap();
+            std::fs::write(&path, &bytes[..12]).unwrap();
+        }
+        Kind::Text => std::fs::write(&path, "a text").unwrap(),
+        Kind::Folder => std::fs::create_dir_all(&path).unwrap(),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(120))]
+    /// Whatever is in the folders, each image has its own control image of its own size, or one error names an image or a file.
+    #[test]
+    fn folders_of_control_images_are_used_or_refused(
+        files in prop::collection::vec((kind(), kind(), prop_oneof![Just("png"), Just("jpg"), Just("webp")]), 1..5),
+        has_second in any::<bool>(),
+        full_size in any::<bool>(),
+        [flip_x, flip_y, buckets] in any::<[bool; 3]>(),
+        shape in (20..120u32, 20..120u32),
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        for folder in ["one", "two"] {
+            std::fs::create_dir(root.join(folder)).unwrap();
+        }
+        let mut good = BTreeMap::new();
+        let mut is_good = true;
+        for (index, (first, second, suffix)) in files.iter().enumerate() {
+            let stem = format!("p{index}");
+            save(&root.join("data").join(format!("{stem}.png")), shape, 10);
+            place(&root.join("one"), &stem, suffix, *first);
+            if has_second {
+                place(&root.join("two"), &stem, suffix, *second);
+            }
+            let second = if has_second { *second } else { Kind::Missing };
+            let folder = match (first, second) {
+                (Kind::Good(..), Kind::Missing) => "one",
+                (Kind::Missing, Kind::Good(..)) => "two",
+                _ => { is_good = false; "" }
+            };
+            good.insert(format!("{stem}.png"), root.join(folder).join(format!("{stem}.{suffix}")));
+        }
+        let mut options = DatasetOptions { flip_x, flip_y, buckets, ..options(root, &["one", "two"]) };
+        options.controls.as_mut().unwrap().full_size = full_size;
+        let read = DatasetReport::read(&options, "data", UNIT);
+        match Dataset::open(options, UNIT, 0) {
+            Ok((dataset, _)) => {
+                prop_assert!(is_good);
+                prop_assert_eq!(read.unwrap().controls, Some(files.len() as u64));
+                for item in &dataset.items {
+                    let control = item.control.as_ref().unwrap();
+                    let name = item.path.file_name().unwrap().to_string_lossy().into_owned();
+                    prop_assert_eq!(&control.path, &good[&name]);
+                    let (width, height) = item.plan.bucket;
+                    let pixels = load_control(item, control).unwrap();
+                    prop_assert_eq!(pixels.dims(), [3, height as usize, width as usize]);
+                }
+            }
+            Err(error) => {
+                let error = error.to_string();
+                prop_assert!(!is_good, "{error}");
+                prop_assert!((0..files.len()).any(|index| error.contains(&format!("p{index}."))), "{error}");
+                prop_assert_eq!(read.unwrap_err().to_string(), error);
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Control images: the file of each image, and its pixels in the size of the image.
+
+use super::allowed_paths::AllowedPaths;
+use super::discover::suffix_rank;
+use super::item::{Control, Item};
+use super::pixels::apply_plan;
+use crate::error::{EngineError, Result};
+use crate::image_io::{self, Filter};
+use candle_core::{Device, Tensor};
+use std::collections::HashMap;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// The side of a control image with `full_size_control_images: false`, as in ai-toolkit.
+const SMALL_SIDE: u32 = 512;
+
+/// The control images of a data set.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ControlOptions {
+    /// The folders. For each image, one of them has a file with the image's stem.
+    pub folders: Vec<PathBuf>,
+    /// The colour behind transparent control images.
+    pub background: [u8; 3],
+    /// Flip, scale and crop a control image like its image. Otherwise it is squeezed to 512 x 512, then to the size of its image.
+    pub full_size: bool,
+}
+
+impl ControlOptions {
+    /// Checks that the folders exist.
+    ///
+    /// # Errors
+    /// When a folder does not exist.
+    pub(super) fn check_folders(&self) -> Result<()> {
+        match self.folders.iter().find(|folder| !folder.is_dir()) {
+            Some(folder) => Err(EngineError::bad_input(format!(
+                "{}: there is no such folder of control images (datasets: control_path)",
+                folder.display()
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Lists the files of the folders. `stay_in_folder`: a file outside its folder is an error.
+    ///
+    /// # Errors
+    /// When a folder cannot be read.
+    pub(super) fn list(&self, stay_in_folder: bool) -> Result<ControlFiles> {
+        self.check_folders()?;
+        let folders = self
+            .folders
+            .iter()
+            .map(|path| ControlFolder::list(path, stay_in_folder));
+        Ok(ControlFiles {
+            folders: folders.collect::<Result<_>>()?,
+        })
+    }
+}
+
+/// The files of a folder of control images by their stems.
+struct ControlFolder {
+    path: PathBuf,
+    files: HashMap<OsString, PathBuf>,
+    allowed_paths: AllowedPaths,
+}
+
+impl ControlFolder {
+    fn list(path: &Path, stay_in_folder: bool) -> Result<Self> {
+        let mut files: HashMap<OsString, PathBuf> = HashMap::new();
+        let failed = |error| EngineError::io(path, error);
+        for entry in std::fs::read_dir(path).map_err(failed)? {
+            let file = entry.map_err(failed)?.path();
+            let (Some(rank), Some(stem)) = (suffix_rank(&file), file.file_stem()) else {
+                continue;
+            };
+            match files.get(stem) {
+                // The order of ai-toolkit: jpg, jpeg, png, webp.
+                Some(other) if (suffix_rank(other), other.as_path()) <= (Some(rank), file.as_path()) => {}
+                _ => {
+                    files.insert(stem.to_owned(), file);
+                }
+            }
+        }
+        Ok(Self {
+            path: path.to_path_buf(),
+            files,
+            allowed_paths: match stay_in_folder {
+                true => AllowedPaths::below(path)?,
+                false => AllowedPaths::any(),
+            },
+        })
+    }
+}
+
+/// The files of all folders of control images of a data set.
+pub(super) struct ControlFiles {
+    folders: Vec<ControlFolder>,
+}
+
+impl ControlFiles {
+    /// The control image of an image. `None`: no folder has a file with its stem.
+    ///
+    /// # Errors
+    /// When several folders have one, or the file is not a readable image below its folder.
+    pub(super) fn find(&self, image: &Path) -> Result<Option<PathBuf>> {
+        let Some(stem) = image.file_stem() else { return Ok(None) };
+        let mut found: Option<&PathBuf> = None;
+        for folder in &self.folders {
+            let Some(file) = folder.files.get(stem) else { continue };
+            folder.allowed_paths.check(file)?;
+            if let Some(first) = found {
+                return Err(EngineError::bad_input(format!(
+                    "{} has two control images, {} and {} (datasets: control_path): FLUX.1 Kontext takes one; remove one of the files",
+                    image.display(),
+                    first.display(),
+                    file.display()
+                )));
+            }
+            found = Some(file);
+        }
+        Ok(found.cloned())
+    }
+
+    /// The error about images without a control image: the first of them, and how many there are among `images`.
+    pub(super) fn missing(&self, data_set: &Path, missing: &[PathBuf], images: usize) -> EngineError {
+        let first = missing.first().map(PathBuf::as_path).unwrap_or_else(|| Path::new(""));
+        let stem = first.file_stem().unwrap_or_default().to_string_lossy();
+        let folders: Vec<String> = self
+            .folders
+            .iter()
+            .map(|folder| folder.path.display().to_string())
+            .collect();
+        EngineError::bad_input(format!(
+            "{}: {} of {images} images have no control image. The first is {}: there is no {stem}.jpg, {stem}.jpeg, {stem}.png or \
+             {stem}.webp in {} (datasets: control_path). Add one for each image, or move images without one to a data set without \
+             `control_path`",
+            data_set.display(),
+            missing.len(),
+            first.display(),
+            folders.join(" or "),
+        ))
+    }
+}
+
+/// Loads the control image of an item in the size of the item: [3, h, w] from -1 to 1, float32 on the CPU.
+///
+/// # Errors
+/// When the control image is missing, damaged, or needs too much memory.
+pub fn load_control(item: &Item, control: &Control) -> Result<Tensor> {
+    let image = image_io::open_rgb_over(&control.path, control.background)?;
+    if control.full_size {
+        return image_io::to_tensor(&apply_plan(image, item), &Device::Cpu);
+    }
+    let small = image_io::resize(&image, SMALL_SIDE, SMALL_SIDE, Filter::Bicubic);
+    let pixels = image_io::to_tensor(&small, &Device::Cpu)?;
+    let (width, height) = item.plan.bucket;
+    interpolate_bilinear(&pixels, height as usize, width as usize)
+}
+
+/// Scales [channels, h, w] as PyTorch's `interpolate(mode="bilinear")` does: without smoothing, also where it makes an image smaller.
+fn interpolate_bilinear(pixels: &Tensor, height: usize, width: usize) -> Result<Tensor> {
+    let (channels, old_height, old_width) = pixels.dims3()?;
+    let values = pixels.flatten_all()?.to_vec1::<f32>()?;
+    let (rows, columns) = (taps(old_height, height), taps(old_width, width));
+    let mut out = Vec::with_capacity(channels * height * width);
+    for channel in values.chunks_exact((old_height * old_width).max(1)) {
+        for &(top, bottom, down) in &rows {
+            for &(left, right, across) in &columns {
+                let row = |row: usize| {
+                    let (a, b) = (channel[row * old_width + left], channel[row * old_width + right]);
+                    a + (b - a) * across
+                };
+                let (above, below) = (row(top), row(bottom));
+                out.push(above + (below - above) * down);
+            }
+        }
+    }
+    Ok(Tensor::from_vec(out, (channels, height, width), &Device::Cpu)?)
+}
+
+/// For each of `new` positions along a side: the two of `old` that it lies between, and the share of the second.
+fn taps(old: usize, new: usize) -> Vec<(usize, usize, f32)> {
+    let scale = old as f32 / new as f32;
+    let tap = |position: usize| {
+        let at = ((position as f32 + 0.5) * scale - 0.5).max(0.0);
+        let first = (at as usize).min(old - 1);
+        (first, (first + 1).min(old - 1), at - first as f32)
+    };
+    (0..new).map(tap).collect()
+}
