@@ -44,7 +44,9 @@ impl MaskOptions {
                     name.push(extension);
                     folder.join(name)
                 });
-                (candidates.find(|path| path.is_file())?, false)
+                // A link counts whatever it leads to: opening it decides, so that no job learns which files exist.
+                let exists = |path: &PathBuf| std::fs::symlink_metadata(path).is_ok_and(|data| !data.is_dir());
+                (candidates.find(exists)?, false)
             }
         };
         Some(Mask {
