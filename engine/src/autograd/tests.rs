@@ -77,6 +77,20 @@ fn own_operations_and_candles_can_be_mixed() {
     });
 }
 
+/// The gradients of a product are computed from its factors, which are variables to candle.
+#[test]
+fn gradients_keep_no_graph_in_memory() {
+    let (x, y) = (var(1, &[4, 6]), var(2, &[4, 6]));
+    let check = || {
+        let (_, ours) = gradients(|| (silu(&x)? * silu(&y)?)?.sum_all()).unwrap();
+        for var in [&x, &y] {
+            assert!(!ours.get(var).unwrap().track_op());
+        }
+    };
+    check();
+    in_portable_mode(check);
+}
+
 #[test]
 fn inputs_that_are_not_contiguous_get_gradients() {
     let (x, w) = (var(1, &[4, 3]), var(2, &[5, 4]));

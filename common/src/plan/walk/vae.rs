@@ -1,6 +1,6 @@
 //! The steps of the autoencoder, as `engine/src/models/vae`.
 
-use super::build::{Builder, LayerSizes};
+use super::build::{Builder, LayerSizes, Norm};
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::tape::Walk;
@@ -10,7 +10,7 @@ use crate::plan::shapes::VaeShapes;
 
 struct Middle {
     resnets: [Resnet; 2],
-    attention: Option<((u64, bool), [Layer; 4])>,
+    attention: Option<(Norm, [Layer; 4])>,
 }
 
 impl Middle {
@@ -57,7 +57,7 @@ struct Side {
     conv_in: Layer,
     middle: Middle,
     blocks: Vec<(Vec<Resnet>, Option<Layer>)>,
-    norm_out: (u64, bool),
+    norm_out: Norm,
     conv_out: Layer,
 }
 
