@@ -29,10 +29,11 @@ use aitk_engine::weights::{TrainableFilter, Weights};
 use allocator::measure;
 use candle_core::{DType, Device, Tensor};
 use serde_json::{Value, json};
+use std::ops::RangeInclusive;
 use std::sync::{Mutex, PoisonError};
 
 /// The seeds if none are named: all of them if `AITK_ALL_CASES` is set, as by `.ci/run`, otherwise the first two.
-const SEEDS: std::ops::RangeInclusive<u64> = 1..=4;
+const SEEDS: RangeInclusive<u64> = 1..=4;
 
 /// Random choices.
 struct Random(TorchGenerator);
@@ -447,13 +448,22 @@ fn alone(test: impl FnOnce()) {
 }
 
 /// What is predicted and what was measured, by phase.
-#[derive(Default)]
 struct Comparison {
+    /// The least and the most that a prediction may be above what was measured, as fractions.
+    limits: RangeInclusive<f64>,
     count: usize,
     outside: Vec<String>,
 }
 
 impl Comparison {
+    fn within(limits: RangeInclusive<f64>) -> Self {
+        Self {
+            limits,
+            count: 0,
+            outside: Vec::new(),
+        }
+    }
+
     fn add(&mut self, case: &str, phases: Vec<(&'static str, f64, f64)>) {
         for (phase, predicted, measured) in phases {
             let over = predicted / measured - 1.0;
@@ -465,14 +475,14 @@ impl Comparison {
             );
             println!("{line}");
             self.count += 1;
-            if !(-0.05..=0.10).contains(&over) {
+            if !self.limits.contains(&over) {
                 self.outside.push(line);
             }
         }
     }
 
     fn finish(self) {
-        let Self { count, outside } = self;
+        let Self { count, outside, .. } = self;
         assert!(
             outside.is_empty(),
             "{} of {count} phases:\n{}",
@@ -485,7 +495,7 @@ impl Comparison {
 #[test]
 fn predictions_for_gpus_are_those_of_portable_mode() {
     alone(|| {
-        let mut comparison = Comparison::default();
+        let mut comparison = Comparison::within(-0.05..=0.10);
         portable(|| {
             for seed in seeds() {
                 let case = Case::draw(seed);
@@ -504,7 +514,7 @@ fn predictions_for_gpus_are_those_of_portable_mode() {
 #[test]
 fn predictions_of_transformers_for_gpus_are_those_of_portable_mode() {
     alone(|| {
-        let mut comparison = Comparison::default();
+        let mut comparison = Comparison::within(-0.05..=0.10);
         portable(|| {
             for seed in seeds() {
                 let case = transformers::Case::draw(seed, false);
@@ -518,7 +528,8 @@ fn predictions_of_transformers_for_gpus_are_those_of_portable_mode() {
 #[test]
 fn predictions_of_transformers_for_cpus_are_what_the_kernels_take() {
     alone(|| {
-        let mut comparison = Comparison::default();
+        // The kernels' own buffers are not predicted: a larger part of models that are as small as these.
+        let mut comparison = Comparison::within(-0.07..=0.10);
         for seed in seeds() {
             let case = transformers::Case::draw(seed, true);
             comparison.add(&format!("seed {seed}, {}", case.describe()), case.phases(true));

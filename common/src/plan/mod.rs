@@ -1,6 +1,7 @@
 //! Predicts a job's memory need under each memory profile, its amount of work, and the size of its output.
 //! Pure functions, used by the coordinator and the command line.
 
+mod config_values;
 pub mod demand;
 mod device_factors;
 mod families;

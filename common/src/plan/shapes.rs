@@ -1,5 +1,6 @@
 //! The shapes of a model's components, from its own `config.json` files.
 
+use super::config_values::{MAX_COUNT, MAX_WIDTH, as_u32, flag, number};
 pub use super::transformer_shapes::{LanguageKind, LanguageShapes, TransformerKind, TransformerShapes};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -11,15 +12,10 @@ pub const MAX_BLOCKS: usize = 6;
 pub const MAX_TEXT_ENCODERS: usize = 2;
 /// The size limit of a `config.json`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// The largest number of features or channels.
-pub(super) const MAX_WIDTH: u32 = 1 << 16;
 /// The most layers of a block, and transformer blocks of a layer.
 const MAX_LAYERS: u32 = 64;
 /// The most transformer blocks of a U-Net.
 const MAX_TRANSFORMER_BLOCKS: u32 = 512;
-/// The largest vocabulary, and the largest side of an image.
-pub(super) const MAX_COUNT: u32 = 1 << 22;
-
 /// The shapes of a model: a U-Net or a transformer, its text encoders and its autoencoder. Missing numbers are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(default)]
@@ -396,22 +392,6 @@ impl ModelShapes {
 fn read_config(folder: &Path) -> Option<Value> {
     let text = crate::fsutil::regular::read_text(&folder.join("config.json"), MAX_CONFIG_BYTES).ok()?;
     serde_json::from_str(&text).ok()
-}
-
-pub(super) fn flag(config: &Value, key: &str, usual: bool) -> bool {
-    config.get(key).and_then(Value::as_bool).unwrap_or(usual)
-}
-
-fn as_u32(value: &Value) -> Option<u32> {
-    u32::try_from(value.as_u64()?).ok()
-}
-
-/// A whole number; `usual` if the key is absent or null.
-pub(super) fn number(config: &Value, key: &str, usual: u32) -> Option<u32> {
-    match config.get(key) {
-        None | Some(Value::Null) => Some(usual),
-        Some(value) => as_u32(value),
-    }
 }
 
 /// A list of 1 to [`MAX_BLOCKS`] whole numbers above `above`.

@@ -1,6 +1,6 @@
 //! The shapes of diffusion transformers and of the language models that encode their prompts, from their `config.json` files.
 
-use super::shapes::{MAX_COUNT, MAX_WIDTH, flag, number};
+use super::config_values::{MAX_COUNT, MAX_WIDTH, flag, number};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 

@@ -64,7 +64,7 @@ impl Case {
         let head_width = r.choose(&[32, 64]);
         let heads = r.choose(&[4, 8]);
         let blocks = 1 + r.below(3) as u32;
-        let context = r.choose(&[128, 256]);
+        let context = r.choose(&[256, 512]);
         let is_qwen3 = kind == TransformerKind::ZImage;
         let transformer = TransformerShapes {
             kind,
@@ -89,7 +89,7 @@ impl Case {
             qk_norm: kind != TransformerKind::Sd3 || r.flip(),
             positions: if kind == TransformerKind::Sd3 { 32 } else { 0 },
         };
-        let language_heads = r.choose(&[4, 8]);
+        let language_heads = r.choose(&[8, 16]);
         let language = LanguageShapes {
             kind: if is_qwen3 {
                 LanguageKind::Qwen3
@@ -100,7 +100,7 @@ impl Case {
             heads: language_heads,
             kv_heads: if is_qwen3 { 2 } else { language_heads },
             head_width: 32,
-            intermediate: r.choose(&[320, 640]),
+            intermediate: r.choose(&[640, 1280]),
             layers: 2 + r.below(2) as u32,
             vocabulary: 500,
         };
@@ -152,7 +152,7 @@ impl Case {
             has_control: kind == TransformerKind::Flux && r.below(3) == 0,
             checkpointed: r.flip(),
             training,
-            prompt: r.choose(&[200, 400, 1000]),
+            prompt: r.choose(&[800, 1000, 1800]),
             blocks_only: r.below(4) > 0,
         }
     }

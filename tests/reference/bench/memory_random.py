@@ -450,6 +450,8 @@ def draw_training(r, model, most):
         train["disable_sampling"] = True
     process["train"] = train
     process["save"] = {"dtype": r.choice(["float16", "float32"])}
+    if names and full:
+        process["save"]["save_format"] = "diffusers"
     datasets, images = [], []
     for index in range(r.choice([1, 1, 1, 2])):
         side = draw_side(r, most)
@@ -526,7 +528,7 @@ def run(aitk, model, job):
             [aitk, "run", f"{folder}/job.json", "-v", "--no-progress"], capture_output=True, text=True, env=environment, timeout=1800
         )
         found = LINE.search(done.stdout + done.stderr)
-        if not found:
+        if not found or done.returncode != 0:
             raise RuntimeError((done.stdout + done.stderr)[-1500:])
         phases = {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) for part in found[4].split(", ")}
         return float(found[1]), float(found[2]), phases

@@ -1,6 +1,7 @@
 //! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
 
 use super::layers::{Adapter, Layer, Unpacking};
+use super::norm::Norm;
 use crate::plan::names::{NameFilter, matches_glob};
 use crate::plan::qtype::QType;
 
@@ -100,26 +101,6 @@ pub(in crate::plan) struct Builder {
     deficit: f64,
     count: u64,
     pub(in crate::plan) weights: Weights,
-}
-
-/// A norm.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Norm {
-    /// The position in the model; it names the trained tensors.
-    pub(super) index: u64,
-    /// Elements of its weight and bias, as far as they are trained.
-    pub(super) trained: f64,
-    /// Whether the mean of a row is subtracted first, and a bias added: all but RMS norms.
-    pub(super) centres: bool,
-}
-
-impl Norm {
-    /// A layer norm without weight and bias.
-    pub(super) const PLAIN: Self = Self {
-        index: 0,
-        trained: 0.0,
-        centres: true,
-    };
 }
 
 /// The sizes of a layer.

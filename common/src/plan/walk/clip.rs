@@ -1,8 +1,9 @@
 //! The steps of CLIP's text encoder, as `engine/src/models/clip`.
 
-use super::build::{Builder, LayerSizes, Norm};
+use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::stack::Stack;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions};

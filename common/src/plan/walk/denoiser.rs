@@ -1,6 +1,7 @@
 //! The denoisers of all families.
 
 use super::build::Builder;
+use super::conditions::Conditions;
 use super::flux::Flux;
 use super::meter::Shaped;
 use super::sd3::Sd3;
@@ -8,19 +9,6 @@ use super::tape::Walk;
 use super::unet::UNet;
 use super::zimage::ZImage;
 use crate::plan::shapes::{ModelShapes, TransformerKind};
-
-/// What a denoiser is conditioned on besides the time step.
-#[derive(Clone)]
-pub(in crate::plan) struct Conditions {
-    /// The encoded text, [batch, tokens, features].
-    pub(in crate::plan) text: Shaped,
-    /// The pooled text, [batch, 1, features].
-    pub(in crate::plan) pooled: Option<Shaped>,
-    /// Tokens of the prompt, where fewer than those of the encoded text are used.
-    pub(in crate::plan) prompt_tokens: f64,
-    /// Tokens of a control image.
-    pub(in crate::plan) control: Option<f64>,
-}
 
 /// A U-Net or a transformer.
 pub(in crate::plan) enum Denoiser {

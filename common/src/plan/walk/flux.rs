@@ -1,13 +1,14 @@
 //! The steps of FLUX.1's transformer, as `engine/src/models/flux`.
 
 use super::build::{Builder, LayerSizes};
-use super::denoiser::Conditions;
+use super::conditions::Conditions;
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward};
 use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions};
+use super::tokens::Rotary;
 use crate::plan::shapes::TransformerShapes;
 use std::rc::Rc;
 
@@ -53,13 +54,13 @@ impl DoubleBlock {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, text: &Shaped, temb: &Shaped) -> Vec<Shaped> {
+    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary) -> Vec<Shaped> {
         let (h, image_vectors) = self.image.norm1.forward(walk, x, temb);
         let (h_text, text_vectors) = self.text.norm1.forward(walk, text, temb);
         let image_qkv = self.image.attention.forward(walk, &h);
         let text_qkv = self.text.attention.forward(walk, &h_text);
         let joined = [0, 1, 2].map(|i: usize| walk.cat(&text_qkv[i], &image_qkv[i]));
-        let all = attend(walk, &joined, self.options);
+        let all = attend(walk, &joined, rotary, self.options);
         drop(joined);
         let attended = walk.narrow(&all, 1, x.dims[1]);
         let attended_text = walk.narrow(&all, 1, text.dims[1]);
@@ -72,8 +73,8 @@ impl DoubleBlock {
 }
 
 /// Attention between all tokens, with rotary embeddings.
-fn attend(walk: &Walk, [q, k, v]: &[Shaped; 3], options: AttentionOptions) -> Shaped {
-    let (q, k) = (walk.rotate(q), walk.rotate(k));
+fn attend(walk: &Walk, [q, k, v]: &[Shaped; 3], rotary: &Rotary, options: AttentionOptions) -> Shaped {
+    let (q, k) = (walk.rotate(q, rotary), walk.rotate(k, rotary));
     walk.attention(&q, &k, v, options)
 }
 
@@ -103,10 +104,10 @@ impl SingleBlock {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary) -> Shaped {
         let (h, [_, _, gate]) = self.norm.forward(walk, x, temb);
         let mlp = walk.activation(&walk.linear(&self.proj_mlp, &h), Activation::GeluTanh);
-        let attended = attend(walk, &self.attention.forward(walk, &h), self.options);
+        let attended = attend(walk, &self.attention.forward(walk, &h), rotary, self.options);
         let both = walk.joined_features(&attended, &mlp);
         let y = walk.gated_residual(x, &gate, &walk.linear(&self.proj_out, &both));
         drop((h, mlp, attended, both));
@@ -197,23 +198,23 @@ impl Flux {
         let tokens = walk.linear(&self.x_embedder, &tokens_in);
         let text = walk.linear(&self.context_embedder, &conditions.text);
         let (text_length, all) = (text.dims[1], text.dims[1] + tokens.dims[1]);
-        let tables = walk.rotary_tables(all, self.head_width);
+        let rotary = walk.rotary(all, self.head_width);
 
         let mut stack = Stack::default();
         let (mut x, mut text) = (stack.input(tokens), stack.input(text));
         let conditioning = stack.input(temb.clone());
         for block in &self.double {
-            let block = Rc::clone(block);
+            let (block, rotary) = (Rc::clone(block), rotary.clone());
             [x, text] = stack.step_with_outputs(&[x, text, conditioning], move |walk, inputs| match inputs {
-                [x, text, temb] => block.forward(walk, x, text, temb),
+                [x, text, temb] => block.forward(walk, [x, text, temb], &rotary),
                 other => other.to_vec(),
             });
         }
         let mut x = stack.step(&[text, x], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
         for block in &self.single {
-            let block = Rc::clone(block);
+            let (block, rotary) = (Rc::clone(block), rotary.clone());
             x = stack.step(&[x, conditioning], move |walk, inputs| {
-                block.forward(walk, &inputs[0], &inputs[1])
+                block.forward(walk, &inputs[0], &inputs[1], &rotary)
             });
         }
         let x = stack.run(walk, checkpointed, x)?;
@@ -223,7 +224,7 @@ impl Flux {
         let normed = walk.modulate(&super::mmdit::plain_norm(walk, &image), &scale, &shift);
         let predicted = walk.linear(&self.proj_out, &normed);
         let unpacked = walk.rearranged(&predicted, latents.dims);
-        drop((tables, tokens_in));
+        drop((rotary, tokens_in));
         Some(unpacked)
     }
 }

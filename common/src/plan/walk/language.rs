@@ -1,11 +1,13 @@
 //! The steps of T5's encoder and of Qwen3, as `engine/src/models/t5` and `engine/src/models/qwen3`. They are never trained.
 
-use super::build::{Builder, LayerSizes, Norm};
+use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
+use super::tokens::Rotary;
 use crate::plan::shapes::{LanguageKind, LanguageShapes};
 use std::rc::Rc;
 
@@ -70,21 +72,23 @@ impl LanguageEncoder {
             drop((ids, gathered));
             bias
         });
-        let tables = bias
+        let rotary = bias
             .is_none()
-            .then(|| walk.rotary_tables(tokens, f64::from(shapes.head_width)));
+            .then(|| walk.rotary(tokens, f64::from(shapes.head_width)));
         let mut stack = Stack::default();
         let mut at = stack.input(walk.tensor([batch, tokens, f64::from(shapes.width), 1.0], false));
         for layer in &self.layers {
-            let layer = Rc::clone(layer);
-            at = stack.step(&[at], move |walk, inputs| layer.forward(walk, &inputs[0]));
+            let (layer, rotary) = (Rc::clone(layer), rotary.clone());
+            at = stack.step(&[at], move |walk, inputs| {
+                layer.forward(walk, &inputs[0], rotary.as_ref())
+            });
         }
         let x = stack.run(walk, false, at)?;
         let x = match self.final_norm {
             Some(norm) => walk.norm(&x, norm, NormActivation::None),
             None => x,
         };
-        drop((bias, tables));
+        drop((bias, rotary));
         Some(x)
     }
 }
@@ -156,7 +160,7 @@ impl LanguageLayer {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &Shaped, rotary: Option<&Rotary>) -> Shaped {
         let norm = |norm: Norm, x: &Shaped| walk.norm(x, norm, NormActivation::None);
         let [norm1, norm2] = self.norms;
         let [to_q, to_k, to_v, to_out] = &self.attention;
@@ -164,9 +168,9 @@ impl LanguageLayer {
         let h = norm(norm1, x);
         let head = |layer: &Layer, index: usize| {
             let projected = walk.linear(layer, &h);
-            match self.head_norms {
-                Some(norms) => walk.rotate(&norm(norms[index], &projected)),
-                None => projected,
+            match (self.head_norms, rotary) {
+                (Some(norms), Some(rotary)) => walk.rotate(&norm(norms[index], &projected), rotary),
+                _ => projected,
             }
         };
         let (q, k) = (head(to_q, 0), head(to_k, 1));
@@ -179,10 +183,13 @@ impl LanguageLayer {
         }
         let x = walk.add(x, &walk.linear(to_out, &attended));
         let normed = norm(norm2, &x);
-        let gate = walk.activation(&walk.linear(to_gate, &normed), self.activation);
+        let inactive = walk.linear(to_gate, &normed);
+        let gate = walk.activation(&inactive, self.activation);
+        // Of Qwen3 it is a temporary of the statement that computes the product.
+        let inactive = self.head_norms.is_some().then_some(inactive);
         let up = walk.linear(to_up, &normed);
         let product = walk.product(&gate, &up);
-        drop((gate, up));
+        drop((gate, up, inactive));
         let y = walk.add(&x, &walk.linear(down, &product));
         drop((h, attended, normed, product));
         y

@@ -1,7 +1,7 @@
 //! Layers and operations, as `engine/src/nn`: what each allocates, and what it keeps for its backward pass.
 
-use super::build::Norm;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions, NormActivation};
 
@@ -85,13 +85,6 @@ impl Layer {
             Unpacking::Blocks => outputs.min((WIDENED_ELEMENTS / self.inputs).floor().max(1.0)),
         };
         Some(walk.tensor([outputs, self.inputs, kernel, kernel], false))
-    }
-}
-
-impl Norm {
-    /// The id of its trained tensors.
-    pub(super) fn trained_id(&self) -> u64 {
-        TRAINED + 4 * self.index + 3
     }
 }
 

@@ -1,8 +1,9 @@
 //! What the transformers of FLUX.1 and Stable Diffusion 3.5 have in common, as `engine/src/models/mmdit`.
 
-use super::build::{Builder, LayerSizes, Norm};
+use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::{Activation, NormActivation};
 

@@ -7,12 +7,14 @@
 
 pub(super) mod build;
 mod clip;
+mod conditions;
 mod denoiser;
 mod flux;
 mod language;
 mod layers;
 mod meter;
 mod mmdit;
+mod norm;
 mod sd3;
 mod stack;
 mod tape;
@@ -27,7 +29,8 @@ mod vae;
 mod zimage;
 
 pub(super) use clip::TextEncoder;
-pub(super) use denoiser::{Conditions, Denoiser};
+pub(super) use conditions::Conditions;
+pub(super) use denoiser::Denoiser;
 pub(super) use language::LanguageEncoder;
 pub(super) use meter::Shaped;
 pub(super) use tape::{Backend, Form, Walk};

@@ -1,7 +1,7 @@
 //! The steps of Stable Diffusion 3.5's transformer, as `engine/src/models/sd3`.
 
 use super::build::{Builder, LayerSizes};
-use super::denoiser::Conditions;
+use super::conditions::Conditions;
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward, plain_norm};

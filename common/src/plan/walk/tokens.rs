@@ -3,6 +3,10 @@
 use super::meter::Shaped;
 use super::tape::{Form, Walk};
 
+/// The cosines and sines of a rotary embedding, which the backward pass needs, too: on the CPU and on the device.
+#[derive(Clone)]
+pub(super) struct Rotary(#[expect(dead_code, reason = "only its drop matters")] [Option<Shaped>; 2]);
+
 impl Walk {
     /// x (1 + scale) + shift: x [batch, tokens, features], the others [batch, 1, features].
     pub(super) fn modulate(&self, x: &Shaped, scale: &Shaped, shift: &Shaped) -> Shaped {
@@ -185,27 +189,31 @@ impl Walk {
         seed
     }
 
-    /// The cosines and sines of a rotary embedding for this many positions and features of a head.
-    pub(super) fn rotary_tables(&self, positions: f64, head_width: f64) -> [Option<Shaped>; 2] {
+    /// The rotary embedding for this many positions and features of a head.
+    pub(super) fn rotary(&self, positions: f64, head_width: f64) -> Rotary {
         let numbers = positions * head_width;
         // On the CPU they are lists that grow by doubling.
         let is_gpu = self.backend.form == Form::Gpu;
         let lists = (!is_gpu).then(|| self.floats(2f64.powf(numbers.max(1.0).log2().ceil())));
-        [lists, (!self.backend.is_cpu()).then(|| self.floats(numbers))]
+        Rotary([lists, (!self.backend.is_cpu()).then(|| self.floats(numbers))])
     }
 
     /// Every head of x rotated.
-    pub(super) fn rotate(&self, x: &Shaped) -> Shaped {
+    pub(super) fn rotate(&self, x: &Shaped, rotary: &Rotary) -> Shaped {
         let x = self.contiguous(x.clone());
-        if self.backend.is_cpu() {
-            return self.rearranged(&x, x.dims);
-        }
-        let y = self.rotate_tensors(&x, self.is_recording() && x.tracked);
-        if y.tracked {
-            let (id, dims) = (x.id, x.dims);
+        let tracked = self.is_recording() && x.tracked;
+        let y = match self.backend.is_cpu() {
+            true => self.tensor(x.dims, tracked),
+            false => self.rotate_tensors(&x, tracked),
+        };
+        if tracked {
+            let (id, dims, rotary) = (x.id, x.dims, rotary.clone());
             self.record_step(&y, move |walk, gradient| {
-                let dx = walk.rotate_tensors(&gradient, false);
-                drop(gradient);
+                let dx = match walk.backend.is_cpu() {
+                    true => walk.tensor(dims, false),
+                    false => walk.rotate_tensors(&gradient, false),
+                };
+                drop((gradient, rotary));
                 vec![(id, walk.view(&dx, dims, true))]
             });
         }

@@ -1,8 +1,9 @@
 //! The steps of the U-Net, as `engine/src/models/unet`.
 
-use super::build::{Builder, LayerSizes, Norm};
+use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::stack::{Stack, Value};
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};

@@ -1,8 +1,9 @@
 //! The steps of the autoencoder, as `engine/src/models/vae`.
 
-use super::build::{Builder, LayerSizes, Norm};
+use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::AttentionOptions;
 use super::unet::{Resnet, downsample, norm, norm_silu};

@@ -1,13 +1,15 @@
 //! The steps of Z-Image's transformer, as `engine/src/models/zimage`.
 
-use super::build::{Builder, LayerSizes, Norm};
-use super::denoiser::Conditions;
+use super::build::{Builder, LayerSizes};
+use super::conditions::Conditions;
 use super::layers::Layer;
 use super::meter::Shaped;
 use super::mmdit::{SINUSOIDS, plain_norm};
+use super::norm::Norm;
 use super::stack::Stack;
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
+use super::tokens::Rotary;
 use crate::plan::shapes::TransformerShapes;
 use std::rc::Rc;
 
@@ -64,13 +66,13 @@ impl Block {
         }
     }
 
-    fn forward(&self, walk: &Walk, x: &Shaped, time: &Shaped) -> Shaped {
+    fn forward(&self, walk: &Walk, x: &Shaped, time: &Shaped, rotary: &Rotary) -> Shaped {
         let norm = |norm: Norm, x: &Shaped| walk.norm(x, norm, NormActivation::None);
         let [before_attention, after_attention] = self.attention_norms;
         let [before_feed_forward, after_feed_forward] = self.feed_forward_norms;
         let Some(modulation) = &self.modulation else {
             let normed = norm(before_attention, x);
-            let attended = self.attend(walk, &normed);
+            let attended = self.attend(walk, &normed, rotary);
             drop(normed);
             let first = walk.add(x, &norm(after_attention, &attended));
             let normed = norm(before_feed_forward, &first);
@@ -85,7 +87,7 @@ impl Block {
         let no_shift = walk.tensor(scale.dims, false);
         let tanh = |gate: &Shaped| walk.activation(gate, Activation::Silu);
         let first = walk.modulate(&norm(before_attention, x), scale_attention, &no_shift);
-        let attended = norm(after_attention, &self.attend(walk, &first));
+        let attended = norm(after_attention, &self.attend(walk, &first, rotary));
         let x = walk.gated_residual(x, &tanh(gate_attention), &attended);
         let second = walk.modulate(&norm(before_feed_forward, &x), scale, &no_shift);
         let fed = norm(after_feed_forward, &self.feed_forward(walk, &second));
@@ -94,12 +96,12 @@ impl Block {
         y
     }
 
-    fn attend(&self, walk: &Walk, x: &Shaped) -> Shaped {
+    fn attend(&self, walk: &Walk, x: &Shaped, rotary: &Rotary) -> Shaped {
         let [to_q, to_k, to_v] = &self.qkv;
         let [norm_q, norm_k] = self.head_norms;
         let head = |layer: &Layer, norm: Norm| {
             let projected = walk.linear(layer, x);
-            walk.rotate(&walk.norm(&projected, norm, NormActivation::None))
+            walk.rotate(&walk.norm(&projected, norm, NormActivation::None), rotary)
         };
         let (q, k) = (head(to_q, norm_q), head(to_k, norm_k));
         let attended = walk.attention(&q, &k, &walk.linear(to_v, x), self.options);
@@ -183,6 +185,7 @@ impl ZImage {
         let mut x = walk.linear(&self.x_embedder, &packed);
         drop(packed);
         let mut dims = x.dims;
+        let unpadded = x.clone();
         if padded(image_tokens) > image_tokens {
             dims[1] = padded(image_tokens);
             x = walk.rearranged(&x, dims);
@@ -191,26 +194,27 @@ impl ZImage {
         let kept = walk.narrow(&conditions.text, 1, caption);
         let normed = walk.norm(&kept, self.caption_norm, NormActivation::None);
         let text = walk.linear(&self.caption_embedder, &normed);
-        drop((kept, normed));
+        drop(normed);
         let text = walk.rearranged(&text, text.dims);
-        let tables = [dims[1], caption, dims[1] + caption].map(|tokens| walk.rotary_tables(tokens, self.head_width));
+        let [of_image, of_caption, of_both] =
+            [dims[1], caption, dims[1] + caption].map(|tokens| walk.rotary(tokens, self.head_width));
 
         let mut stack = Stack::default();
         let (mut x, mut text) = (stack.input(x), stack.input(text));
         let conditioning = stack.input(time.clone());
-        let steps = |stack: &mut Stack, blocks: &[Rc<Block>], mut value| {
+        let steps = |stack: &mut Stack, blocks: &[Rc<Block>], rotary: &Rotary, mut value| {
             for block in blocks {
-                let block = Rc::clone(block);
+                let (block, rotary) = (Rc::clone(block), rotary.clone());
                 value = stack.step(&[value, conditioning], move |walk, inputs| {
-                    block.forward(walk, &inputs[0], &inputs[1])
+                    block.forward(walk, &inputs[0], &inputs[1], &rotary)
                 });
             }
             value
         };
-        x = steps(&mut stack, &self.noise_refiner, x);
-        text = steps(&mut stack, &self.context_refiner, text);
+        x = steps(&mut stack, &self.noise_refiner, &of_image, x);
+        text = steps(&mut stack, &self.context_refiner, &of_caption, text);
         let both = stack.step(&[x, text], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
-        let both = steps(&mut stack, &self.layers, both);
+        let both = steps(&mut stack, &self.layers, &of_both, both);
         let all = stack.run(walk, checkpointed, both)?;
         let image = walk.narrow(&all, 1, image_tokens);
         let scale = walk.linear(&self.modulation_out, &walk.activation(&time, Activation::Silu));
@@ -218,7 +222,7 @@ impl ZImage {
         let normed = walk.modulate(&plain_norm(walk, &image), &scale, &no_shift);
         let predicted = walk.linear(&self.proj_out, &normed);
         let negated = walk.rearranged(&predicted, predicted.dims);
-        drop(tables);
+        drop((of_image, of_caption, of_both, unpadded, kept));
         Some(walk.rearranged(&negated, latents.dims))
     }
 }

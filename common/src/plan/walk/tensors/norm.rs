@@ -1,7 +1,7 @@
 //! Norms, as `engine/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
 
-use super::super::build::Norm;
 use super::super::meter::Shaped;
+use super::super::norm::Norm;
 use super::super::tape::Walk;
 
 /// Whether SiLU is applied to the result of a norm, as part of it.
