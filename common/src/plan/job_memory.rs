@@ -1,11 +1,12 @@
 //! Predicts the memory of a job's process by walking its phases: loading, caching latents, training steps, samples, saving,
 //! generation. The total is that of the largest phase.
 
+mod conditions;
 mod phases;
 mod work;
 
 use super::device_factors::{CPU, GPU, GPU_GRANULARITY, Need, Phase};
-use super::families::UNetFamily;
+use super::families::Family;
 use super::image_batches::{ImageBatch, largest_batches};
 use super::json::{dtype_bytes, flag, number, strings, text};
 use super::memory_options::MemoryOptions;
@@ -17,8 +18,10 @@ use super::profile::MemoryProfile;
 use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes, sample_sizes};
 use super::shapes::ModelShapes;
-use super::walk::build::{AdapterOptions, Builder, ComponentOptions, StoredFractions, TrainedTensor, Weights};
-use super::walk::{Backend, Form, Shaped, TextEncoder, UNet, Vae, Walk};
+use super::walk::build::{
+    AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, TrainedTensor, Weights,
+};
+use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
 use serde_json::Value;
 
 /// The largest side of an image that a prediction considers.
@@ -32,6 +35,12 @@ const GPU_STEP_COPIES: f64 = 6.0;
 /// kept tensor stay. Otherwise the pages are used again, and kept activations need no more than their bytes.
 const GAPS_RETURNED: f64 = 1.15;
 
+/// Characters of a prompt for each token, and the tokens of the chat around it.
+const CHARACTERS_PER_TOKEN: f64 = 4.0;
+const CHAT_TOKENS: f64 = 10.0;
+/// Tokens of a caption for families whose passes depend on it.
+const CAPTION_TOKENS: f64 = 96.0;
+
 /// The kind of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Task {
@@ -43,7 +52,7 @@ pub(super) enum Task {
 pub(super) struct Job<'a> {
     task: Task,
     body: &'a Value,
-    family: &'a UNetFamily,
+    family: &'a Family,
     shapes: ModelShapes,
     counts: ParameterCounts,
     is_full: bool,
@@ -55,8 +64,10 @@ pub(super) struct Job<'a> {
 /// The components of a model as a job loads them.
 struct Model {
     text: Vec<TextEncoder>,
-    unet: UNet,
+    language: Option<LanguageEncoder>,
+    denoiser: Denoiser,
     vae: Vae,
+    /// Of the text encoders, the denoiser and the autoencoder.
     weights: [Weights; 3],
 }
 
@@ -64,7 +75,7 @@ impl<'a> Job<'a> {
     pub(super) fn new(
         task: Task,
         body: &'a Value,
-        family: &'a UNetFamily,
+        family: &'a Family,
         counts: Option<ParameterCounts>,
         batches: &[ImageBatch],
     ) -> Self {
@@ -108,7 +119,7 @@ impl<'a> Job<'a> {
         )
     }
 
-    /// The trained parameters, the bytes of their optimizer's state, and the parameters of the model.
+    /// The trained parameters, the bytes of their optimizer's state, and the parameters of a whole model as it is saved.
     pub(super) fn trained(&self) -> (f64, f64, f64) {
         let model = self.model(&MemoryOptions::default(), Backend::CPU);
         let trained = model.weights.iter().flat_map(|weights| &weights.trained);
@@ -116,18 +127,19 @@ impl<'a> Job<'a> {
             let more = self.optimizer.state_bytes(tensor.elements, tensor.means);
             (elements + tensor.elements, state + more)
         });
-        (
-            elements,
-            state,
-            model.weights.iter().map(|weights| weights.parameters).sum(),
-        )
+        let saved = match self.shapes.has_transformer() {
+            // Only the transformer is saved.
+            true => model.weights[1].parameters,
+            false => model.weights.iter().map(|weights| weights.parameters).sum(),
+        };
+        (elements, state, saved)
     }
 
     /// The dtype in which the job computes on a device of this form.
     pub(super) fn backend(&self, form: Form) -> Backend {
         let width = match self.task {
-            // A full fine-tune keeps and computes its weights in float32.
-            Task::Training if self.is_full => 4.0,
+            // A full fine-tune keeps and computes its weights in float32, or in bfloat16 with stochastic rounding.
+            Task::Training if self.is_full && !matches!(self.dtype(), Some("bf16" | "bfloat16")) => 4.0,
             _ => dtype_bytes(self.dtype()),
         };
         Backend { width, form }
@@ -141,10 +153,14 @@ impl<'a> Job<'a> {
         }
     }
 
+    /// Whether a GPU computes in float16.
+    fn is_f16(&self) -> bool {
+        matches!(self.dtype(), Some("fp16" | "float16" | "f16"))
+    }
+
     /// The dtype of the autoencoder.
     fn vae_backend(&self, backend: Backend) -> Backend {
-        let is_f16 = matches!(self.dtype(), Some("fp16" | "float16" | "f16"));
-        let width = match is_f16 && self.family.vae_overflows_in_f16 {
+        let width = match self.is_f16() && self.family.vae_overflows_in_f16 {
             true => 4.0,
             false => backend.width,
         };
@@ -194,8 +210,9 @@ impl<'a> Job<'a> {
             let named = text(body, key).and_then(QType::from_name);
             on.then(|| named.unwrap_or(QType::Float8))
         };
-        let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: (CompactWeights, u64), prefix| {
+        let component = |trains: bool, streamed: f64, qtype: Option<QType>, stored: (CompactWeights, u64), lora| {
             let is_own = trains && self.is_full;
+            let (lora_prefix, lora_layers) = lora;
             ComponentOptions {
                 // A trained component is neither quantised nor streamed.
                 streamed: if is_own { 0.0 } else { streamed },
@@ -203,7 +220,8 @@ impl<'a> Job<'a> {
                 exclude: exclude.clone(),
                 trained: is_own.then(|| trained_names.clone()),
                 adapter: self.adapter().filter(|_| trains),
-                lora_prefix: prefix,
+                lora_prefix,
+                lora_layers,
                 width: backend.width,
                 cpu: backend.is_cpu(),
                 stored: if is_own {
@@ -216,40 +234,58 @@ impl<'a> Job<'a> {
         let counts = &self.counts;
         let mut index = 0;
         let (mut text, mut text_weights) = (Vec::new(), Weights::default());
+        let text_qtype = qtype(quantize_te, "/model/qtype_te");
+        let stored = (counts.text_stored, counts.text);
         for (shapes, prefix) in self.shapes.text_encoders().zip(self.family.text_prefixes) {
-            let qtype = qtype(quantize_te, "/model/qtype_te");
-            let stored = (counts.text_stored, counts.text);
+            let lora = (*prefix, LoraLayers::AttentionAndMlp);
             let mut builder = Builder::new(
-                component(trains_text, options.text_streamed, qtype, stored, prefix),
+                component(trains_text, options.text_streamed, text_qtype, stored, lora),
                 index,
             );
             text.push(TextEncoder::new(&mut builder, shapes));
             index = builder.next_index();
             text_weights.add(builder.weights);
         }
+        // A language model is never trained.
+        let language = self.shapes.language.exists().then(|| {
+            let lora = ("", LoraLayers::All);
+            let mut builder = Builder::new(component(false, options.text_streamed, text_qtype, stored, lora), index);
+            let is_f16 = self.is_f16() && !backend.is_cpu();
+            let encoder = LanguageEncoder::new(&mut builder, &self.shapes.language, is_f16);
+            index = builder.next_index();
+            text_weights.add(builder.weights);
+            encoder
+        });
         let stored = (counts.denoiser_stored, counts.denoiser);
-        let mut unet_options = component(
+        let lora_layers = match body.pointer("/network/transformer_only").and_then(Value::as_bool) {
+            Some(false) => LoraLayers::All,
+            _ => self.family.lora_layers,
+        };
+        let mut denoiser_options = component(
             trains_unet,
             options.denoiser_streamed,
             qtype(quantize, "/model/qtype"),
             stored,
-            "lora_unet",
+            (self.family.denoiser_prefix, lora_layers),
         );
-        let small = ["conv_in", "conv_out", "time_embedding.*", "add_embedding.*"];
-        unet_options.exclude.extend(small.map(str::to_owned));
-        let mut builder = Builder::new(unet_options, index);
-        let unet = UNet::new(&mut builder, &self.shapes.unet);
-        let unet_weights = std::mem::take(&mut builder.weights);
+        let never_quantised = self.family.never_quantised.iter();
+        denoiser_options
+            .exclude
+            .extend(never_quantised.map(|&name| name.to_owned()));
+        let mut builder = Builder::new(denoiser_options, index);
+        let denoiser = Denoiser::new(&mut builder, &self.shapes);
+        let denoiser_weights = std::mem::take(&mut builder.weights);
         let stored = (counts.vae_stored, counts.vae);
-        let mut vae_options = component(false, options.vae_streamed, None, stored, "");
+        let mut vae_options = component(false, options.vae_streamed, None, stored, ("", LoraLayers::All));
         vae_options.width = self.vae_backend(backend).width;
         let mut builder = Builder::new(vae_options, builder.next_index());
         let vae = Vae::new(&mut builder, &self.shapes.vae);
         Model {
             text,
-            unet,
+            language,
+            denoiser,
             vae,
-            weights: [text_weights, unet_weights, builder.weights],
+            weights: [text_weights, denoiser_weights, builder.weights],
         }
     }
 
@@ -262,25 +298,15 @@ impl<'a> Job<'a> {
             .then(|| self.free_text_encoders(&mut model, backend));
         let sum = |of: fn(&Weights) -> f64| model.weights.iter().map(of).sum::<f64>();
         let (weights, quantised) = (sum(|weights| weights.resident), sum(|weights| weights.quantised));
-        let largest_quantised = model
-            .weights
-            .iter()
-            .map(|weights| weights.largest_quantised)
-            .fold(0.0, f64::max);
         let (mut phases, recycled) = match self.task {
             Task::Generation => {
-                let transient = self.images(&model, &options, backend, &image_sizes(self.body));
+                let transient = self.images(&model, &options, backend, &image_sizes(self.body, self.multiple()));
                 (vec![Phase { held: 0.0, transient }], transient)
             }
             Task::Training => self.training(&model, &options, backend),
         };
         phases.extend(text_phase);
-        // Loading: a dense weight and a copy of it. The autoencoder is loaded after all others, and the largest layers are not
-        // the last ones of the U-Net.
-        phases.push(Phase {
-            held: 0.0,
-            transient: 2.0 * largest_quantised - model.weights[2].resident - 0.3 * quantised,
-        });
+        phases.extend(self.loading(&model));
         Need {
             weights,
             quantised,
@@ -289,11 +315,45 @@ impl<'a> Job<'a> {
             is_adapter: !self.is_full,
             pages_returned: options.pages_returned,
             has_several_images: match self.task {
-                Task::Generation => image_sizes(self.body).len() > 1,
+                Task::Generation => image_sizes(self.body, self.multiple()).len() > 1,
                 // Samples are made at the end, and usually before it.
-                Task::Training => !sample_sizes(self.body).is_empty(),
+                Task::Training => !sample_sizes(self.body, self.multiple()).is_empty(),
             },
         }
+    }
+
+    /// Loading: a dense weight and a copy of it beside what was loaded before. The other weights are counted in every phase.
+    fn loading(&self, model: &Model) -> Vec<Phase> {
+        let [text, denoiser, vae] = &model.weights;
+        let phase = |largest: f64, missing: f64| Phase {
+            held: 0.0,
+            transient: 2.0 * largest - missing,
+        };
+        let all = |weights: &Weights| weights.resident + weights.quantised;
+        if self.shapes.has_transformer() {
+            // The largest layers are not the last ones of the transformer; those of a language model are equally large.
+            return vec![
+                phase(
+                    denoiser.largest_quantised,
+                    all(text) + all(vae) + 0.3 * denoiser.quantised,
+                ),
+                phase(text.largest_quantised, 0.0),
+            ];
+        }
+        // The autoencoder is loaded after all others, and the largest layers are not the last ones of the U-Net.
+        let largest = text.largest_quantised.max(denoiser.largest_quantised);
+        let quantised = text.quantised + denoiser.quantised;
+        vec![phase(largest, vae.resident + 0.3 * quantised)]
+    }
+
+    /// Sides of images are multiples of this number of pixels.
+    fn multiple(&self) -> f64 {
+        if self.shapes.has_transformer() { 16.0 } else { 8.0 }
+    }
+
+    /// Whether an image is generated with classifier-free guidance.
+    fn is_guided(&self, size: &ImageSize) -> bool {
+        size.guidance_scale > self.family.guided_above
     }
 
     /// Whether every prompt is encoded before the model is loaded, without its text encoders.
@@ -309,11 +369,12 @@ impl<'a> Job<'a> {
 
     /// Removes the text encoders from a model, and returns the phase in which they are alone in memory.
     fn free_text_encoders(&self, model: &mut Model, backend: Backend) -> Phase {
-        let pass = self.text_pass(model, backend);
+        let pass = self.text_pass(model, backend, CAPTION_TOKENS);
         let [text, others @ ..] = &mut model.weights;
         let bytes = text.resident + text.quantised;
         (text.resident, text.quantised) = (0.0, 0.0);
         model.text.clear();
+        model.language = None;
         let others = others
             .iter()
             .map(|weights| weights.resident + weights.quantised)
@@ -325,40 +386,43 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// The text encoders, one prompt at a time.
-    fn text_pass(&self, model: &Model, backend: Backend) -> f64 {
-        let walk = Walk::new(backend);
-        for encoder in &model.text {
-            encoder.forward(&walk, 1.0, false, self.family.penultimate);
-        }
-        walk.peak()
-    }
-
     /// Generates images of these sizes, one after the other.
     fn images(&self, model: &Model, options: &MemoryOptions, backend: Backend, sizes: &[ImageSize]) -> f64 {
-        let mut peak = self.text_pass(model, backend);
+        let mut peak = self.text_pass(model, backend, prompt_tokens(sizes));
         for guided in [false, true] {
             let largest = sizes
                 .iter()
-                .filter(|size| size.guided == guided)
+                .filter(|size| self.is_guided(size) == guided)
                 .max_by(|a, b| a.area().total_cmp(&b.area()));
             let Some(size) = largest else { continue };
             let side = [size.height, size.width].map(|side| side.min(MAX_SIDE));
             let batch = if guided && !options.sequential_cfg { 2.0 } else { 1.0 };
-            peak = peak.max(self.denoising(model, backend, side, batch, guided).peak());
+            let prompt = prompt_tokens(sizes);
+            peak = peak.max(self.denoising(model, backend, side, batch, guided, prompt).peak());
             peak = peak.max(self.decoding(model, options, backend, side).peak());
+            if self.has_control() {
+                peak = peak.max(self.encoding(model, options, backend, side));
+            }
         }
         peak
     }
 
-    /// A pass of the U-Net over `batch` latents of images of this height and width.
-    fn denoising(&self, model: &Model, backend: Backend, side: [f64; 2], batch: f64, guided: bool) -> Walk {
+    /// A pass of the denoiser over `batch` latents of images of this height and width.
+    fn denoising(
+        &self,
+        model: &Model,
+        backend: Backend,
+        side: [f64; 2],
+        batch: f64,
+        guided: bool,
+        prompt_tokens: f64,
+    ) -> Walk {
         let walk = Walk::new(backend);
         let latents = self.latents(&walk, model, side, batch);
-        let context = self.context(&walk, if guided { 2.0 } else { 1.0 });
-        let passed = walk.view_of(&context, batch);
-        model.unet.forward(&walk, &latents, &passed, false);
-        drop((latents, context, passed));
+        let conditions = self.conditions(&walk, if guided { 2.0 } else { 1.0 }, &latents, prompt_tokens);
+        let passed = conditions.of_items(&walk, batch);
+        model.denoiser.forward(&walk, &latents, &passed, false);
+        drop((latents, conditions, passed));
         walk
     }
 
@@ -383,11 +447,6 @@ impl<'a> Job<'a> {
             [batch, channels, (height / scale).floor(), (width / scale).floor()],
             false,
         )
-    }
-
-    fn context(&self, walk: &Walk, batch: f64) -> Shaped {
-        let positions = f64::from(self.shapes.text[0].positions);
-        walk.tensor([batch, positions, f64::from(self.shapes.unet.context), 1.0], false)
     }
 
     /// The phases of a training, and the bytes that come and go.
@@ -457,7 +516,7 @@ impl<'a> Job<'a> {
             .map(|batch| self.encoding(model, options, backend, batch.size));
         let sums = if accumulates { gradients } else { 0.0 };
         phases.push(phase(sums, encode.fold(0.0, f64::max)));
-        let samples = sample_sizes(body);
+        let samples = sample_sizes(body, self.multiple());
         if !samples.is_empty() {
             phases.push(phase(ema, self.images(model, options, backend, &samples)));
         }
@@ -485,11 +544,11 @@ impl<'a> Job<'a> {
         if self.is_full {
             // A tensor at a time. One that is not trained is read from its file: its bytes, a tensor, and that in the dtype of
             // the save.
-            let frozen = model
-                .weights
-                .iter()
-                .map(|weights| weights.largest_frozen)
-                .fold(0.0, f64::max);
+            let weights = match self.shapes.has_transformer() {
+                true => &model.weights[1..2],
+                false => &model.weights[..],
+            };
+            let frozen = weights.iter().map(|weights| weights.largest_frozen).fold(0.0, f64::max);
             let read = if width < 4.0 { 8.0 + width } else { 4.0 };
             return largest.max(frozen * read);
         }
@@ -511,27 +570,28 @@ impl<'a> Job<'a> {
         let mut peak: f64 = if trains_text {
             0.0
         } else {
-            self.text_pass(model, backend)
+            self.text_pass(model, backend, CAPTION_TOKENS)
         };
         let (mut all_gradients, mut all_forward, mut flops): (f64, f64, f64) = (0.0, peak, 0.0);
+        let gradient_width = if self.is_full { backend.width } else { 4.0 };
         for batch in data {
             let walk = Walk::new(backend);
             let latents = self.latents(&walk, model, batch.size, batch.items);
             // The noise, the noisy latents and the target.
             let drawn = [0; 3].map(|_| walk.tensor(latents.dims(), false));
-            let context = (!trains_text).then(|| self.context(&walk, batch.items));
+            let conditions = (!trains_text).then(|| self.conditions(&walk, batch.items, &latents, CAPTION_TOKENS));
             let gradients = walk.forward_backward(fused, || {
-                let context = context
+                let conditions = conditions
                     .clone()
-                    .unwrap_or_else(|| self.trained_context(&walk, model, batch.items, checkpointed));
-                let predicted = model.unet.forward(&walk, &latents, &context, checkpointed);
+                    .unwrap_or_else(|| self.trained_conditions(&walk, model, &latents, checkpointed));
+                let predicted = model.denoiser.forward(&walk, &latents, &conditions, checkpointed);
                 all_forward = all_forward.max(walk.peak());
                 predicted.unwrap_or_else(|| latents.clone())
             });
             all_gradients = all_gradients.max(
                 gradients
                     .values()
-                    .map(|gradient| gradient.dims().iter().product::<f64>() * 4.0)
+                    .map(|gradient| gradient.dims().iter().product::<f64>() * gradient_width)
                     .sum(),
             );
             drop(drawn);
@@ -544,21 +604,6 @@ impl<'a> Job<'a> {
             gradients: all_gradients,
             flops,
         }
-    }
-
-    /// The encoded text, with its graph.
-    fn trained_context(&self, walk: &Walk, model: &Model, batch: f64, checkpointed: bool) -> Shaped {
-        let mut context: Option<Shaped> = None;
-        for encoder in &model.text {
-            let Some(text) = encoder.forward(walk, batch, checkpointed, self.family.penultimate) else {
-                continue;
-            };
-            context = Some(match context {
-                None => text,
-                Some(before) => walk.cat_features(&before, &text),
-            });
-        }
-        context.unwrap_or_else(|| self.context(walk, batch))
     }
 
     /// The batches of the data sets: those that were seen, or else squares of the resolutions.
@@ -645,21 +690,28 @@ fn fractions((stored, parameters): (CompactWeights, u64)) -> StoredFractions {
     }
 }
 
-/// The parameters of text encoders, U-Net and autoencoder.
-pub(super) fn parameters(family: &UNetFamily, shapes: ModelShapes) -> [f64; 3] {
+/// Tokens of the longest prompt with those of the chat around it, for a language model whose prompts are not all equally long.
+fn prompt_tokens(sizes: &[ImageSize]) -> f64 {
+    let longest = sizes.iter().map(|size| size.characters).fold(0.0, f64::max);
+    longest / CHARACTERS_PER_TOKEN + CHAT_TOKENS
+}
+
+/// The parameters of text encoders, denoiser and autoencoder.
+pub(super) fn parameters(family: &Family, shapes: ModelShapes) -> [f64; 3] {
     let options = || ComponentOptions {
         width: 4.0,
         ..ComponentOptions::default()
     };
-    let mut text = 0.0;
+    let mut text = Builder::new(options(), 0);
     for shapes in shapes.text_encoders().take(family.text_prefixes.len()) {
-        let mut builder = Builder::new(options(), 0);
-        TextEncoder::new(&mut builder, shapes);
-        text += builder.weights.parameters;
+        TextEncoder::new(&mut text, shapes);
     }
-    let mut unet = Builder::new(options(), 0);
-    UNet::new(&mut unet, &shapes.unet);
+    if shapes.language.exists() {
+        LanguageEncoder::new(&mut text, &shapes.language, false);
+    }
+    let mut denoiser = Builder::new(options(), 0);
+    Denoiser::new(&mut denoiser, &shapes);
     let mut vae = Builder::new(options(), 0);
     Vae::new(&mut vae, &shapes.vae);
-    [text, unet.weights.parameters, vae.weights.parameters]
+    [text, denoiser, vae].map(|builder| builder.weights.parameters)
 }

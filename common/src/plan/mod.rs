@@ -1,6 +1,7 @@
 //! Predicts a job's memory need under each memory profile, its amount of work, and the size of its output.
 //! Pure functions, used by the coordinator and the command line.
 
+mod config_values;
 pub mod demand;
 mod device_factors;
 mod families;
@@ -9,7 +10,6 @@ mod headers;
 pub mod image_batches;
 mod job_memory;
 mod json;
-mod layout;
 pub mod memory_options;
 mod names;
 pub mod need;
@@ -21,4 +21,5 @@ pub mod profile;
 pub mod qtype;
 mod requests;
 pub mod shapes;
+mod transformer_shapes;
 mod walk;

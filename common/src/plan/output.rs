@@ -1,15 +1,12 @@
 //! Predicts the output of a training run: saved weights, checkpoints, samples.
 
-use super::demand::{ModelFigures, TrainedParameters, factored_convolution_bytes, state_bytes_per_parameter};
 use super::families;
-use super::family::FamilyCosts;
+use super::family::FamilySpeed;
 use super::job_memory::{Job, Task};
-use super::optimizers::{OptimizerFacts, facts};
 use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;
 use crate::job::sample::SampleConfig;
 use serde::Serialize;
-use serde_json::Value;
 
 /// The most checkpoints on the disk at a time: the newest two, and one that is being written.
 const MAX_CHECKPOINTS: u64 = 3;
@@ -65,11 +62,8 @@ impl RunOutput {
     fn bytes(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Option<(u64, u64)> {
         let body = serde_json::to_value(process).ok()?;
         let name = process.model.arch.name.name();
-        let optimizer = facts(process.train.optimizer.name());
-        let (trained, state, model) = match families::of(FamilyCosts::of(name)?.name) {
-            Some(family) => Job::new(Task::Training, &body, family, counts, &[]).trained(),
-            None => published(&body, name, counts, &optimizer)?,
-        };
+        let family = families::of(FamilySpeed::of(name)?.name)?;
+        let (trained, state, model) = Job::new(Task::Training, &body, family, counts, &[]).trained();
         let averaged = if process.train.ema_config.use_ema { 4.0 } else { 0.0 };
         // A save of a full fine-tune is the whole model.
         let saved = if process.network.is_some() { trained } else { model };
@@ -93,24 +87,6 @@ impl RunOutput {
         let states = self.state_bytes?.saturating_mul(MAX_CHECKPOINTS.min(self.saves + 1));
         Some(saves.saturating_add(states).saturating_add(SMALL_FILE_BYTES))
     }
-}
-
-/// The trained parameters, the bytes of their optimizer's state, and the parameters of the model, from a family's published
-/// figures.
-fn published(
-    body: &Value,
-    family: &str,
-    counts: Option<ParameterCounts>,
-    optimizer: &OptimizerFacts,
-) -> Option<(f64, f64, f64)> {
-    let figures = ModelFigures::of(FamilyCosts::of(family)?, counts);
-    let TrainedParameters { millions, full } = TrainedParameters::of(body, &figures);
-    let mut state = state_bytes_per_parameter(optimizer);
-    if full[0] && optimizer.is_factored {
-        state += factored_convolution_bytes(figures.family);
-    }
-    let model = figures.denoiser + figures.text + figures.vae;
-    Some((millions * 1e6, millions * 1e6 * state, model * 1e6))
 }
 
 /// Number of samples before the first step, at each due step, and at the end.

@@ -1,13 +1,13 @@
-//! The predicted bytes of live tensors in each phase of a process in portable mode, for tests that compare them with the engine.
+//! The predicted bytes of live tensors in each phase of a process, for tests that compare them with the engine.
 
 use super::families;
-use super::family::FamilyCosts;
+use super::family::FamilySpeed;
 use super::image_batches::ImageBatch;
 use super::job_memory::{Job, Task};
 use super::json::text;
 use super::parameter_counts::ParameterCounts;
 use super::profile::MemoryProfile;
-use super::walk::Form;
+use super::walk::{Backend, Form};
 use serde_json::Value;
 
 /// The largest number of bytes of live tensors in each phase, besides weights, adapters and optimizer state.
@@ -34,12 +34,37 @@ pub fn portable_phases(
     batches: &[ImageBatch],
     profile: MemoryProfile,
 ) -> Option<PhaseBytes> {
+    phases(process, counts, batches, profile, Form::Portable)
+}
+
+/// As [`portable_phases`], with the engine's kernels for CPUs.
+#[must_use]
+pub fn cpu_phases(
+    process: &Value,
+    counts: Option<ParameterCounts>,
+    batches: &[ImageBatch],
+    profile: MemoryProfile,
+) -> Option<PhaseBytes> {
+    phases(process, counts, batches, profile, Form::Cpu)
+}
+
+fn phases(
+    process: &Value,
+    counts: Option<ParameterCounts>,
+    batches: &[ImageBatch],
+    profile: MemoryProfile,
+    form: Form,
+) -> Option<PhaseBytes> {
     let (kind, body) = process.get("kind")?.as_object()?.iter().next()?;
     let task = match kind.as_str() {
         "train" => Task::Training,
         _ => Task::Generation,
     };
-    let family = families::of(FamilyCosts::of(text(body, "/model/arch")?)?.name)?;
+    let family = families::of(FamilySpeed::of(text(body, "/model/arch")?)?.name)?;
     let job = Job::new(task, body, family, counts, batches);
-    Some(job.phases(profile, job.backend(Form::Portable)))
+    let backend = match form {
+        Form::Cpu => Backend::CPU,
+        form => job.backend(form),
+    };
+    Some(job.phases(profile, backend))
 }

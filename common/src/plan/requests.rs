@@ -7,12 +7,14 @@ use serde_json::Value;
 /// The most prompts that are read.
 const MAX_PROMPTS: usize = 10_000;
 
-/// The size of an image, and whether it is generated with guidance.
+/// The size of an image, its guidance scale, and the length of its prompt.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct ImageSize {
     pub(super) width: f64,
     pub(super) height: f64,
-    pub(super) guided: bool,
+    pub(super) guidance_scale: f64,
+    /// Characters of the prompt.
+    pub(super) characters: f64,
 }
 
 impl ImageSize {
@@ -25,24 +27,26 @@ impl ImageSize {
         Self {
             width: number(section, "/width").unwrap_or(512.0),
             height: number(section, "/height").unwrap_or(512.0),
-            guided: section.get("guidance_scale").and_then(Value::as_f64).unwrap_or(7.0) > 1.0,
+            guidance_scale: section.get("guidance_scale").and_then(Value::as_f64).unwrap_or(7.0),
+            characters: 0.0,
         }
     }
 
     /// The size with the flags of a prompt.
-    fn with_flags(self, prompt: &str) -> Self {
+    fn with_flags(self, prompt: &str, multiple: f64) -> Self {
         let flags = PromptFlags::parse(prompt);
         Self {
             width: flags.width.map_or(self.width, f64::from),
             height: flags.height.map_or(self.height, f64::from),
-            guided: flags.guidance_scale.map_or(self.guided, |scale| scale > 1.0),
+            guidance_scale: flags.guidance_scale.unwrap_or(self.guidance_scale),
+            characters: flags.prompt.chars().count() as f64,
         }
-        .floored()
+        .floored(multiple)
     }
 
-    /// Multiples of 8, at least 64.
-    fn floored(self) -> Self {
-        let floor = |side: f64| ((side / 8.0).floor() * 8.0).max(64.0);
+    /// Sides that are multiples of this number, at least 64.
+    fn floored(self, multiple: f64) -> Self {
+        let floor = |side: f64| ((side / multiple).floor() * multiple).max(64.0);
         Self {
             width: floor(self.width),
             height: floor(self.height),
@@ -51,8 +55,8 @@ impl ImageSize {
     }
 }
 
-/// The sizes of the images that `generate` makes.
-pub(super) fn image_sizes(body: &Value) -> Vec<ImageSize> {
+/// The sizes of the images that `generate` makes, whose sides are multiples of `multiple`.
+pub(super) fn image_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
     let Some(section) = body.get("generate") else {
         return Vec::new();
     };
@@ -87,13 +91,16 @@ pub(super) fn image_sizes(body: &Value) -> Vec<ImageSize> {
         return Vec::new();
     };
     if prompts.is_empty() {
-        return vec![base.floored()];
+        return vec![base.floored(multiple)];
     }
-    prompts.into_iter().map(|prompt| base.with_flags(prompt)).collect()
+    prompts
+        .into_iter()
+        .map(|prompt| base.with_flags(prompt, multiple))
+        .collect()
 }
 
-/// The sizes of the samples of a training.
-pub(super) fn sample_sizes(body: &Value) -> Vec<ImageSize> {
+/// The sizes of the samples of a training, as [`image_sizes`].
+pub(super) fn sample_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
     if flag(body, "/train/disable_sampling") {
         return Vec::new();
     }
@@ -109,9 +116,11 @@ pub(super) fn sample_sizes(body: &Value) -> Vec<ImageSize> {
             let size = ImageSize {
                 width: side("width", usual.width),
                 height: side("height", usual.height),
-                guided: side("guidance_scale", if usual.guided { 7.0 } else { 1.0 }) > 1.0,
+                guidance_scale: side("guidance_scale", usual.guidance_scale),
+                characters: 0.0,
             };
-            sizes.push(size.with_flags(sample.get("prompt").and_then(Value::as_str).unwrap_or_default()));
+            let prompt = sample.get("prompt").and_then(Value::as_str).unwrap_or_default();
+            sizes.push(size.with_flags(prompt, multiple));
         }
     }
     sizes

@@ -1,5 +1,7 @@
 //! The shapes of a model's components, from its own `config.json` files.
 
+use super::config_values::{MAX_COUNT, MAX_WIDTH, as_u32, flag, number};
+pub use super::transformer_shapes::{LanguageKind, LanguageShapes, TransformerKind, TransformerShapes};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
@@ -10,25 +12,30 @@ pub const MAX_BLOCKS: usize = 6;
 pub const MAX_TEXT_ENCODERS: usize = 2;
 /// The size limit of a `config.json`.
 const MAX_CONFIG_BYTES: u64 = 1 << 20;
-/// The largest number of features or channels.
-const MAX_WIDTH: u32 = 1 << 16;
 /// The most layers of a block, and transformer blocks of a layer.
 const MAX_LAYERS: u32 = 64;
 /// The most transformer blocks of a U-Net.
 const MAX_TRANSFORMER_BLOCKS: u32 = 512;
-/// The largest vocabulary, and the largest side of an image.
-const MAX_COUNT: u32 = 1 << 22;
-
-/// The shapes of a model like Stable Diffusion. Missing numbers are 0.
+/// The shapes of a model: a U-Net or a transformer, its text encoders and its autoencoder. Missing numbers are 0.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ModelShapes {
-    /// The U-Net.
+    /// The U-Net, if there is no transformer.
     pub unet: UNetShapes,
-    /// The text encoders. Those with a width of 0 do not exist.
+    /// The transformer.
+    #[serde(skip_serializing_if = "is_default")]
+    pub transformer: TransformerShapes,
+    /// The language model that encodes prompts, besides or instead of CLIP.
+    #[serde(skip_serializing_if = "is_default")]
+    pub language: LanguageShapes,
+    /// The text encoders (CLIP). Those with a width of 0 do not exist.
     pub text: [TextShapes; MAX_TEXT_ENCODERS],
     /// The autoencoder.
     pub vae: VaeShapes,
+}
+
+fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// The shapes of a U-Net.
@@ -262,31 +269,84 @@ impl ModelShapes {
     /// Reads the configs of a diffusers folder. `None`: a config is missing, or describes another kind of model.
     #[must_use]
     pub fn read(folder: &Path) -> Option<Self> {
-        let unet = read_config(&folder.join("unet"))?;
-        let vae = read_config(&folder.join("vae"))?;
+        let config = |part: &str| read_config(&folder.join(part));
+        let vae = VaeShapes::read(&config("vae")?)?;
+        if let Some(transformer) = config("transformer") {
+            let transformer = TransformerShapes::read(&transformer)?;
+            return Self::with_transformer(folder, transformer, vae)?.checked();
+        }
         let mut text = [TextShapes::default(); MAX_TEXT_ENCODERS];
-        text[0] = TextShapes::read(&read_config(&folder.join("text_encoder"))?)?;
-        if let Some(second) = read_config(&folder.join("text_encoder_2")) {
+        text[0] = TextShapes::read(&config("text_encoder")?)?;
+        if let Some(second) = config("text_encoder_2") {
             text[1] = TextShapes::read(&second)?;
         }
         Self {
-            unet: UNetShapes::read(&unet)?,
+            unet: UNetShapes::read(&config("unet")?)?,
             text,
-            vae: VaeShapes::read(&vae)?,
+            vae,
+            ..Self::default()
         }
         .checked()
+    }
+
+    /// Reads the configs of the text encoders that belong to a transformer.
+    fn with_transformer(folder: &Path, transformer: TransformerShapes, vae: VaeShapes) -> Option<Self> {
+        let config = |part: &str| read_config(&folder.join(part));
+        let clip = |part: &str| TextShapes::read(&config(part)?);
+        let mut text = [TextShapes::default(); MAX_TEXT_ENCODERS];
+        let language = match transformer.kind {
+            TransformerKind::None => return None,
+            TransformerKind::Flux => {
+                text[0] = clip("text_encoder")?;
+                LanguageShapes::read_t5(&config("text_encoder_2")?)?
+            }
+            TransformerKind::Sd3 => {
+                text = [clip("text_encoder")?, clip("text_encoder_2")?];
+                let index = folder.join("model_index.json");
+                let index = crate::fsutil::regular::read_text(&index, MAX_CONFIG_BYTES).ok();
+                let index: Value = index
+                    .and_then(|text| serde_json::from_str(&text).ok())
+                    .unwrap_or_default();
+                let class = index.get("text_encoder_3").and_then(Value::as_array);
+                let is_left_out = class.is_some_and(|class| class.iter().all(Value::is_null));
+                match config("text_encoder_3").filter(|_| !is_left_out) {
+                    Some(t5) => LanguageShapes::read_t5(&t5)?,
+                    None => LanguageShapes::default(),
+                }
+            }
+            TransformerKind::ZImage => LanguageShapes::read_qwen3(&config("text_encoder")?)?,
+        };
+        Some(Self {
+            transformer,
+            language,
+            text,
+            vae,
+            ..Self::default()
+        })
+    }
+
+    /// Whether the model has a transformer instead of a U-Net.
+    #[must_use]
+    pub fn has_transformer(&self) -> bool {
+        self.transformer.kind != TransformerKind::None
     }
 
     /// The shapes, if all numbers are within the limits of known models. Every walk over checked shapes takes a bounded time.
     #[must_use]
     pub fn checked(self) -> Option<Self> {
-        let text = self.text[0].width > 0 && self.text.iter().all(TextShapes::is_valid);
-        (self.unet.is_valid() && text && self.vae.is_valid()).then_some(self)
+        let denoiser = match self.has_transformer() {
+            true => self.transformer.is_valid() && self.language.is_valid(),
+            false => self.unet.is_valid() && self.text[0].width > 0,
+        };
+        (denoiser && self.text.iter().all(TextShapes::is_valid) && self.vae.is_valid()).then_some(self)
     }
 
     /// The same shapes without blocks and channels that follow a missing one, which do not exist.
     #[must_use]
     pub fn without_gaps(mut self) -> Self {
+        if self.has_transformer() {
+            self.unet = UNetShapes::default();
+        }
         let (blocks, channels) = (self.unet.blocks().len(), self.vae.channels().len());
         self.unet.blocks[blocks..].fill(BlockShapes::default());
         self.vae.channels[channels..].fill(0);
@@ -316,6 +376,8 @@ impl ModelShapes {
         for block in &mut self.unet.blocks {
             scale(&mut block.channels, unet);
         }
+        self.transformer = self.transformer.scaled(unet);
+        self.language = self.language.scaled(text);
         for encoder in &mut self.text {
             scale(&mut encoder.width, text);
             scale(&mut encoder.intermediate, text);
@@ -330,22 +392,6 @@ impl ModelShapes {
 fn read_config(folder: &Path) -> Option<Value> {
     let text = crate::fsutil::regular::read_text(&folder.join("config.json"), MAX_CONFIG_BYTES).ok()?;
     serde_json::from_str(&text).ok()
-}
-
-fn flag(config: &Value, key: &str, usual: bool) -> bool {
-    config.get(key).and_then(Value::as_bool).unwrap_or(usual)
-}
-
-fn as_u32(value: &Value) -> Option<u32> {
-    u32::try_from(value.as_u64()?).ok()
-}
-
-/// A whole number; `usual` if the key is absent or null.
-fn number(config: &Value, key: &str, usual: u32) -> Option<u32> {
-    match config.get(key) {
-        None | Some(Value::Null) => Some(usual),
-        Some(value) => as_u32(value),
-    }
 }
 
 /// A list of 1 to [`MAX_BLOCKS`] whole numbers above `above`.

@@ -205,7 +205,11 @@ impl Tape {
                     return Ok(vec![]);
                 };
                 let mut store = result.apply_op1(SeedGradient { gradient })?.backward()?;
-                let gradients = variables.iter().filter_map(|v| Some((v.id(), store.remove(v)?)));
+                // A gradient that candle computed from a variable, as that of a product, has a graph, which every later operation on
+                // tensors would extend: all of the backward pass would stay in memory.
+                let gradients = variables
+                    .iter()
+                    .filter_map(|v| Some((v.id(), store.remove(v)?.detach())));
                 Ok(gradients.collect())
             }),
         });

@@ -77,6 +77,16 @@ fn own_operations_and_candles_can_be_mixed() {
     });
 }
 
+/// The gradients of a product are computed from its factors, which are variables to candle.
+#[test]
+fn gradients_keep_no_graph_in_memory() {
+    let (x, y) = (var(1, &[4, 6]), var(2, &[4, 6]));
+    let (_, ours) = gradients(|| (silu(&x)? * silu(&y)?)?.sum_all()).unwrap();
+    for var in [&x, &y] {
+        assert!(!ours.get(var).unwrap().track_op());
+    }
+}
+
 #[test]
 fn inputs_that_are_not_contiguous_get_gradients() {
     let (x, w) = (var(1, &[4, 3]), var(2, &[5, 4]));
@@ -145,6 +155,7 @@ fn an_error_or_a_panic_ends_the_recording() {
 }
 
 in_portable_mode! {
+    gradients_keep_no_graph_in_memory,
     own_operations_and_candles_can_be_mixed,
     inputs_that_are_not_contiguous_get_gradients,
     a_loss_may_have_only_candles_operations_or_be_a_variable,

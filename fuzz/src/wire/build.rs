@@ -175,7 +175,11 @@ messages! {
     SubmitArrayRequest { shared name members at_most }
     ImageBatch { process width height images }
     Anatomy { denoiser text vae denoiser_stored text_stored vae_stored shapes }
-    ModelShapes { unet text vae }
+    ModelShapes { unet text vae transformer language }
+    TransformerShapes {
+        kind in_channels patch blocks single_blocks dual_blocks heads head_width context pooled guidance qk_norm positions
+    }
+    LanguageShapes { kind width heads kv_heads head_width intermediate layers vocabulary }
     UNetShapes {
         in_channels out_channels conv_in_kernel conv_out_kernel downsample_padding context linear_projection mid_block
         additional blocks upcast_attention

@@ -2,8 +2,29 @@
 
 use crate::v1;
 use aitk_common::plan::shapes::{
-    BlockShapes, MAX_BLOCKS, MAX_TEXT_ENCODERS, ModelShapes, TextShapes, UNetShapes, VaeShapes,
+    BlockShapes, LanguageKind, LanguageShapes, MAX_BLOCKS, MAX_TEXT_ENCODERS, ModelShapes, TextShapes, TransformerKind,
+    TransformerShapes, UNetShapes, VaeShapes,
 };
+
+/// The kinds of transformers and language models, by their names on the wire.
+const TRANSFORMERS: [(&str, TransformerKind); 3] = [
+    ("flux", TransformerKind::Flux),
+    ("sd3", TransformerKind::Sd3),
+    ("zimage", TransformerKind::ZImage),
+];
+const LANGUAGE_MODELS: [(&str, LanguageKind); 2] = [("t5", LanguageKind::T5), ("qwen3", LanguageKind::Qwen3)];
+
+/// The name of a kind; `None` for a component that does not exist.
+fn name_of<K: PartialEq>(kinds: &[(&str, K)], kind: &K) -> Option<String> {
+    let found = kinds.iter().find(|(_, known)| known == kind)?;
+    Some(found.0.to_owned())
+}
+
+/// The kind of this name.
+fn kind_of<K: Copy>(kinds: &[(&str, K)], name: &str) -> Option<K> {
+    let found = kinds.iter().find(|(known, _)| *known == name)?;
+    Some(found.1)
+}
 
 impl From<ModelShapes> for v1::ModelShapes {
     fn from(shapes: ModelShapes) -> Self {
@@ -25,20 +46,50 @@ impl From<ModelShapes> for v1::ModelShapes {
             positions: text.positions,
             projection: text.projection,
         });
+        let unet = (!shapes.has_transformer()).then(|| v1::UNetShapes {
+            in_channels: unet.in_channels,
+            out_channels: unet.out_channels,
+            conv_in_kernel: unet.conv_in_kernel,
+            conv_out_kernel: unet.conv_out_kernel,
+            downsample_padding: unet.downsample_padding,
+            context: unet.context,
+            linear_projection: unet.linear_projection,
+            upcast_attention: unet.upcast_attention,
+            mid_block: unet.mid_block,
+            additional: unet.additional,
+            blocks: blocks.collect(),
+        });
+        let transformer = shapes.transformer;
+        let transformer = name_of(&TRANSFORMERS, &transformer.kind).map(|kind| v1::TransformerShapes {
+            kind,
+            in_channels: transformer.in_channels,
+            patch: transformer.patch,
+            blocks: transformer.blocks,
+            single_blocks: transformer.single_blocks,
+            dual_blocks: transformer.dual_blocks,
+            heads: transformer.heads,
+            head_width: transformer.head_width,
+            context: transformer.context,
+            pooled: transformer.pooled,
+            guidance: transformer.guidance,
+            qk_norm: transformer.qk_norm,
+            positions: transformer.positions,
+        });
+        let language = shapes.language;
+        let language = name_of(&LANGUAGE_MODELS, &language.kind).map(|kind| v1::LanguageShapes {
+            kind,
+            width: language.width,
+            heads: language.heads,
+            kv_heads: language.kv_heads,
+            head_width: language.head_width,
+            intermediate: language.intermediate,
+            layers: language.layers,
+            vocabulary: language.vocabulary,
+        });
         Self {
-            unet: Some(v1::UNetShapes {
-                in_channels: unet.in_channels,
-                out_channels: unet.out_channels,
-                conv_in_kernel: unet.conv_in_kernel,
-                conv_out_kernel: unet.conv_out_kernel,
-                downsample_padding: unet.downsample_padding,
-                context: unet.context,
-                linear_projection: unet.linear_projection,
-                upcast_attention: unet.upcast_attention,
-                mid_block: unet.mid_block,
-                additional: unet.additional,
-                blocks: blocks.collect(),
-            }),
+            unet,
+            transformer,
+            language,
             text: text.collect(),
             vae: Some(v1::VaeShapes {
                 in_channels: vae.in_channels,
@@ -56,8 +107,26 @@ impl From<ModelShapes> for v1::ModelShapes {
 /// The shapes, if they are those of a model that the planner can walk. Others, perhaps of a newer version, are ignored: a job
 /// without shapes gets the prediction of its family.
 pub(super) fn shapes(wire: Option<v1::ModelShapes>) -> Option<ModelShapes> {
-    let v1::ModelShapes { unet, text, vae } = wire?;
-    let (unet, vae) = (unet?, vae?);
+    let v1::ModelShapes {
+        unet,
+        text,
+        vae,
+        transformer,
+        language,
+    } = wire?;
+    let transformer = match transformer {
+        Some(wire) => transformer_shapes(&wire)?,
+        None => TransformerShapes::default(),
+    };
+    let language = match language {
+        Some(wire) => language_shapes(&wire)?,
+        None => LanguageShapes::default(),
+    };
+    let unet = match transformer.kind {
+        TransformerKind::None => unet?,
+        _ => v1::UNetShapes::default(),
+    };
+    let vae = vae?;
     if unet.blocks.len() > MAX_BLOCKS || text.len() > MAX_TEXT_ENCODERS || vae.channels.len() > MAX_BLOCKS {
         return None;
     }
@@ -100,6 +169,8 @@ pub(super) fn shapes(wire: Option<v1::ModelShapes>) -> Option<ModelShapes> {
             additional: unet.additional,
             blocks,
         },
+        transformer,
+        language,
         text: encoders,
         vae: VaeShapes {
             in_channels: vae.in_channels,
@@ -113,6 +184,39 @@ pub(super) fn shapes(wire: Option<v1::ModelShapes>) -> Option<ModelShapes> {
     }
     .checked()
     .map(ModelShapes::without_gaps)
+}
+
+/// `None`: of another kind.
+fn transformer_shapes(wire: &v1::TransformerShapes) -> Option<TransformerShapes> {
+    Some(TransformerShapes {
+        kind: kind_of(&TRANSFORMERS, &wire.kind)?,
+        in_channels: wire.in_channels,
+        patch: wire.patch,
+        blocks: wire.blocks,
+        single_blocks: wire.single_blocks,
+        dual_blocks: wire.dual_blocks,
+        heads: wire.heads,
+        head_width: wire.head_width,
+        context: wire.context,
+        pooled: wire.pooled,
+        guidance: wire.guidance,
+        qk_norm: wire.qk_norm,
+        positions: wire.positions,
+    })
+}
+
+/// `None`: of another kind.
+fn language_shapes(wire: &v1::LanguageShapes) -> Option<LanguageShapes> {
+    Some(LanguageShapes {
+        kind: kind_of(&LANGUAGE_MODELS, &wire.kind)?,
+        width: wire.width,
+        heads: wire.heads,
+        kv_heads: wire.kv_heads,
+        head_width: wire.head_width,
+        intermediate: wire.intermediate,
+        layers: wire.layers,
+        vocabulary: wire.vocabulary,
+    })
 }
 
 #[cfg(test)]
@@ -163,5 +267,47 @@ mod tests {
             None
         );
         assert_eq!(changed(&|wire| wire.unet = None), None);
+    }
+
+    #[test]
+    fn shapes_of_transformers_survive_the_wire_and_those_of_unknown_kinds_are_ignored() {
+        let mut model = ModelShapes {
+            transformer: TransformerShapes {
+                kind: TransformerKind::Sd3,
+                in_channels: 16,
+                patch: 2,
+                blocks: 24,
+                dual_blocks: 13,
+                heads: 24,
+                head_width: 64,
+                context: 4096,
+                pooled: 2048,
+                qk_norm: true,
+                positions: 384,
+                ..TransformerShapes::default()
+            },
+            language: LanguageShapes {
+                kind: LanguageKind::T5,
+                width: 4096,
+                heads: 64,
+                kv_heads: 64,
+                head_width: 64,
+                intermediate: 10_240,
+                layers: 24,
+                vocabulary: 32_128,
+            },
+            ..ModelShapes::default()
+        };
+        (model.vae.in_channels, model.vae.out_channels, model.vae.latent_channels) = (3, 3, 16);
+        (model.vae.layers, model.vae.channels[0]) = (2, 128);
+        let wire = v1::ModelShapes::from(model);
+        assert_eq!(wire.unet, None);
+        assert_eq!(shapes(Some(wire.clone())), Some(model));
+        let mut unknown = wire.clone();
+        unknown.transformer.as_mut().unwrap().kind = "mmdit9".to_owned();
+        assert_eq!(shapes(Some(unknown)), None);
+        let mut absurd = wire;
+        absurd.transformer.as_mut().unwrap().blocks = u32::MAX;
+        assert_eq!(shapes(Some(absurd)), None);
     }
 }

@@ -21,6 +21,8 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import random_transformers as transformers
+
 ROOT = Path(__file__).parents[3]
 FIXTURES = ROOT / "tests" / "fixtures"
 LINE = re.compile(r"host memory: at most ([\d.]+) GiB, ([\d.]+) GiB predicted under (\w+) \(([^)]*)\)")
@@ -132,9 +134,10 @@ def vae_tensors(config):
             conv(tensors, f"encoder.down_blocks.{i}.downsamplers.0.conv", outputs, outputs)
     middle("encoder.mid_block", channels[-1])
     norm(tensors, "encoder.conv_norm_out", channels[-1])
-    conv(tensors, "encoder.conv_out", channels[-1], 8)
+    latent = config["latent_channels"]
+    conv(tensors, "encoder.conv_out", channels[-1], 2 * latent)
     backwards = channels[::-1]
-    conv(tensors, "decoder.conv_in", 4, backwards[0])
+    conv(tensors, "decoder.conv_in", latent, backwards[0])
     middle("decoder.mid_block", backwards[0])
     for i, outputs in enumerate(backwards):
         for j in range(layers + 1):
@@ -143,8 +146,9 @@ def vae_tensors(config):
             conv(tensors, f"decoder.up_blocks.{i}.upsamplers.0.conv", outputs, outputs)
     norm(tensors, "decoder.conv_norm_out", backwards[-1])
     conv(tensors, "decoder.conv_out", backwards[-1], 3)
-    conv(tensors, "quant_conv", 8, 8, 1)
-    conv(tensors, "post_quant_conv", 4, 4, 1)
+    if config.get("use_quant_conv", True):
+        conv(tensors, "quant_conv", 2 * latent, 2 * latent, 1)
+        conv(tensors, "post_quant_conv", latent, latent, 1)
     return tensors
 
 
@@ -223,6 +227,33 @@ def vae_config(channels, sample_size=512):
     }  # fmt: skip
 
 
+def vae_16_config(channels):
+    """The autoencoder of families with a transformer."""
+    more = {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False, "scaling_factor": 0.3611, "shift_factor": 0.1159}
+    return {**vae_config(channels, 1024), **more}
+
+
+def flux(heads, blocks, single, clip, t5, vae, guidance=True):
+    config = transformers.flux_config(heads, blocks, single, t5[0], clip[0], guidance)
+    encoders = [clip_config(*clip, clip[0] // 64), transformers.t5_config(*t5)]
+    return "flux", "tiny_flux", config, encoders, vae_16_config(vae)
+
+
+def sd3(heads, blocks, dual, table, clips, t5, vae):
+    (first, layers), (second, layers_2) = clips
+    config = transformers.sd3_config(heads, blocks, t5[0], first + second, dual, table)
+    encoders = [
+        clip_config(first, layers, first // 64, first), clip_config(second, layers_2, second // 64, second, "gelu"),
+        transformers.t5_config(*t5),
+    ]  # fmt: skip
+    return "sd3", "tiny_sd35", config, encoders, vae_16_config(vae)
+
+
+def zimage(heads, blocks, qwen3, vae):
+    config = transformers.zimage_config(heads, blocks, qwen3[0])
+    return "zimage", "tiny_zimage", config, [transformers.qwen3_config(*qwen3)], vae_16_config(vae)
+
+
 def sdxl(channels, heads, texts, vae):
     (first, layers), (second, layers_2) = texts
     unet = unet_config(
@@ -254,17 +285,39 @@ MODELS = {
     "sd2-half": sd2([160, 320, 640, 640], [5, 10, 20, 20], (1024, 8), HALF_VAE),
     "sdxl-quarter": sdxl([96, 160, 320], [2, 4, 8], ((384, 6), (640, 8)), HALF_VAE),
     "sdxl-half": sdxl([160, 320, 640], [5, 10, 20], ((512, 8), (640, 12)), FULL_VAE),
+    "flux-small": flux(5, 2, 4, (512, 4), (512, 6, 8), HALF_VAE),
+    "flux-wide": flux(8, 2, 3, (768, 4), (1024, 4, 16), FULL_VAE, guidance=False),
+    "sd3-small": sd3(8, 6, 3, 96, ((384, 4), (512, 4)), (1024, 4, 16), HALF_VAE),
+    "sd3-wide": sd3(14, 4, 0, 128, ((512, 4), (768, 6)), (1280, 4, 20), FULL_VAE),
+    "zimage-small": zimage(5, 5, (768, 6, 12, 4), HALF_VAE),
+    "zimage-wide": zimage(8, 4, (1024, 6, 16, 8), FULL_VAE),
 }
+# The families with a transformer, whose jobs have other options.
+TRANSFORMERS = {
+    "flux": ["transformer_blocks.0", "single_transformer_blocks", "attn", "ff.net"],
+    "sd3": ["transformer_blocks.1", "attn", "ff.net"],
+    "zimage": ["layers.1", "attention", "feed_forward"],
+}
+
+
+SHAPES = {
+    "FluxTransformer2DModel": transformers.flux_tensors, "SD3Transformer2DModel": transformers.sd3_tensors,
+    "ZImageTransformer2DModel": transformers.zimage_tensors, "UNet2DConditionModel": unet_tensors,
+    "T5EncoderModel": transformers.t5_tensors, "Qwen3Model": transformers.qwen3_tensors,
+}  # fmt: skip
 
 
 def make_model(folder, name):
     place = folder / name
     if (place / "model_index.json").exists():
         return place
-    _, tiny, unet, encoders, vae = MODELS[name]
-    parts = [("unet", unet, unet_tensors(unet), "diffusion_pytorch_model"), ("vae", vae, vae_tensors(vae), "diffusion_pytorch_model")]
-    for suffix, encoder in zip(("", "_2"), encoders):
-        parts.append((f"text_encoder{suffix}", encoder, clip_tensors(encoder), "model"))
+    family, tiny, denoiser, encoders, vae = MODELS[name]
+    denoiser_part = "transformer" if family in TRANSFORMERS else "unet"
+    stem = "diffusion_pytorch_model"
+    parts = [(denoiser_part, denoiser, SHAPES[denoiser["_class_name"]](denoiser), stem), ("vae", vae, vae_tensors(vae), stem)]
+    for suffix, encoder in zip(("", "_2", "_3"), encoders):
+        shapes = SHAPES.get(encoder["architectures"][0], clip_tensors)
+        parts.append((f"text_encoder{suffix}", encoder, shapes(encoder), "model"))
         shutil.copytree(FIXTURES / tiny / f"tokenizer{suffix}", place / f"tokenizer{suffix}", dirs_exist_ok=True)
     for part, config, tensors, file in parts:
         write_safetensors(place / part / f"{file}.safetensors", tensors)
@@ -293,7 +346,10 @@ def draw_model(r, model):
         elif r.random() < 0.7:
             section["qtype_te"] = r.choice(QTYPES)
         if r.random() < 0.4:
-            section["quantize_kwargs"] = {"exclude": r.sample(["down_blocks.*", "up_blocks.*", "*attn*", "*.resnets.*", "mid_block.*"], r.randint(1, 2))}
+            patterns = ["down_blocks.*", "up_blocks.*", "*attn*", "*.resnets.*", "mid_block.*"]
+            if section["arch"] in TRANSFORMERS:
+                patterns = [f"*{part}*" for part in TRANSFORMERS[section["arch"]]]
+            section["quantize_kwargs"] = {"exclude": r.sample(patterns, r.randint(1, 2))}
     elif r.random() < 0.1:
         section.update(quantize_te=True, qtype_te=r.choice(QTYPES))
     if r.random() < 0.12:
@@ -306,12 +362,16 @@ def draw_model(r, model):
     return section
 
 
+def sampler(model):
+    return "flowmatch" if MODELS[model][0] in TRANSFORMERS else "ddim"
+
+
 def draw_side(r, most):
     return 64 * r.randint(2, most)
 
 
-def draw_samples(r, most):
-    section = {"sampler": "ddim", "sample_steps": 1, "sample_every": 1000, "guidance_scale": r.choice([1, 4, 7.5])}
+def draw_samples(r, model, most):
+    section = {"sampler": sampler(model), "sample_steps": 1, "sample_every": 1000, "guidance_scale": r.choice([1, 4, 7.5])}
     section["width"], section["height"] = draw_side(r, most), draw_side(r, most)
     items = []
     for index in range(r.randint(1, 2)):
@@ -331,7 +391,7 @@ def draw_samples(r, most):
 
 
 def draw_generation(r, model, most):
-    generate = {"sampler": "ddim", "sample_steps": 1, "guidance_scale": r.choice([1, 7]), "width": draw_side(r, most), "height": draw_side(r, most)}
+    generate = {"sampler": sampler(model), "sample_steps": 1, "guidance_scale": r.choice([1, 7]), "width": draw_side(r, most), "height": draw_side(r, most)}
     prompts = [f"a zorb {index}" for index in range(r.randint(1, 2))]
     if r.random() < 0.4:
         prompts[-1] += f" --w {draw_side(r, most)} --h {draw_side(r, most)}"
@@ -342,32 +402,36 @@ def draw_generation(r, model, most):
 def draw_training(r, model, most):
     section = draw_model(r, model)
     process = {"type": "sd_trainer", "training_folder": "FOLDER/out", "model": section}
+    names = TRANSFORMERS.get(section["arch"])
     train = {
-        "steps": r.choice([1, 1, 2, 3]), "noise_scheduler": "ddpm", "lr": 1e-5, "dtype": "float32", "optimizer": r.choice(OPTIMIZERS),
+        "steps": r.choice([1, 1, 2, 3]), "noise_scheduler": "flowmatch" if names else "ddpm", "lr": 1e-5, "dtype": "float32", "optimizer": r.choice(OPTIMIZERS),
         "batch_size": r.choice([1, 1, 2, 3]), "gradient_checkpointing": r.random() < 0.6,
     }  # fmt: skip
     full = r.random() < 0.3
     if full:
         process["network"] = None
         if r.random() < 0.35:
-            section["only_if_contains"] = r.sample(["attn", "down_blocks.1", "up_blocks", "resnets", "mid_block"], 1)
+            section["only_if_contains"] = r.sample(names or ["attn", "down_blocks.1", "up_blocks", "resnets", "mid_block"], 1)
         elif r.random() < 0.2:
-            section["ignore_if_contains"] = r.sample(["resnets", "up_blocks.1"], 1)
+            section["ignore_if_contains"] = r.sample(names[:2] if names else ["resnets", "up_blocks.1"], 1)
     else:
         rank = r.choice([4, 8, 16, 32, 64, 128])
         process["network"] = {"type": "lora", "linear": rank, "linear_alpha": rank}
-        if r.random() < 0.4:
+        if names and r.random() < 0.2:
+            process["network"]["transformer_only"] = False
+        if not names and r.random() < 0.4:
             process["network"].update(conv=r.choice([4, 16, 32]), conv_alpha=4)
         if r.random() < 0.15:
             process["network"]["dropout"] = 0.1
         if r.random() < 0.15:
-            process["network"]["network_kwargs"] = {"only_if_contains": [r.choice(["attn", "up_blocks", "ff", "resnets.0"])]}
+            process["network"]["network_kwargs"] = {"only_if_contains": [r.choice(names or ["attn", "up_blocks", "ff", "resnets.0"])]}
             if process["network"]["network_kwargs"]["only_if_contains"] == ["resnets.0"]:
                 process["network"].update(conv=8, conv_alpha=8)
     trained = r.random()
-    if trained < 0.2:
+    has_trainable_text = section["arch"] != "zimage" and not (names and full)
+    if trained < 0.2 and has_trainable_text:
         train["train_text_encoder"] = True
-    elif trained < 0.25 and "only_if_contains" not in section and "network_kwargs" not in (process["network"] or {}):
+    elif not names and trained < 0.25 and "only_if_contains" not in section and "network_kwargs" not in (process["network"] or {}):
         train.update(train_text_encoder=True, train_unet=False)
         section.pop("ignore_if_contains", None)
     if r.random() < 0.25:
@@ -380,12 +444,14 @@ def draw_training(r, model, most):
     if r.random() < 0.2:
         train["max_grad_norm"] = 0
     if r.random() < 0.4:
-        process["sample"] = draw_samples(r, most)
+        process["sample"] = draw_samples(r, model, most)
         train["skip_first_sample"] = r.random() < 0.5
     else:
         train["disable_sampling"] = True
     process["train"] = train
     process["save"] = {"dtype": r.choice(["float16", "float32"])}
+    if names and full:
+        process["save"]["save_format"] = "diffusers"
     datasets, images = [], []
     for index in range(r.choice([1, 1, 1, 2])):
         side = draw_side(r, most)
@@ -404,11 +470,11 @@ def draw_training(r, model, most):
     return process, images
 
 
-def draw_job(seed, only=None):
+def draw_job(seed, only=None, has_transformer=False):
     """Draws a job: its model, its process, the images of its data sets, its profile."""
     r = random.Random(f"memory-{seed}")
-    names = [name for name in MODELS if name != "sd1-full"]
-    model = "sd1-full" if r.random() < 0.02 else r.choice(names)
+    names = [name for name in MODELS if name != "sd1-full" and (MODELS[name][0] in TRANSFORMERS) == has_transformer]
+    model = "sd1-full" if r.random() < 0.02 and not has_transformer else r.choice(names)
     model = only or model
     training = r.random() < 0.65
     most = 4 if model == "sd1-full" else 6 if training else 8
@@ -462,7 +528,7 @@ def run(aitk, model, job):
             [aitk, "run", f"{folder}/job.json", "-v", "--no-progress"], capture_output=True, text=True, env=environment, timeout=1800
         )
         found = LINE.search(done.stdout + done.stderr)
-        if not found:
+        if not found or done.returncode != 0:
             raise RuntimeError((done.stdout + done.stderr)[-1500:])
         phases = {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) for part in found[4].split(", ")}
         return float(found[1]), float(found[2]), phases
@@ -482,11 +548,12 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="the first seed; each job has its own")
     parser.add_argument("--count", type=int, default=100, help="how many jobs")
     parser.add_argument("--model", choices=list(MODELS), help="only this model")
+    parser.add_argument("--transformers", action="store_true", help="only models with a transformer: FLUX.1, Stable Diffusion 3.5, Z-Image")
     parser.add_argument("--save", type=Path, help="append each result to this file, as JSON")
     given = parser.parse_args()
     results, failed = [], []
     for seed in range(given.seed, given.seed + given.count):
-        job = draw_job(seed, given.model)
+        job = draw_job(seed, given.model, given.transformers)
         try:
             taken, predicted, phases = run(given.aitk, make_model(given.models, job["model"]), job)
         except (RuntimeError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,11 @@
 //! Predictions against measurements of real runs (docs/memory.md).
 
 use super::*;
+use crate::plan::parameter_counts::CompactWeights;
 use crate::plan::profile::MemoryProfile;
 use serde_json::json;
+
+const GIB: f64 = 1_073_741_824.0;
 
 fn lora(arch: &str, side: u32, dtype: &str, rank: u32) -> Value {
     json!({"job": "extension", "name": "a", "process": [{"type": "sd_trainer", "kind": {"train": {
@@ -38,8 +41,9 @@ fn predictions_are_at_least_the_published_figures() {
         (15.0..20.0).contains(&flux[2]),
         "FLUX LoRA on an 8-bit base: about 17 GB: {flux:?}"
     );
+    // Published with 28 of 35 blocks swapped; `extreme` keeps none in memory, which saves 4.4 GiB.
     assert!(
-        (6.0..9.0).contains(&flux[3]),
+        (8.0 - 4.4..8.0).contains(&flux[3]),
         "FLUX LoRA, blocks swapped: 8 GB: {flux:?}"
     );
     // Published with captions that were encoded before; `balanced` streams the text encoder.
@@ -63,7 +67,7 @@ fn a_full_fine_tune_of_flux_needs_its_weights_gradients_and_optimizer() {
 
 #[test]
 fn smaller_profiles_need_less() {
-    for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "zimage", "qwen_image"] {
+    for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "zimage"] {
         for dtype in ["bf16", "float32"] {
             let need = gib(&lora(arch, 1024, dtype, 32));
             assert!(
@@ -386,9 +390,23 @@ fn work_counts_steps_images_and_pixels() {
     let passes = made.units() / (6.0 * 20.0 * 2.0 * 4.0);
     assert!((1.0..1.4).contains(&passes), "{passes}");
     assert_eq!(made.family, "sdxl");
-    // Of families that the planner does not walk, passes are counted.
-    let flux = Demand::of_job(&lora("flux", 1024, "bf16", 4), None, &[]).unwrap();
-    assert_eq!(flux.units(), 16_000.0);
+    // Attention over the tokens of the text too is a smaller part of a transformer's work.
+    let flux = |side| {
+        let demand = Demand::of_job(&lora("flux", side, "bf16", 4), None, &[]).unwrap();
+        demand.units() / 1000.0
+    };
+    // The forward pass, again, and the gradients of what lies between frozen weights.
+    assert!((2.8..3.3).contains(&flux(512)), "{}", flux(512));
+    // Text tokens are the same for images of any size.
+    assert!(
+        (2.8..4.0).contains(&(flux(1024) / flux(512))),
+        "{} {}",
+        flux(1024),
+        flux(512)
+    );
+    // Of families that the planner does not know, passes are counted.
+    let wan = Demand::of_job(&lora("wan21", 1024, "bf16", 4), None, &[]).unwrap();
+    assert_eq!(wan.units(), 16_000.0);
 }
 
 #[test]

@@ -1,9 +1,9 @@
 //! Stable Diffusion 1.x.
 
-use super::parts::{NO_BLOCK, UNetFamily, block, unet, vae};
-use crate::plan::shapes::{BlockShapes, ModelShapes, TextShapes};
+use super::parts::{CLIP_L, Family, NO_BLOCK, NO_TEXT, UNET_FAMILY, block, unet, vae};
+use crate::plan::shapes::{BlockShapes, ModelShapes};
 
-pub(super) static SD1: UNetFamily = UNetFamily {
+pub(super) static SD1: Family = Family {
     shapes: ModelShapes {
         unet: unet(
             768,
@@ -17,26 +17,15 @@ pub(super) static SD1: UNetFamily = UNetFamily {
                 NO_BLOCK,
             ],
         ),
-        text: [TEXT, TextShapes { width: 0, ..TEXT }],
+        text: [CLIP_L, NO_TEXT],
         vae: vae(512),
+        ..UNET_FAMILY.shapes
     },
-    text_prefixes: &["lora_te"],
-    penultimate: false,
-    vae_overflows_in_f16: false,
+    ..UNET_FAMILY
 };
 
 /// No attention; the middle block has the same number of transformer blocks.
 const LAST: BlockShapes = BlockShapes {
     transformer_layers: 1,
     ..block(1280, 8, 0)
-};
-
-const TEXT: TextShapes = TextShapes {
-    width: 768,
-    intermediate: 3072,
-    layers: 12,
-    heads: 12,
-    vocabulary: 49408,
-    positions: 77,
-    projection: 0,
 };

@@ -1,9 +1,9 @@
 //! Stable Diffusion 2.x.
 
-use super::parts::{NO_BLOCK, UNetFamily, block, unet, vae};
+use super::parts::{Family, NO_BLOCK, NO_TEXT, UNET_FAMILY, block, unet, vae};
 use crate::plan::shapes::{BlockShapes, ModelShapes, TextShapes, UNetShapes};
 
-pub(super) static SD2: UNetFamily = UNetFamily {
+pub(super) static SD2: Family = Family {
     shapes: ModelShapes {
         unet: UNetShapes {
             // Of 2.1 for 768 pixels; 2.0 and the base models compute scores in the dtype of the model.
@@ -21,12 +21,11 @@ pub(super) static SD2: UNetFamily = UNetFamily {
                 ],
             )
         },
-        text: [TEXT, TextShapes { width: 0, ..TEXT }],
+        text: [TEXT, NO_TEXT],
         vae: vae(768),
+        ..UNET_FAMILY.shapes
     },
-    text_prefixes: &["lora_te"],
-    penultimate: false,
-    vae_overflows_in_f16: false,
+    ..UNET_FAMILY
 };
 
 /// No attention; the middle block has the same number of transformer blocks.

@@ -1,9 +1,9 @@
 //! Stable Diffusion XL.
 
-use super::parts::{NO_BLOCK, UNetFamily, block, unet, vae};
-use crate::plan::shapes::{ModelShapes, TextShapes, UNetShapes};
+use super::parts::{CLIP_G, CLIP_L, Family, NO_BLOCK, UNET_FAMILY, block, unet, vae};
+use crate::plan::shapes::{ModelShapes, UNetShapes};
 
-pub(super) static SDXL: UNetFamily = UNetFamily {
+pub(super) static SDXL: Family = Family {
     shapes: ModelShapes {
         unet: UNetShapes {
             additional: 2816,
@@ -20,29 +20,12 @@ pub(super) static SDXL: UNetFamily = UNetFamily {
                 ],
             )
         },
-        text: [TEXT, TEXT_2],
+        text: [CLIP_L, CLIP_G],
         vae: vae(1024),
+        ..UNET_FAMILY.shapes
     },
     text_prefixes: &["lora_te1", "lora_te2"],
     penultimate: true,
     vae_overflows_in_f16: true,
-};
-
-const TEXT: TextShapes = TextShapes {
-    width: 768,
-    intermediate: 3072,
-    layers: 12,
-    heads: 12,
-    vocabulary: 49408,
-    positions: 77,
-    projection: 0,
-};
-
-const TEXT_2: TextShapes = TextShapes {
-    width: 1280,
-    intermediate: 5120,
-    layers: 32,
-    heads: 20,
-    projection: 1280,
-    ..TEXT
+    ..UNET_FAMILY
 };

@@ -1,6 +1,6 @@
 //! The bytes of each phase by itself.
 
-use super::{Job, MAX_SIDE, Task};
+use super::{CAPTION_TOKENS, Job, MAX_SIDE, Task, prompt_tokens};
 use crate::plan::json::config_options;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::phases::PhaseBytes;
@@ -13,22 +13,19 @@ impl Job<'_> {
     pub(in crate::plan) fn phases(&self, profile: MemoryProfile, backend: Backend) -> PhaseBytes {
         let options = MemoryOptions::of(profile).merge(config_options(self.body));
         let model = self.model(&options, backend);
-        let text = self.text_pass(&model, backend);
         if self.task == Task::Generation {
-            let sizes = image_sizes(self.body);
+            let sizes = image_sizes(self.body, self.multiple());
+            let prompt = prompt_tokens(&sizes);
             let largest = sizes.iter().max_by(|a, b| a.area().total_cmp(&b.area()));
             let Some(size) = largest else {
                 return PhaseBytes::default();
             };
             let side = [size.height, size.width].map(|side| side.min(MAX_SIDE));
-            let batch = if size.guided && !options.sequential_cfg {
-                2.0
-            } else {
-                1.0
-            };
+            let guided = self.is_guided(size);
+            let batch = if guided && !options.sequential_cfg { 2.0 } else { 1.0 };
             return PhaseBytes {
-                text,
-                denoising: self.denoising(&model, backend, side, batch, size.guided).peak(),
+                text: self.text_pass(&model, backend, prompt),
+                denoising: self.denoising(&model, backend, side, batch, guided, prompt).peak(),
                 decoding: self.decoding(&model, &options, backend, side).peak(),
                 ..PhaseBytes::default()
             };
@@ -40,7 +37,7 @@ impl Job<'_> {
         let fused = options.fused_backward && self.is_full && self.optimizer.is_separable;
         let step = self.step(&model, backend, fused, self.is_checkpointed(&options), &data);
         PhaseBytes {
-            text,
+            text: self.text_pass(&model, backend, CAPTION_TOKENS),
             encoding: encoding.fold(0.0, f64::max),
             step: step.peak,
             ..PhaseBytes::default()

@@ -1,6 +1,6 @@
 //! The work of a process in FLOPs, from the same walk.
 
-use super::{Job, MAX_SIDE, Task};
+use super::{CAPTION_TOKENS, Job, MAX_SIDE, Task, prompt_tokens};
 use crate::plan::json::number;
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::parameter_counts::ParameterCounts;
@@ -21,17 +21,18 @@ impl Job<'_> {
                 self.step(&model, backend, false, checkpointed, &self.data()).flops
             }
             Task::Generation => {
-                let all = image_sizes(self.body);
+                let all = image_sizes(self.body, self.multiple());
+                let prompt = prompt_tokens(&all);
                 let steps = number(self.body, "/generate/sample_steps").unwrap_or(20.0).min(1e6);
                 let mut flops = 0.0;
                 for guided in [false, true] {
-                    let sizes = all.iter().filter(|size| size.guided == guided);
+                    let sizes = all.iter().filter(|size| self.is_guided(size) == guided);
                     let Some(largest) = sizes.clone().max_by(|a, b| a.area().total_cmp(&b.area())) else {
                         continue;
                     };
                     let side = [largest.height, largest.width].map(|side| side.min(MAX_SIDE));
                     let batch = if guided { 2.0 } else { 1.0 };
-                    let pass = self.denoising(&model, backend, side, batch, guided).flops();
+                    let pass = self.denoising(&model, backend, side, batch, guided, prompt).flops();
                     let one = steps * pass + self.decoding(&model, &options, backend, side).flops();
                     // One walk for all of them: the others by their pixels.
                     flops += one * sizes.map(|size| size.area() / largest.area()).sum::<f64>();
@@ -56,7 +57,7 @@ impl Job<'_> {
         };
         let model = published.model(&MemoryOptions::default(), Backend::CPU);
         published
-            .denoising(&model, Backend::CPU, [512.0; 2], 1.0, false)
+            .denoising(&model, Backend::CPU, [512.0; 2], 1.0, false, CAPTION_TOKENS)
             .flops()
     }
 }

@@ -1,6 +1,7 @@
 //! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
 
 use super::layers::{Adapter, Layer, Unpacking};
+use super::norm::Norm;
 use crate::plan::names::{NameFilter, matches_glob};
 use crate::plan::qtype::QType;
 
@@ -27,12 +28,36 @@ pub(in crate::plan) struct ComponentOptions {
     pub(in crate::plan) adapter: Option<AdapterOptions>,
     /// The beginning of the names of its layers in LoRA files.
     pub(in crate::plan) lora_prefix: &'static str,
+    /// The layers that get an adapter if the job's filter selects them.
+    pub(in crate::plan) lora_layers: LoraLayers,
     /// Bytes per number of the compute dtype.
     pub(in crate::plan) width: f64,
     /// Whether the operations are the engine's kernels for CPUs.
     pub(in crate::plan) cpu: bool,
     /// The weights that the files store in fewer bits.
     pub(in crate::plan) stored: StoredFractions,
+}
+
+/// The layers of a component that get an adapter.
+#[derive(Clone, Copy, Debug, Default)]
+pub(in crate::plan) enum LoraLayers {
+    #[default]
+    All,
+    /// Those of text encoders.
+    AttentionAndMlp,
+    /// Those below these names: the repeated blocks of a transformer.
+    Blocks(&'static [&'static str]),
+}
+
+impl LoraLayers {
+    fn include(self, name: &str) -> bool {
+        let is_in = |block: &&str| name.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
+        match self {
+            Self::All => true,
+            Self::AttentionAndMlp => name.contains("self_attn.") || name.contains("mlp."),
+            Self::Blocks(blocks) => blocks.iter().any(is_in),
+        }
+    }
 }
 
 /// The fractions of the layers' weights that are quantised or 16-bit in their files.
@@ -246,6 +271,9 @@ impl Builder {
     fn adapter(&self, name: &str, kernel: f64) -> Option<Adapter> {
         let options = self.options.adapter.as_ref()?;
         let rank = if kernel > 1.0 { options.conv_rank? } else { options.rank };
+        if !self.options.lora_layers.include(name) {
+            return None;
+        }
         let dotted = format!("{}.{name}", self.options.lora_prefix);
         options.filter.selects_layer(&dotted).then_some(Adapter {
             rank,
@@ -268,11 +296,45 @@ impl Builder {
         is_trained
     }
 
-    /// A norm: its index, and whether it is trained.
-    pub(super) fn norm(&mut self, name: &str, channels: f64) -> (u64, bool) {
-        let weight = self.vector(&format!("{name}.weight"), channels);
-        let bias = self.vector(&format!("{name}.bias"), channels);
-        (self.index(), weight || bias)
+    /// A norm with a weight and a bias.
+    pub(super) fn norm(&mut self, name: &str, channels: f64) -> Norm {
+        let trained = ["weight", "bias"].map(|part| self.vector(&format!("{name}.{part}"), channels));
+        Norm {
+            index: self.index(),
+            trained: channels * trained.into_iter().map(f64::from).sum::<f64>(),
+            centres: true,
+        }
+    }
+
+    /// An RMS norm, which has a weight alone.
+    pub(super) fn rms_norm(&mut self, name: &str, channels: f64) -> Norm {
+        let is_trained = self.vector(&format!("{name}.weight"), channels);
+        Norm {
+            index: self.index(),
+            trained: channels * f64::from(is_trained),
+            centres: false,
+        }
+    }
+
+    /// A tensor that is in the model's files and is no parameter: it is never trained, quantised or streamed.
+    pub(super) fn buffer(&mut self, elements: f64) {
+        self.weights.parameters += elements;
+        self.weights.resident += elements * self.options.width;
+        self.weights.largest_frozen = self.weights.largest_frozen.max(elements);
+    }
+
+    /// Makes layers whose numbers have this many bytes.
+    pub(super) fn with_width_of<R>(&mut self, width: Option<f64>, make: impl FnOnce(&mut Self) -> R) -> R {
+        let usual = self.options.width;
+        self.options.width = width.unwrap_or(usual);
+        let made = make(self);
+        self.options.width = usual;
+        made
+    }
+
+    /// A tensor outside of layers and norms that is never streamed.
+    pub(super) fn tensor(&mut self, name: &str, elements: f64) {
+        self.vector(name, elements);
     }
 
     /// A table of vectors, which is never quantised. Returns its number of elements if it is trained.

@@ -3,6 +3,7 @@
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::stack::Stack;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions};
@@ -11,7 +12,7 @@ use crate::plan::shapes::TextShapes;
 use std::rc::Rc;
 
 struct TextLayer {
-    norms: [(u64, bool); 2],
+    norms: [Norm; 2],
     /// q, k, v, out.
     attention: [Layer; 4],
     mlp: [Layer; 2],
@@ -21,7 +22,7 @@ struct TextLayer {
 /// CLIP's text encoder.
 pub(in crate::plan) struct TextEncoder {
     layers: Vec<Rc<TextLayer>>,
-    final_norm: (u64, bool),
+    final_norm: Norm,
     projection: Option<Layer>,
     /// Elements of the table of tokens if it is trained, and its id.
     trained_table: Option<(f64, u64)>,
@@ -65,6 +66,7 @@ impl TextEncoder {
                     heads: f64::from(shapes.heads),
                     causal: true,
                     upcast: false,
+                    has_bias: false,
                 },
             })
         });

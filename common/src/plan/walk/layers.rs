@@ -1,6 +1,7 @@
 //! Layers and operations, as `engine/src/nn`: what each allocates, and what it keeps for its backward pass.
 
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::tape::{TRAINED, Walk};
 use super::tensors::{Activation, AttentionOptions, NormActivation};
 
@@ -97,7 +98,7 @@ pub(super) struct Product {
 }
 
 impl Walk {
-    fn product(layer: &Layer, x: &Shaped, is_linear: bool) -> Product {
+    fn sizes_of(layer: &Layer, x: &Shaped, is_linear: bool) -> Product {
         let [batch, ..] = x.dims;
         if is_linear {
             let mut output = x.dims;
@@ -134,7 +135,7 @@ impl Walk {
 
     fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
         let x = self.contiguous(x.clone());
-        let product = Self::product(layer, &x, is_linear);
+        let product = Self::sizes_of(layer, &x, is_linear);
         if !self.backend.is_cpu() {
             return self.layer_of_tensors(layer, &x, product, is_linear);
         }
@@ -252,15 +253,14 @@ impl Walk {
     }
 
     /// A norm, with an activation that is part of it.
-    pub(super) fn norm(&self, x: &Shaped, index: u64, is_trained: bool, activation: NormActivation) -> Shaped {
+    pub(super) fn norm(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
         let x = self.contiguous(x.clone());
         if !self.backend.is_cpu() {
-            return self.norm_of_tensors(&x, index, is_trained, activation);
+            return self.norm_of_tensors(&x, norm, activation);
         }
-        let tracked = self.is_recording() && (x.tracked || is_trained);
+        let tracked = self.is_recording() && (x.tracked || norm.trained > 0.0);
         let y = self.tensor(x.dims, tracked);
         if tracked {
-            let channels = x.dims[1].min(x.dims[2]);
             let saved = x.clone();
             self.record_step(&y, move |walk, gradient| {
                 let dx = walk.tensor(saved.dims, false);
@@ -268,8 +268,8 @@ impl Walk {
                 if saved.tracked {
                     gradients.push((saved.id, dx));
                 }
-                if is_trained {
-                    gradients.push((TRAINED + 4 * index + 3, walk.floats(2.0 * channels)));
+                if norm.trained > 0.0 {
+                    gradients.push((norm.trained_id(), walk.floats(norm.trained)));
                 }
                 // The whole tensor is captured: it stays in memory until here.
                 drop((saved, gradient));

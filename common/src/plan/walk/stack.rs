@@ -8,11 +8,11 @@ use std::rc::Rc;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Value(usize);
 
-type Forward = dyn Fn(&Walk, &[Shaped]) -> Shaped;
+type Forward = dyn Fn(&Walk, &[Shaped]) -> Vec<Shaped>;
 
 struct Step {
     inputs: Vec<Value>,
-    output: Value,
+    outputs: Vec<Value>,
     forward: Rc<Forward>,
 }
 
@@ -30,14 +30,26 @@ impl Stack {
     }
 
     pub(super) fn step(&mut self, inputs: &[Value], forward: impl Fn(&Walk, &[Shaped]) -> Shaped + 'static) -> Value {
-        self.values.push(None);
-        let output = Value(self.values.len() - 1);
+        let [output] = self.step_with_outputs(inputs, move |walk, inputs| vec![forward(walk, inputs)]);
+        output
+    }
+
+    /// Appends a step with several outputs.
+    pub(super) fn step_with_outputs<const N: usize>(
+        &mut self,
+        inputs: &[Value],
+        forward: impl Fn(&Walk, &[Shaped]) -> Vec<Shaped> + 'static,
+    ) -> [Value; N] {
+        let outputs = std::array::from_fn(|_| {
+            self.values.push(None);
+            Value(self.values.len() - 1)
+        });
         self.steps.push(Step {
             inputs: inputs.to_vec(),
-            output,
+            outputs: outputs.to_vec(),
             forward: Rc::new(forward),
         });
-        output
+        outputs
     }
 
     /// Runs all steps. Each tensor is freed after the last step that reads it.
@@ -52,11 +64,14 @@ impl Stack {
         for (index, step) in std::mem::take(&mut self.steps).into_iter().enumerate() {
             let inputs = step.inputs.iter().map(|value| self.values[value.0].clone());
             let inputs: Vec<Shaped> = inputs.collect::<Option<_>>()?;
-            let output = match checkpointed {
-                true => walk.checkpoint(inputs, move |walk, inputs| (step.forward)(walk, inputs)),
-                false => (step.forward)(walk, &inputs),
+            let forward = step.forward;
+            let outputs = match checkpointed {
+                true => walk.checkpoint(inputs, move |walk, inputs| forward(walk, inputs)),
+                false => forward(walk, &inputs),
             };
-            self.values[step.output.0] = Some(output);
+            for (value, output) in step.outputs.iter().zip(outputs) {
+                self.values[value.0] = Some(output);
+            }
             for (tensor, last_use) in self.values.iter_mut().zip(&last_use_of) {
                 if *last_use <= index {
                     *tensor = None;

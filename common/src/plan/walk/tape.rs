@@ -2,14 +2,14 @@
 
 use super::meter::{Meter, Shaped};
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
-/// Takes the gradient of a step's output and returns those of its inputs, by tensor id.
-type Backward = Box<dyn FnOnce(&Walk, Shaped) -> Vec<(u64, Shaped)>>;
+/// Takes the gradients of a step's outputs and returns those of its inputs, by tensor id.
+type Backward = Box<dyn FnOnce(&Walk, Vec<Option<Shaped>>) -> Vec<(u64, Shaped)>>;
 
 struct Step {
-    output: u64,
+    outputs: Vec<u64>,
     backward: Backward,
 }
 
@@ -154,16 +154,35 @@ impl Walk {
         output: &Shaped,
         backward: impl FnOnce(&Self, Shaped) -> Vec<(u64, Shaped)> + 'static,
     ) {
+        self.record_step_of(vec![output.id], move |walk, gradients| {
+            match gradients.into_iter().flatten().next() {
+                Some(gradient) => {
+                    // The gradient itself stays in memory, too.
+                    let gradients = backward(walk, walk.contiguous(gradient.clone()));
+                    drop(gradient);
+                    gradients
+                }
+                None => Vec::new(),
+            }
+        });
+    }
+
+    /// Adds a step with several outputs to the innermost recording.
+    fn record_step_of(
+        &self,
+        outputs: Vec<u64>,
+        backward: impl FnOnce(&Self, Vec<Option<Shaped>>) -> Vec<(u64, Shaped)> + 'static,
+    ) {
         if let Some(Recording::Tape(steps)) = self.recordings.borrow_mut().last_mut() {
             steps.push(Step {
-                output: output.id,
+                outputs,
                 backward: Box::new(backward),
             });
         }
     }
 
     /// Runs `forward` and records its steps.
-    fn record(&self, forward: impl FnOnce() -> Shaped) -> (Shaped, Vec<Step>) {
+    fn record<R>(&self, forward: impl FnOnce() -> R) -> (R, Vec<Step>) {
         self.recordings.borrow_mut().push(Recording::Tape(Vec::new()));
         let result = forward();
         match self.recordings.borrow_mut().pop() {
@@ -181,24 +200,22 @@ impl Walk {
     ) -> HashMap<u64, Shaped> {
         let (loss, tape) = self.record(forward);
         let gradient = self.tensor(loss.dims, false);
-        self.backward(tape, loss.id, gradient, drops_gradients)
+        self.backward(tape, HashMap::from([(loss.id, gradient)]), drops_gradients)
     }
 
     fn backward(
         &self,
         mut tape: Vec<Step>,
-        output: u64,
-        gradient: Shaped,
+        mut gradients: HashMap<u64, Shaped>,
         drops_gradients: bool,
     ) -> HashMap<u64, Shaped> {
-        let outputs: std::collections::HashSet<u64> = tape.iter().map(|step| step.output).collect();
-        let mut gradients = HashMap::from([(output, gradient)]);
+        let outputs: HashSet<u64> = tape.iter().flat_map(|step| step.outputs.iter().copied()).collect();
         while let Some(step) = tape.pop() {
-            let Some(gradient) = gradients.remove(&step.output) else {
+            let of_outputs: Vec<_> = step.outputs.iter().map(|id| gradients.remove(id)).collect();
+            if of_outputs.iter().all(Option::is_none) {
                 continue;
-            };
-            let gradient = self.contiguous(gradient);
-            for (id, gradient) in (step.backward)(self, gradient) {
+            }
+            for (id, gradient) in (step.backward)(self, of_outputs) {
                 match gradients.remove(&id) {
                     None => {
                         if !drops_gradients || outputs.contains(&id) || id >= TRAINED {
@@ -223,23 +240,25 @@ impl Walk {
     pub(super) fn checkpoint(
         &self,
         inputs: Vec<Shaped>,
-        forward: impl Fn(&Self, &[Shaped]) -> Shaped + 'static,
-    ) -> Shaped {
+        forward: impl Fn(&Self, &[Shaped]) -> Vec<Shaped> + 'static,
+    ) -> Vec<Shaped> {
         if !self.is_recording() {
             return forward(self, &inputs);
         }
         self.recordings.borrow_mut().push(Recording::Again);
-        let output = forward(self, &inputs);
+        let outputs = forward(self, &inputs);
         self.recordings.borrow_mut().pop();
-        if !output.tracked {
-            return output;
+        if outputs.iter().all(|output| !output.tracked) {
+            return outputs;
         }
-        self.record_step(&output, move |walk, gradient| {
+        let ids = outputs.iter().map(|output| output.id).collect();
+        self.record_step_of(ids, move |walk, gradients| {
             let (recomputed, tape) = walk.record(|| forward(walk, &inputs));
-            let gradients = walk.backward(tape, recomputed.id, gradient, false);
-            gradients.into_iter().collect()
+            let seeds = recomputed.iter().zip(gradients);
+            let seeds = seeds.filter_map(|(output, gradient)| Some((output.id, gradient?)));
+            walk.backward(tape, seeds.collect(), false).into_iter().collect()
         });
-        output
+        outputs
     }
 }
 

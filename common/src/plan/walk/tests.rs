@@ -211,13 +211,13 @@ fn norms_and_activations_keep_their_inputs() {
     let mut options = options(None);
     options.trained = Some(NameFilter::default());
     let mut builder = Builder::new(options, 0);
-    let (index, is_trained) = builder.norm("norm", 32.0);
+    let norm = builder.norm("norm", 32.0);
     let walk = Walk::new(CPU);
     let tensor = 4.0 * 32.0 * 8.0 * 8.0;
     let kept = std::cell::Cell::new(0.0);
     walk.forward_backward(false, || {
         let x = walk.tensor([1.0, 32.0, 8.0, 8.0], false);
-        let normed = walk.norm(&x, index, is_trained, NormActivation::None);
+        let normed = walk.norm(&x, norm, NormActivation::None);
         drop(x);
         let y = walk.activation(&normed, Activation::Silu);
         drop(normed);

@@ -3,13 +3,12 @@
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::stack::{Stack, Value};
 use super::tape::Walk;
 use super::tensors::{Activation, AttentionOptions, NormActivation};
 use crate::plan::shapes::UNetShapes;
 use std::rc::Rc;
-
-type Norm = (u64, bool);
 
 /// A residual block.
 pub(super) struct Resnet {
@@ -54,13 +53,13 @@ impl Resnet {
     }
 }
 
-pub(super) fn norm(walk: &Walk, (index, is_trained): Norm, x: &Shaped) -> Shaped {
-    walk.norm(x, index, is_trained, NormActivation::None)
+pub(super) fn norm(walk: &Walk, norm: Norm, x: &Shaped) -> Shaped {
+    walk.norm(x, norm, NormActivation::None)
 }
 
 /// SiLU of a norm, as one operation.
-pub(super) fn norm_silu(walk: &Walk, (index, is_trained): Norm, x: &Shaped) -> Shaped {
-    walk.norm(x, index, is_trained, NormActivation::Silu)
+pub(super) fn norm_silu(walk: &Walk, norm: Norm, x: &Shaped) -> Shaped {
+    walk.norm(x, norm, NormActivation::Silu)
 }
 
 struct Attention {
@@ -157,6 +156,7 @@ impl Transformer {
             heads: f64::from(block.heads),
             causal: false,
             upcast: shapes.upcast_attention,
+            has_bias: false,
         };
         let projection = LayerSizes::linear(channels, channels, true);
         let proj_in = b.layer(&format!("{name}.proj_in"), projection);

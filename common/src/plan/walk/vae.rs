@@ -3,6 +3,7 @@
 use super::build::{Builder, LayerSizes};
 use super::layers::Layer;
 use super::meter::Shaped;
+use super::norm::Norm;
 use super::tape::Walk;
 use super::tensors::AttentionOptions;
 use super::unet::{Resnet, downsample, norm, norm_silu};
@@ -10,7 +11,7 @@ use crate::plan::shapes::VaeShapes;
 
 struct Middle {
     resnets: [Resnet; 2],
-    attention: Option<((u64, bool), [Layer; 4])>,
+    attention: Option<(Norm, [Layer; 4])>,
 }
 
 impl Middle {
@@ -57,7 +58,7 @@ struct Side {
     conv_in: Layer,
     middle: Middle,
     blocks: Vec<(Vec<Resnet>, Option<Layer>)>,
-    norm_out: (u64, bool),
+    norm_out: Norm,
     conv_out: Layer,
 }
 

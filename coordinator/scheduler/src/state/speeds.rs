@@ -4,7 +4,7 @@ use crate::model::Speed;
 
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::plan::demand::WORK_UNIT;
-use aitk_common::plan::family::{FamilyCosts, UNKNOWN_SECONDS_PER_UNIT};
+use aitk_common::plan::family::{FamilySpeed, UNKNOWN_SECONDS_PER_UNIT};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -64,7 +64,7 @@ impl Speeds {
     pub(crate) fn seconds_per_unit(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
         let plain = self.measured(device, family).unwrap_or_else(|| {
             let usual = family
-                .and_then(FamilyCosts::of)
+                .and_then(FamilySpeed::of)
                 .map_or(UNKNOWN_SECONDS_PER_UNIT, |family| family.seconds_per_unit);
             usual * guessed_slowdown(device.device.kind)
         });

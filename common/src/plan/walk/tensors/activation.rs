@@ -7,6 +7,8 @@ use super::super::tape::Walk;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::plan::walk) enum Activation {
     Silu,
+    /// GELU with the approximation by tanh.
+    GeluTanh,
     /// CLIP's. The exact GELU of other encoders needs no more.
     QuickGelu,
     /// The first half of the features times the GELU of the second.
@@ -27,7 +29,7 @@ impl Walk {
         let tracked = self.is_recording() && x.tracked;
         let n = x.elements() * activation.outputs();
         let y = match activation {
-            Activation::Silu => {
+            Activation::Silu | Activation::GeluTanh => {
                 let wide = self.widened(n);
                 let y = self.floats(n);
                 drop(wide);
@@ -66,8 +68,10 @@ impl Walk {
     fn activation_gradient(&self, n: f64, activation: Activation) -> Shaped {
         if activation != Activation::Geglu {
             let wide = self.widened(n);
+            // The inner function and its slope.
+            let inner = (activation == Activation::GeluTanh).then(|| [self.floats(n), self.floats(n)]);
             let derivative = self.silu_derivative(n);
-            drop(wide);
+            drop((wide, inner));
             let dy = self.widened(n);
             let dx = self.floats(n);
             drop((derivative, dy));

@@ -14,6 +14,8 @@ pub(in crate::plan::walk) struct AttentionOptions {
     pub(in crate::plan::walk) causal: bool,
     /// Whether scores are computed in float32.
     pub(in crate::plan::walk) upcast: bool,
+    /// Whether a bias is added to the scores.
+    pub(in crate::plan::walk) has_bias: bool,
 }
 
 /// The sizes of one call.
@@ -23,6 +25,8 @@ struct Sizes {
     queries: f64,
     keys: f64,
     features: f64,
+    /// Features of keys and values, which may have fewer heads.
+    key_features: f64,
     options: AttentionOptions,
 }
 
@@ -33,6 +37,7 @@ impl Sizes {
             queries: q.dims[1],
             keys: k.dims[1],
             features: q.dims[2],
+            key_features: k.dims[2],
             options,
         }
     }
@@ -81,7 +86,7 @@ impl Walk {
                 false => wide,
             };
             let result = s.batch * count * s.features;
-            let product = self.product_of(scores, s.batch * s.keys * s.features, result);
+            let product = self.product_of(scores, s.batch * s.keys * s.key_features, result);
             let merged = self.reordered(s, result);
             parts.push(merged.unwrap_or(product));
             drop((query, probabilities));
@@ -115,7 +120,7 @@ impl Walk {
 
     /// Keys and values by head.
     fn split_keys(&self, s: Sizes) -> [Option<Shaped>; 2] {
-        let elements = s.batch * s.keys * s.features;
+        let elements = s.batch * s.keys * s.key_features;
         let keys = self.reordered(s, elements);
         let wide = self.backend.is_half() && s.options.upcast;
         let wide = wide.then(|| self.floats(elements));
@@ -145,23 +150,38 @@ impl Walk {
         let scores = s.batch * s.options.heads * count * s.keys;
         let narrow = self.backend.is_half() && !s.options.upcast;
         let product = narrow.then(|| {
-            let (q, k) = (s.batch * count * s.features, s.batch * s.keys * s.features);
+            let (q, k) = (s.batch * count * s.features, s.batch * s.keys * s.key_features);
             self.product_of(q, k, scores)
         });
         let wide = self.floats(scores);
-        let masked = s.options.causal.then(|| self.floats(scores));
+        let biased = s.options.has_bias.then(|| self.floats(scores));
+        let masked = s.options.causal.then(|| {
+            let mask = self.causal_mask(count, s.keys);
+            let masked = self.floats(scores);
+            drop(mask);
+            masked
+        });
+        let biased = biased.filter(|_| masked.is_none());
         let shifted = self.floats(scores);
         let exponentials = self.floats(scores);
         drop(shifted);
         let result = self.floats(scores);
-        drop((product, wide, masked, exponentials));
+        drop((product, wide, biased, masked, exponentials));
         result
+    }
+
+    /// The mask of later keys: which they are, minus infinity, and zeros.
+    fn causal_mask(&self, queries: f64, keys: f64) -> Shaped {
+        let parts = [1.0, 1.0, 0.25].map(|part| self.floats(part * queries * keys));
+        let mask = self.floats(queries * keys);
+        drop(parts);
+        mask
     }
 
     fn attention_gradients(&self, saved: &[Shaped; 3], s: Sizes) -> Vec<(u64, Shaped)> {
         let [needs_dq, needs_dk, needs_dv] = [0, 1, 2].map(|i: usize| saved[i].tracked);
         let operands = self.split_keys(s);
-        let key_elements = s.batch * s.keys * s.features;
+        let key_elements = s.batch * s.keys * s.key_features;
         let (mut dq, mut dk, mut dv) = (Vec::new(), None, None);
         if needs_dq {
             dq.push(self.numbers(s.batch * s.skipped() * s.features));

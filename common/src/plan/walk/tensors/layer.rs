@@ -204,7 +204,7 @@ impl Walk {
             drop(d_hidden);
             if a.layer.is_trained {
                 let dw = match a.is_linear {
-                    true => walk.floats(a.layer.elements()),
+                    true => walk.product_of(a.outputs(), a.inputs(), a.layer.elements()),
                     false => walk.convolution_weight_gradient(&a.sizes(a.layer.outputs)),
                 };
                 gradients.push((a.layer.trained_id(2), dw));

@@ -1,7 +1,8 @@
 //! Norms, as `engine/src/nn/norm/tensors.rs`: in float32 whatever the dtype of the input.
 
 use super::super::meter::Shaped;
-use super::super::tape::{TRAINED, Walk};
+use super::super::norm::Norm;
+use super::super::tape::Walk;
 
 /// Whether SiLU is applied to the result of a norm, as part of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,31 +12,24 @@ pub(in crate::plan::walk) enum NormActivation {
 }
 
 impl Walk {
-    pub(in crate::plan::walk) fn norm_of_tensors(
-        &self,
-        x: &Shaped,
-        index: u64,
-        is_trained: bool,
-        activation: NormActivation,
-    ) -> Shaped {
-        let tracked = self.is_recording() && (x.tracked || is_trained);
+    pub(in crate::plan::walk) fn norm_of_tensors(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
+        let tracked = self.is_recording() && (x.tracked || norm.trained > 0.0);
         let n = x.elements();
-        let normalised = self.normalised(n);
-        let affine = self.affine(n);
+        let normalised = self.normalised(n, norm);
+        let affine = self.affine(n, norm);
         let activated = (activation == NormActivation::Silu).then(|| self.floats(n));
         let y = self.narrowed(activated.unwrap_or_else(|| affine.clone()), x.dims, tracked);
         drop((normalised, affine));
         if tracked {
-            let channels = x.dims[1].min(x.dims[2]);
             let saved = x.clone();
             self.record_step(&y, move |walk, gradient| {
-                let dx = walk.norm_gradient(&saved, is_trained, activation);
+                let dx = walk.norm_gradient(&saved, norm, activation);
                 let mut gradients = vec![];
                 if let Some(dx) = dx {
                     gradients.push((saved.id, walk.narrowed(dx, saved.dims, false)));
                 }
-                if is_trained {
-                    gradients.push((TRAINED + 4 * index + 3, walk.floats(2.0 * channels)));
+                if norm.trained > 0.0 {
+                    gradients.push((norm.trained_id(), walk.floats(norm.trained)));
                 }
                 drop((saved, gradient));
                 gradients
@@ -45,9 +39,9 @@ impl Walk {
     }
 
     /// The rows, normalised.
-    fn normalised(&self, n: f64) -> Shaped {
+    fn normalised(&self, n: f64, norm: Norm) -> Shaped {
         let wide = self.widened(n);
-        let centred = self.floats(n);
+        let centred = norm.centres.then(|| self.floats(n));
         drop(self.floats(n));
         let normalised = self.floats(n);
         drop((wide, centred));
@@ -55,26 +49,29 @@ impl Walk {
     }
 
     /// The normalised rows times the weight, plus the bias.
-    fn affine(&self, n: f64) -> Shaped {
+    fn affine(&self, n: f64, norm: Norm) -> Shaped {
         let product = self.floats(n);
+        if !norm.centres {
+            return product;
+        }
         let sum = self.floats(n);
         drop(product);
         sum
     }
 
     /// The gradient of the input, in float32; `None` if it has none.
-    fn norm_gradient(&self, x: &Shaped, is_trained: bool, activation: NormActivation) -> Option<Shaped> {
+    fn norm_gradient(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Option<Shaped> {
         let n = x.elements();
-        let normalised = self.normalised(n);
+        let normalised = self.normalised(n, norm);
         let mut dy = self.widened(n);
         if activation == NormActivation::Silu {
-            let affine = self.affine(n);
+            let affine = self.affine(n, norm);
             let derivative = self.silu_derivative(n);
             let product = self.floats(n);
             drop((derivative, affine));
             dy = Some(product);
         }
-        if is_trained {
+        if norm.trained > 0.0 {
             drop(self.floats(n));
         }
         if !x.tracked {
@@ -82,7 +79,7 @@ impl Walk {
         }
         let g = self.floats(n);
         drop(self.floats(n));
-        let centred = self.floats(n);
+        let centred = norm.centres.then(|| self.floats(n));
         let shifted = self.floats(n);
         let difference = self.floats(n);
         drop((centred, shifted));

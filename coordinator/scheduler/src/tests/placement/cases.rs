@@ -59,9 +59,16 @@ pub(super) fn alone() -> Vec<Case> {
             &[],
         ),
         case(
-            "flux lora, 6 GB: too small, and says how much is missing",
+            "flux lora, 6 GB: blocks streamed",
             &["1060"],
             lora("flux"),
+            "1060 extreme",
+            &[],
+        ),
+        case(
+            "flux lora with two images at a time, 6 GB: too small, and says how much is missing",
+            &["1060"],
+            lora("flux").set("/train/batch_size", json!(2)),
             "waits",
             &[
                 "it needs about",
@@ -110,17 +117,31 @@ pub(super) fn alone() -> Vec<Case> {
         ),
         case("sd full fine-tune, 24 GB", &["4090"], full("sd1"), "4090 full_gpu", &[]),
         case(
-            "sd full fine-tune, 6 GB: does not fit",
+            "sd full fine-tune in bfloat16, 6 GB: the gradients of one block at a time",
             &["1060"],
             full("sd1"),
+            "1060 gpu_poor",
+            &[],
+        ),
+        case(
+            "sd full fine-tune, 6 GB: does not fit",
+            &["1060"],
+            full("sd1").set("/train/dtype", json!("float32")),
             "waits",
             &["it needs about"],
         ),
         case(
             "sdxl full fine-tune with 8-bit Adam, 24 GB: float32, with the gradients of one block at a time",
             &["4090"],
-            full("sdxl"),
+            full("sdxl").set("/train/dtype", json!("float32")),
             "4090 gpu_poor",
+            &[],
+        ),
+        case(
+            "sdxl full fine-tune with 8-bit Adam in bfloat16, 24 GB: half as large",
+            &["4090"],
+            full("sdxl"),
+            "4090 full_gpu",
             &[],
         ),
         case(
@@ -147,11 +168,11 @@ pub(super) fn alone() -> Vec<Case> {
             &[],
         ),
         case(
-            "text encoders in 8 bits stay in memory, beside the base",
+            "text encoders in 8 bits stay in memory, beside the base: images are encoded in tiles",
             &["4090"],
             lora("flux").set("/model/quantize", json!(true)),
-            "waits",
-            &["it needs about"],
+            "4090 gpu_poor",
+            &["of 22.0 GiB"],
         ),
         case(
             "a large batch takes a smaller profile",

@@ -80,7 +80,9 @@ fn full(arch: &str) -> TestJob {
 
 /// A job that takes most of a GPU with 24 GB.
 fn large() -> TestJob {
-    full("sdxl").set("/train/optimizer", json!("adafactor"))
+    full("sdxl")
+        .set("/train/optimizer", json!("adafactor"))
+        .set("/train/dtype", json!("float32"))
 }
 
 /// A job without a prediction.
@@ -345,8 +347,9 @@ fn a_forecast_describes_every_device() {
             registration: Box::new(machine(name)),
         });
     }
-    world.submit("j1", lora("flux").requirements());
-    world.submit("j2", lora("flux").requirements());
+    let two_images = || lora("flux").set("/train/batch_size", json!(2)).requirements();
+    world.submit("j1", two_images());
+    world.submit("j2", two_images());
     let forecast = world.state.explain_job(world.now, &JobId::new("j2")).unwrap();
     assert_eq!(forecast.summary, "next in line; the one device that fits is busy");
     let texts: Vec<&str> = forecast
@@ -357,7 +360,7 @@ fn a_forecast_describes_every_device() {
     assert_eq!(texts.len(), 3);
     assert!(
         texts[0].starts_with("4090 cuda:0: gpu_poor (")
-            && texts[0].ends_with("GiB of 22.0 GiB, about 3 h 28 min, a guess); busy with j1 (j1)"),
+            && texts[0].ends_with("GiB of 22.0 GiB, about 4 h 59 min, a guess); busy with j1 (j1)"),
         "{}",
         texts[0]
     );

@@ -1,0 +1,141 @@
+//! What the denoiser is conditioned on: encoded prompts, and control images.
+
+use super::{CAPTION_TOKENS, Job, Model};
+use crate::plan::json::text;
+use crate::plan::shapes::TransformerKind;
+use crate::plan::walk::{Backend, Conditions, Shaped, Walk};
+
+/// CLIP's tokens before those of T5, in Stable Diffusion 3.5.
+const CLIP_TOKENS: f64 = 77.0;
+
+impl Job<'_> {
+    /// Whether images are generated from a control image (FLUX.1 Kontext).
+    pub(super) fn has_control(&self) -> bool {
+        text(self.body, "/model/arch").is_some_and(|arch| arch.split(':').next() == Some("flux_kontext"))
+    }
+
+    /// Tokens of a prompt for the language model.
+    fn language_tokens(&self, prompt_tokens: f64) -> f64 {
+        let [guided, other] = self.family.prompt_tokens;
+        let transformer = &self.shapes.transformer;
+        match transformer.kind {
+            // Shorter prompts are not filled up.
+            TransformerKind::ZImage => prompt_tokens.min(guided),
+            _ if transformer.guidance => guided,
+            _ => other,
+        }
+    }
+
+    /// The text encoders, one prompt at a time.
+    pub(super) fn text_pass(&self, model: &Model, backend: Backend, prompt_tokens: f64) -> f64 {
+        let walk = Walk::new(backend);
+        let encoded = model
+            .language
+            .as_ref()
+            .map(|encoder| encoder.forward(&walk, 1.0, self.language_tokens(prompt_tokens)));
+        for encoder in &model.text {
+            encoder.forward(&walk, 1.0, false, self.family.penultimate);
+        }
+        drop(encoded);
+        walk.peak()
+    }
+
+    /// The conditions of `batch` items, encoded before.
+    pub(super) fn conditions(&self, walk: &Walk, batch: f64, latents: &Shaped, prompt_tokens: f64) -> Conditions {
+        let (tokens, features) = self.context_size();
+        let context = walk.tensor([batch, tokens, features, 1.0], false);
+        self.with_text(walk, context, None, latents, prompt_tokens)
+    }
+
+    fn with_text(
+        &self,
+        walk: &Walk,
+        context: Shaped,
+        pooled: Option<Shaped>,
+        latents: &Shaped,
+        prompt_tokens: f64,
+    ) -> Conditions {
+        let [batch, ..] = context.dims();
+        let features = f64::from(self.shapes.transformer.pooled);
+        let [_, _, height, width] = latents.dims();
+        Conditions {
+            pooled: pooled.or_else(|| (features > 0.0).then(|| walk.tensor([batch, 1.0, features, 1.0], false))),
+            text: context,
+            prompt_tokens: self.language_tokens(prompt_tokens),
+            // As many as those of the image.
+            control: self.has_control().then_some(height * width / 4.0),
+        }
+    }
+
+    /// Tokens of the encoded text and their features.
+    fn context_size(&self) -> (f64, f64) {
+        let transformer = &self.shapes.transformer;
+        let features = f64::from(transformer.context);
+        match transformer.kind {
+            TransformerKind::None => (
+                f64::from(self.shapes.text[0].positions),
+                f64::from(self.shapes.unet.context),
+            ),
+            TransformerKind::Flux => (self.language_tokens(0.0), features),
+            TransformerKind::Sd3 => (CLIP_TOKENS + self.language_tokens(0.0), features),
+            TransformerKind::ZImage => (self.family.prompt_tokens[0], features),
+        }
+    }
+
+    /// The conditions of as many items as there are latents, with the graph of the text encoders (CLIP).
+    pub(super) fn trained_conditions(
+        &self,
+        walk: &Walk,
+        model: &Model,
+        latents: &Shaped,
+        checkpointed: bool,
+    ) -> Conditions {
+        let [batch, ..] = latents.dims();
+        let of_language = model
+            .language
+            .as_ref()
+            .and_then(|encoder| encoder.forward(walk, batch, self.language_tokens(CAPTION_TOKENS)));
+        let mut of_clip: Option<Shaped> = None;
+        for encoder in &model.text {
+            let Some(text) = encoder.forward(walk, batch, checkpointed, self.family.penultimate) else {
+                continue;
+            };
+            of_clip = Some(match of_clip {
+                None => text,
+                Some(before) => walk.cat_features(&before, &text),
+            });
+        }
+        let (tokens, features) = self.context_size();
+        let dims = [batch, tokens, features, 1.0];
+        let whole = |text: Option<Shaped>| text.unwrap_or_else(|| walk.tensor(dims, false));
+        match self.shapes.transformer.kind {
+            TransformerKind::None => self.with_text(walk, whole(of_clip), None, latents, CAPTION_TOKENS),
+            TransformerKind::Flux => {
+                let pooled = of_clip.map(|text| walk.first_token(&text));
+                self.with_text(walk, whole(of_language), pooled, latents, CAPTION_TOKENS)
+            }
+            _ => {
+                // CLIP's tokens are filled up with zeros to the features of the language model's.
+                let joined = of_clip.map(|text| {
+                    let wide = walk.with_features(&text, features);
+                    match &of_language {
+                        Some(others) => walk.cat_tokens(&wide, others),
+                        None => wide,
+                    }
+                });
+                self.with_text(walk, whole(joined), None, latents, CAPTION_TOKENS)
+            }
+        }
+    }
+}
+
+impl Conditions {
+    /// Those of the first items.
+    pub(super) fn of_items(&self, walk: &Walk, items: f64) -> Self {
+        Self {
+            text: walk.view_of(&self.text, items),
+            pooled: self.pooled.as_ref().map(|pooled| walk.view_of(pooled, items)),
+            ..self.clone()
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! The shapes of diffusion transformers and of the language models that encode their prompts, from their `config.json` files.
+
+use super::config_values::{MAX_COUNT, MAX_WIDTH, flag, number};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// The most blocks of a transformer or a language model.
+const MAX_TRANSFORMER_LAYERS: u32 = 512;
+
+/// The kind of a diffusion transformer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TransformerKind {
+    /// There is none: the model has a U-Net.
+    #[default]
+    None,
+    /// FLUX.1.
+    Flux,
+    /// Stable Diffusion 3 and 3.5.
+    Sd3,
+    /// Z-Image.
+    ZImage,
+}
+
+/// The shapes of a diffusion transformer. Missing numbers are 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TransformerShapes {
+    /// Which transformer it is.
+    pub kind: TransformerKind,
+    /// Channels of the latents.
+    pub in_channels: u32,
+    /// Rows and columns of latents that make one token.
+    pub patch: u32,
+    /// Blocks: the double blocks of FLUX.1, the joint blocks of Stable Diffusion 3.5, the blocks of image and caption of Z-Image.
+    pub blocks: u32,
+    /// The single blocks of FLUX.1; of Z-Image the blocks of the image alone, which are as many as those of the caption alone.
+    pub single_blocks: u32,
+    /// Blocks with a second attention between image tokens, which are the first ones.
+    pub dual_blocks: u32,
+    /// Attention heads.
+    pub heads: u32,
+    /// Features of a head.
+    pub head_width: u32,
+    /// Features of an encoded text token.
+    pub context: u32,
+    /// Features of the pooled text; 0: it has none.
+    pub pooled: u32,
+    /// Whether it is conditioned on a guidance scale.
+    pub guidance: bool,
+    /// Whether queries and keys are normalised.
+    pub qk_norm: bool,
+    /// Rows and columns of its table of positions; 0: it has none.
+    pub positions: u32,
+}
+
+/// The kind of a language model.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LanguageKind {
+    /// There is none.
+    #[default]
+    None,
+    /// T5's encoder.
+    T5,
+    /// Qwen3.
+    Qwen3,
+}
+
+/// The shapes of a language model that encodes prompts. Missing numbers are 0.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LanguageShapes {
+    /// Which language model it is.
+    pub kind: LanguageKind,
+    /// Features of a token.
+    pub width: u32,
+    /// Attention heads.
+    pub heads: u32,
+    /// Heads of keys and values.
+    pub kv_heads: u32,
+    /// Features of a head.
+    pub head_width: u32,
+    /// Features of the hidden layer of the feed-forward.
+    pub intermediate: u32,
+    /// Layers.
+    pub layers: u32,
+    /// Token ids.
+    pub vocabulary: u32,
+}
+
+impl TransformerShapes {
+    /// Features of a token in the blocks.
+    #[must_use]
+    pub fn width(&self) -> f64 {
+        f64::from(self.heads) * f64::from(self.head_width)
+    }
+
+    /// Numbers of the latents that make one token.
+    #[must_use]
+    pub fn token(&self) -> f64 {
+        f64::from(self.in_channels) * f64::from(self.patch).powi(2)
+    }
+
+    /// Reads a `transformer/config.json`. `None`: it is of another class.
+    pub(super) fn read(config: &Value) -> Option<Self> {
+        let n = |key: &str, usual: u32| number(config, key, usual);
+        let shapes = match config.get("_class_name")?.as_str()? {
+            "FluxTransformer2DModel" => Self {
+                kind: TransformerKind::Flux,
+                in_channels: n("in_channels", 64)? / 4,
+                patch: 2,
+                blocks: n("num_layers", 19)?,
+                single_blocks: n("num_single_layers", 38)?,
+                heads: n("num_attention_heads", 24)?,
+                head_width: n("attention_head_dim", 128)?,
+                context: n("joint_attention_dim", 4096)?,
+                pooled: n("pooled_projection_dim", 768)?,
+                guidance: flag(config, "guidance_embeds", false),
+                qk_norm: true,
+                ..Self::default()
+            },
+            "SD3Transformer2DModel" => Self {
+                kind: TransformerKind::Sd3,
+                in_channels: n("in_channels", 16)?,
+                patch: n("patch_size", 2)?,
+                blocks: n("num_layers", 18)?,
+                dual_blocks: match config.get("dual_attention_layers") {
+                    None | Some(Value::Null) => 0,
+                    Some(layers) => u32::try_from(layers.as_array()?.len()).ok()?,
+                },
+                heads: n("num_attention_heads", 18)?,
+                head_width: n("attention_head_dim", 64)?,
+                context: n("joint_attention_dim", 4096)?,
+                pooled: n("pooled_projection_dim", 2048)?,
+                qk_norm: config.get("qk_norm").is_some_and(Value::is_string),
+                positions: n("pos_embed_max_size", 96)?,
+                ..Self::default()
+            },
+            "ZImageTransformer2DModel" => {
+                let (width, heads) = (n("dim", 3840)?, n("n_heads", 30)?);
+                Self {
+                    kind: TransformerKind::ZImage,
+                    in_channels: n("in_channels", 16)?,
+                    patch: 2,
+                    blocks: n("n_layers", 30)?,
+                    single_blocks: n("n_refiner_layers", 2)?,
+                    heads,
+                    head_width: width.checked_div(heads)?,
+                    context: n("cap_feat_dim", 2560)?,
+                    qk_norm: true,
+                    ..Self::default()
+                }
+            }
+            _ => return None,
+        };
+        Some(shapes)
+    }
+
+    pub(super) fn is_valid(&self) -> bool {
+        let pooled = self.kind == TransformerKind::ZImage || self.pooled > 0;
+        let sizes = [self.in_channels, self.heads, self.head_width, self.context];
+        sizes.iter().all(|size| (1..=MAX_WIDTH).contains(size))
+            && self.width() <= f64::from(MAX_WIDTH)
+            && pooled
+            && self.pooled <= MAX_WIDTH
+            && (1..=64).contains(&self.patch)
+            && self.blocks > 0
+            && self.blocks.saturating_add(self.single_blocks.saturating_mul(2)) <= MAX_TRANSFORMER_LAYERS
+            && self.dual_blocks <= self.blocks
+            && self.positions <= 1 << 12
+    }
+
+    /// A transformer of the same kind with this fraction of its parameters.
+    pub(super) fn scaled(mut self, fraction: f64) -> Self {
+        let side = fraction.sqrt();
+        let heads = f64::from(self.heads);
+        scale(&mut self.heads, side);
+        // A model with few parameters has one head, whose features are fewer.
+        let rest = side * heads / f64::from(self.heads.max(1));
+        if rest < 1.0 {
+            scale(&mut self.head_width, rest);
+        }
+        self
+    }
+}
+
+impl LanguageShapes {
+    /// Reads the `config.json` of T5's encoder. Missing keys have the values of T5 v1.1 XXL.
+    pub(super) fn read_t5(config: &Value) -> Option<Self> {
+        let n = |key: &str, usual: u32| number(config, key, usual);
+        let heads = n("num_heads", 64)?;
+        Some(Self {
+            kind: LanguageKind::T5,
+            width: n("d_model", 4096)?,
+            heads,
+            kv_heads: heads,
+            head_width: n("d_kv", 64)?,
+            intermediate: n("d_ff", 10_240)?,
+            layers: n("num_layers", 24)?,
+            vocabulary: n("vocab_size", 32_128)?,
+        })
+    }
+
+    /// Reads the `config.json` of Qwen3. Missing keys have the values of transformers' class.
+    pub(super) fn read_qwen3(config: &Value) -> Option<Self> {
+        let n = |key: &str, usual: u32| number(config, key, usual);
+        Some(Self {
+            kind: LanguageKind::Qwen3,
+            width: n("hidden_size", 4096)?,
+            heads: n("num_attention_heads", 32)?,
+            kv_heads: n("num_key_value_heads", 32)?,
+            head_width: n("head_dim", 128)?,
+            intermediate: n("intermediate_size", 22_016)?,
+            layers: n("num_hidden_layers", 32)?,
+            vocabulary: n("vocab_size", 151_936)?,
+        })
+    }
+
+    /// Whether it exists.
+    #[must_use]
+    pub fn exists(&self) -> bool {
+        self.kind != LanguageKind::None
+    }
+
+    pub(super) fn is_valid(&self) -> bool {
+        let sizes = [
+            self.width,
+            self.heads,
+            self.kv_heads,
+            self.head_width,
+            self.intermediate,
+        ];
+        !self.exists()
+            || sizes.iter().all(|size| (1..=MAX_WIDTH).contains(size))
+                && f64::from(self.heads) * f64::from(self.head_width) <= f64::from(MAX_WIDTH)
+                && self.kv_heads <= self.heads
+                && (1..=MAX_TRANSFORMER_LAYERS).contains(&self.layers)
+                && (1..=MAX_COUNT).contains(&self.vocabulary)
+    }
+
+    /// A model of the same kind with this fraction of its parameters.
+    pub(super) fn scaled(mut self, fraction: f64) -> Self {
+        let side = fraction.sqrt();
+        for size in [&mut self.width, &mut self.heads, &mut self.intermediate] {
+            scale(size, side);
+        }
+        scale(&mut self.kv_heads, side);
+        self
+    }
+}
+
+/// Multiplies a size, which stays above 0 unless it is 0.
+fn scale(size: &mut u32, factor: f64) {
+    if *size > 0 {
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let scaled = (f64::from(*size) * factor).round().clamp(1.0, f64::from(MAX_WIDTH)) as u32;
+        *size = scaled;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn configs_of_transformers_are_read_and_hostile_ones_are_refused() {
+        let flux = json!({"_class_name": "FluxTransformer2DModel", "guidance_embeds": true});
+        let read = TransformerShapes::read(&flux).unwrap();
+        assert!(read.is_valid() && read.guidance);
+        assert_eq!((read.width(), read.token(), read.single_blocks), (3072.0, 64.0, 38));
+        let z_image = TransformerShapes::read(&json!({"_class_name": "ZImageTransformer2DModel"})).unwrap();
+        assert_eq!((z_image.width(), z_image.head_width), (3840.0, 128));
+        for (key, value) in [
+            ("_class_name", json!("UNet2DConditionModel")),
+            ("num_layers", json!(4_000_000_000_u32)),
+            ("num_layers", json!(0)),
+            ("num_attention_heads", json!(-1)),
+            ("attention_head_dim", json!(65_536)),
+            ("joint_attention_dim", json!("wide")),
+            ("in_channels", json!(0)),
+        ] {
+            let mut config = flux.clone();
+            config[key] = value.clone();
+            let read = TransformerShapes::read(&config).filter(TransformerShapes::is_valid);
+            assert_eq!(read, None, "{key}: {value}");
+        }
+        for config in [
+            json!({"num_heads": 0}),
+            json!({"vocab_size": u64::MAX}),
+            json!({"d_kv": 4096}),
+        ] {
+            let read = LanguageShapes::read_t5(&config).filter(LanguageShapes::is_valid);
+            assert_eq!(read, None, "{config}");
+        }
+    }
+}

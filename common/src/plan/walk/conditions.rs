@@ -1,0 +1,16 @@
+//! What denoisers are conditioned on.
+
+use super::meter::Shaped;
+
+/// What a denoiser is conditioned on besides the time step.
+#[derive(Clone)]
+pub(in crate::plan) struct Conditions {
+    /// The encoded text, [batch, tokens, features].
+    pub(in crate::plan) text: Shaped,
+    /// The pooled text, [batch, 1, features].
+    pub(in crate::plan) pooled: Option<Shaped>,
+    /// Tokens of the prompt, where fewer than those of the encoded text are used.
+    pub(in crate::plan) prompt_tokens: f64,
+    /// Tokens of a control image.
+    pub(in crate::plan) control: Option<f64>,
+}

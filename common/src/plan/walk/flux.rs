@@ -1,0 +1,230 @@
+//! The steps of FLUX.1's transformer, as `engine/src/models/flux`.
+
+use super::build::{Builder, LayerSizes};
+use super::conditions::Conditions;
+use super::layers::Layer;
+use super::meter::Shaped;
+use super::mmdit::{AdaNorm, Embedder, FeedForward, Projections, SINUSOIDS, gated_feed_forward};
+use super::stack::Stack;
+use super::tape::Walk;
+use super::tensors::{Activation, AttentionOptions};
+use super::tokens::Rotary;
+use crate::plan::shapes::TransformerShapes;
+use std::rc::Rc;
+
+/// The layers of one stream, text or image, of a double block.
+struct Stream {
+    attention: Projections,
+    norm1: AdaNorm<6>,
+    to_out: Layer,
+    ff: FeedForward,
+}
+
+impl Stream {
+    fn after_attention(&self, walk: &Walk, x: &Shaped, attended: &Shaped, vectors: &[Shaped; 6]) -> Shaped {
+        let [_, _, gate_attention, shift, scale, gate] = vectors;
+        let x = walk.gated_residual(x, gate_attention, &walk.linear(&self.to_out, attended));
+        gated_feed_forward(walk, &self.ff, &x, [shift, scale, gate])
+    }
+}
+
+struct DoubleBlock {
+    image: Stream,
+    text: Stream,
+    options: AttentionOptions,
+}
+
+impl DoubleBlock {
+    fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
+        let (width, attn) = (sizes.width, format!("{name}.attn"));
+        let stream = |b: &mut Builder, attention: Projections, norm: &str, out: &str, ff: &str| Stream {
+            attention,
+            norm1: AdaNorm::new(b, &format!("{name}.{norm}"), width),
+            to_out: b.layer(&format!("{attn}.{out}"), LayerSizes::linear(width, width, true)),
+            ff: FeedForward::new(b, &format!("{name}.{ff}"), width),
+        };
+        let of_image = Projections::of_image(b, &attn, width, Some(sizes.head_width));
+        let image = stream(b, of_image, "norm1", "to_out.0", "ff");
+        let of_text = Projections::of_text(b, &attn, width, Some(sizes.head_width));
+        let text = stream(b, of_text, "norm1_context", "to_add_out", "ff_context");
+        Self {
+            image,
+            text,
+            options: sizes.options,
+        }
+    }
+
+    fn forward(&self, walk: &Walk, [x, text, temb]: [&Shaped; 3], rotary: &Rotary) -> Vec<Shaped> {
+        let (h, image_vectors) = self.image.norm1.forward(walk, x, temb);
+        let (h_text, text_vectors) = self.text.norm1.forward(walk, text, temb);
+        let image_qkv = self.image.attention.forward(walk, &h);
+        let text_qkv = self.text.attention.forward(walk, &h_text);
+        let joined = [0, 1, 2].map(|i: usize| walk.cat(&text_qkv[i], &image_qkv[i]));
+        let all = attend(walk, &joined, rotary, self.options);
+        drop(joined);
+        let attended = walk.narrow(&all, 1, x.dims[1]);
+        let attended_text = walk.narrow(&all, 1, text.dims[1]);
+        let text = self.text.after_attention(walk, text, &attended_text, &text_vectors);
+        drop(attended_text);
+        let x = self.image.after_attention(walk, x, &attended, &image_vectors);
+        drop((h, h_text, image_qkv, text_qkv, all));
+        vec![x, text]
+    }
+}
+
+/// Attention between all tokens, with rotary embeddings.
+fn attend(walk: &Walk, [q, k, v]: &[Shaped; 3], rotary: &Rotary, options: AttentionOptions) -> Shaped {
+    let (q, k) = (walk.rotate(q, rotary), walk.rotate(k, rotary));
+    walk.attention(&q, &k, v, options)
+}
+
+struct SingleBlock {
+    norm: AdaNorm<3>,
+    attention: Projections,
+    proj_mlp: Layer,
+    proj_out: Layer,
+    options: AttentionOptions,
+}
+
+impl SingleBlock {
+    fn new(b: &mut Builder, name: &str, sizes: Sizes) -> Self {
+        let width = sizes.width;
+        Self {
+            norm: AdaNorm::new(b, &format!("{name}.norm"), width),
+            attention: Projections::of_image(b, &format!("{name}.attn"), width, Some(sizes.head_width)),
+            proj_mlp: b.layer(
+                &format!("{name}.proj_mlp"),
+                LayerSizes::linear(width, 4.0 * width, true),
+            ),
+            proj_out: b.layer(
+                &format!("{name}.proj_out"),
+                LayerSizes::linear(5.0 * width, width, true),
+            ),
+            options: sizes.options,
+        }
+    }
+
+    fn forward(&self, walk: &Walk, x: &Shaped, temb: &Shaped, rotary: &Rotary) -> Shaped {
+        let (h, [_, _, gate]) = self.norm.forward(walk, x, temb);
+        let mlp = walk.activation(&walk.linear(&self.proj_mlp, &h), Activation::GeluTanh);
+        let attended = attend(walk, &self.attention.forward(walk, &h), rotary, self.options);
+        let both = walk.joined_features(&attended, &mlp);
+        let y = walk.gated_residual(x, &gate, &walk.linear(&self.proj_out, &both));
+        drop((h, mlp, attended, both));
+        y
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Sizes {
+    width: f64,
+    head_width: f64,
+    options: AttentionOptions,
+}
+
+/// FLUX.1's transformer.
+pub(in crate::plan) struct Flux {
+    x_embedder: Layer,
+    context_embedder: Layer,
+    timestep: Embedder,
+    guidance: Option<Embedder>,
+    pooled: Embedder,
+    double: Vec<Rc<DoubleBlock>>,
+    single: Vec<Rc<SingleBlock>>,
+    norm_out: AdaNorm<2>,
+    proj_out: Layer,
+    head_width: f64,
+}
+
+impl Flux {
+    pub(in crate::plan) fn new(b: &mut Builder, shapes: &TransformerShapes) -> Self {
+        let (width, token) = (shapes.width(), shapes.token());
+        let sizes = Sizes {
+            width,
+            head_width: f64::from(shapes.head_width),
+            options: AttentionOptions {
+                heads: f64::from(shapes.heads),
+                ..AttentionOptions::default()
+            },
+        };
+        let linear = |b: &mut Builder, name: &str, inputs: f64, outputs: f64| {
+            b.layer(name, LayerSizes::linear(inputs, outputs, true))
+        };
+        let embedder = |b: &mut Builder, name: &str, inputs: f64| {
+            Embedder::new(b, &format!("time_text_embed.{name}"), inputs, width)
+        };
+        Self {
+            x_embedder: linear(b, "x_embedder", token, width),
+            context_embedder: linear(b, "context_embedder", f64::from(shapes.context), width),
+            timestep: embedder(b, "timestep_embedder", SINUSOIDS),
+            guidance: shapes.guidance.then(|| embedder(b, "guidance_embedder", SINUSOIDS)),
+            pooled: embedder(b, "text_embedder", f64::from(shapes.pooled)),
+            double: (0..shapes.blocks)
+                .map(|i| Rc::new(DoubleBlock::new(b, &format!("transformer_blocks.{i}"), sizes)))
+                .collect(),
+            single: (0..shapes.single_blocks)
+                .map(|i| Rc::new(SingleBlock::new(b, &format!("single_transformer_blocks.{i}"), sizes)))
+                .collect(),
+            norm_out: AdaNorm::new(b, "norm_out", width),
+            proj_out: linear(b, "proj_out", width, token),
+            head_width: sizes.head_width,
+        }
+    }
+
+    /// A pass over latents [batch, channels, height, width].
+    pub(super) fn forward(
+        &self,
+        walk: &Walk,
+        latents: &Shaped,
+        conditions: &Conditions,
+        checkpointed: bool,
+    ) -> Option<Shaped> {
+        let batch = latents.dims[0];
+        let mut temb = self.timestep.forward_numbers(walk, batch);
+        if let Some(guidance) = &self.guidance {
+            temb = walk.add(&temb, &guidance.forward_numbers(walk, batch));
+        }
+        if let Some(pooled) = &conditions.pooled {
+            temb = walk.add(&temb, &self.pooled.forward(walk, pooled));
+        }
+        let image_tokens = latents.dims[2] * latents.dims[3] / 4.0;
+        let packed = [batch, image_tokens, latents.dims[1] * 4.0, 1.0];
+        let mut tokens = walk.tensor(packed, false);
+        if let Some(control) = conditions.control {
+            let control = walk.tensor([batch, control, packed[2], 1.0], false);
+            tokens = walk.cat(&tokens, &control);
+        }
+        let tokens_in = tokens;
+        let tokens = walk.linear(&self.x_embedder, &tokens_in);
+        let text = walk.linear(&self.context_embedder, &conditions.text);
+        let (text_length, all) = (text.dims[1], text.dims[1] + tokens.dims[1]);
+        let rotary = walk.rotary(all, self.head_width);
+
+        let mut stack = Stack::default();
+        let (mut x, mut text) = (stack.input(tokens), stack.input(text));
+        let conditioning = stack.input(temb.clone());
+        for block in &self.double {
+            let (block, rotary) = (Rc::clone(block), rotary.clone());
+            [x, text] = stack.step_with_outputs(&[x, text, conditioning], move |walk, inputs| match inputs {
+                [x, text, temb] => block.forward(walk, [x, text, temb], &rotary),
+                other => other.to_vec(),
+            });
+        }
+        let mut x = stack.step(&[text, x], move |walk, inputs| walk.cat(&inputs[0], &inputs[1]));
+        for block in &self.single {
+            let (block, rotary) = (Rc::clone(block), rotary.clone());
+            x = stack.step(&[x, conditioning], move |walk, inputs| {
+                block.forward(walk, &inputs[0], &inputs[1], &rotary)
+            });
+        }
+        let x = stack.run(walk, checkpointed, x)?;
+        debug_assert!(x.dims[1] >= text_length);
+        let image = walk.narrow(&x, 1, image_tokens);
+        let [scale, shift] = self.norm_out.vectors(walk, &temb);
+        let normed = walk.modulate(&super::mmdit::plain_norm(walk, &image), &scale, &shift);
+        let predicted = walk.linear(&self.proj_out, &normed);
+        let unpacked = walk.rearranged(&predicted, latents.dims);
+        drop((rotary, tokens_in));
+        Some(unpacked)
+    }
+}
