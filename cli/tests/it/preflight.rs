@@ -675,7 +675,7 @@ fn a_single_file_of_stable_diffusion_3_takes_its_parts_from_elsewhere() {
     ] {
         assert!(said.contains(text), "{said}");
     }
-    job("sdxl", "");
+    job("flux", "");
     let (exit, said) = aitk("validate");
     assert!(
         exit == 1 && said.contains("is Stable Diffusion 3") && said.contains("set `arch: sd3`"),
