@@ -528,8 +528,8 @@ fn predictions_of_transformers_for_gpus_are_those_of_portable_mode() {
 #[test]
 fn predictions_of_transformers_for_cpus_are_what_the_kernels_take() {
     alone(|| {
-        // The kernels' own buffers are not predicted: a larger part of models that are as small as these.
-        let mut comparison = Comparison::within(-0.07..=0.10);
+        // What kernels pad, and the buffers of attention, are not predicted: up to a tenth of models that are as small as these.
+        let mut comparison = Comparison::within(-0.10..=0.10);
         for seed in seeds() {
             let case = transformers::Case::draw(seed, true);
             comparison.add(&format!("seed {seed}, {}", case.describe()), case.phases(true));
