@@ -8,6 +8,7 @@
 mod allow_list;
 mod client;
 mod download;
+mod parts;
 mod select;
 mod shared_cache;
 mod user_tokens;
@@ -15,6 +16,7 @@ mod user_tokens;
 pub(crate) use allow_list::AllowList;
 pub(crate) use client::HubError;
 use client::{HubClient, Source};
+pub(crate) use parts::RepositoryParts;
 use shared_cache::SharedCache;
 pub(crate) use user_tokens::UserTokens;
 
@@ -45,28 +47,6 @@ const USERS_FOLDER: &str = "users";
 
 /// The folder for repositories of which only some parts were fetched.
 const EXTRAS_FOLDER: &str = "extras";
-
-/// Which parts of a repository a job needs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RepositoryParts {
-    /// The whole model.
-    All,
-    /// Text encoders, tokenizers, VAE and scheduler of a model whose denoiser is not used, which takes most of the bytes.
-    Extras,
-}
-
-impl RepositoryParts {
-    /// What the config key that names a repository needs of it.
-    pub(crate) fn of_key(key: &str) -> Self {
-        match [".extras_name_or_path", ".te_name_or_path"]
-            .iter()
-            .any(|end| key.ends_with(end))
-        {
-            true => Self::Extras,
-            false => Self::All,
-        }
-    }
-}
 
 /// A model that a job needs.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,6 @@
 //! Selects the files of a repository that make up the model.
 
-use super::RepositoryParts;
+use super::parts::RepositoryParts;
 use aitk_common::hash::ContentHash;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::Deserialize;
