@@ -112,8 +112,9 @@ pub(super) fn pipeline_files<'a>(
         let Some((folder, name)) = file.name.split_once('/') else {
             return false;
         };
-        let is_unused =
-            UNUSED_COMPONENTS.contains(&folder) || (parts == RepositoryParts::Extras && DENOISERS.contains(&folder));
+        // The config of the denoiser says which variant of a family the extras are of.
+        let is_denoiser = DENOISERS.contains(&folder) && name != "config.json";
+        let is_unused = UNUSED_COMPONENTS.contains(&folder) || (parts == RepositoryParts::Extras && is_denoiser);
         index.contains_key(folder) && !is_unused && !name.contains('/')
     };
     select_files(listing, is_component_file)
