@@ -159,10 +159,10 @@ impl Hub {
         let repo = request.repo;
         // If the worker has a token, check that a cached model is public: earlier versions kept all models in one
         // folder.
-        if let Some(commit) = request.revision.filter(|_| self.token.is_none() || token.is_some()) {
-            if let Some(found) = find_fetched(folder, request.parts, &version_name(repo, commit)) {
-                return Ok(found);
-            }
+        if let Some(commit) = request.revision.filter(|_| self.token.is_none() || token.is_some())
+            && let Some(found) = find_fetched(folder, request.parts, &version_name(repo, commit))
+        {
+            return Ok(found);
         }
         let listing = match self.list(request, token).await {
             Ok(listing) => listing,

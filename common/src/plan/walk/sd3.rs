@@ -11,6 +11,7 @@ use super::tensors::AttentionOptions;
 use crate::plan::shapes::TransformerShapes;
 use std::rc::Rc;
 
+#[expect(clippy::large_enum_variant, reason = "a model has at most some dozens of them")]
 enum ImageNorm {
     Single(AdaNorm<6>),
     /// With a second attention between image tokens.
@@ -21,6 +22,7 @@ enum ImageNorm {
     },
 }
 
+#[expect(clippy::large_enum_variant, reason = "a model has at most some dozens of them")]
 enum TextStream {
     Full {
         norm: AdaNorm<6>,
