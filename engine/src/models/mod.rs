@@ -4,6 +4,7 @@ pub mod clip;
 pub mod codec;
 pub mod config;
 pub mod flux;
+mod gguf_names;
 mod mmdit;
 pub mod original_layer;
 pub mod qwen3;
