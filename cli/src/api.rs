@@ -49,7 +49,7 @@ impl Api {
                 .hint("give --token-file FILE, or set AITK_TOKEN_FILE or AITK_TOKEN");
             match server.origin {
                 Origin::Project(_) => {
-                    failure.hint("a server from ./aitk.yaml gets no token from the user file; set the token file in ./aitk.yaml or with a flag")
+                    failure.hint("a server from ./aitk.yaml gets no token from the settings file; set the token file in ./aitk.yaml or with a flag")
                 }
                 _ => failure.hint("at its first start the coordinator wrote a token to `token` in its data folder"),
             }

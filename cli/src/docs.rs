@@ -22,16 +22,16 @@ newest one; if several have not ended, the command lists their ids and does noth
 with `cluster.split`) is named the same way and stands for all its members, each of which is also a job: `ID-0`, `ID-1` and so on.
 Errors are `error: …` with `hint: …` lines that say what to do.
 
-The coordinator is set by a flag, else by the environment, else by `./aitk.yaml`, else by the user file
+The coordinator is set by a flag, else by the environment, else by `./aitk.yaml`, else by the settings file
 `~/.config/aitk/config.yaml` (`$XDG_CONFIG_HOME`), else by a running `aitk up` of this user. The files have `server:`, `token_file:`
-and `ca_file:`, never a token. A server set by `./aitk.yaml` gets no token from the user file, because somebody else may have written
+and `ca_file:`, never a token. A server set by `./aitk.yaml` gets no token from the settings file, because somebody else may have written
 `./aitk.yaml`.
 
 ## Notifications
 
 `run`, `submit --follow`, `clone --follow`, `watch` and `wait` can notify you when the job that they follow has ended. To run a
 program of your own, give `--notify-command`. To post a message, for example to a chat, set the address of a webhook: with
-`--notify-url`, in `AITK_NOTIFY_URL`, or permanently as `notify_url: https://…` in the user file. That file must then have mode 0600,
+`--notify-url`, in `AITK_NOTIFY_URL`, or permanently as `notify_url: https://…` in the settings file. That file must then have mode 0600,
 because the address is a secret.
 
 The message is JSON: `text` and `content` have the same line (`my_lora (j3f2a…) completed after 2h 10m`), for chat services
@@ -42,7 +42,7 @@ times in all. A notification that fails is a warning and does not change the exi
 The command that you run sends the message, never a coordinator or a worker, and neither a config nor `./aitk.yaml` can set the
 address. Only `https://` is accepted, redirections are not followed, and no proxy is used. Addresses of private networks (loopback,
 `10.0.0.0/8`, `192.168.0.0/16`, link-local and similar ones, in any notation and also as the result of a name lookup) are refused. To
-allow a server in your own network, set `notify_private: true` in the user file, or `AITK_NOTIFY_PRIVATE=1`; then `http://` is
+allow a server in your own network, set `notify_private: true` in the settings file, or `AITK_NOTIFY_PRIVATE=1`; then `http://` is
 accepted too.
 ";
 

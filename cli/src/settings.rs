@@ -1,7 +1,7 @@
 //! Settings: the coordinator, the token, the webhook, and where each of them was set.
 //!
-//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. For the webhook: flag >
-//! environment > user file; `./aitk.yaml` cannot set it, because somebody else may have written that file.
+//! Precedence: flag > environment > `./aitk.yaml` > settings file > a running `aitk up`. For the webhook: flag >
+//! environment > settings file; `./aitk.yaml` cannot set it, because somebody else may have written that file.
 
 use crate::failure::Failure;
 use crate::paths::{Paths, expand};
@@ -32,7 +32,7 @@ impl fmt::Display for Origin {
             Self::Flag(flag) => write!(f, "flag {flag}"),
             Self::Env(name) => write!(f, "environment variable {name}"),
             Self::Project(path) => write!(f, "project file {}", path.display()),
-            Self::User(path) => write!(f, "user file {}", path.display()),
+            Self::User(path) => write!(f, "settings file {}", path.display()),
             Self::Up(path) => write!(f, "`aitk up` on this machine ({})", path.display()),
         }
     }
@@ -138,7 +138,7 @@ impl UpState {
     }
 }
 
-/// The keys of `aitk.yaml` and of the user file.
+/// The keys of `aitk.yaml` and of the settings file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct FileSettings {
     server: Option<String>,
@@ -160,11 +160,11 @@ pub struct NotifyUrl {
 }
 
 impl NotifyUrl {
-    /// Reads the address from the flag, `AITK_NOTIFY_URL`, or `notify_url:` of the user file. `AITK_NOTIFY_PRIVATE` or
-    /// `notify_private:` of the user file allows private addresses.
+    /// Reads the address from the flag, `AITK_NOTIFY_URL`, or `notify_url:` of the settings file. `AITK_NOTIFY_PRIVATE` or
+    /// `notify_private:` of the settings file allows private addresses.
     ///
     /// # Errors
-    /// When the user file cannot be read or parsed, or has an address and is readable by others.
+    /// When the settings file cannot be read or parsed, or has an address and is readable by others.
     pub fn resolve(
         flag: Option<&str>,
         env: &dyn Fn(&str) -> Option<String>,
@@ -234,7 +234,7 @@ impl Settings {
         let project = read_file(&project_path)?;
         if project.notify_url.is_some() || project.notify_private.is_some() {
             return Err(Failure::failed(format!(
-                "{}: notify_url and notify_private are settings of the user file",
+                "{}: notify_url and notify_private are settings of the settings file",
                 project_path.display()
             ))
             .hint(format!(
@@ -299,7 +299,7 @@ impl Settings {
         }
 
         // A running `aitk up` is used when no server is set, or when the server is its own address. In the second case
-        // a token from the user file does not apply, because it is for the user file's server.
+        // a token from the settings file does not apply, because it is for the settings file's server.
         let up_path = paths.up_state();
         if let Some(up) = UpState::read(&up_path)?
             && server
@@ -382,7 +382,7 @@ fn read_file(path: &Path) -> Result<FileSettings, Failure> {
     };
     parse_file(&text).map_err(|(line, problem)| {
         Failure::failed(format!("{}:{line}: {problem}", path.display()))
-            .hint("expected lines `server: URL`, `token_file: PATH`, `ca_file: PATH`; in the user file also `notify_url: URL` and `notify_private: true`")
+            .hint("expected lines `server: URL`, `token_file: PATH`, `ca_file: PATH`; in the settings file also `notify_url: URL` and `notify_private: true`")
     })
 }
 
@@ -625,7 +625,7 @@ mod tests {
 
         home.write("aitk.yaml", "notify_url: https://evil\n");
         let refused = home.resolve(&Flags::default()).unwrap_err();
-        assert!(refused.message.contains("settings of the user file"), "{refused}");
+        assert!(refused.message.contains("settings of the settings file"), "{refused}");
     }
 
     #[test]

@@ -31,7 +31,7 @@ const ENVIRONMENT: &str = "Environment:
   AITK_NOTIFY_URL  webhook that is called when a job has ended (--notify-url)
   AITK_LOG_LEVEL   error, warn, info, debug, trace
   NO_COLOR         no colours;  COLUMNS  width of tables
-Precedence: flag, environment, ./aitk.yaml, user file
+Precedence: flag, environment, ./aitk.yaml, settings file
 (~/.config/aitk/config.yaml), running `aitk up`. `aitk doctor` shows which one
 is used.";
 
@@ -223,7 +223,7 @@ pub enum Command {
         long_about = "Save a coordinator and a token for all commands of this user.\n\nThe token comes from standard input (or \
                       --token-file). A token from a coordinator with a certificate authority names that authority: no \
                       CA file is needed, and the token is not sent to any other server. Address and token are tested, \
-                      then saved: the address in the user file (~/.config/aitk/config.yaml), the token beside it with mode 0600."
+                      then saved: the address in the settings file (~/.config/aitk/config.yaml), the token beside it with mode 0600."
     )]
     Login(LoginArgs),
     /// Write a commented job file to start from

@@ -217,7 +217,7 @@ mod tests {
         }
         let lines = next_steps(here, Some(named("https://gpu.lab:7420")));
         assert!(
-            lines[0].contains("https://gpu.lab:7420, from user file /home/ada"),
+            lines[0].contains("https://gpu.lab:7420, from settings file /home/ada"),
             "{lines:?}"
         );
         assert_eq!(lines[2], "  aitk submit CONFIG --follow --server http://127.0.0.1:7431");

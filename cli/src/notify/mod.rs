@@ -23,10 +23,10 @@ pub struct Notify {
 }
 
 impl Notify {
-    /// Reads the settings from the flags, else the environment, else the user file.
+    /// Reads the settings from the flags, else the environment, else the settings file.
     ///
     /// # Errors
-    /// When the address is not allowed as a webhook, or the user file is wrong.
+    /// When the address is not allowed as a webhook, or the settings file is wrong.
     pub fn new(args: &NotifyArgs, paths: &Paths) -> Result<Self, Failure> {
         let setting = NotifyUrl::resolve(args.notify_url.as_deref(), &env, paths)?;
         let webhook = setting.map(|setting| {
@@ -88,4 +88,4 @@ impl Notify {
 }
 
 /// The hint for addresses of the user's own network.
-const ALLOW_PRIVATE_HINT: &str = "to allow http:// and addresses of your own network, set `notify_private: true` in the user file, or AITK_NOTIFY_PRIVATE=1";
+const ALLOW_PRIVATE_HINT: &str = "to allow http:// and addresses of your own network, set `notify_private: true` in the settings file, or AITK_NOTIFY_PRIVATE=1";

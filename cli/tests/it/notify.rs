@@ -94,7 +94,7 @@ async fn an_ended_job_is_posted_to_the_webhook_and_private_addresses_need_permis
         assert!(line.starts_with(&format!("cat ({id}) stopped")), "{line}");
         assert!(!body.to_string().contains("my_images"), "no config and no path: {body}");
     }
-    // `watch`, from the environment; and by the user file, which others must not read.
+    // `watch`, from the environment; and by the settings file, which others must not read.
     let env = [("AITK_NOTIFY_URL", url.as_str()), ALLOWED];
     assert_eq!(code(&cluster.aitk_with(&["watch", &id], &env).await), 143);
     assert_eq!(received.lock().unwrap().len(), 2);
@@ -119,7 +119,7 @@ async fn an_ended_job_is_posted_to_the_webhook_and_private_addresses_need_permis
     cluster.home.write("aitk.yaml", &format!("notify_url: {url}\n"));
     let project = cluster.aitk(&["watch", &id]).await;
     assert!(
-        code(&project) == 1 && err(&project).contains("settings of the user file"),
+        code(&project) == 1 && err(&project).contains("settings of the settings file"),
         "{}",
         err(&project)
     );

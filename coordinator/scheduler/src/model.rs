@@ -93,6 +93,7 @@ impl Quotas {
 /// What a job asks of the scheduler: its order in the queue, the devices that it may run on, and its limits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
+// Stored jobs have the names of the first version (`alone`, `wants`, `give_way`, …), so that old databases open.
 pub struct Requirements {
     /// Higher priorities start first.
     pub priority: i64,
