@@ -3,6 +3,7 @@
 
 mod conditions;
 mod phases;
+mod training;
 mod work;
 
 use super::device_factors::{CPU, GPU, GPU_GRANULARITY, Need, Phase};
@@ -18,22 +19,13 @@ use super::profile::MemoryProfile;
 use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes, sample_sizes};
 use super::shapes::ModelShapes;
-use super::walk::build::{
-    AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, TrainedTensor, Weights,
-};
+use super::walk::build::{AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, Weights};
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
 use serde_json::Value;
 
 /// The largest side of an image that a prediction considers.
 const MAX_SIDE: f64 = 65_536.0;
 const MAX_BATCH: f64 = 1e6;
-
-/// Float32 tensors of the size of the largest trained one while candle's operations update it.
-const GPU_STEP_COPIES: f64 = 6.0;
-
-/// Memory per byte of activations that are kept for the backward pass, if freed memory is returned at once: pages that hold a
-/// kept tensor stay. Otherwise the pages are used again, and kept activations need no more than their bytes.
-const GAPS_RETURNED: f64 = 1.15;
 
 /// Characters of a prompt for each token, and the tokens of the chat around it.
 const CHARACTERS_PER_TOKEN: f64 = 4.0;
@@ -447,226 +439,6 @@ impl<'a> Job<'a> {
             [batch, channels, (height / scale).floor(), (width / scale).floor()],
             false,
         )
-    }
-
-    /// The phases of a training, and the bytes that come and go.
-    fn training(&self, model: &Model, options: &MemoryOptions, backend: Backend) -> (Vec<Phase>, f64) {
-        let body = self.body;
-        let trained: Vec<TrainedTensor> = model.weights.iter().flat_map(|w| w.trained.iter().copied()).collect();
-        let count: f64 = trained.iter().map(|tensor| tensor.elements).sum();
-        let largest = 4.0 * trained.iter().map(|tensor| tensor.elements).fold(0.0, f64::max);
-        let state: f64 = trained
-            .iter()
-            .map(|tensor| self.optimizer.state_bytes(tensor.elements, tensor.means))
-            .sum();
-        let ema = if flag(body, "/train/ema_config/use_ema") {
-            4.0 * count
-        } else {
-            0.0
-        };
-        // A model's own trained weights are counted with their component.
-        let weights = if self.is_full { 0.0 } else { 4.0 * count };
-        let held = weights + state + ema;
-
-        let accumulation = number(body, "/train/gradient_accumulation").unwrap_or(1.0);
-        let legacy = body
-            .pointer("/train/gradient_accumulation_steps")
-            .and_then(Value::as_f64)
-            .unwrap_or(1.0);
-        let accumulates = accumulation > 1.0 || legacy != 1.0;
-        let fused = options.fused_backward && self.is_full && self.optimizer.is_separable && !accumulates;
-        let clips = number(body, "/train/max_grad_norm").unwrap_or(1.0) > 0.0 && self.optimizer.clips;
-        let clipped = if clips { largest } else { 0.0 };
-
-        let data = self.data();
-        let checkpointed = self.is_checkpointed(options);
-        let step = self.step(model, backend, fused, checkpointed, &data);
-        // Kept activations fill whole pages, which are freed as a whole. The allocator keeps free memory between the tensors that
-        // come and go within a block, which are those of gradient checkpointing.
-        let block = match checkpointed || !backend.is_cpu() {
-            true => step,
-            false => self.step(model, backend, fused, true, &data),
-        };
-        let gradients = step.gradients;
-        let step_copies = match backend.is_cpu() {
-            true => self.optimizer.step_copies,
-            false => self.optimizer.step_copies.max(GPU_STEP_COPIES),
-        };
-        let update = clipped + step_copies * largest;
-        let gaps = match backend.is_cpu() && !checkpointed && options.pages_returned {
-            true => GAPS_RETURNED,
-            false => 1.0,
-        };
-        let activations = (step.peak - gradients) * gaps;
-        let phase = |more: f64, transient: f64| Phase {
-            held: held + more,
-            transient,
-        };
-        let mut phases = vec![match (fused, accumulates) {
-            (true, _) => phase(0.0, step.peak.max(largest + update)),
-            (false, false) => phase(gradients, activations.max(update)),
-            // The sums of earlier micro-batches. A sum is a new tensor.
-            (false, true) => phase(2.0 * gradients, activations.max(largest)),
-        }];
-        if !fused {
-            phases.push(phase(gradients, update));
-        }
-        let encode = data
-            .iter()
-            .map(|batch| self.encoding(model, options, backend, batch.size));
-        let sums = if accumulates { gradients } else { 0.0 };
-        phases.push(phase(sums, encode.fold(0.0, f64::max)));
-        let samples = sample_sizes(body, self.multiple());
-        if !samples.is_empty() {
-            phases.push(phase(ema, self.images(model, options, backend, &samples)));
-        }
-        let others = phases.iter().skip(1).map(|phase| phase.transient);
-        let first = match checkpointed {
-            true => phases[0].transient,
-            false => (block.peak - gradients).max(update),
-        };
-        let mut recycled = others.fold(block.forward.max(first), f64::max);
-        if backend.is_cpu() {
-            let saving = self.saving(model, count, largest);
-            phases.push(phase(ema, saving));
-            // Whole files are made of many small tensors; a model is saved tensor by tensor at the end.
-            if !self.is_full {
-                recycled = recycled.max(saving);
-            }
-        }
-        (phases, recycled)
-    }
-
-    /// What a save needs besides the tensors.
-    fn saving(&self, model: &Model, count: f64, largest: f64) -> f64 {
-        let width = dtype_bytes(text(self.body, "/save/dtype").or(Some("float16")));
-        let converted = if width < 4.0 { width } else { 0.0 };
-        if self.is_full {
-            // A tensor at a time. One that is not trained is read from its file: its bytes, a tensor, and that in the dtype of
-            // the save.
-            let weights = match self.shapes.has_transformer() {
-                true => &model.weights[1..2],
-                false => &model.weights[..],
-            };
-            let frozen = weights.iter().map(|weights| weights.largest_frozen).fold(0.0, f64::max);
-            let read = if width < 4.0 { 8.0 + width } else { 4.0 };
-            return largest.max(frozen * read);
-        }
-        // The bytes of the file exist twice: first without its hashes.
-        (count * (converted + 2.0 * width)).max(largest)
-    }
-
-    fn is_checkpointed(&self, options: &MemoryOptions) -> bool {
-        let configured = self
-            .body
-            .pointer("/train/gradient_checkpointing")
-            .and_then(Value::as_bool);
-        options.gradient_checkpointing || configured.unwrap_or(true)
-    }
-
-    /// A forward and a backward pass.
-    fn step(&self, model: &Model, backend: Backend, fused: bool, checkpointed: bool, data: &[DataBatch]) -> Step {
-        let trains_text = self.trains()[1];
-        let mut peak: f64 = if trains_text {
-            0.0
-        } else {
-            self.text_pass(model, backend, CAPTION_TOKENS)
-        };
-        let (mut all_gradients, mut all_forward, mut flops): (f64, f64, f64) = (0.0, peak, 0.0);
-        let gradient_width = if self.is_full { backend.width } else { 4.0 };
-        for batch in data {
-            let walk = Walk::new(backend);
-            let latents = self.latents(&walk, model, batch.size, batch.items);
-            // The noise, the noisy latents and the target.
-            let drawn = [0; 3].map(|_| walk.tensor(latents.dims(), false));
-            let conditions = (!trains_text).then(|| self.conditions(&walk, batch.items, &latents, CAPTION_TOKENS));
-            let gradients = walk.forward_backward(fused, || {
-                let conditions = conditions
-                    .clone()
-                    .unwrap_or_else(|| self.trained_conditions(&walk, model, &latents, checkpointed));
-                let predicted = model.denoiser.forward(&walk, &latents, &conditions, checkpointed);
-                all_forward = all_forward.max(walk.peak());
-                predicted.unwrap_or_else(|| latents.clone())
-            });
-            all_gradients = all_gradients.max(
-                gradients
-                    .values()
-                    .map(|gradient| gradient.dims().iter().product::<f64>() * gradient_width)
-                    .sum(),
-            );
-            drop(drawn);
-            peak = peak.max(walk.peak());
-            flops = flops.max(walk.flops());
-        }
-        Step {
-            forward: all_forward,
-            peak,
-            gradients: all_gradients,
-            flops,
-        }
-    }
-
-    /// The batches of the data sets: those that were seen, or else squares of the resolutions.
-    fn data(&self) -> Vec<DataBatch> {
-        if !self.batches.is_empty() {
-            let side = |side: u32| f64::from(side).clamp(1.0, MAX_SIDE);
-            let batches = self.batches.iter().map(|batch| DataBatch {
-                size: [side(batch.height), side(batch.width)],
-                items: f64::from(batch.images).clamp(1.0, MAX_BATCH),
-            });
-            return batches.collect();
-        }
-        let usual = number(self.body, "/train/batch_size").unwrap_or(1.0);
-        let datasets = self.body.get("datasets").and_then(Value::as_array);
-        let batches = datasets.into_iter().flatten().map(|set| {
-            let side = super::json::largest(set.get("resolution"));
-            DataBatch {
-                size: [side.filter(|side| *side > 0.0).unwrap_or(512.0).min(MAX_SIDE); 2],
-                items: number(set, "/batch_size").unwrap_or(usual).clamp(1.0, MAX_BATCH),
-            }
-        });
-        let mut batches: Vec<DataBatch> = batches.collect();
-        // Those with the most pixels at once, and the largest image.
-        batches.sort_by(|a, b| (b.items * b.pixels()).total_cmp(&(a.items * a.pixels())));
-        let largest = batches.iter().copied().max_by(|a, b| a.pixels().total_cmp(&b.pixels()));
-        batches.truncate(1);
-        batches.extend(largest);
-        if batches.is_empty() {
-            batches.push(DataBatch {
-                size: [512.0; 2],
-                items: usual.clamp(1.0, MAX_BATCH),
-            });
-        }
-        batches.dedup();
-        batches
-    }
-}
-
-/// The bytes of a training step.
-#[derive(Clone, Copy, Debug)]
-struct Step {
-    /// The peak of the forward pass.
-    forward: f64,
-    /// The peak of both passes.
-    peak: f64,
-    /// All gradients.
-    gradients: f64,
-    /// The FLOPs of both passes, of the largest batch.
-    flops: f64,
-}
-
-/// Images of one size that are trained together.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct DataBatch {
-    /// Height and width in pixels.
-    size: [f64; 2],
-    items: f64,
-}
-
-impl DataBatch {
-    /// Pixels of an image.
-    fn pixels(&self) -> f64 {
-        self.size[0] * self.size[1]
     }
 }
 

@@ -7,6 +7,7 @@ use crate::families::{self, LoadOptions, Model};
 use crate::models::flux::single_file::{config_of, with_diffusers_names};
 use crate::nn::{LayerMut, VisitLayers};
 use crate::rng::TorchGenerator;
+use crate::testing::single_files::damaged;
 use crate::testing::{fixtures, flux_files, gap};
 use crate::weights::{Index, TrainableFilter, Weight};
 use aitk_common::job::arch::ArchName;
@@ -233,48 +234,7 @@ fn damaged_files_are_refused_with_the_tensor() {
     ] {
         let bytes = std::fs::read(flux_files().join(file)).unwrap();
         for _ in 0..60 {
-            let mut touched = String::new();
-            let kind = random(6);
-            let mut damaged = with_header(&bytes, |header| {
-                let names: Vec<String> = header.keys().filter(|name| *name != "__metadata__").cloned().collect();
-                touched.clone_from(&names[random(names.len())]);
-                let entry = header[&touched].clone();
-                let shape: Vec<u64> = entry["shape"]
-                    .as_array()
-                    .unwrap()
-                    .iter()
-                    .map(|side| side.as_u64().unwrap())
-                    .collect();
-                match kind {
-                    // Renamed to something near.
-                    0 => {
-                        header.remove(&touched);
-                        let near = touched.replace(".0.", &format!(".{}.", 1 + random(1 << 40)));
-                        header.insert(format!("{near}x"), entry);
-                    }
-                    // Other shapes with as many elements.
-                    1 => header[&touched]["shape"] = shape.iter().copied().rev().chain([1]).collect(),
-                    2 => header[&touched]["shape"] = Value::from(vec![shape.iter().product::<u64>()]),
-                    3 => header[&touched]["shape"] = Value::from(vec![1, shape.iter().product::<u64>(), 1, 1]),
-                    // Another type with as many bytes.
-                    4 => {
-                        let other = match entry["dtype"].as_str().unwrap() {
-                            "F8_E4M3" => "I8",
-                            "F16" | "BF16" => "I16",
-                            _ => "I32",
-                        };
-                        header[&touched]["dtype"] = other.into();
-                    }
-                    // No elements, and sides whose product exceeds 64 bits.
-                    _ => {
-                        header[&touched]["shape"] = Value::from(vec![0_u64, 1 << 40, 1 << 40]);
-                        header[&touched]["data_offsets"] = Value::from(vec![0, 0]);
-                    }
-                }
-            });
-            if random(4) == 0 {
-                damaged.truncate(8 + random(damaged.len() - 8));
-            }
+            let (damaged, damage) = damaged(&bytes, &mut random);
             std::fs::write(&path, damaged).unwrap();
             // Every number of the file can be read, or the error says where it cannot.
             let options = LoadOptions {
@@ -286,19 +246,17 @@ fn damaged_files_are_refused_with_the_tensor() {
                 .map_err(|error| error.to_string());
             if let Err(message) = full {
                 assert!(message.len() < 1000, "{message}");
-                assert!(
-                    message.contains("model.safetensors"),
-                    "{file}, {kind}, {touched}: {message}"
-                );
+                assert!(message.contains("model.safetensors"), "{file}, {damage:?}: {message}");
                 messages += 1;
             } else {
-                let is_unused =
-                    touched.contains("logit_scale") || touched.contains("scale_input") || touched == "scaled_fp8";
+                let (tensor, kind) = (&damage.tensor, damage.kind);
+                let unused = ["logit_scale", "scale_input"];
+                let is_unused = unused.iter().any(|part| tensor.contains(part)) || tensor == "scaled_fp8";
                 // A scale of another shape of one element is the same scale.
-                let is_unused = is_unused || touched.ends_with("scale_weight") && (1..4).contains(&kind);
+                let is_scale = tensor.ends_with("scale_weight") && (1..4).contains(&kind);
                 assert!(
-                    is_unused || kind == 2 && shape_is_flat(&bytes, &touched),
-                    "{file}, {kind}, {touched}: no error"
+                    is_unused || is_scale || kind == 2 && damage.was_flat,
+                    "{file}, {damage:?}: no error"
                 );
             }
         }
@@ -371,15 +329,6 @@ fn damaged_headers_of_gguf_files_are_refused() {
         }
     }
     assert!(refused > 30, "{refused}");
-}
-
-/// Whether a tensor has one dimension, or none.
-fn shape_is_flat(bytes: &[u8], name: &str) -> bool {
-    let mut is_flat = false;
-    with_header(bytes, |header| {
-        is_flat = header[name]["shape"].as_array().unwrap().len() < 2
-    });
-    is_flat
 }
 
 #[test]
