@@ -114,7 +114,7 @@ pub struct Config {
     /// The exporter for the spans of attempts.
     pub traces: Traces,
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of other users may use this worker's
-    /// `HF_TOKEN`. Jobs that run in place may always use it.
+    /// token (`HF_TOKEN`, or that of `hf auth login`). Jobs that run in place may always use it.
     pub hub_allow: Vec<String>,
     /// A folder with Hugging Face tokens of the cluster's users, in files `USER/NAME` that only the owner can read. A
     /// job may name a token of its own user (`cluster.hub_token`). `None`: no job may.

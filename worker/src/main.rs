@@ -150,7 +150,8 @@ struct Daemon {
     /// The most extra time at shutdown for checkpoints that are still being uploaded, such as 15m.
     #[arg(long = "upload-patience", env = "AITK_UPLOAD_PATIENCE", value_name = "UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
     upload_timeout: Duration,
-    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of other users may use this worker's HF_TOKEN.
+    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of other users may use this worker's token of it
+    /// (HF_TOKEN, or that of `hf auth login`).
     /// May be repeated; separated by commas in the variable. Default: none, so that jobs get only public models.
     #[arg(
         long = "hub-allow",

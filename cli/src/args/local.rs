@@ -87,8 +87,8 @@ pub struct UpArgs {
           default_missing_value = "true", default_value = "false", require_equals = true, value_name = "BOOL",
           hide_default_value = true, hide_possible_values = true)]
     pub require_sandbox: bool,
-    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs may use this machine's HF_TOKEN; may be given
-    /// several times
+    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs may use this machine's token of it (HF_TOKEN,
+    /// or that of `hf auth login`); may be given several times
     #[arg(long, env = "AITK_HUB_ALLOW", value_name = "REPOSITORY", value_delimiter = ',')]
     pub hub_allow: Vec<String>,
     /// Folder with the users' Hugging Face tokens, in files USER/NAME with mode 0600

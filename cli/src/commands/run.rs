@@ -17,6 +17,7 @@ use crate::trace::SubmitSpan;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
+use aitk_common::fsutil;
 use aitk_common::job::LoadedJob;
 use aitk_common::job::change::Change;
 use aitk_common::job::cluster::{ClusterConfig, Labels};
@@ -146,12 +147,13 @@ pub async fn run_embedded(
     // There is no other machine for a retry; the user sees the failure and runs the command again.
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
-    // Models stay when the private folder goes.
-    let hub_folder = Some(paths.cache.join("hub"));
+    // Models stay when the private folder goes. Some were fetched with the user's token, so that nobody else may read them.
+    let hub_folder = paths.cache.join("hub");
+    fsutil::create_private_dir(&hub_folder).map_err(|error| Failure::failed(error.to_string()))?;
     let mut local = EmbeddedCluster::start(
         coordinator,
         Some(&worker_dir),
-        hub_folder,
+        Some(hub_folder),
         None,
         devices.clone(),
         None,

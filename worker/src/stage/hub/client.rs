@@ -5,7 +5,7 @@ use reqwest::{Client, StatusCode};
 use std::sync::OnceLock;
 
 /// The hint for models that are not public.
-const PRIVATE_MODEL_HINT: &str = "A private or gated model needs a token. A worker uses its own HF_TOKEN for jobs that run in place \
+const PRIVATE_MODEL_HINT: &str = "A private or gated model needs a token. A worker uses its own (HF_TOKEN, or that of `hf auth login`) for jobs that run in place \
                                   (`aitk run`), and for other jobs only if its owner lists the repository (--hub-allow, \
                                   AITK_HUB_ALLOW); otherwise the job names a token of its user that the worker keeps \
                                   (`cluster.hub_token`). You can also download the model and give its folder";
