@@ -1,5 +1,5 @@
 //! The worker's data folder: its layout, its lock, and the removal of what a killed daemon left.
-//! `docs/files.md` lists what lies in it.
+//! `docs/files-on-disk.md` lists what lies in it.
 
 use crate::uncommitted::UncommittedCheckpoints;
 use aitk_common::fsutil::{self, FsError};

@@ -1,4 +1,4 @@
-//! Prometheus metrics, liveness and readiness. docs/metrics.md describes them.
+//! Prometheus metrics, liveness and readiness. docs/monitoring.md describes them.
 
 mod http;
 

@@ -1,4 +1,4 @@
-//! Finds the images of a data set (docs/data.md).
+//! Finds the images of a data set (docs/validation.md).
 
 use super::allowed_paths::AllowedPaths;
 use crate::error::{EngineError, Result};
