@@ -1,6 +1,6 @@
 //! The training process: `sd_trainer`, `diffusion_trainer`.
 //!
-//! Run folder, names and resuming are ai-toolkit's (docs/files-on-disk.md), with these differences: saves are atomic, the resume point is chosen by step, and an optimizer's state is used only with its weights. Exact states are
+//! Run folder, names and resuming are ai-toolkit's (docs/run-folder.md), with these differences: saves are atomic, the resume point is chosen by step, and an optimizer's state is used only with its weights. Exact states are
 //! in `<run folder>/.aitk/checkpoints`.
 
 mod data;

@@ -1,4 +1,4 @@
-//! The run folder (docs/files-on-disk.md): file names, the lock, retention.
+//! The run folder (docs/run-folder.md): file names, the lock, retention.
 
 use super::super::context::Context;
 use super::save_files::files_in_save;
