@@ -1,4 +1,4 @@
-//! Finds the images of a data set (docs/validation.md).
+//! Finds the images of a data set (docs/datasets.md).
 
 use super::allowed_paths::AllowedPaths;
 use crate::error::{EngineError, Result};

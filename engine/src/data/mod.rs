@@ -1,6 +1,6 @@
 //! Training data: images, captions, buckets, masks, control images, batches, and the caches of latents and captions on disk.
 //!
-//! It reads data sets as ai-toolkit does (docs/validation.md); docs/randomness.md describes the random numbers.
+//! It reads data sets as ai-toolkit does (docs/datasets.md); docs/randomness.md describes the random numbers.
 
 mod allowed_paths;
 mod bucket;
