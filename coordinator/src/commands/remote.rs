@@ -59,7 +59,7 @@ impl RemoteArgs {
         };
         let loopback = ["http://127.", "http://localhost", "http://[::1]"];
         match plain.filter(|address| loopback.iter().any(|prefix| address.starts_with(prefix))) {
-            Some(address) => format!("{address} (on this machine; others need TLS, see docs/coordinator.md)"),
+            Some(address) => format!("{address} (on this machine; others need TLS, see docs/network.md)"),
             None => self.remote_address(),
         }
     }
