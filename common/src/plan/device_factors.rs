@@ -22,7 +22,7 @@ pub(super) struct DeviceFactors {
     margin: f64,
 }
 
-/// Fitted to measurements (docs/memory.md).
+/// Fitted to measurements (docs/memory-measurements.md).
 pub(super) const CPU: DeviceFactors = DeviceFactors {
     base: 0.056 * GIB,
     weights: 1.08,

@@ -1,4 +1,4 @@
-//! Predictions against measurements of real runs (docs/memory.md).
+//! Predictions against measurements of real runs (docs/memory-measurements.md).
 
 use super::*;
 use crate::plan::parameter_counts::CompactWeights;
@@ -174,7 +174,7 @@ fn generation_gib(model: &Value, side: u32, counts: Option<ParameterCounts>) -> 
     MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
 }
 
-/// Measured values from docs/memory.md.
+/// Measured values from docs/memory-measurements.md.
 #[test]
 fn generation_memory_is_predicted_within_the_measured_range() {
     let unet = json!({"quantize": true, "quantize_te": false, "qtype": "int8"});
@@ -252,7 +252,7 @@ fn weights_quantised_in_their_file_stay_quantised() {
     assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
 }
 
-/// Measured values of LoRAs of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
+/// Measured values of LoRAs of Stable Diffusion 1.5 on a CPU, from docs/memory-measurements.md.
 #[test]
 fn lora_memory_is_predicted_within_the_measured_range() {
     let half = Some(ParameterCounts {
@@ -292,7 +292,7 @@ fn lora_memory_is_predicted_within_the_measured_range() {
     }
 }
 
-/// Measured values of full fine-tunes of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
+/// Measured values of full fine-tunes of Stable Diffusion 1.5 on a CPU, from docs/memory-measurements.md.
 #[test]
 fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
     let half = Some(ParameterCounts {
