@@ -9,6 +9,8 @@ const INTRODUCTION: &str = "# The `aitk` command line
 
 <!-- Made from the program: `AITK_UPDATE_GOLDEN=1 cargo test -p aitk docs`. Do not edit. -->
 
+This page is for everyone who uses `aitk` or writes scripts with it: every command, every option, and the exit codes.
+
 Results and the log of a job (with its warnings) go to standard output. Progress, notices, warnings and errors of `aitk` itself go to
 standard error. On a terminal, lists are tables that fit its width; in a pipe the same columns are separated by tabs, and nothing is
 shortened (unless `COLUMNS` is set). Without a terminal there are no progress bars, only a plain line every few seconds.

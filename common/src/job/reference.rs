@@ -21,7 +21,7 @@ use std::fmt::Write as _;
 const INTRODUCTION: &str = "\
 # Config keys
 
-Every key of a job config, its default, and what this release does with it. This file is generated from the
+This page is for people who write job configs: every key, its default, and what this release does with it. It is generated from the
 declarations in `common/src/job`; change those and run
 `AITK_UPDATE_GOLDEN=1 cargo test -p aitk-common config_keys`.
 
