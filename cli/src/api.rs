@@ -4,7 +4,7 @@ use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::format::printable;
 use crate::settings::{Origin, Settings, TokenSource};
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, SubmissionReceipt, WorkerView,
 };
 use aitk_common::id::JobId;
@@ -574,7 +574,7 @@ pub(crate) fn read_token(path: &std::path::Path) -> Result<String, Failure> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use aitk_common::control::{JobState, UnixMillis};
+    use aitk_common::control_plane::{JobState, UnixMillis};
 
     pub(crate) fn job(id: &str, name: &str, state: JobState, created: u64) -> JobView {
         JobView {

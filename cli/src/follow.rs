@@ -3,12 +3,12 @@
 use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::Failure;
+use crate::output::ProgressIndicator;
 use crate::output::format::{parse_since, printable, size};
 use crate::output::progress::JobProgress;
-use crate::output::ui::ProgressIndicator;
 use crate::output::{Format, Ui};
 use crate::views::{device, event_json, job_exit, timestamp};
-use aitk_common::control::{AttemptState, EventBody, JobEvent, JobState, JobView};
+use aitk_common::control_plane::{AttemptState, EventBody, JobEvent, JobState, JobView};
 use aitk_common::step_metrics::step_line;
 use futures::{Stream, StreamExt};
 use std::collections::VecDeque;
@@ -523,7 +523,7 @@ impl LogFilter {
 mod tests {
     use super::*;
     use aitk_common::capability::{DeviceKind, DeviceRef};
-    use aitk_common::control::UnixMillis;
+    use aitk_common::control_plane::UnixMillis;
 
     fn log(cursor: u64, level: &str, message: &str) -> JobEvent {
         let body = EventBody::Log {

@@ -3,7 +3,7 @@
 use crate::context::env;
 use crate::failure::Failure;
 use crate::paths::expand;
-use aitk_common::control::MAX_CONFIG_BYTES;
+use aitk_common::control_plane::MAX_CONFIG_BYTES;
 use aitk_common::fsutil::regular;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;

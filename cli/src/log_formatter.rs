@@ -6,7 +6,7 @@
 use crate::follow::{log_line, notice_without_repetition};
 use crate::output::format::{fold, printable};
 use crate::views::timestamp;
-use aitk_common::control::{EventBody, JobEvent, JobState};
+use aitk_common::control_plane::{EventBody, JobEvent, JobState};
 use aitk_common::step_metrics::step_line;
 use jiff::Timestamp;
 use jiff::civil::Date;
@@ -152,7 +152,7 @@ fn event_text(body: &EventBody, total: Option<u64>, last_failure: &mut String) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aitk_common::control::UnixMillis;
+    use aitk_common::control_plane::UnixMillis;
     use std::collections::BTreeMap;
     use unicode_width::UnicodeWidthStr;
 

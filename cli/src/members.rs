@@ -9,7 +9,7 @@ use crate::output::format::printable;
 use crate::output::progress::JobProgress;
 use crate::output::{Format, ProgressIndicator, Ui};
 use crate::views::{event_json, job_detail, job_exit, job_json};
-use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
+use aitk_common::control_plane::{EventBody, JobEvent, JobState, JobView};
 use aitk_common::id::JobId;
 use futures::{Stream, StreamExt, stream};
 use std::collections::BTreeMap;
@@ -317,7 +317,7 @@ fn events<'a>(
 mod tests {
     use super::*;
     use crate::api::tests::job;
-    use aitk_common::control::{ArrayCounts, ArrayView, Progress};
+    use aitk_common::control_plane::{ArrayCounts, ArrayView, Progress};
 
     fn member(index: u32, state: JobState) -> JobView {
         let mut member = job(&format!("a-{index}"), "a", state, 0);

@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::output::format::printable;
-use aitk_common::control::MAX_ARRAY_MEMBERS;
+use aitk_common::control_plane::MAX_ARRAY_MEMBERS;
 use aitk_common::job::change::Change;
 
 /// With a longer suffix the members are numbered instead.

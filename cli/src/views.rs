@@ -5,7 +5,7 @@ use crate::exit::Exit;
 use crate::output::format::{ago, duration, gib, number, rate, rfc3339, size};
 use crate::output::{Column, Table};
 use aitk_common::capability::DeviceRef;
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Artifact, AttemptState, JobEvent, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView,
 };
 use jiff::Timestamp;
@@ -342,7 +342,7 @@ mod tests {
     use crate::api::tests::job;
     use aitk_common::capability::{Device, DeviceKind};
     use aitk_common::confinement::{Confinement, Protection};
-    use aitk_common::control::{AttemptView, EventBody, Progress};
+    use aitk_common::control_plane::{AttemptView, EventBody, Progress};
     use aitk_common::id::{AttemptId, Epoch, JobId, WorkerId};
     use aitk_common::plan::profile::MemoryProfile;
     use unicode_width::UnicodeWidthStr;
@@ -408,6 +408,7 @@ mod tests {
             dtypes: vec![],
             attention: vec![],
             profile: MemoryProfile::FullGpu,
+            gflops: 0,
         };
         let worker = WorkerView {
             id: WorkerId::new("w1"),

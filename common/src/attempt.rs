@@ -80,7 +80,7 @@ pub enum ChildEvent {
         /// The step they belong to.
         step: u64,
         /// Name -> value. Non-finite values are written as text: `"NaN"`, `"inf"`.
-        #[serde(with = "crate::control::non_finite")]
+        #[serde(with = "crate::control_plane::non_finite")]
         values: BTreeMap<String, f64>,
     },
     /// A line for the log.

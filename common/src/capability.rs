@@ -71,4 +71,8 @@ pub struct Device {
     pub attention: Vec<String>,
     /// The default memory profile of tasks that request none.
     pub profile: MemoryProfile,
+    /// Matrix products in the fastest of these dtypes, measured when the worker starts: billions of floating-point operations per
+    /// second. 0: not measured.
+    #[serde(default)]
+    pub gflops: u64,
 }

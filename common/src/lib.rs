@@ -9,7 +9,7 @@ pub mod backoff;
 pub mod capability;
 pub mod checkpoint;
 pub mod confinement;
-pub mod control;
+pub mod control_plane;
 pub mod fsutil;
 pub mod gguf;
 pub mod hash;

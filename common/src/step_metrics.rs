@@ -3,7 +3,7 @@
 //! A run that resumes from a checkpoint repeats steps. The line of a repeated step replaces the earlier lines of that step and of
 //! all later ones.
 
-use crate::control::non_finite;
+use crate::control_plane::non_finite;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read};

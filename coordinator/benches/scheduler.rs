@@ -12,7 +12,7 @@
 
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
-use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, Registration, UnixMillis};
+use aitk_common::control_plane::{HeldAttempt, PROTOCOL_VERSION, Registration, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
@@ -107,6 +107,7 @@ fn worker(number: u64) -> Event {
         dtypes: Vec::new(),
         attention: Vec::new(),
         profile: MemoryProfile::FullGpu,
+        gflops: 0,
     };
     let id = WorkerId::new(format!("w{number}"));
     Event::WorkerRegistered {

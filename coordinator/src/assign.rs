@@ -4,7 +4,7 @@
 use crate::error_chain::error_chain;
 use crate::payloads::Payloads;
 use crate::store::{Store, StoreError};
-use aitk_common::control::{Assignment, ToWorker};
+use aitk_common::control_plane::{Assignment, ToWorker};
 use aitk_common::id::{AttemptId, UserName};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};

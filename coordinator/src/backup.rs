@@ -3,7 +3,7 @@
 use crate::data_folder::{self, DataFolderError};
 use crate::server::DATABASE;
 use crate::store::{BackupCounts, BackupError, DatabaseUrl, SqlStore, Store};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::fsutil;
 use futures::future::BoxFuture;
 use std::fs::File;

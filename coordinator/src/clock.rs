@@ -1,6 +1,6 @@
 //! Time for leases and expiry dates.
 
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// A clock that never goes backwards during the life of the process.

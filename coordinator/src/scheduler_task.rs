@@ -15,7 +15,7 @@ use crate::spans::Spans;
 use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
 use aitk_common::backoff::Backoff;
-use aitk_common::control::ToWorker;
+use aitk_common::control_plane::ToWorker;
 use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
 use handle::{EventBroadcaster, Input, ReplySender};
 use std::collections::HashMap;
@@ -134,7 +134,7 @@ impl SchedulerTask {
                     queries.push(query);
                     continue;
                 }
-                Input::Stored(sender) => {
+                Input::WaitUntilStored(sender) => {
                     waiting.push(sender);
                     continue;
                 }

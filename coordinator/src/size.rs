@@ -1,6 +1,6 @@
 //! Size limits of jobs: every message that is later made of a job must fit into the message limit.
 
-use aitk_common::control::Submission;
+use aitk_common::control_plane::Submission;
 use aitk_common::hash::ContentHash;
 use aitk_proto::MAX_MESSAGE_BYTES;
 use std::collections::BTreeMap;

@@ -4,7 +4,7 @@
 //! Ids are derived (`aitk_common::telemetry::context`), so no span is held in memory, and a job's spans fit together
 //! even if its coordinator was killed in between or another one took over.
 
-use aitk_common::control::{AttemptState, AttemptView, EventBody, JobEvent, JobState, UnixMillis};
+use aitk_common::control_plane::{AttemptState, AttemptView, EventBody, JobEvent, JobState, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use aitk_common::telemetry::context::{SpanId, TraceContext, TraceId};
 use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};

@@ -1,6 +1,6 @@
 //! Parses and validates submitted jobs.
 
-use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
+use aitk_common::control_plane::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::job::cluster::{Split, TimeSpan};

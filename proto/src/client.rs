@@ -7,7 +7,7 @@ use crate::v1::blobs_client::BlobsClient;
 use crate::v1::jobs_client::JobsClient;
 use crate::v1::workers_client::WorkersClient;
 use crate::{MAX_MESSAGE_BYTES, PROTOCOL_HEADER};
-use aitk_common::control::PROTOCOL_VERSION;
+use aitk_common::control_plane::PROTOCOL_VERSION;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::join;
 use std::net::IpAddr;

@@ -1,7 +1,7 @@
 //! The wire protocol of aitk: code generated from `proto/aitk/v1/aitk.proto`, conversions between wire and domain types, and the
 //! client of workers and the command line.
 //!
-//! Domain types are in `aitk_common::control`. `wire.try_into()` fails with a [`ConvertError`] that names the field;
+//! Domain types are in `aitk_common::control_plane`. `wire.try_into()` fails with a [`ConvertError`] that names the field;
 //! `domain.into()` cannot fail. Callers convert wire types at once and do not pass them on.
 
 pub mod client;

@@ -4,7 +4,7 @@
 //! and does not make them again. A worker that keeps a checkpoint must therefore know which of these files it
 //! has not announced yet, even after it was killed.
 
-use aitk_common::control::Artifact;
+use aitk_common::control_plane::Artifact;
 use aitk_common::fsutil::{self, FsError};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};

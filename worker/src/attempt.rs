@@ -14,7 +14,7 @@ use crate::trace::{AttemptTrace, trace_id_of};
 use crate::upload::{self, ResultItem};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::{Artifact, Assignment, Progress, Report};
+use aitk_common::control_plane::{Artifact, Assignment, Progress, Report};
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::job::JobSpec;
 use futures::FutureExt;

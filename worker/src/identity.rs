@@ -5,7 +5,7 @@
 //! answer; so a clock that is an hour off does no harm.
 
 use crate::join_calls::{JoinError, retry_unavailable, with_timeout};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::fsutil;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};

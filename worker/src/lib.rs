@@ -40,7 +40,7 @@ mod upload;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
-use aitk_common::control::Assignment;
+use aitk_common::control_plane::Assignment;
 use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use data_folder::DataFolderError;

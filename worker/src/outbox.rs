@@ -7,7 +7,7 @@
 //! their number is bounded, because each sender waits for its answer.
 
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{Artifact, HeldAttempt, Report, ToCoordinator, UnixMillis};
+use aitk_common::control_plane::{Artifact, HeldAttempt, Report, ToCoordinator, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch};
 use std::collections::{BTreeMap, VecDeque};
@@ -300,7 +300,7 @@ impl AttemptQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aitk_common::control::Progress;
+    use aitk_common::control_plane::Progress;
     use proptest::prelude::*;
 
     fn held() -> HeldAttempt {

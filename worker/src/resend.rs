@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::outbox::Request;
 use crate::session::Reporter;
 use crate::upload::{hash_file, request_commit, stored_artifact};
-use aitk_common::control::OfferedCheckpoint;
+use aitk_common::control_plane::OfferedCheckpoint;
 use aitk_common::storage::{StorageError, checkpoints};
 use std::path::Path;
 use std::time::Duration;

@@ -5,7 +5,7 @@
 //! its phases from its events. The child's spans still have a service name of their own.
 
 use aitk_common::attempt::Outcome;
-use aitk_common::control::Assignment;
+use aitk_common::control_plane::Assignment;
 use aitk_common::telemetry::context::{SpanId, TraceContext, TraceId};
 use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};
 use serde::Deserialize;

@@ -10,7 +10,7 @@ use crate::announcement::{self, PendingAnnouncement};
 use crate::spec_file::SPEC_FILE;
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::checkpoint::Checkpoint;
-use aitk_common::control::{HeldAttempt, OfferedCheckpoint};
+use aitk_common::control_plane::{HeldAttempt, OfferedCheckpoint};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::id::AttemptId;
 use serde::{Deserialize, Serialize};
@@ -21,6 +21,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The most checkpoints that are stored; beyond that the oldest is removed.
 const MAX_STORED: usize = 32;
+// This name, and that of the folder `kept`, are those of the first version, so that old data folders open.
 const RECORD_FILE: &str = "kept.json";
 const CHECKPOINT_FOLDER: &str = "checkpoint";
 const ANNOUNCEMENTS_FOLDER: &str = "unsent";

@@ -12,7 +12,7 @@ use crate::pins::PinFolder;
 use crate::session::{Answer, Reporter};
 use crate::trace::AttemptTrace;
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::Artifact;
+use aitk_common::control_plane::Artifact;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{StorageError, checkpoints};
 use std::collections::VecDeque;

@@ -5,7 +5,7 @@ use clap::{Args, Subcommand, ValueEnum};
 /// `aitk bench`.
 #[derive(Args, Clone, Debug)]
 #[command(
-    after_help = "Examples:\n  aitk bench control\n  aitk bench control --json | jq .tasks_per_s",
+    after_help = "Examples:\n  aitk bench control\n  aitk bench control --json | jq .jobs_per_s",
     disable_help_subcommand = true
 )]
 pub struct BenchArgs {
@@ -20,9 +20,9 @@ pub enum BenchCommand {
     /// Measure a coordinator with simulated workers
     #[command(
         long_about = "Measure a coordinator with simulated workers.\n\nStarts a coordinator in a child process, on \
-                     loopback with TLS, and simulated workers, each with a connection, that finish their tasks at \
-                     once. All writes are durable before they are acknowledged. Shows tasks per second from \
-                     submission to finish, then the latency of single tasks while others wait, then the time of a \
+                     loopback with TLS, and simulated workers, each with a connection, that finish their jobs at \
+                     once. All writes are durable before they are acknowledged. Shows jobs per second from \
+                     submission to finish, then the latency of single jobs while others wait, then the time of a \
                      restart. The local data is removed at the end."
     )]
     Control(BenchControlArgs),
@@ -69,25 +69,25 @@ pub struct BenchEngineArgs {
 /// `aitk bench control`.
 #[derive(Args, Clone, Debug)]
 #[command(
-    after_help = "Examples:\n  aitk bench control --tasks 5000 --workers 50\n  aitk bench control --json > control.json\n  \
-                  aitk bench control --workers 1000 --beat 600\n  \
+    after_help = "Examples:\n  aitk bench control --jobs 5000 --workers 50\n  aitk bench control --json > control.json\n  \
+                  aitk bench control --workers 1000 --heartbeats 600\n  \
                   aitk bench control --store postgres --database postgres://aitk@localhost/bench"
 )]
 pub struct BenchControlArgs {
-    /// Tasks to submit as fast as the coordinator accepts them
-    #[arg(long, value_name = "N", default_value_t = 20_000, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000_000))]
-    pub tasks: usize,
+    /// Jobs to submit as fast as the coordinator accepts them
+    #[arg(long, alias = "tasks", value_name = "N", default_value_t = 20_000, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000_000))]
+    pub jobs: usize,
     /// Simulated workers, one device each
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000))]
     pub workers: usize,
-    /// Tasks that wait while the latency of single tasks is measured
+    /// Jobs that wait while the latency of single jobs is measured
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub waiting: usize,
     /// First send only heartbeats for this many seconds, and show the share of a CPU core that the coordinator uses for
     /// them
-    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
-    pub beat: u64,
-    /// Where the coordinator stores its tasks
+    #[arg(long, alias = "beat", value_name = "SECONDS", default_value_t = 0)]
+    pub heartbeats: u64,
+    /// Where the coordinator stores its jobs
     #[arg(long, value_enum, default_value_t = BenchStore::Sqlite)]
     pub store: BenchStore,
     /// Empty database for --store postgres: postgres://USER@HOST/NAME; its tables are not removed. The password is read
@@ -99,7 +99,7 @@ pub struct BenchControlArgs {
     pub json: bool,
 }
 
-/// Where the coordinator under test keeps its tasks.
+/// Where the coordinator under test keeps its jobs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum BenchStore {
     /// SQLite on a file system in memory, without the disk

@@ -2,7 +2,7 @@
 
 use super::NotifyArgs;
 use crate::output::format::parse_duration;
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use clap::Args;
 use std::num::NonZeroU32;
 use std::path::PathBuf;

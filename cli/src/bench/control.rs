@@ -10,7 +10,7 @@ use crate::embedded::PrivateFolder;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::format::size;
-use aitk_common::control::Submission;
+use aitk_common::control_plane::Submission;
 use aitk_common::id::JobId;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -24,8 +24,8 @@ use tokio::task::JoinSet;
 const CLIENTS: usize = 4;
 /// Number of concurrent calls on each connection.
 const CALLS_PER_CLIENT: usize = 32;
-/// Number of tasks that are submitted one by one to measure the latency.
-const LATENCY_TASKS: usize = 1000;
+/// Number of jobs that are submitted one by one to measure the latency.
+const LATENCY_JOBS: usize = 1000;
 /// The benchmark fails after this time without an event.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -52,7 +52,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     }
     let mut workers = SimulatedWorkers::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
 
-    let heartbeat_share = match args.beat {
+    let heartbeat_share = match args.heartbeats {
         0 => None,
         seconds => {
             ui.notice(&format!("only heartbeats for {seconds} s"));
@@ -61,19 +61,19 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     };
 
     ui.notice(&format!(
-        "submitting {} tasks as fast as the coordinator accepts them",
-        args.tasks
+        "submitting {} jobs as fast as the coordinator accepts them",
+        args.jobs
     ));
     let before = server.usage()?.cpu;
-    let elapsed = measure_throughput(&api, &mut workers, args.tasks).await?;
+    let elapsed = measure_throughput(&api, &mut workers, args.jobs).await?;
     let cpu = server.usage()?.cpu.saturating_sub(before);
 
     ui.notice(&format!(
-        "submitting {LATENCY_TASKS} tasks one after another while {} wait for a busy worker",
+        "submitting {LATENCY_JOBS} jobs one after another while {} wait for a busy worker",
         args.waiting
     ));
-    submit_all(&api, args.waiting, slow_task).await?;
-    let mut latency = measure_latency(&api[0], &mut workers, LATENCY_TASKS).await?;
+    submit_all(&api, args.waiting, slow_job).await?;
+    let mut latency = measure_latency(&api[0], &mut workers, LATENCY_JOBS).await?;
     let resident = server.usage()?.resident;
     drop(workers);
     drop(api);
@@ -81,17 +81,17 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     ui.notice("killing and restarting the coordinator");
     let restarted = server.restart().await?;
 
-    let per_second = args.tasks as f64 / elapsed.as_secs_f64();
+    let per_second = args.jobs as f64 / elapsed.as_secs_f64();
     let assign = Quantiles::of(&mut latency.assign);
     let finish_times = Quantiles::of(&mut latency.finish);
     if args.json {
         ui.json(&json!({
             "store": args.store.name(),
-            "tasks": args.tasks,
+            "jobs": args.jobs,
             "workers": args.workers,
             "waiting": args.waiting,
-            "beat_cpu_share": heartbeat_share,
-            "tasks_per_s": per_second,
+            "heartbeat_cpu_share": heartbeat_share,
+            "jobs_per_s": per_second,
             "seconds": elapsed.as_secs_f64(),
             "coordinator_cpu_s": cpu.as_secs_f64(),
             "assign_p50_ms": assign.p50,
@@ -108,12 +108,12 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         ui.data_lines([format!(
             "heartbeats             {:.1}% of a core   {workers} workers, {} s",
             share * 100.0,
-            args.beat
+            args.heartbeats
         )])?;
     }
     ui.data_lines([
         format!(
-            "tasks per second       {per_second:.0}   submit to finish, {} workers, TLS, store: {}",
+            "jobs per second        {per_second:.0}   submit to finish, {} workers, TLS, store: {}",
             args.workers,
             args.store.name()
         ),
@@ -123,7 +123,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             elapsed.as_secs_f64()
         ),
         format!(
-            "submit to assigned     {:.1} ms median, {:.1} ms p99   while {} tasks wait",
+            "submit to assigned     {:.1} ms median, {:.1} ms p99   while {} jobs wait",
             assign.p50, assign.p99, args.waiting
         ),
         format!(
@@ -132,9 +132,9 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         ),
         format!("coordinator's memory   {}", size(resident)),
         format!(
-            "restart                {:.2} s after SIGKILL, with {} tasks",
+            "restart                {:.2} s after SIGKILL, with {} jobs",
             restarted.ready_after.as_secs_f64(),
-            args.tasks + args.waiting + LATENCY_TASKS
+            args.jobs + args.waiting + LATENCY_JOBS
         ),
     ])?;
     Ok(Exit::Ok)
@@ -173,7 +173,7 @@ impl Quantiles {
     }
 }
 
-fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
+fn job(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
     let image = json!({
         "output_folder": "out", "model": { "name_or_path": "bench/none" }, "generate": { "prompts": ["a cat"] }
     });
@@ -195,16 +195,16 @@ fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
     }
 }
 
-fn quick_task() -> Submission {
-    task("quick", &BTreeMap::new())
+fn quick_job() -> Submission {
+    job("quick", &BTreeMap::new())
 }
 
-/// A task that only the slow worker can run.
-fn slow_task() -> Submission {
-    task(NEVER_ENDS, &BTreeMap::from([(SLOW_LABEL, NEVER_ENDS)]))
+/// A job that only the slow worker can run.
+fn slow_job() -> Submission {
+    job(NEVER_ENDS, &BTreeMap::from([(SLOW_LABEL, NEVER_ENDS)]))
 }
 
-/// Submits `count` tasks over all connections, and returns when all are stored.
+/// Submits `count` jobs over all connections, and returns when all are stored.
 async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Result<(), Failure> {
     let submitted_count = Arc::new(AtomicUsize::new(0));
     let mut calls = JoinSet::new();
@@ -243,7 +243,7 @@ async fn measure_heartbeats(
     Ok(cpu.as_secs_f64() / start.elapsed().as_secs_f64())
 }
 
-/// Measures the time from the first submission until the last task is stored as finished.
+/// Measures the time from the first submission until the last job is stored as finished.
 async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: usize) -> Result<Duration, Failure> {
     let start = Instant::now();
     let finish = async {
@@ -257,7 +257,7 @@ async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: 
         }
         Ok::<Instant, Failure>(last)
     };
-    let (submitted, last) = tokio::join!(submit_all(api, count, quick_task), finish);
+    let (submitted, last) = tokio::join!(submit_all(api, count, quick_job), finish);
     submitted?;
     Ok(last?.saturating_duration_since(start))
 }
@@ -267,7 +267,7 @@ struct Latency {
     finish: Vec<Duration>,
 }
 
-/// Submits tasks one after another, and measures the time until each is assigned and until it is stored as finished.
+/// Submits jobs one after another, and measures the time until each is assigned and until it is stored as finished.
 async fn measure_latency(api: &Api, workers: &mut SimulatedWorkers, count: usize) -> Result<Latency, Failure> {
     let mut latency = Latency {
         assign: Vec::with_capacity(count),
@@ -275,7 +275,7 @@ async fn measure_latency(api: &Api, workers: &mut SimulatedWorkers, count: usize
     };
     for _ in 0..count {
         let start = Instant::now();
-        let job: JobId = api.submit(quick_task()).await?.job;
+        let job: JobId = api.submit(quick_job()).await?.job;
         loop {
             match next_event(workers).await? {
                 WorkerEvent::Assigned(which, at) if which == job => {

@@ -26,8 +26,8 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         return list(context, args, &benchmarks);
     }
     if args.here {
-        let finding = measure_here(&benchmarks, args).await?;
-        ui.data(&json!(finding).to_string())?;
+        let result = measure_here(&benchmarks, args).await?;
+        ui.data(&json!(result).to_string())?;
         return Ok(Exit::Ok);
     }
     let devices = find_devices(args.device.as_deref()).await?;
@@ -39,7 +39,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         device.name, device.architecture
     ));
     let duration = duration(args)?;
-    let mut findings = Vec::new();
+    let mut results = Vec::new();
     let mut failed = 0;
     for benchmark in benchmarks {
         ui.notice(&format!("{}: {}", benchmark.name, benchmark.about));
@@ -51,11 +51,11 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         })?;
         let output = child_output(command, None).await;
         match output.and_then(|output| parse_result(&output)) {
-            Ok(finding) => {
+            Ok(result) => {
                 if !args.json {
-                    ui.data(&line(&finding))?;
+                    ui.data(&result_line(&result))?;
                 }
-                findings.push(finding);
+                results.push(result);
             }
             Err(failure) => {
                 failed += 1;
@@ -64,7 +64,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         }
     }
     if args.json {
-        ui.data(&pretty(&json!(findings)))?;
+        ui.data(&pretty(&json!(results)))?;
     }
     if failed > 0 {
         return Err(Failure::failed(format!("{failed} benchmarks failed")));
@@ -173,17 +173,17 @@ pub(crate) fn parse_result(output: &str) -> Result<BenchmarkResult, Failure> {
         .map_err(|error| Failure::failed(format!("the child process printed invalid JSON: {error}")))
 }
 
-fn line(finding: &BenchmarkResult) -> String {
-    let rate = if finding.flops > 0 {
-        format!("{:8.1} GFLOP/s", finding.flops as f64 / finding.seconds / 1e9)
+fn result_line(result: &BenchmarkResult) -> String {
+    let rate = if result.flops > 0 {
+        format!("{:8.1} GFLOP/s", result.flops as f64 / result.seconds / 1e9)
     } else {
         " ".repeat(16)
     };
     format!(
         "{:<36}{:>10.4} s{rate}{:>12}",
-        finding.work,
-        finding.seconds,
-        size(finding.peak_bytes)
+        result.work,
+        result.seconds,
+        size(result.peak_bytes)
     )
 }
 
@@ -205,13 +205,13 @@ mod tests {
 
     #[test]
     fn a_line_fits_a_terminal() {
-        let finding = BenchmarkResult {
+        let result = BenchmarkResult {
             work: "unet_sd15_lora_step_64_recomputed".to_owned(),
             seconds: 123.4567,
             flops: 2_432_043_569_152,
             peak_bytes: 12 << 30,
             runs: 3,
         };
-        assert!(line(&finding).len() <= 80, "{}", line(&finding).len());
+        assert!(result_line(&result).len() <= 80, "{}", result_line(&result).len());
     }
 }

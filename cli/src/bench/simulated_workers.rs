@@ -1,9 +1,11 @@
-//! Simulated workers: each has its own connection, sends heartbeats, and reports its tasks as finished at once.
+//! Simulated workers: each has its own connection, sends heartbeats, and reports its jobs as finished at once.
 
 use crate::failure::Failure;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
-use aitk_common::control::{Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control_plane::{
+    Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
+};
 use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_proto::client::connect;
@@ -18,7 +20,7 @@ use tonic::Streaming;
 
 /// The label that only the first worker has.
 pub(super) const SLOW_LABEL: &str = "bench";
-/// The value of the label, and the name of the tasks that the first worker never finishes.
+/// The value of the label, and the name of the jobs that the first worker never finishes.
 pub(super) const NEVER_ENDS: &str = "slow";
 /// Capacity of a worker's outgoing messages. A worker has one device, so at most one attempt and a heartbeat wait.
 const OUTGOING: usize = 8;
@@ -106,6 +108,7 @@ fn registration(number: usize, slow: bool) -> Registration {
         dtypes: vec!["f32".to_owned()],
         attention: vec!["eager".to_owned()],
         profile: MemoryProfile::CpuOnly,
+        gflops: 0,
     };
     let mut labels = BTreeMap::new();
     if slow {

@@ -8,7 +8,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::Format;
 use crate::output::format::{plural, size};
 use crate::views::artifacts_table;
-use aitk_common::control::{Artifact, JobView};
+use aitk_common::control_plane::{Artifact, JobView};
 use aitk_common::hash::ContentHash;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -201,7 +201,7 @@ fn is_wanted(artifact: &Artifact, names: &[String], kinds: &[String]) -> bool {
 mod tests {
     use super::*;
     use crate::api::tests::job;
-    use aitk_common::control::JobState;
+    use aitk_common::control_plane::JobState;
 
     #[test]
     fn the_default_folder_has_the_jobs_name_and_is_in_the_current_folder() {

@@ -14,7 +14,7 @@ use crate::output::format::printable;
 use crate::output::{Format, Ui};
 use crate::preflight;
 use crate::trace::SubmitSpan;
-use aitk_common::control::{JobView, Submission};
+use aitk_common::control_plane::{JobView, Submission};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::job::change::Change;

@@ -6,14 +6,14 @@ use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::format::{ago, gib, printable};
-use crate::output::ui::json_text;
+use crate::output::json::json_text;
 use crate::output::{Column, Table, Ui};
 use crate::paths::{display_path, free_space, nearest_existing};
 use crate::settings::{Settings, TokenSource, UpState};
 use crate::views::{device, timestamp};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::confinement::Confinement;
-use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
+use aitk_common::control_plane::{PROTOCOL_VERSION, ServerInfo};
 use aitk_common::job::process::TrainerProcess;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -55,6 +55,8 @@ struct Defaults {
     dtype: Option<&'static str>,
     batch_size: u32,
     gradient_checkpointing: bool,
+    /// Measured rate of matrix products; 0: not measured.
+    gflops: u64,
 }
 
 impl Defaults {
@@ -66,15 +68,20 @@ impl Defaults {
             dtype: (found.device.kind == DeviceKind::Cpu).then_some("f32"),
             batch_size: train.batch_size,
             gradient_checkpointing: train.gradient_checkpointing,
+            gflops: found.gflops,
         }
     }
 
     fn text(&self) -> String {
         let dtype = self.dtype.unwrap_or("the config's dtype");
         let checkpointing = if self.gradient_checkpointing { "on" } else { "off" };
+        let rate = match self.gflops {
+            0 => String::new(),
+            rate => format!("; matrix products at {rate} GFLOP/s"),
+        };
         format!(
             "computes in {dtype}; memory profile: the fastest that fits, starting with {}; batch size {}, gradient \
-             checkpointing {checkpointing}",
+             checkpointing {checkpointing}{rate}",
             self.memory_profile, self.batch_size
         )
     }

@@ -9,7 +9,7 @@ use crate::job_file::{images, job_json, parameter_counts};
 use crate::output::Ui;
 use crate::output::format::printable;
 use crate::preflight::{check_models, image_batches};
-use aitk_common::control::{Forecast, Submission};
+use aitk_common::control_plane::{Forecast, Submission};
 use aitk_common::job::LoadedJob;
 use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;

@@ -10,7 +10,7 @@ use crate::members::is_array;
 use crate::notify::Notify;
 use crate::output::{Format, Ui};
 use crate::views::{job_exit, job_json, jobs_table};
-use aitk_common::control::{JobState, JobView};
+use aitk_common::control_plane::{JobState, JobView};
 use aitk_common::id::JobId;
 use aitk_proto::v1;
 use futures::future::join_all;

@@ -13,7 +13,7 @@ use crate::output::format::{parse_since, printable};
 use crate::output::{Format, Ui};
 use crate::run_folder::{self, run_folder};
 use crate::views::{event_json, job_exit};
-use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
+use aitk_common::control_plane::{EventBody, JobEvent, JobState, JobView};
 use futures::StreamExt;
 use std::path::Path;
 use std::pin::pin;

@@ -8,7 +8,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::members::is_array;
 use crate::output::format::{number, printable};
 use crate::run_folder;
-use aitk_common::control::EventBody;
+use aitk_common::control_plane::EventBody;
 use aitk_common::fsutil;
 use aitk_common::plot::Curve;
 use futures::StreamExt;

@@ -16,7 +16,7 @@ use crate::preflight;
 use crate::trace::SubmitSpan;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::control::{Artifact, JobView, Submission};
+use aitk_common::control_plane::{Artifact, JobView, Submission};
 use aitk_common::fsutil;
 use aitk_common::job::LoadedJob;
 use aitk_common::job::change::Change;
@@ -395,6 +395,7 @@ mod tests {
             dtypes: vec![],
             attention: vec![],
             profile: MemoryProfile::CpuOnly,
+            gflops: 0,
         };
         let ui = Ui::silent();
         let apply = |cluster: &mut ClusterConfig| apply_to_this_machine(&ui, cluster, std::slice::from_ref(&cpu));

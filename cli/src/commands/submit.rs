@@ -19,7 +19,7 @@ use crate::preflight::{self, Checked};
 use crate::sweep::{self, Sweep};
 use crate::trace::SubmitSpan;
 use crate::upload::{StagedInput, Upload, hash_inputs};
-use aitk_common::control::{JobView, NewMember, Submission, SubmissionReceipt};
+use aitk_common::control_plane::{JobView, NewMember, Submission, SubmissionReceipt};
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
 use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};

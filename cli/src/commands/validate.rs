@@ -8,7 +8,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
 use crate::preflight::Report;
-use aitk_common::control::Forecast;
+use aitk_common::control_plane::Forecast;
 use aitk_common::job::LoadedJob;
 use aitk_common::plan::image_batches::ImageBatch;
 use serde_json::json;

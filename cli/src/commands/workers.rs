@@ -8,7 +8,7 @@ use crate::failure::CommandResult;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
 use crate::views::{confinement_line, device_states, worker_json, workers_table};
-use aitk_common::control::WorkerView;
+use aitk_common::control_plane::WorkerView;
 use serde_json::{Value, json};
 
 pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResult {

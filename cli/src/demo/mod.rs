@@ -11,7 +11,7 @@ use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
-use aitk_common::control::Artifact;
+use aitk_common::control_plane::Artifact;
 use aitk_common::fsutil;
 use aitk_common::job::process::ProcessKind;
 use aitk_common::job::prompt::PromptFlags;

@@ -2,7 +2,7 @@
 
 use crate::output::Ui;
 use crate::output::format::printable;
-use aitk_common::control::JobView;
+use aitk_common::control_plane::JobView;
 use std::process::Stdio;
 use std::time::Duration;
 use tokio::process::Command;
@@ -47,7 +47,7 @@ mod tests {
     use super::super::Notify;
     use super::*;
     use crate::api::tests::job;
-    use aitk_common::control::JobState;
+    use aitk_common::control_plane::JobState;
     use std::os::unix::fs::PermissionsExt;
 
     #[tokio::test]

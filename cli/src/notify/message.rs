@@ -5,7 +5,7 @@ use crate::output::SCHEMA_VERSION;
 use crate::output::format::{duration, printable, rfc3339};
 use crate::output::table::shorten;
 use crate::views::timestamp;
-use aitk_common::control::JobView;
+use aitk_common::control_plane::JobView;
 use serde_json::{Value, json};
 
 /// The largest width of a name and of a reason, because chat services refuse long lines.
@@ -52,7 +52,7 @@ pub(super) fn build(job: &JobView) -> Value {
 mod tests {
     use super::*;
     use crate::api::tests::job;
-    use aitk_common::control::{JobState, UnixMillis};
+    use aitk_common::control_plane::{JobState, UnixMillis};
 
     #[test]
     fn a_message_is_short_and_mentions_nobody() {

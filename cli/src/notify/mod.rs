@@ -12,7 +12,7 @@ use crate::output::Ui;
 use crate::output::format::printable;
 use crate::paths::Paths;
 use crate::settings::NotifyUrl;
-use aitk_common::control::JobView;
+use aitk_common::control_plane::JobView;
 use aitk_common::webhook::{Webhook, WebhookError};
 
 /// The user's notification settings.

@@ -9,7 +9,7 @@ use crate::context::env;
 use crate::output::format::size;
 #[cfg(feature = "embedded")]
 use crate::paths::expand;
-use aitk_common::control::Forecast;
+use aitk_common::control_plane::Forecast;
 #[cfg(feature = "embedded")]
 use aitk_common::job::InputKind;
 use aitk_common::job::{JobSpec, LoadedJob};

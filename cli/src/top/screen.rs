@@ -153,7 +153,7 @@ mod tests {
     use super::super::state::{Key, Snapshot};
     use super::*;
     use crate::api::tests::job;
-    use aitk_common::control::{Forecast, JobState};
+    use aitk_common::control_plane::{Forecast, JobState};
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 

@@ -1,6 +1,6 @@
 //! The state of the screen, without terminal, clock and connection.
 
-use aitk_common::control::{ArrayCounts, Forecast, JobState, JobView, WorkerView};
+use aitk_common::control_plane::{ArrayCounts, Forecast, JobState, JobView, WorkerView};
 use aitk_common::id::JobId;
 
 /// A command from the keyboard.
@@ -130,7 +130,7 @@ impl State {
 mod tests {
     use super::*;
     use crate::api::tests::job;
-    use aitk_common::control::ArrayView;
+    use aitk_common::control_plane::ArrayView;
 
     #[test]
     fn each_member_of_an_array_counts_as_a_job() {

@@ -6,7 +6,7 @@ use super::schema::{FieldValue, ReadContext, SupportLevel};
 use super::secret::looks_like_token;
 use super::values::{OneOrMany, read_choice};
 use crate::capability::DeviceKind;
-use crate::control::UnixMillis;
+use crate::control_plane::UnixMillis;
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -168,4 +168,6 @@ fn image_count(body: &Value) -> f64 {
 }
 
 #[cfg(test)]
+mod published_tests;
+#[cfg(test)]
 mod tests;

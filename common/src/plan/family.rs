@@ -1,30 +1,45 @@
 //! The speed of each model family before anything is measured.
 
-/// The speed of a model family.
+use crate::capability::DeviceKind;
+
+/// What is known about the speed of a model family.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FamilySpeed {
     /// The name as in `model.arch`.
     pub name: &'static str,
-    /// Seconds per unit of work on an average CUDA GPU. A unit is one denoiser pass of one 512 x 512 image.
-    pub seconds_per_unit: f64,
+    /// Billions of floating-point operations of a unit of work: a pass of the published denoiser over one 512 x 512 image.
+    pub gflops_per_unit: f64,
+    /// The fraction of the rate of matrix products that a step reaches on a GPU. U-Nets have many small layers, whose launches
+    /// take a large part of the time.
+    gpu_fraction: f64,
 }
 
-/// The known families. Speeds are roughly those published for an RTX 3090.
+const U_NET: f64 = 0.2;
+const TRANSFORMER: f64 = 0.5;
+/// The fraction that a step reaches on a CPU, of any family.
+const CPU_FRACTION: f64 = 0.8;
+
+/// The known families.
 const FAMILIES: [FamilySpeed; 7] = [
-    speed("sd1", 0.05),
-    speed("sd2", 0.05),
-    speed("sdxl", 0.1),
-    speed("sd3", 0.2),
-    speed("flux", 0.3),
-    speed("zimage", 0.2),
-    speed("qwen_image", 0.5),
+    family("sd1", 803.0, U_NET),
+    family("sd2", 803.0, U_NET),
+    family("sdxl", 1_589.0, U_NET),
+    family("sd3", 6_000.0, TRANSFORMER),
+    family("flux", 21_500.0, TRANSFORMER),
+    family("zimage", 13_000.0, TRANSFORMER),
+    // 20 billion parameters.
+    family("qwen_image", 45_000.0, TRANSFORMER),
 ];
 
-/// Seconds per unit of work for unknown families.
-pub const UNKNOWN_SECONDS_PER_UNIT: f64 = 0.2;
+/// A family that is not known.
+const UNKNOWN: FamilySpeed = family("", 6_500.0, TRANSFORMER);
 
-const fn speed(name: &'static str, seconds_per_unit: f64) -> FamilySpeed {
-    FamilySpeed { name, seconds_per_unit }
+const fn family(name: &'static str, gflops_per_unit: f64, gpu_fraction: f64) -> FamilySpeed {
+    FamilySpeed {
+        name,
+        gflops_per_unit,
+        gpu_fraction,
+    }
 }
 
 impl FamilySpeed {
@@ -39,16 +54,65 @@ impl FamilySpeed {
         };
         FAMILIES.iter().find(|family| family.name == name)
     }
+
+    /// The family, or one of medium size if it is not known.
+    #[must_use]
+    pub fn or_unknown(family: Option<&'static Self>) -> &'static Self {
+        family.unwrap_or(&UNKNOWN)
+    }
+
+    /// Guesses the seconds per unit of work on a device whose matrix products run at `gflops` billions of floating-point operations
+    /// per second. 0: not measured, so that of a usual device of this kind.
+    #[must_use]
+    pub fn guessed_seconds_per_unit(&self, kind: DeviceKind, gflops: u64) -> f64 {
+        // An RTX 3090 in bf16, a Mac with an M-series Max chip in f16, a CPU with four cores in f32.
+        let (usual, fraction) = match kind {
+            DeviceKind::Cuda => (65_000, self.gpu_fraction),
+            DeviceKind::Metal => (16_000, self.gpu_fraction),
+            DeviceKind::Cpu => (200, CPU_FRACTION),
+        };
+        let rate = if gflops == 0 { usual } else { gflops };
+        self.gflops_per_unit / (rate as f64 * fraction)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::families;
+    use crate::plan::job_memory::{Job, Task};
+    use serde_json::Value;
 
     #[test]
     fn arch_names_map_to_families() {
         assert_eq!(FamilySpeed::of("flex1").unwrap().name, "flux");
         assert_eq!(FamilySpeed::of("sdxl:v-pred").unwrap().name, "sdxl");
         assert_eq!(FamilySpeed::of("wan21"), None);
+    }
+
+    #[test]
+    fn the_operations_of_a_unit_are_those_of_the_published_model() {
+        for speed in &FAMILIES {
+            let Some(family) = families::of(speed.name) else {
+                continue;
+            };
+            let job = Job::new(Task::Generation, &Value::Null, family, None, &[]);
+            let counted = job.published_pass() / 1e9;
+            let name = speed.name;
+            assert!(
+                (counted / speed.gflops_per_unit - 1.0).abs() < 0.03,
+                "{name}: {counted}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_measured_rate_replaces_the_usual_one() {
+        let sdxl = FamilySpeed::of("sdxl").unwrap();
+        let seconds = |gflops| sdxl.guessed_seconds_per_unit(DeviceKind::Cpu, gflops);
+        assert!((seconds(400) * 2.0 / seconds(0) - 1.0).abs() < 1e-9);
+        // Stable Diffusion XL, LoRA with gradient checkpointing at 1024 x 1024 on an RTX 3090: 1.1 to 1.4 s are published.
+        let step = 6_000.0 * 3.0 / sdxl.gflops_per_unit * sdxl.guessed_seconds_per_unit(DeviceKind::Cuda, 0);
+        assert!((1.1..1.5).contains(&step), "{step} s");
     }
 }

@@ -9,7 +9,7 @@
 //! ([`CertificateRequest`]) contains a public key, a name and a signature over both. It needs no other field, so PKCS #10 is not
 //! used.
 
-use crate::control::UnixMillis;
+use crate::control_plane::UnixMillis;
 use crate::fsutil::{self, FsError};
 use crate::hash::ContentHash;
 use crate::id::UserName;

@@ -6,7 +6,7 @@ use super::event::{Effect, NewArray, NewJob, Refusal, Reply};
 use super::model::{ArrayMembership, Condition, Job, QueueState, Ticket};
 use super::state::State;
 use crate::state::array::Array;
-use aitk_common::control::{JobState, MAX_ARRAY_MEMBERS, SubmissionReceipt, UnixMillis};
+use aitk_common::control_plane::{JobState, MAX_ARRAY_MEMBERS, SubmissionReceipt, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::BTreeSet;
 

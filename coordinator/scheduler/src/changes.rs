@@ -2,7 +2,7 @@
 
 use crate::event::{Effect, Record};
 use crate::model::Job;
-use aitk_common::control::{EventBody, JobEvent, UnixMillis};
+use aitk_common::control_plane::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use std::sync::Arc;
 

@@ -1,13 +1,13 @@
 //! The invariants of the state.
 
-use super::classes::device_fit;
+use super::class_fits::device_fit;
 use super::model::{Preemption, QueueState, live_states};
 use super::queue::StartCondition;
 use super::state::State;
 use super::state::array::Array;
 use super::state::slots::Reservation;
 use super::state::table::Table;
-use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -338,10 +338,12 @@ fn check_devices(state: &State) -> Result<(), String> {
             }
         }
         if let Some(reserved_for) = &slot.reserved_for {
-            let is_migrating =
+            let is_taken_over =
                 |job: &super::model::Job| matches!(job.preemption, Some(Preemption::FasterDevice { .. }));
-            if !state.jobs.get(reserved_for).is_some_and(is_migrating) {
-                return Err(format!("{name} is reserved for {reserved_for}, which does not migrate"));
+            if !state.jobs.get(reserved_for).is_some_and(is_taken_over) {
+                return Err(format!(
+                    "{name} is reserved for {reserved_for}, which no takeover moves"
+                ));
             }
         }
         if !state.slots.is_indexed_correctly(id) {

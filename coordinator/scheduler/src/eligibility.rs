@@ -4,7 +4,7 @@ use super::model::{Job, Preemption, SlotId};
 use super::state::State;
 use super::state::classes::{DeviceFit, DeviceNeeds};
 use super::state::slots::Slot;
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 
 /// Seconds that a worker takes to fetch an input that it does not have: about the time for a small model over a home
 /// connection. Only the order of magnitude matters: it is compared with hours of work.

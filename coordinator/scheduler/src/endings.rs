@@ -8,7 +8,7 @@ use super::saved_work::saved_work_message;
 use super::state::State;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::control::{AttemptState, EventBody, HeldAttempt, JobState};
+use aitk_common::control_plane::{AttemptState, EventBody, HeldAttempt, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;

@@ -3,9 +3,9 @@
 use super::model::{Condition, Job, Requirements, SessionId, Ticket, Worker};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
-use aitk_common::control::UnixMillis;
-use aitk_common::control::WorkerView;
-use aitk_common::control::{
+use aitk_common::control_plane::UnixMillis;
+use aitk_common::control_plane::WorkerView;
+use aitk_common::control_plane::{
     Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, SubmissionReceipt, ToWorker,
 };
 use aitk_common::hash::ContentHash;

@@ -1,6 +1,6 @@
 //! Finds out why a job waits and on which devices it could run, with the checks that placement uses.
 
-use super::classes::device_fit;
+use super::class_fits::device_fit;
 use super::eligibility::{Obstacle, USUAL_UNITS, work_left};
 use super::messages::{MAX_AHEAD, NO_WORKER, fit_line, job_status, no_device, not_this_device, wait_reason};
 use super::model::{ArrayMembership, Job, Preemption, QueueState, Requirements, SlotId, Worker};
@@ -11,7 +11,7 @@ use super::state::State;
 use super::state::classes::{DeviceFit, DeviceNeeds, FitError};
 use super::state::slots::Slot;
 use aitk_common::capability::DeviceRef;
-use aitk_common::control::{AttemptState, DeviceForecast, Forecast, JobState, UnixMillis};
+use aitk_common::control_plane::{AttemptState, DeviceForecast, Forecast, JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
 
 /// A connected device as a job sees it.

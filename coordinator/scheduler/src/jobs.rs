@@ -5,7 +5,7 @@ use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
 use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Ticket, UserLimits};
 use super::saved_work::saved_work_message;
 use super::state::State;
-use aitk_common::control::{EventBody, HeldAttempt, JobState, SubmissionReceipt, ToWorker, UnixMillis};
+use aitk_common::control_plane::{EventBody, HeldAttempt, JobState, SubmissionReceipt, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -115,7 +115,7 @@ impl State {
             used_millis: 0,
             time_limit_reached: false,
             array,
-            migrated: false,
+            taken_over: false,
             storage_failures: 0,
             revisions: BTreeMap::new(),
             config_bytes: new.config_bytes,

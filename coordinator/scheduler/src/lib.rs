@@ -10,7 +10,8 @@ mod assign;
 mod attempts;
 mod changes;
 mod check;
-mod classes;
+mod class_fits;
+mod device_updates;
 mod eligibility;
 mod endings;
 mod event;
@@ -28,7 +29,6 @@ mod queue;
 mod reasons;
 mod retention;
 mod saved_work;
-mod slots;
 mod speed;
 mod split;
 mod state;
@@ -53,7 +53,7 @@ pub use retention::MAX_EXPIRED_PER_CALL;
 pub use state::{ActiveJobs, RestoredJob, State};
 pub use view::RunningAttempt;
 
-use aitk_common::control::{EventBody, UnixMillis};
+use aitk_common::control_plane::{EventBody, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use changes::Changes;
 

@@ -4,7 +4,7 @@
 use super::model::Job;
 use super::state::State;
 use super::view::{ENDED_SHOWN, max_ended_shown};
-use aitk_common::control::{JobState, JobView, UnixMillis};
+use aitk_common::control_plane::{JobState, JobView, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;

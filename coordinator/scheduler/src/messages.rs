@@ -3,7 +3,7 @@
 use super::model::Condition;
 use super::reasons::{Availability, BeforeJob, FenceReason, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::classes::FitError;
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
 use std::time::Duration;

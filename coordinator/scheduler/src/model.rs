@@ -2,7 +2,7 @@
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::confinement::Confinement;
-use aitk_common::control::{AttemptState, AttemptView, JobState, Progress, UnixMillis};
+use aitk_common::control_plane::{AttemptState, AttemptView, JobState, Progress, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
 use aitk_common::plan::demand::Demand;
@@ -273,7 +273,7 @@ pub struct Job {
     pub array: Option<Box<ArrayMembership>>,
     /// It was moved to a faster device once; it is not moved again.
     #[serde(rename = "stolen", default)]
-    pub migrated: bool,
+    pub taken_over: bool,
     /// Failures of the coordinator's own storage in a row; they only lengthen the wait.
     #[serde(default)]
     pub storage_failures: u32,

@@ -11,7 +11,7 @@ use super::messages::fence_reason;
 use super::model::{CommittedCheckpoint, SessionId, job_of};
 use super::state::State;
 use crate::state::checkpoint_offer::CheckpointOffer;
-use aitk_common::control::{EventBody, HeldAttempt, JobState, OfferedCheckpoint, ToWorker, UnixMillis, Verdict};
+use aitk_common::control_plane::{EventBody, HeldAttempt, JobState, OfferedCheckpoint, ToWorker, UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 use std::time::Duration;

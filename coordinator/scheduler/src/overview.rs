@@ -3,7 +3,7 @@
 use super::model::Job;
 use super::state::State;
 use super::state::array::Array;
-use aitk_common::control::{ArrayCounts, ArrayView, Forecast, JobState, JobView, Progress, UnixMillis};
+use aitk_common::control_plane::{ArrayCounts, ArrayView, Forecast, JobState, JobView, Progress, UnixMillis};
 use aitk_common::id::JobId;
 
 impl State {

@@ -2,19 +2,19 @@
 //! the faster devices would finish earlier, and a part that it has started moves to a faster device that becomes idle.
 
 use super::changes::Changes;
-use super::classes::device_fit;
+use super::class_fits::device_fit;
 use super::eligibility::{FETCH_SECONDS, USUAL_UNITS, work_left};
 use super::model::{ClassId, Job, Preemption, QueueState, SlotId};
 use super::state::State;
 use super::state::classes::DeviceNeeds;
 use super::state::slots::Slot;
-use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::BTreeSet;
 
-/// Seconds that a migration costs beside the work and the inputs: the unfinished image, a new process, loading the model.
-const MIGRATION_SECONDS: f64 = 30.0;
-/// A migration must finish the part in less than this share of the time that is left where it runs: times are estimates.
+/// Seconds that a takeover costs beside the work and the inputs: the unfinished image, a new process, loading the model.
+const TAKEOVER_SECONDS: f64 = 30.0;
+/// A takeover must finish the part in less than this share of the time that is left where it runs: times are estimates.
 const MAX_TIME_SHARE: f64 = 0.5;
 /// The speed of a part counts as unknown when it has reported no progress for this many of its steps.
 const STALLED_STEPS: f64 = 10.0;
@@ -29,8 +29,8 @@ struct RunningPart {
     speed: f64,
 }
 
-/// A migration of a running part to a faster device.
-struct Migration {
+/// A takeover of a running part to a faster device.
+struct Takeover {
     /// Seconds by which the part ends earlier.
     saved: f64,
     job: JobId,
@@ -56,7 +56,7 @@ impl State {
             Some(pace) => {
                 let step = pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64;
                 let silent = now.since(pace.until).as_secs_f64();
-                if silent > MIGRATION_SECONDS && silent > step * STALLED_STEPS {
+                if silent > TAKEOVER_SECONDS && silent > step * STALLED_STEPS {
                     return None;
                 }
                 let steps = pace.total.saturating_sub(pace.to) as f64;
@@ -178,21 +178,21 @@ impl State {
             match self.waiting_class(&id) {
                 Some(class) => self.classes.wake(class),
                 None => {
-                    while let Some(migration) = self.best_migration(changes.now, &id) {
-                        self.start_migration(changes, &migration);
+                    while let Some(takeover) = self.best_takeover(changes.now, &id) {
+                        self.start_takeover(changes, &takeover);
                     }
                 }
             }
         }
     }
 
-    /// The migration that saves the most time. Each part migrates at most once, and only to a faster device.
-    fn best_migration(&self, now: UnixMillis, id: &JobId) -> Option<Migration> {
+    /// The takeover that saves the most time. Each part is taken over at most once, and only to a faster device.
+    fn best_takeover(&self, now: UnixMillis, id: &JobId) -> Option<Takeover> {
         let array = self.arrays.get(id)?;
-        let mut best: Option<Migration> = None;
+        let mut best: Option<Takeover> = None;
         for job in array.running.iter().filter_map(|id| self.job(id)) {
-            // At the quota, another job of the user would take its share while it migrates.
-            let stays = job.preemption.is_some() || job.migrated || self.at_quota(&job.requirements.owner);
+            // At the quota, another job of the user would take its share meanwhile.
+            let stays = job.preemption.is_some() || job.taken_over || self.at_quota(&job.requirements.owner);
             if job.state != JobState::Running || stays {
                 continue;
             }
@@ -204,13 +204,13 @@ impl State {
                 let Some((speed, missing)) = self.fit_when_idle(&needs, job, slot_id) else {
                     continue;
                 };
-                let takes = work_left(job) * speed + missing * FETCH_SECONDS + MIGRATION_SECONDS;
+                let takes = work_left(job) * speed + missing * FETCH_SECONDS + TAKEOVER_SECONDS;
                 let saved = running.left - takes;
                 if speed < running.speed
                     && takes < running.left * MAX_TIME_SHARE
                     && best.as_ref().is_none_or(|best| saved > best.saved)
                 {
-                    best = Some(Migration {
+                    best = Some(Takeover {
                         saved,
                         job: job.id.clone(),
                         to: slot_id,
@@ -240,22 +240,22 @@ impl State {
     }
 
     /// Reserves the device for the part, and preempts the part.
-    fn start_migration(&mut self, changes: &mut Changes, migration: &Migration) {
-        let name = self.slot_name(migration.to).unwrap_or_default();
-        if let Some(job) = self.jobs.get_mut(&migration.job) {
-            job.migrated = true;
+    fn start_takeover(&mut self, changes: &mut Changes, takeover: &Takeover) {
+        let name = self.slot_name(takeover.to).unwrap_or_default();
+        if let Some(job) = self.jobs.get_mut(&takeover.job) {
+            job.taken_over = true;
         }
-        let Some(slot) = self.slots.get_mut(migration.to) else {
+        let Some(slot) = self.slots.get_mut(takeover.to) else {
             return;
         };
-        slot.reserved_for = Some(migration.job.clone());
+        slot.reserved_for = Some(takeover.job.clone());
         self.reserved_slots += 1;
         let why = Preemption::FasterDevice {
             worker: slot.worker.clone(),
             device: slot.device.device,
         };
         let reason = format!("continues on {name}, which is faster and idle");
-        self.preempt(changes, &migration.job, why, reason);
+        self.preempt(changes, &takeover.job, why, reason);
     }
 
     /// Whether a device is reserved for a part that moves to it. Jobs of a higher level than that part may take it anyway.

@@ -9,7 +9,7 @@ use super::state::State;
 use super::state::classes::JobClass;
 use super::state::user_queue::UserQueue;
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::{AttemptState, UnixMillis};
+use aitk_common::control_plane::{AttemptState, UnixMillis};
 use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
 use std::cmp::Reverse;

@@ -3,7 +3,7 @@
 use super::changes::Changes;
 use super::model::{ClassId, Preemption, QueueState};
 use super::state::State;
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use aitk_common::id::JobId;
 
 impl State {

@@ -6,7 +6,7 @@ use super::state::State;
 use super::state::classes::DeviceNeeds;
 use crate::model::QueueState;
 use crate::state::user::{User, UserIndex};
-use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::time::Duration;
 
@@ -304,7 +304,7 @@ impl State {
         job.reason.clone_from(&reason);
         job.ended = state.is_ended().then_some(changes.now);
         let paused = job.paused && !state.is_ended();
-        let body = aitk_common::control::EventBody::State { state, reason, paused };
+        let body = aitk_common::control_plane::EventBody::State { state, reason, paused };
         changes.log(job, None, body, None);
         changes.touch(id);
         if state != JobState::Running {

@@ -4,7 +4,7 @@ use super::model::{Condition, Job};
 use super::state::checkpoint_offer::CheckpointOffer;
 use super::state::classes::FitError;
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::{AttemptState, JobState};
+use aitk_common::control_plane::{AttemptState, JobState};
 use aitk_common::id::{Epoch, JobId, UserName};
 use std::collections::BTreeSet;
 use std::time::Duration;

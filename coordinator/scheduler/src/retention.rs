@@ -5,7 +5,7 @@ use super::event::{Effect, Record, Refusal, Reply};
 use super::model::{Job, Ticket};
 use super::state::State;
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::control::{AttemptState, AttemptView, EventBody, JobState, JobView, UnixMillis};
+use aitk_common::control_plane::{AttemptState, AttemptView, EventBody, JobState, JobView, UnixMillis};
 use aitk_common::id::{Epoch, JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;

@@ -1,10 +1,10 @@
 //! Into how many parts a job of images is split.
 
-use super::classes::device_fit;
+use super::class_fits::device_fit;
 use super::model::Requirements;
 use super::state::State;
 use super::state::classes::DeviceNeeds;
-use aitk_common::control::MAX_ARRAY_MEMBERS;
+use aitk_common::control_plane::MAX_ARRAY_MEMBERS;
 use aitk_common::job::cluster::Split;
 
 /// Parts per device: enough that a device which is slower than predicted takes fewer parts, and few enough that loading the

@@ -2,7 +2,7 @@
 
 use super::model::{Job, SessionId, Worker};
 use super::state::State;
-use aitk_common::control::{HeldAttempt, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
+use aitk_common::control_plane::{HeldAttempt, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 

@@ -8,7 +8,7 @@ use super::model::{Health, Preemption, SessionId, Ticket, Worker};
 use super::reasons::FenceReason;
 use super::state::State;
 use aitk_common::capability::{Device, DeviceRef};
-use aitk_common::control::{AttemptState, HeldAttempt, JobState, Registration, ToWorker, UnixMillis};
+use aitk_common::control_plane::{AttemptState, HeldAttempt, JobState, Registration, ToWorker, UnixMillis};
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -112,7 +112,7 @@ pub(super) async fn store_unwritten(store: &dyn Store, path: &Path) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
-    use aitk_common::control::UnixMillis;
+    use aitk_common::control_plane::UnixMillis;
 
     #[test]
     fn refusal_lines_are_limited_per_token() {

@@ -11,7 +11,7 @@ use super::limit;
 use super::records::MACHINE;
 use crate::pki::{Signer, wall_clock};
 use crate::store::AuditLine;
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::ca::{CheckedRequest, WorkerCertificate};

@@ -1,7 +1,7 @@
 //! The identity of a caller.
 
 use crate::store::AuditLine;
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::id::UserName;
 use aitk_common::security::role::Role;
 use std::net::SocketAddr;

@@ -2,7 +2,7 @@
 
 use super::error::AccessError;
 use crate::store::Document;
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::role::Role;

@@ -9,7 +9,7 @@ use crate::size;
 use crate::store::AuditLine;
 use crate::store::Body;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_submission};
-use aitk_common::control::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, SubmissionReceipt};
+use aitk_common::control_plane::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, SubmissionReceipt};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;

@@ -6,7 +6,7 @@
 use super::calls::{CallLimiter, LimitedResponse};
 use crate::access::{Access, AuthenticationError, Identity};
 use crate::connection_limiter::ConnectionLimiter;
-use aitk_common::control::PROTOCOL_VERSION;
+use aitk_common::control_plane::PROTOCOL_VERSION;
 use aitk_common::security::ca::WorkerCertificate;
 use aitk_common::security::role::{Right, Role};
 use aitk_common::security::token::Token;
@@ -297,7 +297,7 @@ mod tests {
 
     #[test]
     fn a_worker_with_a_token_needs_a_certificate_and_a_user_does_not() {
-        use aitk_common::control::UnixMillis;
+        use aitk_common::control_plane::UnixMillis;
         use aitk_common::id::UserName;
         let who = |role, certificate| Identity {
             name: UserName::new("x"),

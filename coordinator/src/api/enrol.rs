@@ -5,7 +5,7 @@ use super::shared::Shared;
 use super::status::access_status;
 use crate::access::{EnrolError, Enrolment, Identity, IssuedCertificate};
 use crate::pki::{Signer, wall_clock};
-use aitk_common::control::Registration;
+use aitk_common::control_plane::Registration;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::ca::CaError;
 use aitk_common::security::join::JoinToken;

@@ -2,7 +2,7 @@
 
 use super::shared::{Shared, wait_for_shutdown};
 use super::status::store_status;
-use aitk_common::control::{EventBody, JobEvent};
+use aitk_common::control_plane::{EventBody, JobEvent};
 use aitk_common::id::JobId;
 use aitk_proto::v1;
 use std::time::Duration;

@@ -10,7 +10,7 @@ use crate::size;
 use crate::store::AuditLine;
 use crate::store::StoreError;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_for_fit, parse_submission};
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Forecast, JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis,
 };
 use aitk_common::id::{JobId, UserName};

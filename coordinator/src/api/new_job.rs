@@ -2,7 +2,7 @@
 
 use crate::access::Identity;
 use crate::submit::ParsedSubmission;
-use aitk_common::control::Submission;
+use aitk_common::control_plane::Submission;
 use aitk_common::id::JobId;
 use aitk_scheduler::{NewJob, Payload};
 use std::sync::Arc;

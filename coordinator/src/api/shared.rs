@@ -10,7 +10,7 @@ use crate::scope::Scope;
 use crate::space::DiskSpace;
 use crate::store::Store;
 use crate::transfers::{Transfers, UploadRate};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::storage::BlobStore;
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
 use crate::scope::BlobReference;
 use crate::store::AuditLine;
-use aitk_common::control::Submission;
+use aitk_common::control_plane::Submission;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::role::Role;

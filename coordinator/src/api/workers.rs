@@ -10,7 +10,7 @@ use crate::error_chain::error_chain;
 use crate::garbage::{PinGuard, UnusableReference, pin_and_check};
 use crate::scope::BlobReference;
 use crate::scope::ScopeError;
-use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control_plane::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;

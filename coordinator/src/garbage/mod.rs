@@ -16,7 +16,7 @@ use crate::error_chain::error_chain;
 use crate::scheduler_task::SchedulerHandle;
 use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
 use aitk_scheduler::{Event, MAX_EXPIRED_PER_CALL, State};

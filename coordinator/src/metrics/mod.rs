@@ -2,7 +2,7 @@
 
 mod http;
 
-use aitk_common::control::{EventBody, JobState, UnixMillis};
+use aitk_common::control_plane::{EventBody, JobState, UnixMillis};
 use aitk_common::telemetry::traces::Traces;
 use aitk_scheduler::{Record, State};
 pub(crate) use http::{OPENMETRICS, serve};

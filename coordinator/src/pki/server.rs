@@ -5,7 +5,7 @@ use super::error::PkiError;
 use super::signer::{Signer, wall_clock};
 use crate::config::PkiConfig;
 use crate::error_chain::error_chain;
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use rustls::crypto::ring;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
 use rustls::server::{ClientHello, ResolvesServerCert};

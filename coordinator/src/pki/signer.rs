@@ -1,7 +1,7 @@
 //! Signs certificates of workers.
 
 use crate::clock::Clock;
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::ca::{Ca, CaError, CheckedRequest, WorkerCertificate};

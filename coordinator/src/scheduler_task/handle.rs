@@ -2,7 +2,7 @@
 
 use crate::assign::Outgoing;
 use crate::store::AuditLine;
-use aitk_common::control::{JobEvent, UnixMillis};
+use aitk_common::control_plane::{JobEvent, UnixMillis};
 use aitk_common::id::JobId;
 use aitk_scheduler::{Event, Refusal, Reply, SessionId, State, Ticket};
 use std::collections::HashMap;
@@ -25,7 +25,7 @@ pub(super) enum Input {
     Call(Event, Ticket, ReplySender, Box<AuditLine>),
     Query(Query),
     /// Answered when everything before it is durable.
-    Stored(oneshot::Sender<()>),
+    WaitUntilStored(oneshot::Sender<()>),
     OpenSession(SessionId, mpsc::Sender<Outgoing>),
 }
 
@@ -124,7 +124,7 @@ impl SchedulerHandle {
     pub(crate) async fn wait_until_stored(&self) -> Result<(), SchedulerStopped> {
         let (sender, receiver) = oneshot::channel();
         self.inputs
-            .send(Input::Stored(sender))
+            .send(Input::WaitUntilStored(sender))
             .await
             .map_err(|_| SchedulerStopped)?;
         receiver.await.map_err(|_| SchedulerStopped)

@@ -10,7 +10,7 @@ use super::{STORE_RETRY_TIME, SchedulerTask};
 use crate::assign::Outgoing;
 use crate::error_chain::error_chain;
 use crate::store::{AuditLine, StoreError};
-use aitk_common::control::ToWorker;
+use aitk_common::control_plane::ToWorker;
 use aitk_scheduler::{Effect, Event, Record, Refusal, SessionId, Ticket};
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ struct PauseState {
     /// Last reported state of the disk space for blobs.
     space: Option<(u64, u64)>,
     /// Callers that wait until everything is stored.
-    stored: Vec<oneshot::Sender<()>>,
+    waiting: Vec<oneshot::Sender<()>>,
 }
 
 impl SchedulerTask {
@@ -95,7 +95,7 @@ impl SchedulerTask {
         }
         // Waiting callers are notified; after a failure, they see the closed channel.
         if stored.is_ok() {
-            for waiting in pause.stored {
+            for waiting in pause.waiting {
                 let _ = waiting.send(());
             }
         }
@@ -105,7 +105,7 @@ impl SchedulerTask {
     fn handle_while_full(&mut self, input: Input, pause: &mut PauseState) {
         match input {
             Input::Query(query) => query(&self.state, self.clock.now()),
-            Input::Stored(waiting) => pause.stored.push(waiting),
+            Input::WaitUntilStored(waiting) => pause.waiting.push(waiting),
             Input::Call(_, _, caller, _) => {
                 let text = format!(
                     "{DISK_FULL}, so nothing can be changed now; nothing was done. Try again when there is room"

@@ -5,7 +5,7 @@ use super::error::StoreError;
 use super::records::write_audit;
 use super::sql::SqlStore;
 use super::types::{Document, RemovedRefusals};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 
 /// Audit lines examined in one transaction.
 const REFUSALS_AT_ONCE: u32 = 500;

@@ -1,6 +1,6 @@
 //! A line of the audit log.
 
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use serde::{Deserialize, Serialize};
 
 /// Who did what to which object, from where, and whether it was allowed. Never contains a secret.

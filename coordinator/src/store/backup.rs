@@ -8,7 +8,7 @@ use super::connection::SqlTransaction;
 use super::error::StoreError;
 use super::sql::SqlStore;
 use super::tables::{Cell, TABLES};
-use aitk_common::control::{EventBody, JobEvent, UnixMillis};
+use aitk_common::control_plane::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_scheduler::Job;
 use serde::{Deserialize, Serialize};

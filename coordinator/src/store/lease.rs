@@ -14,7 +14,7 @@ use sqlx::{Connection, PgConnection};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// Lifetime of the lease. A takeover takes this time, one poll, and loading the queue: about a second with 100,000
+/// Lifetime of the lease. A failover takes this time, one poll, and loading the queue: about a second with 100,000
 /// jobs, so below ten seconds in total.
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
 /// Interval of renewals, and of polls by standby coordinators.

@@ -32,7 +32,7 @@ pub(crate) use leader_election::LeaderElection;
 pub use sql::SqlStore;
 pub use types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 
-use aitk_common::control::{Artifact, JobEvent, UnixMillis};
+use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;

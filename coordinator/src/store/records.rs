@@ -4,7 +4,7 @@
 use super::audit_line::AuditLine;
 use super::batch::{BulkStatement, statements};
 use super::connection::{SqlTransaction, Value};
-use aitk_common::control::{Artifact, EventBody, JobEvent};
+use aitk_common::control_plane::{Artifact, EventBody, JobEvent};
 use aitk_common::id::{JobId, WorkerId};
 use aitk_scheduler::{Job, Payload, Record, Worker};
 use serde::Serialize;

@@ -7,7 +7,7 @@ use super::error::StoreError;
 use super::lease::LeaderLease;
 use super::types::{Document, EVENTS_KEPT, JobRoots, RemovedRefusals, StoredState, Upload};
 use super::{Store, records};
-use aitk_common::control::{Artifact, JobEvent, UnixMillis};
+use aitk_common::control_plane::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
@@ -85,7 +85,7 @@ impl SqlStore {
     pub(super) async fn begin_write(&self) -> Result<SqlTransaction, StoreError> {
         let mut transaction = self.pool.write().await.map_err(|e| self.store_error(e))?;
         if let Some(lease) = &self.lease {
-            // A shared lock: a takeover waits until this transaction ends, and none begins after it.
+            // a shared lock: a failover waits until this transaction ends, and none begins after it.
             let rows = transaction
                 .rows("SELECT epoch FROM writer WHERE id = 1 FOR SHARE", &[])
                 .await

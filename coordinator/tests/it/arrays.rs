@@ -2,7 +2,9 @@
 
 use crate::support::{FakeWorker, TestCoordinator, held_attempt, job_json, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{Artifact, Assignment, JobState, JobView, NewMember, Submission, ToCoordinator, Verdict};
+use aitk_common::control_plane::{
+    Artifact, Assignment, JobState, JobView, NewMember, Submission, ToCoordinator, Verdict,
+};
 use aitk_common::hash::ContentHash;
 use aitk_proto::v1;
 use serde_json::Value;

@@ -4,7 +4,7 @@ use crate::support::daemon::Daemon;
 use crate::support::postgres::Postgres;
 use crate::support::{FakeWorker, eventually, held_attempt, input, put_checkpoint, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{HeldAttempt, JobState, JobView, Submission, Verdict};
+use aitk_common::control_plane::{HeldAttempt, JobState, JobView, Submission, Verdict};
 use aitk_common::storage::BlobStore;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -128,7 +128,7 @@ async fn a_standby_takes_over_and_a_running_attempt_goes_on() {
     assert_eq!(job(&to_second, &id).await.unwrap().name, "shapes");
     // It refuses workers' sessions and names the leader.
     let registration = FakeWorker::registration("box", None, Vec::new());
-    let first_message = aitk_common::control::ToCoordinator::Register(Box::new(registration.clone()));
+    let first_message = aitk_common::control_plane::ToCoordinator::Register(Box::new(registration.clone()));
     let refused = FakeWorker::open(&to_second, Some(first_message)).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unavailable);
     assert!(refused.message().contains(&first.url()), "{}", refused.message());
@@ -231,7 +231,7 @@ async fn a_suspended_leader_changes_nothing_after_it_resumes() {
     // The old worker sends a commit to the old leader, which then resumes.
     let stale_commit = async {
         let held = held_attempt(&work);
-        old.send(aitk_common::control::ToCoordinator::Commit {
+        old.send(aitk_common::control_plane::ToCoordinator::Commit {
             request: 1,
             held,
             manifest: late,
@@ -239,7 +239,7 @@ async fn a_suspended_leader_changes_nothing_after_it_resumes() {
         })
         .await;
         while let Some(message) = old.next().await {
-            if let aitk_common::control::ToWorker::Answer { verdict, .. } = message {
+            if let aitk_common::control_plane::ToWorker::Answer { verdict, .. } = message {
                 return Some(verdict);
             }
         }

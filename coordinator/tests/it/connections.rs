@@ -1,7 +1,7 @@
 //! Authentication of connections, and the handling of misbehaving clients.
 
 use crate::support::{self, FakeWorker, TIMEOUT, TestCoordinator, config, eventually, held_attempt, within};
-use aitk_common::control::{JobState, ToCoordinator};
+use aitk_common::control_plane::{JobState, ToCoordinator};
 use aitk_coordinator::{Config, DataFolderError, StartError, TlsFiles, start};
 use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
 use aitk_proto::v1;

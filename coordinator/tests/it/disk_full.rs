@@ -7,7 +7,7 @@ use crate::support::{
     FakeWorker, TIMEOUT, config, eventually, held_attempt, input, put_checkpoint, submission, within,
 };
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{JobState, JobView, Verdict};
+use aitk_common::control_plane::{JobState, JobView, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
 use aitk_coordinator::{Config, CoordinatorHandle, start};

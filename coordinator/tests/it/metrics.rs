@@ -2,7 +2,7 @@
 
 use crate::support::{self, FakeWorker, config, eventually, held_attempt, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{Submission, ToCoordinator, Verdict};
+use aitk_common::control_plane::{Submission, ToCoordinator, Verdict};
 use aitk_coordinator::{Config, StartError, start};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;

@@ -2,7 +2,7 @@
 
 use crate::support::{FakeWorker, TestCoordinator, held_attempt, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
+use aitk_common::control_plane::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
@@ -199,7 +199,7 @@ async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
     let mut worker = FakeWorker::register(&coordinator.clients, registration).await;
     assert_eq!(worker.keep, std::slice::from_ref(&work.attempt));
     worker
-        .request(|request| aitk_common::control::ToCoordinator::Finished {
+        .request(|request| aitk_common::control_plane::ToCoordinator::Finished {
             request,
             held: held_attempt(&work),
             outcome: Outcome::Completed,
@@ -224,7 +224,7 @@ async fn a_drained_worker_gives_its_job_back_and_stays_drained_after_a_restart()
         "{drained:?}"
     );
     assert!(next_stop_message(&mut one).await, "it saves first");
-    one.request(|request| aitk_common::control::ToCoordinator::Finished {
+    one.request(|request| aitk_common::control_plane::ToCoordinator::Finished {
         request,
         held: held_attempt(&work),
         outcome: Outcome::stopped(),

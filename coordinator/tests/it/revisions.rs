@@ -2,7 +2,7 @@
 
 use crate::support::{FakeWorker, TestCoordinator, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{Assignment, Report, ToCoordinator, UnixMillis, Verdict};
+use aitk_common::control_plane::{Assignment, Report, ToCoordinator, UnixMillis, Verdict};
 use aitk_proto::v1;
 use serde_json::Value;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use crate::support::{self, FakeWorker, TestCoordinator, eventually, held_attempt, logs, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Artifact, EventBody, HeldAttempt, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
     Verdict,
 };
@@ -41,7 +41,7 @@ async fn a_job_runs_from_submission_to_artifact() {
         };
         tokio::spawn(async move {
             let mut stream = clients.jobs.clone().events(request).await.unwrap().into_inner();
-            let mut events: Vec<aitk_common::control::JobEvent> = Vec::new();
+            let mut events: Vec<aitk_common::control_plane::JobEvent> = Vec::new();
             while let Some(event) = stream.message().await.unwrap() {
                 events.push(event.try_into().unwrap());
             }

@@ -3,7 +3,7 @@
 use crate::support::daemon::Daemon;
 use crate::support::{FakeWorker, eventually, held_attempt, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{JobState, JobView, NewMember, Submission, SubmissionReceipt, Verdict};
+use aitk_common::control_plane::{JobState, JobView, NewMember, Submission, SubmissionReceipt, Verdict};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};

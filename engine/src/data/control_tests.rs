@@ -80,7 +80,7 @@ fn control_images_have_the_pixels_of_ai_toolkit() {
                     let difference = gap(&found, expected);
                     assert!(difference < 1e-5, "{name}: {difference:.1e}");
                     // Without flips: a flipped copy has the same control image.
-                    let flipped = Item {
+                    let flipped = TrainingImage {
                         flip_x: true,
                         ..item.clone()
                     };
@@ -224,7 +224,8 @@ fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
     let (dataset, _) = open(options(dir.path(), &["one"]));
     let item = &dataset.items[0];
     let control = item.control.clone().unwrap();
-    let hash = |item: &Item, control: &Control| item.control_key(control, "flux1").hash(&control.content, "vae");
+    let hash =
+        |item: &TrainingImage, control: &Control| item.control_key(control, "flux1").hash(&control.content, "vae");
     let base = hash(item, &control);
     let own = item.latent_key("flux1");
     // Also where both files are the same.
@@ -233,7 +234,7 @@ fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
         own.ai_toolkit_hash(),
         item.control_key(&control, "flux1").ai_toolkit_hash()
     );
-    let changed = |change: fn(&mut Item, &mut Control)| {
+    let changed = |change: fn(&mut TrainingImage, &mut Control)| {
         let (mut item, mut control) = (item.clone(), control.clone());
         change(&mut item, &mut control);
         hash(&item, &control)

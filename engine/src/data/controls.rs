@@ -2,8 +2,8 @@
 
 use super::allowed_paths::AllowedPaths;
 use super::discover::suffix_rank;
-use super::item::{Control, Item};
 use super::pixels::apply_plan;
+use super::training_image::{Control, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};
@@ -30,7 +30,7 @@ impl ControlOptions {
     ///
     /// # Errors
     /// When a folder does not exist.
-    pub(super) fn check_folders(&self) -> Result<()> {
+    pub(super) fn check_folders_exist(&self) -> Result<()> {
         match self.folders.iter().find(|folder| !folder.is_dir()) {
             Some(folder) => Err(EngineError::bad_input(format!(
                 "{}: there is no such folder of control images (datasets: control_path)",
@@ -45,7 +45,7 @@ impl ControlOptions {
     /// # Errors
     /// When a folder cannot be read.
     pub(super) fn list(&self, stay_in_folder: bool) -> Result<ControlFiles> {
-        self.check_folders()?;
+        self.check_folders_exist()?;
         let folders = self
             .folders
             .iter()
@@ -145,7 +145,7 @@ impl ControlFiles {
 ///
 /// # Errors
 /// When the control image is missing, damaged, or needs too much memory.
-pub fn load_control(item: &Item, control: &Control) -> Result<Tensor> {
+pub fn load_control(item: &TrainingImage, control: &Control) -> Result<Tensor> {
     let image = image_io::open_rgb_over(&control.path, control.background)?;
     if control.full_size {
         return image_io::to_tensor(&apply_plan(image, item), &Device::Cpu);

@@ -5,10 +5,10 @@ use super::bucket::{BucketPlan, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::controls::ControlOptions;
 use super::discover::discover;
-use super::item::{Control, Item};
 use super::latent_cache::content_hash;
 use super::masks::MaskOptions;
 use super::sizes::SizeCache;
+use super::training_image::{Control, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::rng::generator_for;
@@ -317,7 +317,7 @@ pub struct Dataset {
     /// The options it was made with.
     pub options: DatasetOptions,
     /// Its items, with repeats and flipped copies.
-    pub items: Vec<Item>,
+    pub items: Vec<TrainingImage>,
 }
 
 impl Dataset {
@@ -384,7 +384,7 @@ impl Dataset {
                     if let Some(mask) = mask.as_ref().filter(|mask| !mask.alpha) {
                         allowed_masks.check(&mask.path)?;
                     }
-                    items.push(Item {
+                    items.push(TrainingImage {
                         path: path.clone(),
                         content,
                         derived: options.derived.clone(),
@@ -413,10 +413,10 @@ pub(super) fn check_options(options: &DatasetOptions, divisibility: u32) -> Resu
         )));
     }
     if let Some(masks) = &options.masks {
-        masks.check_folder()?;
+        masks.check_folder_exists()?;
     }
     if let Some(controls) = &options.controls {
-        controls.check_folders()?;
+        controls.check_folders_exist()?;
     }
     Ok(())
 }

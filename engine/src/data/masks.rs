@@ -1,7 +1,7 @@
 //! Loss masks: the mask file of each image, and the mask scaled, cropped and flipped like its image.
 
-use super::item::{Item, Mask};
 use super::pixels::apply_plan;
+use super::training_image::{Mask, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ impl MaskOptions {
     ///
     /// # Errors
     /// When the folder does not exist.
-    pub(super) fn check_folder(&self) -> Result<()> {
+    pub(super) fn check_folder_exists(&self) -> Result<()> {
         match &self.folder {
             Some(folder) if !folder.is_dir() => Err(EngineError::bad_input(format!(
                 "{}: this folder of masks does not exist (datasets: mask_path)",
@@ -62,7 +62,7 @@ impl MaskOptions {
 ///
 /// # Errors
 /// When the mask cannot be read, or its aspect ratio differs from the image's.
-pub fn load_mask(item: &Item, mask: &Mask) -> Result<Vec<f32>> {
+pub fn load_mask(item: &TrainingImage, mask: &Mask) -> Result<Vec<f32>> {
     let image = if mask.alpha {
         image_io::open_alpha(&mask.path)?
     } else {

@@ -9,13 +9,13 @@ mod caption;
 mod controls;
 mod dataset;
 mod discover;
-mod item;
 mod latent_cache;
 mod masks;
 mod pixels;
 mod report;
 mod sizes;
 mod text_cache;
+mod training_image;
 
 pub use allowed_paths::AllowedPaths;
 pub use bucket::{BucketPlan, plan_bucket, plan_square};
@@ -23,13 +23,13 @@ pub use caption::{CaptionRules, build_caption, dropped_caption, drops_caption, r
 pub use controls::{ControlOptions, load_control};
 pub use dataset::{Batch, Dataset, DatasetOptions, DatasetScan, ScannedImage, Warnings, batches, epoch_order};
 pub use discover::{ImageListing, discover};
-pub use item::{Control, Item, Mask};
 pub use latent_cache::{ControlKey, LatentCache, LatentKey};
 pub use masks::{MaskOptions, load_mask};
 pub use pixels::load_pixels;
 pub use report::{Bucket, DatasetContents, DatasetReport, Files};
 pub use sizes::SizeCache;
 pub use text_cache::{TextCache, TextKey};
+pub use training_image::{Control, Mask, TrainingImage};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

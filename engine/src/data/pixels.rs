@@ -1,6 +1,6 @@
 //! Loads training images as tensors.
 
-use super::item::Item;
+use super::training_image::TrainingImage;
 use crate::error::Result;
 use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};
@@ -10,13 +10,13 @@ use image::{RgbImage, imageops};
 ///
 /// # Errors
 /// When the image is missing, damaged, or needs too much memory.
-pub fn load_pixels(item: &Item) -> Result<Tensor> {
+pub fn load_pixels(item: &TrainingImage) -> Result<Tensor> {
     let cropped = apply_plan(image_io::open_rgb(&item.path)?, item);
     image_io::to_tensor(&cropped, &Device::Cpu)
 }
 
 /// Flips, scales and crops an image as the item says.
-pub(super) fn apply_plan(mut image: RgbImage, item: &Item) -> RgbImage {
+pub(super) fn apply_plan(mut image: RgbImage, item: &TrainingImage) -> RgbImage {
     if item.flip_x {
         imageops::flip_horizontal_in_place(&mut image);
     }

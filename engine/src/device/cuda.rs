@@ -1,6 +1,7 @@
 //! CUDA devices: how many there are, their properties and their peak memory.
 
 use super::gpu::{Gpu, too_old_for_build};
+use super::rate::gpu_gflops;
 use super::self_test;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::Device;
@@ -36,6 +37,7 @@ pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
     if let Some(built) = too_old_for_build(major, minor, option_env!("CUDA_COMPUTE_CAP")) {
         faults.insert(0, built);
     }
+    let gflops = gpu_gflops(&device, &dtypes);
     Ok(Gpu {
         device: DeviceRef {
             kind: DeviceKind::Cuda,
@@ -47,6 +49,7 @@ pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
         memory_free: free as u64,
         dtypes,
         faults,
+        gflops,
     })
 }
 

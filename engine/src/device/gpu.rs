@@ -19,6 +19,8 @@ pub struct Gpu {
     pub dtypes: Vec<String>,
     /// Why the other dtypes do not work: `bf16: conv2d: …`.
     pub faults: Vec<String>,
+    /// Measured rate of matrix products in billions of floating-point operations per second; 0: not measured.
+    pub gflops: u64,
 }
 
 /// A reason if the card is older than the compute capability that this program was built for, `built` (`80`, `90a`):

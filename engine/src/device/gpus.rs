@@ -113,6 +113,7 @@ mod tests {
             memory_free: 4,
             dtypes: dtypes.iter().map(|&dtype| dtype.to_owned()).collect(),
             faults: vec!["bf16: conv2d: no such kernel".to_owned()],
+            gflops: 0,
         }
     }
 

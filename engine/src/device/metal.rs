@@ -1,6 +1,7 @@
 //! The GPU of an Apple Silicon Mac.
 
 use super::gpu::Gpu;
+use super::rate::gpu_gflops;
 use super::self_test;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::Device;
@@ -28,6 +29,7 @@ pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
     let free = usable.saturating_sub(metal.current_allocated_size() as u64);
     let architecture = metal.architecture_name();
     let (dtypes, faults) = self_test::working_dtypes(&device);
+    let gflops = gpu_gflops(&device, &dtypes);
     Ok(Gpu {
         device: DeviceRef {
             kind: DeviceKind::Metal,
@@ -39,5 +41,6 @@ pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
         memory_free: free,
         dtypes,
         faults,
+        gflops,
     })
 }

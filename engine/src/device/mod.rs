@@ -8,6 +8,7 @@ pub mod gpus;
 #[cfg(feature = "metal")]
 mod metal;
 pub mod portable;
+pub mod rate;
 pub mod self_test;
 pub mod threads;
 

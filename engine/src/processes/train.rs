@@ -27,7 +27,7 @@ pub use preview::{TrainingPreview, preview};
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
 use crate::adapters::{LoraPass, is_of_text, load_lora};
-use crate::data::{Dataset, Item};
+use crate::data::{Dataset, TrainingImage};
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, EncodedPrompts, ItemSize, Model};
@@ -67,7 +67,7 @@ struct BatchInputs {
 }
 
 /// The sizes of an item that SDXL is conditioned on.
-fn item_size(item: &Item) -> ItemSize {
+fn image_size(item: &TrainingImage) -> ItemSize {
     let flipped = |(width, height): (u32, u32)| (height, width);
     ItemSize {
         original: flipped(item.size),
@@ -372,7 +372,7 @@ impl<'a> Run<'a> {
         let (process, model) = (self.process, &*self.model);
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(item_size).collect();
+        let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(image_size).collect();
         let cached = match self.target.covers_text_encoder() {
             true => None,
             false => Some(self.captions.get(captions, model)?),

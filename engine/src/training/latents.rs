@@ -1,6 +1,6 @@
 //! The latents of training images: encoded by the codec, cached in memory and on disk.
 
-use crate::data::{Control, Item, LatentCache, LatentKey, load_control, load_pixels};
+use crate::data::{Control, LatentCache, LatentKey, TrainingImage, load_control, load_pixels};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::rng::generator_from_text;
@@ -41,7 +41,7 @@ impl LatentStore {
     ///
     /// # Errors
     /// When the image cannot be decoded, or the disk is full.
-    pub fn get(&mut self, item: &Item, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
+    pub fn get(&mut self, item: &TrainingImage, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
         let image = Image {
             item,
             key: item.latent_key(&self.latent_space),
@@ -57,7 +57,7 @@ impl LatentStore {
     /// As [`Self::get`].
     pub fn get_control(
         &mut self,
-        item: &Item,
+        item: &TrainingImage,
         control: &Control,
         codec: &dyn Codec,
         in_memory: bool,
@@ -121,7 +121,7 @@ impl LatentStore {
 
 /// An image to encode: a training image or its control image.
 struct Image<'a> {
-    item: &'a Item,
+    item: &'a TrainingImage,
     key: LatentKey,
     /// SHA-256 of its file.
     content: &'a str,

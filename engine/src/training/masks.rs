@@ -1,6 +1,6 @@
 //! Loss masks: the weight of each latent position in the loss.
 
-use crate::data::{Item, load_mask};
+use crate::data::{TrainingImage, load_mask};
 use crate::error::Result;
 use crate::models::codec::Codec;
 use candle_core::{DType, Device, Tensor};
@@ -19,11 +19,15 @@ impl LossMasks {
     ///
     /// # Errors
     /// When a mask cannot be read or its shape differs from its image's.
-    pub fn get<'a>(&mut self, items: impl Iterator<Item = &'a Item>, codec: &dyn Codec) -> Result<Option<Tensor>> {
+    pub fn get<'a>(
+        &mut self,
+        items: impl Iterator<Item = &'a TrainingImage>,
+        codec: &dyn Codec,
+    ) -> Result<Option<Tensor>> {
         let (mut masks, mut any) = (Vec::new(), false);
         for item in items {
             any |= item.mask.is_some();
-            masks.push(self.item_mask(item, codec.pixels_per_latent())?);
+            masks.push(self.mask_weights(item, codec.pixels_per_latent())?);
         }
         if !any {
             return Ok(None);
@@ -35,12 +39,12 @@ impl LossMasks {
         Ok(Some((weights * factor)?))
     }
 
-    fn item_mask(&mut self, item: &Item, scale: usize) -> Result<Tensor> {
+    fn mask_weights(&mut self, item: &TrainingImage, scale: usize) -> Result<Tensor> {
         let (width, height) = (item.plan.bucket.0 as usize / scale, item.plan.bucket.1 as usize / scale);
         let Some(mask) = &item.mask else {
             return Ok(Tensor::ones((height, width), DType::F32, &Device::Cpu)?);
         };
-        let key = format!("{mask:?} {:?} {} {}", item.plan, item.flip_x, item.flip_y);
+        let key = format!("{} {:?} {} {}", mask.identity(), item.plan, item.flip_x, item.flip_y);
         if let Some(tensor) = self.cache.get(&key) {
             return Ok(tensor.clone());
         }

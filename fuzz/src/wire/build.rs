@@ -136,7 +136,7 @@ impl Make for v1::outcome::Failed {
 
 messages! {
     DeviceRef { kind index }
-    Device { device name architecture memory_total memory_budget dtypes attention profile }
+    Device { device name architecture memory_total memory_budget dtypes attention profile gflops }
     Phase { name }
     Progress { done total seconds_per_step }
     Metrics { step values }

@@ -4,8 +4,8 @@
 mod build;
 
 use super::unstructured::Unstructured;
-use aitk_common::control::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt};
-use aitk_common::control::{ToCoordinator, ToWorker, WorkerView};
+use aitk_common::control_plane::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt};
+use aitk_common::control_plane::{ToCoordinator, ToWorker, WorkerView};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, UserName, WorkerId};
 use aitk_common::security::role::Role;

@@ -7,10 +7,10 @@ use super::workers::{confinement, inputs, labels, wire_confinement, wire_inputs}
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, user_name};
 use crate::v1;
 use aitk_common::capability::{Device, DeviceRef};
-use aitk_common::control::{
+use aitk_common::control_plane::{
     ArrayCounts, ArrayView, DeviceForecast, Forecast, NewMember, UnixMillis, WorkerDeviceView, WorkerView,
 };
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, SubmissionReceipt,
 };
 use aitk_common::id::{Epoch, UserName};

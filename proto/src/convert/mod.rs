@@ -135,7 +135,7 @@ parse_id!(user_name, aitk_common::id::UserName);
 #[cfg(test)]
 mod tests {
     use crate::v1;
-    use aitk_common::control::{Artifact, Submission};
+    use aitk_common::control_plane::{Artifact, Submission};
 
     #[test]
     fn errors_stay_short_for_long_field_values() {

@@ -4,7 +4,7 @@ use super::{ConvertError, Result, Within, artifact_name, optional_hash, required
 use crate::v1;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
-use aitk_common::control::{Artifact, AttemptState, JobState, Progress, Report};
+use aitk_common::control_plane::{Artifact, AttemptState, JobState, Progress, Report};
 use aitk_common::job::repository::{is_commit, is_repository};
 use aitk_common::plan::profile::MemoryProfile;
 
@@ -73,6 +73,10 @@ impl TryFrom<v1::DeviceRef> for DeviceRef {
     }
 }
 
+/// The largest rate of matrix products that a device may report, in billions of floating-point operations per second: no device of
+/// these years is faster.
+const MAX_GFLOPS: u64 = 20_000_000;
+
 impl From<Device> for v1::Device {
     fn from(device: Device) -> Self {
         Self {
@@ -84,6 +88,7 @@ impl From<Device> for v1::Device {
             dtypes: device.dtypes,
             attention: device.attention,
             profile: v1::MemoryProfile::from(device.profile).into(),
+            gflops: device.gflops,
         }
     }
 }
@@ -108,6 +113,7 @@ impl TryFrom<v1::Device> for Device {
             dtypes: texts(wire.dtypes, "dtypes")?,
             attention: texts(wire.attention, "attention")?,
             profile: enum_field::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            gflops: wire.gflops.min(MAX_GFLOPS),
         })
     }
 }

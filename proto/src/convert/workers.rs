@@ -7,10 +7,10 @@ use crate::v1;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::confinement::{Confinement, Protection};
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Artifact, Assignment, HeldAttempt, OfferedCheckpoint, Registration, Report, ToCoordinator, ToWorker,
 };
-use aitk_common::control::{UnixMillis, Verdict};
+use aitk_common::control_plane::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::Epoch;
 use std::collections::{BTreeMap, HashMap};

@@ -3,7 +3,7 @@
 use super::memory::memory;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_engine::device::self_test;
+use aitk_engine::device::{rate, self_test};
 use sysinfo::{CpuRefreshKind, RefreshKind, System};
 
 /// The CPU as a device.
@@ -23,6 +23,7 @@ pub(super) fn device() -> Device {
         // Attention runs in tiles: the scores of all tokens with all tokens are never in memory at once.
         attention: vec!["flash".to_owned()],
         profile: MemoryProfile::CpuOnly,
+        gflops: rate::cpu_gflops(),
     }
 }
 
@@ -32,6 +33,7 @@ pub(super) fn portable_device() -> Device {
         device: DeviceRef::PORTABLE_CPU,
         dtypes: self_test::portable_dtypes(),
         attention: vec!["eager".to_owned()],
+        gflops: rate::portable_gflops(),
         ..device()
     }
 }

@@ -59,6 +59,7 @@ fn gpu_device(found: Gpu) -> Device {
         dtypes: found.dtypes,
         attention: vec!["eager".to_owned()],
         profile: MemoryProfile::for_gpu_budget(memory_budget),
+        gflops: found.gflops,
     }
 }
 

@@ -4,7 +4,7 @@
 
 use super::refusal::Refusal;
 use crate::identity::{CertificateRenewer, Membership};
-use aitk_common::control::{Registration, ToCoordinator, ToWorker};
+use aitk_common::control_plane::{Registration, ToCoordinator, ToWorker};
 use aitk_common::id::WorkerId;
 use aitk_common::security::token::Token;
 use aitk_proto::client::{self, Clients, ConnectError, Credentials};

@@ -15,7 +15,7 @@ use crate::resend;
 use crate::runner::DesiredState;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Assignment, HeldAttempt, OfferedCheckpoint, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
 };
 use aitk_common::id::{AttemptId, Epoch, WorkerId};

@@ -1,7 +1,7 @@
 //! The handle through which an attempt sends messages to the session.
 
 use crate::outbox::Request;
-use aitk_common::control::{HeldAttempt, Report, UnixMillis};
+use aitk_common::control_plane::{HeldAttempt, Report, UnixMillis};
 use aitk_common::id::AttemptId;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, oneshot};

@@ -9,7 +9,7 @@ use crate::outcome::{file_failure, storage_failure};
 use crate::session::Reporter;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::{Assignment, Report};
+use aitk_common::control_plane::{Assignment, Report};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::storage::{StorageError, checkpoints};
 use cache::InputGuard;

@@ -3,7 +3,7 @@
 
 use crate::support::{JOB, TIMEOUT, device, eventually};
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{Assignment, HeldAttempt, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control_plane::{Assignment, HeldAttempt, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_proto::v1;

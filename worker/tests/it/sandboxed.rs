@@ -4,7 +4,7 @@ use crate::program::{run, text};
 use crate::support::{self, TestCluster, emit_finished, script};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::{Confinement, Protection};
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use aitk_common::job;
 use aitk_common::storage::snapshot;
 use aitk_proto::remote_blobs::RemoteBlobs;

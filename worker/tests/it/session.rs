@@ -3,7 +3,7 @@
 use crate::support::{
     self, TestCluster, emit, emit_checkpoint, emit_finished, eventually, script, wait_for, wait_until_connected,
 };
-use aitk_common::control::{AttemptState, JobState};
+use aitk_common::control_plane::{AttemptState, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, checkpoints, snapshot};
 use aitk_proto::remote_blobs::RemoteBlobs;

@@ -1,7 +1,7 @@
 //! Workers and a user with tokens of their own: their access to storage is enough to run a job.
 
 use crate::support::{JOB, TestCluster, emit, emit_checkpoint, emit_finished, put_model, script, wait_until_connected};
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, snapshot};
 use aitk_proto::client::{Clients, connect};

@@ -2,7 +2,7 @@
 
 use crate::program::{program, text};
 use crate::support::{TestCluster, emit, emit_checkpoint, emit_finished, script};
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_common::telemetry::traces::Traces;
 use aitk_tests::trace_collector::{ReceivedSpan, TraceCollector};

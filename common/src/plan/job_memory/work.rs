@@ -44,7 +44,7 @@ impl Job<'_> {
     }
 
     /// The FLOPs of a pass of the family's published denoiser over one image of 512 x 512.
-    fn published_pass(&self) -> f64 {
+    pub(in crate::plan) fn published_pass(&self) -> f64 {
         let published = Job {
             task: Task::Generation,
             body: &Value::Null,

@@ -7,7 +7,7 @@ use crate::state::classes::{DeviceNeeds, check_fit};
 use crate::tests::new_job;
 use crate::{Condition, Event, Job, NewArray, NewJob, Prerequisite, Requirements, Ticket};
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;

@@ -26,7 +26,7 @@ mod worker;
 mod world;
 
 use crate::State;
-use aitk_common::control::JobState;
+use aitk_common::control_plane::JobState;
 use script::Rule;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::World;

@@ -5,7 +5,7 @@ use crate::queue::StartCondition;
 use crate::state::classes::{DeviceNeeds, check_fit};
 use crate::state::speeds::MAX_SLOWDOWN;
 use crate::{Job, PlacedAttempt, Preemption, State};
-use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::control_plane::{JobState, UnixMillis};
 
 /// Seconds per unit of the fastest open device on which such a job fits.
 fn fastest(state: &State, needs: &DeviceNeeds) -> f64 {
@@ -144,10 +144,10 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt
                 winner.id,
                 loser.id
             );
-            // After several placements in a step, the users' counts at each of them are not known. A part that migrated held
+            // After several placements in a step, the users' counts at each of them are not known. A part that was taken over held
             // a device before, and the new one was reserved for it.
             if placed.len() == 1
-                && !winner.migrated
+                && !winner.taken_over
                 && loser.level() == winner.level()
                 && loser.requirements.owner != winner.requirements.owner
             {

@@ -4,7 +4,7 @@
 use super::rules::check_step;
 use super::store::MemoryStore;
 use crate::{Effect, Event, PlacedAttempt, Settings, State, check};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;

@@ -1,7 +1,7 @@
 //! A store in memory for the simulation.
 
 use crate::{Job, Record, RestoredJob, Settings, State, Worker};
-use aitk_common::control::{JobEvent, UnixMillis};
+use aitk_common::control_plane::{JobEvent, UnixMillis};
 use aitk_common::id::{JobId, WorkerId};
 use std::collections::BTreeMap;
 

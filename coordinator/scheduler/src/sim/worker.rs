@@ -5,7 +5,9 @@ use crate::tests::{device, manifest, registration};
 use crate::{Event, PlacedAttempt, SessionId};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::control::{HeldAttempt, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis};
+use aitk_common::control_plane::{
+    HeldAttempt, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis,
+};
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
@@ -175,7 +177,7 @@ impl SimWorker {
 
     pub(super) fn start_attempt(&mut self, random: &mut Random, placed: &PlacedAttempt) {
         self.earlier_attempts.push(placed.held.clone());
-        // Members of arrays take long on the slow machines, so that migrations pay.
+        // Members of arrays take long on the slow machines, so that takeovers pay.
         let slowness = if placed.job.as_str().contains('-') {
             self.index as u64 * 50
         } else {

@@ -10,7 +10,7 @@ use crate::tests::settings;
 use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Quotas, Record, Reply, SessionId, Settings, State, check};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceRef;
-use aitk_common::control::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
+use aitk_common::control_plane::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
 use aitk_common::id::{Epoch, JobId, UserName, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -44,7 +44,7 @@ pub(super) struct Stats {
     shared: u64,
     preempted: u64,
     array_limited: u64,
-    migrated: u64,
+    taken_over: u64,
     fenced: u64,
     crashes: u64,
     store_failures: u64,
@@ -86,7 +86,7 @@ impl Stats {
                 "steps with members that wait for their array's limit",
                 &mut self.array_limited,
             ),
-            ("parts that a faster device took over", &mut self.migrated),
+            ("parts that a faster device took over", &mut self.taken_over),
             ("fences", &mut self.fenced),
             ("crashes", &mut self.crashes),
             ("store failures", &mut self.store_failures),
@@ -561,9 +561,9 @@ impl World {
                         let job = job_of(&held.attempt).and_then(|id| self.state.jobs.find(id));
                         let preempted = job.is_some_and(|job| matches!(job.preemption, Some(Preemption::ForJob(_))));
                         self.stats.preempted += u64::from(preempted);
-                        let migrates =
+                        let is_takeover =
                             job.is_some_and(|job| matches!(job.preemption, Some(Preemption::FasterDevice { .. })));
-                        self.stats.migrated += u64::from(migrates);
+                        self.stats.taken_over += u64::from(is_takeover);
                     }
                     _ => {}
                 }

@@ -1,6 +1,6 @@
 //! Checkpoints that a worker has saved and not uploaded yet.
 
-use aitk_common::control::{HeldAttempt, UnixMillis};
+use aitk_common::control_plane::{HeldAttempt, UnixMillis};
 use aitk_common::id::{AttemptId, WorkerId};
 
 /// A checkpoint that a worker offers to upload after its attempt has ended.

@@ -17,7 +17,7 @@ use crate::state::slots::Slots;
 use crate::state::speeds::Speeds;
 use crate::state::table::{JobIndex, Jobs, Table};
 use crate::state::user::User;
-use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::control_plane::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

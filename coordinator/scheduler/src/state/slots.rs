@@ -5,7 +5,7 @@ use crate::model::{ClassId, DeviceKey, device_key};
 use crate::state::table::Table;
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_common::id::{JobId, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -190,6 +190,7 @@ impl Slots {
                     dtypes: Vec::new(),
                     attention: Vec::new(),
                     profile: aitk_common::plan::profile::MemoryProfile::Extreme,
+                    gflops: 0,
                 };
                 let device = offered.cloned().unwrap_or_else(unknown);
                 self.add(worker, device)

@@ -1,10 +1,10 @@
-//! Speeds of devices: measured ones, and guesses by kind of device until there is a measurement.
+//! Speeds of devices: measured ones, and until there is a measurement guesses by the rate of their matrix products.
 
 use crate::model::Speed;
 
-use aitk_common::capability::{Device, DeviceKind};
+use aitk_common::capability::Device;
 use aitk_common::plan::demand::WORK_UNIT;
-use aitk_common::plan::family::{FamilySpeed, UNKNOWN_SECONDS_PER_UNIT};
+use aitk_common::plan::family::FamilySpeed;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -23,15 +23,6 @@ pub(crate) fn slowdown(profile: MemoryProfile) -> f64 {
         MemoryProfile::Balanced => 1.05,
         MemoryProfile::GpuPoor => 1.3,
         MemoryProfile::Extreme => 2.0,
-    }
-}
-
-/// The guessed slowdown compared with an average CUDA GPU, before anything was measured.
-fn guessed_slowdown(kind: DeviceKind) -> f64 {
-    match kind {
-        DeviceKind::Cuda => 1.0,
-        DeviceKind::Metal => 4.0,
-        DeviceKind::Cpu => 100.0,
     }
 }
 
@@ -63,10 +54,8 @@ impl Speeds {
     /// Seconds per unit of work on a device under a profile, measured or guessed.
     pub(crate) fn seconds_per_unit(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
         let plain = self.measured(device, family).unwrap_or_else(|| {
-            let usual = family
-                .and_then(FamilySpeed::of)
-                .map_or(UNKNOWN_SECONDS_PER_UNIT, |family| family.seconds_per_unit);
-            usual * guessed_slowdown(device.device.kind)
+            let family = FamilySpeed::or_unknown(family.and_then(FamilySpeed::of));
+            family.guessed_seconds_per_unit(device.device.kind, device.gflops)
         });
         plain * slowdown(profile)
     }

@@ -16,8 +16,10 @@ use super::{
 };
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
-use aitk_common::control::{Artifact, AttemptState, HeldAttempt, JobState, JobView, Progress, Registration, Report};
-use aitk_common::control::{ToWorker, UnixMillis, Verdict};
+use aitk_common::control_plane::{
+    Artifact, AttemptState, HeldAttempt, JobState, JobView, Progress, Registration, Report,
+};
+use aitk_common::control_plane::{ToWorker, UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
@@ -55,6 +57,7 @@ pub(super) fn device(kind: DeviceKind, index: u32) -> Device {
         dtypes: vec!["f32".into()],
         attention: vec!["eager".into()],
         profile,
+        gflops: 0,
     }
 }
 

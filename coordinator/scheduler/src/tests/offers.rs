@@ -1,7 +1,7 @@
 //! Tests of checkpoints that a worker saved while it was refused or disconnected.
 
 use super::*;
-use aitk_common::control::OfferedCheckpoint;
+use aitk_common::control_plane::OfferedCheckpoint;
 
 fn offer(job: &str, epoch: u64, step: u64) -> OfferedCheckpoint {
     OfferedCheckpoint {

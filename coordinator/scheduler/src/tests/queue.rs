@@ -3,7 +3,7 @@
 use super::super::model::Job;
 use super::super::{Condition, Prerequisite};
 use super::*;
-use aitk_common::control::EventBody;
+use aitk_common::control_plane::EventBody;
 
 #[test]
 fn a_stopped_job_can_be_resumed() {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::MAX_EXPIRED_PER_CALL;
-use aitk_common::control::EventBody;
+use aitk_common::control_plane::EventBody;
 
 fn submit_after(world: &mut World, id: &str, after: &[&str]) {
     let job = NewJob {

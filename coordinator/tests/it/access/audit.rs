@@ -3,7 +3,7 @@
 use super::{LONG_LEASE, audit_log, create_token, get, put_input, submit, wait_for_audit_line};
 use crate::support::postgres::Postgres;
 use crate::support::{TestCoordinator, config, input, within};
-use aitk_common::control::UnixMillis;
+use aitk_common::control_plane::UnixMillis;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_coordinator::{Config, start};
 use aitk_proto::client::connect;

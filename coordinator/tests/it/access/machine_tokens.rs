@@ -3,7 +3,7 @@
 use super::{LONG_LEASE, client_with_role, create_token, wait_for_audit_line};
 use crate::support::{FakeWorker, TIMEOUT, TestCoordinator, eventually, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{ToCoordinator, Verdict};
+use aitk_common::control_plane::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
 use aitk_proto::remote_blobs::RemoteBlobs;
 use tonic::Code;

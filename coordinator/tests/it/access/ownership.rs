@@ -2,7 +2,7 @@
 
 use super::{LONG_LEASE, audit_log, client_with_role, get, list, stop, submit, wait_for_audit_line};
 use crate::support::{self, FakeWorker, TestCoordinator, eventually, held_attempt, job_json, submission, within};
-use aitk_common::control::{Artifact, Submission, ToCoordinator, Verdict};
+use aitk_common::control_plane::{Artifact, Submission, ToCoordinator, Verdict};
 use aitk_common::id::UserName;
 use aitk_common::storage::BlobStore;
 use aitk_proto::client::Clients;
@@ -19,7 +19,7 @@ struct Fixture {
     hers: String,
     his: String,
     worker: FakeWorker,
-    work: aitk_common::control::HeldAttempt,
+    work: aitk_common::control_plane::HeldAttempt,
 }
 
 impl Fixture {

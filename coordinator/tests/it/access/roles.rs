@@ -2,7 +2,7 @@
 
 use super::{LONG_LEASE, audit_log, client_with_role, create_token, drain, get, stop, submit, wait_for_audit_line};
 use crate::support::{FakeWorker, TestCoordinator, eventually, within};
-use aitk_common::control::ToCoordinator;
+use aitk_common::control_plane::ToCoordinator;
 use aitk_common::hash::ContentHash;
 use aitk_proto::v1;
 use tonic::Code;

@@ -7,7 +7,7 @@ use crate::support::{
     FakeWorker, TestCoordinator, checkpoint, config, eventually, held_attempt, put_checkpoint, within,
 };
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{Artifact, Assignment, ToCoordinator, Verdict};
+use aitk_common::control_plane::{Artifact, Assignment, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::BlobStore;
 use aitk_common::storage::snapshot::{Snapshot, SnapshotFile};

@@ -2,7 +2,7 @@
 
 use super::{LONG_LEASE, create_token, get, put_input, submit, wait_for_audit_line};
 use crate::support::{FakeWorker, TestCoordinator, eventually, within};
-use aitk_common::control::{JobState, ToCoordinator};
+use aitk_common::control_plane::{JobState, ToCoordinator};
 use aitk_common::hash::ContentHash;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::v1;

@@ -5,7 +5,7 @@ use super::{TestServer, view};
 use crate::access;
 use crate::support::{FakeWorker, held_attempt, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{HeldAttempt, JobState, ToWorker, Verdict};
+use aitk_common::control_plane::{HeldAttempt, JobState, ToWorker, Verdict};
 use aitk_proto::v1;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};

@@ -3,7 +3,7 @@
 use crate::access::{create_token, wait_for_audit_line};
 use crate::support::data_sets::put;
 use crate::support::{FakeWorker, TIMEOUT, TestCoordinator, input, job_json, submission, within};
-use aitk_common::control::{NewMember, Submission};
+use aitk_common::control_plane::{NewMember, Submission};
 use aitk_proto::client::connect;
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;

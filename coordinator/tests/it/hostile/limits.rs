@@ -2,7 +2,7 @@
 
 use super::{TestServer, view};
 use crate::support::{FakeWorker, job_json, submission, within};
-use aitk_common::control::{JobState, ToCoordinator};
+use aitk_common::control_plane::{JobState, ToCoordinator};
 use aitk_common::hash::ContentHash;
 use aitk_proto::client::Clients;
 use aitk_proto::v1;
@@ -205,7 +205,7 @@ async fn a_new_session_replaces_the_one_with_the_same_worker_id() {
         let next = FakeWorker::register(&clients, registration).await;
         let (reason, retry) = worker
             .wait_for_message(|message| match message {
-                aitk_common::control::ToWorker::GoingAway { reason, retry } => Some((reason, retry)),
+                aitk_common::control_plane::ToWorker::GoingAway { reason, retry } => Some((reason, retry)),
                 _ => None,
             })
             .await;

@@ -4,7 +4,7 @@
 use super::{TestServer, view};
 use crate::support::{FakeWorker, eventually, held_attempt, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{JobState, Verdict};
+use aitk_common::control_plane::{JobState, Verdict};
 use aitk_proto::v1;
 use tonic::Code;
 

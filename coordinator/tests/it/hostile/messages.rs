@@ -2,7 +2,7 @@
 
 use super::{Random, TestServer};
 use crate::support::{FakeWorker, input, job_json, submission, within};
-use aitk_common::control::{EventBody, JobEvent, UnixMillis};
+use aitk_common::control_plane::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_proto::client::Clients;
 use aitk_proto::v1;
@@ -357,11 +357,11 @@ async fn a_worker_clock_that_is_an_hour_off_has_no_effect() {
     let work = worker.next_assignment().await;
     for (number, time) in times.iter().enumerate() {
         worker
-            .send(aitk_common::control::ToCoordinator::Event {
+            .send(aitk_common::control_plane::ToCoordinator::Event {
                 held: crate::support::held_attempt(&work),
                 seq: number as u64 + 1,
                 time: UnixMillis(time.as_millis() as u64),
-                report: aitk_common::control::Report::Log {
+                report: aitk_common::control_plane::Report::Log {
                     level: "info".into(),
                     message: format!("line {number}"),
                 },
@@ -370,7 +370,7 @@ async fn a_worker_clock_that_is_an_hour_off_has_no_effect() {
     }
     let held = crate::support::held_attempt(&work);
     let verdict = worker.finish(&held, aitk_common::attempt::Outcome::Completed).await;
-    assert_eq!(verdict, aitk_common::control::Verdict::Accepted);
+    assert_eq!(verdict, aitk_common::control_plane::Verdict::Accepted);
     let request = v1::EventsRequest {
         job_id: job.clone(),
         cursor: 0,

@@ -11,7 +11,7 @@ mod slow_connections;
 use crate::support::daemon::Daemon;
 use crate::support::{FakeWorker, held_attempt, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{JobState, JobView, Verdict};
+use aitk_common::control_plane::{JobState, JobView, Verdict};
 use aitk_common::storage::BlobStore;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;

@@ -2,7 +2,7 @@
 
 use super::{PkiConfig, PkiServer, ca_folder, eventually, wait_for_audit_line, within};
 use crate::support::FakeWorker;
-use aitk_common::control::ToCoordinator;
+use aitk_common::control_plane::ToCoordinator;
 use aitk_coordinator::{Config, backup, restore};
 use aitk_proto::v1;
 use std::time::Duration;

@@ -4,7 +4,7 @@ use super::{
     Config, JoinedWorker, PkiConfig, PkiServer, TlsFiles, Trust, ca_folder, connect, eventually, init, start, within,
 };
 use crate::support::FakeWorker;
-use aitk_common::control::ToCoordinator;
+use aitk_common::control_plane::ToCoordinator;
 use aitk_coordinator::StartError;
 use aitk_proto::client::Clients;
 use aitk_proto::v1;

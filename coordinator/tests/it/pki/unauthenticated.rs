@@ -2,7 +2,7 @@
 
 use super::{JoinedWorker, PkiServer, Trust, wait_for_audit_line, within};
 use crate::support::FakeWorker;
-use aitk_common::control::ToCoordinator;
+use aitk_common::control_plane::ToCoordinator;
 use aitk_common::id::WorkerId;
 use aitk_common::security::ca::Ca;
 use rcgen::{CertificateParams, DnType, ExtendedKeyUsagePurpose, Issuer, KeyPair, SanType};
@@ -56,7 +56,7 @@ async fn a_certificate_of_another_authority_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     Ca::create(
         &folder.path().join("ca"),
-        aitk_common::control::UnixMillis(1_700_000_000_000),
+        aitk_common::control_plane::UnixMillis(1_700_000_000_000),
     )
     .unwrap();
     worker_with(&server, forge(&folder.path().join("ca"), |_| {}))

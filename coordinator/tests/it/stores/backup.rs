@@ -3,7 +3,7 @@
 use crate::support::daemon::Daemon;
 use crate::support::postgres::Postgres;
 use crate::support::{FakeWorker, held_attempt, input, put_checkpoint, submission, within};
-use aitk_common::control::{EventBody, JobEvent, Submission, Verdict};
+use aitk_common::control_plane::{EventBody, JobEvent, Submission, Verdict};
 use aitk_common::storage::BlobStore;
 use aitk_coordinator::store::BackupCounts;
 use aitk_coordinator::{CopyError, DataFolderError, DatabaseUrl, backup, restore};

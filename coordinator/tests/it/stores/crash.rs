@@ -3,7 +3,7 @@
 use crate::support::daemon::Daemon;
 use crate::support::postgres::{PASSWORD, Postgres};
 use crate::support::{input, submission, within};
-use aitk_common::control::{EventBody, Submission};
+use aitk_common::control_plane::{EventBody, Submission};
 use aitk_proto::client::Clients;
 use aitk_proto::v1;
 use std::collections::BTreeMap;
@@ -99,7 +99,7 @@ async fn assert_survives_kills(daemon: &mut Daemon) {
         let mut stream = within(jobs.events(request)).await.unwrap().into_inner();
         let mut states = Vec::new();
         while let Some(event) = within(stream.message()).await.unwrap() {
-            let event: aitk_common::control::JobEvent = event.try_into().unwrap();
+            let event: aitk_common::control_plane::JobEvent = event.try_into().unwrap();
             assert_eq!(event.cursor, states.len() as u64 + 1, "{}: its log has a gap", job.id);
             let EventBody::State { state, .. } = event.body else {
                 panic!("unexpected event: {:?}", event.body)

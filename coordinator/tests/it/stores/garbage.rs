@@ -3,7 +3,7 @@
 use crate::support::data_sets::{collect, data_set, put, submission_with};
 use crate::support::{FakeWorker, TestCoordinator, config, held_attempt, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{Artifact, ToCoordinator, Verdict};
+use aitk_common::control_plane::{Artifact, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::BlobStore;
 use aitk_common::storage::snapshot::Snapshot;

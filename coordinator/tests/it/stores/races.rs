@@ -5,7 +5,7 @@
 use crate::support::daemon::Daemon;
 use crate::support::data_sets::{collect, data_set, put, submission_with};
 use crate::support::{FakeWorker, held_attempt, put_checkpoint, within};
-use aitk_common::control::Verdict;
+use aitk_common::control_plane::Verdict;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::snapshot::Snapshot;
 use aitk_common::storage::{BlobStore, ObjectBlobs, Options, checkpoints, gc};

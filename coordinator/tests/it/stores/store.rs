@@ -2,7 +2,7 @@
 
 use crate::support::postgres::Postgres;
 use crate::support::{FakeWorker, cpu};
-use aitk_common::control::{Artifact, EventBody, JobEvent, JobState, Registration, UnixMillis};
+use aitk_common::control_plane::{Artifact, EventBody, JobEvent, JobState, Registration, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 use aitk_coordinator::store::{SqlStore, Store};

@@ -1,7 +1,7 @@
 //! Migration of a database of an earlier version.
 
 use super::store::{artifact, event, hash, job_of, submit};
-use aitk_common::control::EventBody;
+use aitk_common::control_plane::EventBody;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_scheduler::{Record, Settings, State};
 use std::collections::HashSet;

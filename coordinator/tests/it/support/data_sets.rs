@@ -1,7 +1,7 @@
 //! Uploads of data sets, and garbage collection.
 
 use super::{submission, within};
-use aitk_common::control::Submission;
+use aitk_common::control_plane::Submission;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::BlobStore;
 use aitk_common::storage::snapshot::{Snapshot, SnapshotFile};

@@ -7,7 +7,7 @@ pub(crate) mod postgres;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::{FORMAT_VERSION, FileEntry, Manifest};
-use aitk_common::control::{
+use aitk_common::control_plane::{
     Assignment, EventBody, HeldAttempt, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report,
     Submission, SubmissionReceipt, ToCoordinator, ToWorker, UnixMillis, Verdict,
 };
@@ -238,6 +238,7 @@ pub(crate) fn cpu() -> Device {
         dtypes: vec!["f32".into()],
         attention: vec!["eager".into()],
         profile: MemoryProfile::CpuOnly,
+        gflops: 0,
     }
 }
 

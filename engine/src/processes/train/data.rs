@@ -3,7 +3,7 @@
 use super::super::context::Context;
 use super::options::{self, caches_captions};
 use crate::data::{
-    Batch, CaptionRules, Dataset, Item, batches, build_caption, dropped_caption, drops_caption, epoch_order,
+    Batch, CaptionRules, Dataset, TrainingImage, batches, build_caption, dropped_caption, drops_caption, epoch_order,
 };
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
@@ -189,7 +189,7 @@ impl TrainingData {
     }
 
     /// The items of a batch.
-    pub(super) fn items_of<'a>(&'a self, batch: &'a Batch) -> impl Iterator<Item = &'a Item> {
+    pub(super) fn items_of<'a>(&'a self, batch: &'a Batch) -> impl Iterator<Item = &'a TrainingImage> {
         let items = &self.datasets[batch.dataset].items;
         batch.items.iter().map(|i| &items[*i])
     }

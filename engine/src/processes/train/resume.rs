@@ -284,7 +284,7 @@ impl Run<'_> {
                     item.content, item.plan, item.flip_x, item.flip_y, item.caption
                 ));
                 if let Some(mask) = &item.mask {
-                    data.update(format!("{mask:?}\n"));
+                    data.update(mask.identity() + "\n");
                 }
                 if let Some(control) = &item.control {
                     let (content, background) = (&control.content, control.background);

@@ -13,7 +13,7 @@ mod job_generator;
 
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::control::{Assignment, Submission};
+use aitk_common::control_plane::{Assignment, Submission};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId};
 use aitk_common::job::{InputKind, JobSpec};

@@ -2,7 +2,7 @@
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::CheckpointWriter;
-use aitk_common::control::{JobState, JobView};
+use aitk_common::control_plane::{JobState, JobView};
 use aitk_common::hash::ContentHash;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::storage::BlobStore;
@@ -306,6 +306,7 @@ pub(crate) fn device() -> Device {
         dtypes: vec!["f32".into()],
         attention: vec!["eager".into()],
         profile: MemoryProfile::CpuOnly,
+        gflops: 0,
     }
 }
 

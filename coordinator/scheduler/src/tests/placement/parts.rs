@@ -1,4 +1,4 @@
-//! Tests of parts of one job on unequal devices: which device runs which part, which parts wait, and which migrate.
+//! Tests of parts of one job on unequal devices: which device runs which part, which parts wait, and which are taken over.
 
 use super::*;
 use aitk_common::job::cluster::Split;
@@ -206,7 +206,7 @@ fn equal_gpus_share_the_parts(bed: &mut TestBed) {
     assert_eq!(bed.running(), "3060-2: j-1; 3060: j-0");
 }
 
-fn a_part_migrates_to_an_idle_faster_gpu(bed: &mut TestBed) {
+fn an_idle_faster_gpu_takes_a_part_over(bed: &mut TestBed) {
     *bed = TestBed::with_a_slow_last_part();
     assert_eq!(bed.running(), "3060: j-1");
     bed.connect("4090");
@@ -220,7 +220,7 @@ fn a_part_migrates_to_an_idle_faster_gpu(bed: &mut TestBed) {
     assert_eq!(bed.world.state.jobs[&JobId::new("j-1")].failures, 0);
 }
 
-fn a_part_migrates_only_once(bed: &mut TestBed) {
+fn a_part_is_taken_over_only_once(bed: &mut TestBed) {
     *bed = TestBed::new(&["1060"]);
     bed.parts(2, 400);
     bed.finish("j-0", Outcome::Completed);
@@ -236,7 +236,7 @@ fn a_part_migrates_only_once(bed: &mut TestBed) {
     assert!(bed.world.state.jobs[&JobId::new("j-1")].preemption.is_none());
 }
 
-fn a_migration_that_saves_too_little_is_not_made(bed: &mut TestBed) {
+fn a_takeover_that_saves_too_little_is_not_made(bed: &mut TestBed) {
     *bed = TestBed::new(&["3060"]);
     bed.parts(2, 40);
     bed.finish("j-0", Outcome::Completed);
@@ -248,7 +248,7 @@ fn a_migration_that_saves_too_little_is_not_made(bed: &mut TestBed) {
     );
 }
 
-fn no_part_migrates_while_parts_wait(bed: &mut TestBed) {
+fn no_part_is_taken_over_while_parts_wait(bed: &mut TestBed) {
     *bed = TestBed::new(&["3060"]);
     bed.parts(3, 400);
     bed.connect("4090");
@@ -257,7 +257,7 @@ fn no_part_migrates_while_parts_wait(bed: &mut TestBed) {
     assert!(bed.world.state.jobs[&JobId::new("j-0")].preemption.is_none());
 }
 
-fn no_part_migrates_to_a_slower_gpu(bed: &mut TestBed) {
+fn no_slower_gpu_takes_a_part_over(bed: &mut TestBed) {
     *bed = TestBed::with_a_slow_last_part();
     bed.connect("1060");
     bed.pass(3);
@@ -394,26 +394,22 @@ const CASES: &[Case] = &[
         equal_gpus_share_the_parts,
     ),
     (
-        "a part migrates to an idle faster GPU",
+        "an idle faster GPU takes a part over",
         &[],
-        a_part_migrates_to_an_idle_faster_gpu,
+        an_idle_faster_gpu_takes_a_part_over,
     ),
-    ("a part migrates only once", &[], a_part_migrates_only_once),
+    ("a part is taken over only once", &[], a_part_is_taken_over_only_once),
     (
-        "a migration that saves too little is not made",
+        "a takeover that saves too little is not made",
         &[],
-        a_migration_that_saves_too_little_is_not_made,
-    ),
-    (
-        "no part migrates while parts wait",
-        &[],
-        no_part_migrates_while_parts_wait,
+        a_takeover_that_saves_too_little_is_not_made,
     ),
     (
-        "no part migrates to a slower GPU",
+        "no part is taken over while parts wait",
         &[],
-        no_part_migrates_to_a_slower_gpu,
+        no_part_is_taken_over_while_parts_wait,
     ),
+    ("no slower GPU takes a part over", &[], no_slower_gpu_takes_a_part_over),
     (
         "only higher levels take a reserved device",
         &[],

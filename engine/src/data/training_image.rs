@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 /// One training image.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Item {
+pub struct TrainingImage {
     /// The image file.
     pub path: PathBuf,
     /// SHA-256 of the file, in hexadecimal.
@@ -29,7 +29,7 @@ pub struct Item {
     pub control: Option<Control>,
 }
 
-impl Item {
+impl TrainingImage {
     /// The cache key of its latent.
     #[must_use]
     pub fn latent_key(&self, latent_space: &str) -> LatentKey {
@@ -75,7 +75,7 @@ pub struct Control {
     pub full_size: bool,
 }
 
-/// The loss mask of one image. Its `Debug` text is hashed in checkpoints and must not change.
+/// The loss mask of one image.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mask {
     /// The mask file, or the image itself where its alpha channel is the mask.
@@ -86,4 +86,39 @@ pub struct Mask {
     pub invert: bool,
     /// Loss weight of black pixels (of white ones with `invert`).
     pub min_value: f64,
+}
+
+impl Mask {
+    /// A text that differs between different masks. Checkpoints store its hash, so it must not change.
+    #[must_use]
+    pub fn identity(&self) -> String {
+        let Self {
+            path,
+            alpha,
+            invert,
+            min_value,
+        } = self;
+        format!("Mask {{ path: {path:?}, alpha: {alpha}, invert: {invert}, min_value: {min_value:?} }}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Run folders of earlier versions were written with this text.
+    #[test]
+    fn the_identity_of_a_mask_is_that_of_the_first_version() {
+        let mask = Mask {
+            path: PathBuf::from("/masks/a \"b\".png"),
+            alpha: false,
+            invert: true,
+            min_value: 0.0,
+        };
+        assert_eq!(
+            mask.identity(),
+            r#"Mask { path: "/masks/a \"b\".png", alpha: false, invert: true, min_value: 0.0 }"#
+        );
+        assert_eq!(mask.identity(), format!("{mask:?}"));
+    }
 }
