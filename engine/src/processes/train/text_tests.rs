@@ -75,7 +75,7 @@ fn family(root: &Path, (arch, model): (ArchName, &str), steps: u64) -> TrainerPr
     process
 }
 
-/// What a training leaves: losses, the LoRA and the samples, by step and number.
+/// The results of a training: its losses, its LoRA, and its samples by file name.
 #[derive(PartialEq)]
 struct Trained {
     losses: Vec<f64>,
@@ -83,7 +83,8 @@ struct Trained {
     samples: BTreeMap<String, Vec<u8>>,
 }
 
-/// A CPU computes in float32, except in portable mode.
+/// The attempt of a process: on the CPU in portable mode if the process computes in bfloat16, because otherwise a CPU computes in
+/// float32.
 fn attempt(process: &TrainerProcess) -> AttemptSpec {
     let mut spec = spec(process.clone());
     if process.train.dtype == aitk_common::job::dtype::DType::BF16 {
@@ -154,7 +155,7 @@ struct Case {
 
 const STEPS: u64 = 4;
 
-/// How many cases are drawn: each trains four times.
+/// The number of random cases. Each of them trains four times.
 fn cases() -> u32 {
     if are_all_chosen() { 12 } else { 1 }
 }
@@ -207,7 +208,7 @@ impl Case {
         process
     }
 
-    /// With what is drawn once if captions are cached, and anew for each step if not.
+    /// Adds caption rules that are random: with cached captions they are applied once, otherwise at each step.
     fn with_drawn_captions(&self, mut process: TrainerProcess) -> TrainerProcess {
         let set = &mut process.datasets[0];
         set.shuffle_tokens = self.shuffle;
@@ -371,7 +372,7 @@ fn damaged_and_foreign_files_are_encoded_again() {
                     bytes[at] ^= 1 << number(8);
                 }
                 2 => bytes = foreign.clone(),
-                // A valid file of another text.
+                // A valid cache file, of another caption.
                 3 => bytes = originals[(index + 1) % originals.len()].1.clone(),
                 4 => bytes.clear(),
                 _ => continue,
@@ -418,7 +419,7 @@ fn other_texts_encoders_dtypes_and_families_have_other_files() {
     process.model.quantize_te = None;
     adds(&process, 0, "as at first");
 
-    // Another text encoder, and other tokens.
+    // Another text encoder, and another tokenizer, give other cache files.
     let copy = dir.path().join("model");
     copy_folder(&fixtures().join("tiny_flux"), &copy);
     process.model.name_or_path = copy.display().to_string();
@@ -457,12 +458,12 @@ fn captions_that_cannot_be_written_stay_in_memory() {
     let without = trained(plain.path(), &family(plain.path(), FAMILIES[2], 2));
     let mut process = family(cached.path(), FAMILIES[2], 2);
     process.train.cache_text_embeddings = true;
-    // A file where the folder would be.
+    // The cache folder cannot be created, because a file has its name.
     std::fs::write(cached.path().join("data/_t_e_cache"), "").unwrap();
     assert!(trained(cached.path(), &process) == without);
 }
 
-/// Removes the cached captions at a step.
+/// Removes the cache folder of captions when this step reports its metrics.
 struct RemoveFiles {
     step: u64,
     folder: PathBuf,
