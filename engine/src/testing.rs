@@ -90,7 +90,7 @@ pub(crate) fn load_sd(path: impl AsRef<Path>, options: &LoadOptions) -> crate::e
         _ => (ArchName::Sd1, &crate::families::sd1::VARIANT),
     };
     let only_shapes = LoadOptions {
-        layout_only: true,
+        loaded: crate::families::LoadedParts::Nothing,
         ..options.clone()
     };
     crate::families::load(path, arch, &only_shapes)?;

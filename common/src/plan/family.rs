@@ -24,7 +24,8 @@ const FAMILIES: [FamilySpeed; 7] = [
     family("sd1", 803.0, U_NET),
     family("sd2", 803.0, U_NET),
     family("sdxl", 1_589.0, U_NET),
-    family("sd3", 6_000.0, TRANSFORMER),
+    // Large.
+    family("sd3", 7_980.0, TRANSFORMER),
     family("flux", 21_500.0, TRANSFORMER),
     family("zimage", 13_000.0, TRANSFORMER),
     // 20 billion parameters.

@@ -298,6 +298,9 @@ impl<'a> Job<'a> {
             Task::Training => self.training(&model, &options, backend),
         };
         phases.extend(text_phase);
+        if self.task == Task::Training {
+            phases.push(self.caching_latents(&model, &options, backend));
+        }
         phases.extend(self.loading(&model));
         Need {
             weights,

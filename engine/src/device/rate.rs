@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 const DURATION: Duration = Duration::from_millis(60);
 /// Sides of the matrices: large enough that the launch of a kernel does not count.
 const CPU_SIDE: usize = 512;
+#[cfg(any(feature = "cuda", feature = "metal"))]
 const GPU_SIDE: usize = 4096;
 
 /// Billions of floating-point operations per second of matrix products on the CPU, in f32. 0: it cannot be measured.

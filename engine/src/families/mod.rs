@@ -2,6 +2,7 @@
 //! only through [`Model`].
 
 mod check;
+mod codec;
 mod conditioning;
 mod encoded_prompts;
 pub mod flux;
@@ -9,6 +10,7 @@ mod metadata_yaml;
 mod model;
 mod options;
 mod part_files;
+mod part_role;
 mod saved;
 mod scheduler_config;
 pub mod sd1;
@@ -20,11 +22,13 @@ mod text_source;
 mod transformer_folder;
 pub mod zimage;
 
+pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
 pub use encoded_prompts::EncodedPrompts;
 pub use flux::{FLUX, FLUX_KONTEXT};
-pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, TextEncoders};
-pub use options::LoadOptions;
+pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, SaveOptions, TextEncoders};
+pub use options::{LoadOptions, LoadedParts};
+pub use part_role::PartRole;
 pub use saved::{META_FILE, saved_step};
 pub use sd1::SD1;
 pub use sd2::SD2;
@@ -78,6 +82,19 @@ pub fn load_text_encoders(path: &Path, arch: ArchName, options: &LoadOptions) ->
     family.load_text_encoders(path, options)
 }
 
+/// Loads the codec of a model of this family alone, or the one at `vae_path` in its place.
+///
+/// # Errors
+/// As [`load`] and [`Model::replace_codec`].
+pub fn load_codec(path: &Path, arch: ArchName, vae_path: Option<&Path>, options: LoadOptions) -> Result<LoadedCodec> {
+    let options = codec::options(options);
+    let mut model = load(path, arch, &options)?;
+    if let Some(vae) = vae_path {
+        model.replace_codec(vae, &options)?;
+    }
+    Ok(LoadedCodec::new(model, path, vae_path))
+}
+
 /// Checks that a file or folder is a model of this family.
 ///
 /// # Errors
@@ -102,7 +119,7 @@ pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
 /// As [`load`].
 pub(crate) fn layout(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<Box<dyn Model>> {
     let options = LoadOptions {
-        layout_only: true,
+        loaded: LoadedParts::Nothing,
         parts: parts.clone(),
         ..LoadOptions::cpu()
     };

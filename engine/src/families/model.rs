@@ -2,6 +2,7 @@
 
 use super::conditioning::{Conditioning, ItemSize, Prompt};
 use super::options::LoadOptions;
+use super::part_role::PartRole;
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::nn::VisitLayers;
@@ -11,7 +12,7 @@ use aitk_common::job::arch::ArchName;
 use candle_core::{DType, Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fmt::{self, Debug};
+use std::fmt::Debug;
 use std::io::Write;
 use std::path::Path;
 
@@ -46,27 +47,6 @@ pub enum GuidanceKind {
     /// The model was distilled: the scale is one of its inputs, or fixed. Negative prompts need another scale
     /// (`true_cfg_scale`).
     Distilled,
-}
-
-/// What a part of a model does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum PartRole {
-    /// Encodes prompts.
-    TextEncoder,
-    /// Predicts: a U-Net, a transformer, a language model.
-    Denoiser,
-    /// Converts between media and latents.
-    Codec,
-}
-
-impl fmt::Display for PartRole {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::TextEncoder => "text encoder",
-            Self::Denoiser => "denoiser",
-            Self::Codec => "VAE",
-        })
-    }
 }
 
 /// The names and the scale of LoRAs in saved files, as ai-toolkit has them.

@@ -1,6 +1,7 @@
 //! Options for loading a model.
 
 use super::encoded_prompts::EncodedPrompts;
+use super::part_role::PartRole;
 use crate::weights::{QuantizationConfig, TrainableFilter};
 use aitk_common::job::QType;
 use aitk_common::job::model::ModelConfig;
@@ -10,6 +11,30 @@ use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device};
 use std::path::PathBuf;
 use std::sync::Arc;
+
+/// Which parts of a model have their weights. The others have names and shapes only: all their numbers are zero, and take no memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LoadedParts {
+    /// All parts.
+    #[default]
+    All,
+    /// The codec, to convert images before the model is loaded.
+    Codec,
+    /// None, to check that a model can be loaded.
+    Nothing,
+}
+
+impl LoadedParts {
+    /// Whether parts of this role have their weights.
+    #[must_use]
+    pub fn includes(self, role: PartRole) -> bool {
+        match self {
+            Self::All => true,
+            Self::Codec => role == PartRole::Codec,
+            Self::Nothing => false,
+        }
+    }
+}
 
 /// Options for loading a model.
 #[derive(Clone, Debug)]
@@ -35,8 +60,8 @@ pub struct LoadOptions {
     pub text_encoder_trained: TrainableFilter,
     /// Prompts that were encoded before. The text encoders are not loaded, and the model knows only these prompts.
     pub prompts: Option<Arc<dyn EncodedPrompts>>,
-    /// Reads no weights: to check that a model can be loaded.
-    pub layout_only: bool,
+    /// Which parts have their weights.
+    pub loaded: LoadedParts,
 }
 
 impl LoadOptions {
@@ -54,7 +79,7 @@ impl LoadOptions {
             denoiser_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             prompts: None,
-            layout_only: false,
+            loaded: LoadedParts::All,
         }
     }
 

@@ -1,7 +1,7 @@
 //! Opens the parts of models whose parts may come from elsewhere: of a diffusers folder, of single files, or of both.
 
-use super::model::PartRole;
 use super::options::LoadOptions;
+use super::part_role::PartRole;
 use super::scheduler_config;
 use crate::error::{EngineError, Result};
 use crate::models::config;
@@ -138,11 +138,11 @@ pub(super) fn scheduler(parts: &ModelParts, shift: f64) -> Result<Value> {
     }
 }
 
-/// The tensors of a part; names and shapes only where nothing else is wanted.
-pub(super) fn opened(index: &Index, options: &LoadOptions) -> Index {
-    match options.layout_only {
-        true => index.shapes_only(),
-        false => index.clone(),
+/// The tensors of a part; names and shapes only, where its weights are not needed.
+pub(super) fn opened(index: &Index, role: PartRole, options: &LoadOptions) -> Index {
+    match options.loaded.includes(role) {
+        true => index.clone(),
+        false => index.shapes_only(),
     }
 }
 

@@ -6,7 +6,7 @@ use crate::adapters::LoadedLora;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::families::{self, EncodedPrompts, LoadOptions, Model, PartRole, TextEncoders};
+use crate::families::{self, EncodedPrompts, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders};
 use crate::weights::TrainableFilter;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
@@ -223,6 +223,22 @@ impl Context<'_> {
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         families::load_text_encoders(&path, config.arch.name, &options)
+    }
+
+    /// Loads the codec of a `model` section alone.
+    ///
+    /// # Errors
+    /// As [`families::load_codec`].
+    pub(super) fn load_codec(&mut self, config: &ModelConfig, compute: &Compute) -> Result<LoadedCodec> {
+        let options = LoadOptions {
+            parts: self.part_paths(config)?,
+            ..LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
+        };
+        // Its memory is returned to the system before the model is loaded.
+        FreePages::Release.apply();
+        let path = self.local_path(&config.name_or_path)?;
+        let vae = config.vae_path.as_ref().map(|vae| self.local_path(vae)).transpose()?;
+        families::load_codec(&path, config.arch.name, vae.as_deref(), options)
     }
 
     /// Emits the beginning of a phase.

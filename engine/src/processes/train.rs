@@ -6,6 +6,7 @@
 mod data;
 mod folder;
 mod image_batches;
+mod latents;
 mod loss_plot;
 mod objective;
 mod options;
@@ -27,13 +28,13 @@ pub use preview::{TrainingPreview, preview};
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
 use crate::adapters::{LoraPass, is_of_text, load_lora};
-use crate::data::{Dataset, TrainingImage};
+use crate::data::TrainingImage;
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, EncodedPrompts, ItemSize, Model};
 use crate::residency::Residency;
 use crate::training::{
-    ConditioningCache, LatentStore, LossMasks, MicroBatch, NoiseDraw, TrainingCfg, batch_generator, loss, step_to,
+    ConditioningCache, LossMasks, MicroBatch, NoiseDraw, TrainingCfg, batch_generator, loss, step_to,
 };
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
@@ -148,6 +149,14 @@ impl<'a> Run<'a> {
             prompts = Some(Arc::new(encoded));
         }
         let without_text = prompts.is_some();
+        let latents = match latents::are_cached(&data) && !resume::has_all_steps(cx.spec, &folder, process.train.steps)
+        {
+            true => match latents::encode(process, &data, &compute, cx)? {
+                None => return Ok(None),
+                encoded => encoded,
+            },
+            false => None,
+        };
         cx.phase("loading model");
         let LoadedModel {
             mut model,
@@ -179,11 +188,10 @@ impl<'a> Run<'a> {
                 ),
             );
         }
-        let latents = LatentStore::new(
-            &options::vae_fingerprint(&vae_path)?,
-            &options::latent_space(process),
-            model.codec(),
-        );
+        let latents = match latents {
+            Some(latents) => latents,
+            None => latents::store(process, &vae_path, model.codec())?,
+        };
         let metrics = StepRecorder::new(&folder.path);
         let mut run = Self {
             process,
@@ -225,9 +233,6 @@ impl<'a> Run<'a> {
             );
             self.emit_final_save(cx)?;
             return Ok(Outcome::Completed);
-        }
-        if self.start_step < steps && !self.cache_latents(cx)? {
-            return Ok(Outcome::stopped());
         }
         let baseline =
             (self.start_step == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
@@ -434,41 +439,6 @@ impl<'a> Run<'a> {
         } else {
             self.trainer.accumulate(forward)
         }
-    }
-
-    /// Encodes the images of all data sets that cache latents. Returns `false` when the run should stop.
-    fn cache_latents(&mut self, cx: &mut Context<'_>) -> Result<bool> {
-        let is_cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
-        let total: u64 = self
-            .data
-            .datasets
-            .iter()
-            .filter(|d| is_cached(d))
-            .map(|d| d.items.len() as u64)
-            .sum();
-        if total == 0 {
-            return Ok(true);
-        }
-        cx.phase("caching latents");
-        let mut progress = Progress::new();
-        let mut done = 0;
-        for dataset in self.data.datasets.iter().filter(|d| is_cached(d)) {
-            for item in &dataset.items {
-                if cx.stop.is_set() {
-                    return Ok(false);
-                }
-                let options = &dataset.options;
-                let (codec, in_memory) = (self.model.codec(), options.cache_latents);
-                let on_disk = options.cache_latents_to_disk;
-                self.latents.get(item, codec, in_memory, on_disk)?;
-                if let Some(control) = &item.control {
-                    self.latents.get_control(item, control, codec, in_memory, on_disk)?;
-                }
-                done += 1;
-                progress.step(cx, done, total);
-            }
-        }
-        Ok(true)
     }
 }
 

@@ -195,6 +195,44 @@ impl Quantized {
         }))
     }
 
+    /// The weight for use on `device`: its codes stay in the memory where they are, and are copied to the device at each use.
+    #[must_use]
+    pub fn offloaded_from(self, device: &Device) -> Self {
+        Self {
+            device: device.clone(),
+            ..self
+        }
+    }
+
+    /// The weight with its codes in the memory of `device`.
+    ///
+    /// # Errors
+    /// When the device has no memory for them.
+    pub fn to_device(self, device: &Device) -> candle_core::Result<Self> {
+        let data = match self.data {
+            Data::Codes {
+                code,
+                codes,
+                scales,
+                per_scale,
+            } => Data::Codes {
+                code,
+                codes: codes.to_device(device)?,
+                scales: scales.to_device(device)?,
+                per_scale,
+            },
+            Data::Gguf(blocks) => {
+                let storage = QStorage::from_data(blocks.data()?, device, blocks.dtype())?;
+                Data::Gguf(QTensor::new(storage, blocks.shape().clone())?)
+            }
+        };
+        Ok(Self {
+            data,
+            device: device.clone(),
+            ..self
+        })
+    }
+
     /// The name of the format, as in files and configs.
     #[must_use]
     pub fn kind(&self) -> &'static str {
@@ -289,6 +327,8 @@ impl Quantized {
         per_scale: usize,
     ) -> candle_core::Result<Tensor> {
         let count: usize = self.shape.iter().product();
+        // An offloaded weight is in host memory.
+        let (codes, scales) = (codes.to_device(&self.device)?, scales.to_device(&self.device)?);
         let table = code.table();
         let table = Tensor::from_slice(table.as_slice(), table.len(), &self.device)?;
         let codes = match code {

@@ -168,6 +168,21 @@ fn a_layer_in_bfloat16_matches_the_dequantised_layer_with_a_lora_too() {
 }
 
 #[test]
+fn a_weight_that_moves_or_is_offloaded_keeps_its_bits() {
+    let weight = randn(5, &[8, 512], 0.1);
+    for qtype in ALL {
+        let made = || Arc::into_inner(Quantized::quantize(&weight, qtype).unwrap().unwrap()).unwrap();
+        let expected = flat(&made().dequantize().unwrap());
+        let moved = made().to_device(&Device::Cpu).unwrap();
+        let offloaded = made().offloaded_from(&Device::Cpu);
+        for other in [moved, offloaded] {
+            assert_eq!((other.bytes(), other.dims()), (made().bytes(), made().dims()));
+            assert_eq!(flat(&other.dequantize().unwrap()), expected, "{qtype:?}");
+        }
+    }
+}
+
+#[test]
 fn candles_operations_dequantise_to_the_same_values() {
     for (qtype, shape) in [
         (QType::Int8, [5, 33]),

@@ -29,6 +29,7 @@ pub use streamed::StreamedWeight;
 pub use weight::Weight;
 pub use write::{SafetensorsLayout, write_tensors};
 
+use crate::device::portable::is_portable;
 use crate::error::{EngineError, Result};
 use crate::quant::Quantized;
 use candle_core::{DType, Device, Shape, Tensor, Var};
@@ -221,8 +222,12 @@ impl Weights {
         {
             return Ok(weight.clone());
         }
-        if let Some(quantized) = self.read_stored(&shape, Index::read_quantized)? {
-            return Ok(Weight::Quantized(quantized));
+        if let Some(quantized) = self.read_stored(&shape, |index, name, dtype, device| {
+            // Read into host memory, where it may stay.
+            let first = if self.offloads() { &Device::Cpu } else { device };
+            index.read_quantized(name, dtype, first)
+        })? {
+            return Ok(Weight::Quantized(self.placed(quantized)?));
         }
         let quantization = self
             .quantization
@@ -239,12 +244,36 @@ impl Weights {
             return Ok(Weight::Quantized(quantized));
         }
         let tensor = self.get_with(shape, "weight", init)?;
-        if let Some(quantization) = quantization.filter(|_| !tensor.track_op())
-            && let Some(quantized) = Quantized::quantize(&tensor, quantization.qtype)?
-        {
-            return Ok(Weight::Quantized(quantized));
+        if let Some(quantization) = quantization.filter(|_| !tensor.track_op()) {
+            let first = if self.offloads() {
+                Device::Cpu
+            } else {
+                tensor.device().clone()
+            };
+            if let Some(quantized) = Quantized::quantize(&tensor.to_device(&first)?, quantization.qtype)? {
+                return Ok(Weight::Quantized(self.placed(quantized)?));
+            }
         }
         Ok(Weight::Plain(tensor))
+    }
+
+    /// Whether a share of the quantised layers is kept in host memory and copied to the device at each use. On a CPU there is no other
+    /// memory: there quantised layers are not streamed.
+    fn offloads(&self) -> bool {
+        self.streaming.is_some() && (!self.inner.device.is_cpu() || is_portable())
+    }
+
+    /// A quantised weight in host memory, in the memory in which it stays.
+    fn placed(&self, quantized: Arc<Quantized>) -> Result<Arc<Quantized>> {
+        let Some(share) = self.streaming.as_ref().filter(|_| self.offloads()) else {
+            return Ok(quantized);
+        };
+        let count = quantized.dims().iter().product();
+        match Arc::into_inner(quantized) {
+            Some(quantized) if share.streams_next(count) => Ok(Arc::new(quantized.offloaded_from(&self.inner.device))),
+            Some(quantized) => Ok(Arc::new(quantized.to_device(&self.inner.device)?)),
+            None => Err(EngineError::Internal("a weight that was just read is shared".into())),
+        }
     }
 
     /// Reads the layer's weight with `read` in the format of its file. `None` if it is trainable or `read` returns

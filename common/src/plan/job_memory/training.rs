@@ -5,7 +5,7 @@ use crate::plan::device_factors::Phase;
 use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
 use crate::plan::requests::sample_sizes;
-use crate::plan::walk::build::TrainedTensor;
+use crate::plan::walk::build::{TrainedTensor, Weights};
 use crate::plan::walk::{Backend, Walk};
 use serde_json::Value;
 
@@ -107,11 +107,13 @@ impl Job<'_> {
         if !fused {
             phases.push(phase(gradients, update));
         }
-        let encode = data
-            .iter()
-            .map(|batch| self.encoding(model, options, backend, batch.size));
-        let sums = if accumulates { gradients } else { 0.0 };
-        phases.push(phase(sums, encode.fold(0.0, f64::max)));
+        if !self.caches_all_latents() {
+            let encode = data
+                .iter()
+                .map(|batch| self.encoding(model, options, backend, batch.size));
+            let sums = if accumulates { gradients } else { 0.0 };
+            phases.push(phase(sums, encode.fold(0.0, f64::max)));
+        }
         let samples = sample_sizes(body, self.multiple());
         if !samples.is_empty() {
             phases.push(phase(ema, self.images(model, options, backend, &samples)));
@@ -131,6 +133,27 @@ impl Job<'_> {
             }
         }
         (phases, recycled)
+    }
+
+    /// Whether every image is encoded before the model is loaded.
+    fn caches_all_latents(&self) -> bool {
+        let datasets = self.body.get("datasets").and_then(Value::as_array);
+        let is_cached = |set: &Value| flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk");
+        datasets.is_some_and(|sets| !sets.is_empty() && sets.iter().all(is_cached))
+    }
+
+    /// The phase in which images are encoded, and the autoencoder is alone in memory.
+    pub(super) fn caching_latents(&self, model: &Model, options: &MemoryOptions, backend: Backend) -> Phase {
+        let data = self.data();
+        let encode = data
+            .iter()
+            .map(|batch| self.encoding(model, options, backend, batch.size));
+        let all = |weights: &Weights| weights.resident + weights.quantised;
+        Phase {
+            held: 0.0,
+            // The weights are counted in every phase, and are not loaded in this one.
+            transient: all(&model.weights[2]) + encode.fold(0.0, f64::max) - model.weights.iter().map(all).sum::<f64>(),
+        }
     }
 
     /// What a save needs besides the tensors.

@@ -229,6 +229,15 @@ impl Builder {
         let stored = self.options.stored;
         let in_file = elements * stored.quantised;
         let others = elements - in_file;
+        let is_selected =
+            self.options.qtype.is_some() && !self.options.exclude.iter().any(|pattern| matches_glob(pattern, name));
+        // On a GPU, a share of the quantised layers is in host memory.
+        let is_quantised = is_selected || stored.quantised > 0.5;
+        if !self.options.cpu && is_quantised && self.streams_next(elements) {
+            let qtype = self.options.qtype.filter(|_| is_selected).unwrap_or(QType::Int8);
+            let bytes = quantised_bytes(qtype, elements, fan_in).unwrap_or(elements * self.options.width);
+            return (Unpacking::Whole, unpacking_bytes(qtype) + bytes / elements.max(1.0));
+        }
         self.weights.resident += in_file * stored.bytes;
         let (stored_unpacking, stored_bytes) = match stored.quantised > 0.5 {
             true => (Unpacking::Whole, unpacking_bytes(QType::Int8)),
@@ -237,7 +246,7 @@ impl Builder {
         let quantised = self
             .options
             .qtype
-            .filter(|_| !self.options.exclude.iter().any(|pattern| matches_glob(pattern, name)))
+            .filter(|_| is_selected)
             .map(|qtype| (qtype, quantised_bytes(qtype, elements, fan_in)));
         match quantised {
             Some((qtype, Some(bytes))) => {
@@ -252,7 +261,7 @@ impl Builder {
             }
             None => {}
         }
-        if self.streams_next(others) {
+        if (self.options.cpu || !is_quantised) && self.streams_next(others) {
             return (Unpacking::Whole, stored_bytes);
         }
         let halves = if self.options.cpu {

@@ -4,9 +4,10 @@ use super::model::FluxModel;
 use super::parts::{PUBLISHED, Parts};
 use super::text::FluxTextEncoders;
 use crate::error::{EngineError, Result};
-use crate::families::model::{Family, PartRole};
+use crate::families::model::Family;
 use crate::families::options::LoadOptions;
 use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
+use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
@@ -59,17 +60,17 @@ impl FluxModel {
             (PartRole::Codec, &[vae_index]),
         ]);
         let memory = &options.memory_options;
-        let weights = |index: &Index, streamed: f64| {
-            Weights::from_index(opened(index, options), options.dtype, &options.device).streamed(streamed)
+        let weights = |index: &Index, role: PartRole, streamed: f64| {
+            Weights::from_index(opened(index, role, options), options.dtype, &options.device).streamed(streamed)
         };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
         });
-        let transformer_weights = weights(transformer_index, memory.denoiser_streamed)
+        let transformer_weights = weights(transformer_index, PartRole::Denoiser, memory.denoiser_streamed)
             .quantize_on_load(quantization)
             .training(options.denoiser_trained.clone().in_part(TRANSFORMER));
-        let vae_weights = weights(vae_index, memory.vae_streamed);
+        let vae_weights = weights(vae_index, PartRole::Codec, memory.vae_streamed);
 
         let transformer = FluxTransformer2DModel::new(&transformer_weights, flux_config)?;
         let frozen_transformer = match options.denoiser_trained {
@@ -129,9 +130,13 @@ impl FluxModel {
 /// Builds the text encoders.
 fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> {
     let weights = |index: &Index| {
-        Weights::from_index(opened(index, options), options.dtype, &options.device)
-            .streamed(options.memory_options.text_streamed)
-            .quantize_on_load(options.text_encoder_quantization.clone())
+        Weights::from_index(
+            opened(index, PartRole::TextEncoder, options),
+            options.dtype,
+            &options.device,
+        )
+        .streamed(options.memory_options.text_streamed)
+        .quantize_on_load(options.text_encoder_quantization.clone())
     };
     let (clip, clip_config) = &parts.clip;
     let (t5, t5_config) = &parts.t5;

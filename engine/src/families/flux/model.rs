@@ -3,10 +3,9 @@
 use super::text::{CONTEXT, FluxTextEncoders, POOLED};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{
-    Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions, no_control,
-};
+use crate::families::model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, SaveOptions, no_control};
 use crate::families::options::LoadOptions;
+use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;

@@ -2,7 +2,8 @@
 
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{LoraNames, Part, PartRole, TextEncoders};
+use crate::families::model::{LoraNames, Part, TextEncoders};
+use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::t5::{T5EncoderModel, T5Tokenizer};
 use candle_core::Device;

@@ -4,9 +4,10 @@ use super::model::Sd3Model;
 use super::parts::{PUBLISHED, Parts};
 use super::text::{ClipEncoder, Sd3TextEncoders, T5Encoder};
 use crate::error::{EngineError, Result};
-use crate::families::model::{Family, PartRole};
+use crate::families::model::Family;
 use crate::families::options::LoadOptions;
 use crate::families::part_files::{opened, quantised_in_file, replaced_vae};
+use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TRANSFORMER, TransformerSource};
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
@@ -58,17 +59,17 @@ impl Sd3Model {
             (PartRole::Codec, &[vae_index]),
         ]);
         let memory = &options.memory_options;
-        let weights = |index: &Index, streamed: f64| {
-            Weights::from_index(opened(index, options), options.dtype, &options.device).streamed(streamed)
+        let weights = |index: &Index, role: PartRole, streamed: f64| {
+            Weights::from_index(opened(index, role, options), options.dtype, &options.device).streamed(streamed)
         };
         let quantization = options.denoiser_quantization.clone().map(|mut quantization| {
             quantization.exclude.extend(TRANSFORMER_EXCLUDED.map(str::to_owned));
             quantization
         });
-        let transformer_weights = weights(transformer_index, memory.denoiser_streamed)
+        let transformer_weights = weights(transformer_index, PartRole::Denoiser, memory.denoiser_streamed)
             .quantize_on_load(quantization)
             .training(options.denoiser_trained.clone());
-        let vae_weights = weights(vae_index, memory.vae_streamed);
+        let vae_weights = weights(vae_index, PartRole::Codec, memory.vae_streamed);
 
         let transformer = SD3Transformer2DModel::new(&transformer_weights, transformer_config)?;
         let frozen_transformer = match options.denoiser_trained {
@@ -127,9 +128,13 @@ impl Sd3Model {
 /// Builds the text encoders.
 fn build_text(parts: &Parts, options: &LoadOptions) -> Result<Sd3TextEncoders> {
     let weights = |index: &Index| {
-        Weights::from_index(opened(index, options), options.dtype, &options.device)
-            .streamed(options.memory_options.text_streamed)
-            .quantize_on_load(options.text_encoder_quantization.clone())
+        Weights::from_index(
+            opened(index, PartRole::TextEncoder, options),
+            options.dtype,
+            &options.device,
+        )
+        .streamed(options.memory_options.text_streamed)
+        .quantize_on_load(options.text_encoder_quantization.clone())
     };
     let clip = |number: usize, pad: fn(ClipTokenizer) -> Result<ClipTokenizer>| -> Result<ClipEncoder> {
         let (index, config) = &parts.clip[number];

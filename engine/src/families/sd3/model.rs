@@ -3,8 +3,9 @@
 use super::text::{CONTEXT, POOLED, Sd3TextEncoders};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, PartRole, SaveOptions};
+use crate::families::model::{Family, LoraNames, Model, ModelWriter, Part, SaveOptions};
 use crate::families::options::LoadOptions;
+use crate::families::part_role::PartRole;
 use crate::families::text_source::TextSource;
 use crate::families::transformer_folder::{TransformerSource, TransformerWriter, load_trained};
 use crate::models::codec::Codec;

@@ -7,8 +7,8 @@ use super::source::{ConfigFiles, SdSource, prefixed_name};
 use super::variant::{TextEncoderSpec, TextLayout, TextOutput, Variant};
 use super::{SdModel, TextEncoder};
 use crate::error::{EngineError, Result};
-use crate::families::model::PartRole;
 use crate::families::options::LoadOptions;
+use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::unet::UNet2DConditionModel;
@@ -147,8 +147,12 @@ fn open_parts(variant: &'static Variant, path: &Path, options: &LoadOptions) -> 
         true => open_folder(variant, path)?,
         false => open_checkpoint(variant, path, options)?,
     };
-    if options.layout_only {
-        parts.components = parts.components.iter().map(Index::shapes_only).collect();
+    let text = std::iter::repeat_n(PartRole::TextEncoder, variant.text_encoders.len());
+    let roles = text.chain([PartRole::Denoiser, PartRole::Codec]);
+    for (component, role) in parts.components.iter_mut().zip(roles) {
+        if !options.loaded.includes(role) {
+            *component = component.shapes_only();
+        }
     }
     Ok((files, parts))
 }

@@ -28,7 +28,7 @@ pub use text::load_text_encoders;
 pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides};
 
 use crate::families::encoded_prompts::EncodedPrompts;
-use crate::families::model::PartRole;
+use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::unet::UNet2DConditionModel;
 use crate::models::vae::AutoencoderKl;

@@ -5,8 +5,9 @@ use super::load::open_text;
 use super::variant::{TextOutput, Variant};
 use crate::error::Result;
 use crate::families::conditioning::{Conditioning, Prompt};
-use crate::families::model::{LoraNames, Part, PartRole, TextEncoders};
+use crate::families::model::{LoraNames, Part, TextEncoders};
 use crate::families::options::LoadOptions;
+use crate::families::part_role::PartRole;
 use candle_core::{D, Device, Tensor};
 use std::path::Path;
 

@@ -3,7 +3,9 @@
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use crate::testing::chosen;
 use aitk_common::attempt::Outcome;
+use aitk_common::capability::DeviceRef;
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::plan::profile::MemoryProfile;
 use std::path::Path;
 
 const STEPS: u64 = 6;
@@ -37,6 +39,31 @@ fn losses_on_a_quantised_base_are_close_to_those_on_the_full_one() {
                 difference < bound,
                 "{qtype}: a loss of {found}, {expected} on the full-precision base"
             );
+        }
+    }
+}
+
+/// On a GPU, and so in portable mode, a profile keeps a share of the quantised layers in host memory.
+#[test]
+fn offloaded_quantised_layers_train_the_same() {
+    for qtype in chosen(vec!["q4_k", "qfloat8", "nf4", "int8"]) {
+        let train = |profile: MemoryProfile| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut spec = spec(quantised(dir.path(), qtype));
+            spec.device = DeviceRef::PORTABLE_CPU;
+            spec.profile = profile;
+            let (outcome, events) = run_spec(&spec);
+            assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+            losses(&events)
+        };
+        let resident = train(MemoryProfile::FullGpu);
+        for profile in [MemoryProfile::GpuPoor, MemoryProfile::Extreme] {
+            for (found, expected) in train(profile).iter().zip(&resident) {
+                assert!(
+                    (found / expected - 1.0).abs() < 1e-4,
+                    "{qtype}, {profile:?}: {found}, {expected}"
+                );
+            }
         }
     }
 }

@@ -42,6 +42,17 @@ pub(super) fn resumed_seed(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64
     checkpoint.state().get("seed")?.as_u64()
 }
 
+/// Whether the run has reached its last step already.
+pub(super) fn has_all_steps(spec: &AttemptSpec, folder: &RunFolder, steps: u64) -> bool {
+    let newest = match &spec.resume_from {
+        Some(path) => Checkpoint::open(path).ok(),
+        None => Checkpoint::scan(&folder.checkpoints())
+            .ok()
+            .and_then(|scan| scan.newest),
+    };
+    folder.final_save().exists() && newest.is_none_or(|checkpoint| checkpoint.step() >= steps)
+}
+
 impl Run<'_> {
     /// Finds the state to resume from and restores it.
     pub(super) fn resume(&mut self, cx: &mut Context<'_>) -> Result<()> {

@@ -360,12 +360,12 @@ fn a_forecast_describes_every_device() {
     assert_eq!(texts.len(), 3);
     assert!(
         texts[0].starts_with("4090 cuda:0: gpu_poor (")
-            && texts[0].ends_with("GiB of 22.0 GiB, about 4 h 59 min, a guess); busy with j1 (j1)"),
+            && texts[0].ends_with("GiB of 22.0 GiB, about 10 h 59 min, a guess); busy with j1 (j1)"),
         "{}",
         texts[0]
     );
     assert!(
-        texts[1].starts_with("cpu cpu: extreme (") && texts[1].contains("it would take about 1"),
+        texts[1].starts_with("cpu cpu: extreme (") && texts[1].contains("it would take about 312 times"),
         "{}",
         texts[1]
     );
