@@ -2,6 +2,7 @@
 //! table of docs/memory-measurements.md.
 
 use super::*;
+use crate::capability::DeviceKind;
 use crate::plan::profile::MemoryProfile;
 use serde_json::json;
 
@@ -90,7 +91,7 @@ fn swapped(blocks: f64) -> Value {
 }
 
 const SD_SCRIPTS: &str = "sd-scripts, docs/flux_train_network.md";
-const SWEEP: &str = "SimpleTuner's sweep on an H100, without the driver's context";
+const SWEEP: &str = "SimpleTuner, sweep on an H100";
 const GB: f64 = 1e9 / GIB;
 
 #[test]
@@ -175,5 +176,101 @@ fn a_lora_of_flux_fits_each_card_for_which_options_are_published() {
         let profiles = MemoryProfile::on(false);
         let found = profiles.iter().find(|profile| job.predicted(**profile) <= budget);
         assert_eq!(found, Some(&expected), "{card} GiB");
+    }
+}
+
+/// SimpleTuner's documentation gives 3.5 seconds for a step of a LoRA of FLUX.1 at 1024 on an RTX 4090.
+#[test]
+fn a_step_of_flux_takes_the_published_time() {
+    let job = json!({"process": [{"kind": {"train": {
+        "model": {"arch": "flux"}, "network": {"linear": 16},
+        "train": {"steps": 1, "dtype": "bf16", "gradient_checkpointing": true}, "datasets": [{"resolution": [1024]}]}}}]});
+    let units = Demand::of_job(&job, None, &[]).unwrap().units();
+    // Its matrix products in bf16.
+    let rate = 160_000;
+    let seconds = units
+        * FamilySpeed::of("flux")
+            .unwrap()
+            .guessed_seconds_per_unit(DeviceKind::Cuda, rate);
+    println!("{seconds:.2} s");
+    assert!((seconds / 3.5 - 1.0).abs() < 0.15, "{seconds} s");
+}
+
+/// The rows of the table of docs/memory.md.
+fn table_rows() -> Vec<String> {
+    let lora = |arch: &str, side: u32, dtype: &str| {
+        json!({"train": {
+            "model": {"arch": arch}, "network": {"linear": 16},
+            "train": {"dtype": dtype, "optimizer": "adamw8bit"},
+            "datasets": [{"resolution": [side], "cache_latents_to_disk": true}]}})
+    };
+    let full = |arch: &str, dtype: &str, optimizer: &str| {
+        let mut job = lora(arch, 1024, dtype);
+        job["train"]["network"] = Value::Null;
+        job["train"]["train"]["optimizer"] = optimizer.into();
+        job
+    };
+    let image = |arch: &str, side: u32, dtype: &str| {
+        json!({"generate": {
+            "model": {"arch": arch, "dtype": dtype},
+            "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a photo of a cat"]}}})
+    };
+    let rows = [
+        ("SD 1.5, LoRA of rank 16, 512 x 512, bf16", lora("sd1", 512, "bf16")),
+        ("SD 1.5, image of 512 x 512, fp16", image("sd1", 512, "fp16")),
+        ("SDXL, LoRA of rank 16, 1024 x 1024, bf16", lora("sdxl", 1024, "bf16")),
+        ("SDXL, image of 1024 x 1024, bf16", image("sdxl", 1024, "bf16")),
+        (
+            "SDXL, the same in fp16, where its autoencoder computes in float32",
+            image("sdxl", 1024, "fp16"),
+        ),
+        (
+            "SDXL, full fine-tune (float32), `adamw8bit`, 1024 x 1024",
+            full("sdxl", "float32", "adamw8bit"),
+        ),
+        ("SDXL, the same with `adafactor`", full("sdxl", "float32", "adafactor")),
+        (
+            "FLUX.1-dev, LoRA of rank 16, 1024 x 1024, bf16, `adamw8bit`",
+            lora("flux", 1024, "bf16"),
+        ),
+        ("FLUX.1-dev, image of 1024 x 1024, bf16", image("flux", 1024, "bf16")),
+        (
+            "FLUX.1-dev, full fine-tune in bf16, `adafactor`, 1024 x 1024",
+            full("flux", "bf16", "adafactor"),
+        ),
+        (
+            "Stable Diffusion 3.5 large, LoRA of rank 16, 1024 x 1024, bf16, `adamw8bit`",
+            lora("sd3", 1024, "bf16"),
+        ),
+        (
+            "Stable Diffusion 3.5 large, image of 1024 x 1024, bf16",
+            image("sd3", 1024, "bf16"),
+        ),
+        (
+            "Z-Image, LoRA of rank 16, 1024 x 1024, bf16, `adamw8bit`",
+            lora("zimage", 1024, "bf16"),
+        ),
+        ("Z-Image, image of 1024 x 1024, bf16", image("zimage", 1024, "bf16")),
+    ];
+    let row = |(what, kind): &(&str, Value)| {
+        let job = json!({"process": [{"kind": kind}]});
+        let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
+        let gib = MemoryProfile::on(false).map(|profile| format!("{:.1}", need.under(profile, false) as f64 / GIB));
+        format!("| {what} | {} |", gib.join(" | "))
+    };
+    rows.iter().map(row).collect()
+}
+
+#[test]
+fn the_table_of_docs_memory_md_is_up_to_date() {
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/memory.md");
+    let docs = std::fs::read_to_string(docs).unwrap();
+    let rows = table_rows();
+    for row in &rows {
+        assert!(
+            docs.contains(row.as_str()),
+            "docs/memory.md needs these rows:\n{}",
+            rows.join("\n")
+        );
     }
 }
