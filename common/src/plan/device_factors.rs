@@ -10,8 +10,8 @@ pub(super) struct DeviceFactors {
     weights: f64,
     /// The same for weights that are quantised when they are loaded: the dense weights leave gaps.
     quantised: f64,
-    /// The same for an adapter, its optimizer's state and its average, which are many small tensors.
-    adapter: f64,
+    /// The same for small tensors of an adapter, of its optimizer's state and of its average. Large ones are like weights.
+    small_tensors: f64,
     /// The same for tensors that live for a part of a step.
     transient: f64,
     /// Free memory that the allocator keeps unless it is returned at once: bytes, and a fraction of those that come and go.
@@ -27,7 +27,7 @@ pub(super) const CPU: DeviceFactors = DeviceFactors {
     base: 0.056 * GIB,
     weights: 1.08,
     quantised: 1.3,
-    adapter: 1.26,
+    small_tensors: 1.26,
     transient: 1.08,
     retained: (0.05 * GIB, 0.32),
     split: 0.008 * GIB,
@@ -41,7 +41,7 @@ pub(super) const GPU: DeviceFactors = DeviceFactors {
     base: 0.66 * GIB,
     weights: 1.02,
     quantised: 1.02,
-    adapter: 1.15,
+    small_tensors: 1.15,
     transient: 1.15,
     retained: (0.0, 0.0),
     split: 0.0,
@@ -69,8 +69,8 @@ pub(super) struct Need {
     pub(super) phases: Vec<Phase>,
     /// The largest number of bytes that come and go, in any phase or forward pass.
     pub(super) recycled: f64,
-    /// Whether the held tensors are those of an adapter.
-    pub(super) is_adapter: bool,
+    /// The fraction of the bytes of the held tensors that is in small tensors of an adapter.
+    pub(super) small_fraction: f64,
     /// Whether freed memory is returned at once.
     pub(super) pages_returned: bool,
     /// Whether several images are generated.
@@ -80,11 +80,7 @@ pub(super) struct Need {
 impl Need {
     /// The bytes of the largest phase.
     pub(super) fn bytes(&self, factors: &DeviceFactors) -> f64 {
-        let held = if self.is_adapter {
-            factors.adapter
-        } else {
-            factors.weights
-        };
+        let held = factors.weights + (factors.small_tensors - factors.weights) * self.small_fraction;
         let (retained, fraction) = match (self.pages_returned, self.has_several_images) {
             (false, _) => factors.retained,
             (true, true) => (factors.split, 0.0),

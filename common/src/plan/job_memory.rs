@@ -26,6 +26,8 @@ use serde_json::Value;
 /// The largest side of an image that a prediction considers.
 const MAX_SIDE: f64 = 65_536.0;
 const MAX_BATCH: f64 = 1e6;
+/// Bytes below which a tensor shares the allocator's pages with others.
+const SMALL_TENSOR: f64 = 262_144.0;
 
 /// Characters of a prompt for each token, and the tokens of the chat around it.
 const CHARACTERS_PER_TOKEN: f64 = 4.0;
@@ -297,6 +299,7 @@ impl<'a> Job<'a> {
             }
             Task::Training => self.training(&model, &options, backend),
         };
+        let small_fraction = if self.is_full { 0.0 } else { small_fraction(&model) };
         phases.extend(text_phase);
         if self.task == Task::Training {
             phases.push(self.caching_latents(&model, &options, backend));
@@ -307,7 +310,7 @@ impl<'a> Job<'a> {
             quantised,
             phases,
             recycled,
-            is_adapter: !self.is_full,
+            small_fraction,
             pages_returned: options.pages_returned,
             has_several_images: match self.task {
                 Task::Generation => image_sizes(self.body, self.multiple()).len() > 1,
@@ -454,6 +457,14 @@ impl Weights {
         self.parameters += other.parameters;
         self.trained.extend(other.trained);
     }
+}
+
+/// The fraction of the trained elements that is in tensors which share the allocator's pages with others.
+fn small_fraction(model: &Model) -> f64 {
+    let trained = || model.weights.iter().flat_map(|weights| &weights.trained);
+    let all: f64 = trained().map(|tensor| tensor.elements).sum();
+    let small = trained().filter(|tensor| 4.0 * tensor.elements < SMALL_TENSOR);
+    small.map(|tensor| tensor.elements).sum::<f64>() / all.max(1.0)
 }
 
 fn fractions((stored, parameters): (CompactWeights, u64)) -> StoredFractions {
