@@ -86,11 +86,11 @@ enum Training {
 }
 
 impl Training {
-    /// A LoKr in one of its forms.
+    /// A LoKr, in each of its forms with every other seed.
     fn lokr(seed: u64) -> Self {
         let r = &mut Random(TorchGenerator::manual_seed(1000 + seed));
         Self::Lokr {
-            rank: r.flip().then_some(2),
+            rank: (seed % 2 == 0).then_some(2),
             factor: r.choose(&[-1, 2, 4]),
         }
     }

@@ -9,7 +9,9 @@ use crate::families::{self, LoadOptions, PartRole};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::dtype::DType;
 use aitk_common::job::network::{NetworkConfig, NetworkType};
 use aitk_common::job::optimizer::OptimizerName;
 use aitk_common::job::process::TrainerProcess;
@@ -111,6 +113,31 @@ fn a_lokr_of_a_transformer_resumes_exactly_and_is_in_samples() {
         "diffusion_model.layers.0.attention.to_q.alpha",
     ] {
         assert!(found.contains_key(name), "{name} in {:?}", found.keys());
+    }
+}
+
+/// A LoKr is computed in float32 beside a model in half precision.
+#[test]
+fn a_portable_training_of_a_lokr_has_the_same_losses_in_every_dtype() {
+    let losses_on = |device: Option<DeviceRef>, dtype: DType| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = trainer(dir.path(), 4);
+        process.network = Some(network(NetworkType::Lokr));
+        process.train.dtype = dtype;
+        let mut spec = spec(process);
+        spec.device = device.unwrap_or(spec.device);
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        losses(&events)
+    };
+    let expected = losses_on(None, DType::F32);
+    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 0.03)] {
+        let found = losses_on(Some(DeviceRef::PORTABLE_CPU), dtype);
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(&expected) {
+            let error = (found / expected - 1.0).abs();
+            assert!(error < tolerance, "{dtype:?}: a loss of {found}, not {expected}");
+        }
     }
 }
 
