@@ -90,7 +90,7 @@ impl Training {
     fn lokr(seed: u64) -> Self {
         let r = &mut Random(TorchGenerator::manual_seed(1000 + seed));
         Self::Lokr {
-            rank: (seed % 2 == 0).then_some(2),
+            rank: seed.is_multiple_of(2).then_some(2),
             factor: r.choose(&[-1, 2, 4]),
         }
     }
