@@ -11,12 +11,13 @@
 mod allocator;
 mod transformers;
 
+use aitk_common::job::network::LOKR_FULL_RANK;
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::phases::portable_phases;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::plan::shapes::{BlockShapes, ModelShapes, TextShapes, UNetShapes, VaeShapes};
-use aitk_engine::adapters::{LoraConfig, LoraNetwork};
+use aitk_engine::adapters::{AdapterType, Lokr, Lora, LoraConfig, LoraNetwork};
 use aitk_engine::autograd::record;
 use aitk_engine::device::portable::portable;
 use aitk_engine::families::{LoraNames, Part, PartRole};
@@ -74,9 +75,38 @@ enum Training {
         conv: Option<usize>,
         dropout: bool,
     },
+    Lokr {
+        /// The rank of the second matrix; `None`: it is trained whole.
+        rank: Option<usize>,
+        factor: i64,
+    },
     Full {
         fused: bool,
     },
+}
+
+impl Training {
+    /// A LoKr, in each of its forms with every other seed.
+    fn lokr(seed: u64) -> Self {
+        let r = &mut Random(TorchGenerator::manual_seed(1000 + seed));
+        Self::Lokr {
+            rank: seed.is_multiple_of(2).then_some(2),
+            factor: r.choose(&[-1, 2, 4]),
+        }
+    }
+
+    /// The section of a config.
+    fn network(self) -> Value {
+        match self {
+            Self::Full { .. } => Value::Null,
+            Self::Lora { rank, conv, dropout } => json!({
+                "type": "lora", "linear": rank, "conv": conv, "dropout": if dropout { 0.5 } else { 0.0 },
+            }),
+            Self::Lokr { rank, factor } => json!({
+                "type": "lokr", "linear": rank, "conv": rank, "lokr_full_rank": rank.is_none(), "lokr_factor": factor,
+            }),
+        }
+    }
 }
 
 impl Case {
@@ -166,7 +196,7 @@ impl Case {
     fn trained_dtype(&self) -> DType {
         match self.training {
             Training::Full { .. } => DType::F32,
-            Training::Lora { .. } => self.dtype,
+            _ => self.dtype,
         }
     }
 
@@ -200,12 +230,7 @@ impl Case {
     }
 
     fn trainer(&self) -> Value {
-        let network = match self.training {
-            Training::Full { .. } => Value::Null,
-            Training::Lora { rank, conv, dropout } => json!({
-                "type": "lora", "linear": rank, "conv": conv, "dropout": if dropout { 0.5 } else { 0.0 },
-            }),
-        };
+        let network = self.training.network();
         json!({"kind": {"train": {
             "model": self.model_section(self.trained_dtype()),
             "network": network,
@@ -375,7 +400,7 @@ fn measure_step(case: &Case) -> f64 {
     let weights = weights(dtype);
     let weights = match case.training {
         Training::Full { .. } => weights.training(TrainableFilter::everything()),
-        Training::Lora { .. } => weights,
+        _ => weights,
     };
     let mut unet = UNet2DConditionModel::new(&weights, &case.unet_config()).unwrap();
     let fused = case.training == Training::Full { fused: true };
@@ -406,22 +431,35 @@ fn measure_step(case: &Case) -> f64 {
     bytes
 }
 
-/// The LoRA of a training, attached to a part.
+/// The network of a training, attached to a part.
 fn lora(training: Training, blocks_only: bool, part: Part<'_>) -> Option<LoraNetwork> {
-    let Training::Lora { rank, conv, dropout } = training else {
-        return None;
+    let (rank, conv_rank, dropout) = match training {
+        Training::Full { .. } => return None,
+        Training::Lora { rank, conv, dropout } => (rank, conv, dropout),
+        Training::Lokr { rank, .. } => {
+            let rank = rank.unwrap_or(LOKR_FULL_RANK as usize);
+            (rank, Some(rank), false)
+        }
     };
     let config = LoraConfig {
         rank,
         alpha: rank as f64,
-        conv_rank: conv,
+        conv_rank,
         conv_alpha: 1.0,
         dropout: if dropout { 0.5 } else { 0.0 },
         only_if_contains: vec![],
         ignore_if_contains: vec![],
         blocks_only,
     };
-    let network = LoraNetwork::attach(&config, &mut [part], &mut TorchGenerator::manual_seed(1)).unwrap();
+    let adapter: Box<dyn AdapterType> = match training {
+        Training::Lokr { factor, .. } => Box::new(Lokr {
+            factor: usize::try_from(factor).ok(),
+            old_names: false,
+        }),
+        _ => Box::new(Lora),
+    };
+    let mut generator = TorchGenerator::manual_seed(1);
+    let network = LoraNetwork::attach_as(&*adapter, &config, &mut [part], &mut generator).unwrap();
     network.handle.set_training(Some("dropout"));
     Some(network)
 }
@@ -533,6 +571,36 @@ fn predictions_of_transformers_for_cpus_are_what_the_kernels_take() {
         for seed in seeds() {
             let case = transformers::Case::draw(seed, true);
             comparison.add(&format!("seed {seed}, {}", case.describe()), case.phases(true));
+        }
+        comparison.finish();
+    });
+}
+
+#[test]
+fn predictions_of_steps_with_a_lokr_are_what_they_take() {
+    alone(|| {
+        let mut comparison = Comparison::within(-0.05..=0.10);
+        portable(|| {
+            for seed in seeds() {
+                let training = Training::lokr(seed);
+                let case = Case {
+                    training,
+                    ..Case::draw(seed)
+                };
+                let step = phases(&case).into_iter().filter(|(phase, ..)| *phase == "step");
+                let name = format!("seed {seed}, {} in {:?}, {training:?}", case.arch, case.dtype);
+                comparison.add(&name, step.collect());
+                let case = transformers::Case::draw(seed, false).training(training);
+                let step = case.phases(false).into_iter().filter(|(phase, ..)| *phase == "step");
+                comparison.add(&format!("seed {seed}, {}", case.describe()), step.collect());
+            }
+        });
+        comparison.finish();
+        let mut comparison = Comparison::within(-0.10..=0.10);
+        for seed in seeds() {
+            let case = transformers::Case::draw(seed, true).training(Training::lokr(seed));
+            let step = case.phases(true).into_iter().filter(|(phase, ..)| *phase == "step");
+            comparison.add(&format!("seed {seed} on a CPU, {}", case.describe()), step.collect());
         }
         comparison.finish();
     });

@@ -68,6 +68,10 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_lora_flux.yaml"),
         ),
         (
+            "train_lokr_flux.yaml",
+            include_str!("../../../config/examples/train_lokr_flux.yaml"),
+        ),
+        (
             "train_lora_flux_kontext.yaml",
             include_str!("../../../config/examples/train_lora_flux_kontext.yaml"),
         ),
@@ -286,14 +290,32 @@ fn a_zimage_lokr_job_is_read() {
     let job = load_file!("zimage_lokr.jsonc");
     assert_eq!(job.warnings, []);
     let refused = refused(&job);
-    for key in ["network.type", "train.diff_output_preservation", "datasets[0].controls"] {
+    for key in ["train.diff_output_preservation", "datasets[0].controls"] {
         assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
     }
-    assert!(!refused.iter().any(|found| found == "model.arch"), "{refused:?}");
+    for key in ["model.arch", "network.type"] {
+        assert!(!refused.iter().any(|found| found == key), "{refused:?}");
+    }
     assert!(
         !refused.iter().any(|found| found.ends_with("control_path")),
         "an empty path is off"
     );
+}
+
+#[test]
+fn a_locon_is_trained_on_unets_alone() {
+    let text = include_str!("../../../config/examples/train_lora_flux.yaml");
+    for (kind, expected) in [
+        ("locon", &["network.type"][..]),
+        ("lycoris", &["network.type"]),
+        ("lokr", &[]),
+    ] {
+        let job = load_text("x.yaml", &text.replace("type: lora", &format!("type: {kind}")));
+        assert_eq!(refused(&job), expected, "{kind}");
+        let text = include_str!("../../../config/examples/train_lora_sd15.yaml");
+        let job = load_text("x.yaml", &text.replace("type: lora", &format!("type: {kind}")));
+        assert_eq!(refused(&job), [""; 0], "{kind}");
+    }
 }
 
 #[test]

@@ -301,6 +301,20 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "expected at most 16384",
         ),
         (
+            "dropout of a LoKr",
+            MINIMAL.replace("type: lora, linear: 8", "type: lokr, dropout: 0.1"),
+            9,
+            "config.process[0].network.dropout",
+            "a LoKr has no dropout",
+        ),
+        (
+            "factor of a LoKr",
+            MINIMAL.replace("type: lora, linear: 8", "type: lokr, lokr_factor: '0'"),
+            9,
+            "config.process[0].network.lokr_factor",
+            "expected -1",
+        ),
+        (
             "huge resolution",
             with_line_after("- folder_path", "          resolution: [512, 20000]"),
             12,

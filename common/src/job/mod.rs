@@ -23,6 +23,7 @@ mod json;
 pub mod limits;
 mod load;
 pub mod logging;
+pub mod lokr;
 pub mod model;
 pub mod modify;
 pub mod naming;

@@ -1,9 +1,12 @@
-//! `network`: the adapter (LoRA) that is trained while the base model is frozen.
+//! `network`: the adapter (LoRA, LoCon, LoKr) that is trained while the base model is frozen.
 
 use super::declare::{choices, section};
 use super::limits::{MAX_FACTOR, MAX_RANK};
 use super::schema::{PresentKeys, ReadContext};
 use super::values::{Integer, OneOrMany};
+
+/// The ranks and alphas of `lokr_full_rank: true`, as in ai-toolkit: above every size of a weight.
+pub const LOKR_FULL_RANK: u64 = 9_999_999_999;
 
 choices! {
     /// Kind of network.
@@ -12,18 +15,18 @@ choices! {
         Lora = "lora", Works;
         /// Old slider configs; the same as `lora`.
         Lierla = "lierla", Works;
-        /// LyCORIS LoCon.
-        Locon = "locon", Refused("this release trains `lora` networks; use `type: lora` with `conv`");
+        /// LyCORIS LoCon: a LoRA of the blocks of a U-Net, with a trained factor for each layer.
+        Locon = "locon", Works;
         /// The same as `locon`.
-        Lycoris = "lycoris", Refused("this release trains `lora` networks; use `type: lora` with `conv`");
+        Lycoris = "lycoris", Works;
         /// Kronecker product.
-        Lokr = "lokr", Refused("this release trains `lora` networks");
+        Lokr = "lokr", Works;
         /// Weight-decomposed LoRA.
-        Dora = "dora", Refused("this release trains `lora` networks");
+        Dora = "dora", Refused("this release trains `lora`, `locon` and `lokr` networks");
         /// Layers replaced by low-rank factors.
-        Lorm = "lorm", Refused("this release trains `lora` networks");
+        Lorm = "lorm", Refused("this release trains `lora`, `locon` and `lokr` networks");
         /// One full-size matrix.
-        Fullrank = "fullrank", Refused("this release trains `lora` networks");
+        Fullrank = "fullrank", Refused("this release trains `lora`, `locon` and `lokr` networks");
     }
 }
 
@@ -72,18 +75,19 @@ section! {
         conv: Option<u32> = None, Works;
         /// Alpha for larger convolutions.
         conv_alpha: Option<f64> = None, Works, shown "`conv`";
-        /// Chance that an input of the up projection is dropped while training.
+        /// Chance that an input of the up projection is dropped while training; not with `type: lokr`.
         dropout: Option<f64> = None, Works;
         /// Layer filters and other options.
         network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
         /// Transformer models: only layers inside the repeated blocks.
         transformer_only: bool = true, Works;
-        /// LoKr without a low-rank split of the second factor.
-        lokr_full_rank: bool = true, DependsOn("type: lokr");
-        /// LoKr factor; -1 splits as square as possible.
-        lokr_factor: Integer = Integer(-1), DependsOn("type: lokr");
-        /// LoKr with the older key names.
-        old_lokr_format: bool = false, DependsOn("type: lokr");
+        /// `type: lokr`: no low-rank split of the second matrix, on linear layers and all convolutions. `linear`, `conv` and the alphas
+        /// have no effect then.
+        lokr_full_rank: bool = true, Works;
+        /// `type: lokr`: the first factor of each side of a weight where it divides that side; -1 splits as square as possible.
+        lokr_factor: Integer = Integer(-1), Works;
+        /// `type: lokr` of transformer models: the names `lycoris_…` of older files, and the alphas of the config.
+        old_lokr_format: bool = false, Works;
         /// Wan 2.2 14B: two files, one per expert.
         split_multistage_loras: bool = true, Accepted("only Wan 2.2 14B uses it");
         /// Keep the network's weights in RAM.
@@ -147,5 +151,24 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
     cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     if network.dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
         cx.error_at("dropout", "expected a chance from 0 to below 1");
+    }
+    if network.kind == NetworkType::Lokr {
+        finish_lokr(network, cx);
+    }
+}
+
+fn finish_lokr(network: &NetworkConfig, cx: &mut ReadContext) {
+    if network.dropout.is_some_and(|chance| chance > 0.0) {
+        cx.error_at(
+            "dropout",
+            "a LoKr has no dropout, in ai-toolkit neither: remove this key, or use `type: lora`",
+        );
+    }
+    let factor = *network.lokr_factor;
+    if factor < 1 && factor != -1 {
+        cx.error_at(
+            "lokr_factor",
+            "expected -1 (as square as possible), or a whole number from 1",
+        );
     }
 }

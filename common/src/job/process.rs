@@ -9,7 +9,7 @@ use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
 use super::model::ModelConfig;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
-use super::network::NetworkConfig;
+use super::network::{NetworkConfig, NetworkType};
 use super::node::Node;
 use super::sample::{SampleConfig, SampleItem};
 use super::sampler::SamplerName;
@@ -119,6 +119,16 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
     }
     if arch.is_flow() {
         check_flow(&process.train, path, report);
+    }
+    if let Some(network) = &process.network
+        && matches!(network.kind, NetworkType::Locon | NetworkType::Lycoris)
+        && arch.is_flow()
+    {
+        let message = format!(
+            "`{}` is for U-Nets alone, as in ai-toolkit, and `arch: {arch}` has a transformer: use `lora` or `lokr`",
+            network.kind
+        );
+        report.error(join(path, "network.type"), message);
     }
     if arch == ArchName::Zimage && process.train.train_text_encoder {
         let message = "the text encoder of Z-Image (Qwen3) is not trained: set it to false";

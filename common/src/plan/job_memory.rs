@@ -19,8 +19,11 @@ use super::profile::MemoryProfile;
 use super::qtype::QType;
 use super::requests::{ImageSize, image_sizes, sample_sizes};
 use super::shapes::ModelShapes;
-use super::walk::build::{AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, Weights};
+use super::walk::build::{
+    AdapterKind, AdapterOptions, Builder, ComponentOptions, LoraLayers, StoredFractions, Weights,
+};
 use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder, Vae, Walk};
+use crate::job::network::LOKR_FULL_RANK;
 use serde_json::Value;
 
 /// The largest side of an image that a prediction considers.
@@ -173,12 +176,26 @@ impl<'a> Job<'a> {
     fn adapter(&self) -> Option<AdapterOptions> {
         let network = self.body.get("network").filter(|network| !network.is_null())?;
         let positive = |key: &str| number(network, key).filter(|rank| *rank > 0.0);
+        let kind = match text(network, "/type") {
+            Some("locon" | "lycoris") => AdapterKind::Locon,
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+            Some("lokr") => AdapterKind::Lokr {
+                factor: positive("/lokr_factor").map(|factor| factor.min(1e9) as usize),
+            },
+            _ => AdapterKind::Lora,
+        };
+        let full_rank = network.get("lokr_full_rank").and_then(Value::as_bool).unwrap_or(true);
+        let is_full = full_rank && matches!(kind, AdapterKind::Lokr { .. });
+        let rank = positive("/rank").or_else(|| positive("/linear")).unwrap_or(4.0);
+        let conv_rank = positive("/conv");
         Some(AdapterOptions {
-            rank: positive("/rank")
-                .or_else(|| positive("/linear"))
-                .unwrap_or(4.0)
-                .min(1e5),
-            conv_rank: positive("/conv").map(|rank| rank.min(1e5)),
+            kind,
+            rank: if is_full { LOKR_FULL_RANK as f64 } else { rank.min(1e5) },
+            conv_rank: if is_full {
+                Some(LOKR_FULL_RANK as f64)
+            } else {
+                conv_rank.map(|rank| rank.min(1e5))
+            },
             dropout: number(network, "/dropout").is_some_and(|chance| chance > 0.0),
             filter: NameFilter {
                 only_if_contains: strings(network.pointer("/network_kwargs/only_if_contains")),

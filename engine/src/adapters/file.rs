@@ -1,19 +1,20 @@
-//! Reads LoRA files of every supported dialect.
+//! Reads adapter files of every supported dialect.
 
 use super::control::control_lora;
-use super::joined::split;
-use super::keys::{ParsedKey, TensorRole, parse_key};
+use super::file_layer::{FileLayer, LoraModule, RoleTensors};
+use super::keys::{ParsedKey, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use super::origin::origin;
-use super::tensors::{LoraModule, LoraTensors};
+use super::registry::READERS;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-/// A LoRA file that was read and checked. Its names are not matched to a model yet.
+/// A LoRA file, or one of another type of adapter, that was read and checked. Its names are not matched to a model yet.
 #[derive(Clone, Debug)]
 pub struct LoraFile {
     /// The path of the file.
@@ -26,21 +27,12 @@ pub struct LoraFile {
     pub metadata: BTreeMap<String, String>,
 }
 
-#[derive(Default)]
-struct LayerTensors {
-    down: Option<Tensor>,
-    up: Option<Tensor>,
-    mid: Option<Tensor>,
-    alpha: Option<f64>,
-    scalar: Option<f64>,
-}
-
 impl LoraFile {
     /// Reads a `.safetensors` file, or the LoRA file in a folder (`pytorch_lora_weights.safetensors`,
     /// `adapter_model.safetensors`).
     ///
     /// # Errors
-    /// When the file is not safetensors, is damaged, has another network type, or a layer lacks `down` or `up`.
+    /// When the file is not safetensors, is damaged, has an unsupported type of adapter, or a layer lacks a tensor.
     pub fn open(path: &Path) -> Result<Self> {
         Self::read(path, |index| index)
     }
@@ -92,14 +84,14 @@ impl LoraFile {
         if let Some(reason) = control_lora(&keys) {
             return Err(file_error(reason));
         }
-        let mut layers: BTreeMap<String, LayerTensors> = BTreeMap::new();
+        let mut layers: BTreeMap<String, RoleTensors> = BTreeMap::new();
         let mut unknown = Vec::new();
         for (key, shape) in keys {
             let (stem, role) = match parse_key(&key) {
-                ParsedKey::Lora(stem, role) => (stem.to_owned(), role),
+                ParsedKey::Adapter(stem, role) => (stem.to_owned(), role),
                 ParsedKey::OtherNetwork(kind) => {
                     return Err(file_error(format!(
-                        "tensor `{key}` belongs to {kind}; only LoRA and LoCon files can be used yet"
+                        "tensor `{key}` belongs to {kind}; only LoRA, LoCon and LoKr files can be used yet"
                     )));
                 }
                 ParsedKey::Unknown => {
@@ -109,56 +101,27 @@ impl LoraFile {
             };
             let tensor = weights.get(shape, &key)?;
             let layer = layers.entry(stem).or_default();
-            let scalar_of = |t: &Tensor| -> Result<f64> {
-                match t.flatten_all()?.to_vec1::<f32>()?.as_slice() {
-                    [v] => Ok(f64::from(*v)),
-                    v => Err(file_error(format!(
-                        "tensor `{key}` has {} numbers, expected one",
-                        v.len()
-                    ))),
-                }
-            };
-            match role {
-                TensorRole::Down => layer.down = Some(tensor),
-                TensorRole::Up => layer.up = Some(tensor),
-                TensorRole::Mid => layer.mid = Some(tensor),
-                TensorRole::Alpha => layer.alpha = Some(scalar_of(&tensor)?),
-                TensorRole::Scalar => layer.scalar = Some(scalar_of(&tensor)?),
+            if !role.is_number() {
+                layer.tensors.insert(role, tensor);
+                continue;
             }
-        }
-        let mut modules = Vec::with_capacity(layers.len());
-        for (stem, layer) in layers {
-            let (down, up) = match (layer.down, layer.up) {
-                (Some(down), Some(up)) => (down, up),
-                (None, None) => {
-                    unknown.push(format!("{stem}.alpha"));
-                    continue;
-                }
-                (down, _) => {
-                    let missing_half = if down.is_some() { "up (lora_B)" } else { "down (lora_A)" };
+            match tensor.flatten_all()?.to_vec1::<f32>()?.as_slice() {
+                [number] => layer.numbers.insert(role, f64::from(*number)),
+                numbers => {
                     return Err(file_error(format!(
-                        "layer `{stem}` has no {missing_half} matrix: the file is incomplete"
+                        "tensor `{key}` has {} numbers, expected one",
+                        numbers.len()
                     )));
                 }
             };
-            if down.rank() < 2 || up.rank() < 2 || down.dims()[0] != up.dims()[1] {
-                return Err(file_error(format!(
-                    "layer `{stem}`: down {:?} and up {:?} do not fit together",
-                    down.dims(),
-                    up.dims()
-                )));
+        }
+        let mut modules = Vec::with_capacity(layers.len());
+        for (stem, layer) in layers {
+            match READERS.iter().find_map(|read| read(&layer)) {
+                Some(Ok(tensors)) => modules.push(LoraModule { stem, tensors }),
+                Some(Err(reason)) => return Err(file_error(format!("layer `{stem}`: {reason}"))),
+                None => unknown.push(format!("{stem}.alpha")),
             }
-            let scalar = layer.scalar.unwrap_or(1.0);
-            modules.push(LoraModule {
-                stem,
-                tensors: LoraTensors {
-                    down,
-                    up,
-                    mid: layer.mid,
-                    alpha: layer.alpha,
-                    scalar,
-                },
-            });
         }
         if modules.is_empty() {
             return Err(file_error(
@@ -174,11 +137,11 @@ impl LoraFile {
     }
 
     /// Matches the file's names to the layers of a model. The second value is the names that match no layer. A missing
-    /// alpha is read from peft's metadata; otherwise it is the rank. The LoRA of a layer that is several in the model is split.
+    /// alpha is read from peft's metadata; otherwise it is the rank. The adapter of a layer that is several in the model is split.
     ///
     /// # Errors
     /// When such a layer has another size than those of the model.
-    pub fn resolve(&self, index: &LayerIndex) -> Result<(BTreeMap<LayerKey, LoraTensors>, Vec<String>)> {
+    pub fn resolve(&self, index: &LayerIndex) -> Result<(BTreeMap<LayerKey, Arc<dyn FileLayer>>, Vec<String>)> {
         let peft: Option<serde_json::Value> = self
             .metadata
             .get("lora_adapter_metadata")
@@ -191,28 +154,22 @@ impl LoraFile {
                 unknown.push(module.stem.clone());
                 continue;
             };
-            let mut tensors = module.tensors.clone();
-            let rank = tensors.down.dims()[0] as f64;
-            // In sd-scripts an alpha of 0 means the rank.
-            let alpha = tensors
-                .alpha
-                .filter(|a| *a != 0.0 && a.is_finite())
-                .or_else(|| peft_alpha(peft.as_ref()?, (named.part, first), rank))
-                .unwrap_or(rank);
-            tensors.alpha = Some(alpha);
-            let (found, expected) = (tensors.up.dims()[0], named.rows());
+            let (found, expected) = (module.tensors.outputs(), named.rows());
             if named.is_converted() && found != expected {
                 return Err(EngineError::WeightsFile {
                     path: self.path.clone(),
                     reason: format!(
-                        "layer `{}`: the file's up matrix has {found} rows, the model's layers have {expected}{}",
+                        "layer `{}`: the file's {} has {found} rows, the model's layers have {expected}{}",
                         module.stem,
+                        module.tensors.kind(),
                         self.origin()
                             .map_or_else(String::new, |origin| format!("; it was made for {origin}"))
                     ),
                 });
             }
-            for ((path, _), tensors) in named.layers.iter().zip(split(tensors, named)?) {
+            let metadata_alpha = |rank| peft_alpha(peft.as_ref()?, (named.part, first), rank);
+            let split = module.tensors.split(named, &metadata_alpha)?;
+            for ((path, _), tensors) in named.layers.iter().zip(split) {
                 resolved.insert((named.part, path.clone()), tensors);
             }
         }
@@ -229,7 +186,7 @@ impl LoraFile {
     #[must_use]
     pub fn alpha_is_unknown(&self) -> bool {
         let without_alpha =
-            |module: &LoraModule| module.stem.starts_with("base_model.model.") && module.tensors.alpha.is_none();
+            |module: &LoraModule| module.stem.starts_with("base_model.model.") && module.tensors.lacks_alpha();
         !self.metadata.contains_key("lora_adapter_metadata") && self.modules.iter().any(without_alpha)
     }
 

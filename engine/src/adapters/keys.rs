@@ -1,4 +1,4 @@
-//! The tensor names of LoRA files: which layer and which of its tensors a key names, in every known dialect.
+//! The tensor names of adapter files: which layer and which of its tensors a key names, in every known dialect.
 //!
 //! | dialect | example |
 //! |---|---|
@@ -7,12 +7,12 @@
 //! | diffusers / peft | `unet.down_blocks.0.attentions.0.proj_in.lora_A.weight`, `….lora.down.weight` |
 //! | bare peft | `base_model.model.down_blocks.0.attentions.0.proj_in.lora_A.weight` |
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
-//! | LyCORIS | `lycoris_…` and `.lora_mid.weight` |
+//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.lokr_w2_a` |
 //! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
 //! | XLabs (FLUX.1) | `double_blocks.0.processor.qkv_lora1.down.weight`, `single_blocks.0.processor.proj_lora.up.weight` |
 
-/// Which tensor of a LoRA layer a key names.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which tensor of a layer's adapter a key names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum TensorRole {
     Down,
     Up,
@@ -20,20 +20,34 @@ pub(super) enum TensorRole {
     Alpha,
     /// A scalar that LyCORIS trains; it multiplies the update.
     Scalar,
+    LokrW1,
+    LokrW1A,
+    LokrW1B,
+    LokrW2,
+    LokrW2A,
+    LokrW2B,
+    LokrT2,
+}
+
+impl TensorRole {
+    /// Whether it is a single number.
+    pub(super) fn is_number(self) -> bool {
+        matches!(self, Self::Alpha | Self::Scalar)
+    }
 }
 
 /// A key split into layer and tensor by its suffix.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum ParsedKey<'a> {
-    /// A LoRA tensor: the key without its suffix, and the tensor's role.
-    Lora(&'a str, TensorRole),
+    /// A tensor of a supported type of adapter: the key without its suffix, and the tensor's role.
+    Adapter(&'a str, TensorRole),
     /// A tensor of an unsupported network type, by the type's name.
     OtherNetwork(&'static str),
     /// Not a key of a known network type.
     Unknown,
 }
 
-const SUFFIXES: [(&str, TensorRole); 21] = [
+const SUFFIXES: [(&str, TensorRole); 28] = [
     (".lora_down.weight", TensorRole::Down),
     (".lora_up.weight", TensorRole::Up),
     (".lora_mid.weight", TensorRole::Mid),
@@ -55,12 +69,19 @@ const SUFFIXES: [(&str, TensorRole); 21] = [
     (".lora.alpha", TensorRole::Alpha),
     (".alpha", TensorRole::Alpha),
     (".scalar", TensorRole::Scalar),
+    (".lokr_w1", TensorRole::LokrW1),
+    (".lokr_w1_a", TensorRole::LokrW1A),
+    (".lokr_w1_b", TensorRole::LokrW1B),
+    (".lokr_w2", TensorRole::LokrW2),
+    (".lokr_w2_a", TensorRole::LokrW2A),
+    (".lokr_w2_b", TensorRole::LokrW2B),
+    (".lokr_t2", TensorRole::LokrT2),
 ];
 
 const OTHER_NETWORKS: [(&str, &str); 10] = [
     (".lora_B.bias", "LoRA with biases"),
     (".hada_", "LoHa"),
-    (".lokr_", "LoKr"),
+    (".lokr_", "a LoKr of another form"),
     (".oft_", "OFT"),
     (".dora_scale", "DoRA"),
     (".magnitude", "DoRA"),
@@ -74,7 +95,7 @@ const OTHER_NETWORKS: [(&str, &str); 10] = [
 pub(super) fn parse_key(key: &str) -> ParsedKey<'_> {
     for (suffix, role) in SUFFIXES {
         if let Some(stem) = key.strip_suffix(suffix) {
-            return ParsedKey::Lora(stem, role);
+            return ParsedKey::Adapter(stem, role);
         }
     }
     // XLabs numbers the image's and the text's LoRA of a double block: the number belongs to the layer's name.
@@ -82,7 +103,7 @@ pub(super) fn parse_key(key: &str) -> ParsedKey<'_> {
         if let Some(stem) = key.strip_suffix(suffix)
             && (stem.ends_with("_lora1") || stem.ends_with("_lora2"))
         {
-            return ParsedKey::Lora(stem, role);
+            return ParsedKey::Adapter(stem, role);
         }
     }
     match OTHER_NETWORKS.iter().find(|(marker, _)| key.contains(marker)) {
@@ -97,17 +118,21 @@ mod tests {
 
     #[test]
     fn keys_are_parsed_by_their_suffix() {
-        assert_eq!(parse_key("a.b.lora_A.weight"), ParsedKey::Lora("a.b", TensorRole::Down));
+        assert_eq!(
+            parse_key("a.b.lora_A.weight"),
+            ParsedKey::Adapter("a.b", TensorRole::Down)
+        );
         assert_eq!(
             parse_key("a.to_q_lora.up.weight"),
-            ParsedKey::Lora("a.to_q", TensorRole::Up)
+            ParsedKey::Adapter("a.to_q", TensorRole::Up)
         );
         assert_eq!(
             parse_key("a.processor.qkv_lora2.down.weight"),
-            ParsedKey::Lora("a.processor.qkv_lora2", TensorRole::Down)
+            ParsedKey::Adapter("a.processor.qkv_lora2", TensorRole::Down)
         );
-        assert_eq!(parse_key("a.alpha"), ParsedKey::Lora("a", TensorRole::Alpha));
-        assert_eq!(parse_key("a.lokr_w1"), ParsedKey::OtherNetwork("LoKr"));
+        assert_eq!(parse_key("a.alpha"), ParsedKey::Adapter("a", TensorRole::Alpha));
+        assert_eq!(parse_key("a.lokr_w2_b"), ParsedKey::Adapter("a", TensorRole::LokrW2B));
+        assert_eq!(parse_key("a.hada_w1_a"), ParsedKey::OtherNetwork("LoHa"));
         assert_eq!(parse_key("conv.weight"), ParsedKey::Unknown);
     }
 }

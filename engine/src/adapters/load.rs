@@ -1,15 +1,15 @@
 //! Attaches a LoRA file to a model.
 
 use super::file::LoraFile;
-use super::layer::{LoraHandle, LoraLayer, Multiplier};
+use super::file_layer::{FileLayer, Site};
+use super::handle::{LoraHandle, Multiplier};
 use super::names::{LayerIndex, LayerKey, saved_name};
-use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::families::{self, LoraNames, Part, PartRole};
-use crate::nn::LayerMut;
+use crate::nn::{LayerAdapter, LayerMut};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
-use candle_core::{Device, Tensor, Var};
+use candle_core::Device;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
 fn attach(
     parts: &mut [Part<'_>],
     file: &LoraFile,
-    mut found: BTreeMap<LayerKey, LoraTensors>,
+    mut found: BTreeMap<LayerKey, Arc<dyn FileLayer>>,
     multiplier: f64,
 ) -> Result<Arc<LoraHandle>> {
     let handle = LoraHandle::new(multiplier);
@@ -117,12 +117,19 @@ fn attach(
         ..
     } in parts.iter_mut()
     {
-        layers.visit_layers(&mut |name, mut layer| {
+        layers.visit_layers(&mut |name, layer| {
             let Some(tensors) = found.remove(&(*id, name.to_owned())) else {
                 return Ok(());
             };
-            let in_files = saved_name(*lora_names, *role, lora_prefix, name);
-            let lora = build_layer(&mut layer, in_files, tensors, &handle).map_err(|reason| {
+            let (dims, device) = layer_info(&layer);
+            let site = Site {
+                name: saved_name(*lora_names, *role, lora_prefix, name),
+                names: *lora_names,
+                dims: &dims,
+                device: &device,
+                handle: &handle,
+            };
+            let adapter = tensors.adapter(site).map_err(|reason| {
                 let origin = file
                     .origin()
                     .map_or_else(String::new, |origin| format!("; it was made for {origin}"));
@@ -131,7 +138,7 @@ fn attach(
                     reason: format!("layer `{name}`: {reason}{origin}"),
                 }
             })?;
-            attach_adapter(layer, Arc::new(lora));
+            attach_adapter(layer, adapter);
             Ok(())
         })?;
     }
@@ -142,7 +149,7 @@ fn attach(
 /// share those, so that they may match those of another family.
 fn without_transformer<'a>(
     parts: &[Part<'_>],
-    found: &BTreeMap<LayerKey, LoraTensors>,
+    found: &BTreeMap<LayerKey, Arc<dyn FileLayer>>,
     unknown: &'a [String],
 ) -> Option<&'a String> {
     let mut transformers = parts
@@ -173,7 +180,7 @@ pub(super) fn index_layers(parts: &mut [Part<'_>]) -> Result<LayerIndex> {
 }
 
 /// Adds an adapter to a layer.
-pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<LoraLayer>) {
+pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<dyn LayerAdapter>) {
     match layer {
         LayerMut::Linear(l) => l.adapters.push(adapter),
         LayerMut::Conv2d(c) => c.adapters.push(adapter),
@@ -187,47 +194,4 @@ pub(super) fn layer_info(layer: &LayerMut<'_>) -> (Vec<usize>, Device) {
         LayerMut::Conv2d(layer) => &layer.weight,
     };
     (weight.dims().to_vec(), weight.device().clone())
-}
-
-/// Builds the LoRA layer for `layer`. Tensors are reshaped if needed: some files store a linear layer as a 1x1
-/// convolution, or the other way round.
-fn build_layer(
-    layer: &mut LayerMut<'_>,
-    name: String,
-    tensors: LoraTensors,
-    handle: &Arc<LoraHandle>,
-) -> std::result::Result<LoraLayer, String> {
-    let (dims, device) = layer_info(layer);
-    let rank = tensors.down.dims()[0];
-    let reshape_to = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
-        let squeezed = |d: &[usize]| d.iter().copied().filter(|n| *n != 1).collect::<Vec<_>>();
-        if squeezed(t.dims()) != squeezed(want) {
-            return Err(format!("the file has {:?}, the model needs {want:?}", t.dims()));
-        }
-        let t = t
-            .reshape(want)
-            .and_then(|t| t.to_device(&device))
-            .map_err(|e| e.to_string())?;
-        Var::from_tensor(&t).map_err(|e| e.to_string())
-    };
-    let kernel: Vec<usize> = dims[2..].to_vec();
-    let ones = vec![1usize; kernel.len()];
-    let weight_shape = |out_dim: usize, in_dim: usize, k: &[usize]| [&[out_dim, in_dim], k].concat();
-    let down_kernel = if tensors.mid.is_some() { &ones } else { &kernel };
-    let down = reshape_to(&tensors.down, &weight_shape(rank, dims[1], down_kernel))?;
-    let up = reshape_to(&tensors.up, &weight_shape(dims[0], rank, &ones))?;
-    let mid = match &tensors.mid {
-        Some(mid) => Some(reshape_to(mid, &weight_shape(rank, rank, &kernel))?.as_detached_tensor()),
-        None => None,
-    };
-    let alpha = tensors.alpha.unwrap_or(rank as f64) * tensors.scalar;
-    Ok(LoraLayer {
-        name,
-        down,
-        up,
-        mid,
-        alpha,
-        dropout: 0.0,
-        handle: handle.clone(),
-    })
 }

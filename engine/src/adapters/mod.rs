@@ -1,6 +1,8 @@
-//! LoRA: the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers, peft and ComfyUI.
+//! Adapters (LoRA, LoCon, LoKr): the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers,
+//! peft, LyCORIS and ComfyUI.
 //!
-//! - [`LoraLayer`]: the computation, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
+//! - [`LoraLayer`]: the computation of a LoRA, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
+//! - [`AdapterType`]: a type of adapter that can be trained, [`FileLayer`]: what a file of any type holds for a layer.
 //! - [`LoraFile`]: reads files with the names of ai-toolkit, sd-scripts (diffusers or original paths), diffusers or
 //!   peft.
 //! - [`load_lora`]: attaches a file to a model for inference.
@@ -8,27 +10,44 @@
 
 mod control;
 mod file;
+mod file_layer;
+mod handle;
 mod joined;
 mod keys;
 mod layer;
 mod load;
+mod locon;
+mod lokr;
+mod lora;
+mod lora_file;
 mod names;
 mod network;
 mod origin;
+mod registry;
 mod save;
 mod tensors;
+mod trained_layer;
 
 pub use file::LoraFile;
-pub use layer::{LoraHandle, LoraLayer, LoraPass, Multiplier};
+pub use file_layer::{FileLayer, LoraModule, Site};
+pub use handle::{LoraHandle, LoraPass, Multiplier};
+pub use layer::LoraLayer;
 pub use load::{LoadedLora, check_lora, is_of_text, load_lora, load_text_lora};
+pub use locon::Locon;
+pub use lokr::Lokr;
+pub use lora::Lora;
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
-pub use tensors::{LoraModule, LoraTensors};
+pub use tensors::LoraTensors;
+pub use trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod flux_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod lycoris_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;

@@ -55,6 +55,7 @@ fn prefixes(part: &str) -> &'static [&'static str] {
             "transformer.",
             "lora_transformer_",
             "lora_unet_",
+            "lycoris_",
             "base_model.model.transformer.",
             "diffusion_model.",
             "base_model.model.",
@@ -102,6 +103,11 @@ pub fn saved_since(name: &str) -> Option<String> {
 pub(super) fn toolkit_name(saved: &str) -> Option<String> {
     let (prefix, rest) = saved.split_once('.')?;
     Some(format!("{}.{rest}", toolkit_prefix(prefix)?))
+}
+
+/// The beginning of the flattened names that ai-toolkit gave to LoKrs of transformers at first (`network.old_lokr_format`).
+pub(super) fn old_prefix(part: &str) -> &'static str {
+    toolkit_prefix(part).unwrap_or("lycoris")
 }
 
 /// The name of a layer in saved LoRA files: `lora_unet_down_blocks_0_…`, or `transformer.transformer_blocks.0.…`. Names of

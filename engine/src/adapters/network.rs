@@ -1,9 +1,11 @@
-//! The trainable LoRA of a model: its target layers, initialisation, saving and loading.
+//! The trainable network of a model: its target layers, saving and loading. The types of adapters are in files of their own.
 
 use super::file::LoraFile;
-use super::layer::{LoraHandle, LoraLayer};
+use super::handle::LoraHandle;
 use super::load::{attach_adapter, index_layers, layer_info};
-use super::names::{LayerIndex, flatten, saved_name, toolkit_name};
+use super::lora::Lora;
+use super::names::{LayerIndex, flatten, old_prefix, saved_name, toolkit_name};
+use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
 use crate::error::{EngineError, Result};
 use crate::families::{LoraNames, Part, PartRole};
 use crate::optim::Param;
@@ -45,7 +47,12 @@ impl LoraConfig {
         }
         let mut dotted = vec![format!("{}.{path}", part.lora_prefix)];
         let saved = part.saved_name(path);
-        dotted.extend(toolkit_name(&saved));
+        dotted.extend(toolkit_name(&saved_name(
+            part.part_names,
+            part.role,
+            part.lora_prefix,
+            path,
+        )));
         let contain = |s: &String, names: &[String]| names.iter().any(|name| name.contains(s.as_str()));
         if self.ignore_if_contains.iter().any(|s| contain(s, &dotted)) {
             return None;
@@ -61,6 +68,7 @@ impl LoraConfig {
             (self.rank, self.alpha)
         };
         match part.names {
+            // These names have an alpha beside them.
             LoraNames::Flattened => Some((rank, alpha)),
             // Their files have no alpha, so the scale is 1.
             LoraNames::Dotted => Some((rank, rank as f64)),
@@ -74,34 +82,48 @@ struct Naming {
     part: &'static str,
     role: PartRole,
     lora_prefix: &'static str,
+    /// The beginning of saved names.
+    saved_prefix: &'static str,
     names: LoraNames,
+    /// Those of the part, which filters of configs match too.
+    part_names: LoraNames,
     blocks: &'static [&'static str],
 }
 
 impl Naming {
-    fn of(part: &Part<'_>) -> Self {
-        Self {
+    fn of(part: &Part<'_>, adapter: &dyn AdapterType) -> Self {
+        let naming = Self {
             part: part.id,
             role: part.role,
             lora_prefix: part.lora_prefix,
+            saved_prefix: part.lora_prefix,
             names: part.lora_names,
+            part_names: part.lora_names,
             blocks: part.blocks,
+        };
+        match adapter.has_old_names() && part.lora_names == LoraNames::Dotted {
+            true => Self {
+                saved_prefix: old_prefix(part.id),
+                names: LoraNames::Flattened,
+                ..naming
+            },
+            false => naming,
         }
     }
 
     fn saved_name(self, path: &str) -> String {
-        saved_name(self.names, self.role, self.lora_prefix, path)
+        saved_name(self.names, self.role, self.saved_prefix, path)
     }
 }
 
-/// A layer with a LoRA.
+/// A layer with an adapter.
 #[derive(Debug)]
 struct TargetLayer {
     part: &'static str,
     role: PartRole,
-    names: LoraNames,
     path: String,
-    layer: Arc<LoraLayer>,
+    has_large_kernel: bool,
+    layer: Arc<dyn TrainedLayer>,
 }
 
 /// The result of loading weights from a file.
@@ -117,7 +139,7 @@ pub struct LoadReport {
     pub resized: usize,
 }
 
-/// The trainable LoRA of a model.
+/// The trainable network of a model.
 #[derive(Debug)]
 pub struct LoraNetwork {
     targets: Vec<TargetLayer>,
@@ -127,50 +149,65 @@ pub struct LoraNetwork {
 }
 
 impl LoraNetwork {
-    /// Attaches a new LoRA layer to every target of the config. `down` is Kaiming-uniform with a = sqrt(5), that is
-    /// uniform in ±1/sqrt(fan_in), drawn layer by layer in the order of `parts` and of their layers. `up` is zero.
+    /// [`Self::attach_as`] a LoRA.
     ///
     /// # Errors
-    /// When there is no target layer, or a rank is 0.
+    /// As there.
     pub fn attach(config: &LoraConfig, parts: &mut [Part<'_>], generator: &mut TorchGenerator) -> Result<Self> {
+        Self::attach_as(&Lora, config, parts, generator)
+    }
+
+    /// Attaches a new adapter of a type to every target of the config. Its numbers are drawn layer by layer in the order of `parts`
+    /// and of their layers.
+    ///
+    /// # Errors
+    /// When there is no target layer, a rank is 0, or the type cannot be trained on the model.
+    pub fn attach_as(
+        adapter: &dyn AdapterType,
+        config: &LoraConfig,
+        parts: &mut [Part<'_>],
+        generator: &mut TorchGenerator,
+    ) -> Result<Self> {
         if config.rank == 0 || config.conv_rank == Some(0) {
             return Err(EngineError::bad_input(
                 "a LoRA rank is 0, which trains nothing: set `network.linear`, and `network.conv` if it is there, to 1 or more",
             ));
         }
+        for part in parts.iter() {
+            adapter.check_names(part.lora_names).map_err(EngineError::bad_input)?;
+        }
         let handle = LoraHandle::new(1.0);
         let index = index_layers(parts)?;
         let mut targets = Vec::new();
         for part in parts.iter_mut() {
-            let naming = Naming::of(part);
-            let Naming { role, names, .. } = naming;
+            let naming = Naming::of(part, adapter);
             part.layers.visit_layers(&mut |path, layer| {
                 let (dims, device) = layer_info(&layer);
+                if !adapter.covers(naming.role, path) {
+                    return Ok(());
+                }
                 let Some((rank, alpha)) = config.rank_and_alpha(naming, path, &dims) else {
                     return Ok(());
                 };
-                let fan_in: usize = dims[1..].iter().product();
-                let bound = (1.0 / fan_in.max(1) as f64).sqrt() as f32;
-                let down_dims = [&[rank], &dims[1..]].concat();
-                let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
-                let down = generator.uniform(rank * fan_in, -bound, bound);
-                let lora = Arc::new(LoraLayer {
+                let new = NewLayer {
                     name: naming.saved_name(path),
-                    down: Var::from_tensor(&Tensor::from_vec(down, down_dims, &device)?)?,
-                    up: Var::from_tensor(&Tensor::zeros(up_dims, DType::F32, &device)?)?,
-                    mid: None,
+                    names: naming.names,
+                    dims: &dims,
+                    device: &device,
+                    rank,
                     alpha,
                     dropout: config.dropout,
-                    handle: handle.clone(),
-                });
+                    handle: &handle,
+                };
+                let trained = adapter.create(new, generator)?;
                 targets.push(TargetLayer {
                     part: naming.part,
-                    role,
-                    names,
+                    role: naming.role,
                     path: path.to_owned(),
-                    layer: lora.clone(),
+                    has_large_kernel: dims[2..].iter().any(|side| *side > 1),
+                    layer: trained.clone(),
                 });
-                attach_adapter(layer, lora);
+                attach_adapter(layer, trained);
                 Ok(())
             })?;
         }
@@ -182,60 +219,53 @@ impl LoraNetwork {
         Ok(Self { targets, index, handle })
     }
 
-    /// The number of layers with a LoRA.
+    /// The number of layers with an adapter.
     #[must_use]
     pub fn layers(&self) -> usize {
         self.targets.len()
     }
 
-    /// Whether a layer of a text encoder has a LoRA.
+    /// Whether a layer of a text encoder has an adapter.
     #[must_use]
     pub fn covers_text_encoder(&self) -> bool {
         self.targets.iter().any(|e| e.role == PartRole::TextEncoder)
     }
 
-    /// The trained parameters in a fixed order: for each layer `down`, then `up`, with the names that files have for them.
+    /// The trained parameters in a fixed order: for each layer its own, with the names that files have for them.
     #[must_use]
     pub fn params(&self) -> Vec<Param> {
-        self.targets
-            .iter()
-            .flat_map(|e| {
-                let [down, up] = e.names.matrices();
-                [(down, &e.layer.down), (up, &e.layer.up)].map(|(matrix, var)| Param {
-                    name: format!("{}.{matrix}", e.layer.name),
+        let of = |layer: &Arc<dyn TrainedLayer>| -> Vec<Param> {
+            let params = layer.params().into_iter();
+            params
+                .map(|(suffix, var)| Param {
+                    name: format!("{}.{suffix}", layer.name()),
                     var: var.clone(),
                 })
-            })
-            .collect()
+                .collect()
+        };
+        self.targets.iter().flat_map(|target| of(&target.layer)).collect()
     }
 
-    /// The tensors of a LoRA file: weights and, where its names have them, alphas, in `dtype`, on the CPU.
+    /// The tensors of an adapter file: weights and, where its names have them, alphas, in `dtype`, on the CPU.
     ///
     /// # Errors
     /// When the device fails.
     pub fn tensors(&self, dtype: DType) -> Result<BTreeMap<String, Tensor>> {
         let mut out = BTreeMap::new();
-        for e in &self.targets {
-            let to_cpu = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
-            let [down, up] = e.names.matrices();
-            out.insert(format!("{}.{down}", e.layer.name), to_cpu(&e.layer.down)?);
-            out.insert(format!("{}.{up}", e.layer.name), to_cpu(&e.layer.up)?);
-            if e.names == LoraNames::Flattened {
-                out.insert(
-                    format!("{}.alpha", e.layer.name),
-                    Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?,
-                );
+        for TargetLayer { layer, .. } in &self.targets {
+            for (suffix, tensor) in layer.saved()? {
+                let tensor = tensor.to_dtype(dtype)?.to_device(&Device::Cpu)?;
+                out.insert(format!("{}.{suffix}", layer.name()), tensor);
             }
         }
         Ok(out)
     }
 
-    /// Loads the weights of a file of any dialect. If the file has a lower rank, the additional rows of `down` keep
-    /// their initial values and `up` is padded with zeros, so that the output is unchanged and all rows are trained. A
-    /// higher rank is cut. Any other difference in shape is an error.
+    /// Loads the weights of a file of any dialect of the network's type. A LoRA of another rank is padded or cut. Any other
+    /// difference in shape is an error.
     ///
     /// # Errors
-    /// When a shape does not match, or no layer of the file is a target.
+    /// When a shape does not match, the file has another type of adapter, or no layer of the file is a target.
     pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
         let (mut resolved, unknown) = file.resolve(&self.index)?;
         let mut report = LoadReport {
@@ -243,49 +273,26 @@ impl LoraNetwork {
             ..LoadReport::default()
         };
         let mut updates: Vec<(&Var, Tensor)> = Vec::new();
-        for e in &self.targets {
-            let Some(mut tensors) = resolved.remove(&(e.part, e.path.clone())) else {
-                report.missing.push(e.layer.name.clone());
+        for target in &self.targets {
+            let Some(tensors) = resolved.remove(&(target.part, target.path.clone())) else {
+                report.missing.push(target.layer.name().to_owned());
                 continue;
             };
-            // The scale of these layers is 1 and saved nowhere, so that of another program's file goes into its weights.
-            if e.names == LoraNames::Dotted {
-                let file_rank = tensors.down.dims()[0] as f64;
-                let scale = tensors.alpha.unwrap_or(file_rank) * tensors.scalar / file_rank;
-                if scale != 1.0 {
-                    tensors.up = (tensors.up * scale)?;
-                }
-            }
-            let rank = e.layer.rank();
-            let mut resized = false;
-            let shape_error = |t: &Tensor, var: &Var| EngineError::WeightsFile {
-                path: file.path.clone(),
-                reason: format!(
-                    "layer `{}`: the file has {:?}, the model needs {:?}{}",
-                    e.layer.name,
-                    t.dims(),
-                    var.dims(),
-                    file.origin()
-                        .map_or_else(String::new, |origin| format!("; it was made for {origin}"))
-                ),
-            };
-            for (var, tensor, axis) in [(&e.layer.down, &tensors.down, 0), (&e.layer.up, &tensors.up, 1)] {
-                let t = pad_or_cut_rank(tensor, axis, rank)?;
-                resized |= t.dims() != tensor.dims();
-                if t.elem_count() != var.elem_count() || t.dims()[..2] != var.dims()[..2] {
-                    return Err(shape_error(tensor, var));
-                }
-                let mut value = t.reshape(var.shape())?.to_device(var.device())?;
-                let file_rank = tensor.dim(axis)?;
-                if axis == 0 && file_rank < rank {
-                    // If `down` and `up` were both zero, the new rows would never get a gradient.
-                    let initial_rows = var.narrow(0, file_rank, rank - file_rank)?.to_dtype(value.dtype())?;
-                    value = Tensor::cat(&[&value.narrow(0, 0, file_rank)?, &initial_rows], 0)?;
-                }
-                updates.push((var, value));
-            }
-            report.resized += usize::from(resized);
+            let found = target
+                .layer
+                .values(&*tensors)
+                .map_err(|reason| EngineError::WeightsFile {
+                    path: file.path.clone(),
+                    reason: format!(
+                        "layer `{}`: {reason}{}",
+                        target.layer.name(),
+                        file.origin()
+                            .map_or_else(String::new, |origin| format!("; it was made for {origin}"))
+                    ),
+                })?;
+            report.resized += usize::from(found.resized);
             report.loaded += 1;
+            updates.extend(found.values);
         }
         if report.loaded == 0 {
             return Err(EngineError::WeightsFile {
@@ -308,17 +315,6 @@ impl LoraNetwork {
     /// The number of convolutions with a kernel above 1x1.
     #[must_use]
     pub fn convolutions(&self) -> usize {
-        let has_large_kernel = |e: &&TargetLayer| e.layer.down.dims()[2..].iter().any(|side| *side > 1);
-        self.targets.iter().filter(has_large_kernel).count()
+        self.targets.iter().filter(|target| target.has_large_kernel).count()
     }
-}
-
-/// Pads with zeros, or cuts, along the rank axis.
-fn pad_or_cut_rank(t: &Tensor, axis: usize, rank: usize) -> Result<Tensor> {
-    let current = t.dim(axis)?;
-    Ok(match current.cmp(&rank) {
-        std::cmp::Ordering::Equal => t.clone(),
-        std::cmp::Ordering::Greater => t.narrow(axis, 0, rank)?.contiguous()?,
-        std::cmp::Ordering::Less => t.pad_with_zeros(axis, 0, rank - current)?,
-    })
 }

@@ -1,6 +1,6 @@
 //! Which family of models a LoRA file was made for, for messages.
 
-use super::tensors::LoraModule;
+use super::file_layer::LoraModule;
 use std::collections::BTreeMap;
 
 /// The family that a LoRA was made for, and what shows it. `None`: nothing does.
@@ -33,7 +33,7 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
     // The width of a token, in the joint attention of diffusers' names.
     let token = modules.iter().find_map(|module| {
         let is_joint = module.stem.contains("add_q_proj") || module.stem.contains("add_k_proj");
-        is_joint.then(|| module.tensors.down.dims().get(1).copied())?
+        is_joint.then(|| module.tensors.inputs())
     });
     match token {
         Some(1536) => return Some("Stable Diffusion 3 or 3.5 medium (its tokens have 1536 features)".into()),
@@ -57,7 +57,7 @@ pub(super) fn origin(metadata: &BTreeMap<String, String>, modules: &[LoraModule]
 fn width_of_context(modules: &[LoraModule]) -> Option<String> {
     let context = modules.iter().find_map(|module| {
         let is_cross = module.stem.contains("attn2") && module.stem.ends_with("to_k");
-        is_cross.then(|| module.tensors.down.dims().get(1).copied())?
+        is_cross.then(|| module.tensors.inputs())
     })?;
     let family = match context {
         768 => "Stable Diffusion 1.x",

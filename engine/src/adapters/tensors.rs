@@ -1,4 +1,4 @@
-//! The tensors of a LoRA file, layer by layer.
+//! The tensors of a LoRA, layer by layer.
 
 use candle_core::Tensor;
 
@@ -17,11 +17,9 @@ pub struct LoraTensors {
     pub scalar: f64,
 }
 
-/// A layer by its name in the file.
-#[derive(Clone, Debug)]
-pub struct LoraModule {
-    /// The key without its suffix.
-    pub stem: String,
-    /// The tensors of the layer.
-    pub tensors: LoraTensors,
+impl LoraTensors {
+    /// The rank.
+    pub(super) fn rank(&self) -> usize {
+        self.down.dims()[0]
+    }
 }

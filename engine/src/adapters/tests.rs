@@ -30,6 +30,11 @@ fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
         .unwrap()
 }
 
+/// The tensors of a LoRA.
+pub(super) fn lora(layer: &dyn FileLayer) -> &LoraTensors {
+    layer.as_any().downcast_ref().unwrap()
+}
+
 fn encode_text(model: &SdModel) -> Tensor {
     model.text_encoders[0]
         .model
@@ -352,7 +357,22 @@ fn an_invalid_file_is_an_error_that_names_it() {
         &one(&[("lora_unet_conv_in.lora_down.weight", &[4, 4, 3, 3])]),
         "incomplete",
     );
-    check_error(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "LoKr");
+    check_error(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "incomplete");
+    check_error(&one(&[("lora_unet_conv_in.lokr_t1", &[4, 4])]), "LoKr of another form");
+    check_error(&one(&[("lora_unet_conv_in.hada_w1_a", &[4, 4])]), "LoHa");
+    let product = [
+        ("lora_unet_conv_in.lokr_w2_a", &[8, 2][..]),
+        ("lora_unet_conv_in.lokr_w2_b", &[3, 18]),
+    ];
+    let lokr = [&[("lora_unet_conv_in.lokr_w1", &[4, 2][..])], &product[..]].concat();
+    check_error(&one(&lokr), "do not fit together");
+    check_error(
+        &one(&[
+            ("lora_unet_conv_in.lokr_w1", &[4, 2]),
+            ("lora_unet_conv_in.lokr_w2", &[9, 2, 3, 3]),
+        ]),
+        "36 outputs and 4 inputs, the layer has 16 and 4",
+    );
     check_error(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
     let layer = [("unet.conv_in.lora_A.weight", t(&[4, 4, 3, 3]))].map(|(n, t)| (n.to_owned(), t));
     let peft = r#"{"unet.r": 4, "unet.lora_alpha": 4, "unet.alpha_pattern": {"attn2.*": 2}}"#;
@@ -397,7 +417,7 @@ fn an_alpha_may_be_a_whole_number() {
     for dtype in [DType::F32, DType::BF16, DType::I64] {
         std::fs::write(&path, layer(dtype)).unwrap();
         let file = LoraFile::open(&path).unwrap();
-        assert_eq!(file.modules[0].tensors.alpha, Some(3.0), "{dtype:?}");
+        assert_eq!(lora(&*file.modules[0].tensors).alpha, Some(3.0), "{dtype:?}");
     }
 }
 
@@ -416,7 +436,7 @@ fn the_alpha_of_peft_is_read_from_the_header_or_from_the_file_beside_it() {
         let (found, unknown) = file.resolve(&index_layers(&mut model().parts()).unwrap()).unwrap();
         assert!(unknown.is_empty(), "{unknown:?}");
         (
-            found.into_values().next().unwrap().alpha.unwrap(),
+            lora(&*found.into_values().next().unwrap()).alpha.unwrap(),
             file.alpha_is_unknown(),
         )
     };

@@ -19,7 +19,7 @@ struct Case {
     run: fn(&[Tensor]) -> Result<Tensor>,
 }
 
-const CASES: [Case; 15] = [
+const CASES: [Case; 17] = [
     Case {
         name: "linear",
         shapes: &[&[2, 5, 24], &[12, 24], &[12]],
@@ -95,6 +95,19 @@ const CASES: [Case; 15] = [
         name: "rotary",
         shapes: &[&[2, 5, 24]],
         run: |x| Rotary::for_sequence(5, 12, 500.0, RotaryPairs::Halves)?.forward(&x[0]),
+    },
+    Case {
+        name: "kron",
+        shapes: &[&[2, 9, 8], &[3, 2], &[5, 4]],
+        run: |x| kron(&x[0], &x[1], &x[2], LayerKind::Linear, 0.5),
+    },
+    Case {
+        name: "kron as a convolution",
+        shapes: &[&[2, 8, 5, 7], &[3, 2], &[2, 4, 3, 3]],
+        run: |x| {
+            let kind = LayerKind::Conv { stride: 2, padding: 1 };
+            kron(&x[0], &x[1], &x[2], kind, 0.5)
+        },
     },
     Case {
         name: "sums",

@@ -493,7 +493,52 @@ fn a_norm_fused_with_silu_equals_the_norm_followed_by_silu() {
     }
 }
 
+/// The Kronecker product of first [a, c] and second [b, d, ..] -> [a b, c d, ..].
+fn kronecker(first: &Tensor, second: &Tensor) -> Tensor {
+    let ((a, c), (b, d)) = (first.dims2().unwrap(), (second.dims()[0], second.dims()[1]));
+    let second = second.reshape((1, b, 1, d, ())).unwrap();
+    let product = first.reshape((a, 1, c, 1, 1)).unwrap().broadcast_mul(&second).unwrap();
+    let kernel = second.dims()[4];
+    product.reshape((a * b, c * d, kernel)).unwrap()
+}
+
+#[test]
+fn the_product_with_a_kronecker_product_equals_that_with_the_whole_matrix() {
+    // Rows, the sizes of the first matrix, and of the second: few rows, and more than are summed at once.
+    for (shape, [a, c], [b, d]) in [
+        (&[2, 3][..], [3, 2], [4, 5]),
+        (&[2, 75], [2, 3], [3, 2]),
+        (&[7], [1, 4], [5, 1]),
+        (&[5], [6, 1], [1, 3]),
+        (&[], [2, 2], [2, 2]),
+    ] {
+        let (first, second) = (random(2, &[a, c]), random(3, &[b, d]));
+        let x = random(1, &[shape, &[c * d]].concat());
+        let weight = kronecker(&first, &second).squeeze(2).unwrap();
+        let expected = (linear(&x, &weight, None).unwrap() * 0.7).unwrap();
+        let found = kron(&x, &first, &second, LayerKind::Linear, 0.7).unwrap();
+        assert_eq!(found.dims(), expected.dims());
+        close(&found, &expected, 1e-5);
+        check_gradients(&[x, first, second], |x| {
+            kron(&x[0], &x[1], &x[2], LayerKind::Linear, 0.7).unwrap()
+        });
+    }
+    for (kernel, stride, padding, batch, size) in [(3, 1, 1, 2, 5), (3, 2, 1, 2, 6), (1, 1, 0, 3, 4), (3, 1, 1, 18, 4)]
+    {
+        let kind = LayerKind::Conv { stride, padding };
+        let (first, second) = (random(2, &[3, 2]), random(3, &[2, 4, kernel, kernel]));
+        let x = random(1, &[batch, 8, size, size]);
+        let weight = kronecker(&first, &second).reshape((6, 8, kernel, kernel)).unwrap();
+        let expected = (conv2d(&x, &weight, None, stride, padding).unwrap() * 1.5).unwrap();
+        close(&kron(&x, &first, &second, kind, 1.5).unwrap(), &expected, 1e-5);
+        check_gradients(&[x, first, second], |x| kron(&x[0], &x[1], &x[2], kind, 1.5).unwrap());
+    }
+    let (first, second) = (random(1, &[2, 2]), random(2, &[3, 4]));
+    assert!(kron(&random(3, &[5, 9]), &first, &second, LayerKind::Linear, 1.0).is_err());
+}
+
 in_portable_mode! {
+    the_product_with_a_kronecker_product_equals_that_with_the_whole_matrix,
     convolution_equals_candles_convolution,
     gradients_of_convolution_are_correct,
     frozen_and_trained_linear_layers_agree,

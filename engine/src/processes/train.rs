@@ -468,6 +468,9 @@ mod full_tests;
 mod kontext_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod lycoris_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod memory_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -4,6 +4,7 @@ mod families;
 mod flow;
 mod flux;
 mod full;
+mod lycoris;
 mod portable;
 mod sd35;
 mod zimage;

@@ -157,6 +157,11 @@ impl Case {
         }
     }
 
+    /// The same case with another training.
+    pub(crate) fn training(self, training: Training) -> Self {
+        Self { training, ..self }
+    }
+
     pub(crate) fn describe(&self) -> String {
         format!(
             "{:?} in {:?}, {:?} x {}, {:?}, checkpointed {}, blocks only {}",
@@ -199,13 +204,10 @@ impl Case {
     }
 
     fn trainer(&self) -> Value {
-        let network = match self.training {
-            Training::Full { .. } => Value::Null,
-            Training::Lora { rank, dropout, .. } => json!({
-                "type": "lora", "linear": rank, "dropout": if dropout { 0.5 } else { 0.0 },
-                "transformer_only": self.blocks_only,
-            }),
-        };
+        let mut network = self.training.network();
+        if let Some(network) = network.as_object_mut() {
+            network.insert("transformer_only".to_owned(), self.blocks_only.into());
+        }
         json!({"kind": {"train": {
             "model": self.model_section(self.trained_dtype()),
             "network": network,
@@ -347,7 +349,7 @@ impl Case {
         let weights = weights(dtype);
         let weights = match self.training {
             Training::Full { .. } => weights.training(TrainableFilter::everything()),
-            Training::Lora { .. } => weights,
+            _ => weights,
         };
         let fused = self.training == Training::Full { fused: true };
         let mut transformer = self.transformer(&weights);

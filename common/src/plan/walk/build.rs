@@ -1,13 +1,31 @@
 //! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
 
-use super::layers::{Adapter, Layer, Unpacking};
+use super::layers::{Adapter, KronSizes, Layer, Unpacking};
 use super::norm::Norm;
+use crate::job::lokr::{lokr_factors, lokr_is_full};
 use crate::plan::names::{NameFilter, matches_glob};
 use crate::plan::qtype::QType;
+
+/// The type of a job's adapter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::plan) enum AdapterKind {
+    #[default]
+    Lora,
+    /// A LoRA with a trained number for each layer in the blocks of a U-Net.
+    Locon,
+    Lokr {
+        /// `None`: as square as possible.
+        factor: Option<usize>,
+    },
+}
+
+/// The blocks of a U-Net whose layers get a LoCon (`engine/src/adapters/locon.rs`).
+const LOCON_BLOCKS: [&str; 4] = ["attentions", "resnets", "downsamplers", "upsamplers"];
 
 /// The adapter (LoRA) of a job.
 #[derive(Clone, Debug, Default)]
 pub(in crate::plan) struct AdapterOptions {
+    pub(in crate::plan) kind: AdapterKind,
     pub(in crate::plan) rank: f64,
     /// The rank of convolutions with a kernel above 1 x 1.
     pub(in crate::plan) conv_rank: Option<f64>,
@@ -182,7 +200,7 @@ impl Builder {
             unpacking: Unpacking::None,
             unpacking_bytes: 0.0,
             is_trained: self.is_trained(&format!("{name}.weight")),
-            adapter: self.adapter(name, sizes.kernel),
+            adapter: self.adapter(name, sizes),
         };
         let elements = layer.elements();
         self.weights.parameters += elements;
@@ -197,24 +215,8 @@ impl Builder {
         } else {
             (layer.unpacking, layer.unpacking_bytes) = self.weight(name, elements, layer.fan_in());
         }
-        if layer.adapter.is_some() {
-            let adapter = layer.adapter.map_or(0.0, |adapter| adapter.rank);
-            let (down, up) = (adapter * layer.fan_in(), adapter * sizes.outputs);
-            let kernel = sizes.kernel;
-            let means = |elements: f64, other: f64| match kernel > 1.0 {
-                true => 2.0 * elements / kernel,
-                false => adapter + other,
-            };
-            self.trained(down, Some(means(down, layer.fan_in())));
-            // The up projection of a convolution has a kernel of 1 x 1: its means have as many elements as itself, twice.
-            self.trained(
-                up,
-                Some(if kernel > 1.0 {
-                    2.0 * up
-                } else {
-                    adapter + sizes.outputs
-                }),
-            );
+        if let Some(adapter) = layer.adapter {
+            self.count_adapter(adapter, sizes, layer.fan_in());
         }
         if sizes.bias {
             self.vector(&format!("{name}.bias"), sizes.outputs);
@@ -276,17 +278,60 @@ impl Builder {
         }
     }
 
+    /// Counts the trained tensors of a layer's adapter.
+    fn count_adapter(&mut self, adapter: Adapter, sizes: LayerSizes, fan_in: f64) {
+        let (rank, kernel) = (adapter.rank, sizes.kernel);
+        if let Some(kron) = adapter.kron {
+            self.trained(kron.a * kron.c, Some(kron.a + kron.c));
+            let width = kron.d * kernel * kernel;
+            match kron.rank {
+                None if kernel > 1.0 => self.trained(kron.b * width, Some(2.0 * kron.b * width / kernel)),
+                None => self.trained(kron.b * width, Some(kron.b + width)),
+                Some(rank) => {
+                    self.trained(kron.b * rank, Some(kron.b + rank));
+                    self.trained(rank * width, Some(rank + width));
+                }
+            }
+            return;
+        }
+        let (down, up) = (rank * fan_in, rank * sizes.outputs);
+        let means = |elements: f64, other: f64| match kernel > 1.0 {
+            true => 2.0 * elements / kernel,
+            false => rank + other,
+        };
+        self.trained(down, Some(means(down, fan_in)));
+        // The up projection of a convolution has a kernel of 1 x 1: its means have as many elements as itself, twice.
+        self.trained(up, Some(if kernel > 1.0 { 2.0 * up } else { rank + sizes.outputs }));
+        if adapter.has_scalar {
+            self.trained(1.0, None);
+        }
+    }
+
     /// The adapter of the layer, if the job has one for it.
-    fn adapter(&self, name: &str, kernel: f64) -> Option<Adapter> {
+    fn adapter(&self, name: &str, sizes: LayerSizes) -> Option<Adapter> {
         let options = self.options.adapter.as_ref()?;
-        let rank = if kernel > 1.0 { options.conv_rank? } else { options.rank };
+        let rank = match sizes.kernel > 1.0 {
+            true => options.conv_rank?,
+            false => options.rank,
+        };
         if !self.options.lora_layers.include(name) {
             return None;
         }
+        let is_text = matches!(self.options.lora_layers, LoraLayers::AttentionAndMlp);
+        let has_scalar = options.kind == AdapterKind::Locon;
+        if has_scalar && !is_text && !name.split('.').any(|part| LOCON_BLOCKS.contains(&part)) {
+            return None;
+        }
+        let kron = match options.kind {
+            AdapterKind::Lokr { factor } => Some(kron_sizes(rank, factor, sizes)),
+            AdapterKind::Lora | AdapterKind::Locon => None,
+        };
         let dotted = format!("{}.{name}", self.options.lora_prefix);
         options.filter.selects_layer(&dotted).then_some(Adapter {
             rank,
             dropout: options.dropout,
+            has_scalar,
+            kron,
         })
     }
 
@@ -361,6 +406,22 @@ impl Builder {
         }
         self.weights.resident += elements * self.options.width;
         is_trained.then_some(elements)
+    }
+}
+
+/// The sizes of a LoKr's matrices.
+fn kron_sizes(rank: f64, factor: Option<usize>, sizes: LayerSizes) -> KronSizes {
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let whole = |number: f64| number.clamp(0.0, 1e15) as usize;
+    let [[a, b], [c, d]] = [sizes.outputs, sizes.inputs].map(|side| lokr_factors(whole(side), factor));
+    let is_full = lokr_is_full(whole(rank), [b, d]);
+    let [a, b, c, d] = [a, b, c, d].map(|side| side as f64);
+    KronSizes {
+        a,
+        b,
+        c,
+        d,
+        rank: (!is_full).then_some(rank),
     }
 }
 

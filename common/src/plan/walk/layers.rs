@@ -10,12 +10,26 @@ const FEW_ROWS: f64 = 160.0;
 /// Elements of a tile of the gradient of a convolution with a stride (`MAX_TILE_ELEMENTS` in `nn/conv2d/geometry.rs`).
 const TILE_ELEMENTS: f64 = 1_048_576.0;
 
-/// The low-rank adapter of a layer.
+/// The adapter of a layer, which is low-rank if it is no Kronecker product.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::plan) struct Adapter {
     pub(in crate::plan) rank: f64,
     /// Whether elements are dropped in training: then layer and adapter are not computed as one operation.
     pub(in crate::plan) dropout: bool,
+    /// Whether a number is trained too that multiplies the change (LoCon).
+    pub(in crate::plan) has_scalar: bool,
+    pub(in crate::plan) kron: Option<KronSizes>,
+}
+
+/// The sizes of a LoKr: its first matrix is [a, c], its second [b, d, kernel, kernel], which may be a product.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::plan) struct KronSizes {
+    pub(in crate::plan) a: f64,
+    pub(in crate::plan) b: f64,
+    pub(in crate::plan) c: f64,
+    pub(in crate::plan) d: f64,
+    /// The rank of the product that is the second matrix.
+    pub(in crate::plan) rank: Option<f64>,
 }
 
 /// Elements of a 16-bit weight that a linear layer widens at once (`BLOCK` in `nn/linear/halves.rs`).
@@ -98,7 +112,7 @@ pub(super) struct Product {
 }
 
 impl Walk {
-    fn sizes_of(layer: &Layer, x: &Shaped, is_linear: bool) -> Product {
+    pub(super) fn sizes_of(layer: &Layer, x: &Shaped, is_linear: bool) -> Product {
         let [batch, ..] = x.dims;
         if is_linear {
             let mut output = x.dims;
@@ -133,8 +147,11 @@ impl Walk {
         self.layer(layer, x, false)
     }
 
-    fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
+    pub(super) fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
         let x = self.contiguous(x.clone());
+        if let Some(kron) = layer.adapter.and_then(|adapter| adapter.kron) {
+            return self.layer_with_kron(layer, kron, &x, is_linear);
+        }
         let product = Self::sizes_of(layer, &x, is_linear);
         if !self.backend.is_cpu() {
             return self.layer_of_tensors(layer, &x, product, is_linear);

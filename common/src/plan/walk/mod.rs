@@ -10,6 +10,7 @@ mod clip;
 mod conditions;
 mod denoiser;
 mod flux;
+mod kron;
 mod language;
 mod layers;
 mod meter;

@@ -4,20 +4,20 @@ use candle_core::Shape;
 use rayon::prelude::*;
 
 /// Zero padding along the height and along the width, on both sides each.
-pub(super) type Padding = [usize; 2];
+pub(in crate::nn) type Padding = [usize; 2];
 
 /// The sizes of one convolution.
 #[derive(Clone, Copy)]
-pub(super) struct Geometry {
-    pub(super) batch: usize,
-    pub(super) inputs: usize,
-    pub(super) height: usize,
-    pub(super) width: usize,
-    pub(super) outputs: usize,
+pub(in crate::nn) struct Geometry {
+    pub(in crate::nn) batch: usize,
+    pub(in crate::nn) inputs: usize,
+    pub(in crate::nn) height: usize,
+    pub(in crate::nn) width: usize,
+    pub(in crate::nn) outputs: usize,
     pub(super) kernel_h: usize,
     pub(super) kernel_w: usize,
-    pub(super) out_h: usize,
-    pub(super) out_w: usize,
+    pub(in crate::nn) out_h: usize,
+    pub(in crate::nn) out_w: usize,
     pub(super) stride: usize,
     /// Zero padding above and below.
     pub(super) padding_h: usize,
@@ -38,7 +38,7 @@ pub(super) struct Tile {
 }
 
 impl Geometry {
-    pub(super) fn new(x: &Shape, weight: &Shape, stride: usize, padding: Padding) -> candle_core::Result<Self> {
+    pub(in crate::nn) fn new(x: &Shape, weight: &Shape, stride: usize, padding: Padding) -> candle_core::Result<Self> {
         let [padding_h, padding_w] = padding;
         let (batch, inputs, height, width) = x.dims4()?;
         let (outputs, weight_inputs, kernel_h, kernel_w) = weight.dims4()?;

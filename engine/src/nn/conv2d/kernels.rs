@@ -10,7 +10,12 @@ const SMALL_IMAGE: usize = 512;
 
 impl Geometry {
     /// Computes y [batch, out, pixels] from x [batch, in, h, w] and weight [out, in, kh, kw].
-    pub(super) fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> candle_core::Result<Vec<f32>> {
+    pub(in crate::nn) fn forward(
+        &self,
+        x: &[f32],
+        weight: &[f32],
+        bias: Option<&[f32]>,
+    ) -> candle_core::Result<Vec<f32>> {
         let depth = self.depth();
         let weight = Mat::new(weight, self.outputs, depth);
         if !self.is_pointwise() {
@@ -80,7 +85,7 @@ impl Geometry {
     }
 
     /// Computes dx [batch, in, h, w] from weight [out, in, kh, kw] and dy [batch, out, pixels].
-    pub(super) fn backward_input(&self, weight: &[f32], dy: &[f32]) -> candle_core::Result<Vec<f32>> {
+    pub(in crate::nn) fn backward_input(&self, weight: &[f32], dy: &[f32]) -> candle_core::Result<Vec<f32>> {
         if let Some(transposed) = self.transposed().filter(|_| !self.is_pointwise()) {
             let weight = FlippedWeight {
                 weight,
@@ -107,7 +112,7 @@ impl Geometry {
     }
 
     /// Computes dw [out, in, kh, kw] from x [batch, in, h, w] and dy [batch, out, pixels].
-    pub(super) fn backward_weight(&self, x: &[f32], dy: &[f32]) -> Vec<f32> {
+    pub(in crate::nn) fn backward_weight(&self, x: &[f32], dy: &[f32]) -> Vec<f32> {
         let (pixels, depth) = (self.pixels(), self.depth());
         let mut dw = vec![0f32; self.outputs * depth];
         if pixels == 0 || self.outputs == 0 {

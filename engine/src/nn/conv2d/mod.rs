@@ -17,6 +17,7 @@ use crate::error::Result;
 use crate::weights::Weight;
 use crate::weights::{Init, Weights};
 use candle_core::Tensor;
+pub(super) use geometry::Geometry;
 use geometry::Padding;
 use low_rank::LowRankConv;
 use op::{ConvOp, FrozenConv};

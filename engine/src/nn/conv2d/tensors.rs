@@ -28,7 +28,7 @@ fn padded(x: &Tensor, rows: [isize; 2], columns: [isize; 2]) -> Result<(Tensor, 
 
 impl Geometry {
     /// The convolution of x [b, in, h, w] with a weight [out, in, kh, kw], in the dtype of x.
-    pub(super) fn forward_tensors(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    pub(in crate::nn) fn forward_tensors(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         let weight = weight.to_dtype(x.dtype())?.contiguous()?;
         let [rows, columns] = [self.padding_h, self.padding_w].map(|padding| padding as isize);
         if self.stride == 1 || !x.track_op() {
@@ -46,7 +46,7 @@ impl Geometry {
 
     /// The gradient of x: the convolution of dy, with zeros between its pixels if the stride is above 1, with the
     /// turned weight.
-    pub(super) fn backward_input_tensors(&self, weight: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    pub(in crate::nn) fn backward_input_tensors(&self, weight: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let weight = turned(&weight.to_dtype(dy.dtype())?)?;
         let dy = spread(dy, self.stride)?;
         let ends = |axis: usize, size: usize, kernel: usize, padding: usize| -> Result<[isize; 2]> {
@@ -64,7 +64,7 @@ impl Geometry {
 
     /// The gradient of the weight: the convolution of x with dy, whose kernel has the size of the image. Batch and
     /// channels change places.
-    pub(super) fn backward_weight_tensors(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+    pub(in crate::nn) fn backward_weight_tensors(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let [rows, columns] = [self.padding_h, self.padding_w].map(|padding| padding as isize);
         let (x, padding) = padded(&x.transpose(0, 1)?.contiguous()?, [rows; 2], [columns; 2])?;
         let dy = dy.transpose(0, 1)?.contiguous()?;

@@ -2,7 +2,7 @@
 
 use super::super::context::Context;
 use super::folder::SAMPLES;
-use crate::adapters::LoraConfig;
+use crate::adapters::{AdapterType, Locon, Lokr, Lora, LoraConfig};
 use crate::data::{CaptionRules, ControlOptions, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::families;
@@ -10,7 +10,7 @@ use crate::rng::TorchGenerator;
 use crate::training::{LossKind, NoiseLevelPreference, NoiseOptions, SnrWeighting, TrainingCfg};
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
-use aitk_common::job::network::NetworkConfig;
+use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, LossType};
@@ -84,10 +84,26 @@ fn effective_alpha(configured: f64, rank: u32) -> f64 {
     }
 }
 
+/// The type of adapter that is trained.
+pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterType>> {
+    match network.kind {
+        NetworkType::Lora | NetworkType::Lierla => Ok(Box::new(Lora)),
+        NetworkType::Locon | NetworkType::Lycoris => Ok(Box::new(Locon)),
+        NetworkType::Lokr => Ok(Box::new(Lokr {
+            factor: usize::try_from(*network.lokr_factor).ok(),
+            old_names: network.old_lokr_format,
+        })),
+        NetworkType::Dora | NetworkType::Lorm | NetworkType::Fullrank => Err(EngineError::Unsupported(format!(
+            "network.type: `{}` is not trained yet",
+            network.kind
+        ))),
+    }
+}
+
 /// Converts the `network` section.
 pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
     let kwargs = &network.network_kwargs;
-    LoraConfig {
+    let config = LoraConfig {
         rank: network.linear as usize,
         alpha: effective_alpha(network.linear_alpha, network.linear),
         conv_rank: network.conv.map(|r| r as usize),
@@ -100,6 +116,17 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
             .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
         blocks_only: network.transformer_only,
+    };
+    if network.kind != NetworkType::Lokr || !network.lokr_full_rank {
+        return config;
+    }
+    let (rank, alpha) = (LOKR_FULL_RANK as usize, LOKR_FULL_RANK as f64);
+    LoraConfig {
+        rank,
+        alpha,
+        conv_rank: Some(rank),
+        conv_alpha: alpha,
+        ..config
     }
 }
 

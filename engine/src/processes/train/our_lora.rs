@@ -2,7 +2,7 @@
 //! are what this trainer makes.
 
 use super::tests::{run_spec, spec, trainer};
-use crate::adapters::LoraFile;
+use crate::adapters::{LoraFile, LoraTensors};
 use crate::testing::{fixtures, gap};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::dtype::DType;
@@ -45,8 +45,9 @@ fn check_against_fixture(name: &str, change: impl FnOnce(&mut TrainerProcess)) {
     let (made, expected) = (LoraFile::open(&made).unwrap(), LoraFile::open(&path).unwrap());
     let mut worst = 0f32;
     for (a, b) in made.modules.iter().zip(&expected.modules) {
-        assert_eq!(a.tensors.alpha, b.tensors.alpha);
-        for (a, b) in [(&a.tensors.down, &b.tensors.down), (&a.tensors.up, &b.tensors.up)] {
+        let [a, b] = [a, b].map(|module| module.tensors.as_any().downcast_ref::<LoraTensors>().unwrap());
+        assert_eq!(a.alpha, b.alpha);
+        for (a, b) in [(&a.down, &b.down), (&a.up, &b.up)] {
             worst = worst.max(gap(a, b));
         }
     }

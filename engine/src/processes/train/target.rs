@@ -49,7 +49,7 @@ impl Target {
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
         };
-        let config = options::lora_config(network);
+        let (config, adapter) = (options::lora_config(network), options::adapter_type(network)?);
         let mut generator = generator_for(seed, "network", 0, 0);
         let mut trained = model.parts();
         trained.retain(|part| match part.role {
@@ -58,13 +58,13 @@ impl Target {
             PartRole::Codec => false,
         });
         let has_no_alpha = trained.iter().any(|part| part.lora_names == LoraNames::Dotted);
-        let network = LoraNetwork::attach(&config, &mut trained, &mut generator)?;
+        let network = LoraNetwork::attach_as(&*adapter, &config, &mut trained, &mut generator)?;
         // 1 is the default, so nobody chose it.
-        if has_no_alpha && config.alpha != config.rank as f64 && config.alpha != 1.0 {
+        if has_no_alpha && !adapter.has_old_names() && config.alpha != config.rank as f64 && config.alpha != 1.0 {
             cx.log(
                 "info",
                 format!(
-                    "network.linear_alpha: {} has no effect on this model: LoRAs of transformers are saved without alpha, so it is \
+                    "network.linear_alpha: {} has no effect on this model: networks of transformers are saved without alpha, so it is \
                      the rank {}, as in ai-toolkit",
                     config.alpha, config.rank
                 ),

@@ -17,25 +17,25 @@ use serde_json::Value;
 use std::collections::{BTreeMap, HashMap};
 
 /// A family, its tiny model, and the folder of its fixtures.
-struct Family {
+pub(super) struct Family {
     variant: &'static Variant,
     model: &'static str,
     folder: &'static str,
 }
 
-const SD21: Family = Family {
+pub(super) const SD21: Family = Family {
     variant: &sd2::VARIANT,
     model: "tiny_sd21",
     folder: "train_sd21",
 };
-const SDXL: Family = Family {
+pub(super) const SDXL: Family = Family {
     variant: &sdxl::VARIANT,
     model: "tiny_sdxl",
     folder: "train_sdxl",
 };
 
 impl Family {
-    fn load(&self, options: &LoadOptions) -> SdModel {
+    pub(super) fn load(&self, options: &LoadOptions) -> SdModel {
         SdModel::load(self.variant, fixtures().join(self.model), options).unwrap()
     }
 
@@ -48,7 +48,14 @@ impl Family {
     }
 
     /// Trains twenty steps and checks the loss and the norm of each.
-    fn train(&self, model: &SdModel, params: Vec<Param>, lr: f64, trains_text: bool, (report, name): (&Value, &str)) {
+    pub(super) fn train(
+        &self,
+        model: &SdModel,
+        params: Vec<Param>,
+        lr: f64,
+        trains_text: bool,
+        (report, name): (&Value, &str),
+    ) {
         let variant = &report["variants"][name];
         let inputs = self.tensors("parity_inputs.safetensors");
         let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();

@@ -55,7 +55,7 @@ fn tensors(file: &str) -> HashMap<String, Tensor> {
     FLUX_STEPS.tensors(file)
 }
 
-fn model(family: &'static FluxFamily, variant: &Value, options: &LoadOptions) -> FluxModel {
+pub(super) fn model(family: &'static FluxFamily, variant: &Value, options: &LoadOptions) -> FluxModel {
     let schnell = schnell_folder();
     let folder = match variant.get("model") {
         Some(_) => schnell.path().to_path_buf(),
@@ -73,7 +73,7 @@ const OBJECTIVE: fn() -> FlowMatch = || FlowMatch {
 };
 
 /// Trains all steps and checks the loss and the norm of each.
-fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str, control_shift: Option<usize>) {
+pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name: &str, control_shift: Option<usize>) {
     let variant = &report["variants"][name];
     let inputs = tensors("parity_inputs");
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();

@@ -8,14 +8,14 @@ const TILE_PIXELS: f64 = 512.0;
 
 /// The sizes of a convolution.
 #[derive(Clone, Copy)]
-pub(super) struct ConvSizes {
+pub(in crate::plan::walk) struct ConvSizes {
     /// [batch, channels, height, width].
-    pub(super) input: [f64; 4],
-    pub(super) outputs: f64,
-    pub(super) kernel: f64,
-    pub(super) stride: f64,
+    pub(in crate::plan::walk) input: [f64; 4],
+    pub(in crate::plan::walk) outputs: f64,
+    pub(in crate::plan::walk) kernel: f64,
+    pub(in crate::plan::walk) stride: f64,
     /// Height and width of the result.
-    pub(super) size: [f64; 2],
+    pub(in crate::plan::walk) size: [f64; 2],
 }
 
 impl ConvSizes {
@@ -92,7 +92,7 @@ impl Walk {
         y
     }
 
-    pub(super) fn convolution(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    pub(in crate::plan::walk) fn convolution(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
         let c = Convolution {
             input: s.inputs(),
             weights: s.weights(),
@@ -106,7 +106,7 @@ impl Walk {
     }
 
     /// The gradient of the input: the convolution of that of the result with the turned weight.
-    pub(super) fn convolution_input_gradient(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+    pub(in crate::plan::walk) fn convolution_input_gradient(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let transposed = numbers(s.weights());
         let turned = (s.kernel > 1.0).then(|| numbers(s.weights()));
@@ -143,7 +143,7 @@ impl Walk {
 
     /// The gradient of the weight, in float32: the convolution of the input with the gradient of the result. Batch and
     /// channels change places.
-    pub(super) fn convolution_weight_gradient(&self, s: &ConvSizes) -> Shaped {
+    pub(in crate::plan::walk) fn convolution_weight_gradient(&self, s: &ConvSizes) -> Shaped {
         let swapped = |batch: f64, channels: f64, n: f64| (batch > 1.0 && channels > 1.0).then(|| self.floats(n));
         let dy = s.rows() * s.outputs;
         let [batch, inputs, ..] = s.input;

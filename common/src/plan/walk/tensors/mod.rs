@@ -10,6 +10,7 @@ mod norm;
 
 pub(super) use activation::Activation;
 pub(super) use attention::AttentionOptions;
+pub(super) use convolution::ConvSizes;
 pub(super) use norm::NormActivation;
 
 use super::meter::Shaped;
@@ -34,12 +35,12 @@ impl Walk {
     }
 
     /// A copy in float32 of so many numbers of the compute dtype; `None` if they are in float32.
-    fn widened(&self, elements: f64) -> Option<Shaped> {
+    pub(super) fn widened(&self, elements: f64) -> Option<Shaped> {
         self.backend.is_half().then(|| self.floats(elements))
     }
 
     /// A float32 tensor in the compute dtype with these dimensions: itself, or a copy.
-    fn narrowed(&self, wide: Shaped, dims: [f64; 4], tracked: bool) -> Shaped {
+    pub(super) fn narrowed(&self, wide: Shaped, dims: [f64; 4], tracked: bool) -> Shaped {
         let narrow = match self.backend.is_half() {
             true => self.tensor(dims, tracked),
             false => self.view(&wide, dims, true),

@@ -1,0 +1,54 @@
+//! How a LoKr splits the sides of a weight, for the engine and for the planner.
+
+/// Splits a side of a weight into a factor of the first matrix and one of the second, as ai-toolkit does (`factorization` in
+/// `toolkit/models/lokr.py`): `factor` and the rest if it divides the side; otherwise the most similar factors whose first is not
+/// above `factor`. `None` (`lokr_factor: -1`): the most similar factors, the smaller one first.
+#[must_use]
+pub fn lokr_factors(side: usize, factor: Option<usize>) -> [usize; 2] {
+    if let Some(factor) = factor
+        && factor > 0
+        && side.is_multiple_of(factor)
+    {
+        return [factor, side / factor];
+    }
+    let limit = factor.unwrap_or(side);
+    let candidates = (2..=limit).take_while(|candidate| candidate * candidate <= side);
+    let smaller = candidates.filter(|candidate| side.is_multiple_of(*candidate)).last();
+    let smaller = smaller.unwrap_or(1);
+    [smaller, side / smaller]
+}
+
+/// Whether the second matrix is not split into a product of this rank: it would have few numbers less, or more.
+#[must_use]
+pub fn lokr_is_full(rank: usize, second: [usize; 2]) -> bool {
+    rank.saturating_mul(2) >= second[0].max(second[1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As `factorization` of ai-toolkit computes them.
+    #[test]
+    fn sides_are_split_as_ai_toolkit_splits_them() {
+        for (side, factor, expected) in [
+            (127, None, [1, 127]),
+            (128, None, [8, 16]),
+            (250, None, [10, 25]),
+            (360, None, [18, 20]),
+            (1024, None, [32, 32]),
+            (3072, None, [48, 64]),
+            (128, Some(4), [4, 32]),
+            (250, Some(8), [5, 50]),
+            (320, Some(16), [16, 20]),
+            (1280, Some(64), [64, 20]),
+            (4, Some(8), [2, 2]),
+            (12, Some(5), [3, 4]),
+            (9, Some(2), [1, 9]),
+            (1, None, [1, 1]),
+        ] {
+            assert_eq!(lokr_factors(side, factor), expected, "{side} by {factor:?}");
+        }
+        assert!(lokr_is_full(8, [4, 16]) && !lokr_is_full(7, [4, 16]));
+    }
+}

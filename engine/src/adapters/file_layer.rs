@@ -1,0 +1,94 @@
+//! What a file of any type of adapter holds for one layer.
+
+use super::handle::LoraHandle;
+use super::keys::TensorRole;
+use super::names::NamedLayers;
+use crate::families::LoraNames;
+use crate::nn::LayerAdapter;
+use candle_core::{Device, Result, Tensor};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// The tensors that a file has for one layer, float32 on the CPU.
+#[derive(Debug, Default)]
+pub(super) struct RoleTensors {
+    pub(super) tensors: BTreeMap<TensorRole, Tensor>,
+    /// Those of a single number.
+    pub(super) numbers: BTreeMap<TensorRole, f64>,
+}
+
+impl RoleTensors {
+    /// The tensor of this role.
+    pub(super) fn get(&self, role: TensorRole) -> Option<Tensor> {
+        self.tensors.get(&role).cloned()
+    }
+
+    /// The alpha of the layer.
+    pub(super) fn alpha(&self) -> Option<f64> {
+        self.numbers.get(&TensorRole::Alpha).copied()
+    }
+}
+
+/// A layer of the model that gets an adapter from a file.
+pub struct Site<'a> {
+    /// The name of the layer in saved files.
+    pub name: String,
+    /// How saved files name its tensors.
+    pub names: LoraNames,
+    /// The shape of its weight.
+    pub dims: &'a [usize],
+    /// The device of its weight.
+    pub device: &'a Device,
+    /// The strength of the adapters of this file.
+    pub(super) handle: &'a Arc<LoraHandle>,
+}
+
+/// What a file holds for one layer: one implementation for each type of adapter. Errors are the end of a sentence that begins with
+/// the name of the layer.
+pub trait FileLayer: Debug + Send + Sync {
+    /// The type of adapter, for messages: `LoRA`.
+    fn kind(&self) -> &'static str;
+
+    /// The number of outputs of the layer that it changes.
+    fn outputs(&self) -> usize;
+
+    /// The number of inputs of the layer that it changes, if that is a linear layer.
+    fn inputs(&self) -> usize;
+
+    /// Whether its strength is in no tensor of the file, where files of this type may have it.
+    fn lacks_alpha(&self) -> bool;
+
+    /// The adapters of the layers that the name in the file stands for, with their alpha. `metadata_alpha` is the alpha that the
+    /// metadata of the file have for a rank.
+    ///
+    /// # Errors
+    /// When an operation fails.
+    fn split(
+        &self,
+        named: &NamedLayers,
+        metadata_alpha: &dyn Fn(f64) -> Option<f64>,
+    ) -> Result<Vec<Arc<dyn FileLayer>>>;
+
+    /// The adapter for a layer.
+    ///
+    /// # Errors
+    /// When the shapes do not match.
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn LayerAdapter>, String>;
+
+    /// The implementation, for a training that starts from a file.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Reads the tensors of a layer. `None`: they are of another type of adapter.
+pub(super) type Reader = fn(&RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>>;
+
+/// A layer by its name in the file.
+#[derive(Clone, Debug)]
+pub struct LoraModule {
+    /// The key without its suffix.
+    pub stem: String,
+    /// The tensors of the layer.
+    pub tensors: Arc<dyn FileLayer>,
+}

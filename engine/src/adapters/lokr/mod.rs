@@ -1,0 +1,70 @@
+//! LoKr: the change of a weight is a Kronecker product of two matrices, the second of which may be a low-rank product (S.-Y. Yeh and
+//! others, "Navigating Text-To-Image Customization: From LyCORIS Fine-Tuning to Model Evaluation", 2023).
+//!
+//! Files have the names of LyCORIS: `lokr_w1` [a, c] or `lokr_w1_a` [a, rank] and `lokr_w1_b` [rank, c]; `lokr_w2` [b, d, kh, kw] or
+//! `lokr_w2_a` [b, rank] and `lokr_w2_b` [rank, d kh kw], or with `lokr_t2` [rank, rank, kh, kw] `lokr_w2_a` [rank, b] and
+//! `lokr_w2_b` [rank, d]; `alpha`. The layer has a b outputs and c d inputs. The scale is alpha / rank, and 1 where no matrix has a
+//! rank.
+
+mod layer;
+mod tensors;
+mod trained;
+
+pub(super) use tensors::LokrTensors;
+
+use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
+use crate::rng::TorchGenerator;
+use aitk_common::job::lokr::{lokr_factors, lokr_is_full};
+use candle_core::{DType, Result, Tensor, Var};
+use layer::{Factor, LokrLayer};
+use std::sync::Arc;
+
+/// `network.type: lokr`, as ai-toolkit's `LokrModule` trains it: the first matrix is never a low-rank product.
+#[derive(Clone, Copy, Debug)]
+pub struct Lokr {
+    /// `network.lokr_factor`; `None` (-1) splits as square as possible.
+    pub factor: Option<usize>,
+    /// `network.old_lokr_format`.
+    pub old_names: bool,
+}
+
+impl AdapterType for Lokr {
+    fn has_old_names(&self) -> bool {
+        self.old_names
+    }
+
+    /// The first matrix is uniform in ±1/sqrt(c), the second is zero: itself, or `lokr_w2_b`, where `lokr_w2_a` is uniform in
+    /// ±1/sqrt(rank). These are torch's Kaiming-uniform numbers with a = sqrt(5).
+    fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
+        let [[a, b], [c, d]] = [new.dims[0], new.dims[1]].map(|side| lokr_factors(side, self.factor));
+        let kernel = &new.dims[2..];
+        let zeros = |dims: &[usize]| Var::from_tensor(&Tensor::zeros(dims, DType::F32, new.device)?);
+        let mut uniform = |rows: usize, columns: usize| {
+            let bound = (1.0 / columns.max(1) as f64).sqrt() as f32;
+            new.variable(generator.uniform(rows * columns, -bound, bound), &[rows, columns])
+        };
+        let first = Factor::Full(uniform(a, c)?);
+        let is_full = lokr_is_full(new.rank, [b, d]);
+        let (second, scale) = match is_full {
+            true => (Factor::Full(zeros(&[&[b, d], kernel].concat())?), 1.0),
+            false => {
+                let down = zeros(&[new.rank, d * kernel.iter().product::<usize>()])?;
+                (
+                    Factor::LowRank(uniform(b, new.rank)?, down),
+                    new.alpha / new.rank as f64,
+                )
+            }
+        };
+        Ok(Arc::new(LokrLayer {
+            name: new.name,
+            first,
+            second,
+            kernel: kernel.to_vec(),
+            // ai-toolkit saves the configured rank of a layer whose matrices have none.
+            alpha: if is_full { new.rank as f64 } else { new.alpha },
+            scale,
+            rows: None,
+            handle: new.handle.clone(),
+        }))
+    }
+}

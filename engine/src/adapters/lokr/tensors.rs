@@ -1,0 +1,252 @@
+//! The tensors of a LoKr in a file.
+
+use super::super::file_layer::{FileLayer, RoleTensors, Site};
+use super::super::keys::TensorRole;
+use super::super::names::NamedLayers;
+use super::layer::{Factor, LokrLayer};
+use crate::nn::LayerAdapter;
+use candle_core::{Result, Tensor, Var};
+use std::any::Any;
+use std::sync::Arc;
+
+/// A matrix of a LoKr in a file.
+#[derive(Clone, Debug)]
+enum Stored {
+    Full(Tensor),
+    /// [rows, rank] and [rank, columns].
+    LowRank(Tensor, Tensor),
+    /// Tucker's decomposition of a convolution: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
+    Tucker(Tensor, Tensor, Tensor),
+}
+
+impl Stored {
+    /// The rows and the columns; the columns of a convolution's low-rank product include its kernel.
+    fn sizes(&self) -> [usize; 2] {
+        match self {
+            Self::Full(matrix) => [matrix.dims()[0], matrix.dims()[1]],
+            Self::LowRank(left, right) => [left.dims()[0], right.dims()[1]],
+            Self::Tucker(_, left, right) => [left.dims()[1], right.dims()[1]],
+        }
+    }
+
+    fn rank(&self) -> Option<usize> {
+        match self {
+            Self::Full(_) => None,
+            Self::LowRank(_, right) | Self::Tucker(_, _, right) => Some(right.dims()[0]),
+        }
+    }
+
+    fn dense(&self) -> Result<Tensor> {
+        match self {
+            Self::Full(matrix) => Ok(matrix.clone()),
+            Self::LowRank(left, right) => left.matmul(right),
+            Self::Tucker(core, left, right) => {
+                let (rank, _, height, width) = core.dims4()?;
+                // sum over i and j of core[i, j, h, w] left[i, p] right[j, r].
+                let rows = left.t()?.matmul(&core.reshape((rank, rank * height * width))?)?;
+                let rows = rows
+                    .reshape(((), rank, height * width))?
+                    .transpose(1, 2)?
+                    .contiguous()?;
+                let (p, taps, _) = rows.dims3()?;
+                let product = rows.reshape((p * taps, rank))?.matmul(right)?;
+                let product = product.reshape((p, taps, ()))?.transpose(1, 2)?.contiguous()?;
+                product.reshape((p, right.dim(1)?, height, width))
+            }
+        }
+    }
+}
+
+/// The tensors of one layer, float32 on the CPU.
+#[derive(Clone, Debug)]
+pub(in super::super) struct LokrTensors {
+    first: Stored,
+    second: Stored,
+    alpha: Option<f64>,
+    /// The ranges of rows of the product that the layer has, in its order; all if there are none.
+    rows: Option<Vec<(usize, usize)>>,
+}
+
+impl LokrTensors {
+    /// Reads the tensors of a layer. `None`: they are no LoKr.
+    pub(in super::super) fn read(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
+        use TensorRole::{LokrT2, LokrW1, LokrW1A, LokrW1B, LokrW2, LokrW2A, LokrW2B};
+        let roles = [LokrW1, LokrW1A, LokrW1B, LokrW2, LokrW2A, LokrW2B, LokrT2];
+        if !roles.iter().any(|role| found.tensors.contains_key(role)) {
+            return None;
+        }
+        let stored = |name: &str, full, left, right, core| {
+            let stored = match (found.get(full), found.get(left), found.get(right), core) {
+                (Some(matrix), ..) => Stored::Full(matrix),
+                (None, Some(left), Some(right), None) => Stored::LowRank(left, right),
+                (None, Some(left), Some(right), Some(core)) => Stored::Tucker(core, left, right),
+                _ => {
+                    return Err(format!(
+                        "it has neither `{name}` nor both `{name}_a` and `{name}_b`: the file is incomplete"
+                    ));
+                }
+            };
+            check(&stored).map(|()| stored)
+        };
+        let first = stored("lokr_w1", LokrW1, LokrW1A, LokrW1B, None);
+        let second = stored("lokr_w2", LokrW2, LokrW2A, LokrW2B, found.get(LokrT2));
+        let layer = first.and_then(|first| {
+            if matches!(&first, Stored::Full(matrix) if matrix.elem_count() != matrix.dims()[0] * matrix.dims()[1]) {
+                return Err("`lokr_w1` has more than two dimensions".to_owned());
+            }
+            Ok(Self {
+                first,
+                second: second?,
+                alpha: found.alpha(),
+                rows: None,
+            })
+        });
+        Some(layer.map(|layer| -> Arc<dyn FileLayer> { Arc::new(layer) }))
+    }
+
+    /// What the product of both matrices is multiplied with. Files of full matrices have an alpha that means nothing.
+    pub(super) fn scale(&self) -> f64 {
+        match self.second.rank().or(self.first.rank()) {
+            Some(rank) => self.alpha.map_or(1.0, |alpha| alpha / rank as f64),
+            None => 1.0,
+        }
+    }
+
+    /// The first matrix [a, c].
+    fn first(&self) -> Result<Tensor> {
+        let [a, c] = self.first.sizes();
+        self.first.dense()?.reshape((a, c))
+    }
+
+    /// The second matrix [b, d] with the kernel of a convolution.
+    fn second(&self, kernel: &[usize]) -> std::result::Result<Tensor, String> {
+        let second = self.second.dense().map_err(|error| error.to_string())?;
+        let (b, taps) = (second.dims()[0], kernel.iter().product::<usize>().max(1));
+        let width = second.elem_count() / b.max(1);
+        if !width.is_multiple_of(taps) {
+            let dims = second.dims();
+            return Err(format!("`lokr_w2` {dims:?} does not fit a kernel of {kernel:?}"));
+        }
+        let dims = [&[b, width / taps], kernel].concat();
+        second.reshape(dims).map_err(|error| error.to_string())
+    }
+
+    /// The matrices that a training starts from: the first, and the second, or its two factors if it is trained as a product.
+    ///
+    /// # Errors
+    /// When the file does not have them.
+    pub(super) fn matrices(&self, kernel: &[usize], is_low_rank: bool) -> std::result::Result<Vec<Tensor>, String> {
+        let first = self.first().map_err(|error| error.to_string())?;
+        match (&self.second, is_low_rank) {
+            _ if self.rows.is_some() => {
+                Err("the file has one LoKr for several layers of this model, which cannot be trained".to_owned())
+            }
+            (_, false) => Ok(vec![first, self.second(kernel)?]),
+            (Stored::LowRank(left, right), true) => Ok(vec![first, left.clone(), right.clone()]),
+            (_, true) => Err(
+                "the file's second matrix is no product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
+                 `network.lokr_full_rank: true`"
+                    .to_owned(),
+            ),
+        }
+    }
+}
+
+/// Whether the tensors of a matrix fit together.
+fn check(stored: &Stored) -> std::result::Result<(), String> {
+    let fits = match stored {
+        Stored::Full(matrix) => matrix.rank() >= 2,
+        Stored::LowRank(left, right) => left.rank() == 2 && right.rank() == 2 && left.dims()[1] == right.dims()[0],
+        Stored::Tucker(core, left, right) => {
+            let (core, ranks) = (core.dims(), [left.dims().first(), right.dims().first()]);
+            left.rank() == 2 && right.rank() == 2 && core.len() == 4 && ranks == [core.first(), core.get(1)]
+        }
+    };
+    if fits {
+        return Ok(());
+    }
+    let dims = match stored {
+        Stored::Full(matrix) => vec![matrix.dims()],
+        Stored::LowRank(left, right) => vec![left.dims(), right.dims()],
+        Stored::Tucker(core, left, right) => vec![left.dims(), right.dims(), core.dims()],
+    };
+    Err(format!("its LoKr matrices {dims:?} do not fit together"))
+}
+
+impl FileLayer for LokrTensors {
+    fn kind(&self) -> &'static str {
+        "LoKr"
+    }
+
+    fn outputs(&self) -> usize {
+        self.first.sizes()[0] * self.second.sizes()[0]
+    }
+
+    fn inputs(&self) -> usize {
+        self.first.sizes()[1] * self.second.sizes()[1]
+    }
+
+    fn lacks_alpha(&self) -> bool {
+        false
+    }
+
+    fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
+        // 0 means the rank; that of two full matrices is infinite in float16.
+        let alpha = self.alpha.filter(|alpha| *alpha != 0.0 && alpha.is_finite());
+        let with = |rows| -> Arc<dyn FileLayer> {
+            Arc::new(Self {
+                alpha,
+                rows,
+                ..self.clone()
+            })
+        };
+        if named.halves_swapped {
+            let (rows, half) = (self.outputs(), self.outputs() / 2);
+            return Ok(vec![with(Some(vec![(half, rows - half), (0, half)]))]);
+        }
+        if named.layers.len() == 1 {
+            return Ok(vec![with(None)]);
+        }
+        let mut start = 0;
+        let parts = named.layers.iter().map(|(_, rows)| {
+            start += rows;
+            with(Some(vec![(start - rows, *rows)]))
+        });
+        Ok(parts.collect())
+    }
+
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn LayerAdapter>, String> {
+        let (dims, kernel) = (site.dims, &site.dims[2..]);
+        let failed = |error: candle_core::Error| error.to_string();
+        let (first, second) = (self.first().map_err(failed)?, self.second(kernel)?);
+        let (a, c) = first.dims2().map_err(failed)?;
+        let (b, d) = (second.dims()[0], second.dims()[1]);
+        let rows = self.rows.as_ref();
+        let outputs = rows.map_or(a * b, |rows| rows.iter().map(|(_, count)| count).sum());
+        if [outputs, c * d] != dims[..2] {
+            return Err(format!(
+                "the file's LoKr has {outputs} outputs and {} inputs, the layer has {} and {}",
+                c * d,
+                dims[0],
+                dims[1]
+            ));
+        }
+        let factor = |matrix: &Tensor| -> Result<Factor> {
+            Ok(Factor::Full(Var::from_tensor(&matrix.to_device(site.device)?)?))
+        };
+        Ok(Arc::new(LokrLayer {
+            name: site.name,
+            first: factor(&first).map_err(failed)?,
+            second: factor(&second).map_err(failed)?,
+            kernel: kernel.to_vec(),
+            alpha: self.alpha.unwrap_or(1.0),
+            scale: self.scale(),
+            rows: self.rows.clone(),
+            handle: site.handle.clone(),
+        }))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,59 @@
+//! The LoKr of a layer that is trained, and files of it.
+
+use super::super::file_layer::FileLayer;
+use super::super::trained_layer::{TrainedLayer, Values};
+use super::layer::{Factor, LokrLayer};
+use super::tensors::LokrTensors;
+use candle_core::{Device, Result, Tensor, Var};
+
+impl TrainedLayer for LokrLayer {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn params(&self) -> Vec<(&'static str, &Var)> {
+        let mut params = self.first.named(["lokr_w1", "lokr_w1_a", "lokr_w1_b"]);
+        params.extend(self.second.named(["lokr_w2", "lokr_w2_a", "lokr_w2_b"]));
+        params
+    }
+
+    fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
+        let params = self.params().into_iter();
+        let alpha = Tensor::new(self.alpha as f32, &Device::Cpu)?;
+        Ok(params
+            .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
+            .chain([("alpha", alpha)])
+            .collect())
+    }
+
+    /// The strength of the file is kept: where its scale is another one, the second matrix is multiplied.
+    fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String> {
+        let Some(tensors) = file.as_any().downcast_ref::<LokrTensors>() else {
+            return Err(format!(
+                "the file has a {} of it, and this job trains a LoKr",
+                file.kind()
+            ));
+        };
+        let is_low_rank = matches!(self.second, Factor::LowRank(..));
+        let matrices = tensors.matrices(&self.kernel, is_low_rank)?;
+        let (ratio, params) = (tensors.scale() / self.scale, self.params());
+        let last = params.len() - 1;
+        let mut values = Values::default();
+        for (at, ((suffix, var), matrix)) in params.into_iter().zip(matrices).enumerate() {
+            let (found, expected) = (matrix.dims(), var.dims());
+            if matrix.elem_count() != var.elem_count() || found.first() != expected.first() {
+                return Err(format!(
+                    "the file's `{suffix}` is {found:?}, that of this job {expected:?}: set `network.lokr_factor`, `lokr_full_rank` and \
+                     `linear` as they were for the file"
+                ));
+            }
+            let value = match at == last && ratio != 1.0 {
+                true => &matrix * ratio,
+                false => Ok(matrix),
+            };
+            let value = value.and_then(|value| value.reshape(var.shape())?.to_device(var.device()));
+            values.values.push((var, value.map_err(|error| error.to_string())?));
+        }
+        Ok(values)
+    }
+}

@@ -1,0 +1,111 @@
+//! LoRA and LoCon in files.
+
+use super::file_layer::{FileLayer, RoleTensors, Site};
+use super::joined::split;
+use super::keys::TensorRole;
+use super::layer::LoraLayer;
+use super::names::NamedLayers;
+use super::tensors::LoraTensors;
+use crate::nn::LayerAdapter;
+use candle_core::{Result, Tensor, Var};
+use std::any::Any;
+use std::sync::Arc;
+
+/// Reads the tensors of a layer. `None`: they are no LoRA.
+pub(super) fn read_lora(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
+    let (down, up) = match (found.get(TensorRole::Down), found.get(TensorRole::Up)) {
+        (Some(down), Some(up)) => (down, up),
+        (None, None) => return None,
+        (down, _) => {
+            let missing = if down.is_some() { "up (lora_B)" } else { "down (lora_A)" };
+            return Some(Err(format!("it has no {missing} matrix: the file is incomplete")));
+        }
+    };
+    if down.rank() < 2 || up.rank() < 2 || down.dims()[0] != up.dims()[1] {
+        let (down, up) = (down.dims(), up.dims());
+        return Some(Err(format!("down {down:?} and up {up:?} do not fit together")));
+    }
+    Some(Ok(Arc::new(LoraTensors {
+        down,
+        up,
+        mid: found.get(TensorRole::Mid),
+        alpha: found.alpha(),
+        scalar: found.numbers.get(&TensorRole::Scalar).copied().unwrap_or(1.0),
+    })))
+}
+
+impl FileLayer for LoraTensors {
+    fn kind(&self) -> &'static str {
+        "LoRA"
+    }
+
+    fn outputs(&self) -> usize {
+        self.up.dims()[0]
+    }
+
+    fn inputs(&self) -> usize {
+        self.down.dims()[1]
+    }
+
+    fn lacks_alpha(&self) -> bool {
+        self.alpha.is_none()
+    }
+
+    fn split(
+        &self,
+        named: &NamedLayers,
+        metadata_alpha: &dyn Fn(f64) -> Option<f64>,
+    ) -> Result<Vec<Arc<dyn FileLayer>>> {
+        let rank = self.rank() as f64;
+        // In sd-scripts an alpha of 0 means the rank.
+        let alpha = self.alpha.filter(|alpha| *alpha != 0.0 && alpha.is_finite());
+        let alpha = alpha.or_else(|| metadata_alpha(rank)).unwrap_or(rank);
+        let whole = Self {
+            alpha: Some(alpha),
+            ..self.clone()
+        };
+        let each = |part| -> Arc<dyn FileLayer> { Arc::new(part) };
+        Ok(split(whole, named)?.into_iter().map(each).collect())
+    }
+
+    /// Tensors are reshaped if needed: some files store a linear layer as a 1x1 convolution, or the other way round.
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn LayerAdapter>, String> {
+        let (dims, rank) = (site.dims, self.rank());
+        let reshape_to = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
+            let squeezed = |d: &[usize]| d.iter().copied().filter(|n| *n != 1).collect::<Vec<_>>();
+            if squeezed(t.dims()) != squeezed(want) {
+                return Err(format!("the file has {:?}, the model needs {want:?}", t.dims()));
+            }
+            let t = t
+                .reshape(want)
+                .and_then(|t| t.to_device(site.device))
+                .map_err(|e| e.to_string())?;
+            Var::from_tensor(&t).map_err(|e| e.to_string())
+        };
+        let kernel: Vec<usize> = dims[2..].to_vec();
+        let ones = vec![1usize; kernel.len()];
+        let weight_shape = |out_dim: usize, in_dim: usize, k: &[usize]| [&[out_dim, in_dim], k].concat();
+        let down_kernel = if self.mid.is_some() { &ones } else { &kernel };
+        let down = reshape_to(&self.down, &weight_shape(rank, dims[1], down_kernel))?;
+        let up = reshape_to(&self.up, &weight_shape(dims[0], rank, &ones))?;
+        let mid = match &self.mid {
+            Some(mid) => Some(reshape_to(mid, &weight_shape(rank, rank, &kernel))?.as_detached_tensor()),
+            None => None,
+        };
+        Ok(Arc::new(LoraLayer {
+            name: site.name,
+            down,
+            up,
+            mid,
+            alpha: self.alpha.unwrap_or(rank as f64) * self.scalar,
+            scalar: None,
+            dropout: 0.0,
+            names: site.names,
+            handle: site.handle.clone(),
+        }))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

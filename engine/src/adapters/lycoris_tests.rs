@@ -1,0 +1,454 @@
+//! LoKr and LoCon: comparison with the fixtures of `tests/reference/make_lycoris_files.py`, and the trained networks.
+
+use super::file_layer::{RoleTensors, Site};
+use super::keys::{ParsedKey, parse_key};
+use super::names::NamedLayers;
+use super::registry::READERS;
+use super::*;
+use crate::families::{self, Conditioning, LoadOptions, LoraNames, Model};
+use crate::nn::{BaseLayer, LayerKind, conv2d};
+use crate::rng::TorchGenerator;
+use crate::testing::{fixtures, gap, in_portable_mode, largest, tiny_sd};
+use crate::weights::Weight;
+use aitk_common::job::arch::ArchName;
+use candle_core::{DType, Device, Tensor};
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::sync::Arc;
+
+fn tensors(name: &str) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(fixtures().join(format!("lycoris/{name}.safetensors")), &Device::Cpu).unwrap()
+}
+
+/// The layers of a file by their names in it.
+fn layers(tensors: &HashMap<String, Tensor>) -> BTreeMap<String, Arc<dyn FileLayer>> {
+    let mut layers: BTreeMap<String, RoleTensors> = BTreeMap::new();
+    for (key, tensor) in tensors {
+        let ParsedKey::Adapter(stem, role) = parse_key(key) else {
+            continue;
+        };
+        let layer = layers.entry(stem.to_owned()).or_default();
+        match role.is_number() {
+            true => drop(
+                layer
+                    .numbers
+                    .insert(role, f64::from(tensor.to_scalar::<f32>().unwrap())),
+            ),
+            false => drop(layer.tensors.insert(role, tensor.clone())),
+        }
+    }
+    let read = |layer: &RoleTensors| READERS.iter().find_map(|read| read(layer)).unwrap().unwrap();
+    layers.iter().map(|(stem, layer)| (stem.clone(), read(layer))).collect()
+}
+
+fn named(rows: &[usize], halves_swapped: bool) -> NamedLayers {
+    NamedLayers {
+        part: "unet",
+        layers: rows.iter().map(|rows| (format!("of {rows} rows"), *rows)).collect(),
+        halves_swapped,
+    }
+}
+
+/// What an adapter adds to the output of a layer with this shape, for the input x.
+fn change(layer: &dyn FileLayer, dims: &[usize], x: &Tensor) -> Tensor {
+    let handle = LoraHandle::new(1.0);
+    let site = Site {
+        name: "layer".to_owned(),
+        names: LoraNames::Flattened,
+        dims,
+        device: &Device::Cpu,
+        handle: &handle,
+    };
+    let adapter = layer.adapter(site).unwrap();
+    let weight = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+    let (kind, output) = match dims.len() {
+        2 => (LayerKind::Linear, x.matmul(&weight.t().unwrap()).unwrap()),
+        _ => {
+            let kind = LayerKind::Conv { stride: 1, padding: 1 };
+            (kind, conv2d(x, &weight, None, 1, 1).unwrap())
+        }
+    };
+    let weight = Weight::Plain(weight);
+    let base = BaseLayer {
+        kind,
+        weight: &weight,
+        bias: None,
+    };
+    adapter.apply(&base, x, output).unwrap()
+}
+
+/// An input that shows every element of the weight.
+fn input(dims: &[usize]) -> Tensor {
+    match dims.len() {
+        2 => Tensor::eye(dims[1], DType::F32, &Device::Cpu).unwrap(),
+        _ => {
+            let shape = (2, dims[1], 6, 7);
+            let numbers = TorchGenerator::manual_seed(3).randn(2 * dims[1] * 42);
+            Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap()
+        }
+    }
+}
+
+#[test]
+fn every_form_of_lokr_changes_a_weight_as_lycoris_does() {
+    let found = tensors("layers");
+    let layers = layers(&found);
+    assert_eq!(layers.len(), 11);
+    for (name, layer) in layers {
+        let delta = &found[&format!("{name}.delta")];
+        let dims = delta.dims();
+        assert_eq!(layer.outputs(), dims[0], "{name}");
+        let x = input(dims);
+        let expected = match dims.len() {
+            2 => x.matmul(&delta.t().unwrap()).unwrap(),
+            _ => conv2d(&x, delta, None, 1, 1).unwrap(),
+        };
+        let whole = layer.split(&named(&[dims[0]], false), &|_| None).unwrap().remove(0);
+        let gap = gap(&change(&*whole, dims, &x), &expected) / largest(&expected);
+        assert!(gap < 1e-5, "{name}: {gap}");
+    }
+}
+
+/// Original releases have one layer where the model has several.
+#[test]
+fn the_lokr_of_a_joined_layer_is_split_by_rows() {
+    let found = tensors("layers");
+    let layers = layers(&found);
+    for name in ["linear_full", "linear_low_rank"] {
+        let (layer, delta) = (&layers[name], &found[&format!("{name}.delta")]);
+        let (rows, columns) = delta.dims2().unwrap();
+        let x = input(delta.dims());
+        let sizes = [7, rows - 12, 5];
+        let parts = layer.split(&named(&sizes, false), &|_| None).unwrap();
+        let parts: Vec<Tensor> = parts
+            .iter()
+            .zip(sizes)
+            .map(|(part, rows)| change(&**part, &[rows, columns], &x))
+            .collect();
+        let whole = x.matmul(&delta.t().unwrap()).unwrap();
+        assert!(gap(&Tensor::cat(&parts, 1).unwrap(), &whole) < 1e-5, "{name}");
+        let swapped = layer.split(&named(&[rows], true), &|_| None).unwrap().remove(0);
+        let half = rows / 2;
+        let halves = [
+            whole.narrow(1, half, rows - half).unwrap(),
+            whole.narrow(1, 0, half).unwrap(),
+        ];
+        let swapped = change(&*swapped, &[rows, columns], &x);
+        assert!(gap(&swapped, &Tensor::cat(&halves, 1).unwrap()) < 1e-5, "{name}");
+    }
+}
+
+/// Two full matrices have an alpha that overflows in float16 and means nothing.
+#[test]
+fn the_alpha_of_two_full_matrices_is_ignored() {
+    let mut found = tensors("layers");
+    let x = input(&[30, 24]);
+    let with_alpha = |found: &mut HashMap<String, Tensor>, alpha: f32| {
+        found.insert(
+            "linear_full.alpha".to_owned(),
+            Tensor::new(alpha, &Device::Cpu).unwrap(),
+        );
+        let layer = &layers(found)["linear_full"];
+        let layer = layer.split(&named(&[30], false), &|_| None).unwrap().remove(0);
+        change(&*layer, &[30, 24], &x)
+    };
+    let expected = x.matmul(&found["linear_full.delta"].t().unwrap()).unwrap();
+    for alpha in [f32::INFINITY, 1e10, 3.0, 0.0] {
+        assert!(gap(&with_alpha(&mut found, alpha), &expected) < 1e-5, "{alpha}");
+    }
+}
+
+fn unet(model: &dyn Model) -> Tensor {
+    let e = candle_core::safetensors::load(fixtures().join("lora/expected.safetensors"), &Device::Cpu).unwrap();
+    let t = e["t"].to_dtype(DType::F32).unwrap();
+    let given = Conditioning::default().with("context", e["context"].clone());
+    model
+        .predict(std::slice::from_ref(&e["x"]), &t, &given)
+        .unwrap()
+        .remove(0)
+}
+
+fn transformer(model: &dyn Model) -> Tensor {
+    let e = candle_core::safetensors::load(fixtures().join("lora_flux/expected.safetensors"), &Device::Cpu).unwrap();
+    let conditioning = ["context", "pooled", "guidance"]
+        .into_iter()
+        .fold(Conditioning::default(), |all, name| all.with(name, e[name].clone()));
+    let latents = std::slice::from_ref(&e["latents"]);
+    model
+        .predict(latents, &e["timesteps"], &conditioning)
+        .unwrap()
+        .remove(0)
+}
+
+fn flux() -> Box<dyn Model> {
+    families::load(&fixtures().join("tiny_flux"), ArchName::Flux, &LoadOptions::cpu()).unwrap()
+}
+
+#[test]
+fn models_with_a_lokr_answer_as_with_lycoris() {
+    let expected = tensors("expected");
+    for strength in [1.0, 0.5] {
+        let name = if strength == 1.0 { "full" } else { "half" };
+        let mut sd = tiny_sd();
+        let loaded = load_lora(&mut sd.parts(), &fixtures().join("lycoris/unet.safetensors"), strength).unwrap();
+        assert!(loaded.unknown.is_empty() && loaded.layers > 10, "{:?}", loaded.unknown);
+        let mut flux = flux();
+        let path = fixtures().join("lycoris/transformer.safetensors");
+        let loaded = load_lora(&mut flux.parts(), &path, strength).unwrap();
+        assert!(loaded.unknown.is_empty() && loaded.layers > 10, "{:?}", loaded.unknown);
+        for (part, found) in [("unet", unet(&sd)), ("transformer", transformer(&*flux))] {
+            let expected = &expected[&format!("{part}/{name}")];
+            let gap = gap(&found, expected) / largest(expected);
+            assert!(gap < 1e-5, "{part} at {strength}: {gap}");
+        }
+    }
+}
+
+fn config(rank: usize, conv_rank: Option<usize>) -> LoraConfig {
+    LoraConfig {
+        rank,
+        alpha: 1.5,
+        conv_rank,
+        conv_alpha: 2.5,
+        dropout: 0.0,
+        only_if_contains: vec![],
+        ignore_if_contains: vec![],
+        blocks_only: true,
+    }
+}
+
+const FULL: usize = 9_999_999_999;
+
+fn attach(adapter: &dyn AdapterType, config: &LoraConfig, model: &mut dyn Model) -> LoraNetwork {
+    let mut parts = model.parts();
+    parts.retain(|part| part.role == families::PartRole::Denoiser);
+    LoraNetwork::attach_as(adapter, config, &mut parts, &mut TorchGenerator::manual_seed(9)).unwrap()
+}
+
+fn randomise(network: &LoraNetwork) {
+    let mut generator = TorchGenerator::manual_seed(4);
+    for p in network.params() {
+        let values = generator.uniform(p.var.elem_count(), -0.3, 0.3);
+        p.var
+            .set(&Tensor::from_vec(values, p.var.shape(), &Device::Cpu).unwrap())
+            .unwrap();
+    }
+}
+
+fn write(network: &LoraNetwork, path: &Path, dtype: DType) -> BTreeMap<String, Tensor> {
+    let tensors = network.tensors(dtype).unwrap();
+    std::fs::write(path, lora_file_bytes(&tensors, BTreeMap::new()).unwrap()).unwrap();
+    tensors
+}
+
+const SQUARE: Lokr = Lokr {
+    factor: None,
+    old_names: false,
+};
+const OLD: Lokr = Lokr {
+    factor: Some(4),
+    old_names: true,
+};
+
+/// A new network changes nothing, a saved one gives the same output when it is loaded, and a training can start from it.
+#[test]
+fn trained_networks_are_saved_with_the_names_of_ai_toolkit_and_load_again() {
+    let lokr = [
+        (SQUARE, config(FULL, Some(FULL))),
+        (SQUARE, config(2, Some(1))),
+        (
+            Lokr {
+                factor: Some(2),
+                ..SQUARE
+            },
+            config(2, None),
+        ),
+    ];
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    for is_flux in [false, true] {
+        let model = || -> Box<dyn Model> { if is_flux { flux() } else { Box::new(tiny_sd()) } };
+        let answer = |model: &dyn Model| if is_flux { transformer(model) } else { unet(model) };
+        let plain = answer(&*model());
+        let mut cases: Vec<(&dyn AdapterType, LoraConfig)> = Vec::new();
+        cases.extend(
+            lokr.iter()
+                .map(|(lokr, config)| (lokr as &dyn AdapterType, config.clone())),
+        );
+        match is_flux {
+            true => cases.push((&OLD, config(2, None))),
+            false => cases.push((&Locon, config(4, Some(2)))),
+        }
+        for (adapter, config) in cases {
+            let mut trained = model();
+            let network = attach(adapter, &config, &mut *trained);
+            assert_eq!(
+                gap(&answer(&*trained), &plain),
+                0.0,
+                "{adapter:?} changes the model before it is trained"
+            );
+            randomise(&network);
+            let expected = answer(&*trained);
+            assert!(gap(&expected, &plain) > 0.01, "{adapter:?}");
+            write(&network, &path, DType::F32);
+            let mut other = model();
+            let loaded = load_lora(&mut other.parts(), &path, 1.0).unwrap();
+            assert!(
+                loaded.unknown.is_empty() && loaded.layers == network.layers(),
+                "{adapter:?}"
+            );
+            let difference = gap(&answer(&*other), &expected) / largest(&expected);
+            assert!(difference < 1e-5, "{adapter:?}: {difference}");
+            let mut third = model();
+            let resumed = attach(adapter, &config, &mut *third);
+            let report = resumed.load(&LoraFile::open(&path).unwrap()).unwrap();
+            assert_eq!((report.missing.len(), report.unknown.len(), report.resized), (0, 0, 0));
+            let difference = gap(&answer(&*third), &expected) / largest(&expected);
+            assert!(difference < 1e-5, "{adapter:?}: {difference}");
+        }
+    }
+}
+
+#[test]
+fn names_shapes_and_alphas_are_those_of_ai_toolkit() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let q = "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q";
+    let dims = |tensors: &BTreeMap<String, Tensor>, name: String| tensors[&name].dims().to_vec();
+    let alpha = |tensors: &BTreeMap<String, Tensor>, name: &str| -> f32 {
+        tensors[&format!("{name}.alpha")]
+            .to_dtype(DType::F32)
+            .unwrap()
+            .to_scalar()
+            .unwrap()
+    };
+    let mut sd = tiny_sd();
+    let full = write(&attach(&SQUARE, &config(FULL, Some(FULL)), &mut sd), &path, DType::F16);
+    assert_eq!(dims(&full, format!("{q}.lokr_w1")), [4, 4]);
+    assert_eq!(dims(&full, format!("{q}.lokr_w2")), [4, 4]);
+    assert_eq!(alpha(&full, q), f32::INFINITY, "9999999999 in float16");
+    assert_eq!(dims(&full, "lora_unet_conv_in.lokr_w1".into()), [4, 2]);
+    assert_eq!(dims(&full, "lora_unet_conv_in.lokr_w2".into()), [4, 2, 3, 3]);
+    let low = Lokr {
+        factor: Some(2),
+        ..SQUARE
+    };
+    let low = write(&attach(&low, &config(2, Some(1)), &mut tiny_sd()), &path, DType::F32);
+    assert_eq!(dims(&low, format!("{q}.lokr_w1")), [2, 2]);
+    assert_eq!(dims(&low, format!("{q}.lokr_w2_a")), [8, 2]);
+    assert_eq!(dims(&low, format!("{q}.lokr_w2_b")), [2, 8]);
+    assert_eq!(alpha(&low, q), 1.5);
+    assert_eq!(dims(&low, "lora_unet_conv_in.lokr_w2_b".into()), [1, 2 * 9]);
+    assert_eq!(alpha(&low, "lora_unet_conv_in"), 2.5);
+    // A layer whose second matrix is not split has the configured rank as its alpha.
+    let wide = write(&attach(&SQUARE, &config(2, None), &mut tiny_sd()), &path, DType::F32);
+    assert_eq!(dims(&wide, format!("{q}.lokr_w2")), [4, 4]);
+    assert_eq!(alpha(&wide, q), 2.0);
+
+    let locon = write(&attach(&Locon, &config(4, Some(2)), &mut tiny_sd()), &path, DType::F32);
+    assert_eq!(dims(&locon, format!("{q}.lora_down.weight")), [4, 16]);
+    assert!(locon.contains_key("lora_unet_down_blocks_0_resnets_0_conv1.lora_up.weight"));
+    assert!(locon.keys().any(|name| name.contains("time_emb_proj")));
+    for name in locon.keys() {
+        let outside = ["conv_in", "conv_out", "time_embedding", "scalar"]
+            .iter()
+            .any(|part| name.contains(part));
+        assert!(!outside, "{name}");
+    }
+
+    // The alpha of a transformer is its rank, but for old names.
+    let q = "transformer.transformer_blocks.0.attn.to_q";
+    let four = Lokr {
+        factor: Some(4),
+        ..SQUARE
+    };
+    let dotted = write(&attach(&four, &config(2, None), &mut *flux()), &path, DType::F32);
+    assert_eq!(dims(&dotted, format!("{q}.lokr_w2_a")), [8, 2]);
+    assert_eq!(alpha(&dotted, q), 2.0);
+    let old = write(&attach(&OLD, &config(2, None), &mut *flux()), &path, DType::F32);
+    let q = "lycoris_transformer_blocks_0_attn_to_q";
+    assert_eq!(dims(&old, format!("{q}.lokr_w1")), [4, 4]);
+    assert_eq!(alpha(&old, q), 1.5);
+    assert_eq!(old.len(), dotted.len());
+}
+
+#[test]
+fn a_file_of_another_type_or_form_is_an_error_that_says_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let refused = |network: &LoraNetwork, part: &str| {
+        let error = network.load(&LoraFile::open(&path).unwrap()).unwrap_err().to_string();
+        assert!(error.contains(part) && error.contains("x.safetensors"), "{error}");
+    };
+    let full = config(FULL, Some(FULL));
+    let lokr = attach(&SQUARE, &full, &mut tiny_sd());
+    let low_rank = attach(
+        &Lokr {
+            factor: Some(2),
+            ..SQUARE
+        },
+        &config(2, None),
+        &mut tiny_sd(),
+    );
+    let lora = attach(&Lora, &config(4, None), &mut tiny_sd());
+    write(&lora, &path, DType::F32);
+    refused(&lokr, "the file has a LoRA of it, and this job trains a LoKr");
+    write(&lokr, &path, DType::F32);
+    refused(&lora, "the file has a LoKr of it, and this job trains a LoRA");
+    refused(&low_rank, "lokr_full_rank: true");
+    let other = attach(
+        &Lokr {
+            factor: Some(2),
+            ..SQUARE
+        },
+        &full,
+        &mut tiny_sd(),
+    );
+    refused(&other, "network.lokr_factor");
+    let error = LoraNetwork::attach_as(
+        &Locon,
+        &config(4, None),
+        &mut flux().parts(),
+        &mut TorchGenerator::manual_seed(1),
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains("network.type: locon") && error.contains("`type: lokr`"),
+        "{error}"
+    );
+}
+
+/// A LoKr of another alpha keeps its strength in a training that starts from it, whose own scale is another one.
+#[test]
+fn a_training_keeps_the_strength_of_the_file_it_starts_from() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let two = Lokr {
+        factor: Some(2),
+        ..SQUARE
+    };
+    let mut trained = tiny_sd();
+    let network = attach(&two, &config(2, Some(2)), &mut trained);
+    randomise(&network);
+    write(&network, &path, DType::F32);
+    let expected = unet(&trained);
+    for other in [
+        LoraConfig {
+            alpha: 6.0,
+            conv_alpha: 1.0,
+            ..config(2, Some(2))
+        },
+        config(FULL, Some(FULL)),
+    ] {
+        let mut model = tiny_sd();
+        let network = attach(&two, &other, &mut model);
+        network.load(&LoraFile::open(&path).unwrap()).unwrap();
+        let gap = gap(&unet(&model), &expected) / largest(&expected);
+        assert!(gap < 1e-5, "{other:?}: {gap}");
+    }
+}
+
+in_portable_mode! {
+    every_form_of_lokr_changes_a_weight_as_lycoris_does,
+    models_with_a_lokr_answer_as_with_lycoris,
+}

@@ -1,0 +1,93 @@
+//! Types of adapters that can be trained.
+
+use super::file_layer::FileLayer;
+use super::handle::LoraHandle;
+use crate::families::{LoraNames, PartRole};
+use crate::nn::LayerAdapter;
+use crate::rng::TorchGenerator;
+use candle_core::{Device, Result, Tensor, Var};
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// A type of adapter: `network.type`.
+pub trait AdapterType: Debug {
+    /// Whether a layer of this dotted path gets an adapter, if the filters of the config select it.
+    fn covers(&self, _role: PartRole, _path: &str) -> bool {
+        true
+    }
+
+    /// Whether it can be trained on a denoiser with these names.
+    ///
+    /// # Errors
+    /// What to do instead.
+    fn check_names(&self, _names: LoraNames) -> std::result::Result<(), String> {
+        Ok(())
+    }
+
+    /// Whether layers of transformers get the flattened names of older versions of ai-toolkit, and an alpha of the config.
+    fn has_old_names(&self) -> bool {
+        false
+    }
+
+    /// A new adapter that changes nothing yet.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>>;
+}
+
+/// The layer for which an adapter is made.
+pub struct NewLayer<'a> {
+    /// Its name in saved files.
+    pub name: String,
+    /// How saved files name tensors.
+    pub names: LoraNames,
+    /// The shape of its weight.
+    pub dims: &'a [usize],
+    /// The device of its weight.
+    pub device: &'a Device,
+    /// The rank.
+    pub rank: usize,
+    /// The alpha, which is not 0.
+    pub alpha: f64,
+    /// The probability to drop an element.
+    pub dropout: f64,
+    pub(super) handle: &'a Arc<LoraHandle>,
+}
+
+impl NewLayer<'_> {
+    /// A variable with these numbers on the device of the layer.
+    pub(super) fn variable(&self, numbers: Vec<f32>, dims: &[usize]) -> Result<Var> {
+        Var::from_tensor(&Tensor::from_vec(numbers, dims, self.device)?)
+    }
+}
+
+/// An adapter that is trained.
+pub trait TrainedLayer: LayerAdapter {
+    /// The name of the layer in saved files.
+    fn name(&self) -> &str;
+
+    /// Its variables in a fixed order, with the suffixes that files have for them.
+    fn params(&self) -> Vec<(&'static str, &Var)>;
+
+    /// The tensors of a file, by their suffixes.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn saved(&self) -> Result<Vec<(&'static str, Tensor)>>;
+
+    /// The values of its variables that a file holds.
+    ///
+    /// # Errors
+    /// The end of a sentence that begins with the name of the layer, when the file does not fit.
+    fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String>;
+}
+
+/// New values of variables.
+#[derive(Debug, Default)]
+pub struct Values<'a> {
+    /// Each variable with its value.
+    pub values: Vec<(&'a Var, Tensor)>,
+    /// Whether the rank differed.
+    pub resized: bool,
+}

@@ -1,0 +1,227 @@
+//! Whole jobs that train a LoKr or a LoCon: they resume exactly, write the names of ai-toolkit, and have the tensors that the planner
+//! counts.
+
+use super::options;
+use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
+use super::transformer_runs::{complete, flow_trainer, tensors};
+use crate::adapters::{LoraFile, LoraNetwork, LoraTensors};
+use crate::families::{self, LoadOptions, PartRole};
+use crate::rng::TorchGenerator;
+use crate::testing::{fixtures, zimage_folder};
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::capability::DeviceRef;
+use aitk_common::job::arch::ArchName;
+use aitk_common::job::dtype::DType;
+use aitk_common::job::network::{NetworkConfig, NetworkType};
+use aitk_common::job::optimizer::OptimizerName;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::sample::SampleItem;
+use aitk_common::job::values::Integer;
+use aitk_common::plan::output::RunOutput;
+use aitk_common::plan::parameter_counts::ParameterCounts;
+use std::path::Path;
+
+fn network(kind: NetworkType) -> NetworkConfig {
+    NetworkConfig {
+        kind,
+        linear: 2,
+        linear_alpha: 1.0,
+        conv: Some(3),
+        conv_alpha: Some(6.0),
+        lokr_full_rank: false,
+        lokr_factor: Integer(2),
+        ..NetworkConfig::default()
+    }
+}
+
+/// A run that is stopped after three steps and continues from its checkpoint ends with the bytes of a run without a stop.
+fn check_resumption(process: &dyn Fn(&Path) -> TrainerProcess) {
+    let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let expected = losses(&complete(process(whole.path())));
+    assert_eq!(expected.len(), 6);
+    let interrupted = spec(process(parts.path()));
+    let (outcome, first) = stop_at(&interrupted, 3);
+    assert_eq!(outcome, Outcome::stopped());
+    let (outcome, second) = run_spec(&interrupted);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+    assert_eq!([losses(&first), losses(&second)].concat(), expected);
+    assert!(saved_lora(whole.path()) == saved_lora(parts.path()));
+}
+
+#[test]
+fn a_lokr_and_a_locon_of_a_unet_resume_exactly() {
+    let locon = network(NetworkType::Locon);
+    let full = NetworkConfig {
+        lokr_full_rank: true,
+        lokr_factor: Integer(-1),
+        ..network(NetworkType::Lokr)
+    };
+    for (network, optimizer) in [
+        (network(NetworkType::Lokr), OptimizerName::AdamW8Bit),
+        (full, OptimizerName::Adafactor),
+        (locon.clone(), OptimizerName::Adafactor),
+        (locon, OptimizerName::AdamW8Bit),
+    ] {
+        check_resumption(&|root| {
+            let mut process = trainer(root, 6);
+            process.network = Some(network.clone());
+            process.train.optimizer = optimizer;
+            process
+        });
+    }
+}
+
+#[test]
+fn a_lokr_of_a_transformer_resumes_exactly_and_is_in_samples() {
+    let model = zimage_folder(false);
+    let process = |root: &Path| {
+        let mut process = flow_trainer(root, ArchName::Zimage, model.path(), 6);
+        process.network = Some(NetworkConfig {
+            lokr_full_rank: true,
+            ..network(NetworkType::Lokr)
+        });
+        process.train.gradient_checkpointing = true;
+        process
+    };
+    check_resumption(&process);
+    let dir = tempfile::tempdir().unwrap();
+    let mut with_samples = process(dir.path());
+    with_samples.train.disable_sampling = false;
+    with_samples.train.lr = 0.05;
+    with_samples.sample.sampler = aitk_common::job::sampler::SamplerName::FlowMatch;
+    with_samples.sample.samples = vec![SampleItem {
+        prompt: "a red circle".into(),
+        ..SampleItem::default()
+    }];
+    (
+        with_samples.sample.width,
+        with_samples.sample.height,
+        with_samples.sample.sample_steps,
+    ) = (32, 32, 2);
+    let events = complete(with_samples);
+    let samples = events.iter().filter_map(|event| match event {
+        ChildEvent::Artifact { kind, path, .. } if kind == "sample" => Some(std::fs::read(path).unwrap()),
+        _ => None,
+    });
+    let samples: Vec<Vec<u8>> = samples.collect();
+    assert_eq!(samples.len(), 2);
+    assert_ne!(samples[0], samples[1], "the LoKr has no effect on samples");
+    let found = tensors(&dir.path().join("out/tiny/tiny.safetensors"));
+    for name in [
+        "diffusion_model.layers.0.attention.to_q.lokr_w1",
+        "diffusion_model.layers.0.attention.to_q.lokr_w2",
+        "diffusion_model.layers.0.attention.to_q.alpha",
+    ] {
+        assert!(found.contains_key(name), "{name} in {:?}", found.keys());
+    }
+}
+
+/// A LoKr is computed in float32 beside a model in half precision.
+#[test]
+fn a_portable_training_of_a_lokr_has_the_same_losses_in_every_dtype() {
+    let losses_on = |device: Option<DeviceRef>, dtype: DType| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = trainer(dir.path(), 4);
+        process.network = Some(network(NetworkType::Lokr));
+        process.train.dtype = dtype;
+        let mut spec = spec(process);
+        spec.device = device.unwrap_or(spec.device);
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        losses(&events)
+    };
+    let expected = losses_on(None, DType::F32);
+    for (dtype, tolerance) in [(DType::F32, 1e-4), (DType::BF16, 0.03)] {
+        let found = losses_on(Some(DeviceRef::PORTABLE_CPU), dtype);
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(&expected) {
+            let error = (found / expected - 1.0).abs();
+            assert!(error < tolerance, "{dtype:?}: a loss of {found}, not {expected}");
+        }
+    }
+}
+
+/// The scalar of a LoCon is in its file as a part of `lora_up`, which is zero before it is trained.
+#[test]
+fn a_locon_is_saved_without_its_scalar() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 2);
+    process.network = Some(network(NetworkType::Locon));
+    process.train.lr = 0.01;
+    complete(process);
+    let file = LoraFile::open(&dir.path().join("out/tiny/tiny.safetensors")).unwrap();
+    assert!(file.unknown.is_empty());
+    for module in &file.modules {
+        let lora: &LoraTensors = module.tensors.as_any().downcast_ref().unwrap();
+        assert_eq!(lora.scalar, 1.0);
+        let largest = lora.up.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        // Adam moves the scalar by about the learning rate at each step, and the numbers of `up` were up to sqrt(6 / rank).
+        assert!(largest > 1e-3 && largest < 0.1, "{}: {largest}", module.stem);
+    }
+}
+
+/// The bytes of a save of this network, by the planner.
+fn planned_bytes(process: &TrainerProcess, network: NetworkConfig) -> u64 {
+    let mut process = process.clone();
+    process.network = Some(network);
+    let counts = ParameterCounts::read(Path::new(&process.model.name_or_path));
+    RunOutput::of(&process, counts).save_bytes.unwrap()
+}
+
+/// The numbers that the engine trains with this network.
+fn trained_numbers(process: &TrainerProcess, network: &NetworkConfig) -> u64 {
+    let path = Path::new(&process.model.name_or_path);
+    let mut model = families::load(path, process.model.arch.name, &LoadOptions::cpu()).unwrap();
+    let mut parts = model.parts();
+    parts.retain(|part| part.role == PartRole::Denoiser);
+    let (adapter, config) = (options::adapter_type(network).unwrap(), options::lora_config(network));
+    let mut generator = TorchGenerator::manual_seed(1);
+    let network = LoraNetwork::attach_as(&*adapter, &config, &mut parts, &mut generator).unwrap();
+    network.params().iter().map(|param| param.var.elem_count() as u64).sum()
+}
+
+#[test]
+fn the_planner_counts_the_numbers_that_are_trained() {
+    let dir = tempfile::tempdir().unwrap();
+    let zimage = zimage_folder(false);
+    for (arch, model) in [
+        (ArchName::Sd1, fixtures().join("tiny_sd")),
+        (ArchName::Sdxl, fixtures().join("tiny_sdxl")),
+        (ArchName::Flux, fixtures().join("tiny_flux")),
+        (ArchName::Sd3, fixtures().join("tiny_sd35")),
+        (ArchName::Zimage, zimage.path().to_path_buf()),
+    ] {
+        let process = flow_trainer(dir.path(), arch, &model, 1);
+        let lora = |rank| NetworkConfig {
+            linear: rank,
+            conv: None,
+            ..network(NetworkType::Lora)
+        };
+        // What does not depend on the rank.
+        let header = 2 * planned_bytes(&process, lora(1)) - planned_bytes(&process, lora(2));
+        let lokr = network(NetworkType::Lokr);
+        let full = |factor| NetworkConfig {
+            lokr_full_rank: true,
+            lokr_factor: Integer(factor),
+            ..lokr.clone()
+        };
+        let mut networks = vec![lora(3), full(-1), full(4), lokr.clone()];
+        networks.push(NetworkConfig {
+            conv: None,
+            transformer_only: false,
+            lokr_factor: Integer(-1),
+            ..lokr
+        });
+        if !arch.is_flow() {
+            networks.push(network(NetworkType::Locon));
+            networks.push(NetworkConfig {
+                conv: None,
+                ..network(NetworkType::Lycoris)
+            });
+        }
+        for network in networks {
+            let planned = (planned_bytes(&process, network.clone()) - header) / 4;
+            assert_eq!(planned, trained_numbers(&process, &network), "{arch}: {network:?}");
+        }
+    }
+}
