@@ -21,6 +21,7 @@ pub mod quant;
 pub mod residency;
 pub mod rng;
 pub mod samplers;
+pub mod svd;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod testing;

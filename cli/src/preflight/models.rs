@@ -125,6 +125,7 @@ pub(super) async fn inspect_models(
         }
         reports.push(report);
     }
+    check_same_family(&mut reports);
     for report in &mut reports {
         let problem = report.problem.take();
         report.problem = problem.map(|problem| {
@@ -133,6 +134,28 @@ pub(super) async fn inspect_models(
         });
     }
     reports
+}
+
+/// Reports the fine-tune of an extraction that is of another family than its base model.
+fn check_same_family(reports: &mut [ModelReport]) {
+    let family = |key: &str| {
+        let report = reports.iter().find(|report| report.key == key)?;
+        Some((report.path.clone(), report.family.clone()?))
+    };
+    let (Some((base, base_family)), Some((_, family))) = (family("config.base_model"), family("config.extract_model"))
+    else {
+        return;
+    };
+    // FLUX.1 Kontext has the tensors of dev.
+    let is_same = family == base_family || family.starts_with("FLUX.1") && base_family.starts_with("FLUX.1");
+    let tuned = reports.iter_mut().find(|report| report.key == "config.extract_model");
+    if let Some(tuned) = tuned.filter(|_| !is_same) {
+        let problem = format!(
+            "{} is {family}, and the base model {base} is {base_family}: a LoRA is extracted from a model and its own fine-tune",
+            tuned.path
+        );
+        tuned.problem.get_or_insert(problem);
+    }
 }
 
 /// Returns the key that a problem of the model at `key` is about. Parts of a model may come from the paths of other keys of its section.

@@ -99,6 +99,14 @@ fn shipped_examples_are_supported() {
             "img2img_sd15.yaml",
             include_str!("../../../config/examples/img2img_sd15.yaml"),
         ),
+        (
+            "extract_locon.yaml",
+            include_str!("../../../config/examples/extract_locon.yaml"),
+        ),
+        (
+            "rescale_lora.yaml",
+            include_str!("../../../config/examples/rescale_lora.yaml"),
+        ),
     ] {
         let job = load_text(name, text);
         assert_eq!(job.warnings, [], "{name}");
@@ -339,17 +347,146 @@ fn unsupported_job_kinds_and_processes_are_refused() {
     assert_eq!(refused(&caption), ["type"]);
     assert_eq!(caption.warnings.len(), 0);
 
+    assert_eq!(refused(&load_file!("textual_inversion.yaml")), ["embedding"]);
+}
+
+/// Like ai-toolkit's `extract.example.yml` and `mod_lora_scale.yaml`.
+#[test]
+fn extractions_and_rescalings_of_ai_toolkit_are_read() {
     let extract = load_file!("extract.yaml");
     assert_eq!(extract.warnings, []);
-    assert_eq!(refused(&extract), ["job"]);
-    let ProcessKind::Extract(process) = &extract.spec.process[0].kind else {
-        panic!()
-    };
-    assert_eq!(process.filename.as_deref(), Some("extracted_64_32.safetensors"));
-    assert_eq!(process.dtype, Some(dtype::DType::F16), "inherited from the job");
+    assert_eq!(extract.spec.unsupported(), Support::default());
+    let processes: Vec<&modify::ExtractProcess> = extract
+        .spec
+        .process
+        .iter()
+        .map(|process| match &process.kind {
+            ProcessKind::Extract(process) => &**process,
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(processes[0].dtype, Some(dtype::DType::F16), "inherited from the job");
+    assert_eq!(processes[1].dtype, Some(dtype::DType::BF16));
+    let folder = extract.spec.config.output_folder.as_deref();
+    let paths: Vec<String> = processes
+        .iter()
+        .map(|process| process.result_path("extracted", folder))
+        .collect();
+    assert_eq!(
+        paths,
+        [
+            "output/extracted_64_32.safetensors",
+            "/results/extracted_q.safetensors",
+            "output/extracted_locon_ratio_0.5_0.5.safetensors",
+            "output/extracted_4.safetensors",
+            "output/extracted_lora_quantile_0.5.safetensors",
+        ]
+    );
+    let parameters: Vec<[f64; 2]> = processes
+        .iter()
+        .map(|process| [false, true].map(|conv| process.parameter(conv)))
+        .collect();
+    assert_eq!(
+        parameters,
+        [[64.0, 32.0], [0.2, 0.2], [0.5, 0.5], [4.0, 0.0], [0.5, 0.0]]
+    );
+    assert!(processes[2].has_large_convs() && !processes[4].has_large_convs());
+    let inputs: Vec<(String, String)> = extract
+        .spec
+        .inputs()
+        .into_iter()
+        .map(|input| (input.key, input.config_path))
+        .collect();
+    let expected = [("base_model", "base"), ("extract_model", "tuned")];
+    assert_eq!(
+        inputs,
+        expected.map(|(key, name)| (format!("config.{key}"), format!("/models/{name}.safetensors")))
+    );
 
-    assert_eq!(refused(&load_file!("rescale.yaml")), ["job"]);
-    assert_eq!(refused(&load_file!("textual_inversion.yaml")), ["embedding"]);
+    let rescale = load_file!("rescale.yaml");
+    assert_eq!(rescale.warnings, []);
+    assert_eq!(rescale.spec.unsupported(), Support::default());
+    assert_eq!(rescale.spec.inputs()[0].config_path, "in.safetensors");
+}
+
+#[test]
+fn mistakes_in_extractions_and_rescalings_are_one_error_each() {
+    let errors = |text: &str| match parse(text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()) {
+        Ok(job) => job.spec.unsupported().errors.iter().map(ToString::to_string).collect(),
+        Err(error) => error
+            .findings()
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<String>>(),
+    };
+    let one = |text: &str, parts: &[&str]| {
+        let found = errors(text);
+        assert_eq!(found.len(), 1, "{text}: {found:?}");
+        for part in parts {
+            assert!(found[0].contains(part), "\"{part}\" is not in: {}", found[0]);
+        }
+    };
+    let extract = include_str!("testdata/extract.yaml");
+    assert_eq!(errors(extract), [""; 0]);
+    for (from, to, parts) in [
+        ("linear: 64", "linear: 6.5", &["a.yaml:", "linear", "whole number"][..]),
+        ("linear: 64", "linear: -1", &["linear", "0 to 16384"]),
+        ("linear: 0.2", "linear: 1.5", &["linear", "0 to 1"]),
+        (
+            "  base_model: /models/base.safetensors\n",
+            "",
+            &["config.base_model", "needs a `base_model`"],
+        ),
+        (
+            "  extract_model: /models/tuned.safetensors\n",
+            "",
+            &["config.extract_model"],
+        ),
+        (
+            "[name]_64_32.safetensors",
+            "../x.safetensors",
+            &["filename", "cannot name a file"],
+        ),
+        ("[name]_64_32.safetensors", "x.ckpt", &["filename", ".safetensors"]),
+        ("/results/[name]_q.safetensors", "/results/..", &["output_path"]),
+        (
+            "/results/[name]_q.safetensors",
+            "output/[name]_64_32.safetensors",
+            &["output_path", "process[0] writes"],
+        ),
+        (
+            "mode: fixed, linear: 64",
+            "use_sparse_bias: true, linear: 64",
+            &["use_sparse_bias", "higher rank"],
+        ),
+        ("mode: ratio, linear: 0.2", "mode: svd, linear: 0.2", &["mode", "svd"]),
+    ] {
+        assert!(extract.contains(from), "{from}");
+        one(&extract.replacen(from, to, 1), parts);
+    }
+    let rescale = include_str!("testdata/rescale.yaml");
+    assert_eq!(errors(rescale), [""; 0]);
+    for (from, to, parts) in [
+        (
+            "current_weight: 6.0",
+            "current_weight: 0",
+            &["current_weight", "other than 0"][..],
+        ),
+        (
+            "target_weight: 1.0",
+            "target_weight: 0",
+            &["target_weight", "other than 0"],
+        ),
+        (
+            "output_path: out.safetensors",
+            "output_path: out",
+            &["output_path", ".safetensors"],
+        ),
+        ("scale_target: up_down", "scale_target: all", &["scale_target", "all"]),
+    ] {
+        assert!(rescale.contains(from), "{from}");
+        one(&rescale.replacen(from, to, 1), parts);
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::control_images::{check_control_flag, check_control_process};
 use super::node::shorten;
-use super::process::ProcessKind;
+use super::process::{JobKind, ProcessKind};
 use super::prompt::PromptFlags;
 use super::schema::{Input, InputKind, ReadContext, SupportReport};
 use super::spec::JobSpec;
@@ -13,6 +13,9 @@ impl JobSpec {
     /// Returns the keys of inputs that are never opened, because another key replaces them or the process does not use them.
     pub(super) fn unopened_keys(&self) -> BTreeSet<String> {
         let mut keys = BTreeSet::new();
+        if self.job != JobKind::Extract {
+            keys.extend(["base_model", "extract_model"].map(|key| format!("config.{key}")));
+        }
         for (index, process) in self.process.iter().enumerate() {
             if matches!(process.kind, ProcessKind::Generate(_) | ProcessKind::Img2Img(_)) {
                 keys.insert(format!("config.process[{index}].model.assistant_lora_path"));

@@ -2,8 +2,8 @@
 
 use super::declare::choices;
 
-const LATER: &str =
-    "this release trains (`sd_trainer`, `diffusion_trainer`) and makes images (`to_folder`, `batch_img2img`)";
+const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`), makes images (`to_folder`, `batch_img2img`), extracts LoRAs \
+                     (`lora`, `locon`) and rescales them (`rescale_lora`)";
 
 choices! {
     /// The type of a process.
@@ -59,11 +59,11 @@ choices! {
         /// Training of an upscaler.
         Esrgan = "esrgan", Refused(LATER);
         /// A LoCon from the difference of two models.
-        ExtractLocon = "locon", Refused(LATER);
+        ExtractLocon = "locon", Works;
         /// A LoRA from the difference of two models.
-        ExtractLora = "lora", Refused(LATER);
+        ExtractLora = "lora", Works;
         /// A LoRA with another strength.
-        RescaleLora = "rescale_lora", Refused(LATER);
+        RescaleLora = "rescale_lora", Works;
     }
 }
 
@@ -75,11 +75,11 @@ choices! {
         /// Legacy trainers.
         Train = "train", Refused("use `job: extension` with `type: sd_trainer`");
         /// A LoRA from the difference of two models.
-        Extract = "extract", Refused(LATER);
+        Extract = "extract", Works;
         /// Images from prompts.
         Generate = "generate", Works;
         /// Changes of model files.
-        Mod = "mod", Refused(LATER);
+        Mod = "mod", Works;
     }
 }
 

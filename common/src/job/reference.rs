@@ -82,12 +82,12 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         (
             "`config.process[]`: `locon`, `lora` (extract)",
             ExtractProcess::describe(),
-            true,
+            false,
         ),
         (
             "`config.process[]`: `rescale_lora`",
             RescaleLoraProcess::describe(),
-            true,
+            false,
         ),
     ]
 }

@@ -22,24 +22,24 @@ section! {
         device: Option<String> = None, Accepted("the scheduler assigns the device; `cluster.device` requests a kind");
         /// Default of the processes' `training_folder`.
         training_folder: Option<String> = None, Works;
-        /// Default of the processes' `output_folder` (`job: extract`).
-        output_folder: Option<String> = None, DependsOn("job: extract");
-        /// `job: train`: the model is Stable Diffusion 2.x.
-        is_v2: bool = false, DependsOn("job: train");
+        /// `job: extract`: folder of the files.
+        output_folder: Option<String> = None, Works;
+        /// The model is Stable Diffusion 2.x (`job: train`, `job: extract`).
+        is_v2: bool = false, Accepted("the family is recognised by the model's files");
         /// `job: train`: folder for TensorBoard.
         log_dir: Option<String> = None, DependsOn("job: train");
         /// No effect here: the seed is read per process.
         training_seed: Option<i64> = None, Ignored("it is read per process: move it into `process`");
         /// `job: extract`: model to subtract.
-        base_model: Option<String> = None, DependsOn("job: extract"), input Model;
+        base_model: Option<String> = None, Works, input Model;
         /// `job: extract`: fine-tuned model.
-        extract_model: Option<String> = None, DependsOn("job: extract"), input Model;
-        /// `job: extract`: extract the U-Net.
-        extract_unet: bool = true, DependsOn("job: extract");
-        /// `job: extract`: extract the text encoder.
-        extract_text_encoder: bool = true, DependsOn("job: extract");
+        extract_model: Option<String> = None, Works, input Model;
+        /// `job: extract`: extract the U-Net, or the transformer.
+        extract_unet: bool = true, Works;
+        /// `job: extract`: extract the text encoders.
+        extract_text_encoder: bool = true, Works;
         /// `job: extract`: number format of the file.
-        dtype: super::dtype::DType = super::dtype::DType::F16, DependsOn("job: extract");
+        dtype: super::dtype::DType = super::dtype::DType::F16, Works;
     }
 }
 
@@ -137,6 +137,7 @@ impl JobSpec {
         for (index, process) in process.iter_mut().enumerate().take(MAX_PROCESSES) {
             inherit_job_keys(process, index, job, &body, cx);
         }
+        check_result_paths(&process, &body, cx);
         if !cx.errors.is_empty() {
             return None;
         }
@@ -161,6 +162,8 @@ impl JobSpec {
     #[must_use]
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
+        // `job: extract` has its models beside the processes; `process` there is empty.
+        self.config.collect_inputs("config", &mut inputs);
         self.process.collect_inputs("config.process", &mut inputs);
         let unopened = self.unopened_keys();
         inputs.retain(|input| !unopened.contains(&input.key));
@@ -238,6 +241,57 @@ impl JobSpec {
     }
 }
 
+/// Checks the keys of `config` that an extraction needs.
+fn check_extract_keys(
+    process: &super::modify::ExtractProcess,
+    index: usize,
+    body: &ConfigSection,
+    cx: &mut ReadContext,
+) {
+    let is_set = |value: &Option<String>| value.as_deref().is_some_and(|value| !value.is_empty());
+    if index == 0 {
+        for (key, value, what) in [
+            ("base_model", &body.base_model, "the model that was fine-tuned"),
+            ("extract_model", &body.extract_model, "its fine-tune"),
+        ] {
+            if !is_set(value) {
+                cx.error_at(
+                    &format!("config.{key}"),
+                    format!("`job: extract` needs a `{key}`: {what}"),
+                );
+            }
+        }
+    }
+    if process.output_path.is_none() && !is_set(&body.output_folder) {
+        let message = "an extraction needs `config.output_folder`, or an `output_path`";
+        cx.error_at(&format!("config.process[{index}].output_path"), message);
+    }
+}
+
+/// Checks that no extraction overwrites the file of another one.
+fn check_result_paths(process: &[Process], body: &ConfigSection, cx: &mut ReadContext) {
+    let mut writers = BTreeMap::new();
+    for (index, process) in process.iter().enumerate().take(MAX_PROCESSES) {
+        let ProcessKind::Extract(process) = &process.kind else {
+            continue;
+        };
+        let name = body.name.as_deref().unwrap_or_default();
+        let path = process.result_path(name, body.output_folder.as_deref());
+        if let Some(first) = writers.insert(path.clone(), index) {
+            let key = if process.output_path.is_some() {
+                "output_path"
+            } else {
+                "filename"
+            };
+            let message = format!(
+                "process[{first}] writes {} too: give each process its own file",
+                super::node::shorten(&path)
+            );
+            cx.error_at(&format!("config.process[{index}].{key}"), message);
+        }
+    }
+}
+
 fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut ReadContext) {
     let path = format!("config.process[{index}]");
     let kind = process.process_type;
@@ -263,6 +317,7 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
             }
         }
         ProcessKind::Extract(process) => {
+            check_extract_keys(process, index, body, cx);
             process.dtype = process.dtype.or(Some(body.dtype));
             process.extract_unet = process.extract_unet.or(Some(body.extract_unet));
             process.extract_text_encoder = process.extract_text_encoder.or(Some(body.extract_text_encoder));

@@ -2,7 +2,7 @@
 
 use super::control::control_lora;
 use super::file_layer::{FileLayer, LoraModule, RoleTensors};
-use super::keys::{ParsedKey, parse_key};
+use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use super::origin::origin;
 use super::registry::READERS;
@@ -23,6 +23,8 @@ pub struct LoraFile {
     pub modules: Vec<LoraModule>,
     /// Keys that are not LoRA tensors.
     pub unknown: Vec<String>,
+    /// The names of layers that the file has as a whole difference (`.diff`). Their rank is that of the layer.
+    pub differences: Vec<String>,
     /// The header's metadata.
     pub metadata: BTreeMap<String, String>,
 }
@@ -85,7 +87,7 @@ impl LoraFile {
             return Err(file_error(reason));
         }
         let mut layers: BTreeMap<String, RoleTensors> = BTreeMap::new();
-        let mut unknown = Vec::new();
+        let (mut unknown, mut differences) = (Vec::new(), Vec::new());
         for (key, shape) in keys {
             let (stem, role) = match parse_key(&key) {
                 ParsedKey::Adapter(stem, role) => (stem.to_owned(), role),
@@ -99,6 +101,9 @@ impl LoraFile {
                     continue;
                 }
             };
+            if role == TensorRole::Diff {
+                differences.push(stem.clone());
+            }
             let tensor = weights.get(shape, &key)?;
             let layer = layers.entry(stem).or_default();
             if !role.is_number() {
@@ -132,6 +137,7 @@ impl LoraFile {
             path,
             modules,
             unknown,
+            differences,
             metadata,
         })
     }

@@ -7,7 +7,7 @@
 //! | diffusers / peft | `unet.down_blocks.0.attentions.0.proj_in.lora_A.weight`, `….lora.down.weight` |
 //! | bare peft | `base_model.model.down_blocks.0.attentions.0.proj_in.lora_A.weight` |
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
-//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.lokr_w2_a` |
+//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.lokr_w2_a`, and `.diff` for layers that are kept whole |
 //! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
 //! | XLabs (FLUX.1) | `double_blocks.0.processor.qkv_lora1.down.weight`, `single_blocks.0.processor.proj_lora.up.weight` |
 
@@ -20,6 +20,8 @@ pub(super) enum TensorRole {
     Alpha,
     /// A scalar that LyCORIS trains; it multiplies the update.
     Scalar,
+    /// The whole difference of the layer's weight, instead of two factors.
+    Diff,
     LokrW1,
     LokrW1A,
     LokrW1B,
@@ -47,7 +49,7 @@ pub(super) enum ParsedKey<'a> {
     Unknown,
 }
 
-const SUFFIXES: [(&str, TensorRole); 28] = [
+const SUFFIXES: [(&str, TensorRole); 29] = [
     (".lora_down.weight", TensorRole::Down),
     (".lora_up.weight", TensorRole::Up),
     (".lora_mid.weight", TensorRole::Mid),
@@ -69,6 +71,7 @@ const SUFFIXES: [(&str, TensorRole); 28] = [
     (".lora.alpha", TensorRole::Alpha),
     (".alpha", TensorRole::Alpha),
     (".scalar", TensorRole::Scalar),
+    (".diff", TensorRole::Diff),
     (".lokr_w1", TensorRole::LokrW1),
     (".lokr_w1_a", TensorRole::LokrW1A),
     (".lokr_w1_b", TensorRole::LokrW1B),
@@ -87,7 +90,7 @@ const OTHER_NETWORKS: [(&str, &str); 10] = [
     (".magnitude", "DoRA"),
     (".lora_magnitude_vector", "DoRA"),
     (".a1.weight", "GLoRA"),
-    (".diff", "a full-weight difference"),
+    (".diff_b", "a difference of biases"),
     (".w_norm", "a norm difference"),
 ];
 
@@ -133,6 +136,8 @@ mod tests {
         assert_eq!(parse_key("a.alpha"), ParsedKey::Adapter("a", TensorRole::Alpha));
         assert_eq!(parse_key("a.lokr_w2_b"), ParsedKey::Adapter("a", TensorRole::LokrW2B));
         assert_eq!(parse_key("a.hada_w1_a"), ParsedKey::OtherNetwork("LoHa"));
+        assert_eq!(parse_key("a.diff"), ParsedKey::Adapter("a", TensorRole::Diff));
+        assert_eq!(parse_key("a.diff_b"), ParsedKey::OtherNetwork("a difference of biases"));
         assert_eq!(parse_key("conv.weight"), ParsedKey::Unknown);
     }
 }

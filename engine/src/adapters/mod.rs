@@ -7,8 +7,12 @@
 //!   peft.
 //! - [`load_lora`]: attaches a file to a model for inference.
 //! - [`LoraNetwork`]: the trainable layers of a model, and the tensors to save.
+//! - [`base_layers`]: the layers of a model with their own weights, for LoRAs that are extracted.
+//! - [`rescale_lora`]: changes the strength of a file.
 
+mod base_layers;
 mod control;
+mod difference;
 mod file;
 mod file_layer;
 mod handle;
@@ -24,10 +28,12 @@ mod names;
 mod network;
 mod origin;
 mod registry;
+mod rescale;
 mod save;
 mod tensors;
 mod trained_layer;
 
+pub use base_layers::{BaseLayer, base_layers};
 pub use file::LoraFile;
 pub use file_layer::{FileLayer, LoraModule, Site};
 pub use handle::{LoraHandle, LoraPass, Multiplier};
@@ -38,6 +44,7 @@ pub use lokr::Lokr;
 pub use lora::Lora;
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
+pub use rescale::{RescaledLora, Rescaling, rescale_lora};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
 pub use tensors::LoraTensors;
 pub use trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};

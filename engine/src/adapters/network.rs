@@ -267,6 +267,14 @@ impl LoraNetwork {
     /// # Errors
     /// When a shape does not match, the file has another type of adapter, or no layer of the file is a target.
     pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
+        if let Some(whole) = file.differences.first() {
+            return Err(EngineError::WeightsFile {
+                path: file.path.clone(),
+                reason: format!(
+                    "layer `{whole}` is a whole difference (`.diff`), from which a LoRA cannot be trained on: extract it with a lower rank"
+                ),
+            });
+        }
         let (mut resolved, unknown) = file.resolve(&self.index)?;
         let mut report = LoadReport {
             unknown,

@@ -94,17 +94,20 @@ pub fn lora_file_bytes(tensors: &BTreeMap<String, Tensor>, mut metadata: BTreeMa
         .filter(|(k, _)| k.starts_with("ss_"))
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
-    let bytes = safetensors_bytes(tensors, &ss_metadata)?;
-    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default()) as usize;
-    metadata.insert(
-        "sshs_model_hash".into(),
-        hex::encode(Sha256::digest(&bytes[8 + header_len..])),
-    );
-    let legacy_window = bytes.get(0x10_0000..).unwrap_or_default();
-    let legacy_window = &legacy_window[..legacy_window.len().min(0x1_0000)];
-    metadata.insert(
-        "sshs_legacy_hash".into(),
-        hex::encode(&Sha256::digest(legacy_window)[..4]),
-    );
+    let [model_hash, legacy_hash] = sd_scripts_hashes(&safetensors_bytes(tensors, &ss_metadata)?);
+    metadata.insert("sshs_model_hash".into(), model_hash);
+    metadata.insert("sshs_legacy_hash".into(), legacy_hash);
     safetensors_bytes(tensors, &metadata)
+}
+
+/// The two hashes of a file that sd-scripts writes into its metadata.
+fn sd_scripts_hashes(file: &[u8]) -> [String; 2] {
+    let header_len = file.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes)) as usize;
+    let tensors = file.get(8 + header_len..).unwrap_or_default();
+    let legacy_window = file.get(0x10_0000..).unwrap_or_default();
+    let legacy_window = &legacy_window[..legacy_window.len().min(0x1_0000)];
+    [
+        hex::encode(Sha256::digest(tensors)),
+        hex::encode(&Sha256::digest(legacy_window)[..4]),
+    ]
 }

@@ -374,6 +374,12 @@ fn an_invalid_file_is_an_error_that_names_it() {
         "36 outputs and 4 inputs, the layer has 16 and 4",
     );
     check_error(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
+    check_error(&one(&[("lora_unet_conv_in.diff_b", &[4])]), "biases");
+    check_error(
+        &one(&[("lora_unet_conv_norm_out.diff", &[32])]),
+        "layer `lora_unet_conv_norm_out`: its `.diff` [32] is not the whole difference",
+    );
+    check_error(&one(&[("lora_unet_conv_in.diff", &[32, 4, 5, 3])]), "the model needs");
     let layer = [("unet.conv_in.lora_A.weight", t(&[4, 4, 3, 3]))].map(|(n, t)| (n.to_owned(), t));
     let peft = r#"{"unet.r": 4, "unet.lora_alpha": 4, "unet.alpha_pattern": {"attn2.*": 2}}"#;
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), peft.to_owned())]);
@@ -394,6 +400,21 @@ fn an_invalid_file_is_an_error_that_names_it() {
             ("lora_unet_time_embedding_linear_1.lora_up.weight", &[64, 4]),
         ]),
         "time_embedding",
+    );
+}
+
+#[test]
+fn a_training_does_not_start_from_whole_differences() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let diff = Tensor::ones((32, 4, 3, 3), DType::F32, &Device::Cpu).unwrap();
+    let tensors = BTreeMap::from([("lora_unet_conv_in.diff".to_owned(), diff)]);
+    std::fs::write(&path, safetensors_bytes(&tensors, &BTreeMap::new()).unwrap()).unwrap();
+    let error = attach(&mut model(), &config()).load(&LoraFile::open(&path).unwrap());
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.contains("lora_unet_conv_in") && error.contains("lower rank"),
+        "{error}"
     );
 }
 

@@ -5,14 +5,22 @@
 
 mod context;
 mod events;
+mod extract;
 mod generate;
 mod image_generator;
 mod img2img;
+mod job_metadata;
 mod log_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
 mod rate;
+mod rescale_lora;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod rescale_lora_tests;
+mod result_file;
+mod save_dtype;
 #[cfg(test)]
 mod tests;
 mod train;
@@ -75,6 +83,8 @@ fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> 
         ProcessKind::Train(trainer) => train::run(trainer, context),
         ProcessKind::Generate(process) => generate::run(process, context),
         ProcessKind::Img2Img(process) => img2img::run(process, context),
+        ProcessKind::Extract(process) => extract::run(process, context),
+        ProcessKind::RescaleLora(process) => rescale_lora::run(process, context),
         _ => Err(EngineError::Unsupported(format!(
             "the process type `{}` is not supported yet",
             process.process_type.name()

@@ -20,6 +20,8 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "sample.format",
         ],
     ),
+    // `modify::check_file_name`; only the last part of `output_path` is used where an attempt has its own folder.
+    ("the name of a result", &["process.filename", "process.output_path"]),
     // `Context::output_root`: replaced by the attempt's own folder.
     (
         "where results go",
@@ -28,6 +30,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "process.training_folder",
             "process.output_folder",
             "process.copy_inputs_to",
+            "config.output_folder",
         ],
     ),
     // No code opens or joins them; text for the model, for metadata or for messages.
@@ -117,9 +120,6 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
     (
         "of unsupported features",
         &[
-            "config.output_folder",
-            "process.filename",
-            "process.output_path",
             "slider.prompt_tensors",
             "caption.extensions",
             "caption.device",

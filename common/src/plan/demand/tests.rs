@@ -21,6 +21,21 @@ fn gib(job: &Value) -> [f64; 4] {
 }
 
 #[test]
+fn conversions_of_files_have_a_bound_in_memory_and_none_on_a_gpu() {
+    for kind in ["extract", "rescale_lora"] {
+        let job = json!({"process": [{"type": kind, "kind": {kind: {}}}, {"type": kind, "kind": {kind: {}}}]});
+        let demand = Demand::of_job(&job, None, &[]).unwrap();
+        assert_eq!(demand.family, kind);
+        let need = demand.memory.unwrap();
+        let (cpu, gpu) = (
+            need.under(MemoryProfile::CpuOnly, true),
+            need.under(MemoryProfile::FullGpu, false),
+        );
+        assert!((2 << 30..=3 << 30).contains(&cpu) && gpu == 0, "{kind}: {cpu}, {gpu}");
+    }
+}
+
+#[test]
 fn predictions_are_at_least_the_published_figures() {
     // Each is at least the published figure, and at most 1.5 times it.
     let sd = gib(&lora("sd1", 512, "bf16", 16));

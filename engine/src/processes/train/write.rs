@@ -1,6 +1,8 @@
 //! Writes saves: a LoRA, a whole model as one file, or a whole model as a diffusers folder.
 
 use super::super::context::Context;
+use super::super::job_metadata::{job_metadata, software};
+use super::super::save_dtype::save_dtype;
 use super::run::Run;
 use super::save_files::files_in_save;
 use super::target::Target;
@@ -9,9 +11,8 @@ use crate::error::{EngineError, Result};
 use crate::families::SaveOptions;
 use aitk_common::fsutil::{self, TemporaryFolder};
 use aitk_common::job::JobSpec;
-use aitk_common::job::dtype::DType as SaveDType;
 use aitk_common::job::process::TrainerProcess;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -29,7 +30,7 @@ impl Run<'_> {
     }
 
     fn write(&self, path: &Path, metadata: BTreeMap<String, String>) -> Result<()> {
-        let dtype = dtype(self.process)?;
+        let dtype = save_dtype(self.process.save.dtype, "save.dtype")?;
         let params = match &self.target {
             Target::Lora(network) => {
                 let bytes = lora_file_bytes(&network.tensors(dtype)?, metadata)?;
@@ -73,28 +74,9 @@ impl Run<'_> {
     }
 }
 
-/// The dtype of saves.
-fn dtype(process: &TrainerProcess) -> Result<DType> {
-    match process.save.dtype {
-        SaveDType::F32 => Ok(DType::F32),
-        SaveDType::F16 => Ok(DType::F16),
-        SaveDType::BF16 => Ok(DType::BF16),
-        SaveDType::F8 => Err(EngineError::Unsupported(
-            "save.dtype: float8 is not supported yet; use float16".into(),
-        )),
-    }
-}
-
 /// The metadata of a save.
 fn metadata(process: &TrainerProcess, job: &JobSpec, step: u64, epoch: u64) -> BTreeMap<String, String> {
-    let mut metadata = BTreeMap::new();
-    for (key, value) in &job.meta {
-        let text = match value {
-            Value::String(text) => text.replace("[name]", &job.name),
-            other => python_json(other, false).replace("[name]", &job.name),
-        };
-        metadata.insert(key.clone(), text);
-    }
+    let mut metadata = job_metadata(job);
     let mut put = |key: &str, value: Value| {
         let text = value.as_str().map_or_else(|| python_json(&value, false), str::to_owned);
         metadata.insert(key.to_owned(), text);
@@ -109,10 +91,7 @@ fn metadata(process: &TrainerProcess, job: &JobSpec, step: u64, epoch: u64) -> B
         let tag = json!({format!("1_{trigger}"): {trigger.as_str(): 1}});
         put("ss_tag_frequency", tag);
     }
-    put(
-        "software",
-        json!({"name": "aitk", "version": env!("CARGO_PKG_VERSION")}),
-    );
+    put("software", software().into());
     put("format", "pt".into());
     metadata
 }

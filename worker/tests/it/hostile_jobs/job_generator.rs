@@ -27,8 +27,9 @@ impl Rng {
 }
 
 /// The inputs that every valid job may name.
-pub(super) const INPUTS: [&str; 7] = [
+pub(super) const INPUTS: [&str; 8] = [
     "model",
+    "tuned",
     "flux",
     "data",
     "masks",
@@ -37,7 +38,7 @@ pub(super) const INPUTS: [&str; 7] = [
     "lora.safetensors",
 ];
 
-const CONFIGS: [&str; 4] = [
+const CONFIGS: [&str; 6] = [
     "job: extension
 config:
   name: base
@@ -90,6 +91,24 @@ config:
       generate: {sample_steps: 2}
 cluster: {memory_budget: 768MiB}
 ",
+    "job: extract
+config:
+  name: base
+  base_model: model
+  extract_model: tuned
+  output_folder: out
+  process:
+    - {type: lora, filename: '[name].safetensors', mode: ratio, linear: 0.5}
+    - {type: locon, output_path: out/x.safetensors, linear: 2, conv: 1}
+cluster: {memory_budget: 768MiB}
+",
+    "job: mod
+config:
+  name: base
+  process:
+    - {type: rescale_lora, input_path: lora.safetensors, output_path: out/y.safetensors, current_weight: 2, target_weight: 1}
+cluster: {memory_budget: 768MiB}
+",
 ];
 
 /// The parts that jobs are generated from.
@@ -137,6 +156,8 @@ impl JobGenerator {
             job::process::TrainerProcess::describe(),
             job::process::GenerateProcess::describe(),
             job::process::Img2ImgProcess::describe(),
+            job::modify::ExtractProcess::describe(),
+            job::modify::RescaleLoraProcess::describe(),
         ] {
             collect_names(&section, &mut names);
         }

@@ -1,0 +1,65 @@
+//! The layers of a model that a LoRA can change, with their own weights.
+
+use super::names::saved_name;
+use crate::error::Result;
+use crate::families::{LoraNames, Part, PartRole};
+use crate::nn::LayerMut;
+use crate::weights::Weight;
+
+/// A layer of a model.
+#[derive(Clone, Debug)]
+pub struct BaseLayer {
+    /// The part that it is in: `unet`.
+    pub part: &'static str,
+    /// What the part does.
+    pub role: PartRole,
+    /// Its dotted diffusers path.
+    pub path: String,
+    /// How saved LoRA files name the layers of the part.
+    pub names: LoraNames,
+    /// Its name in saved LoRA files, without the suffix of a tensor.
+    pub saved_name: String,
+    /// Its weight, [out, in] or [out, in, kh, kw].
+    pub weight: Weight,
+}
+
+impl BaseLayer {
+    /// Whether its names in files are sd-scripts', which have an alpha.
+    #[must_use]
+    pub fn has_alpha(&self) -> bool {
+        self.names == LoraNames::Flattened
+    }
+
+    /// Whether LoRAs usually change it: of a text encoder only the layers of the attention and of the MLP are.
+    #[must_use]
+    pub fn is_usual_target(&self) -> bool {
+        self.role != PartRole::TextEncoder || self.path.contains("self_attn.") || self.path.contains("mlp.")
+    }
+}
+
+/// The layers of these parts, always in the same order. Streamed weights stay in their files.
+///
+/// # Errors
+/// When a part cannot be visited.
+pub fn base_layers(parts: &mut [Part<'_>]) -> Result<Vec<BaseLayer>> {
+    let mut found = Vec::new();
+    for part in parts.iter_mut() {
+        let (id, role, names, prefix) = (part.id, part.role, part.lora_names, part.lora_prefix);
+        part.layers.visit_layers(&mut |path, layer| {
+            let weight = match layer {
+                LayerMut::Linear(layer) => layer.weight.clone(),
+                LayerMut::Conv2d(layer) => layer.weight.clone(),
+            };
+            found.push(BaseLayer {
+                part: id,
+                role,
+                path: path.to_owned(),
+                names,
+                saved_name: saved_name(names, role, prefix, path),
+                weight,
+            });
+            Ok(())
+        })?;
+    }
+    Ok(found)
+}

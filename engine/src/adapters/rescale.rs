@@ -1,0 +1,158 @@
+//! Changes the strength that a LoRA file has by itself.
+
+use super::file::LoraFile;
+use super::keys::{ParsedKey, TensorRole, parse_key};
+use super::tensors::LoraTensors;
+use crate::error::{EngineError, Result};
+use crate::weights::Index;
+use aitk_common::job::modify::ScaleTarget;
+use candle_core::{DType, Device, Tensor};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+/// How a LoRA is rescaled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rescaling {
+    /// What the effect of the LoRA is multiplied by. A negative factor reverses it.
+    pub factor: f64,
+    /// Which tensors are changed.
+    pub target: ScaleTarget,
+    /// The number format of the result: f32, f16 or bf16.
+    pub dtype: DType,
+}
+
+/// A rescaled LoRA.
+#[derive(Debug)]
+pub struct RescaledLora {
+    /// Its tensors, on the CPU.
+    pub tensors: BTreeMap<String, Tensor>,
+    /// The metadata of the file.
+    pub metadata: BTreeMap<String, String>,
+    /// Tensors that belong to no LoRA layer. They are copied.
+    pub unknown: Vec<String>,
+}
+
+/// Rescales a LoRA file of any dialect. `go_on` gets the number of tensors that are done and of all; if it returns `false`, the
+/// result is `None`.
+///
+/// # Errors
+/// When the file is damaged or no LoRA, or when a number does not fit into the number format.
+pub fn rescale_lora(
+    path: &Path,
+    rescaling: Rescaling,
+    go_on: &mut dyn FnMut(u64, u64) -> bool,
+) -> Result<Option<RescaledLora>> {
+    let Rescaling { factor, target, dtype } = rescaling;
+    if path.is_dir() {
+        return Err(EngineError::bad_input(format!(
+            "{}: this is a folder: give the LoRA's .safetensors file",
+            path.display()
+        )));
+    }
+    let file = LoraFile::open_layout(path)?;
+    let file_error = |reason: String| EngineError::WeightsFile {
+        path: path.to_path_buf(),
+        reason,
+    };
+    let index = Index::open(path)?;
+    let names: Vec<String> = index.tensors().map(|(name, _)| name.to_owned()).collect();
+    let with_alpha: BTreeSet<&str> = names
+        .iter()
+        .filter_map(|name| match parse_key(name) {
+            ParsedKey::Adapter(stem, TensorRole::Alpha) => Some(stem),
+            _ => None,
+        })
+        .collect();
+    let without_alpha = file
+        .modules
+        .iter()
+        .find(|module| !with_alpha.contains(module.stem.as_str()));
+    if let (ScaleTarget::Alpha, Some(module)) = (target, without_alpha) {
+        return Err(file_error(format!(
+            "layer `{}` has no alpha that could be scaled: set `scale_target: up_down`",
+            module.stem
+        )));
+    }
+    let mut ranks = BTreeMap::new();
+    for module in &file.modules {
+        let Some(lora) = module.tensors.as_any().downcast_ref::<LoraTensors>() else {
+            return Err(file_error(format!(
+                "layer `{}` is a {}, and only a LoRA can be rescaled: use it with another strength instead",
+                module.stem,
+                module.tensors.kind()
+            )));
+        };
+        ranks.insert(module.stem.as_str(), lora.rank());
+    }
+    let each = factor.abs().sqrt();
+    let mut tensors = BTreeMap::new();
+    for (done, name) in (0..).zip(&names) {
+        if !go_on(done, names.len() as u64) {
+            return Ok(None);
+        }
+        let parsed = match parse_key(name) {
+            ParsedKey::Adapter(stem, role) => Some((stem, role)),
+            _ => None,
+        };
+        let scale = match (parsed, target) {
+            (Some((_, TensorRole::Down)), ScaleTarget::UpDown) => each,
+            (Some((_, TensorRole::Up)), ScaleTarget::UpDown) => each.copysign(factor),
+            // A whole difference has no second factor.
+            (Some((_, TensorRole::Diff)), ScaleTarget::UpDown) => factor,
+            (Some((_, TensorRole::Alpha)), ScaleTarget::Alpha) => factor,
+            _ => 1.0,
+        };
+        let stored = index.read(name, DType::F32, &Device::Cpu)?;
+        let scaled = match parsed {
+            Some((stem, TensorRole::Alpha)) => {
+                let alpha = one_number(&stored).ok_or_else(|| file_error(format!("`{name}` is not one number")))?;
+                // In sd-scripts an alpha of 0 means the rank.
+                let alpha = match (alpha == 0.0, ranks.get(stem)) {
+                    (true, Some(rank)) => *rank as f32,
+                    _ => alpha,
+                };
+                Tensor::full((f64::from(alpha) * scale) as f32, stored.shape(), &Device::Cpu)?
+            }
+            _ if scale == 1.0 => stored,
+            _ => (stored * scale)?,
+        };
+        let saved = scaled.to_dtype(dtype)?;
+        if !is_finite(&saved)? {
+            return Err(file_error(format!(
+                "tensor `{name}` has numbers that {} cannot hold once they are multiplied by {scale}: set `save_dtype: float32`, or \
+                 a target weight nearer to the current one",
+                name_of(dtype)
+            )));
+        }
+        // An alpha that the number format would round is kept as it is: it scales the whole layer.
+        let is_rounded = matches!(parsed, Some((_, TensorRole::Alpha)))
+            && one_number(&saved.to_dtype(DType::F32)?) != one_number(&scaled);
+        tensors.insert(name.clone(), if is_rounded { scaled } else { saved });
+    }
+    Ok(Some(RescaledLora {
+        tensors,
+        metadata: file.metadata,
+        unknown: file.unknown,
+    }))
+}
+
+/// The only number of a tensor.
+fn one_number(tensor: &Tensor) -> Option<f32> {
+    match tensor.flatten_all().and_then(|flat| flat.to_vec1::<f32>()).as_deref() {
+        Ok([number]) => Some(*number),
+        _ => None,
+    }
+}
+
+fn is_finite(tensor: &Tensor) -> Result<bool> {
+    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(numbers.iter().all(|number| number.is_finite()))
+}
+
+fn name_of(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F16 => "float16",
+        DType::BF16 => "bfloat16",
+        _ => "float32",
+    }
+}
