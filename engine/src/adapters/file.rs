@@ -14,6 +14,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// What a file holds for each layer.
+pub(super) type FileLayers = BTreeMap<LayerKey, Arc<dyn FileLayer>>;
+
 /// A LoRA file, or one of another type of adapter, that was read and checked. Its names are not matched to a model yet.
 #[derive(Clone, Debug)]
 pub struct LoraFile {
@@ -147,7 +150,7 @@ impl LoraFile {
     ///
     /// # Errors
     /// When such a layer has another size than those of the model.
-    pub fn resolve(&self, index: &LayerIndex) -> Result<(BTreeMap<LayerKey, Arc<dyn FileLayer>>, Vec<String>)> {
+    pub fn resolve(&self, index: &LayerIndex) -> Result<(FileLayers, Vec<String>)> {
         let peft: Option<serde_json::Value> = self
             .metadata
             .get("lora_adapter_metadata")

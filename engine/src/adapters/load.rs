@@ -1,16 +1,15 @@
 //! Attaches a LoRA file to a model.
 
-use super::file::LoraFile;
-use super::file_layer::{FileLayer, Site};
+use super::file::{FileLayers, LoraFile};
+use super::file_layer::Site;
 use super::handle::{LoraHandle, Multiplier};
-use super::names::{LayerIndex, LayerKey, saved_name};
+use super::names::{LayerIndex, saved_name};
 use crate::error::{EngineError, Result};
 use crate::families::{self, LoraNames, Part, PartRole};
 use crate::nn::{LayerAdapter, LayerMut};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
 use candle_core::Device;
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -101,12 +100,7 @@ pub fn load_text_lora(parts: &mut [Part<'_>], path: &Path) -> Result<usize> {
 }
 
 /// Attaches these layers of a file.
-fn attach(
-    parts: &mut [Part<'_>],
-    file: &LoraFile,
-    mut found: BTreeMap<LayerKey, Arc<dyn FileLayer>>,
-    multiplier: f64,
-) -> Result<Arc<LoraHandle>> {
+fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multiplier: f64) -> Result<Arc<LoraHandle>> {
     let handle = LoraHandle::new(multiplier);
     for Part {
         id,
@@ -147,11 +141,7 @@ fn attach(
 
 /// The first unknown name, if a transformer gets none of the file's layers and they are not all of text encoders: families
 /// share those, so that they may match those of another family.
-fn without_transformer<'a>(
-    parts: &[Part<'_>],
-    found: &BTreeMap<LayerKey, Arc<dyn FileLayer>>,
-    unknown: &'a [String],
-) -> Option<&'a String> {
+fn without_transformer<'a>(parts: &[Part<'_>], found: &FileLayers, unknown: &'a [String]) -> Option<&'a String> {
     let mut transformers = parts
         .iter()
         .filter(|part| part.role == PartRole::Denoiser && part.lora_names == LoraNames::Dotted);

@@ -48,7 +48,7 @@ pub(super) fn alone() -> Vec<Case> {
             "flux lora, 12 GB: blocks streamed",
             &["3060"],
             lora("flux"),
-            "3060 gpu_poor",
+            "3060 extreme",
             &[],
         ),
         case(
@@ -304,7 +304,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "flux lora without the large card",
             &["3060", "mac", "cpu"],
             lora("flux"),
-            "3060 gpu_poor",
+            "3060 extreme",
             &[],
         ),
         case("sd images", CLUSTER, images("sd1"), "1060 full_gpu", &[]),
