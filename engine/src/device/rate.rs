@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 /// How long products are repeated, at least twice.
 const DURATION: Duration = Duration::from_millis(60);
 /// Sides of the matrices: large enough that the launch of a kernel does not count.
-const CPU_SIDE: usize = 512;
+const CPU_SIDE: usize = 1024;
 #[cfg(any(feature = "cuda", feature = "metal"))]
 const GPU_SIDE: usize = 4096;
 
