@@ -153,6 +153,9 @@ pub struct DoctorArgs {
     /// Devices for --thorough: cuda, cuda:1, metal, cpu, cpu:portable [default: all devices of this machine]
     #[arg(long, value_name = "DEVICE", requires = "thorough")]
     pub device: Option<String>,
+    /// Time for each device with --thorough, in seconds; benchmarks that it does not suffice for are skipped [default: 330 for a GPU, 1200 for a CPU]
+    #[arg(long, value_name = "SECONDS", requires = "thorough", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub time: Option<u64>,
     /// Also write the report as JSON to this file
     #[arg(long, value_name = "FILE")]
     pub report: Option<std::path::PathBuf>,

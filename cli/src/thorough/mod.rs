@@ -29,11 +29,16 @@ const TIME_PER_CPU: Duration = Duration::from_secs(1200);
 /// The device with which all others are compared.
 const REFERENCE_DEVICE: &str = "cpu";
 
-/// Checks `devices`, one after another. Progress is printed on standard error.
+/// Checks `devices`, one after another, each for at most `seconds`. Progress is printed on standard error.
 ///
 /// # Errors
 /// When the folder for models and results cannot be written, or the reference on the CPU fails.
-pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device]) -> Result<ThoroughReport, Failure> {
+pub async fn check(
+    ui: &Ui,
+    paths: &Paths,
+    devices: &[Device],
+    seconds: Option<u64>,
+) -> Result<ThoroughReport, Failure> {
     let start = Instant::now();
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
     let jobs = CheckJobs::unpack(&folder.path().join("check"))?;
@@ -41,7 +46,12 @@ pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device]) -> Result<Thoroug
     let reference = jobs.train("reference", REFERENCE_DEVICE, "f32", TIME_PER_CPU).await?;
     let mut reports = Vec::new();
     for device in devices {
-        reports.push(check_device(ui, &jobs, &reference, device).await);
+        let limit = match (seconds, device.device.kind) {
+            (Some(seconds), _) => Duration::from_secs(seconds),
+            (None, DeviceKind::Cpu) => TIME_PER_CPU,
+            (None, DeviceKind::Cuda | DeviceKind::Metal) => TIME_PER_GPU,
+        };
+        reports.push(check_device(ui, &jobs, &reference, device, limit).await);
     }
     Ok(ThoroughReport {
         seconds: start.elapsed().as_secs_f64(),
@@ -49,13 +59,14 @@ pub async fn check(ui: &Ui, paths: &Paths, devices: &[Device]) -> Result<Thoroug
     })
 }
 
-async fn check_device(ui: &Ui, jobs: &CheckJobs, reference: &Training, device: &Device) -> DeviceReport {
+async fn check_device(
+    ui: &Ui,
+    jobs: &CheckJobs,
+    reference: &Training,
+    device: &Device,
+    limit: Duration,
+) -> DeviceReport {
     let start = Instant::now();
-    let limit = if device.device.kind == DeviceKind::Cpu {
-        TIME_PER_CPU
-    } else {
-        TIME_PER_GPU
-    };
     let name = device_name(device.device);
     let remaining = || limit.saturating_sub(start.elapsed());
     let mut dtypes = Vec::new();

@@ -53,6 +53,29 @@ pub(super) fn open_and_test(index: u32) -> candle_core::Result<Gpu> {
     })
 }
 
+/// Lets this process keep memory that its tensors freed. Otherwise the driver gives it back, and takes it anew, each time the processor
+/// waits for the device.
+pub(super) fn keep_freed_memory(index: usize) {
+    let Ok(device) = i32::try_from(index)
+        .map_err(drop)
+        .and_then(|index| result::device::get(index).map_err(drop))
+    else {
+        return;
+    };
+    let mut everything = u64::MAX;
+    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+    #[expect(unsafe_code, reason = "the driver's C interface takes raw pointers")]
+    // SAFETY: the default pool belongs to the driver and lives as long as the device. The attribute is a u64 that may be written; the
+    // pointer is to a u64 variable that outlives the call.
+    let done = unsafe {
+        result::device::get_mem_pool(device)
+            .and_then(|pool| result::mem_pool::set_attribute(pool, attribute, (&raw mut everything).cast()))
+    };
+    if let Err(error) = done {
+        tracing::debug!(?error, "the driver does not let this process keep freed memory");
+    }
+}
+
 /// The peak of bytes in use in the memory pool of the device's tensors. Resets the peak.
 pub(super) fn take_peak(index: u32) -> Option<u64> {
     let device = result::device::get(i32::try_from(index).ok()?).ok()?;

@@ -40,7 +40,13 @@ pub fn open(device: DeviceRef) -> Result<Device> {
         DeviceKind::Metal => (self_test::catch_panic(|| Device::new_metal(index)), "metal"),
     };
     let message = match opened {
-        Some(Ok(device)) => return Ok(device),
+        Some(Ok(device)) => {
+            #[cfg(feature = "cuda")]
+            if device.is_cuda() {
+                cuda::keep_freed_memory(index);
+            }
+            return Ok(device);
+        }
         Some(Err(candle_core::Error::NotCompiledWithCudaSupport | candle_core::Error::NotCompiledWithMetalSupport)) => {
             format!("this program was built without {feature}: build it with `--features {feature}`, or use the cpu")
         }

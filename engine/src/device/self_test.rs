@@ -14,7 +14,7 @@ struct TestCase {
 
 const INPUT: [usize; 4] = [2, 8, 6, 6];
 
-const TEST_CASES: [TestCase; 9] = [
+const TEST_CASES: [TestCase; 16] = [
     TestCase {
         name: "linear",
         run: |x| {
@@ -54,6 +54,50 @@ const TEST_CASES: [TestCase; 9] = [
         },
     },
     TestCase {
+        // A number of keys for which kernels read several numbers at once.
+        name: "attention to 64 keys",
+        run: |x| {
+            let keys = test_tensor(&[2, 64, 8], 3, x)?;
+            Attention::new(2).forward(&tokens(x)?, &keys, &test_tensor(&[2, 64, 8], 5, x)?)
+        },
+    },
+    TestCase {
+        name: "layer norm",
+        run: |x| nn::LayerNorm::plain(8, 1e-5, x.dtype(), x.device())?.forward(&tokens(x)?),
+    },
+    TestCase {
+        name: "RMS norm of heads",
+        run: |x| nn::RmsNorm::from_weight(test_tensor(&[4], 3, x)?, 1e-5)?.forward(&tokens(x)?),
+    },
+    TestCase {
+        name: "group norm with SiLU",
+        run: |x| {
+            let [weight, bias] = [3, 2].map(|step| test_tensor(&[8], step, x));
+            nn::GroupNorm::from_tensors(weight?, bias?, 2, 1e-5).forward_silu(x)
+        },
+    },
+    TestCase {
+        name: "modulation",
+        run: |x| {
+            let x = tokens(x)?;
+            let [scale, shift, gate] = [3, 2, 4].map(|step| test_tensor(&[2, 8], step, &x));
+            let y = nn::modulate(&x, &scale?, &shift?)?;
+            nn::gated_residual(&x, &gate?, &y)
+        },
+    },
+    TestCase {
+        name: "rotary embedding",
+        run: |x| {
+            let rotate = |pairs| nn::Rotary::for_sequence(36, 4, 10_000.0, pairs);
+            let x = rotate(nn::RotaryPairs::Halves)?.forward(&tokens(x)?)?;
+            rotate(nn::RotaryPairs::Interleaved)?.forward(&x)
+        },
+    },
+    TestCase {
+        name: "gated activations",
+        run: |x| nn::geglu(&tokens(x)?)? + nn::swiglu(&tokens(x)?)?,
+    },
+    TestCase {
         name: "norm",
         run: |x| {
             let x = tokens(x)?;
@@ -63,7 +107,7 @@ const TEST_CASES: [TestCase; 9] = [
     },
     TestCase {
         name: "activations",
-        run: |x| nn::silu(&nn::gelu(x)?)? + nn::quick_gelu(x)?,
+        run: |x| nn::silu(&nn::gelu(x)?)? + (nn::quick_gelu(x)? + nn::Activation::GeluTanh.forward(x)?)?,
     },
     TestCase {
         name: "upsample_nearest",

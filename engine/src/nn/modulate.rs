@@ -4,6 +4,7 @@
 use super::cpu;
 use super::tensors::{sum_over, widen};
 use crate::autograd::{Input, Operation, apply};
+use crate::cuda_kernels;
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -139,6 +140,9 @@ impl Operation<3> for Modulate {
 
     fn forward_tensors(&self, [x, scale, shift]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
         sizes(x.shape(), [scale.shape(), shift.shape()])?;
+        if let Some(y) = cuda_kernels::modulate(x, scale, Some(shift))? {
+            return Ok(y);
+        }
         x.broadcast_mul(&(scale + 1.0)?.unsqueeze(1)?)?
             .broadcast_add(&shift.unsqueeze(1)?)
     }
@@ -149,7 +153,10 @@ impl Operation<3> for Modulate {
         gradient: &Tensor,
     ) -> candle_core::Result<[Option<Tensor>; 3]> {
         let dx = match x.requires_grad() {
-            true => Some(gradient.broadcast_mul(&(scale.tensor()? + 1.0)?.unsqueeze(1)?)?),
+            true => Some(match cuda_kernels::modulate(gradient, scale.tensor()?, None)? {
+                Some(dx) => dx,
+                None => gradient.broadcast_mul(&(scale.tensor()? + 1.0)?.unsqueeze(1)?)?,
+            }),
             false => None,
         };
         let d_scale = match scale.requires_grad() {
@@ -221,6 +228,9 @@ impl Operation<3> for GatedResidual {
 
     fn forward_tensors(&self, [x, gate, y]: [&Tensor; 3]) -> candle_core::Result<Tensor> {
         sizes(x.shape(), [gate.shape(), gate.shape()])?;
+        if let Some(sum) = cuda_kernels::gated_residual(x, gate, y)? {
+            return Ok(sum);
+        }
         x + y.broadcast_mul(&gate.unsqueeze(1)?)?
     }
 
@@ -234,7 +244,10 @@ impl Operation<3> for GatedResidual {
             false => None,
         };
         let dy = match y.requires_grad() {
-            true => Some(gradient.broadcast_mul(&gate.tensor()?.unsqueeze(1)?)?),
+            true => Some(match cuda_kernels::scale(gradient, gate.tensor()?)? {
+                Some(dy) => dy,
+                None => gradient.broadcast_mul(&gate.tensor()?.unsqueeze(1)?)?,
+            }),
             false => None,
         };
         Ok([Some(gradient.clone()), d_gate, dy])

@@ -43,7 +43,7 @@ const CASES: [Case; 17] = [
     Case {
         name: "group norm",
         shapes: &[&[2, 8, 5, 3], &[8], &[8]],
-        run: |x| norm::GroupNorm::from_parts(x[1].clone(), x[2].clone(), 2, 1e-5).forward_silu(&x[0]),
+        run: |x| norm::GroupNorm::from_tensors(x[1].clone(), x[2].clone(), 2, 1e-5).forward_silu(&x[0]),
     },
     Case {
         name: "layer norm",

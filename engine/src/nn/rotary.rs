@@ -4,6 +4,7 @@
 use super::cpu;
 use super::tensors::widen;
 use crate::autograd::{Input, Operation, apply};
+use crate::cuda_kernels::{self, Rotation};
 use candle_core::{D, Device, DeviceLocation, Shape, Tensor};
 use rayon::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -107,6 +108,17 @@ impl Rotary {
     /// [`Self::rotate`] with candle's operations, in f32.
     fn rotate_tensors(&self, x: &Tensor, sign: f64) -> candle_core::Result<Tensor> {
         let (batch, n, features) = x.dims3()?;
+        let [cos, sin] = self.tables_on(x.device())?;
+        let rotation = Rotation {
+            cos: &cos,
+            sin: &sin,
+            half: self.half,
+            interleaved: self.pairs == RotaryPairs::Interleaved,
+            sign,
+        };
+        if let Some(y) = cuda_kernels::rotate(&rotation, x)? {
+            return Ok(y);
+        }
         let heads = features / (2 * self.half);
         let (shape, axis) = match self.pairs {
             RotaryPairs::Interleaved => ((batch, n, heads, self.half, 2), D::Minus1),
@@ -115,7 +127,6 @@ impl Rotary {
         let paired = widen(&x.reshape(shape)?)?;
         let part = |which: usize| paired.narrow(axis, which, 1)?.squeeze(axis);
         let (first, second) = (part(0)?, part(1)?);
-        let [cos, sin] = self.tables_on(x.device())?;
         let (cos, sin) = (cos.to_dtype(paired.dtype())?, (sin.to_dtype(paired.dtype())? * sign)?);
         let rotated = [
             (first.broadcast_mul(&cos)? - second.broadcast_mul(&sin)?)?,

@@ -4,6 +4,7 @@
 //! f16, and has no convolution in bf16. Here the operands are converted to f32 there, so that portable mode computes
 //! what GPUs compute.
 
+use crate::cuda_kernels::{self, Convolution};
 use candle_core::{DType, Result, Tensor};
 
 /// The dtype of sums over numbers of this dtype: f32, or f64 for f64.
@@ -35,16 +36,58 @@ pub(crate) fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     a.matmul(b)
 }
 
-/// candle's convolution of x [b, in, h, w] with a contiguous weight [out, in, kh, kw]; products are summed in f32.
+/// The convolution of x [b, in, h, w] with a contiguous weight [out, in, kh, kw]; products are summed in f32.
 ///
 /// # Errors
 /// When the shapes or dtypes do not match.
 pub(super) fn convolve(x: &Tensor, weight: &Tensor, padding: usize, stride: usize, dilation: usize) -> Result<Tensor> {
-    if lacks_half_products(x) {
-        let y = widen(x)?.conv2d(&widen(weight)?, padding, stride, dilation, 1)?;
-        return y.to_dtype(x.dtype());
+    let (_, _, kernel_h, kernel_w) = weight.dims4()?;
+    let convolution = Convolution {
+        kernel: [kernel_h, kernel_w],
+        padding,
+        stride,
+        dilation,
+        reversed: false,
+    };
+    if let Some(y) = cuda_kernels::convolve(&convolution, x, weight)? {
+        return Ok(y);
     }
-    x.conv2d(weight, padding, stride, dilation, 1)
+    convolve_in_rows(&convolution, x, weight, COLUMN_BYTES)
+}
+
+/// The most bytes of the rows of inputs that candle writes for a convolution at a time, if more than one row of the result fits.
+const COLUMN_BYTES: usize = 256 << 20;
+
+/// candle's convolution, some rows of the result at a time, so that the rows of inputs (im2col) that it writes on a GPU have at most
+/// `column_bytes`.
+fn convolve_in_rows(c: &Convolution, x: &Tensor, weight: &Tensor, column_bytes: usize) -> Result<Tensor> {
+    let run = |x: &Tensor, padding: usize| {
+        if lacks_half_products(x) {
+            let y = widen(x)?.conv2d(&widen(weight)?, padding, c.stride, c.dilation, 1)?;
+            return y.to_dtype(x.dtype());
+        }
+        x.conv2d(weight, padding, c.stride, c.dilation, 1)
+    };
+    let (batch, channels, height, width) = x.dims4()?;
+    let Some([out_h, out_w]) = c.output_size([height, width]) else {
+        return run(x, c.padding);
+    };
+    let [kernel_h, kernel_w] = c.kernel;
+    let row_bytes = batch * out_w * channels * kernel_h * kernel_w * x.dtype().size_in_bytes();
+    let count = (column_bytes / row_bytes.max(1)).max(1);
+    // Tracked inputs stay in one operation: candle's backward pass writes all rows of inputs anyway.
+    if count >= out_h || x.track_op() {
+        return run(x, c.padding);
+    }
+    let x = x
+        .pad_with_zeros(2, c.padding, c.padding)?
+        .pad_with_zeros(3, c.padding, c.padding)?;
+    let mut parts = Vec::new();
+    for start in (0..out_h).step_by(count) {
+        let rows = (count.min(out_h - start) - 1) * c.stride + (kernel_h - 1) * c.dilation + 1;
+        parts.push(run(&x.narrow(2, start * c.stride, rows)?.contiguous()?, 0)?);
+    }
+    Tensor::cat(&parts, 2)
 }
 
 /// The sum over these axes, in f32.
@@ -62,4 +105,35 @@ pub(super) fn sum_over(x: &Tensor, axes: &[usize]) -> Result<Tensor> {
 /// When an operation fails.
 pub(super) fn sigmoid(x: &Tensor) -> Result<Tensor> {
     (x.neg()?.exp()? + 1.0)?.recip()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rng::TorchGenerator;
+    use candle_core::Device;
+
+    #[test]
+    fn rows_of_a_convolution_at_a_time_give_the_same_result() {
+        let random = |seed: u64, shape: &[usize]| {
+            let numbers = TorchGenerator::manual_seed(seed).randn(shape.iter().product());
+            Tensor::from_vec(numbers, shape, &Device::Cpu).unwrap()
+        };
+        let (x, weight) = (random(1, &[2, 3, 11, 7]), random(2, &[4, 3, 3, 3]));
+        for (padding, stride, dilation) in [(1, 1, 1), (0, 2, 1), (1, 2, 1), (2, 1, 2)] {
+            let convolution = Convolution {
+                kernel: [3, 3],
+                padding,
+                stride,
+                dilation,
+                reversed: false,
+            };
+            let whole = x.conv2d(&weight, padding, stride, dilation, 1).unwrap();
+            for column_bytes in [1, 6000] {
+                let y = convolve_in_rows(&convolution, &x, &weight, column_bytes).unwrap();
+                assert_eq!(y.dims(), whole.dims());
+                assert!(crate::testing::gap(&y, &whole) < 1e-5, "{convolution:?}");
+            }
+        }
+    }
 }

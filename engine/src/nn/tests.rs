@@ -172,7 +172,7 @@ fn gradients_of_norms_are_correct() {
     GroupNorm::new(&group, 2, 6, 1e-5).unwrap();
     LayerNorm::new(&layer, 7, 1e-5).unwrap();
     let group_norm =
-        |x: &Tensor, w: &Tensor, b: &Tensor| norm::GroupNorm::from_parts(w.clone(), b.clone(), 2, 1e-5).forward(x);
+        |x: &Tensor, w: &Tensor, b: &Tensor| norm::GroupNorm::from_tensors(w.clone(), b.clone(), 2, 1e-5).forward(x);
     let layer_norm =
         |x: &Tensor, w: &Tensor, b: &Tensor| norm::LayerNorm::from_parts(w.clone(), b.clone(), 1e-5).forward(x);
     let affine = |n: usize| (random(2, &[n]), random(3, &[n]));
@@ -484,7 +484,7 @@ fn a_layer_fused_with_its_lora_equals_the_sum_of_both() {
 #[test]
 fn a_norm_fused_with_silu_equals_the_norm_followed_by_silu() {
     for shape in [&[2, 6, 5, 7][..], &[2, 6, 1, 1], &[3, 6]] {
-        let norm = |w: &Tensor, b: &Tensor| norm::GroupNorm::from_parts(w.clone(), b.clone(), 2, 1e-5);
+        let norm = |w: &Tensor, b: &Tensor| norm::GroupNorm::from_tensors(w.clone(), b.clone(), 2, 1e-5);
         let inputs = [random(1, shape), random(2, &[6]), random(3, &[6])];
         let [x, w, b] = &inputs;
         let (normalised, fused) = (norm(w, b).forward(x).unwrap(), norm(w, b).forward_silu(x).unwrap());

@@ -2,13 +2,15 @@
 
 use super::blockwise::QuantMap;
 use super::fused;
+use super::inplace;
 use super::kernels::multiversion;
 use super::moment::Moment;
 use super::moment::Precision;
 use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
+use crate::cuda_kernels::{self, AdamFactors, Moments8};
 use aitk_common::job::optimizer::OptimizerName;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
 /// Settings of [`Adam`].
@@ -171,7 +173,57 @@ multiversion! {
     }
 }
 
+/// The tables of the 8-bit state as the kernels for GPUs read them: values and bounds of the map of `exp_avg`, then of `exp_avg_sq`.
+fn kernel_tables(device: &Device) -> candle_core::Result<Tensor> {
+    let maps = [QuantMap::signed(), QuantMap::unsigned()];
+    let tables: Vec<f32> = maps.iter().flat_map(|map| map.tables()).flatten().collect();
+    let count = tables.len();
+    Tensor::from_vec(tables, count, device)
+}
+
 impl Moments {
+    /// The same update in one kernel of a GPU, if there is one; says whether it was done.
+    fn update_with_kernel(
+        &mut self,
+        param: &Param,
+        grad: &Tensor,
+        factors: Factors,
+        tables: &mut Option<Tensor>,
+    ) -> Result<bool, OptimError> {
+        let p = param.var.as_tensor().detach();
+        if !p.device().is_cuda() {
+            return Ok(false);
+        }
+        let grad = inplace::readable_gradient(grad, &p)?;
+        let factors = AdamFactors {
+            param_scale: factors.param_scale,
+            l2_decay: factors.l2_decay,
+            beta2: factors.beta2,
+            one_minus_betas: factors.one_minus_betas,
+            bias_correction: factors.bias_correction,
+            eps: factors.eps,
+            step_size: factors.step_size,
+        };
+        Ok(match (&mut self.exp_avg, &mut self.exp_avg_sq) {
+            (Moment::Float32(m), Moment::Float32(v)) => {
+                cuda_kernels::adam_f32(&p, &grad, [m.make_mut()?, v.make_mut()?], &factors)?
+            }
+            (Moment::EightBit(m), Moment::EightBit(v)) => {
+                let tables = match tables {
+                    Some(tables) => tables,
+                    None => tables.insert(kernel_tables(p.device())?),
+                };
+                let moments = Moments8 {
+                    codes: [m.codes.make_mut()?, v.codes.make_mut()?],
+                    absmax: [m.absmax.make_mut()?, v.absmax.make_mut()?],
+                    tables,
+                };
+                cuda_kernels::adam_8bit(&p, &grad, &moments, &factors)?
+            }
+            _ => false,
+        })
+    }
+
     /// The same update with candle's operations, for other devices.
     fn update_with_tensor_ops(&mut self, param: &Param, grad: &Tensor, factors: Factors) -> Result<(), OptimError> {
         let p = param.value()?;
@@ -193,6 +245,7 @@ impl Moments {
 impl Optimizer for Adam {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
         check_grad_count(grads, &self.params)?;
+        let mut tables = None;
         for ((param, state), grad) in self.params.iter().zip(&mut self.moments).zip(grads) {
             let Some(grad) = grad else { continue };
             state.step += 1;
@@ -200,7 +253,7 @@ impl Optimizer for Adam {
             if fused::is_supported(param) {
                 let moments = [&mut state.exp_avg, &mut state.exp_avg_sq];
                 fused::update(param, grad, moments, |p, g, [m, v]| kernel(p, g, m, v, factors))?;
-            } else {
+            } else if !state.update_with_kernel(param, grad, factors, &mut tables)? {
                 state.update_with_tensor_ops(param, grad, factors)?;
             }
         }

@@ -4,6 +4,7 @@ use super::fused::CHUNK_LEN;
 use super::inplace;
 use super::kernels::{scale_into, sum_of_squares as slice_sum_of_squares};
 use super::optimizer::{Grads, OptimError};
+use crate::cuda_kernels;
 use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
@@ -13,10 +14,11 @@ use rayon::prelude::*;
 /// # Errors
 /// When the device fails.
 pub fn clip_grad_norm(grads: &mut Grads, max_norm: f64) -> std::result::Result<f64, OptimError> {
-    let mut squares = Vec::with_capacity(grads.len());
+    let mut squares = SquareSums::default();
     for grad in grads.iter().flatten() {
-        squares.push(sum_of_squares(grad)?);
+        squares.add(grad)?;
     }
+    let squares = squares.read()?;
     let norm = global_norm(&squares);
     let factor = clip_factor(norm, max_norm);
     for grad in grads.iter_mut() {
@@ -54,11 +56,56 @@ pub fn scale_gradient(grad: Tensor, factor: f64) -> Result<Tensor> {
 /// # Errors
 /// When the device fails.
 pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
-    let t = t.to_dtype(DType::F32)?;
-    if !inplace::is_supported(&t) {
-        return Ok(f64::from(t.sqr()?.sum_all()?.to_scalar::<f32>()?));
+    let mut sums = SquareSums::default();
+    sums.add(t)?;
+    Ok(sums.read()?.into_iter().sum())
+}
+
+/// The sums of the squares of gradients. Sums that a GPU computes are read together: each reading waits for all its work.
+#[derive(Default)]
+pub struct SquareSums {
+    sums: Vec<f64>,
+    /// Parts of sums in the memory of a GPU, [parts], and the position of the sum.
+    unread: Vec<(usize, Tensor)>,
+}
+
+impl SquareSums {
+    /// Adds the sum of the squares of a gradient's elements.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn add(&mut self, t: &Tensor) -> Result<()> {
+        let mut sum = 0.0;
+        let as_f32 = t.to_dtype(DType::F32)?;
+        if inplace::is_supported(&as_f32) {
+            sum = inplace::with_f32(&as_f32, |x| map_chunks(x, slice_sum_of_squares).into_iter().sum())?;
+        } else {
+            let parts = match cuda_kernels::sum_of_squares(&t.detach())? {
+                Some(parts) => parts,
+                None => as_f32.sqr()?.sum_all()?.reshape(1)?,
+            };
+            self.unread.push((self.sums.len(), parts));
+        }
+        self.sums.push(sum);
+        Ok(())
     }
-    inplace::with_f32(&t, |x| map_chunks(x, slice_sum_of_squares).into_iter().sum())
+
+    /// The sums, in the order of the gradients.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn read(mut self) -> Result<Vec<f64>> {
+        if self.unread.is_empty() {
+            return Ok(self.sums);
+        }
+        let parts: Vec<_> = self.unread.iter().map(|(_, parts)| parts).collect();
+        let values = Tensor::cat(&parts, 0)?.to_vec1::<f32>()?;
+        let mut values = values.into_iter();
+        for (at, parts) in &self.unread {
+            self.sums[*at] = values.by_ref().take(parts.elem_count()).map(f64::from).sum();
+        }
+        Ok(self.sums)
+    }
 }
 
 /// Runs `f` on chunks of a fixed length, in parallel, and returns the results in order. The chunks do not depend on the

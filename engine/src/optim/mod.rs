@@ -35,7 +35,7 @@ mod schedule;
 mod state_tensor;
 
 pub use adamw::{Adam, AdamParams};
-pub use clip::{clip_factor, clip_grad_norm, global_norm, scale_gradient, sum_of_squares};
+pub use clip::{SquareSums, clip_factor, clip_grad_norm, global_norm, scale_gradient, sum_of_squares};
 pub use ema::Ema;
 pub use moment::Precision;
 pub use optimizer::{Grads, OptimError, Optimizer, Param};

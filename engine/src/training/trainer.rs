@@ -4,8 +4,8 @@ use super::loss_scale::LossScale;
 use crate::autograd::{Tape, record};
 use crate::error::{EngineError, Result};
 use crate::optim::{
-    Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_factor, clip_grad_norm, global_norm, scale_gradient,
-    sum_of_squares, with_stochastic_rounding,
+    Ema, Grads, OptimError, Optimizer, Param, Schedule, SquareSums, clip_factor, clip_grad_norm, global_norm,
+    scale_gradient, sum_of_squares, with_stochastic_rounding,
 };
 use candle_core::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
@@ -185,12 +185,17 @@ impl Trainer {
             .filter(|_| optimizer.uses_gradient_clipping());
         let mut factor = 1.0;
         if let Some(max) = clip_norm {
+            let (mut indices, mut sums) = (Vec::new(), SquareSums::default());
             tape.backward_each_from((&value, gradient.clone()), |id, gradient| {
                 if let Some(index) = index_by_id.get(&id) {
-                    squares[*index] = sum_of_squares(&unscale(gradient)?)?;
+                    indices.push(*index);
+                    sums.add(&unscale(gradient)?)?;
                 }
                 Ok::<_, EngineError>(())
             })?;
+            for (index, sum) in indices.into_iter().zip(sums.read()?) {
+                squares[index] = sum;
+            }
             let norm = global_norm(&squares);
             if !norm.is_finite() {
                 self.applied_squares = Some(squares);

@@ -170,18 +170,21 @@ def clip_tensors(config):
     return tensors
 
 
-def write_safetensors(path, tensors):
-    """Writes random float32 weights: small values, norms of 1, biases of 0."""
+def write_safetensors(path, tensors, dtype="F32"):
+    """Writes random weights in float32 or bfloat16: small values, norms of 1, biases of 0."""
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = random.Random(str(path.parent.name))
     noise = array.array("f", (generator.gauss(0, 0.02) for _ in range(1 << 16))).tobytes()
-    ones, header, at = struct.pack("<f", 1.0), {}, 0
+    ones, header, at, size = struct.pack("<f", 1.0), {}, 0, 4
+    if dtype == "BF16":
+        # bfloat16 is the upper half of float32.
+        noise, ones, size = array.array("H", noise)[1::2].tobytes(), ones[2:], 2
     for name, shape in tensors.items():
         count = 1
         for side in shape:
             count *= side
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + 4 * count]}
-        at += 4 * count
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size * count]}
+        at += size * count
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as out:
@@ -194,7 +197,7 @@ def write_safetensors(path, tensors):
                     out.write(noise)
                 out.write(noise[:rest])
             elif name.endswith("weight"):
-                out.write(ones * (count // 4))
+                out.write(ones * (count // size))
             else:
                 out.write(bytes(count))
 
@@ -292,6 +295,11 @@ MODELS = {
     "zimage-small": zimage(5, 5, (768, 6, 12, 4), HALF_VAE),
     "zimage-wide": zimage(8, 4, (1024, 6, 16, 8), FULL_VAE),
 }
+# The published sizes, in bfloat16. Random jobs do not draw them.
+PUBLISHED = {
+    "sdxl": sdxl([320, 640, 1280], [5, 10, 20], ((768, 12), (1280, 32)), FULL_VAE),
+    "flux-dev": flux(24, 19, 38, (768, 12), (4096, 24, 64), FULL_VAE),
+}
 # The families with a transformer, whose jobs have other options.
 TRANSFORMERS = {
     "flux": ["transformer_blocks.0", "single_transformer_blocks", "attn", "ff.net"],
@@ -311,7 +319,8 @@ def make_model(folder, name):
     place = folder / name
     if (place / "model_index.json").exists():
         return place
-    family, tiny, denoiser, encoders, vae = MODELS[name]
+    family, tiny, denoiser, encoders, vae = (MODELS | PUBLISHED)[name]
+    dtype = "BF16" if name in PUBLISHED else "F32"
     denoiser_part = "transformer" if family in TRANSFORMERS else "unet"
     stem = "diffusion_pytorch_model"
     parts = [(denoiser_part, denoiser, SHAPES[denoiser["_class_name"]](denoiser), stem), ("vae", vae, vae_tensors(vae), stem)]
@@ -320,7 +329,7 @@ def make_model(folder, name):
         parts.append((f"text_encoder{suffix}", encoder, shapes(encoder), "model"))
         shutil.copytree(FIXTURES / tiny / f"tokenizer{suffix}", place / f"tokenizer{suffix}", dirs_exist_ok=True)
     for part, config, tensors, file in parts:
-        write_safetensors(place / part / f"{file}.safetensors", tensors)
+        write_safetensors(place / part / f"{file}.safetensors", tensors, dtype)
         (place / part / "config.json").write_text(json.dumps(config))
     shutil.copytree(FIXTURES / tiny / "scheduler", place / "scheduler", dirs_exist_ok=True)
     shutil.copy(FIXTURES / tiny / "model_index.json", place)

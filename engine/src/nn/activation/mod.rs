@@ -5,6 +5,7 @@ mod tensors;
 use super::cpu::{self, Function, Simd, map_parallel, map_serial};
 use super::tensors::widen;
 use crate::autograd::{Input, Operation, apply};
+use crate::cuda_kernels;
 use candle_core::{D, Device, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -40,6 +41,16 @@ impl Activation {
     /// When an operation fails.
     pub fn forward(self, x: &Tensor) -> candle_core::Result<Tensor> {
         apply([x], Elementwise(self))
+    }
+
+    /// Its number in the kernels for GPUs (`cuda_kernels/common.cuh`).
+    fn kernel_code(self) -> usize {
+        match self {
+            Self::Silu => 1,
+            Self::Gelu => 2,
+            Self::GeluTanh => 3,
+            Self::QuickGelu => 4,
+        }
     }
 
     #[inline(always)]
@@ -217,10 +228,16 @@ impl Operation<1> for Elementwise {
     }
 
     fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
-        self.0.value_tensors(&widen(x)?)?.to_dtype(x.dtype())
+        match cuda_kernels::activate(self.0.kernel_code(), x)? {
+            Some(y) => Ok(y),
+            None => self.0.value_tensors(&widen(x)?)?.to_dtype(x.dtype()),
+        }
     }
 
     fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        if let Some(dx) = cuda_kernels::activate_backward(self.0.kernel_code(), x.tensor()?, gradient)? {
+            return Ok([Some(dx)]);
+        }
         let derivative = self.0.derivative_tensors(&widen(x.tensor()?)?)?;
         Ok([Some((widen(gradient)? * derivative)?)])
     }
@@ -287,11 +304,17 @@ impl Operation<1> for Gated {
     }
 
     fn forward_tensors(&self, [x]: [&Tensor; 1]) -> candle_core::Result<Tensor> {
+        if let Some(y) = cuda_kernels::gate(self.0.kernel_code(), x)? {
+            return Ok(y);
+        }
         let [hidden, gate] = halves(x)?;
         (hidden * self.0.value_tensors(&gate)?)?.to_dtype(x.dtype())
     }
 
     fn backward_tensors(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        if let Some(dx) = cuda_kernels::gate_backward(self.0.kernel_code(), x.tensor()?, gradient)? {
+            return Ok([Some(dx)]);
+        }
         let ([hidden, gate], dy) = (halves(x.tensor()?)?, widen(gradient)?);
         let d_hidden = (&dy * self.0.value_tensors(&gate)?)?;
         let d_gate = ((dy * hidden)? * self.0.derivative_tensors(&gate)?)?;

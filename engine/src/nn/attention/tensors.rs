@@ -3,6 +3,7 @@
 
 use super::sizes::Sizes;
 use super::softmax::softmax;
+use crate::cuda_kernels;
 use crate::nn::tensors::{matmul, sum_dtype};
 use candle_core::{D, DType, Device, Result, Tensor};
 
@@ -52,51 +53,46 @@ impl Parameters<'_> {
     /// Keys or values [b, keys, kv heads * width] -> [b * kv heads, keys, width].
     fn split_keys(&self, x: &Tensor) -> Result<Tensor> {
         let s = self.sizes;
-        x.reshape((s.batch, s.keys, s.kv_heads, s.width))?
-            .transpose(1, 2)?
-            .contiguous()?
-            .reshape((s.batch * s.kv_heads, s.keys, s.width))
+        let x = x.reshape((s.batch, s.keys, s.kv_heads, s.width))?;
+        swap_axes(&x, 0, s.keys)?.reshape((s.batch * s.kv_heads, s.keys, s.width))
     }
 
     /// The inverse of [`Self::split_keys`].
     fn merge_keys(&self, x: &Tensor) -> Result<Tensor> {
         let s = self.sizes;
-        x.reshape((s.batch, s.kv_heads, s.keys, s.width))?
-            .transpose(1, 2)?
-            .contiguous()?
-            .reshape((s.batch, s.keys, s.kv_heads * s.width))
+        let x = x.reshape((s.batch, s.kv_heads, s.keys, s.width))?;
+        swap_axes(&x, 0, s.kv_heads)?.reshape((s.batch, s.keys, s.kv_heads * s.width))
     }
 
     /// The queries of a chunk, or the gradient of their results, of x [b, queries, heads * width] ->
     /// [b * kv heads, query heads per key-value head * count, width].
     fn split_queries(&self, x: &Tensor, chunk: Chunk) -> Result<Tensor> {
         let s = self.sizes;
-        x.reshape((s.batch, s.queries, s.heads, s.width))?
-            .narrow(1, chunk.start, chunk.count)?
-            .transpose(1, 2)?
-            .contiguous()?
-            .reshape((s.batch * s.kv_heads, s.heads / s.kv_heads * chunk.count, s.width))
+        let x = x.reshape((s.batch, s.queries, s.heads, s.width))?;
+        swap_axes(&x, chunk.start, chunk.count)?.reshape((
+            s.batch * s.kv_heads,
+            s.heads / s.kv_heads * chunk.count,
+            s.width,
+        ))
     }
 
     /// The inverse of [`Self::split_queries`]: [b, count, heads * width].
     fn merge_queries(&self, x: &Tensor, chunk: Chunk) -> Result<Tensor> {
         let s = self.sizes;
-        x.reshape((s.batch, s.heads, chunk.count, s.width))?
-            .transpose(1, 2)?
-            .contiguous()?
-            .reshape((s.batch, chunk.count, s.features()))
+        let x = x.reshape((s.batch, s.heads, chunk.count, s.width))?;
+        swap_axes(&x, 0, s.heads)?.reshape((s.batch, chunk.count, s.features()))
     }
 
-    /// The softmax of a chunk, in f32, [b * kv heads, .., keys]. The queries are scaled before the product: in f16,
-    /// the unscaled scores may exceed the largest number.
-    fn probabilities(&self, scaled_q: &Tensor, k: &Tensor, chunk: Chunk) -> Result<Tensor> {
+    /// The scores of a chunk, [b * kv heads, .., keys], whose softmax is the probabilities. The queries are scaled before the product:
+    /// in f16, the unscaled scores may exceed the largest number.
+    fn scores(&self, scaled_q: &Tensor, k: &Tensor, chunk: Chunk) -> Result<Tensor> {
         let s = self.sizes;
         let scores = matmul(scaled_q, &k.t()?)?;
+        if self.bias.is_none() && !self.causal {
+            return Ok(scores);
+        }
         let shape = scores.shape().clone();
         let scores = scores.to_dtype(sum_dtype(scores.dtype()))?;
-        if self.bias.is_none() && !self.causal {
-            return softmax(&scores);
-        }
         let mut scores = scores.reshape((s.batch, s.heads, chunk.count, s.keys))?;
         if let Some(bias) = self.bias {
             let bias = match bias.dim(2)? {
@@ -108,7 +104,7 @@ impl Parameters<'_> {
         if self.causal {
             scores = scores.broadcast_add(&causal_mask(chunk, s.keys, scores.dtype(), scores.device())?)?;
         }
-        softmax(&scores)?.reshape(shape)
+        scores.reshape(shape)
     }
 
     /// The tensor form of the forward pass.
@@ -118,7 +114,7 @@ impl Parameters<'_> {
         let mut parts = Vec::new();
         for chunk in self.chunks() {
             let q = (self.split_queries(q, chunk)?.to_dtype(dtype)? * self.scale)?;
-            let probabilities = self.probabilities(&q, &k, chunk)?.to_dtype(v.dtype())?;
+            let probabilities = softmax_in(&self.scores(&q, &k, chunk)?, v.dtype())?;
             parts.push(self.merge_queries(&matmul(&probabilities, &v)?, chunk)?);
         }
         match parts.as_slice() {
@@ -142,18 +138,19 @@ impl Parameters<'_> {
         for chunk in self.chunks() {
             let q = (self.split_queries(q, chunk)?.to_dtype(dtype)? * self.scale)?;
             let dy = self.split_queries(dy, chunk)?;
-            let probabilities = self.probabilities(&q, &k, chunk)?;
+            let scores = self.scores(&q, &k, chunk)?;
+            let needs_ds = needs_dq || needs_dk;
+            let (probabilities, ds) = match needs_ds {
+                true => softmax_backward(&scores, &matmul(&dy, &v.t()?)?)?,
+                false => (softmax_in(&scores, value_dtype)?, scores),
+            };
             if needs_dv {
-                let part = matmul(&probabilities.to_dtype(value_dtype)?.t()?, &dy)?;
-                dv = add_in_f32(dv, &part)?;
+                dv = add_in_f32(dv, &matmul(&probabilities.t()?, &dy)?)?;
             }
-            if !needs_dq && !needs_dk {
+            if !needs_ds {
                 continue;
             }
-            // The gradient of the scores: p * (dp - sum(p * dp)).
-            let dp = matmul(&dy, &v.t()?)?.to_dtype(probabilities.dtype())?;
-            let mean = (&dp * &probabilities)?.sum_keepdim(D::Minus1)?;
-            let ds = (dp.broadcast_sub(&mean)? * probabilities)?.to_dtype(dtype)?;
+            let ds = ds.to_dtype(dtype)?;
             if needs_dk {
                 dk = add_in_f32(dk, &matmul(&ds.t()?, &q)?)?;
             }
@@ -169,6 +166,35 @@ impl Parameters<'_> {
         };
         Ok([dq, merge(dk)?, merge(dv)?])
     }
+}
+
+/// Exchanges two axes: rows `start..start + count` of x [a, n, b, width] -> [a, b, count, width].
+fn swap_axes(x: &Tensor, start: usize, count: usize) -> Result<Tensor> {
+    match cuda_kernels::swap_axes(x, start, count)? {
+        Some(y) => Ok(y),
+        None => x.narrow(1, start, count)?.transpose(1, 2)?.contiguous(),
+    }
+}
+
+/// The softmax of scores, computed in f32, in `dtype`.
+fn softmax_in(scores: &Tensor, dtype: DType) -> Result<Tensor> {
+    match cuda_kernels::softmax(scores, dtype)? {
+        Some(probabilities) => Ok(probabilities),
+        None => softmax(&scores.to_dtype(sum_dtype(scores.dtype()))?)?.to_dtype(dtype),
+    }
+}
+
+/// The softmax p of scores, in the dtype of `dp`, and the gradient of the scores, p * (dp - sum(p * dp)), from that of p.
+fn softmax_backward(scores: &Tensor, dp: &Tensor) -> Result<(Tensor, Tensor)> {
+    if let Some([probabilities, ds]) = cuda_kernels::softmax_backward(scores, dp)? {
+        return Ok((probabilities, ds));
+    }
+    let probabilities = softmax(&scores.to_dtype(sum_dtype(scores.dtype()))?)?;
+    let dtype = dp.dtype();
+    let dp = dp.to_dtype(probabilities.dtype())?;
+    let mean = (&dp * &probabilities)?.sum_keepdim(D::Minus1)?;
+    let ds = (dp.broadcast_sub(&mean)? * &probabilities)?;
+    Ok((probabilities.to_dtype(dtype)?, ds))
 }
 
 /// `sum + part`, in f32.

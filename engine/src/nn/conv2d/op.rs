@@ -3,6 +3,7 @@
 use super::geometry::{Geometry, Padding};
 use super::tensors::backward_bias;
 use crate::autograd::{Input, Operation};
+use crate::cuda_kernels;
 use crate::nn::cpu;
 use crate::weights::Weight;
 use candle_core::{Device, Shape, Tensor};
@@ -78,7 +79,13 @@ impl ConvOp {
     ) -> candle_core::Result<Tensor> {
         let y = self.geometry(x.shape(), weight.shape())?.forward_tensors(x, weight)?;
         match bias.or(self.bias.as_ref()) {
-            Some(bias) => y.broadcast_add(&bias.to_dtype(y.dtype())?.reshape((1, weight.dim(0)?, 1, 1))?),
+            Some(bias) => {
+                let bias = bias.to_dtype(y.dtype())?;
+                match cuda_kernels::add_bias(&y, &bias, y.dim(2)? * y.dim(3)?)? {
+                    true => Ok(y),
+                    false => y.broadcast_add(&bias.reshape((1, weight.dim(0)?, 1, 1))?),
+                }
+            }
             None => Ok(y),
         }
     }

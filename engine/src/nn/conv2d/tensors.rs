@@ -5,6 +5,7 @@
 //! alone (0.11.1).
 
 use super::geometry::Geometry;
+use crate::cuda_kernels::{self, Convolution};
 use crate::nn::tensors::{convolve, sum_over};
 use candle_core::{Result, Tensor};
 
@@ -47,7 +48,7 @@ impl Geometry {
     /// The gradient of x: the convolution of dy, with zeros between its pixels if the stride is above 1, with the
     /// turned weight.
     pub(in crate::nn) fn backward_input_tensors(&self, weight: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        let weight = turned(&weight.to_dtype(dy.dtype())?)?;
+        let weight = weight.to_dtype(dy.dtype())?;
         let dy = spread(dy, self.stride)?;
         let ends = |axis: usize, size: usize, kernel: usize, padding: usize| -> Result<[isize; 2]> {
             let count = dy.dim(axis)? as isize;
@@ -59,13 +60,39 @@ impl Geometry {
         let rows = ends(2, self.height, self.kernel_h, self.padding_h)?;
         let columns = ends(3, self.width, self.kernel_w, self.padding_w)?;
         let (dy, padding) = padded(&dy, rows, columns)?;
-        convolve(&dy, &weight, padding, 1, 1)
+        // A kernel reads the taps in reverse order.
+        let convolution = Convolution {
+            kernel: [self.kernel_h, self.kernel_w],
+            padding,
+            stride: 1,
+            dilation: 1,
+            reversed: true,
+        };
+        if dy.device().is_cuda()
+            && let Some(dx) = cuda_kernels::convolve(&convolution, &dy, &weight.transpose(0, 1)?.contiguous()?)?
+        {
+            return Ok(dx);
+        }
+        convolve(&dy, &turned(&weight)?, padding, 1, 1)
     }
 
     /// The gradient of the weight: the convolution of x with dy, whose kernel has the size of the image. Batch and
     /// channels change places.
     pub(in crate::nn) fn backward_weight_tensors(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let [rows, columns] = [self.padding_h, self.padding_w].map(|padding| padding as isize);
+        if x.device().is_cuda() {
+            let (x, padding) = padded(x, [rows; 2], [columns; 2])?;
+            let convolution = Convolution {
+                kernel: [self.kernel_h, self.kernel_w],
+                padding,
+                stride: self.stride,
+                dilation: 1,
+                reversed: false,
+            };
+            if let Some(dw) = cuda_kernels::weight_gradient(&convolution, &x, &dy.to_dtype(x.dtype())?)? {
+                return Ok(dw);
+            }
+        }
         let (x, padding) = padded(&x.transpose(0, 1)?.contiguous()?, [rows; 2], [columns; 2])?;
         let dy = dy.transpose(0, 1)?.contiguous()?;
         convolve(&x, &dy, padding, 1, self.stride)?

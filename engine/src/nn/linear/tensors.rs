@@ -1,6 +1,7 @@
 //! The matrix products of linear layers with candle's operations.
 
 use super::kernels::rows_of;
+use crate::cuda_kernels;
 use crate::nn::tensors::{matmul, sum_over};
 use candle_core::{Result, Shape, Tensor};
 
@@ -19,7 +20,13 @@ pub(super) fn multiply(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     *width = weight.dim(0)?;
     let y = matmul(&as_matrix(x)?, &weight.to_dtype(x.dtype())?.t()?)?;
     let y = match bias {
-        Some(bias) => y.broadcast_add(&bias.to_dtype(x.dtype())?)?,
+        Some(bias) => {
+            let bias = bias.to_dtype(x.dtype())?;
+            match cuda_kernels::add_bias(&y, &bias, 1)? {
+                true => y,
+                false => y.broadcast_add(&bias)?,
+            }
+        }
         None => y,
     };
     y.reshape(shape)

@@ -41,8 +41,8 @@ impl GroupNorm {
         })
     }
 
-    #[cfg(test)]
-    pub(super) fn from_parts(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
+    /// A group norm with this weight and bias ([channels]), whose number `groups` divides.
+    pub(crate) fn from_tensors(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
         Self {
             weight,
             bias,

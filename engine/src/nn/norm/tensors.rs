@@ -2,6 +2,8 @@
 
 use super::row_norm::RowNorm;
 use crate::autograd::Input;
+use crate::cuda_kernels::{self, Norm};
+use crate::nn::activation::Activation;
 use crate::nn::tensors::{sum_over, widen};
 use candle_core::{D, Result, Tensor};
 
@@ -41,10 +43,32 @@ fn affine(norm: &RowNorm, normalised: &Tensor, weight: &Tensor, bias: &Tensor) -
     }
 }
 
+/// The norm as a kernel for GPUs computes it, if one does.
+fn for_kernel(norm: &RowNorm) -> Option<Norm> {
+    let with_silu = match norm.activation {
+        None => false,
+        Some(Activation::Silu) => true,
+        Some(_) => return None,
+    };
+    Some(Norm {
+        length: norm.length,
+        channels: norm.channels,
+        spatial: norm.spatial,
+        eps: norm.eps,
+        subtract_mean: norm.subtract_mean,
+        with_silu,
+    })
+}
+
 /// The tensor form of the forward pass.
 pub(super) fn forward(norm: &RowNorm, x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return Ok(x.clone());
+    }
+    if let Some(kernel) = for_kernel(norm)
+        && let Some(y) = cuda_kernels::norm(&kernel, x, weight, bias)?
+    {
+        return Ok(y);
     }
     let (normalised, _) = normalise(norm, &widen(x)?)?;
     let y = affine(norm, &normalised, weight, bias)?;
@@ -64,6 +88,17 @@ pub(super) fn backward(
 ) -> Result<[Option<Tensor>; 3]> {
     if gradient.elem_count() == 0 {
         return Ok([Some(gradient.clone()), None, None]);
+    }
+    if !weight.requires_grad()
+        && !bias.requires_grad()
+        && let Some(kernel) = for_kernel(norm)
+    {
+        // The bias is saved, and read, only where there is an activation.
+        let weight = weight.tensor()?;
+        let bias = bias.tensor().unwrap_or(weight);
+        if let Some(dx) = cuda_kernels::norm_backward(&kernel, x.tensor()?, weight, bias, gradient)? {
+            return Ok([Some(dx), None, None]);
+        }
     }
     let (normalised, scale) = normalise(norm, &widen(x.tensor()?)?)?;
     let mut dy = by_channel(norm, &widen(gradient)?)?;

@@ -120,6 +120,11 @@ impl QuantMap {
         MAP.get_or_init(|| Self::new(false))
     }
 
+    /// The values, and their bounds.
+    pub(in crate::optim) fn tables(&self) -> [[f32; 256]; 2] {
+        [self.values, self.bounds]
+    }
+
     fn new(signed: bool) -> Self {
         let lines = DecadeLines::new(signed);
         let mut values = [1.0; 256];
