@@ -33,8 +33,11 @@ DTYPES = ["f32", "bf16", "bf16", "f16"]
 PROFILES = ["full_gpu", "balanced", "gpu_poor", "extreme"]
 # Largest differences that rounding explains: of a loss, relative; of a mean image, in units of 1/255.
 LOSS = {"f32": 1e-3, "f16": 0.01, "bf16": 0.05}
-IMAGE = {"f32": 0.2, "f16": 1.0, "bf16": 4.0}
+# Random models amplify rounding: with guidance an image of a LoRA of three steps differs by up to 1.8 in f16.
+IMAGE = {"f32": 0.2, "f16": 2.0, "bf16": 4.0}
 GIB = 1 << 30
+# In the error of a job that took too long.
+LATE = "not done after"
 
 
 def draw(seed):
@@ -155,7 +158,7 @@ def run(given, job, folder, device, threads):
         except subprocess.TimeoutExpired:
             process.kill()
             out, complaint = process.communicate()
-            complaint += f"\nnot done after {given.limit} s"
+            complaint += f"\n{LATE} {given.limit} s"
         total = memory.end()
     result = {"seconds": time.monotonic() - began, "losses": [], "images": [], "files": [], "memory": {}, "process": total}
     for line in out.splitlines():
@@ -191,7 +194,7 @@ def compare(job, found, expected):
     if expected["error"]:
         # The job cannot be run anywhere (a random combination that is refused), or only on a GPU.
         row["cpu"] = expected["error"]
-        return row, [] if found["error"] else ["runs on the device only"]
+        return row, [] if found["error"] or LATE in expected["error"] else ["runs on the device only"]
     if found["error"]:
         return row, [f"fails: {found['error']}"]
     if len(found["losses"]) != len(expected["losses"]) or len(found["images"]) != len(expected["images"]):
@@ -210,7 +213,7 @@ def compare(job, found, expected):
     memory = found["memory"]
     row["predicted"] = memory.get("memory/predicted_gib")
     row["taken"] = memory.get("memory/device_peak_gib")
-    row["process"] = found["process"] and found["process"] / GIB
+    row["on_card"] = found["process"] and found["process"] / GIB
     return row, wrong
 
 

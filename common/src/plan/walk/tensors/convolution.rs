@@ -6,9 +6,6 @@ use super::super::tape::{Form, Walk};
 /// Output pixels of a tile of candle's convolution on a CPU.
 const TILE_PIXELS: f64 = 512.0;
 
-/// The most bytes of the rows of inputs that a GPU computes at a time (`COLUMN_BYTES` there).
-const COLUMN_BYTES: f64 = 268_435_456.0;
-
 /// The sizes of a convolution.
 #[derive(Clone, Copy)]
 pub(in crate::plan::walk) struct ConvSizes {
@@ -48,9 +45,7 @@ struct Convolution {
     fan_in: f64,
     /// Results of each output channel, in all images.
     rows: f64,
-    /// Results of each output channel that are computed together at least: a row of all images.
-    row: f64,
-    /// Results of each output channel in one image.
+    /// The same in one image.
     pixels: f64,
     outputs: f64,
     is_pointwise: bool,
@@ -62,10 +57,9 @@ impl Walk {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let results = c.rows * c.outputs;
         if self.backend.form != Form::Portable {
-            // On CUDA and Metal: a row of inputs for each of some results, the product, and the product in the order of the result.
-            let width = if is_wide { 4.0 } else { self.backend.width };
-            let at_once = (COLUMN_BYTES / (width * c.fan_in)).max(c.row).min(c.rows);
-            let columns = numbers(at_once * c.fan_in);
+            // On CUDA (without cuDNN) and Metal: a row of inputs for each result, the product, and the product in the order of
+            // the result.
+            let columns = numbers(c.rows * c.fan_in);
             let product = numbers(results);
             let y = numbers(results);
             drop((columns, product));
@@ -104,7 +98,6 @@ impl Walk {
             weights: s.weights(),
             fan_in: s.fan_in(),
             rows: s.rows(),
-            row: s.input[0] * s.size[1],
             pixels: s.size[0] * s.size[1],
             outputs: s.outputs,
             is_pointwise: s.kernel == 1.0,
@@ -139,7 +132,6 @@ impl Walk {
             weights: s.weights(),
             fan_in: s.outputs * s.kernel * s.kernel,
             rows: batch * height * width,
-            row: batch * width,
             pixels: height * width,
             outputs: inputs,
             is_pointwise: s.kernel == 1.0,
@@ -163,7 +155,6 @@ impl Walk {
             weights: dy,
             fan_in: s.rows(),
             rows: inputs * taps,
-            row: inputs * taps,
             pixels: taps,
             outputs: s.outputs,
             is_pointwise: false,
