@@ -121,7 +121,7 @@ impl QuantMap {
     }
 
     /// The values, and their bounds.
-    pub(in crate::optim) fn tables(&self) -> [[f32; 256]; 2] {
+    pub(crate) fn tables(&self) -> [[f32; 256]; 2] {
         [self.values, self.bounds]
     }
 
