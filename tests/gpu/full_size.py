@@ -11,13 +11,12 @@ Exit codes: 0 all jobs ran, 1 a job failed.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from random_jobs import GIB, ROOT, ProcessMemory, memory_random, write_data
+from random_jobs import GIB, ROOT, memory_random, run_config, write_data
 
 
 def lora(model, side, profile="full_gpu", checkpointing=True, quantize=None, **section):
@@ -64,25 +63,16 @@ JOBS = {
 
 
 def run(given, job, folder):
+    """The last values of its metrics, those of each step, the peaks of its phases, the bytes of the process, its seconds."""
     os.makedirs(folder)
     write_data(job, folder)
     model = memory_random.make_model(given.models, job["model"])
-    Path(folder, "job.json").write_text(json.dumps(memory_random.config_of(job, folder, model)))
-    command = [given.aitk, "run", f"{folder}/job.json", "--device", given.device, "--json"]
-    environment = {**os.environ, "XDG_STATE_HOME": f"{folder}/state"}
-    began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
-        memory = ProcessMemory(process)
-        try:
-            out, complaint = process.communicate(timeout=given.limit)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, complaint = process.communicate()
-            complaint += f"\nnot done after {given.limit} s"
-        total = memory.end()
+    config = memory_random.config_of(job, folder, model)
+    events, error, total, seconds = run_config(given, config, folder, given.device)
+    if error:
+        raise RuntimeError(error)
     values, steps, logs = {}, [], []
-    for line in out.splitlines():
-        event = json.loads(line)
+    for event in events:
         if event.get("event") == "metrics":
             values.update(event["values"])
             if "seconds_per_step" in event["values"] or "loss/loss" in event["values"]:
@@ -90,9 +80,7 @@ def run(given, job, folder):
         elif event.get("event") == "log":
             logs.append(event.get("message", ""))
     phases = next((message for message in logs if message.startswith("device memory")), "")
-    if process.returncode:
-        raise RuntimeError((complaint.strip() or out)[-800:])
-    return values, steps, phases, total, time.monotonic() - began
+    return values, steps, phases, total, seconds
 
 
 def main():

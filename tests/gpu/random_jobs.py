@@ -139,16 +139,12 @@ def write_data(job, folder):
             Path(f"{folder}/data{index}/{i}.txt").write_text(f"a zorb {i}")
 
 
-def run(given, job, folder, device, threads):
-    """What a job gives on a device. The images are in the parent of `folder`."""
-    os.makedirs(folder)
-    for index, *_ in job["images"]:
-        os.symlink(f"../data{index}", f"{folder}/data{index}")
-    model = memory_random.make_model(given.models, job["model"])
-    if not device.startswith(given.device):
-        job = {**job, "profile": "cpu_only"}
-    Path(folder, "job.json").write_text(json.dumps(memory_random.config_of(job, folder, model)))
-    environment = {**os.environ, "XDG_STATE_HOME": f"{folder}/state", "RAYON_NUM_THREADS": str(threads)}
+def run_config(given, config, folder, device, threads=None):
+    """Runs a config: its events, its error, the bytes that the process took on the card, its seconds."""
+    Path(folder, "job.json").write_text(json.dumps(config))
+    environment = {**os.environ, "XDG_STATE_HOME": f"{folder}/state"}
+    if threads:
+        environment["RAYON_NUM_THREADS"] = str(threads)
     command = [given.aitk, "run", f"{folder}/job.json", "--device", device, "--json"]
     began = time.monotonic()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -160,9 +156,21 @@ def run(given, job, folder, device, threads):
             out, complaint = process.communicate()
             complaint += f"\n{LATE} {given.limit} s"
         total = memory.end()
-    result = {"seconds": time.monotonic() - began, "losses": [], "images": [], "files": [], "memory": {}, "process": total}
-    for line in out.splitlines():
-        event = json.loads(line)
+    error = None if process.returncode == 0 else (complaint.strip() or out)[-600:]
+    return [json.loads(line) for line in out.splitlines()], error, total, time.monotonic() - began
+
+
+def run(given, job, folder, device, threads):
+    """What a job gives on a device. The images are in the parent of `folder`."""
+    os.makedirs(folder)
+    for index, *_ in job["images"]:
+        os.symlink(f"../data{index}", f"{folder}/data{index}")
+    model = memory_random.make_model(given.models, job["model"])
+    if not device.startswith(given.device):
+        job = {**job, "profile": "cpu_only"}
+    events, error, total, seconds = run_config(given, memory_random.config_of(job, folder, model), folder, device, threads)
+    result = {"seconds": seconds, "losses": [], "images": [], "files": [], "memory": {}, "process": total, "error": error}
+    for event in events:
         if event.get("event") == "metrics":
             values = event["values"]
             if "loss/loss" in values:
@@ -173,7 +181,6 @@ def run(given, job, folder, device, threads):
             result["images"].append(str(path))
         elif path.suffix == ".safetensors":
             result["files"].append(str(path))
-    result["error"] = None if process.returncode == 0 else (complaint.strip() or out)[-600:]
     return result
 
 

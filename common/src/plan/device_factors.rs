@@ -35,8 +35,8 @@ pub(super) const CPU: DeviceFactors = DeviceFactors {
 };
 
 /// A GPU. The allocator of the driver takes what is asked of it, in pages of 2 MiB; the base is the driver's context with
-/// candle's kernels and cuBLAS. Measured on an H100, and compared with figures that other trainers publish
-/// (docs/memory-measurements.md).
+/// candle's kernels and cuBLAS. Compared with what jobs took on an H100, and with figures that other
+/// trainers publish (docs/memory-measurements.md).
 pub(super) const GPU: DeviceFactors = DeviceFactors {
     base: 0.66 * GIB,
     weights: 1.02,

@@ -4,7 +4,7 @@ use super::launch::{Arg, Launch, Module, are_usable, dtype_name, elements_at_onc
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// The most bytes of the matrix of inputs, if more than one row of the result fits in it.
-const COLUMN_BYTES: usize = 256 << 20;
+pub(crate) const COLUMN_BYTES: usize = 256 << 20;
 
 /// The steps of a convolution with a kernel of [height, width].
 #[derive(Clone, Copy, Debug)]

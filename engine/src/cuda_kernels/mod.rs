@@ -11,7 +11,7 @@ mod optimizer;
 mod pointwise;
 mod softmax;
 
-pub(crate) use convolution::{Convolution, convolve, weight_gradient};
+pub(crate) use convolution::{COLUMN_BYTES, Convolution, convolve, weight_gradient};
 pub(crate) use norm::{Norm, norm, norm_backward};
 pub(crate) use optimizer::{AdamFactors, Moments8, adam_8bit, adam_f32, sum_of_squares};
 pub(crate) use pointwise::{

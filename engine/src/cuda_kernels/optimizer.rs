@@ -3,15 +3,20 @@
 use super::launch::{Arg, Launch, Module, are_usable, dtype_name, launch, output};
 use candle_core::{DType, Result, Shape, Tensor};
 
-/// The factors of a step of Adam, as `optim::adamw` computes them.
+/// The factors of a step of Adam, equal for all elements of a parameter.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AdamFactors {
+    /// Scale of the parameter for decoupled decay: 1 - lr * weight_decay.
     pub(crate) param_scale: f64,
+    /// Weight decay that is added to the gradient (L2).
     pub(crate) l2_decay: f64,
     pub(crate) beta2: f64,
+    /// 1 - beta1 and 1 - beta2.
     pub(crate) one_minus_betas: (f64, f64),
+    /// 1 / sqrt(1 - beta2^t). torch divides instead; a division per element would dominate the time of an 8-bit step.
     pub(crate) bias_correction: f64,
     pub(crate) eps: f64,
+    /// -lr / (1 - beta1^t).
     pub(crate) step_size: f64,
 }
 

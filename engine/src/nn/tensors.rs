@@ -4,7 +4,7 @@
 //! f16, and has no convolution in bf16. Here the operands are converted to f32 there, so that portable mode computes
 //! what GPUs compute.
 
-use crate::cuda_kernels::{self, Convolution};
+use crate::cuda_kernels::{self, COLUMN_BYTES, Convolution};
 use candle_core::{DType, Result, Tensor};
 
 /// The dtype of sums over numbers of this dtype: f32, or f64 for f64.
@@ -54,9 +54,6 @@ pub(super) fn convolve(x: &Tensor, weight: &Tensor, padding: usize, stride: usiz
     }
     convolve_in_rows(&convolution, x, weight, COLUMN_BYTES)
 }
-
-/// The most bytes of the rows of inputs that candle writes for a convolution at a time, if more than one row of the result fits.
-const COLUMN_BYTES: usize = 256 << 20;
 
 /// candle's convolution, some rows of the result at a time, so that the rows of inputs (im2col) that it writes on a GPU have at most
 /// `column_bytes`.

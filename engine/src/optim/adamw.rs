@@ -8,7 +8,7 @@ use super::moment::Moment;
 use super::moment::Precision;
 use super::optimizer::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use super::saved::{self, SavedState};
-use crate::cuda_kernels::{self, AdamFactors, Moments8};
+use crate::cuda_kernels::{self, AdamFactors as Factors, Moments8};
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
@@ -124,23 +124,6 @@ impl Adam {
     }
 }
 
-/// The factors of a step, equal for all elements of a parameter.
-#[derive(Clone, Copy)]
-struct Factors {
-    /// Scale of the parameter for decoupled decay: 1 - lr * weight_decay.
-    param_scale: f64,
-    /// Weight decay that is added to the gradient (L2).
-    l2_decay: f64,
-    beta2: f64,
-    /// 1 - beta1 and 1 - beta2.
-    one_minus_betas: (f64, f64),
-    /// 1 / sqrt(1 - beta2^t). torch divides instead; a division per element would dominate the time of an 8-bit step.
-    bias_correction: f64,
-    eps: f64,
-    /// -lr / (1 - beta1^t).
-    step_size: f64,
-}
-
 impl AdamParams {
     fn factors(&self, lr: f64, step: u64) -> Factors {
         let t = step as f64;
@@ -195,15 +178,6 @@ impl Moments {
             return Ok(false);
         }
         let grad = inplace::readable_gradient(grad, &p)?;
-        let factors = AdamFactors {
-            param_scale: factors.param_scale,
-            l2_decay: factors.l2_decay,
-            beta2: factors.beta2,
-            one_minus_betas: factors.one_minus_betas,
-            bias_correction: factors.bias_correction,
-            eps: factors.eps,
-            step_size: factors.step_size,
-        };
         Ok(match (&mut self.exp_avg, &mut self.exp_avg_sq) {
             (Moment::Float32(m), Moment::Float32(v)) => {
                 cuda_kernels::adam_f32(&p, &grad, [m.make_mut()?, v.make_mut()?], &factors)?

@@ -75,19 +75,23 @@ impl SquareSums {
     /// # Errors
     /// When the device fails.
     pub fn add(&mut self, t: &Tensor) -> Result<()> {
-        let mut sum = 0.0;
-        let as_f32 = t.to_dtype(DType::F32)?;
-        if inplace::is_supported(&as_f32) {
-            sum = inplace::with_f32(&as_f32, |x| map_chunks(x, slice_sum_of_squares).into_iter().sum())?;
-        } else {
-            let parts = match cuda_kernels::sum_of_squares(&t.detach())? {
-                Some(parts) => parts,
-                None => as_f32.sqr()?.sum_all()?.reshape(1)?,
-            };
-            self.unread.push((self.sums.len(), parts));
+        if let Some(parts) = cuda_kernels::sum_of_squares(&t.detach())? {
+            self.add_unread(parts);
+            return Ok(());
         }
-        self.sums.push(sum);
+        let t = t.to_dtype(DType::F32)?;
+        if inplace::is_supported(&t) {
+            let sum = inplace::with_f32(&t, |x| map_chunks(x, slice_sum_of_squares).into_iter().sum())?;
+            self.sums.push(sum);
+        } else {
+            self.add_unread(t.sqr()?.sum_all()?.reshape(1)?);
+        }
         Ok(())
+    }
+
+    fn add_unread(&mut self, parts: Tensor) {
+        self.unread.push((self.sums.len(), parts));
+        self.sums.push(0.0);
     }
 
     /// The sums, in the order of the gradients.

@@ -139,16 +139,14 @@ impl Parameters<'_> {
             let q = (self.split_queries(q, chunk)?.to_dtype(dtype)? * self.scale)?;
             let dy = self.split_queries(dy, chunk)?;
             let scores = self.scores(&q, &k, chunk)?;
-            let needs_ds = needs_dq || needs_dk;
-            let (probabilities, ds) = match needs_ds {
-                true => softmax_backward(&scores, &matmul(&dy, &v.t()?)?)?,
-                false => (softmax_in(&scores, value_dtype)?, scores),
-            };
+            if !needs_dq && !needs_dk {
+                let probabilities = softmax_in(&scores, value_dtype)?;
+                dv = add_in_f32(dv, &matmul(&probabilities.t()?, &dy)?)?;
+                continue;
+            }
+            let (probabilities, ds) = softmax_backward(&scores, &matmul(&dy, &v.t()?)?)?;
             if needs_dv {
                 dv = add_in_f32(dv, &matmul(&probabilities.t()?, &dy)?)?;
-            }
-            if !needs_ds {
-                continue;
             }
             let ds = ds.to_dtype(dtype)?;
             if needs_dk {
