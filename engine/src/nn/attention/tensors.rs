@@ -114,7 +114,7 @@ impl Parameters<'_> {
         let mut parts = Vec::new();
         for chunk in self.chunks() {
             let q = (self.split_queries(q, chunk)?.to_dtype(dtype)? * self.scale)?;
-            let probabilities = softmax_in(&self.scores(&q, &k, chunk)?, v.dtype())?;
+            let probabilities = softmax_in(self.scores(&q, &k, chunk)?, v.dtype())?.to_dtype(v.dtype())?;
             parts.push(self.merge_queries(&matmul(&probabilities, &v)?, chunk)?);
         }
         match parts.as_slice() {
@@ -139,16 +139,32 @@ impl Parameters<'_> {
             let q = (self.split_queries(q, chunk)?.to_dtype(dtype)? * self.scale)?;
             let dy = self.split_queries(dy, chunk)?;
             let scores = self.scores(&q, &k, chunk)?;
-            if !needs_dq && !needs_dk {
-                let probabilities = softmax_in(&scores, value_dtype)?;
-                dv = add_in_f32(dv, &matmul(&probabilities.t()?, &dy)?)?;
+            let needs_ds = needs_dq || needs_dk;
+            let mut from_kernel = None;
+            if needs_ds && scores.device().is_cuda() {
+                from_kernel = cuda_kernels::softmax_backward(&scores, &matmul(&dy, &v.t()?)?)?;
+            }
+            let (probabilities, ds) = match from_kernel {
+                Some([probabilities, ds]) => (probabilities, Some(ds)),
+                None => (softmax_in(scores, value_dtype)?, None),
+            };
+            if needs_dv {
+                let part = matmul(&probabilities.to_dtype(value_dtype)?.t()?, &dy)?;
+                dv = add_in_f32(dv, &part)?;
+            }
+            if !needs_ds {
                 continue;
             }
-            let (probabilities, ds) = softmax_backward(&scores, &matmul(&dy, &v.t()?)?)?;
-            if needs_dv {
-                dv = add_in_f32(dv, &matmul(&probabilities.t()?, &dy)?)?;
-            }
-            let ds = ds.to_dtype(dtype)?;
+            let ds = match ds {
+                Some(ds) => ds,
+                None => {
+                    // The gradient of the scores: p * (dp - sum(p * dp)).
+                    let probabilities = probabilities.to_dtype(sum_dtype(dtype))?;
+                    let dp = matmul(&dy, &v.t()?)?.to_dtype(probabilities.dtype())?;
+                    let mean = (&dp * &probabilities)?.sum_keepdim(D::Minus1)?;
+                    (dp.broadcast_sub(&mean)? * probabilities)?.to_dtype(dtype)?
+                }
+            };
             if needs_dk {
                 dk = add_in_f32(dk, &matmul(&ds.t()?, &q)?)?;
             }
@@ -174,25 +190,14 @@ fn swap_axes(x: &Tensor, start: usize, count: usize) -> Result<Tensor> {
     }
 }
 
-/// The softmax of scores, computed in f32, in `dtype`.
-fn softmax_in(scores: &Tensor, dtype: DType) -> Result<Tensor> {
-    match cuda_kernels::softmax(scores, dtype)? {
-        Some(probabilities) => Ok(probabilities),
-        None => softmax(&scores.to_dtype(sum_dtype(scores.dtype()))?)?.to_dtype(dtype),
+/// The softmax of scores: in `dtype` if a kernel computes it, else in f32.
+fn softmax_in(scores: Tensor, dtype: DType) -> Result<Tensor> {
+    if let Some(probabilities) = cuda_kernels::softmax(&scores, dtype)? {
+        return Ok(probabilities);
     }
-}
-
-/// The softmax p of scores, in the dtype of `dp`, and the gradient of the scores, p * (dp - sum(p * dp)), from that of p.
-fn softmax_backward(scores: &Tensor, dp: &Tensor) -> Result<(Tensor, Tensor)> {
-    if let Some([probabilities, ds]) = cuda_kernels::softmax_backward(scores, dp)? {
-        return Ok((probabilities, ds));
-    }
-    let probabilities = softmax(&scores.to_dtype(sum_dtype(scores.dtype()))?)?;
-    let dtype = dp.dtype();
-    let dp = dp.to_dtype(probabilities.dtype())?;
-    let mean = (&dp * &probabilities)?.sum_keepdim(D::Minus1)?;
-    let ds = (dp.broadcast_sub(&mean)? * &probabilities)?;
-    Ok((probabilities.to_dtype(dtype)?, ds))
+    let wide = scores.to_dtype(sum_dtype(scores.dtype()))?;
+    drop(scores);
+    softmax(&wide)
 }
 
 /// `sum + part`, in f32.

@@ -161,12 +161,13 @@ impl Walk {
             drop(mask);
             masked
         });
-        let biased = biased.filter(|_| masked.is_none());
+        let final_scores = masked.or(biased).unwrap_or_else(|| wide.clone());
+        drop((product, wide));
         let shifted = self.floats(scores);
         let exponentials = self.floats(scores);
         drop(shifted);
         let result = self.floats(scores);
-        drop((product, wide, biased, masked, exponentials));
+        drop((final_scores, exponentials));
         result
     }
 
