@@ -260,10 +260,4 @@ mod tests {
         assert_eq!(elements_at_once(DType::F16, &[16], &[&x, &part]), 1);
         assert_eq!(elements_at_once(DType::F32, &[16], &[&part]), 4);
     }
-
-    #[test]
-    fn tensors_of_the_cpu_are_not_usable() {
-        let x = Tensor::zeros(8, DType::F32, &Device::Cpu).unwrap();
-        assert!(!are_usable(&[&x]));
-    }
 }
