@@ -60,7 +60,7 @@ fn new_job(number: u64, fits: bool) -> NewJob {
     let families = ["sd1", "sdxl", "flux", "sd3"];
     let family = families[(number % 4) as usize];
     let bytes = |gib: u64| gib * GIB + number % 4 * GIB / 2;
-    let need = MemoryNeed::new([20, 16, 12, 8].map(bytes), [bytes(30); 4]);
+    let need = MemoryNeed::new([[20, 16, 12, 8].map(bytes); 2], [bytes(30); 4]);
     let requirements = Requirements {
         priority: (number / 7 % 3) as i64,
         owner: UserName::new(format!("user{}", number % 10)),

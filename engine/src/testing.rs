@@ -30,6 +30,21 @@ macro_rules! in_portable_mode {
 }
 pub(crate) use in_portable_mode;
 
+/// Runs tests of this module again with emulated kernels for CUDA, as tests of the same names in a module `with_emulated_kernels`.
+macro_rules! with_emulated_kernels {
+    ($($test:ident),* $(,)?) => {
+        mod with_emulated_kernels {
+            $(
+                #[test]
+                fn $test() {
+                    crate::device::portable::emulated_kernels(super::$test);
+                }
+            )*
+        }
+    };
+}
+pub(crate) use with_emulated_kernels;
+
 /// The cases that a test compares: every fourth and the last, and in portable mode, which is slow, every eighth.
 /// `AITK_ALL_CASES=1`, which `.ci/run` sets, compares all in both modes.
 pub(crate) fn chosen<T>(cases: Vec<T>) -> Vec<T> {

@@ -3,8 +3,9 @@
     python3 tests/gpu/full_size.py --models FOLDER --aitk target/cuda/release/aitk
     python3 tests/gpu/full_size.py --models FOLDER --only sdxl
 
-FOLDER gets models with random weights in bfloat16: SDXL (7 GB), FLUX.1-dev (34 GB). A job ends after a few steps. "Taken" is what
-tensors held on the card at most; with nvidia-ml-py and psutil installed, "process" is all that the process took there.
+FOLDER gets models with random weights in bfloat16: SDXL (7 GB), FLUX.1-dev (34 GB). A job ends after a few steps. "Tensors" is what
+tensors held on the card at most, "process" that and what the process kept of freed memory, with the driver's context. With nvidia-ml-py and psutil
+installed, what the driver reports of the process is shown too.
 
 Exit codes: 0 all jobs ran, 1 a job failed.
 """
@@ -93,7 +94,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=3600, help="start no job after this time")
     given = parser.parse_args()
     end, failed = time.monotonic() + given.seconds, 0
-    print("| job | predicted, GiB | taken, GiB | process, GiB | s/step | whole job, s |\n|---|---|---|---|---|---|", flush=True)
+    print("| job | predicted, GiB | tensors, GiB | process, GiB | reported by the driver, GiB | s/step | whole job, s |\n|---|---|---|---|---|---|---|", flush=True)
     for name, job in JOBS.items():
         if given.only and not any(part == name or (part not in JOBS and part in name) for part in given.only):
             continue
@@ -109,7 +110,7 @@ def main():
                 continue
         seconds = [entry.get("seconds_per_step") for _, entry in steps if entry.get("seconds_per_step")]
         cells = [
-            name, *(f"{values[key]:.2f}" if key in values else "" for key in ("memory/predicted_gib", "memory/device_peak_gib")),
+            name, *(f"{values[key]:.2f}" if key in values else "" for key in ("memory/predicted_gib", "memory/device_peak_gib", "memory/device_process_gib")),
             f"{total / GIB:.2f}" if total else "", f"{min(seconds):.3f}" if seconds else "", f"{took:.1f}",
         ]  # fmt: skip
         print("| " + " | ".join(cells) + f" |\n<!-- {phases}; {json.dumps(steps[-1:])[:300]} -->", flush=True)

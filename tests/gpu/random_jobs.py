@@ -169,8 +169,12 @@ def run(given, job, folder, device, threads):
     if not device.startswith(given.device):
         job = {**job, "profile": "cpu_only"}
     events, error, total, seconds = run_config(given, memory_random.config_of(job, folder, model), folder, device, threads)
-    result = {"seconds": seconds, "losses": [], "images": [], "files": [], "memory": {}, "process": total, "error": error}
+    result = {"seconds": seconds, "losses": [], "images": [], "files": [], "memory": {}, "phases": "", "notes": [], "process": total, "error": error}
     for event in events:
+        if event.get("event") == "log" and event.get("message", "").startswith("device memory"):
+            result["phases"] = event["message"]
+        if event.get("event") == "log" and "not computing in" in event.get("message", ""):
+            result["notes"].append(event["message"])
         if event.get("event") == "metrics":
             values = event["values"]
             if "loss/loss" in values:
@@ -204,6 +208,7 @@ def compare(job, found, expected):
         return row, [] if found["error"] or LATE in expected["error"] else ["runs on the device only"]
     if found["error"]:
         return row, [f"fails: {found['error']}"]
+    wrong += found["notes"]
     if len(found["losses"]) != len(expected["losses"]) or len(found["images"]) != len(expected["images"]):
         wrong.append(f"{len(found['losses'])} losses, {len(found['images'])} images, on the CPU {len(expected['losses'])}, {len(expected['images'])}")
     pairs = list(zip(found["losses"], expected["losses"]))
@@ -217,11 +222,19 @@ def compare(job, found, expected):
             wrong.append(f"images differ by {row['image']:.2f}/255 on average")
     if job["process"].get("network") and found["files"] and expected["files"]:
         row["cosine"] = cosine(found["files"][-1], expected["files"][-1])
-    memory = found["memory"]
-    row["predicted"] = memory.get("memory/predicted_gib")
-    row["taken"] = memory.get("memory/device_peak_gib")
-    row["on_card"] = found["process"] and found["process"] / GIB
     return row, wrong
+
+
+def memory_row(found):
+    """What a job took on the device, in GiB, beside what was predicted."""
+    memory = found["memory"]
+    return {
+        "predicted": memory.get("memory/predicted_gib"),
+        "allocated": memory.get("memory/device_peak_gib"),
+        "taken": memory.get("memory/device_process_gib"),
+        # What the driver reports: less, if the peak was between two questions.
+        "on_card": found["process"] and found["process"] / GIB,
+    }
 
 
 def main():
@@ -235,6 +248,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=3600, help="start no job after this time")
     parser.add_argument("--limit", type=float, default=300, help="most seconds of one job")
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run side by side")
+    parser.add_argument("--memory", action="store_true", help="run the jobs on the device only, and compare only their memory")
     parser.add_argument("--save", type=Path, help="append each result to this file, as JSON")
     given = parser.parse_args()
     drawn = {seed: draw(seed) for seed in range(given.seed, given.seed + given.count)}
@@ -250,11 +264,16 @@ def main():
         job = jobs[seed]
         with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(2) as pair:
             write_data(job, folder)
-            expected = pair.submit(run, given, with_dtype(job, "float32"), f"{folder}/cpu", "cpu", threads)
             found = pair.submit(run, given, with_dtype(job, job["dtype"]), f"{folder}/gpu", given.device, threads)
-            return compare(job, found.result(), expected.result())
+            if given.memory:
+                found = found.result()
+                row = {"dtype": job["dtype"], "phases": found["phases"], "error": found["error"]}
+                return {**row, **memory_row(found)}, found["notes"]
+            expected = pair.submit(run, given, with_dtype(job, "float32"), f"{folder}/cpu", "cpu", threads)
+            row, wrong = compare(job, found.result(), expected.result())
+            return {**row, **memory_row(found.result())}, wrong
 
-    wrong_jobs, done = 0, 0
+    wrong_jobs, done, over = 0, 0, []
     with concurrent.futures.ThreadPoolExecutor(given.at_once) as pool:
         for seed, outcome in zip(jobs, pool.map(both, jobs)):
             if outcome is None:
@@ -262,12 +281,17 @@ def main():
             row, wrong = outcome
             done += 1
             wrong_jobs += bool(wrong)
+            if row.get("predicted") and row.get("taken"):
+                over.append(row["predicted"] / row["taken"] - 1)
             figures = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v is not None)
             print(f"{seed}: {'WRONG: ' + '; '.join(wrong) if wrong else 'right'}: {figures}: {memory_random.describe(jobs[seed])[:300]}", flush=True)
             if given.save:
                 with open(given.save, "a") as out:
                     out.write(json.dumps({**jobs[seed], **row, "wrong": wrong}) + "\n")
     print(f"{wrong_jobs} of {done} jobs are wrong")
+    if over:
+        within = sum(-0.05 <= one <= 0.10 for one in over)
+        print(f"memory: {within} of {len(over)} predicted within -5 and +10 %, {100 * min(over):+.0f} to {100 * max(over):+.0f} %, mean {100 * sum(over) / len(over):+.1f} %")
     sys.exit(1 if wrong_jobs else 0)
 
 

@@ -3,12 +3,13 @@
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::plan::demand::Demand;
+use aitk_common::plan::device_factors::CUDA_CONTEXT;
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_engine::device::take_peak;
 use aitk_engine::device::threads::stack_space;
+use aitk_engine::device::{DevicePeak, end_phase};
 use aitk_engine::processes::{expand_home, image_batches};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::collections::BTreeMap;
@@ -60,8 +61,8 @@ struct Phase {
     name: String,
     /// Bytes of main memory.
     host: u64,
-    /// Bytes of GPU memory, if the driver reports it.
-    device: Option<u64>,
+    /// Memory of the GPU, if the driver reports it.
+    device: Option<DevicePeak>,
 }
 
 impl MemoryUsage {
@@ -86,7 +87,7 @@ impl MemoryUsage {
         let Some(name) = self.phase.take() else { return };
         let host = peak_memory();
         reset_peak_memory();
-        let device = self.device.and_then(take_peak);
+        let device = self.device.and_then(end_phase);
         self.add_phase(Phase { name, host, device });
     }
 
@@ -94,7 +95,13 @@ impl MemoryUsage {
         match self.phases.iter_mut().find(|known| known.name == phase.name) {
             Some(known) => {
                 known.host = known.host.max(phase.host);
-                known.device = known.device.max(phase.device);
+                known.device = match (known.device, phase.device) {
+                    (Some(a), Some(b)) => Some(DevicePeak {
+                        allocated: a.allocated.max(b.allocated),
+                        reserved: a.reserved.max(b.reserved),
+                    }),
+                    (a, b) => a.or(b),
+                };
             }
             None => self.phases.push(phase),
         }
@@ -104,13 +111,19 @@ impl MemoryUsage {
     pub(crate) fn report(mut self, spec: &AttemptSpec) -> Vec<ChildEvent> {
         self.end_phase();
         let on_cpu = spec.device.kind == DeviceKind::Cpu;
-        let predicted = predicted_need(spec, &image_batches(spec)).map(|need| need.under(spec.profile, on_cpu));
+        let predicted =
+            predicted_need(spec, &image_batches(spec)).map(|need| need.under(spec.profile, spec.device.kind));
         let host: Vec<_> = self.phases.iter().map(|phase| (&*phase.name, phase.host)).collect();
         let device = self
             .phases
             .iter()
-            .filter_map(|phase| Some((&*phase.name, phase.device?)));
+            .filter_map(|phase| Some((&*phase.name, phase.device?.allocated)));
         let device: Vec<_> = device.collect();
+        let reserved = self
+            .phases
+            .iter()
+            .filter_map(|phase| Some(phase.device?.reserved))
+            .max();
         let mut values = BTreeMap::new();
         let mut lines = Vec::new();
         // The prediction for a GPU is about the GPU's memory.
@@ -132,6 +145,15 @@ impl MemoryUsage {
                 .map(|(name, bytes)| format!("{name} {:.3}", gib(*bytes)))
                 .collect();
             message.push_str(&format!(" ({})", phases.join(", ")));
+            if let Some(reserved) = reserved.filter(|_| memory_kind == "device") {
+                let process = reserved.saturating_add(CUDA_CONTEXT);
+                values.insert("memory/device_process_gib".to_owned(), gib(process));
+                message.push_str(&format!(
+                    ", the process {:.3} GiB: {:.3} reserved for tensors, and the driver's context",
+                    gib(process),
+                    gib(reserved)
+                ));
+            }
             lines.push(ChildEvent::Log {
                 level: "info".into(),
                 message,
@@ -208,7 +230,7 @@ pub(crate) fn out_of_memory_advice(spec: &AttemptSpec, total: u64) -> String {
     // The worker itself does not read the images of a job; only the attempt's process does.
     let need = predicted_need(spec, &[]);
     let under = |profile: MemoryProfile| {
-        let bytes = need.map(|need| need.under(profile, on_cpu));
+        let bytes = need.map(|need| need.under(profile, spec.device.kind));
         bytes.map_or_else(String::new, |bytes| format!(", predicted to need {}", gib(bytes)))
     };
     let allowed = match memory_budget(spec) {
@@ -269,19 +291,23 @@ mod tests {
 
     #[test]
     fn a_repeated_phase_keeps_its_maximum() {
-        let phase = |name: &str, host, device| Phase {
+        let phase = |name: &str, host, device: Option<[u64; 2]>| Phase {
             name: name.to_owned(),
             host,
-            device,
+            device: device.map(|[allocated, reserved]| DevicePeak { allocated, reserved }),
         };
         let mut usage = MemoryUsage::default();
         for seen in [
             phase("train", 5, None),
-            phase("sample", 7, Some(4)),
-            phase("train", 3, Some(9)),
+            phase("sample", 7, Some([4, 8])),
+            phase("train", 3, Some([9, 9])),
+            phase("sample", 6, Some([5, 7])),
         ] {
             usage.add_phase(seen);
         }
-        assert_eq!(usage.phases, [phase("train", 5, Some(9)), phase("sample", 7, Some(4))]);
+        assert_eq!(
+            usage.phases,
+            [phase("train", 5, Some([9, 9])), phase("sample", 7, Some([5, 8]))]
+        );
     }
 }

@@ -9,6 +9,7 @@ use crate::context::env;
 use crate::output::format::size;
 #[cfg(feature = "embedded")]
 use crate::paths::expand;
+use aitk_common::capability::DeviceKind;
 use aitk_common::control_plane::Forecast;
 #[cfg(feature = "embedded")]
 use aitk_common::job::InputKind;
@@ -219,7 +220,8 @@ async fn trainings(loaded: &LoadedJob, counts: Option<ParameterCounts>, director
     reports
 }
 
-/// Predicts the memory in bytes by device and profile, the keys of `memory` in `validate --json`: on a GPU with the profiles that use the most and the least memory, and on the CPU.
+/// Predicts the memory in bytes by device and profile, the keys of `memory` in `validate --json`: with CUDA (`gpu`), with Metal, and on
+/// the CPU.
 fn predicted_memory(
     loaded: &LoadedJob,
     counts: Option<ParameterCounts>,
@@ -229,13 +231,14 @@ fn predicted_memory(
     let Some(need) = Demand::of_job(&job, counts, batches).and_then(|demand| demand.memory) else {
         return BTreeMap::new();
     };
-    let profiles = [
-        ("gpu, full_gpu", MemoryProfile::FullGpu, false),
-        ("gpu, extreme", MemoryProfile::Extreme, false),
-        ("processor, cpu_only", MemoryProfile::CpuOnly, true),
+    let kinds = [
+        ("gpu", DeviceKind::Cuda),
+        ("metal", DeviceKind::Metal),
+        ("processor", DeviceKind::Cpu),
     ];
-    profiles
-        .into_iter()
-        .map(|(name, profile, cpu)| (name.to_owned(), need.under(profile, cpu)))
-        .collect()
+    let of_kind = |(name, kind): (&str, DeviceKind)| {
+        let profiles = MemoryProfile::on(kind == DeviceKind::Cpu);
+        profiles.map(|profile| (format!("{name}, {}", profile.name()), need.under(profile, kind)))
+    };
+    kinds.into_iter().flat_map(of_kind).collect()
 }

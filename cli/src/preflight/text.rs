@@ -4,6 +4,8 @@
 use super::dataset::{dataset_lines, dataset_summary, dataset_warnings};
 use super::report::{ProcessReport, Report};
 use crate::output::format::{fold, gib, plural, printable, size};
+use aitk_common::plan::profile::MemoryProfile;
+use std::collections::BTreeMap;
 
 /// Width of the column with the section names.
 const NAME_COLUMNS: usize = 10;
@@ -130,14 +132,7 @@ impl Report {
             });
             out.section("fit", std::iter::once(forecast.summary.clone()).chain(devices));
         } else if !self.memory.is_empty() {
-            let memory = self
-                .memory
-                .iter()
-                .map(|(key, bytes)| format!("{} ({})", gib(*bytes), key.replace("processor", "CPU")));
-            out.section(
-                "memory",
-                [format!("predicted: {}", memory.collect::<Vec<_>>().join(", "))],
-            );
+            out.section("memory", memory_lines(&self.memory));
         }
         if !self.unchecked.is_empty() {
             out.section("unchecked", self.unchecked.iter().cloned());
@@ -235,4 +230,22 @@ fn epochs_line(training: &ProcessReport) -> String {
 fn short_number(value: f64) -> String {
     let text = format!("{value:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// The predicted memory, a line for each kind of device.
+fn memory_lines(memory: &BTreeMap<String, u64>) -> Vec<String> {
+    let kinds = [
+        ("gpu", "NVIDIA GPU", false),
+        ("metal", "Apple GPU", false),
+        ("processor", "CPU", true),
+    ];
+    let of_kind = |(key, label, on_cpu): (&str, &str, bool)| {
+        let profiles = MemoryProfile::on(on_cpu).map(MemoryProfile::name);
+        let found = profiles.iter().filter_map(|profile| {
+            let bytes = memory.get(&format!("{key}, {profile}"))?;
+            Some(format!("{} ({profile})", gib(*bytes)))
+        });
+        format!("predicted on {label}: {}", found.collect::<Vec<_>>().join(", "))
+    };
+    kinds.into_iter().map(of_kind).collect()
 }

@@ -87,7 +87,7 @@ pub(super) async fn measure(
             let taken = if device.device.kind == DeviceKind::Cpu {
                 gib("memory/peak_gib")
             } else {
-                gib("memory/device_peak_gib")
+                gib("memory/device_process_gib").or_else(|| gib("memory/device_peak_gib"))
             };
             (gib("memory/predicted_gib"), taken)
         });

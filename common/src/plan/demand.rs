@@ -136,7 +136,7 @@ fn of_conversion(kind: &str) -> Option<Demand> {
     Some(Demand {
         family: kind.to_owned(),
         millipasses: to_thousandths(units),
-        memory: Some(MemoryNeed::new([0; 4], [cpu; 4])),
+        memory: Some(MemoryNeed::new([[0; 4]; 2], [cpu; 4])),
     })
 }
 

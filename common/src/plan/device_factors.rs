@@ -2,6 +2,9 @@
 
 const GIB: f64 = 1_073_741_824.0;
 
+/// Bytes that the driver takes of an NVIDIA card for a process, with the kernels and cuBLAS: its context.
+pub const CUDA_CONTEXT: u64 = 713_000_000;
+
 /// What a kind of device needs besides live tensors. The allocator takes memory in large pages, and rounds up.
 pub(super) struct DeviceFactors {
     /// Bytes before any tensor exists: the program itself.
@@ -14,6 +17,8 @@ pub(super) struct DeviceFactors {
     small_tensors: f64,
     /// The same for tensors that live for a part of a step.
     transient: f64,
+    /// Whether a profile can have freed memory returned at once.
+    returns_pages: bool,
     /// Free memory that the allocator keeps unless it is returned at once: bytes, and a fraction of those that come and go.
     retained: (f64, f64),
     /// Bytes that stay when memory is returned at once, from the second image on: large pages were split.
@@ -29,20 +34,34 @@ pub(super) const CPU: DeviceFactors = DeviceFactors {
     quantised: 1.3,
     small_tensors: 1.26,
     transient: 1.08,
+    returns_pages: true,
     retained: (0.05 * GIB, 0.32),
     split: 0.008 * GIB,
     margin: 1.025,
 };
 
-/// A GPU. The allocator of the driver takes what is asked of it, in pages of 2 MiB; the base is the driver's context with
-/// candle's kernels and cuBLAS. Compared with what jobs took on an H100, and with figures that other
-/// trainers publish (docs/memory-measurements.md).
-pub(super) const GPU: DeviceFactors = DeviceFactors {
+/// An NVIDIA card. The pool of the driver takes memory in pages of 32 MiB, and keeps what tensors have freed until a phase ends: tensors
+/// that come and go leave gaps. Fitted to what jobs took on an H100 (docs/memory-measurements.md).
+pub(super) const CUDA: DeviceFactors = DeviceFactors {
+    base: CUDA_CONTEXT as f64,
+    weights: 1.02,
+    quantised: 1.02,
+    small_tensors: 1.05,
+    transient: 1.0,
+    returns_pages: false,
+    retained: (0.03 * GIB, 0.3),
+    split: 0.0,
+    margin: 1.0,
+};
+
+/// The GPU of a Mac: not measured.
+pub(super) const METAL: DeviceFactors = DeviceFactors {
     base: 0.66 * GIB,
     weights: 1.02,
     quantised: 1.02,
     small_tensors: 1.15,
     transient: 1.15,
+    returns_pages: false,
     retained: (0.0, 0.0),
     split: 0.0,
     margin: 1.0,
@@ -81,7 +100,7 @@ impl Need {
     /// The bytes of the largest phase.
     pub(super) fn bytes(&self, factors: &DeviceFactors) -> f64 {
         let held = factors.weights + (factors.small_tensors - factors.weights) * self.small_fraction;
-        let (retained, fraction) = match (self.pages_returned, self.has_several_images) {
+        let (retained, fraction) = match (self.pages_returned && factors.returns_pages, self.has_several_images) {
             (false, _) => factors.retained,
             (true, true) => (factors.split, 0.0),
             (true, false) => (0.0, 0.0),

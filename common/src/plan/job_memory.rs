@@ -6,7 +6,7 @@ mod phases;
 mod training;
 mod work;
 
-use super::device_factors::{CPU, GPU, GPU_GRANULARITY, Need, Phase};
+use super::device_factors::{CPU, CUDA, GPU_GRANULARITY, METAL, Need, Phase};
 use super::families::Family;
 use super::image_batches::{ImageBatch, largest_batches};
 use super::json::{dtype_bytes, flag, number, strings, text};
@@ -104,14 +104,19 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Predicts the memory on a GPU and on a CPU under each profile.
+    /// Predicts the memory on GPUs and on a CPU under each profile.
     pub(super) fn memory_need(&self) -> MemoryNeed {
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let whole = |bytes: f64| bytes.clamp(0.0, 1e18) as u64;
-        let on_gpu = |profile| whole(self.need(profile, self.backend(Form::Gpu)).bytes(&GPU));
+        let on_gpu = |(form, factors)| {
+            MemoryProfile::on(false).map(|profile| {
+                let bytes = whole(self.need(profile, self.backend(form)).bytes(factors));
+                bytes.div_ceil(GPU_GRANULARITY) * GPU_GRANULARITY
+            })
+        };
         let on_cpu = |profile| whole(self.need(profile, Backend::CPU).bytes(&CPU));
         MemoryNeed::new(
-            MemoryProfile::on(false).map(|profile| on_gpu(profile).div_ceil(GPU_GRANULARITY) * GPU_GRANULARITY),
+            [(Form::Cuda, &CUDA), (Form::Metal, &METAL)].map(on_gpu),
             MemoryProfile::on(true).map(on_cpu),
         )
     }

@@ -3,7 +3,7 @@
 
 mod config_values;
 pub mod demand;
-mod device_factors;
+pub mod device_factors;
 mod families;
 pub mod family;
 mod headers;

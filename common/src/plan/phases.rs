@@ -37,6 +37,17 @@ pub fn portable_phases(
     phases(process, counts, batches, profile, Form::Portable)
 }
 
+/// As [`portable_phases`], with emulated kernels for CUDA.
+#[must_use]
+pub fn emulated_phases(
+    process: &Value,
+    counts: Option<ParameterCounts>,
+    batches: &[ImageBatch],
+    profile: MemoryProfile,
+) -> Option<PhaseBytes> {
+    phases(process, counts, batches, profile, Form::EmulatedKernels)
+}
+
 /// As [`portable_phases`], with the engine's kernels for CPUs.
 #[must_use]
 pub fn cpu_phases(

@@ -3,8 +3,9 @@
 use super::launch::{Arg, Launch, Module, are_usable, dtype_name, elements_at_once, launch, output};
 use candle_core::{DType, Result, Shape, Tensor};
 
-/// The most bytes of the matrix of inputs, if more than one row of the result fits in it.
-pub(crate) const COLUMN_BYTES: usize = 256 << 20;
+/// The most bytes of the matrix of inputs, if more than one row of the result fits in it. Larger products are not faster, and leave gaps
+/// in the memory of the device.
+pub(crate) const COLUMN_BYTES: usize = 64 << 20;
 
 /// The steps of a convolution with a kernel of [height, width].
 #[derive(Clone, Copy, Debug)]
@@ -105,16 +106,23 @@ pub(crate) fn convolve(convolution: &Convolution, x: &Tensor, weight: &Tensor) -
     let [out_h, out_w] = size;
     let columns = channels * convolution.kernel[0] * convolution.kernel[1];
     let weight = weight.reshape((outputs, columns))?;
-    let mut images = Vec::with_capacity(batch);
-    for image in 0..batch {
+    let shape = Shape::from((batch, outputs, out_h, out_w));
+    let part = |image: usize, rows: Rows| {
         let image = x.narrow(0, image, 1)?;
-        let mut parts = Vec::new();
-        for rows in convolution.chunks(columns, size, x.dtype()) {
-            parts.push(weight.matmul(&convolution.columns(&image, rows, out_w)?)?);
-        }
-        images.push(joined(parts, 1)?.reshape((1, outputs, out_h, out_w))?);
+        weight.matmul(&convolution.columns(&image, rows, out_w)?)
+    };
+    let chunks: Vec<_> = convolution.chunks(columns, size, x.dtype()).collect();
+    if let ([rows], 1) = (chunks.as_slice(), batch) {
+        return part(0, *rows)?.reshape(shape).map(Some);
     }
-    joined(images, 0).map(Some)
+    let y = output(&shape, x.dtype(), x.device())?;
+    for image in 0..batch {
+        let result = y.narrow(0, image, 1)?.reshape((outputs, out_h * out_w))?;
+        for rows in &chunks {
+            result.slice_set(&part(image, *rows)?, 1, rows.start * out_w)?;
+        }
+    }
+    Ok(Some(y))
 }
 
 /// The gradient of the weight of [`convolve`] in f32, from that of the result: dy [b, out, out h, out w] -> [out, in, kh, kw].
@@ -149,14 +157,6 @@ pub(crate) fn weight_gradient(convolution: &Convolution, x: &Tensor, dy: &Tensor
     match sum {
         Some(sum) => Ok(Some(sum.reshape((outputs, channels, kernel_h, kernel_w))?)),
         None => Ok(None),
-    }
-}
-
-/// The parts along an axis as one tensor; one part is not copied.
-fn joined(mut parts: Vec<Tensor>, axis: usize) -> Result<Tensor> {
-    match parts.as_slice() {
-        [_] => Ok(parts.remove(0)),
-        _ => Tensor::cat(&parts, axis),
     }
 }
 

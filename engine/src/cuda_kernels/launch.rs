@@ -1,5 +1,7 @@
-//! Starts kernels. Without the feature `cuda` no tensor is usable and nothing is started.
+//! Starts kernels. Without the feature `cuda` nothing is started; tests may have kernels emulated on the CPU.
 
+use super::emulation;
+use crate::device::portable::emulates_kernels;
 use candle_core::{DType, Device, Result, Shape, Tensor};
 
 /// A file of kernels.
@@ -14,7 +16,6 @@ pub(super) enum Module {
 
 /// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "read where kernels are started"))]
 pub(super) enum Arg<'a> {
     /// A pointer to the first element of a contiguous tensor.
     Tensor(&'a Tensor),
@@ -91,16 +92,24 @@ pub(super) fn elements_at_once(dtype: DType, lengths: &[usize], tensors: &[&Tens
     }
 }
 
-/// Whether kernels can read these tensors: of a GPU of NVIDIA, contiguous, not empty, of a known dtype, and not tracked for gradients.
+/// Whether there are kernels for the tensors of a device: a GPU of NVIDIA, or the CPU if they are emulated.
+pub(crate) fn are_available(device: &Device) -> bool {
+    match device.is_cpu() {
+        true => emulates_kernels(),
+        false => cfg!(feature = "cuda") && device.is_cuda() && is_enabled(),
+    }
+}
+
+/// Whether kernels can read these tensors: of a device with kernels, contiguous, not empty, of a known dtype, and not tracked for gradients.
 pub(super) fn are_usable(tensors: &[&Tensor]) -> bool {
     let is_usable = |tensor: &&Tensor| {
-        tensor.device().is_cuda()
+        are_available(tensor.device())
             && tensor.is_contiguous()
             && tensor.elem_count() > 0
             && !tensor.track_op()
             && dtype_name(tensor.dtype()).is_some()
     };
-    cfg!(feature = "cuda") && tensors.iter().all(is_usable) && is_enabled()
+    tensors.iter().all(is_usable)
 }
 
 /// Whether the kernels are used at all.
@@ -126,24 +135,25 @@ pub(super) fn output(shape: &Shape, dtype: DType, device: &Device) -> Result<Ten
 ///
 /// # Errors
 /// When the driver fails.
-#[cfg(not(feature = "cuda"))]
-pub(super) fn launch(launch: &Launch, _: &[Arg<'_>]) -> Result<()> {
-    candle_core::bail!(
-        "{:?} {}: this program was built without CUDA",
-        launch.module,
-        launch.kernel
-    )
+pub(super) fn launch(launch: &Launch, args: &[Arg<'_>]) -> Result<()> {
+    let device = args.iter().find_map(|arg| match arg {
+        Arg::Tensor(tensor) => Some(tensor.device()),
+        _ => None,
+    });
+    match device {
+        Some(Device::Cpu) => emulation::run(launch, args),
+        #[cfg(feature = "cuda")]
+        Some(device) => on_cuda::launch(device.as_cuda_device()?, launch, args),
+        _ => candle_core::bail!("{:?} {}: no device with kernels", launch.module, launch.kernel),
+    }
 }
-
-#[cfg(feature = "cuda")]
-pub(super) use on_cuda::launch;
 
 #[cfg(feature = "cuda")]
 mod on_cuda {
     use super::{Arg, Launch, Module};
     use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtr, LaunchConfig, PushKernelArg};
     use candle_core::cuda_backend::{CudaStorageSlice, WrapErr};
-    use candle_core::{CudaStorage, Result, Storage, Tensor};
+    use candle_core::{CudaDevice, CudaStorage, Result, Storage, Tensor};
 
     impl Module {
         const fn ptx(self) -> (&'static str, &'static str) {
@@ -171,15 +181,7 @@ mod on_cuda {
         F32(f32),
     }
 
-    pub(crate) fn launch(launch: &Launch, args: &[Arg<'_>]) -> Result<()> {
-        let on_device = args.iter().find_map(|arg| match arg {
-            Arg::Tensor(tensor) => Some(tensor.device()),
-            _ => None,
-        });
-        let Some(device) = on_device else {
-            candle_core::bail!("{}: no tensor", launch.kernel)
-        };
-        let device = device.as_cuda_device()?;
+    pub(super) fn launch(device: &CudaDevice, launch: &Launch, args: &[Arg<'_>]) -> Result<()> {
         let stream = device.cuda_stream();
         let (name, ptx) = launch.module.ptx();
         let function = device.get_or_load_custom_func(&launch.kernel, name, ptx)?;

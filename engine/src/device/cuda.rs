@@ -1,5 +1,6 @@
 //! CUDA devices: how many there are, their properties and their peak memory.
 
+use super::DevicePeak;
 use super::gpu::{Gpu, too_old_for_build};
 use super::rate::gpu_gflops;
 use super::self_test;
@@ -76,18 +77,35 @@ pub(super) fn keep_freed_memory(index: usize) {
     }
 }
 
-/// The peak of bytes in use in the memory pool of the device's tensors. Resets the peak.
-pub(super) fn take_peak(index: u32) -> Option<u64> {
+/// The peaks of the pool of the device's tensors since the last call. Then freed memory that the process has kept is returned to the
+/// driver: the next phase needs tensors of other sizes, which would not fit into its gaps.
+pub(super) fn end_phase(index: u32) -> Option<DevicePeak> {
     let device = result::device::get(i32::try_from(index).ok()?).ok()?;
-    let (mut most, mut restart) = (0_u64, 0_u64);
-    let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
     #[expect(unsafe_code, reason = "the driver's C interface takes raw pointers")]
-    // SAFETY: the default pool belongs to the driver and lives as long as the device. The attribute is a u64 that may
-    // be read, and reset by writing zero; both pointers are to u64 variables that outlive the calls.
+    // SAFETY: the default pool belongs to the driver and lives as long as the device; only memory that no tensor uses is returned.
+    // The attributes are u64s that may be read, and reset by writing zero; the pointers are to u64 variables that outlive the calls.
     unsafe {
         let pool = result::device::get_mem_pool(device).ok()?;
-        result::mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;
-        result::mem_pool::set_attribute(pool, attribute, (&raw mut restart).cast()).ok()?;
+        let read = |attribute| {
+            let mut most = 0_u64;
+            result::mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;
+            Some(most)
+        };
+        let attributes = [
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH,
+            sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
+        ];
+        let peak = DevicePeak {
+            allocated: read(attributes[0])?,
+            reserved: read(attributes[1])?,
+        };
+        if let Err(error) = result::mem_pool::trim_to(pool, 0) {
+            tracing::debug!(?error, "the driver takes no memory back");
+        }
+        for attribute in attributes {
+            let mut restart = 0_u64;
+            result::mem_pool::set_attribute(pool, attribute, (&raw mut restart).cast()).ok()?;
+        }
+        Some(peak)
     }
-    Some(most)
 }

@@ -118,13 +118,22 @@ fn first_working(
     (DType::F32, notes)
 }
 
-/// The peak of bytes that tensors of this process used on a GPU since the last call. `None` where it is not counted: on
-/// the CPU, with Metal, or when the driver does not report it.
+/// The most memory of a GPU that a process took, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DevicePeak {
+    /// What tensors held.
+    pub allocated: u64,
+    /// What tensors held, and what they freed and the process kept. The driver's context is not included.
+    pub reserved: u64,
+}
+
+/// Ends a phase of a job: returns the peaks of this process on a GPU since the last call, and gives freed memory back to the
+/// driver. `None` where nothing is counted: on the CPU, with Metal, or when the driver does not report it.
 #[must_use]
-pub fn take_peak(device: DeviceRef) -> Option<u64> {
+pub fn end_phase(device: DeviceRef) -> Option<DevicePeak> {
     match device.kind {
         #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => cuda::take_peak(device.index),
+        DeviceKind::Cuda => cuda::end_phase(device.index),
         _ => None,
     }
 }

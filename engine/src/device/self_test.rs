@@ -309,6 +309,7 @@ pub(super) fn catch_panic<T>(call: impl FnOnce() -> T) -> Option<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::portable::emulated_kernels;
     use crate::weights::Weights;
 
     #[test]
@@ -319,6 +320,15 @@ mod tests {
     #[test]
     fn every_dtype_works_in_portable_mode() {
         let (dtypes, failures) = portable(|| working_dtypes(&Device::Cpu));
+        assert_eq!(
+            (dtypes.as_slice(), failures),
+            (["f32", "bf16", "f16"].map(String::from).as_slice(), vec![])
+        );
+    }
+
+    #[test]
+    fn every_dtype_works_with_emulated_kernels() {
+        let (dtypes, failures) = emulated_kernels(|| working_dtypes(&Device::Cpu));
         assert_eq!(
             (dtypes.as_slice(), failures),
             (["f32", "bf16", "f16"].map(String::from).as_slice(), vec![])

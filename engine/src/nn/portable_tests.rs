@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::autograd::{gradients, record};
-use crate::device::portable::portable;
+use crate::device::portable::{emulated_kernels, portable};
 use crate::rng::TorchGenerator;
 use crate::testing::{gap, largest};
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -148,14 +148,18 @@ fn every_operation_works_in_every_dtype() {
             let rounded: Vec<_> = inputs.iter().map(|x| x.to_dtype(dtype).unwrap()).collect();
             let exact: Vec<_> = rounded.iter().map(|x| x.to_dtype(DType::F32).unwrap()).collect();
             let expected = result_and_gradients(case, &exact);
-            let found = portable(|| result_and_gradients(case, &rounded));
-            for (which, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                let error = gap(found, expected) / largest(expected);
-                assert!(
-                    error < tolerance,
-                    "{} in {dtype:?}: result {which} is off by {error}",
-                    case.name
-                );
+            for (mode, found) in [
+                ("portable", portable(|| result_and_gradients(case, &rounded))),
+                ("kernels", emulated_kernels(|| result_and_gradients(case, &rounded))),
+            ] {
+                for (which, (found, expected)) in found.iter().zip(&expected).enumerate() {
+                    let error = gap(found, expected) / largest(expected);
+                    assert!(
+                        error < tolerance,
+                        "{} in {dtype:?}, {mode}: result {which} is off by {error}",
+                        case.name
+                    );
+                }
             }
         }
     }

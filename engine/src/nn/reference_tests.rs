@@ -194,3 +194,11 @@ in_portable_mode! {
     attention_refuses_shapes_that_do_not_match,
     convolutions_match_pytorch,
 }
+
+crate::testing::with_emulated_kernels! {
+    norms_and_modulation_match_pytorch,
+    rotary_embeddings_match_diffusers,
+    grouped_query_attention_and_masks_match_pytorch,
+    the_result_of_a_query_is_zero_if_all_keys_are_masked,
+    convolutions_match_pytorch,
+}

@@ -552,3 +552,14 @@ in_portable_mode! {
     a_layer_fused_with_its_lora_equals_the_sum_of_both,
     a_norm_fused_with_silu_equals_the_norm_followed_by_silu,
 }
+
+crate::testing::with_emulated_kernels! {
+    convolution_equals_candles_convolution,
+    gradients_of_convolution_are_correct,
+    frozen_and_trained_linear_layers_agree,
+    values_and_gradients_of_activations_are_correct,
+    gradients_of_norms_are_correct,
+    attention_equals_attention_with_candles_operations,
+    a_layer_fused_with_its_lora_equals_the_sum_of_both,
+    a_norm_fused_with_silu_equals_the_norm_followed_by_silu,
+}

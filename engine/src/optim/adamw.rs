@@ -174,7 +174,7 @@ impl Moments {
         tables: &mut Option<Tensor>,
     ) -> Result<bool, OptimError> {
         let p = param.var.as_tensor().detach();
-        if !p.device().is_cuda() {
+        if !cuda_kernels::are_available(p.device()) {
             return Ok(false);
         }
         let grad = inplace::readable_gradient(grad, &p)?;

@@ -459,3 +459,7 @@ crate::testing::in_portable_mode! {
     twenty_steps_match_the_reference,
     eight_bit_weights_are_close_to_float32,
 }
+
+crate::testing::with_emulated_kernels! {
+    twenty_steps_match_the_reference,
+}

@@ -461,3 +461,10 @@ in_portable_mode! {
     absolute_loss_with_item_weights_matches_the_reference,
     gradient_checkpointing_changes_neither_loss_nor_gradients,
 }
+
+crate::testing::with_emulated_kernels! {
+    clipping_matches_the_reference,
+    lora_on_convolutions_matches_the_reference,
+    training_the_text_encoder_matches_the_reference,
+    gradient_checkpointing_changes_neither_loss_nor_gradients,
+}

@@ -5,7 +5,7 @@ use crate::allocator::measure;
 use crate::{Random, Training, lora, name, weights};
 use aitk_common::plan::image_batches::ImageBatch;
 use aitk_common::plan::parameter_counts::ParameterCounts;
-use aitk_common::plan::phases::{PhaseBytes, cpu_phases, portable_phases};
+use aitk_common::plan::phases::PhaseBytes;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::plan::shapes::{
     LanguageKind, LanguageShapes, ModelShapes, TextShapes, TransformerKind, TransformerShapes, VaeShapes,
@@ -218,7 +218,7 @@ impl Case {
     }
 
     /// What is predicted of a process.
-    fn predicted(&self, process: &Value, profile: MemoryProfile, on_cpu: bool) -> PhaseBytes {
+    fn predicted(&self, process: &Value, profile: MemoryProfile, predict: Predict) -> PhaseBytes {
         let counts = ParameterCounts {
             denoiser: 1,
             text: 1,
@@ -232,8 +232,7 @@ impl Case {
             height: self.size[1] as u32,
             images: self.batch as u32,
         };
-        let phases = if on_cpu { cpu_phases } else { portable_phases };
-        phases(process, Some(counts), &[images], profile).unwrap()
+        predict(process, Some(counts), &[images], profile).unwrap()
     }
 
     fn transformer(&self, weights: &Weights) -> Transformer {
@@ -373,8 +372,8 @@ impl Case {
     }
 
     /// The predicted and the measured bytes of each phase.
-    pub(crate) fn phases(&self, on_cpu: bool) -> Vec<(&'static str, f64, f64)> {
-        let made = self.predicted(&self.generation(), MemoryProfile::FullGpu, on_cpu);
+    pub(crate) fn phases(&self, predict: Predict) -> Vec<(&'static str, f64, f64)> {
+        let made = self.predicted(&self.generation(), MemoryProfile::FullGpu, predict);
         let mut found = vec![("text", made.text, self.measure_text())];
         let transformer = self.transformer(&weights(self.dtype));
         // FLUX.1 has no negative prompt.
@@ -389,11 +388,14 @@ impl Case {
             Training::Full { fused: true } => MemoryProfile::GpuPoor,
             _ => MemoryProfile::FullGpu,
         };
-        let trained = self.predicted(&self.trainer(), profile, on_cpu);
+        let trained = self.predicted(&self.trainer(), profile, predict);
         found.push(("step", trained.step, self.measure_step()));
         found
     }
 }
+
+/// A prediction of the planner for one form of the operations.
+pub(crate) type Predict = fn(&Value, Option<ParameterCounts>, &[ImageBatch], MemoryProfile) -> Option<PhaseBytes>;
 
 /// Tokens of a caption, as the planner counts them.
 const CAPTION_TOKENS: usize = 96;

@@ -42,7 +42,7 @@ impl Published {
         merge(&mut body, &self.changes);
         let job = json!({"process": [{"type": "sd_trainer", "kind": {"train": body}}]});
         let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
-        need.under(profile, false) as f64 / GIB
+        need.under(profile, DeviceKind::Cuda) as f64 / GIB
     }
 
     /// The prediction with everything on the GPU, compared with the published figure.
@@ -255,7 +255,8 @@ fn table_rows() -> Vec<String> {
     let row = |(what, kind): &(&str, Value)| {
         let job = json!({"process": [{"kind": kind}]});
         let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
-        let gib = MemoryProfile::on(false).map(|profile| format!("{:.1}", need.under(profile, false) as f64 / GIB));
+        let gib = MemoryProfile::on(false)
+            .map(|profile| format!("{:.1}", need.under(profile, DeviceKind::Cuda) as f64 / GIB));
         format!("| {what} | {} |", gib.join(" | "))
     };
     rows.iter().map(row).collect()

@@ -1,6 +1,7 @@
 //! Predictions against measurements of real runs (docs/memory-measurements.md).
 
 use super::*;
+use crate::capability::DeviceKind;
 use crate::plan::parameter_counts::CompactWeights;
 use crate::plan::profile::MemoryProfile;
 use serde_json::json;
@@ -17,7 +18,7 @@ fn lora(arch: &str, side: u32, dtype: &str, rank: u32) -> Value {
 /// GiB on a GPU under each profile.
 fn gib(job: &Value) -> [f64; 4] {
     let need = Demand::of_job(job, None, &[]).unwrap().memory.unwrap();
-    MemoryProfile::on(false).map(|profile| need.under(profile, false) as f64 / GIB)
+    MemoryProfile::on(false).map(|profile| need.under(profile, DeviceKind::Cuda) as f64 / GIB)
 }
 
 #[test]
@@ -28,8 +29,8 @@ fn conversions_of_files_have_a_bound_in_memory_and_none_on_a_gpu() {
         assert_eq!(demand.family, kind);
         let need = demand.memory.unwrap();
         let (cpu, gpu) = (
-            need.under(MemoryProfile::CpuOnly, true),
-            need.under(MemoryProfile::FullGpu, false),
+            need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu),
+            need.under(MemoryProfile::FullGpu, DeviceKind::Cuda),
         );
         assert!((2 << 30..=3 << 30).contains(&cpu) && gpu == 0, "{kind}: {cpu}, {gpu}");
     }
@@ -37,11 +38,12 @@ fn conversions_of_files_have_a_bound_in_memory_and_none_on_a_gpu() {
 
 #[test]
 fn predictions_are_at_least_the_published_figures() {
-    // Each is at least the published figure, and at most 1.5 times it.
+    // Each is at least the published or measured figure, and at most 1.5 times it.
     let sd = gib(&lora("sd1", 512, "bf16", 16));
     assert!((2.9..6.0).contains(&sd[0]), "SD 1.5 LoRA runs in about 4 GB: {sd:?}");
     let sdxl = gib(&lora("sdxl", 1024, "bf16", 16));
-    assert!((9.0..13.0).contains(&sdxl[1]), "SDXL LoRA: 10 GB advised: {sdxl:?}");
+    // On an H100 6.8 GiB were measured, with captions that were encoded before; others advise a card of 10 GB.
+    assert!((6.8..10.0).contains(&sdxl[1]), "SDXL LoRA: 6.8 GiB measured: {sdxl:?}");
     // Published for a U-Net that stays in memory, of which half is streamed here: 2.4 GiB.
     assert!(
         (8.0 - 2.4 - 1.5..8.0).contains(&sdxl[2]),
@@ -104,7 +106,7 @@ fn the_sizes_of_the_images_count_if_they_were_seen() {
     };
     let bytes = |batches: &[ImageBatch]| {
         let need = Demand::of_job(&job, None, batches).unwrap().memory.unwrap();
-        need.under(MemoryProfile::CpuOnly, true)
+        need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu)
     };
     let usual = bytes(&[]);
     assert_eq!(bytes(&[batch(0, 768, 768)]), usual);
@@ -134,7 +136,7 @@ fn text_encoders_that_leave_the_memory_are_not_counted() {
             }
         }
         let need = Demand::of_job(&job, None, &[]).unwrap().memory.unwrap();
-        need.under(MemoryProfile::CpuOnly, true) as f64 / GIB
+        need.under(MemoryProfile::CpuOnly, DeviceKind::Cpu) as f64 / GIB
     };
     let all = need(&[]);
     for keys in [
@@ -163,7 +165,7 @@ fn tiny_models_and_quantised_models_need_less() {
     assert!(
         MemoryProfile::on(false)
             .iter()
-            .all(|one| need.under(*one, false) <= 1 << 30),
+            .all(|one| need.under(*one, DeviceKind::Cuda) <= 1 << 30),
         "{need:?}"
     );
     let mut quantised = lora("flux", 1024, "bf16", 16);
@@ -186,7 +188,7 @@ fn generation_gib(model: &Value, side: u32, counts: Option<ParameterCounts>) -> 
     let keys = job.pointer_mut("/process/0/kind/generate/model").unwrap();
     keys.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
     let need = Demand::of_job(&job, counts, &[]).unwrap().memory.unwrap();
-    MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
+    MemoryProfile::on(true).map(|profile| need.under(profile, DeviceKind::Cpu) as f64 / GIB)
 }
 
 /// Measured values from docs/memory-measurements.md.
@@ -298,7 +300,7 @@ fn lora_memory_is_predicted_within_the_measured_range() {
         train["gradient_checkpointing"] = json!(checkpointed);
         train["optimizer"] = json!(optimizer);
         let need = Demand::of_job(&job, counts, &[]).unwrap().memory.unwrap();
-        let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
+        let predicted = need.under(MemoryProfile::on(true)[profile], DeviceKind::Cpu) as f64 / GIB;
         let over = predicted / taken - 1.0;
         assert!(
             (-0.05..0.10).contains(&over) || (predicted - taken).abs() < 0.025,
@@ -340,7 +342,7 @@ fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
         body["train"]["optimizer"] = json!(optimizer);
         body["train"]["train_text_encoder"] = json!(text);
         let need = Demand::of_job(&job, counts, &[]).unwrap().memory.unwrap();
-        let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
+        let predicted = need.under(MemoryProfile::on(true)[profile], DeviceKind::Cpu) as f64 / GIB;
         let over = predicted / taken - 1.0;
         assert!(
             (-0.05..0.10).contains(&over) || (predicted - taken).abs() < 0.025,
@@ -455,5 +457,5 @@ fn unknown_models_give_no_memory_and_absurd_values_are_handled() {
     absurd["process"][0]["kind"]["train"]["train"]["batch_size"] = json!(1e300);
     absurd["process"][0]["kind"]["train"]["train"]["steps"] = json!(-5);
     let need = Demand::of_job(&absurd, None, &[]).unwrap();
-    assert!(need.memory.unwrap().under(MemoryProfile::Extreme, false) > 1 << 50);
+    assert!(need.memory.unwrap().under(MemoryProfile::Extreme, DeviceKind::Cuda) > 1 << 50);
 }

@@ -44,6 +44,11 @@ impl DataBatch {
     }
 }
 
+/// Whether the latents of a data set are cached.
+fn is_cached(set: &Value) -> bool {
+    flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk")
+}
+
 impl Job<'_> {
     /// The phases of a training, and the bytes that come and go.
     pub(super) fn training(&self, model: &Model, options: &MemoryOptions, backend: Backend) -> (Vec<Phase>, f64) {
@@ -59,6 +64,11 @@ impl Job<'_> {
             4.0 * count
         } else {
             0.0
+        };
+        // While images are sampled and files are saved, the average is in the model, and its weights are kept.
+        let swapped = match self.is_full {
+            true => ema * backend.width / 4.0,
+            false => ema,
         };
         // A model's own trained weights are counted with their component.
         let weights = if self.is_full { 0.0 } else { 4.0 * count };
@@ -108,15 +118,17 @@ impl Job<'_> {
             phases.push(phase(gradients, update));
         }
         if !self.caches_all_latents() {
+            let largest = self.largest_uncached();
             let encode = data
                 .iter()
+                .filter(|batch| batch.pixels() <= largest)
                 .map(|batch| self.encoding(model, options, backend, batch.size));
             let sums = if accumulates { gradients } else { 0.0 };
             phases.push(phase(sums, encode.fold(0.0, f64::max)));
         }
         let samples = sample_sizes(body, self.multiple());
         if !samples.is_empty() {
-            phases.push(phase(ema, self.images(model, options, backend, &samples)));
+            phases.push(phase(swapped, self.images(model, options, backend, &samples)));
         }
         let others = phases.iter().skip(1).map(|phase| phase.transient);
         let first = match checkpointed {
@@ -126,7 +138,7 @@ impl Job<'_> {
         let mut recycled = others.fold(block.forward.max(first), f64::max);
         if backend.is_cpu() {
             let saving = self.saving(model, count, largest);
-            phases.push(phase(ema, saving));
+            phases.push(phase(swapped, saving));
             // Whole files are made of many small tensors; a model is saved tensor by tensor at the end.
             if !self.is_full {
                 recycled = recycled.max(saving);
@@ -138,8 +150,23 @@ impl Job<'_> {
     /// Whether every image is encoded before the model is loaded.
     fn caches_all_latents(&self) -> bool {
         let datasets = self.body.get("datasets").and_then(Value::as_array);
-        let is_cached = |set: &Value| flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk");
         datasets.is_some_and(|sets| !sets.is_empty() && sets.iter().all(is_cached))
+    }
+
+    /// The most pixels of an image whose latents are not cached, if some data sets are cached.
+    fn largest_uncached(&self) -> f64 {
+        let datasets = self.body.get("datasets").and_then(Value::as_array);
+        let datasets = || datasets.into_iter().flatten();
+        if !datasets().any(is_cached) {
+            return f64::INFINITY;
+        }
+        let sides = datasets().filter(|set| !is_cached(set)).map(|set| {
+            largest(set.get("resolution"))
+                .filter(|side| *side > 0.0)
+                .unwrap_or(512.0)
+        });
+        // An image of a bucket has at most the pixels of the square.
+        sides.fold(0.0, f64::max).powi(2)
     }
 
     /// The phase in which images are encoded, and the autoencoder is alone in memory.

@@ -128,7 +128,7 @@ impl Walk {
             drop((product, dy));
             let d_second = match a.is_linear || is_cpu {
                 true => walk.floats(a.second()),
-                false => walk.convolution_weight_gradient(&a.conv()),
+                false => walk.convolution_weight_gradient(&a.conv(), true),
             };
             drop(wide);
             let mut gradients = vec![(trained[0], first)];

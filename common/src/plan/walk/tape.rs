@@ -26,10 +26,14 @@ enum Recording {
 pub(in crate::plan) enum Form {
     /// The engine's kernels for CPUs.
     Cpu,
-    /// candle's operations on CUDA or Metal.
-    Gpu,
+    /// The engine's kernels for CUDA, and candle's operations where there is none.
+    Cuda,
+    /// candle's operations on Metal.
+    Metal,
     /// candle's operations on a CPU: the engine's portable mode.
     Portable,
+    /// The same with emulated kernels for CUDA.
+    EmulatedKernels,
 }
 
 /// The kind of device that a walk is for.
@@ -50,6 +54,11 @@ impl Backend {
     /// Whether the operations are the engine's kernels for CPUs.
     pub(in crate::plan) fn is_cpu(self) -> bool {
         self.form == Form::Cpu
+    }
+
+    /// Whether operations are the engine's kernels for CUDA.
+    pub(super) fn has_cuda_kernels(self) -> bool {
+        matches!(self.form, Form::Cuda | Form::EmulatedKernels)
     }
 }
 

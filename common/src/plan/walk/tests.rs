@@ -76,7 +76,13 @@ fn parameters_are_those_of_diffusers() {
 
 #[test]
 fn everything_is_freed_after_a_pass() {
-    for form in [Form::Cpu, Form::Gpu, Form::Portable] {
+    for form in [
+        Form::Cpu,
+        Form::Cuda,
+        Form::Metal,
+        Form::Portable,
+        Form::EmulatedKernels,
+    ] {
         for (width, dropout, checkpointed) in [(4.0, false, true), (2.0, false, false), (2.0, true, true)] {
             let width = if form == Form::Cpu { 4.0 } else { width };
             let mut options = options(Some(4.0));
@@ -110,7 +116,10 @@ fn half_the_bytes_per_number_are_not_half_the_memory() {
     let mut builder = Builder::new(options(None), 0);
     let unet = UNet::new(&mut builder, &unet_shapes());
     let peak = |width: f64, side: f64| {
-        let walk = Walk::new(Backend { width, form: Form::Gpu });
+        let walk = Walk::new(Backend {
+            width,
+            form: Form::Metal,
+        });
         let [sample, context] = inputs(&walk, side, 1.0);
         unet.forward(&walk, &sample, &context, false).unwrap();
         walk.peak()

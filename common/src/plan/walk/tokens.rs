@@ -12,7 +12,7 @@ impl Walk {
     pub(super) fn modulate(&self, x: &Shaped, scale: &Shaped, shift: &Shaped) -> Shaped {
         let (x, scale) = (self.contiguous(x.clone()), self.contiguous(scale.clone()));
         let tracked = self.is_recording() && [&x, &scale, shift].iter().any(|input| input.tracked);
-        let product = (!self.backend.is_cpu()).then(|| self.tensor(x.dims, false));
+        let product = self.is_composed().then(|| self.tensor(x.dims, false));
         let y = self.tensor(x.dims, tracked);
         drop(product);
         if tracked {
@@ -36,7 +36,7 @@ impl Walk {
     pub(super) fn gated_residual(&self, x: &Shaped, gate: &Shaped, y: &Shaped) -> Shaped {
         let (gate, y) = (self.contiguous(gate.clone()), self.contiguous(y.clone()));
         let tracked = self.is_recording() && [x, &gate, &y].iter().any(|input| input.tracked);
-        let product = (!self.backend.is_cpu()).then(|| self.tensor(x.dims, false));
+        let product = self.is_composed().then(|| self.tensor(x.dims, false));
         let sum = self.tensor(x.dims, tracked);
         drop(product);
         if tracked {
@@ -56,6 +56,11 @@ impl Walk {
             });
         }
         sum
+    }
+
+    /// Whether an operation for which there are kernels is composed of candle's operations.
+    fn is_composed(&self) -> bool {
+        !self.backend.is_cpu() && !self.backend.has_cuda_kernels()
     }
 
     /// A gradient of these dimensions, which is a sum over tokens (of products) or as large as that of the result.
@@ -193,7 +198,7 @@ impl Walk {
     pub(super) fn rotary(&self, positions: f64, head_width: f64) -> Rotary {
         let numbers = positions * head_width;
         // On the CPU they are lists that grow by doubling.
-        let is_gpu = self.backend.form == Form::Gpu;
+        let is_gpu = matches!(self.backend.form, Form::Cuda | Form::Metal);
         let lists = (!is_gpu).then(|| self.floats(2f64.powf(numbers.max(1.0).log2().ceil())));
         Rotary([lists, (!self.backend.is_cpu()).then(|| self.floats(numbers))])
     }
@@ -202,16 +207,16 @@ impl Walk {
     pub(super) fn rotate(&self, x: &Shaped, rotary: &Rotary) -> Shaped {
         let x = self.contiguous(x.clone());
         let tracked = self.is_recording() && x.tracked;
-        let y = match self.backend.is_cpu() {
-            true => self.tensor(x.dims, tracked),
-            false => self.rotate_tensors(&x, tracked),
+        let y = match self.is_composed() {
+            true => self.rotate_tensors(&x, tracked),
+            false => self.tensor(x.dims, tracked),
         };
         if tracked {
             let (id, dims, rotary) = (x.id, x.dims, rotary.clone());
             self.record_step(&y, move |walk, gradient| {
-                let dx = match walk.backend.is_cpu() {
-                    true => walk.tensor(dims, false),
-                    false => walk.rotate_tensors(&gradient, false),
+                let dx = match walk.is_composed() {
+                    true => walk.rotate_tensors(&gradient, false),
+                    false => walk.tensor(dims, false),
                 };
                 drop((gradient, rotary));
                 vec![(id, walk.view(&dx, dims, true))]

@@ -124,7 +124,7 @@ fn loras_have_the_parameters_of_the_layers_in_blocks() {
 #[test]
 fn everything_is_freed_after_a_pass_and_every_trained_tensor_gets_a_gradient() {
     for name in NAMES {
-        for form in [Form::Cpu, Form::Gpu, Form::Portable] {
+        for form in [Form::Cpu, Form::Cuda, Form::Metal, Form::Portable] {
             for (width, dropout, checkpointed) in [(4.0, false, true), (2.0, false, false), (2.0, true, true)] {
                 let width = if form == Form::Cpu { 4.0 } else { width };
                 let mut options = options(4.0, family(name).lora_layers);

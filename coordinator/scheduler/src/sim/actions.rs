@@ -151,7 +151,7 @@ impl World {
             6 + random.below(15)
         };
         let memory = MemoryNeed::new(
-            [need * 2, need, need * 2 / 3, need / 2].map(|gib| gib * GIB),
+            [[need * 2, need, need * 2 / 3, need / 2].map(|gib| gib * GIB); 2],
             [need * GIB; 4],
         );
         let family = if small { "sd1" } else { "sdxl" };

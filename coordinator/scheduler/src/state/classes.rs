@@ -156,7 +156,7 @@ pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -
         let chosen = tried.iter().find(|one| **one == own).or(tried.first());
         return Ok((*chosen.unwrap_or(&own), needs.memory));
     };
-    let mut layouts: Vec<_> = tried.iter().map(|one| (*one, predicted.under(*one, on_cpu))).collect();
+    let mut layouts: Vec<_> = tried.iter().map(|one| (*one, predicted.under(*one, kind))).collect();
     // A smaller profile that saves no memory is not tried.
     layouts.dedup_by_key(|(_, bytes)| *bytes);
     // The job gets the memory that its user states; otherwise it may fill the device.

@@ -141,11 +141,12 @@ impl Parameters<'_> {
             let scores = self.scores(&q, &k, chunk)?;
             let needs_ds = needs_dq || needs_dk;
             let mut from_kernel = None;
-            if needs_ds && scores.device().is_cuda() {
+            if needs_ds && cuda_kernels::are_available(scores.device()) {
                 from_kernel = cuda_kernels::softmax_backward(&scores, &matmul(&dy, &v.t()?)?)?;
             }
             let (probabilities, ds) = match from_kernel {
-                Some([probabilities, ds]) => (probabilities, Some(ds)),
+                // Scores with a mask or a bias are in f32.
+                Some([probabilities, ds]) => (probabilities, Some(ds.to_dtype(dtype)?)),
                 None => (softmax_in(scores, value_dtype)?, None),
             };
             if needs_dv {
@@ -184,10 +185,14 @@ impl Parameters<'_> {
 
 /// Exchanges two axes: rows `start..start + count` of x [a, n, b, width] -> [a, b, count, width].
 fn swap_axes(x: &Tensor, start: usize, count: usize) -> Result<Tensor> {
-    match cuda_kernels::swap_axes(x, start, count)? {
-        Some(y) => Ok(y),
-        None => x.narrow(1, start, count)?.transpose(1, 2)?.contiguous(),
+    // With one head the elements are in order already.
+    if x.dim(1)? > 1
+        && x.dim(2)? > 1
+        && let Some(y) = cuda_kernels::swap_axes(x, start, count)?
+    {
+        return Ok(y);
     }
+    x.narrow(1, start, count)?.transpose(1, 2)?.contiguous()
 }
 
 /// The softmax of scores: in `dtype` if a kernel computes it, else in f32.

@@ -68,7 +68,7 @@ impl Geometry {
             dilation: 1,
             reversed: true,
         };
-        if dy.device().is_cuda()
+        if cuda_kernels::are_available(dy.device())
             && let Some(dx) = cuda_kernels::convolve(&convolution, &dy, &weight.transpose(0, 1)?.contiguous()?)?
         {
             return Ok(dx);
@@ -80,7 +80,7 @@ impl Geometry {
     /// channels change places.
     pub(in crate::nn) fn backward_weight_tensors(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
         let [rows, columns] = [self.padding_h, self.padding_w].map(|padding| padding as isize);
-        if x.device().is_cuda() {
+        if cuda_kernels::are_available(x.device()) {
             let (x, padding) = padded(x, [rows; 2], [columns; 2])?;
             let convolution = Convolution {
                 kernel: [self.kernel_h, self.kernel_w],

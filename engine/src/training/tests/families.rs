@@ -228,3 +228,7 @@ in_portable_mode! {
     loras_of_stable_diffusion_xl_match_the_reference,
     full_fine_tunes_of_stable_diffusion_xl_match_the_reference,
 }
+
+crate::testing::with_emulated_kernels! {
+    loras_of_stable_diffusion_xl_match_the_reference,
+}

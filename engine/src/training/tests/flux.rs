@@ -289,3 +289,8 @@ in_portable_mode! {
     loras_match_the_reference,
     loras_with_gradient_checkpointing_match_the_reference,
 }
+
+crate::testing::with_emulated_kernels! {
+    full_fine_tunes_match_the_reference,
+    loras_with_gradient_checkpointing_match_the_reference,
+}

@@ -224,3 +224,7 @@ in_portable_mode! {
     training_selected_parameters_matches_the_reference,
     fused_backward_gives_the_same_bits,
 }
+
+crate::testing::with_emulated_kernels! {
+    training_unet_and_text_encoder_matches_the_reference,
+}

@@ -197,3 +197,7 @@ fn one_of_each_kind_matches_lycoris() {
 in_portable_mode! {
     one_of_each_kind_matches_lycoris,
 }
+
+crate::testing::with_emulated_kernels! {
+    one_of_each_kind_matches_lycoris,
+}

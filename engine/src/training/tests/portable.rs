@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::autograd::gradients;
-use crate::device::portable::portable;
+use crate::device::portable::{emulated_kernels, portable};
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{ItemSize, LoadOptions, sd1, sd2, sdxl};
 use crate::testing::largest;
@@ -110,14 +110,16 @@ fn largest_errors(ours: &[Step], expected: &[Step]) -> (f32, f32) {
 fn five_steps_in_f32_equal_those_of_the_slice_kernels() {
     for tiny in [SD1, SD2, SDXL] {
         let expected = five_steps_of(tiny, DType::F32, Residency::Resident);
-        let ours = portable(|| five_steps_of(tiny, DType::F32, Residency::Resident));
-        let (of_loss, of_gradient) = largest_errors(&ours, &expected);
-        let name = tiny.1;
-        println!("{name}, f32: losses differ by {of_loss:.1e}, gradients by {of_gradient:.1e}");
-        assert!(
-            of_loss < 1e-4 && of_gradient < 1e-4,
-            "{name}: {of_loss:.1e}, {of_gradient:.1e}"
-        );
+        let steps = || five_steps_of(tiny, DType::F32, Residency::Resident);
+        for (mode, ours) in [("portable", portable(steps)), ("kernels", emulated_kernels(steps))] {
+            let (of_loss, of_gradient) = largest_errors(&ours, &expected);
+            let name = tiny.1;
+            println!("{name}, f32, {mode}: losses differ by {of_loss:.1e}, gradients by {of_gradient:.1e}");
+            assert!(
+                of_loss < 1e-4 && of_gradient < 1e-4,
+                "{name}, {mode}: {of_loss:.1e}, {of_gradient:.1e}"
+            );
+        }
     }
 }
 
@@ -154,13 +156,15 @@ fn checkpointed_steps_equal_resident_steps_in_every_dtype() {
 fn steps_in_half_precision_are_finite_and_close_to_f32() {
     let expected = five_steps(DType::F32, Residency::Resident);
     for (dtype, tolerance) in [(DType::F16, 0.01), (DType::BF16, 0.05)] {
-        let ours = portable(|| five_steps(dtype, Residency::Resident));
-        let (of_loss, of_gradients) = overall_errors(&ours, &expected);
-        println!("{dtype:?}: losses differ from f32 by {of_loss:.1e}, gradients by {of_gradients:.1e}");
-        assert!(
-            of_loss < tolerance && of_gradients < tolerance,
-            "{dtype:?}: {of_loss:.1e}, {of_gradients:.1e}"
-        );
+        let steps = || five_steps(dtype, Residency::Resident);
+        for (mode, ours) in [("portable", portable(steps)), ("kernels", emulated_kernels(steps))] {
+            let (of_loss, of_gradients) = overall_errors(&ours, &expected);
+            println!("{dtype:?}, {mode}: losses differ from f32 by {of_loss:.1e}, gradients by {of_gradients:.1e}");
+            assert!(
+                of_loss < tolerance && of_gradients < tolerance,
+                "{dtype:?}, {mode}: {of_loss:.1e}, {of_gradients:.1e}"
+            );
+        }
     }
 }
 

@@ -186,3 +186,7 @@ in_portable_mode! {
     loras_match_the_reference,
     loras_with_gradient_checkpointing_match_the_reference,
 }
+
+crate::testing::with_emulated_kernels! {
+    loras_match_the_reference,
+}

@@ -29,6 +29,7 @@ impl Walk {
         let tracked = self.is_recording() && x.tracked;
         let n = x.elements() * activation.outputs();
         let y = match activation {
+            _ if self.backend.has_cuda_kernels() => self.tensor(dims, tracked),
             Activation::Silu | Activation::GeluTanh => {
                 let wide = self.widened(n);
                 let y = self.floats(n);
@@ -55,8 +56,11 @@ impl Walk {
         if tracked {
             let saved = x.clone();
             self.record_step(&y, move |walk, gradient| {
-                let dx = walk.activation_gradient(n, activation);
-                let gradients = vec![(saved.id, walk.narrowed(dx, saved.dims, false))];
+                let dx = match walk.backend.has_cuda_kernels() {
+                    true => walk.tensor(saved.dims, false),
+                    false => walk.narrowed(walk.activation_gradient(n, activation), saved.dims, false),
+                };
+                let gradients = vec![(saved.id, dx)];
                 drop((saved, gradient));
                 gradients
             });

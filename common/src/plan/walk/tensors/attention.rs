@@ -76,15 +76,7 @@ impl Walk {
         for count in chunks.iter().copied() {
             let query = self.scaled_queries(s, count);
             let scores = s.batch * options.heads * count * s.keys;
-            let wide = self.probabilities(s, count);
-            let probabilities = match self.backend.is_half() {
-                true => {
-                    let narrow = self.numbers(scores);
-                    drop(wide);
-                    narrow
-                }
-                false => wide,
-            };
+            let probabilities = self.probabilities(self.scores(s, count), scores);
             let result = s.batch * count * s.features;
             let product = self.product_of(scores, s.batch * s.keys * s.key_features, result);
             let merged = self.reordered(s, result);
@@ -145,14 +137,20 @@ impl Walk {
         scaled
     }
 
-    /// The softmax of the scores of a chunk, in float32.
-    fn probabilities(&self, s: Sizes, count: f64) -> Shaped {
+    /// The scores of a chunk: in float32, but for a kernel that computes the softmax of those in the compute dtype.
+    fn scores(&self, s: Sizes, count: f64) -> Shaped {
         let scores = s.batch * s.options.heads * count * s.keys;
         let narrow = self.backend.is_half() && !s.options.upcast;
         let product = narrow.then(|| {
             let (q, k) = (s.batch * count * s.features, s.batch * s.keys * s.key_features);
             self.product_of(q, k, scores)
         });
+        let product = match product {
+            Some(product) if self.backend.has_cuda_kernels() && !s.options.causal && !s.options.has_bias => {
+                return product;
+            }
+            product => product,
+        };
         let wide = self.floats(scores);
         let biased = s.options.has_bias.then(|| self.floats(scores));
         let masked = s.options.causal.then(|| {
@@ -161,14 +159,37 @@ impl Walk {
             drop(mask);
             masked
         });
-        let final_scores = masked.or(biased).unwrap_or_else(|| wide.clone());
+        let result = masked.or(biased).unwrap_or_else(|| wide.clone());
         drop((product, wide));
-        let shifted = self.floats(scores);
-        let exponentials = self.floats(scores);
-        drop(shifted);
-        let result = self.floats(scores);
-        drop((final_scores, exponentials));
         result
+    }
+
+    /// The softmax of so many scores, in float32.
+    fn wide_softmax(&self, scores: Shaped, count: f64) -> Shaped {
+        let shifted = self.floats(count);
+        let exponentials = self.floats(count);
+        drop(shifted);
+        let result = self.floats(count);
+        drop((scores, exponentials));
+        result
+    }
+
+    /// The softmax of so many scores, in the compute dtype.
+    fn probabilities(&self, scores: Shaped, count: f64) -> Shaped {
+        if self.backend.has_cuda_kernels() {
+            let result = self.numbers(count);
+            drop(scores);
+            return result;
+        }
+        let wide = self.wide_softmax(scores, count);
+        match self.backend.is_half() {
+            true => {
+                let narrow = self.numbers(count);
+                drop(wide);
+                narrow
+            }
+            false => wide,
+        }
     }
 
     /// The mask of later keys: which they are, minus infinity, and zeros.
@@ -192,29 +213,35 @@ impl Walk {
             let (rows, scores) = (s.batch * count * s.features, s.batch * s.options.heads * count * s.keys);
             let query = self.scaled_queries(s, count);
             let dy = self.reordered(s, rows);
-            let probabilities = self.probabilities(s, count);
+            let needs_ds = needs_dq || needs_dk;
+            let has_kernel = self.backend.has_cuda_kernels();
+            let (probabilities, from_kernel) = match has_kernel && needs_ds {
+                true => {
+                    let computed = self.scores(s, count);
+                    let dp = self.numbers(scores);
+                    let probabilities = self.numbers(scores);
+                    let ds = match s.options.upcast {
+                        true => self.floats(scores),
+                        false => self.numbers(scores),
+                    };
+                    drop(dp);
+                    (probabilities, Some((computed, ds)))
+                }
+                false if has_kernel => (self.probabilities(self.scores(s, count), scores), None),
+                false => (self.wide_softmax(self.scores(s, count), scores), None),
+            };
             if needs_dv {
-                let narrow = self.backend.is_half().then(|| self.numbers(scores));
+                let narrow = (self.backend.is_half() && !has_kernel).then(|| self.numbers(scores));
                 let part = self.product_of(scores, rows, key_elements);
                 drop(narrow);
                 dv = Some(self.added(dv, part));
             }
-            if !needs_dq && !needs_dk {
+            if !needs_ds {
                 continue;
             }
-            let product = self.product_of(rows, key_elements, scores);
-            let dp = self.narrow_or_wide(product, scores);
-            drop(self.floats(scores));
-            let difference = self.floats(scores);
-            let wide = self.floats(scores);
-            drop((difference, probabilities));
-            let ds = match self.backend.is_half() && !s.options.upcast {
-                true => {
-                    let narrow = self.numbers(scores);
-                    drop(wide);
-                    narrow
-                }
-                false => wide,
+            let ds = match from_kernel {
+                Some((computed, ds)) => (ds, [Some(computed), Some(probabilities)]),
+                None => self.score_gradient(probabilities, s, rows, key_elements, scores),
             };
             let in_scores = |a: f64, b: f64, result: f64| match s.options.upcast {
                 true => self.floats(result),
@@ -233,7 +260,7 @@ impl Walk {
                 drop(product);
                 dq.push(self.reordered(s, rows).unwrap_or(scaled));
             }
-            drop((query, dy, dp, ds));
+            drop((query, dy, ds));
         }
         let mut gradients = Vec::new();
         if needs_dq {
@@ -264,6 +291,32 @@ impl Walk {
             }
         });
         narrow.collect()
+    }
+
+    /// The gradient of the scores of a chunk, and what else stays in memory until the next chunk.
+    fn score_gradient(
+        &self,
+        probabilities: Shaped,
+        s: Sizes,
+        rows: f64,
+        key_elements: f64,
+        scores: f64,
+    ) -> (Shaped, [Option<Shaped>; 2]) {
+        let product = self.product_of(rows, key_elements, scores);
+        let dp = self.narrow_or_wide(product, scores);
+        drop(self.floats(scores));
+        let difference = self.floats(scores);
+        let wide = self.floats(scores);
+        drop((difference, probabilities));
+        let ds = match self.backend.is_half() && !s.options.upcast {
+            true => {
+                let narrow = self.numbers(scores);
+                drop(wide);
+                narrow
+            }
+            false => wide,
+        };
+        (ds, [Some(dp), None])
     }
 
     /// A product in float32: itself, or a copy.

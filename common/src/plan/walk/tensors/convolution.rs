@@ -1,7 +1,7 @@
 //! Convolutions and their gradients, as `engine/src/nn/conv2d/tensors.rs`.
 
 use super::super::meter::Shaped;
-use super::super::tape::{Form, Walk};
+use super::super::tape::Walk;
 
 /// Output pixels of a tile of candle's convolution on a CPU.
 const TILE_PIXELS: f64 = 512.0;
@@ -35,9 +35,24 @@ impl ConvSizes {
     fn inputs(&self) -> f64 {
         self.input.iter().product()
     }
+
+    fn convolution(&self) -> Convolution {
+        Convolution {
+            input: self.inputs(),
+            weights: self.weights(),
+            fan_in: self.fan_in(),
+            rows: self.rows(),
+            size: self.size,
+            outputs: self.outputs,
+            is_pointwise: self.kernel == 1.0,
+        }
+    }
 }
 
-/// What candle's convolution allocates, in elements.
+/// The most bytes of the matrix of inputs (`COLUMN_BYTES` in `engine/src/cuda_kernels/convolution.rs`).
+const COLUMN_BYTES: f64 = 67_108_864.0;
+
+/// What a convolution allocates, in elements.
 struct Convolution {
     input: f64,
     weights: f64,
@@ -45,18 +60,49 @@ struct Convolution {
     fan_in: f64,
     /// Results of each output channel, in all images.
     rows: f64,
-    /// The same in one image.
-    pixels: f64,
+    /// Height and width of the results in one image.
+    size: [f64; 2],
     outputs: f64,
     is_pointwise: bool,
 }
 
+impl Convolution {
+    /// Results of each output channel in one image.
+    fn pixels(&self) -> f64 {
+        self.size[0] * self.size[1]
+    }
+
+    /// The rows of results that are computed together, and the number of parts.
+    fn parts(&self, width: f64) -> (f64, f64) {
+        let height = self.size[0].max(1.0);
+        let rows = match self.is_pointwise {
+            true => height,
+            false => (COLUMN_BYTES / (self.fan_in * self.size[1] * width).max(1.0))
+                .floor()
+                .clamp(1.0, height),
+        };
+        (rows, (height / rows).ceil())
+    }
+}
+
 impl Walk {
+    /// A convolution by a kernel for the matrix of inputs of some rows of an image, and a product for each.
+    fn convolved_in_parts(&self, c: &Convolution, is_wide: bool) -> Shaped {
+        let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
+        let (rows, parts) = c.parts(if is_wide { 4.0 } else { self.backend.width });
+        let is_one = parts <= 1.0 && c.rows <= c.pixels();
+        let whole = (!is_one).then(|| numbers(c.rows * c.outputs));
+        let columns = (!c.is_pointwise).then(|| numbers(c.fan_in * c.size[1] * rows));
+        let part = numbers(c.outputs * c.size[1] * rows);
+        drop(columns);
+        whole.unwrap_or(part)
+    }
+
     /// candle's convolution, in the compute dtype or in float32.
     fn convolved(&self, c: &Convolution, is_wide: bool) -> Shaped {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let results = c.rows * c.outputs;
-        if self.backend.form != Form::Portable {
+        if !self.backend.is_portable() {
             // On CUDA (without cuDNN) and Metal: a row of inputs for each result, the product, and the product in the order of
             // the result.
             let columns = numbers(c.rows * c.fan_in);
@@ -70,11 +116,11 @@ impl Walk {
         let y = self.floats(results);
         let scratch = match c.is_pointwise {
             true => vec![
-                self.floats(c.input * c.pixels / c.rows),
-                self.floats(c.outputs * c.pixels),
+                self.floats(c.input * c.pixels() / c.rows),
+                self.floats(c.outputs * c.pixels()),
             ],
             false => {
-                let tile = c.pixels.min(TILE_PIXELS);
+                let tile = c.pixels().min(TILE_PIXELS);
                 vec![
                     self.floats(c.input),
                     self.floats(c.weights),
@@ -92,24 +138,63 @@ impl Walk {
         y
     }
 
+    /// A convolution: by kernels where there are any.
     pub(in crate::plan::walk) fn convolution(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
-        let c = Convolution {
-            input: s.inputs(),
-            weights: s.weights(),
-            fan_in: s.fan_in(),
-            rows: s.rows(),
-            pixels: s.size[0] * s.size[1],
-            outputs: s.outputs,
-            is_pointwise: s.kernel == 1.0,
-        };
-        self.convolved(&c, is_wide)
+        self.convolved_best(&s.convolution(), is_wide)
+    }
+
+    /// A convolution whose inputs candle does not track (`convolve` in `engine/src/nn/tensors.rs`).
+    fn convolved_best(&self, c: &Convolution, is_wide: bool) -> Shaped {
+        match self.backend.has_cuda_kernels() {
+            true => self.convolved_in_parts(c, is_wide),
+            false => self.convolved_in_rows(c, is_wide),
+        }
+    }
+
+    /// candle's convolution, some rows of the result at a time.
+    fn convolved_in_rows(&self, c: &Convolution, is_wide: bool) -> Shaped {
+        let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
+        let width = if is_wide { 4.0 } else { self.backend.width };
+        let (height, batch) = (c.size[0], c.rows / c.pixels().max(1.0));
+        let rows = (COLUMN_BYTES / (batch * c.size[1] * c.fan_in * width).max(1.0))
+            .floor()
+            .max(1.0);
+        if self.backend.is_portable() || rows >= height {
+            return self.convolved(c, is_wide);
+        }
+        let padded = numbers(c.input);
+        let parts = (height / rows).ceil();
+        let share = rows / height;
+        // All parts but the last, and the last one: those before are kept.
+        let before = numbers(c.rows * c.outputs * (parts - 1.0) * share);
+        let copied = numbers(c.input * share);
+        let last = self.convolved(
+            &Convolution {
+                input: c.input * share,
+                rows: c.rows * share,
+                size: [rows, c.size[1]],
+                ..*c
+            },
+            is_wide,
+        );
+        drop(copied);
+        let y = numbers(c.rows * c.outputs);
+        drop((padded, before, last));
+        y
+    }
+
+    /// A convolution that candle tracks for gradients: its own.
+    pub(in crate::plan::walk) fn composed_convolution(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+        self.convolved(&s.convolution(), is_wide)
     }
 
     /// The gradient of the input: the convolution of that of the result with the turned weight.
     pub(in crate::plan::walk) fn convolution_input_gradient(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
         let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
         let transposed = numbers(s.weights());
-        let turned = (s.kernel > 1.0).then(|| numbers(s.weights()));
+        // A kernel reads it in reverse order.
+        let has_kernels = self.backend.has_cuda_kernels();
+        let turned = (s.kernel > 1.0 && !has_kernels).then(|| numbers(s.weights()));
         let transposed = turned.is_none().then_some(transposed);
         let [batch, inputs, height, width] = s.input;
         let dy = s.rows() * s.outputs;
@@ -132,18 +217,21 @@ impl Walk {
             weights: s.weights(),
             fan_in: s.outputs * s.kernel * s.kernel,
             rows: batch * height * width,
-            pixels: height * width,
+            size: [height, width],
             outputs: inputs,
             is_pointwise: s.kernel == 1.0,
         };
-        let dx = self.convolved(&c, is_wide);
+        let dx = self.convolved_best(&c, is_wide);
         drop((spread, transposed, turned));
         dx
     }
 
     /// The gradient of the weight, in float32: the convolution of the input with the gradient of the result. Batch and
     /// channels change places.
-    pub(in crate::plan::walk) fn convolution_weight_gradient(&self, s: &ConvSizes) -> Shaped {
+    pub(in crate::plan::walk) fn convolution_weight_gradient(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+        if self.backend.has_cuda_kernels() {
+            return self.weight_gradient_in_parts(s, is_wide);
+        }
         let swapped = |batch: f64, channels: f64, n: f64| (batch > 1.0 && channels > 1.0).then(|| self.floats(n));
         let dy = s.rows() * s.outputs;
         let [batch, inputs, ..] = s.input;
@@ -155,13 +243,43 @@ impl Walk {
             weights: dy,
             fan_in: s.rows(),
             rows: inputs * taps,
-            pixels: taps,
+            size: [s.kernel, s.kernel],
             outputs: s.outputs,
             is_pointwise: false,
         };
-        let product = self.convolved(&c, true);
+        let product = self.convolved_in_rows(&c, true);
         let dw = self.floats(s.weights());
         drop((product, x, gradient));
         dw
+    }
+
+    /// The gradient of the weight, in float32: the sum over the parts of all images.
+    fn weight_gradient_in_parts(&self, s: &ConvSizes, is_wide: bool) -> Shaped {
+        let numbers = |n: f64| if is_wide { self.floats(n) } else { self.numbers(n) };
+        let c = s.convolution();
+        let (rows, parts) = c.parts(if is_wide { 4.0 } else { self.backend.width });
+        let mut sum: Option<Shaped> = None;
+        // The first part, and one that is added to it.
+        for _ in 0..(if parts * s.input[0] > 1.0 { 2 } else { 1 }) {
+            let gradient = (parts > 1.0).then(|| numbers(s.outputs * s.size[1] * rows));
+            let columns = (!c.is_pointwise).then(|| numbers(c.fan_in * s.size[1] * rows));
+            let product = numbers(s.weights());
+            let part = match is_wide || !self.backend.is_half() {
+                true => product,
+                false => {
+                    let part = self.floats(s.weights());
+                    drop(product);
+                    part
+                }
+            };
+            let total = sum.take().map(|sum| {
+                let total = self.floats(s.weights());
+                drop(sum);
+                total
+            });
+            sum = Some(total.unwrap_or_else(|| part.clone()));
+            drop((part, gradient, columns));
+        }
+        sum.unwrap_or_else(|| self.floats(s.weights()))
     }
 }

@@ -94,12 +94,13 @@ impl Walk {
             false => self.convolution(&a.sizes(a.layer.outputs), false),
         };
         let y = match a.layer.bias {
-            true => {
+            // A kernel adds it in place.
+            true if !self.backend.has_cuda_kernels() => {
                 let sum = self.numbers(a.outputs());
                 drop(y);
                 sum
             }
-            false => y,
+            _ => y,
         };
         drop(weight);
         self.view(&y, a.product.output, true)
@@ -175,8 +176,8 @@ impl Walk {
                         walk.floats(rank * a.layer.fan_in()),
                     ),
                     false => (
-                        walk.convolution_weight_gradient(&a.up(rank)),
-                        walk.convolution_weight_gradient(&a.sizes(rank)),
+                        walk.convolution_weight_gradient(&a.up(rank), true),
+                        walk.convolution_weight_gradient(&a.sizes(rank), true),
                     ),
                 };
                 drop((wide, hidden, dy));
@@ -205,7 +206,7 @@ impl Walk {
             if a.layer.is_trained {
                 let dw = match a.is_linear {
                     true => walk.product_of(a.outputs(), a.inputs(), a.layer.elements()),
-                    false => walk.convolution_weight_gradient(&a.sizes(a.layer.outputs)),
+                    false => walk.convolution_weight_gradient(&a.sizes(a.layer.outputs), false),
                 };
                 gradients.push((a.layer.trained_id(2), dw));
             }
@@ -245,13 +246,13 @@ impl Walk {
         let wide = self.widened(a.inputs());
         let hidden = match a.is_linear {
             true => self.floats(a.product.rows * rank),
-            false => self.convolution(&a.sizes(rank), true),
+            false => self.composed_convolution(&a.sizes(rank), true),
         };
         // The mask, and the product with it.
         let masked = [self.floats(a.product.rows * rank), self.floats(a.product.rows * rank)];
         let product = match a.is_linear {
             true => self.floats(a.outputs()),
-            false => self.convolution(&a.up(rank), true),
+            false => self.composed_convolution(&a.up(rank), true),
         };
         let scaled = self.floats(a.outputs());
         let narrow = self.backend.is_half().then(|| self.numbers(a.outputs()));

@@ -22,9 +22,14 @@ impl Backend {
         self.width < 4.0
     }
 
+    /// Whether candle's operations run on a CPU.
+    fn is_portable(&self) -> bool {
+        matches!(self.form, Form::Portable | Form::EmulatedKernels)
+    }
+
     /// Whether products of 16-bit matrices are computed in float32 with converted operands: candle on a CPU.
     fn widens_products(&self) -> bool {
-        self.form == Form::Portable && self.is_half()
+        self.is_portable() && self.is_half()
     }
 }
 

@@ -14,18 +14,21 @@ pub(in crate::plan::walk) enum NormActivation {
 impl Walk {
     pub(in crate::plan::walk) fn norm_of_tensors(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
         let tracked = self.is_recording() && (x.tracked || norm.trained > 0.0);
-        let n = x.elements();
-        let normalised = self.normalised(n, norm);
-        let affine = self.affine(n, norm);
-        let activated = (activation == NormActivation::Silu).then(|| self.floats(n));
-        let y = self.narrowed(activated.unwrap_or_else(|| affine.clone()), x.dims, tracked);
-        drop((normalised, affine));
+        let y = match self.backend.has_cuda_kernels() {
+            true => self.tensor(x.dims, tracked),
+            false => Shaped {
+                tracked,
+                ..self.composed_norm(x, norm, activation)
+            },
+        };
         if tracked {
             let saved = x.clone();
             self.record_step(&y, move |walk, gradient| {
-                let dx = walk.norm_gradient(&saved, norm, activation);
                 let mut gradients = vec![];
-                if let Some(dx) = dx {
+                // There is no kernel for the gradients of weight and bias.
+                if walk.backend.has_cuda_kernels() && norm.trained == 0.0 {
+                    gradients.push((saved.id, walk.tensor(saved.dims, false)));
+                } else if let Some(dx) = walk.norm_gradient(&saved, norm, activation) {
                     gradients.push((saved.id, walk.narrowed(dx, saved.dims, false)));
                 }
                 if norm.trained > 0.0 {
@@ -35,6 +38,16 @@ impl Walk {
                 gradients
             });
         }
+        y
+    }
+
+    fn composed_norm(&self, x: &Shaped, norm: Norm, activation: NormActivation) -> Shaped {
+        let n = x.elements();
+        let normalised = self.normalised(n, norm);
+        let affine = self.affine(n, norm);
+        let activated = (activation == NormActivation::Silu).then(|| self.floats(n));
+        let y = self.narrowed(activated.unwrap_or_else(|| affine.clone()), x.dims, false);
+        drop((normalised, affine));
         y
     }
 

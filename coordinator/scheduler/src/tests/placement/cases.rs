@@ -19,7 +19,7 @@ pub(super) fn alone() -> Vec<Case> {
             "sdxl lora, 12 GB",
             &["3060"],
             lora("sdxl"),
-            "3060 balanced",
+            "3060 full_gpu",
             &["of 11.0 GiB"],
         ),
         case(
@@ -86,10 +86,10 @@ pub(super) fn alone() -> Vec<Case> {
             &["a guess"],
         ),
         case(
-            "sdxl images in f16, 12 GB: decoded in float32, in tiles",
+            "sdxl images in f16, 12 GB: decoded in float32",
             &["3060"],
             images("sdxl"),
-            "3060 gpu_poor",
+            "3060 balanced",
             &[],
         ),
         case(
@@ -101,10 +101,10 @@ pub(super) fn alone() -> Vec<Case> {
         ),
         case("sdxl images, 8 GB", &["2080"], images("sdxl"), "2080 gpu_poor", &[]),
         case(
-            "sdxl images in f16, 6 GB: all of it streamed",
+            "sdxl images in f16, 6 GB: decoded in float32, in tiles",
             &["1060"],
             images("sdxl"),
-            "1060 extreme",
+            "1060 gpu_poor",
             &[],
         ),
         case("flux images, 24 GB", &["4090"], images("flux"), "4090 gpu_poor", &[]),
@@ -145,14 +145,14 @@ pub(super) fn alone() -> Vec<Case> {
             &[],
         ),
         case(
-            "sdxl full fine-tune with Adafactor, 24 GB: text encoders and autoencoder are streamed",
+            "sdxl full fine-tune with Adafactor, 24 GB: the gradients of one block at a time",
             &["4090"],
             large(),
-            "4090 balanced",
+            "4090 gpu_poor",
             &[],
         ),
         case(
-            "the same with four images at once: the gradients of one block at a time",
+            "the same with four images at once",
             &["4090"],
             large().set("/train/batch_size", json!(4)),
             "4090 gpu_poor",
@@ -192,7 +192,7 @@ pub(super) fn alone() -> Vec<Case> {
             "a large batch takes a smaller profile",
             &["3060"],
             lora("sdxl").set("/train/batch_size", json!(6)),
-            "3060 gpu_poor",
+            "3060 balanced",
             &[],
         ),
         case(
@@ -234,7 +234,7 @@ pub(super) fn alone() -> Vec<Case> {
         case(
             "a profile that does not fit",
             &["3060"],
-            lora("sdxl").profile(FullGpu),
+            lora("flux").profile(FullGpu),
             "waits",
             &["profile full_gpu"],
         ),
@@ -289,7 +289,7 @@ pub(super) fn mixed() -> Vec<Case> {
         case(
             "sdxl lora goes where it needs no tricks",
             CLUSTER,
-            lora("sdxl"),
+            lora("sdxl").set("/train/batch_size", json!(6)),
             "4090 full_gpu",
             &["3060 cuda:0: balanced"],
         ),
@@ -362,7 +362,7 @@ pub(super) fn mixed() -> Vec<Case> {
         case(
             "full speed on a slow card or tricks on a fast one",
             &["3060", "mac"],
-            lora("sdxl"),
+            lora("sdxl").set("/train/batch_size", json!(6)),
             "3060 balanced",
             &[],
         ),
@@ -371,7 +371,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "the next best when the best is busy",
             &["4090", "3060"],
             lora("sdxl"),
-            "3060 balanced",
+            "3060 full_gpu",
             &["busy with r0"],
         )
         .running(large()),

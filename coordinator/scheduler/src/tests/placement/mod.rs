@@ -377,7 +377,7 @@ fn a_forecast_describes_every_device() {
     );
     let before = world.state.forecast_new_job(&images("sdxl").requirements());
     assert!(
-        before.summary.starts_with("would start now on 1060 cuda:0: extreme ("),
+        before.summary.starts_with("would start now on 1060 cuda:0: gpu_poor ("),
         "{}",
         before.summary
     );
