@@ -120,7 +120,9 @@ def batches(keys):
     return out
 
 
-def train(dtype, latents, keys):
+def train(dtype, latents, keys, captions=CAPTIONS, kept=None, multiplier=1.0):
+    """Trains the LoRA. `kept`: for each item the prompt of its preservation loss. Returns the first weights, the loss of each step,
+    its preservation loss, the last weights."""
     pipe = StableDiffusionPipeline.from_pretrained(TINY_SD, safety_checker=None)
     unet, encoder = pipe.unet, pipe.text_encoder
     unet.requires_grad_(False)
@@ -133,11 +135,16 @@ def train(dtype, latents, keys):
     params = [p for p in unet.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=LR, eps=1e-6)
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
-    ids = pipe.tokenizer(CAPTIONS, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
-    with torch.no_grad():
-        contexts = encoder(ids)[0]
+
+    def encode(prompts):
+        ids = pipe.tokenizer(prompts, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
+        with torch.no_grad():
+            return encoder(ids)[0]
+
+    contexts = encode(captions)
+    kept_contexts = encode(kept) if kept else None
     made = batches(keys)
-    losses = []
+    losses, preserved = [], []
     for step in range(STEPS):
         order = torch.randperm(len(made), generator=generator(f"{SEED}/epoch/{step // len(made)}/0"))
         items = made[order[step % len(made)]]
@@ -147,15 +154,24 @@ def train(dtype, latents, keys):
         noise = torch.randn(x.shape, generator=g)
         x, noise = x.to(dtype), noise.to(dtype)
         a = scheduler.alphas_cumprod[t].to(dtype).view(-1, 1, 1, 1)
-        pred = unet(a.sqrt() * x + (1 - a).sqrt() * noise, t, encoder_hidden_states=contexts[items]).sample
+        noisy = a.sqrt() * x + (1 - a).sqrt() * noise
+        pred = unet(noisy, t, encoder_hidden_states=contexts[items]).sample
         loss = ((pred - noise) ** 2).mean()
+        if kept:
+            unet.disable_adapters()
+            with torch.no_grad():
+                base = unet(noisy, t, encoder_hidden_states=kept_contexts[items]).sample
+            unet.enable_adapters()
+            own = multiplier * ((unet(noisy, t, encoder_hidden_states=kept_contexts[items]).sample - base) ** 2).mean()
+            preserved.append(own.item())
+            loss = loss + own
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     unet.float()
-    return start, losses, ours({"unet": unet}, RANK)
+    return start, losses, preserved, ours({"unet": unet}, RANK)
 
 
 if __name__ == "__main__":
@@ -165,12 +181,20 @@ if __name__ == "__main__":
     fingerprint = vae_fingerprint()
     made = [latent(path, pipe, fingerprint) for path in sorted((OUT / "data").glob("*.[jp][pn]g"))]
     keys, latents = [key for key, _ in made], [x for _, x in made]
-    start, losses, final = train(torch.float32, latents, keys)
-    _, exact, exact_final = train(torch.float64, latents, keys)
+    start, losses, _, final = train(torch.float32, latents, keys)
+    _, exact, _, exact_final = train(torch.float64, latents, keys)
     tensors = {f"latent/p{i}": x.clone() for i, x in enumerate(latents)}
     tensors |= {f"start/{k}": v.clone() for k, v in start.items()} | {f"final/{k}": v for k, v in exact_final.items()}
     save_file({k: v.contiguous() for k, v in tensors.items()}, OUT / "expected.safetensors")
     rounding = {"loss": max(abs(a / b - 1) for a, b in zip(losses, exact)),
                 "weight": max(float((final[k] - exact_final[k]).abs().max()) for k in final)}
     (OUT / "expected.json").write_text(json.dumps({"buckets": keys, "batches": batches(keys), "losses": exact, "rounding": rounding}, indent=1))
+    # Preservation losses (processes/train/preservation.rs), with the trigger word in every caption.
+    with_trigger = [caption if "zorb" in caption else f"zorb {caption}" for caption in CAPTIONS]
+    cases = {"class": ([caption.replace("zorb", "a dog") for caption in with_trigger], 3.0), "blank": ([""] * len(CAPTIONS), 0.5)}
+    results = {}
+    for name, (kept, multiplier) in cases.items():
+        _, losses, preserved, _ = train(torch.float64, latents, keys, with_trigger, kept, multiplier)
+        results[name] = {"multiplier": multiplier, "losses": losses, "preserved": preserved}
+    (OUT / "preservation.json").write_text(json.dumps(results, indent=1))
     print("batches", batches(keys), "what float32 does:", rounding)

@@ -3,9 +3,11 @@
 #[cfg(feature = "embedded")]
 use super::dataset::{dataset_lines, dataset_summary, dataset_warnings};
 use super::report::{ProcessReport, Report};
-use crate::output::format::{fold, gib, plural, printable, size};
+use crate::output::format::{fold, plural, printable, size};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
+
+const GIB: f64 = 1_073_741_824.0;
 
 /// Width of the column with the section names.
 const NAME_COLUMNS: usize = 10;
@@ -232,7 +234,7 @@ fn short_number(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// The predicted memory, a line for each kind of device.
+/// The predicted memory: what the columns are, and a line for each kind of device.
 fn memory_lines(memory: &BTreeMap<String, u64>) -> Vec<String> {
     let kinds = [
         ("gpu", "NVIDIA GPU", false),
@@ -241,11 +243,10 @@ fn memory_lines(memory: &BTreeMap<String, u64>) -> Vec<String> {
     ];
     let of_kind = |(key, label, on_cpu): (&str, &str, bool)| {
         let profiles = MemoryProfile::on(on_cpu).map(MemoryProfile::name);
-        let found = profiles.iter().filter_map(|profile| {
-            let bytes = memory.get(&format!("{key}, {profile}"))?;
-            Some(format!("{} ({profile})", gib(*bytes)))
-        });
-        format!("predicted on {label}: {}", found.collect::<Vec<_>>().join(", "))
+        let bytes = profiles.map(|profile| memory.get(&format!("{key}, {profile}")).copied().unwrap_or(0));
+        let [all, balanced, poor, extreme] = bytes.map(|bytes| format!("{:.1}", bytes as f64 / GIB));
+        format!("{label:<10}{all:>7}{balanced:>11}{poor:>11}{extreme:>10}")
     };
-    kinds.into_iter().map(of_kind).collect()
+    let columns = "predicted: GiB    all   balanced   gpu_poor   extreme".to_owned();
+    std::iter::once(columns).chain(kinds.into_iter().map(of_kind)).collect()
 }

@@ -205,9 +205,9 @@ section! {
         /// Read sizes from file headers only.
         fast_image_size: bool = false, Accepted("speed only");
         /// Set from `train`.
-        diff_output_preservation: bool = false, DependsOn("train.diff_output_preservation");
+        diff_output_preservation: bool = false, Accepted("the value of `train` counts");
         /// Set from `train`.
-        diff_output_preservation_class: Option<String> = None, DependsOn("train.diff_output_preservation");
+        diff_output_preservation_class: Option<String> = None, Accepted("the value of `train` counts");
         /// Print more about videos.
         debug: bool = false, Accepted("only prints more");
         /// Removed in ai-toolkit: any value is an error.

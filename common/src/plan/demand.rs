@@ -6,7 +6,7 @@
 use super::families;
 use super::family::FamilySpeed;
 use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
-use super::job_memory::{Job, Task};
+use super::job_memory::{Job, Task, preserves};
 use super::json::{largest, number, text};
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
@@ -140,9 +140,10 @@ fn of_conversion(kind: &str) -> Option<Demand> {
     })
 }
 
-/// The micro-batches of a step.
+/// The micro-batches of a step, with the work of a preservation loss: as much as that of the captions, and a pass without the adapter.
 fn accumulated(body: &Value) -> f64 {
-    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0)
+    let preserved = if preserves(body) { 1.0 + 1.0 / 3.0 } else { 0.0 };
+    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * (1.0 + preserved)
 }
 
 /// The work of a training of a family that the planner does not know, in passes over 512 x 512 pixels.

@@ -26,6 +26,8 @@ use super::walk::{Backend, Denoiser, Form, LanguageEncoder, Shaped, TextEncoder,
 use crate::job::network::LOKR_FULL_RANK;
 use serde_json::Value;
 
+pub(super) use training::preserves;
+
 /// The largest side of an image that a prediction considers.
 const MAX_SIDE: f64 = 65_536.0;
 const MAX_BATCH: f64 = 1e6;

@@ -1,6 +1,7 @@
 //! Convolutions as products of matrices, some rows of the result at a time.
 
-use super::launch::{Arg, Launch, Module, are_usable, dtype_name, elements_at_once, launch, output};
+use super::arguments::{Arg, Launch, Module};
+use super::launch::{are_usable, dtype_name, elements_at_once, launch, output};
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// The most bytes of the matrix of inputs, if more than one row of the result fits in it. Larger products are not faster, and leave gaps

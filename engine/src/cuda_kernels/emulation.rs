@@ -1,7 +1,7 @@
 //! The kernels on a CPU, an element at a time: what tests run where CUDA would start a kernel, so that a machine without a GPU tests the
 //! dtypes, sizes and memory of everything around them. The formulas are those of the `.cu` files; the order of sums is not.
 
-use super::launch::{Arg, Launch};
+use super::arguments::{Arg, Launch};
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Storage, Tensor};
 use half::{bf16, f16};
 use std::cell::RefCell;

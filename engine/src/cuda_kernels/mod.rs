@@ -5,6 +5,7 @@
 //! none is used. The kernels compute in f32. Tests run an emulation of them on the CPU
 //! ([`emulated_kernels`](crate::device::portable::emulated_kernels)).
 
+mod arguments;
 mod convolution;
 mod emulation;
 mod launch;

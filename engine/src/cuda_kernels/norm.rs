@@ -1,6 +1,7 @@
 //! Group norm, layer norm and RMS norm.
 
-use super::launch::{Arg, Launch, Module, are_usable, dtype_name, elements_at_once, launch, output};
+use super::arguments::{Arg, Launch, Module};
+use super::launch::{are_usable, dtype_name, elements_at_once, launch, output};
 use candle_core::{DType, Result, Tensor};
 
 /// A norm over rows of `length` elements, as `nn::norm` describes it.

@@ -1,6 +1,7 @@
 //! Steps of Adam, and sums of squares.
 
-use super::launch::{Arg, Launch, Module, are_usable, dtype_name, launch, output};
+use super::arguments::{Arg, Launch, Module};
+use super::launch::{are_usable, dtype_name, launch, output};
 use candle_core::{DType, Result, Shape, Tensor};
 
 /// The factors of a step of Adam, equal for all elements of a parameter.

@@ -1,6 +1,7 @@
 //! Functions of each element.
 
-use super::launch::{Arg, Launch, Module, are_usable, dtype_name, elements_at_once, launch, output};
+use super::arguments::{Arg, Launch, Module};
+use super::launch::{are_usable, dtype_name, elements_at_once, launch, output};
 use candle_core::{D, DType, Result, Shape, Tensor};
 
 /// How a kernel is started for `count` elements of tensors of one dtype. Vectors of elements are within `lengths`.

@@ -1,6 +1,7 @@
 //! The softmax of attention scores.
 
-use super::launch::{Arg, Launch, Module, are_usable, dtype_name, elements_at_once, launch, output};
+use super::arguments::{Arg, Launch, Module};
+use super::launch::{are_usable, dtype_name, elements_at_once, launch, output};
 use candle_core::{D, DType, Result, Tensor};
 
 /// How a kernel is started for scores and probabilities of these dtypes, if there is one.

@@ -30,6 +30,14 @@ pub struct CaptionRules {
     pub random_triggers_max: usize,
 }
 
+impl CaptionRules {
+    /// The trigger word of these captions, if they have one.
+    #[must_use]
+    pub fn trigger_word(&self) -> Option<&str> {
+        self.trigger.as_deref().or(self.process_trigger.as_deref())
+    }
+}
+
 /// The path of an image's caption file: the image's path with another suffix.
 pub(super) fn caption_path(image: &Path, extension: &str) -> PathBuf {
     let mut name = image.file_stem().unwrap_or_default().to_os_string();

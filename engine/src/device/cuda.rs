@@ -1,7 +1,7 @@
 //! CUDA devices: how many there are, their properties and their peak memory.
 
-use super::DevicePeak;
 use super::gpu::{Gpu, too_old_for_build};
+use super::peak::DevicePeak;
 use super::rate::gpu_gflops;
 use super::self_test;
 use aitk_common::capability::{DeviceKind, DeviceRef};

@@ -7,10 +7,13 @@ mod gpu;
 pub mod gpus;
 #[cfg(feature = "metal")]
 mod metal;
+mod peak;
 pub mod portable;
 pub mod rate;
 pub mod self_test;
 pub mod threads;
+
+pub use peak::DevicePeak;
 
 use crate::error::{EngineError, Result};
 use aitk_common::capability::{DeviceKind, DeviceRef};
@@ -116,15 +119,6 @@ fn first_working(
         }
     }
     (DType::F32, notes)
-}
-
-/// The most memory of a GPU that a process took, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DevicePeak {
-    /// What tensors held.
-    pub allocated: u64,
-    /// What tensors held, and what they freed and the process kept. The driver's context is not included.
-    pub reserved: u64,
 }
 
 /// Ends a phase of a job: returns the peaks of this process on a GPU since the last call, and gives freed memory back to the

@@ -10,6 +10,7 @@ mod latents;
 mod loss_plot;
 mod objective;
 mod options;
+mod preservation;
 mod preview;
 mod record;
 mod resume;
@@ -27,7 +28,7 @@ pub use preview::{TrainingPreview, preview};
 
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
-use crate::adapters::{LoraPass, is_of_text, load_lora};
+use crate::adapters::{LoraHandle, LoraPass, is_of_text, load_lora};
 use crate::data::TrainingImage;
 use crate::device;
 use crate::error::{EngineError, Result};
@@ -44,6 +45,7 @@ use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
 use data::{StepBatch, TrainingData};
 use folder::RunFolder;
+use preservation::Preservation;
 use record::StepRecorder;
 use resume::NON_FINITE_CAUSES;
 use run::{Run, trainer};
@@ -60,11 +62,20 @@ const MAX_NON_FINITE_STEPS: u64 = 25;
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
 
 /// What a micro-batch is made of.
+#[derive(Clone)]
 struct BatchInputs {
     /// The latents of its images, on the device.
     latents: Vec<Tensor>,
     /// The latents of its control images, on the device. `None`: it has none.
     control: Option<Tensor>,
+}
+
+/// How the preservation loss of a micro-batch is computed.
+struct PreservationPass {
+    preservation: Preservation,
+    /// Without the adapter, and with it.
+    passes: [LoraPass; 2],
+    handle: Arc<LoraHandle>,
 }
 
 /// The sizes of an item that SDXL is conditioned on.
@@ -289,6 +300,10 @@ impl<'a> Run<'a> {
                 // JSON has only finite numbers; a warning was logged above.
                 if report.loss.is_finite() {
                     values.insert("loss/loss".into(), report.loss);
+                    if let Some(preservation) = report.preservation {
+                        values.insert("loss/preservation".into(), preservation);
+                        values.insert("loss/normal".into(), report.loss - preservation);
+                    }
                 }
                 if let Some(norm) = report.grad_norm {
                     values.insert("grad_norm".into(), norm);
@@ -352,19 +367,85 @@ impl<'a> Run<'a> {
             .draw(&mut generator, &shapes, image_tokens, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
-            return self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens);
+            return self
+                .forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens)
+                .map(drop);
         };
-        let dropout_seed = format!("{}/dropout/{step}/{micro}", self.seed);
-        let pass = LoraPass {
+        let pass = |name: &str| LoraPass {
             strength: self.data.datasets[step_batch.batch.dataset].options.network_weight,
-            dropout_seed: Some(dropout_seed.into()),
+            dropout_seed: Some(format!("{}/{name}/{step}/{micro}", self.seed).into()),
         };
-        handle.in_pass(pass, || {
-            self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens)
-        })
+        let (training, preserving) = (pass("dropout"), pass("preservation-dropout"));
+        let Some(preservation) = Preservation::of(process) else {
+            let run = || self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens);
+            return handle.in_pass(training, run).map(drop);
+        };
+        let of_captions = inputs.clone();
+        let drawn = handle.in_pass(training, || {
+            self.forward_backward(step, &step_batch, (&captions, cfg), of_captions, drawn, image_tokens)
+        })?;
+        let kept = PreservationPass {
+            preservation,
+            passes: [
+                LoraPass {
+                    strength: 0.0,
+                    dropout_seed: None,
+                },
+                preserving,
+            ],
+            handle,
+        };
+        self.preserve(&kept, &step_batch, (&captions, cfg), inputs, &drawn)
     }
 
-    /// Computes the loss of these captions and latents, and adds or applies the gradients.
+    /// Adds the gradients of the preservation loss of these captions and latents.
+    fn preserve(
+        &mut self,
+        kept: &PreservationPass,
+        step_batch: &StepBatch,
+        (captions, cfg): (&[String], Option<TrainingCfg>),
+        BatchInputs { latents, control }: BatchInputs,
+        drawn: &NoiseDraw,
+    ) -> Result<()> {
+        let (process, model) = (self.process, &*self.model);
+        let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
+        let prompts = captions
+            .iter()
+            .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
+        let prompts: Vec<String> = prompts.collect();
+        let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(image_size).collect();
+        let scale = cfg.map_or(process.train.cfg_scale, |cfg| cfg.scale);
+        let mut conditioning = |prompts: &[String]| {
+            let conditioning = match self.target.covers_text_encoder() {
+                true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype())?,
+                false => self.captions.get(prompts, model)?,
+            };
+            let conditioning = with_guidance(process, model, model.with_sizes(conditioning, &sizes)?, scale)?;
+            match &control {
+                Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
+                None => Ok(conditioning),
+            }
+        };
+        let conditional = conditioning(&prompts)?;
+        let unconditional = match cfg {
+            Some(_) => Some(conditioning(&vec![String::new(); captions.len()])?),
+            None => None,
+        };
+        let noisy = self.objective.noisy(&latents, drawn)?;
+        let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
+        let predict = || match (cfg, &unconditional) {
+            (Some(cfg), Some(unconditional)) => cfg.predict(model, &noisy, &times, [unconditional, &conditional]),
+            _ => model.predict(&noisy, &times, &conditional),
+        };
+        let [without, with] = kept.passes.clone();
+        let base = kept.handle.in_pass(without, predict)?;
+        let factor = kept.preservation.multiplier * step_batch.weight;
+        let forward = || preservation::loss(&predict()?, &base, factor);
+        kept.handle
+            .in_pass(with, || self.trainer.accumulate_preservation(forward))
+    }
+
+    /// Computes the loss of these captions and latents, and adds or applies the gradients. Returns the noise that was used.
     fn forward_backward(
         &mut self,
         step: u64,
@@ -373,7 +454,7 @@ impl<'a> Run<'a> {
         BatchInputs { latents, control }: BatchInputs,
         mut drawn: NoiseDraw,
         image_tokens: usize,
-    ) -> Result<()> {
+    ) -> Result<NoiseDraw> {
         let (process, model) = (self.process, &*self.model);
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
@@ -435,10 +516,11 @@ impl<'a> Run<'a> {
         let train = &self.process.train;
         let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
         if one_micro_batch && self.trainer.uses_fused_backward() {
-            self.trainer.fused_step(step, forward)
+            self.trainer.fused_step(step, forward)?;
         } else {
-            self.trainer.accumulate(forward)
+            self.trainer.accumulate(forward)?;
         }
+        Ok(drawn)
     }
 }
 

@@ -32,6 +32,8 @@ pub struct TrainerOptions {
 pub struct StepReport {
     /// The mean loss of the step's micro-batches.
     pub loss: f64,
+    /// The part of it that is preservation loss, if there is any.
+    pub preservation: Option<f64>,
     /// The learning rate of the schedule, or the one that an adaptive optimizer computed from it.
     pub lr: f64,
     /// The gradient norm before clipping; `None` if the weights were not updated.
@@ -51,6 +53,8 @@ pub struct Trainer {
     /// The sum of squares of each gradient that [`Trainer::fused_step`] applied, by parameter.
     applied_squares: Option<Vec<f64>>,
     losses: Vec<f64>,
+    /// The preservation losses that are part of them.
+    preservation_losses: Vec<f64>,
     non_finite_losses: u64,
     loss_scale: Option<LossScale>,
     /// The seed of stochastic rounding. `None`: weights are float32, or rounded to the nearest number.
@@ -69,6 +73,7 @@ impl Trainer {
             accumulated: None,
             applied_squares: None,
             losses: Vec::new(),
+            preservation_losses: Vec::new(),
             non_finite_losses: 0,
             loss_scale: None,
             rounding_seed: None,
@@ -149,6 +154,19 @@ impl Trainer {
                     };
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Adds a preservation loss to the micro-batch before: its gradients, and its value to the loss that is reported.
+    ///
+    /// # Errors
+    /// As [`Trainer::accumulate`].
+    pub fn accumulate_preservation(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+        self.accumulate(loss)?;
+        if let (Some(own), Some(total)) = (self.losses.pop(), self.losses.last_mut()) {
+            self.preservation_losses.push(own);
+            *total += own;
         }
         Ok(())
     }
@@ -253,6 +271,10 @@ impl Trainer {
         let count = self.losses.len().max(1) as f64;
         let mut report = StepReport {
             loss: self.losses.iter().sum::<f64>() / count,
+            preservation: match self.preservation_losses.is_empty() {
+                true => None,
+                false => Some(self.preservation_losses.drain(..).sum::<f64>() / count),
+            },
             lr,
             grad_norm: None,
             warning: None,

@@ -388,6 +388,25 @@ fn all_gradients_are_counted_when_the_update_needs_them_together() {
 }
 
 #[test]
+fn a_preservation_loss_is_more_work_and_a_second_set_of_gradients() {
+    let with = |changes: &[(&str, Value)]| {
+        let mut job = lora("sd1", 512, "bf16", 128);
+        for (key, value) in changes {
+            job["process"][0]["kind"]["train"]["train"][*key] = value.clone();
+        }
+        let demand = Demand::of_job(&job, None, &[]).unwrap();
+        (demand.units(), demand.memory)
+    };
+    let (plain, accumulated) = (with(&[]), with(&[("gradient_accumulation", json!(2))]));
+    for key in ["diff_output_preservation", "blank_prompt_preservation"] {
+        let (units, memory) = with(&[(key, json!(true))]);
+        assert!((units / plain.0 - 7.0 / 3.0).abs() < 1e-3, "{key}");
+        assert_eq!(memory, accumulated.1, "{key}");
+        assert_ne!(memory, plain.1, "{key}");
+    }
+}
+
+#[test]
 fn work_counts_steps_images_and_pixels() {
     let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None, &[]).unwrap();
     let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None, &[]).unwrap();

@@ -44,6 +44,12 @@ impl DataBatch {
     }
 }
 
+/// Whether a training has a preservation loss.
+pub(in crate::plan) fn preserves(body: &Value) -> bool {
+    let keys = ["/train/diff_output_preservation", "/train/blank_prompt_preservation"];
+    keys.iter().any(|key| flag(body, key))
+}
+
 /// Whether the latents of a data set are cached.
 fn is_cached(set: &Value) -> bool {
     flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk")
@@ -79,7 +85,8 @@ impl Job<'_> {
             .pointer("/train/gradient_accumulation_steps")
             .and_then(Value::as_f64)
             .unwrap_or(1.0);
-        let accumulates = accumulation > 1.0 || legacy != 1.0;
+        // The gradients of a preservation loss are added to those of the captions.
+        let accumulates = accumulation > 1.0 || legacy != 1.0 || preserves(body);
         let fused = options.fused_backward && self.is_full && self.optimizer.is_separable && !accumulates;
         let clips = number(body, "/train/max_grad_norm").unwrap_or(1.0) > 0.0 && self.optimizer.clips;
         let clipped = if clips { largest } else { 0.0 };

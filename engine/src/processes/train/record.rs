@@ -185,6 +185,7 @@ mod tests {
         StepReport {
             loss,
             lr: 1e-4,
+            preservation: None,
             grad_norm: Some(1.0),
             warning: None,
         }

@@ -3,7 +3,8 @@
 
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use crate::testing::{fixtures, gap, largest};
-use aitk_common::attempt::Outcome;
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::values::OneOrMany;
 use candle_core::Device;
 use serde_json::Value;
@@ -22,11 +23,10 @@ fn cached_latent(data: &Path, stem: &str) -> candle_core::Tensor {
     candle_core::safetensors::load(file.path(), &Device::Cpu).unwrap()["latent"].clone()
 }
 
-#[test]
-fn a_whole_job_matches_the_reference() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut process = trainer(dir.path(), 14);
-    let data = dir.path().join("images");
+/// The training that the reference replays, on a copy of its images in `root/images`.
+fn replayed(root: &Path) -> TrainerProcess {
+    let mut process = trainer(root, 14);
+    let data = root.join("images");
     std::fs::create_dir(&data).unwrap();
     for entry in std::fs::read_dir(replay("data")).unwrap() {
         let path = entry.unwrap().path();
@@ -35,7 +35,84 @@ fn a_whole_job_matches_the_reference() {
     process.datasets[0].folder_path = Some(data.display().to_string());
     process.datasets[0].resolution = OneOrMany(vec![64]);
     process.datasets[0].shuffle_tokens = false;
-    let (outcome, events) = run_spec(&spec(process));
+    process
+}
+
+/// One value of the metrics of each step.
+fn values(events: &[ChildEvent], name: &str) -> Vec<f64> {
+    let value = |event: &ChildEvent| match event {
+        ChildEvent::Metrics { values, .. } => values.get(name).copied(),
+        _ => None,
+    };
+    events.iter().filter_map(value).collect()
+}
+
+/// The trainings with a preservation loss, with their losses and preservation losses in each step.
+fn preserving(name: &str, root: &Path) -> (TrainerProcess, [Vec<f64>; 2]) {
+    let report: Value = serde_json::from_slice(&std::fs::read(replay("preservation.json")).unwrap()).unwrap();
+    let numbers = |key: &str| serde_json::from_value(report[name][key].clone()).unwrap();
+    let mut process = replayed(root);
+    process.trigger_word = Some("zorb".into());
+    let (train, multiplier) = (&mut process.train, report[name]["multiplier"].as_f64().unwrap());
+    match name {
+        "class" => {
+            train.diff_output_preservation = true;
+            train.diff_output_preservation_class = "a dog".into();
+            train.diff_output_preservation_multiplier = multiplier;
+        }
+        _ => {
+            train.blank_prompt_preservation = true;
+            train.blank_prompt_preservation_multiplier = multiplier;
+        }
+    }
+    (process, [numbers("losses"), numbers("preserved")])
+}
+
+#[test]
+fn preservation_losses_match_the_reference() {
+    for (name, cached) in [("class", true), ("blank", false)] {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut process, [expected_losses, preserved]) = preserving(name, dir.path());
+        process.train.cache_text_embeddings = cached;
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let (loss, own) = (losses(&events), values(&events, "loss/preservation"));
+        let normal = values(&events, "loss/normal");
+        for step in 0..14 {
+            assert!((loss[step] - normal[step] - own[step]).abs() < 1e-6);
+            let difference = (loss[step] / expected_losses[step] - 1.0).abs();
+            assert!(
+                difference < 1e-5,
+                "{name}, step {step}: the loss differs by {difference:.1e}"
+            );
+            // A difference of predictions that are nearly equal: rounding counts for more.
+            let difference = (own[step] - preserved[step]).abs();
+            assert!(difference < 1e-5, "{name}, step {step}: off by {difference:.1e}");
+        }
+        assert_eq!(own[0], 0.0, "a new adapter changes nothing");
+    }
+}
+
+#[test]
+fn a_preserved_class_changes_less() {
+    let largest_loss = |multiplier: f64| {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut process, _) = preserving("class", dir.path());
+        process.train.diff_output_preservation_multiplier = multiplier;
+        process.train.steps = 7;
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        values(&events, "loss/preservation").into_iter().fold(0.0, f64::max) / multiplier
+    };
+    let (hardly, much) = (largest_loss(1e-6), largest_loss(30.0));
+    assert!(much < 0.5 * hardly, "{much}, not less than half of {hardly}");
+}
+
+#[test]
+fn a_whole_job_matches_the_reference() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("images");
+    let (outcome, events) = run_spec(&spec(replayed(dir.path())));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
 
     let report: Value = serde_json::from_slice(&std::fs::read(replay("expected.json")).unwrap()).unwrap();

@@ -4,8 +4,9 @@ use super::super::context::Context;
 use super::super::rate::Progress;
 use super::data::TrainingData;
 use super::options::{self, caches_captions};
+use super::preservation::Preservation;
 use crate::adapters::load_text_lora;
-use crate::data::{TextCache, TextKey};
+use crate::data::{TextCache, TextKey, dropped_caption};
 use crate::device::Compute;
 use crate::error::Result;
 use crate::families::Prompt;
@@ -102,11 +103,26 @@ fn add_prompts(process: &TrainerProcess, data: &TrainingData, embeddings: &mut T
             }
         }
     }
+    let preservation = Preservation::of(process);
+    // Beside captions that are dropped.
+    for dataset in &data.datasets {
+        if let Some(preservation) = &preservation {
+            let rules = &dataset.options.captions;
+            add(
+                &preservation.prompt(&dropped_caption(rules), rules.trigger_word()),
+                None,
+            );
+        }
+    }
     if caches_captions(process) {
         for (number, dataset) in data.datasets.iter().enumerate() {
             for (index, item) in dataset.items.iter().enumerate() {
                 let caption = data.frozen_caption(number, index);
-                embeddings.add(Prompt::new(caption), &item.path, item.derived.as_deref());
+                let kept = preservation.as_ref();
+                let kept = kept.map(|kept| kept.prompt(&caption, dataset.options.captions.trigger_word()));
+                for prompt in [Some(caption), kept].into_iter().flatten() {
+                    embeddings.add(Prompt::new(prompt), &item.path, item.derived.as_deref());
+                }
             }
         }
     }
