@@ -33,8 +33,8 @@ DTYPES = ["f32", "bf16", "bf16", "f16"]
 PROFILES = ["full_gpu", "balanced", "gpu_poor", "extreme"]
 # Largest differences that rounding explains: of a loss, relative; of a mean image, in units of 1/255.
 LOSS = {"f32": 1e-3, "f16": 0.01, "bf16": 0.05}
-# Random models amplify rounding: with guidance an image of a LoRA of three steps differs by up to 1.8 in f16.
-IMAGE = {"f32": 0.2, "f16": 2.0, "bf16": 4.0}
+# Random models amplify rounding: with guidance an image of a LoRA of three steps differs by up to 2.4 in f16, on a CPU and on a card.
+IMAGE = {"f32": 0.2, "f16": 3.0, "bf16": 4.0}
 GIB = 1 << 30
 # In the error of a job that took too long.
 LATE = "not done after"
