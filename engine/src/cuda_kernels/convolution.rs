@@ -4,8 +4,8 @@ use super::arguments::{Arg, Launch, Module};
 use super::launch::{are_usable, dtype_name, elements_at_once, launch, output};
 use candle_core::{DType, Result, Shape, Tensor};
 
-/// The most bytes of the matrix of inputs, if more than one row of the result fits in it. Larger products are not faster, and leave gaps
-/// in the memory of the device.
+/// The most bytes of the matrix of inputs, if more than one row of the result fits in it. Larger matrices leave
+/// larger gaps in the memory of the device; which size is fastest was not measured.
 pub(crate) const COLUMN_BYTES: usize = 64 << 20;
 
 /// The steps of a convolution with a kernel of [height, width].

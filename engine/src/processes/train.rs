@@ -78,6 +78,39 @@ struct PreservationPass {
     handle: Arc<LoraHandle>,
 }
 
+/// What the items of a batch are conditioned on besides their prompts.
+struct ItemInputs {
+    sizes: Vec<ItemSize>,
+    /// The latents of their control images.
+    control: Option<Tensor>,
+    /// The scale of the guidance.
+    scale: f64,
+}
+
+impl ItemInputs {
+    fn add_to(&self, process: &TrainerProcess, model: &dyn Model, conditioning: Conditioning) -> Result<Conditioning> {
+        let conditioning = model.with_sizes(conditioning, &self.sizes)?;
+        let conditioning = with_guidance(process, model, conditioning, self.scale)?;
+        match &self.control {
+            Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
+            None => Ok(conditioning),
+        }
+    }
+}
+
+/// Predicts from noisy latents and time steps, with guidance if there is an unconditional conditioning.
+fn predict(
+    model: &dyn Model,
+    cfg: Option<TrainingCfg>,
+    (latents, timesteps): (&[Tensor], &Tensor),
+    (unconditional, conditional): (Option<&Conditioning>, &Conditioning),
+) -> Result<Vec<Tensor>> {
+    match (cfg, unconditional) {
+        (Some(cfg), Some(unconditional)) => cfg.predict(model, latents, timesteps, [unconditional, conditional]),
+        _ => model.predict(latents, timesteps, conditional),
+    }
+}
+
 /// The sizes of an item that SDXL is conditioned on.
 fn image_size(item: &TrainingImage) -> ItemSize {
     let flipped = |(width, height): (u32, u32)| (height, width);
@@ -371,11 +404,15 @@ impl<'a> Run<'a> {
                 .forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens)
                 .map(drop);
         };
+        let (strength, seed) = (
+            self.data.datasets[step_batch.batch.dataset].options.network_weight,
+            self.seed,
+        );
         let pass = |name: &str| LoraPass {
-            strength: self.data.datasets[step_batch.batch.dataset].options.network_weight,
-            dropout_seed: Some(format!("{}/{name}/{step}/{micro}", self.seed).into()),
+            strength,
+            dropout_seed: Some(format!("{seed}/{name}/{step}/{micro}").into()),
         };
-        let (training, preserving) = (pass("dropout"), pass("preservation-dropout"));
+        let training = pass("dropout");
         let Some(preservation) = Preservation::of(process) else {
             let run = || self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens);
             return handle.in_pass(training, run).map(drop);
@@ -391,7 +428,7 @@ impl<'a> Run<'a> {
                     strength: 0.0,
                     dropout_seed: None,
                 },
-                preserving,
+                pass("preservation-dropout"),
             ],
             handle,
         };
@@ -407,42 +444,51 @@ impl<'a> Run<'a> {
         BatchInputs { latents, control }: BatchInputs,
         drawn: &NoiseDraw,
     ) -> Result<()> {
-        let (process, model) = (self.process, &*self.model);
         let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
         let prompts = captions
             .iter()
             .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
         let prompts: Vec<String> = prompts.collect();
-        let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(image_size).collect();
-        let scale = cfg.map_or(process.train.cfg_scale, |cfg| cfg.scale);
-        let mut conditioning = |prompts: &[String]| {
-            let conditioning = match self.target.covers_text_encoder() {
-                true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype())?,
-                false => self.captions.get(prompts, model)?,
-            };
-            let conditioning = with_guidance(process, model, model.with_sizes(conditioning, &sizes)?, scale)?;
-            match &control {
-                Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
-                None => Ok(conditioning),
-            }
-        };
-        let conditional = conditioning(&prompts)?;
-        let unconditional = match cfg {
-            Some(_) => Some(conditioning(&vec![String::new(); captions.len()])?),
-            None => None,
-        };
+        let (conditional, unconditional) = (self.encode_frozen(&prompts)?, self.unconditional(cfg, captions.len())?);
+        let (process, model) = (self.process, &*self.model);
+        let inputs = self.item_inputs(step_batch, control, cfg);
+        let conditional = inputs.add_to(process, model, conditional)?;
+        let unconditional = unconditional
+            .map(|empty| inputs.add_to(process, model, empty))
+            .transpose()?;
         let noisy = self.objective.noisy(&latents, drawn)?;
         let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
-        let predict = || match (cfg, &unconditional) {
-            (Some(cfg), Some(unconditional)) => cfg.predict(model, &noisy, &times, [unconditional, &conditional]),
-            _ => model.predict(&noisy, &times, &conditional),
-        };
+        let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
         let [without, with] = kept.passes.clone();
         let base = kept.handle.in_pass(without, predict)?;
         let factor = kept.preservation.multiplier * step_batch.weight;
         let forward = || preservation::loss(&predict()?, &base, factor);
         kept.handle
             .in_pass(with, || self.trainer.accumulate_preservation(forward))
+    }
+
+    /// Encodes prompts without the graph of a text encoder that is trained.
+    fn encode_frozen(&mut self, prompts: &[String]) -> Result<Conditioning> {
+        let model = &*self.model;
+        match self.target.covers_text_encoder() {
+            true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype()),
+            false => self.captions.get(prompts, model),
+        }
+    }
+
+    /// The empty prompt for so many items, if the training uses guidance. It is no caption: no text encoder is trained on it.
+    fn unconditional(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
+        let empty = || vec![String::new(); items];
+        cfg.map(|_| self.encode_frozen(&empty())).transpose()
+    }
+
+    /// What the items of a batch are conditioned on besides their prompts.
+    fn item_inputs(&self, step_batch: &StepBatch, control: Option<Tensor>, cfg: Option<TrainingCfg>) -> ItemInputs {
+        ItemInputs {
+            sizes: self.data.items_of(&step_batch.batch).map(image_size).collect(),
+            control,
+            scale: cfg.map_or(self.process.train.cfg_scale, |cfg| cfg.scale),
+        }
     }
 
     /// Computes the loss of these captions and latents, and adds or applies the gradients. Returns the noise that was used.
@@ -455,38 +501,19 @@ impl<'a> Run<'a> {
         mut drawn: NoiseDraw,
         image_tokens: usize,
     ) -> Result<NoiseDraw> {
+        let cached = match self.target.covers_text_encoder() {
+            true => None,
+            false => Some(self.encode_frozen(captions)?),
+        };
+        let unconditional = self.unconditional(cfg, captions.len())?;
         let (process, model) = (self.process, &*self.model);
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let sizes: Vec<ItemSize> = self.data.items_of(&step_batch.batch).map(image_size).collect();
-        let cached = match self.target.covers_text_encoder() {
-            true => None,
-            false => Some(self.captions.get(captions, model)?),
-        };
-        let scale = cfg.map_or(process.train.cfg_scale, |cfg| cfg.scale);
-        let with_inputs = |conditioning: Conditioning| {
-            let conditioning = with_guidance(process, model, model.with_sizes(conditioning, &sizes)?, scale)?;
-            match &control {
-                Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
-                None => Ok(conditioning),
-            }
-        };
-        // Without the text encoder's graph, also if it is trained: the empty prompt is no caption.
-        let unconditional = match cfg {
-            Some(_) => {
-                let empty = vec![String::new(); captions.len()];
-                let encoded = match self.target.covers_text_encoder() {
-                    true => ConditioningCache::encode(&empty, model)?.detached_as(model.dtype())?,
-                    false => self.captions.get(&empty, model)?,
-                };
-                Some(with_inputs(encoded)?)
-            }
-            None => None,
-        };
-        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| match (cfg, &unconditional)
-        {
-            (Some(cfg), Some(unconditional)) => cfg.predict(model, latents, timesteps, [unconditional, conditioning]),
-            _ => model.predict(latents, timesteps, conditioning),
+        let inputs = self.item_inputs(step_batch, control, cfg);
+        let with_inputs = |conditioning: Conditioning| inputs.add_to(process, model, conditioning);
+        let unconditional = unconditional.map(with_inputs).transpose()?;
+        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
+            predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
         };
         if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
             let conditioning = match &cached {

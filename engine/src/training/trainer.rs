@@ -163,6 +163,10 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::accumulate`].
     pub fn accumulate_preservation(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+        // A micro-batch whose loss is not finite adds no gradients.
+        if self.losses.last().is_some_and(|loss| !loss.is_finite()) {
+            return Ok(());
+        }
         self.accumulate(loss)?;
         if let (Some(own), Some(total)) = (self.losses.pop(), self.losses.last_mut()) {
             self.preservation_losses.push(own);

@@ -240,3 +240,21 @@ fn scaling_does_not_change_gradients_that_fit() {
     };
     assert_eq!(gradients_with(true), gradients_with(false));
 }
+
+#[test]
+fn a_preservation_loss_is_added_to_a_loss_that_is_finite() {
+    let step = |slopes: [f64; 2]| {
+        let mut trainer = trainer_of_one();
+        let var = trainer.params()[0].var.clone();
+        let loss = |slope: f64| (var.as_tensor() * slope).and_then(|x| x.sum_all()).map_err(Into::into);
+        trainer.accumulate(|| loss(slopes[0])).unwrap();
+        trainer.accumulate_preservation(|| loss(slopes[1])).unwrap();
+        trainer.finish_step(0, true).unwrap()
+    };
+    let report = step([2.0, 0.5]);
+    assert_eq!((report.loss, report.preservation), (2.5, Some(0.5)));
+    assert_eq!(report.grad_norm, Some(2.5));
+    let report = step([f64::NAN, 0.5]);
+    assert_eq!((report.preservation, report.grad_norm), (None, None));
+    assert!(report.loss.is_nan() && report.warning.is_some());
+}
