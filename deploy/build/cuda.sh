@@ -2,7 +2,7 @@
 # Builds aitk with CUDA. The machine needs no GPU, no driver, no CUDA toolkit and no root access.
 #
 #   deploy/build/cuda.sh            the programs aitk and aitk-worker, in target/cuda/release
-#   deploy/build/cuda.sh --ci       the check of CI: kernels, types and lints, no programs; skipped if nothing has changed
+#   deploy/build/cuda.sh --ci       the check of CI: kernels, types and lints of the workspace, no programs; skipped if nothing has changed
 #   deploy/build/cuda.sh run ...    any command, with the environment of a build
 #
 # Settings, as environment variables:
@@ -73,7 +73,8 @@ fingerprint() {
   {
     printf '%s\n' "$CUDA_COMPUTE_CAP" "${CUDA_HOME:-}" "$(rustc --version)"
     cat "$0" Cargo.lock Cargo.toml clippy.toml
-    find common engine -type f ! -path '*/tests/*' -print0 | sort -z | xargs -0 sha256sum
+    find cli common coordinator engine proto tests worker -type f ! -path '*/fixtures/*' ! -path '*/target/*' -print0 | sort -z |
+      xargs -0 sha256sum
   } | sha256sum | cut -d' ' -f1
 }
 
@@ -116,7 +117,7 @@ case $mode in
   # Kernels are compiled with little optimisation, in a third of the time. They need a separate target folder, so that no build uses them.
   export CARGO_TARGET_DIR=$target/cuda-check
   NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} -Xcicc -O1 -Xptxas -O1" \
-    cargo clippy --release --locked --quiet -p aitk-engine --features cuda -- -D warnings
+    cargo clippy --release --workspace --all-targets --locked --quiet --features aitk/cuda,aitk-worker/cuda -- -D warnings
   # Assemble the PTX that a driver would compile, for this architecture and for a later one.
   assemble
   [ "${CUDA_COMPUTE_CAP%%[a-z]*}" -ge 90 ] || assemble sm_90

@@ -106,17 +106,20 @@ impl SpecialTokens {
     /// When an added token gets another id than the files say: then the vocabulary is that of another model.
     pub(super) fn add_to(&self, tokenizer: &mut Tokenizer) -> Result<()> {
         let named = self.role_tokens();
+        let wrong = |error: &dyn std::error::Error| {
+            self.config_error(CONFIG, format!("a special token cannot be added: {error}"))
+        };
         let known = tokenizer.get_added_tokens_decoder();
         let is_new = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
         for token in self.added.values().filter(is_new) {
             let mut token = token.clone();
             token.special |= named.iter().any(|named| named.content == token.content);
-            tokenizer.add_tokens(&[token]);
+            tokenizer.add_tokens([token]).map_err(|e| wrong(&*e))?;
         }
         let known = tokenizer.get_added_tokens_decoder();
         let is_new = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
         for token in named.iter().filter(is_new) {
-            tokenizer.add_special_tokens(std::slice::from_ref(token));
+            tokenizer.add_special_tokens([token.clone()]).map_err(|e| wrong(&*e))?;
         }
         for (id, token) in &self.added {
             let got = tokenizer.token_to_id(&token.content);

@@ -93,7 +93,8 @@ impl ClipTokenizer {
         let bpe = BPE::builder().vocab_and_merges(vocab, merges);
         let mut tokenizer = from_vocabulary(bpe).map_err(|e| wrong(&e))?;
         let special = |text: &str| AddedToken::from(text, true).normalized(false);
-        tokenizer.add_special_tokens(&[special(START), special(END)]);
+        let added = tokenizer.add_special_tokens([special(START), special(END)]);
+        added.map_err(|e| wrong(&e))?;
         Ok(Self {
             tokenizer,
             bos,
@@ -112,8 +113,9 @@ impl ClipTokenizer {
         const PAD: &str = "!";
         let id = self.tokenizer.token_to_id(PAD);
         self.pad = id.ok_or_else(|| EngineError::Internal("the vocabulary has no `!`".into()))?;
-        self.tokenizer
-            .add_special_tokens(&[AddedToken::from(PAD, true).normalized(false)]);
+        let added = AddedToken::from(PAD, true).normalized(false);
+        let added = self.tokenizer.add_special_tokens([added]);
+        added.map_err(|e| EngineError::Internal(format!("the built-in tokenizer: {e}")))?;
         Ok(self)
     }
 
@@ -225,7 +227,7 @@ fn from_vocabulary(bpe: BpeBuilder) -> tokenizers::Result<Tokenizer> {
         .build()?;
     let mut tokenizer = Tokenizer::new(bpe);
     let blanks = Replace::new(ReplacePattern::Regex(r"\s+".into()), " ")?;
-    tokenizer.with_normalizer(Some(Sequence::new(vec![NFC.into(), blanks.into(), Lowercase.into()])));
+    tokenizer.with_normalizer(Some(Sequence::new(vec![NFC.into(), blanks.into(), Lowercase.into()])))?;
     let split = Split::new(
         SplitPattern::Regex(PATTERN.into()),
         SplitDelimiterBehavior::Removed,

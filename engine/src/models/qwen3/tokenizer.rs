@@ -107,7 +107,7 @@ impl Qwen3Tokenizer {
 
 fn from_vocabulary(bpe: BPE) -> tokenizers::Result<Tokenizer> {
     let mut tokenizer = Tokenizer::new(bpe);
-    tokenizer.with_normalizer(Some(NFC));
+    tokenizer.with_normalizer(Some(NFC))?;
     let split = Split::new(
         SplitPattern::Regex(PATTERN.into()),
         SplitDelimiterBehavior::Isolated,
