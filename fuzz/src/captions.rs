@@ -56,6 +56,7 @@ fn caption(input: &mut Unstructured<'_>) {
         shuffle: input.flag(),
         random_triggers: (0..input.below(4)).map(|_| input.chars()).collect(),
         random_triggers_max: input.number() as u32 as usize,
+        saturation: input.real(),
     };
     let seed = input.u64();
     let text = String::from_utf8_lossy(input.rest());
@@ -66,6 +67,12 @@ fn caption(input: &mut Unstructured<'_>) {
     let longest = rules.trigger.as_deref().unwrap_or_default().len();
     let triggers: usize = rules.random_triggers.iter().map(|word| word.len() + 2).sum();
     let bound = (text.len() + triggers + 2) * 4 + (text.len() + 1) * (longest + 2);
+    // A short caption is repeated at most 78 times.
+    let bound = if rules.saturation > 0.0 {
+        78 * (bound + 66)
+    } else {
+        bound
+    };
     assert!(once.len() <= bound + 64, "{} bytes out of {}", once.len(), text.len());
 }
 

@@ -120,9 +120,19 @@ def batches(keys):
     return out
 
 
-def train(dtype, latents, keys, captions=CAPTIONS, kept=None, multiplier=1.0):
-    """Trains the LoRA. `kept`: for each item the prompt of its preservation loss. Returns the first weights, the loss of each step,
-    its preservation loss, the last weights."""
+def draw(g, x):
+    """The time steps and the noise of a micro-batch, and the latents that get it."""
+    t = 999 - torch.randint(0, 1000, (BATCH,), generator=g)
+    return t, torch.randn(x.shape, generator=g), x
+
+
+def plain_loss(step):
+    return ((step["predict"](step["captions"]) - step["noise"]) ** 2).mean()
+
+
+def train(dtype, latents, keys, captions=CAPTIONS, kept=None, multiplier=1.0, draw=draw, loss_of=plain_loss):
+    """Trains the LoRA. `kept`: for each item the prompt of its preservation loss. `draw(generator, latents)`: time steps, noise and
+    latents. `loss_of(step)`: the loss. Returns the first weights, the loss of each step, its preservation loss, the last weights."""
     pipe = StableDiffusionPipeline.from_pretrained(TINY_SD, safety_checker=None)
     unet, encoder = pipe.unet, pipe.text_encoder
     unet.requires_grad_(False)
@@ -150,19 +160,26 @@ def train(dtype, latents, keys, captions=CAPTIONS, kept=None, multiplier=1.0):
         items = made[order[step % len(made)]]
         x = torch.stack([latents[i] for i in items])
         g = generator(f"{SEED}/step/{step}/0")
-        t = 999 - torch.randint(0, 1000, (BATCH,), generator=g)
-        noise = torch.randn(x.shape, generator=g)
+        t, noise, x = draw(g, x)
         x, noise = x.to(dtype), noise.to(dtype)
         a = scheduler.alphas_cumprod[t].to(dtype).view(-1, 1, 1, 1)
         noisy = a.sqrt() * x + (1 - a).sqrt() * noise
-        pred = unet(noisy, t, encoder_hidden_states=contexts[items]).sample
-        loss = ((pred - noise) ** 2).mean()
-        if kept:
+
+        def predict(context):
+            return unet(noisy, t, encoder_hidden_states=context).sample
+
+        def base(context):
             unet.disable_adapters()
             with torch.no_grad():
-                base = unet(noisy, t, encoder_hidden_states=kept_contexts[items]).sample
+                prediction = predict(context)
             unet.enable_adapters()
-            own = multiplier * ((unet(noisy, t, encoder_hidden_states=kept_contexts[items]).sample - base) ** 2).mean()
+            return prediction
+
+        loss = loss_of({"predict": predict, "base": base, "encode": encode, "captions": contexts[items], "noise": noise, "latents": x,
+                        "timesteps": t, "items": items, "generator": g})
+        if kept:
+            context = kept_contexts[items]
+            own = multiplier * ((predict(context) - base(context)) ** 2).mean()
             preserved.append(own.item())
             loss = loss + own
         loss.backward()

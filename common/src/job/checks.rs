@@ -3,6 +3,7 @@
 use super::arch::ArchName;
 use super::dataset::DatasetConfig;
 use super::limits::MAX_DATASETS;
+use super::objective::LossType;
 use super::process::{Img2ImgProcess, TrainerProcess};
 use super::process_type::ProcessType;
 use super::schema::{ReadContext, join};
@@ -37,6 +38,28 @@ impl TrainerProcess {
                 cx.error_at("train.diff_output_preservation", "needs a `network`");
             }
         }
+        let uses_base = [
+            (train.inverted_mask_prior, "train.inverted_mask_prior".to_owned()),
+            (train.do_prior_divergence, "train.do_prior_divergence".to_owned()),
+        ];
+        let sets = self.datasets.iter().enumerate();
+        let of_sets = sets.map(|(index, set)| (set.prior_reg, format!("datasets[{index}].prior_reg")));
+        for (on, key) in uses_base.into_iter().chain(of_sets) {
+            if on && self.network.is_none() {
+                cx.error_at(
+                    &key,
+                    "needs a `network`: it compares with what the model predicts without it",
+                );
+            }
+        }
+        let has_masks = |set: &DatasetConfig| set.mask_path.is_some() || set.alpha_mask;
+        if train.inverted_mask_prior && !self.datasets.iter().any(has_masks) {
+            cx.warn_at(
+                "train.inverted_mask_prior",
+                "has no effect: no data set has masks (`mask_path` or `alpha_mask`)",
+            );
+        }
+        check_model_kind(self, cx);
         if model.lora_path.is_some() && self.network.is_none() {
             cx.error_at(
                 "model.lora_path",
@@ -92,6 +115,34 @@ impl TrainerProcess {
         if needs_data {
             check_datasets(&self.datasets, cx);
         }
+    }
+}
+
+/// Checks that options of flow models, and of latents with 4 channels, are used with such models.
+fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
+    let (train, arch) = (&process.train, process.model.arch.name);
+    let flow_only = [
+        (train.t0_loss_target, "t0_loss_target"),
+        (train.do_fft_loss, "do_fft_loss"),
+        (train.do_signal_amplification, "do_signal_amplification"),
+        (train.loss_type == LossType::Wavelet, "loss_type"),
+    ];
+    for (on, key) in flow_only {
+        if on && !arch.is_flow() {
+            let what = if key == "loss_type" { "`wavelet`" } else { "this" };
+            cx.error_at(
+                &format!("train.{key}"),
+                format!("{what} compares velocities of flow matching, which `{arch}` does not predict"),
+            );
+        }
+    }
+    if train.standardize_latents && arch.is_flow() {
+        cx.error_at(
+            "train.standardize_latents",
+            format!(
+                "the tables of means and deviations are those of Stable Diffusion and SDXL; `{arch}` has other latents"
+            ),
+        );
     }
 }
 

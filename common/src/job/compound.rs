@@ -179,6 +179,17 @@ pub enum FloatOrRange {
     Range([f64; 2]),
 }
 
+impl FloatOrRange {
+    /// The smallest and the largest number.
+    #[must_use]
+    pub const fn bounds(&self) -> (f64, f64) {
+        match self {
+            Self::Fixed(value) => (*value, *value),
+            Self::Range([low, high]) => (*low, *high),
+        }
+    }
+}
+
 impl FieldValue for FloatOrRange {
     fn kind() -> String {
         "number, or [low, high]".into()

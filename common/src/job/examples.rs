@@ -312,6 +312,55 @@ fn a_zimage_lokr_job_is_read() {
 }
 
 #[test]
+fn options_of_the_loss_are_checked_against_the_model_and_the_network() {
+    let [sd, flux] = [
+        include_str!("../../../config/examples/train_lora_sd15.yaml"),
+        include_str!("../../../config/examples/train_lora_flux.yaml"),
+    ];
+    let errors = |text: &str, key: &str, value: &str| -> Vec<String> {
+        let text = text.replacen("      train:\n", &format!("      train:\n        {key}: {value}\n"), 1);
+        assert!(text.contains(key), "the example has another indentation");
+        match parse(&text, Format::Yaml, Some("x.yaml"), &LoadOptions::default()) {
+            Ok(job) => {
+                assert_eq!(refused(&job), [""; 0], "{key}");
+                Vec::new()
+            }
+            Err(error) => error.findings().iter().map(ToString::to_string).collect(),
+        }
+    };
+    for key in ["t0_loss_target", "do_fft_loss", "do_signal_amplification"] {
+        assert_eq!(errors(flux, key, "true"), [""; 0], "{key}");
+        let found = errors(sd, key, "true");
+        assert!(
+            found.len() == 1 && found[0].contains(&format!("train.{key}")) && found[0].contains("sd1"),
+            "{found:?}"
+        );
+    }
+    assert_eq!(errors(sd, "standardize_latents", "true"), [""; 0]);
+    assert!(errors(flux, "standardize_latents", "true")[0].contains("flux"));
+    for (key, value) in [
+        ("max_loss", "0"),
+        ("guidance_loss_target", "[4, 2]"),
+        ("guidance_loss_target", "1e9"),
+        ("optimal_noise_pairing_samples", "2000"),
+        ("random_noise_multiplier", "9"),
+        ("prompt_saturation_chance", "1.5"),
+        ("latent_multiplier", ".inf"),
+        ("loss_type", "wavelet"),
+    ] {
+        let found = errors(sd, key, value);
+        assert!(
+            found.len() == 1 && found[0].contains(&format!("train.{key}")),
+            "{key}: {found:?}"
+        );
+    }
+    let full = include_str!("../../../config/examples/train_full_sd15.yaml");
+    for key in ["inverted_mask_prior", "do_prior_divergence"] {
+        assert!(errors(full, key, "true")[0].contains("needs a `network`"), "{key}");
+    }
+}
+
+#[test]
 fn a_locon_is_trained_on_unets_alone() {
     let text = include_str!("../../../config/examples/train_lora_flux.yaml");
     for (kind, expected) in [

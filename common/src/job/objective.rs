@@ -9,12 +9,12 @@ choices! {
         Mse = "mse", Works;
         /// Mean of absolute values.
         Mae = "mae", Works;
-        /// Over wavelet bands.
-        Wavelet = "wavelet", Refused("use `mse` or `mae`");
+        /// Over the bands of a Haar wavelet, of flow models: the same as `mse`, as this transform keeps sums of squares.
+        Wavelet = "wavelet", Works;
         /// After one step of the sampler.
         Stepped = "stepped", Refused("use `mse` or `mae`");
         /// Smooth absolute value.
-        PseudoHuber = "pseudo_huber", Refused("use `mse` or `mae`");
+        PseudoHuber = "pseudo_huber", Works;
         /// Mean flow.
         MeanFlow = "mean_flow", Refused("use `mse` or `mae`");
     }

@@ -2,7 +2,7 @@
 
 use super::declare::section;
 use super::dtype::DType;
-use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_NOISE_FACTOR, MAX_TIMESTEPS};
+use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_NOISE_FACTOR, MAX_NOISE_PAIRS, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
@@ -110,34 +110,45 @@ section! {
         next_sample_timesteps: u32 = 8, Works;
         /// Strength of one extra noise value per channel.
         noise_offset: f64 = 0.0, Works;
-        /// Shift the noise by half the latents' mean per channel.
-        dynamic_noise_offset: bool = false, Refused("use `noise_offset`");
+        /// Shift the noise by half the latents' mean per channel; not that of regularisation sets.
+        dynamic_noise_offset: bool = false, Works;
         /// Scale of the noise.
         noise_multiplier: f64 = 1.0, Works;
-        /// Scale of the target only.
-        target_noise_multiplier: f64 = 1.0, Refused("use `noise_multiplier`");
-        /// Sigma of a log-normal scale of the noise.
-        random_noise_multiplier: f64 = 0.0, Refused("use `noise_multiplier`");
-        /// Random shift per channel.
-        random_noise_shift: f64 = 0.0, Refused("use `noise_offset`");
-        /// Noise seeded by the image's path.
-        force_consistent_noise: bool = false, Refused("noise is drawn anew at each step");
-        /// Draw this many noise tensors and keep the one nearest to the latents.
-        optimal_noise_pairing_samples: u32 = 1, Refused("one noise tensor is drawn");
+        /// Scale of the noise in the target only.
+        target_noise_multiplier: f64 = 1.0, Works;
+        /// Standard deviation of the logarithm of a random scale of the noise, drawn per item and channel.
+        random_noise_multiplier: f64 = 0.0, Works;
+        /// Standard deviation of a random shift of the noise, drawn per item and channel.
+        random_noise_shift: f64 = 0.0, Works;
+        /// The same noise for an image each time: seeded by its content and its flips (ai-toolkit: by its path). Without
+        /// `noise_offset`.
+        force_consistent_noise: bool = false, Works;
+        /// Draw this many noise tensors per item and keep the one nearest to its latents. Above 1: without `noise_offset` and
+        /// `force_consistent_noise`.
+        optimal_noise_pairing_samples: u32 = 1, Works;
+        /// Add the latents to their noise, times one random number per item and channel.
+        do_signal_correction_noise: bool = false, Works;
+        /// Standard deviation of these numbers.
+        signal_correction_noise_scale: f64 = 1.0, Works;
+        /// In batches of several items: add the latents of another item to the noise, times one random number per item and channel.
+        do_batch_noise_correction: bool = false, Works;
+        /// Standard deviation of these numbers.
+        batch_noise_correction_scale: f64 = 0.1, Works;
         /// Noise mixed with blurred images.
         blended_blur_noise: bool = false, Refused("plain noise only");
         /// Contrast of the images.
         img_multiplier: f64 = 1.0, Refused("images are used as they are");
         /// Scale of the latents.
-        latent_multiplier: f64 = 1.0, Refused("latents are used as they are");
+        latent_multiplier: f64 = 1.0, Works;
         /// Scale of the noisy latents.
-        noisy_latent_multiplier: f64 = 1.0, Refused("latents are used as they are");
-        /// Divide latents by their standard deviation.
-        adaptive_scaling_factor: bool = false, Refused("latents are used as they are");
+        noisy_latent_multiplier: f64 = 1.0, Works;
+        /// Divide latents by their standard deviation per channel, in place of `latent_multiplier`.
+        adaptive_scaling_factor: bool = false, Works;
         /// Match fixed channel statistics of images.
         standardize_images: bool = false, Refused("images are used as they are");
-        /// Match fixed channel statistics of latents.
-        standardize_latents: bool = false, Refused("latents are used as they are");
+        /// Give each channel of the latents the mean and the standard deviation of ai-toolkit's tables. Stable Diffusion 1.x, 2.x
+        /// and SDXL only.
+        standardize_latents: bool = false, Works;
         /// Wan 2.2 14B: steps per expert before switching.
         switch_boundary_every: u32 = 1, Accepted("only Wan 2.2 14B uses it");
 
@@ -153,26 +164,35 @@ section! {
         learnable_snr_gos: bool = false, Refused("use `min_snr_gamma`");
         /// Loss weight of regularisation items.
         reg_weight: f64 = 1.0, Works;
-        /// Scale the prediction to the noise's norm.
-        match_noise_norm: bool = false, Refused("the prediction is used as it is");
+        /// Scale the prediction of each item to the norm of its noise.
+        match_noise_norm: bool = false, Works;
         /// Scale of the prediction.
-        pred_scaler: f64 = 1.0, Refused("the prediction is used as it is");
-        /// Loss on the denoised estimate.
-        t0_loss_target: bool = false, Refused("use `loss_target: noise`");
-        /// Its weight by velocity.
-        t0_velocity_equiv_weight: bool = false, DependsOn("t0_loss_target");
-        /// Loss on the spectrum.
-        do_fft_loss: bool = false, Refused("use `loss_type: mse`");
-        /// Its weight by velocity.
-        do_fft_velocity_equiv_weight: bool = false, DependsOn("do_fft_loss");
-        /// Cap of the loss.
-        max_loss: Option<f64> = None, Refused("the loss is not capped");
+        pred_scaler: f64 = 1.0, Works;
+        /// Flow models: compare the image that the prediction leads to with the image, instead of the velocities.
+        t0_loss_target: bool = false, Works;
+        /// The weight that makes it as large as the loss of the velocity: `1 / t^2`, at most 100.
+        t0_velocity_equiv_weight: bool = false, Works;
+        /// Flow models: add the mean squared difference of the spectra (absolute values) of that image and the image.
+        do_fft_loss: bool = false, Works;
+        /// The same weight for it.
+        do_fft_velocity_equiv_weight: bool = false, Works;
+        /// Add how far the standard deviation of the prediction of each item and channel is from `target_norm_std_value`.
+        target_norm_std: bool = false, Works;
+        /// That standard deviation.
+        target_norm_std_value: f64 = 1.0, Works;
+        /// Flow models: the target moves further from the image: `noise - latents * (1 + strength * (1 - t))`.
+        do_signal_amplification: bool = false, Works;
+        /// That strength.
+        signal_amplification_strength: f64 = 0.5, Works;
+        /// Cap of the loss of a batch. A batch with a larger loss has no gradients.
+        max_loss: Option<f64> = None, Works;
         /// Log when the loss was capped.
-        max_loss_debug: bool = false, DependsOn("max_loss");
+        max_loss_debug: bool = false, Accepted("the metrics have the loss of each step");
         /// Weight of the sound.
         audio_loss_multiplier: f64 = 1.0, Accepted("only models with sound use it");
-        /// Negative loss against the base model.
-        do_prior_divergence: bool = false, Refused("only the plain loss");
+        /// Subtract the mean squared difference from the prediction of the model without the adapter, so that they move apart. A step
+        /// takes 1.3 times as long.
+        do_prior_divergence: bool = false, Works;
         /// Model for a perceptual loss.
         latent_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
         /// Weight of that loss.
@@ -186,8 +206,8 @@ section! {
         negative_prompt: Option<String> = None, Ignored("CFG while training uses the empty prompt"), input PromptFile;
         /// Negatives joined per item.
         max_negative_prompts: u32 = 1, DependsOn("negative_prompt");
-        /// Text of the unconditional pass.
-        unconditional_prompt: String = String::new(), DependsOn("do_guidance_loss");
+        /// Prompt of the unconditional prediction of `do_guidance_loss`.
+        unconditional_prompt: String = String::new(), Works;
         /// The loss is that of the prediction with CFG, of the scale `cfg_scale`, with the empty prompt.
         do_cfg: bool = false, Works;
         /// The same with a random scale for each step, from 1 to `max_cfg_scale`.
@@ -200,29 +220,31 @@ section! {
         cfg_rescale: Option<f64> = None, Works, shown "`cfg_scale`";
         /// Chance to drop a text encoder's prompt.
         prompt_dropout_prob: f64 = 0.0, Refused("use a dataset's `caption_dropout_rate`");
-        /// Chance to repeat a short prompt until it fills the encoder.
-        prompt_saturation_chance: f64 = 0.0, Refused("captions are used as they are");
+        /// Chance to repeat a caption of fewer than 77 words until it fills the encoder; not in regularisation sets, and not with
+        /// `cache_text_embeddings`.
+        prompt_saturation_chance: f64 = 0.0, Works;
         /// Train each image with both its captions.
         short_and_long_captions: bool = false, Refused("one caption per image");
         /// SDXL: one caption per encoder.
         short_and_long_captions_encoder_split: bool = false, Refused("one caption per image");
-        /// Zero latents for blank prompts.
-        do_blank_stabilization: bool = false, Refused("blank captions are trained like others");
+        /// Items whose caption is blank are trained with latents of zeros.
+        do_blank_stabilization: bool = false, Works;
         /// Models with a guidance embedding (FLUX.1-dev): train without it. Samples have it.
         bypass_guidance_embedding: bool = false, Works;
 
-        /// Move the target away from the unconditional prediction.
-        do_guidance_loss: bool = false, Refused("only the plain loss");
-        /// Scale of the guidance, or a range.
-        guidance_loss_target: FloatOrRange = FloatOrRange::Fixed(3.0), DependsOn("do_guidance_loss");
+        /// Contrastive loss: the target becomes `u + scale * (target - u)`, where `u` is the prediction for `unconditional_prompt`. A
+        /// step takes 1.3 times as long. Models with a guidance embedding get the scale there too.
+        do_guidance_loss: bool = false, Works;
+        /// That scale; of a range, each item draws one.
+        guidance_loss_target: FloatOrRange = FloatOrRange::Fixed(3.0), Works;
         /// How that scale changes with the noise level.
-        guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, DependsOn("do_guidance_loss");
-        /// CFG-Zero projection.
-        do_guidance_loss_cfg_zero: bool = false, DependsOn("do_guidance_loss");
-        /// Target = prediction + scale * (target - prediction). In ai-toolkit only together with `do_guidance_loss`.
-        do_differential_guidance: bool = false, Refused("only the plain loss");
+        guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, Works;
+        /// Scale `u` by its projection on the target (CFG-Zero*).
+        do_guidance_loss_cfg_zero: bool = false, Works;
+        /// The target becomes `prediction + scale * (target - prediction)`. In ai-toolkit it has no effect without `do_guidance_loss`.
+        do_differential_guidance: bool = false, Works;
         /// Scale of the differential guidance.
-        differential_guidance_scale: f64 = 3.0, DependsOn("do_differential_guidance");
+        differential_guidance_scale: f64 = 3.0, Works;
 
         /// Every caption is the process's trigger word (or blank, as for regularisation), unless `cache_text_embeddings` is on too.
         /// It and the prompts of samples are encoded before the model is loaded, and the text encoders leave the memory.
@@ -242,24 +264,17 @@ section! {
         blank_prompt_preservation: bool = false, Works;
         /// Weight of that loss.
         blank_prompt_preservation_multiplier: f64 = 1.0, Works;
-        /// Outside the mask, match the base model.
-        inverted_mask_prior: bool = false, Refused("only the plain loss");
+        /// Of data sets with masks: outside of its mask, each image is compared with what the model without the adapter predicts. A
+        /// step takes 1.3 times as long.
+        inverted_mask_prior: bool = false, Works;
         /// Weight of that loss.
-        inverted_mask_prior_multiplier: f64 = 0.5, DependsOn("inverted_mask_prior");
+        inverted_mask_prior_multiplier: f64 = 0.5, Works;
         /// Loss on fixed images.
         validation_config: Option<ValidationConfig> = None, Ignored("validation does not run; the training is the same");
     }
     rare {
-        "do_signal_correction_noise" => Refused("plain noise only");
-        "signal_correction_noise_scale" => DependsOn("do_signal_correction_noise");
-        "do_batch_noise_correction" => Refused("plain noise only");
-        "batch_noise_correction_scale" => DependsOn("do_batch_noise_correction");
-        "do_signal_amplification" => Refused("plain noise only");
-        "signal_amplification_strength" => DependsOn("do_signal_amplification");
         "correct_pred_norm" => Refused("the prediction is used as it is");
         "correct_pred_norm_multiplier" => DependsOn("correct_pred_norm");
-        "target_norm_std" => Refused("only the plain loss");
-        "target_norm_std_value" => DependsOn("target_norm_std");
         "train_turbo" => Refused("only the plain loss");
         "show_turbo_outputs" => DependsOn("train_turbo");
         "adapter_assist_name_or_path" => Refused("no assistant adapters");
@@ -300,10 +315,55 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
-    cx.check_in_range("noise_offset", train.noise_offset, -MAX_NOISE_FACTOR..=MAX_NOISE_FACTOR);
+    for (key, value) in [
+        ("noise_offset", train.noise_offset),
+        ("target_noise_multiplier", train.target_noise_multiplier),
+        ("signal_correction_noise_scale", train.signal_correction_noise_scale),
+        ("batch_noise_correction_scale", train.batch_noise_correction_scale),
+        ("latent_multiplier", train.latent_multiplier),
+        ("noisy_latent_multiplier", train.noisy_latent_multiplier),
+    ] {
+        cx.check_in_range(key, value, -MAX_NOISE_FACTOR..=MAX_NOISE_FACTOR);
+    }
+    cx.check_in_range("random_noise_shift", train.random_noise_shift, 0.0..=MAX_NOISE_FACTOR);
+    // Its exponential is the factor.
+    cx.check_in_range("random_noise_multiplier", train.random_noise_multiplier, 0.0..=4.0);
+    cx.check_in_range("prompt_saturation_chance", train.prompt_saturation_chance, 0.0..=1.0);
+    cx.check_at_most(
+        "optimal_noise_pairing_samples",
+        train.optimal_noise_pairing_samples,
+        MAX_NOISE_PAIRS,
+    );
+    if let Some(max) = train.max_loss.filter(|max| *max <= 0.0) {
+        cx.error_at(
+            "max_loss",
+            format!("expected more than 0, found {max}: no step would change the weights"),
+        );
+    }
+    let (low, high) = train.guidance_loss_target.bounds();
+    for scale in [low, high] {
+        cx.check_in_range("guidance_loss_target", scale, -MAX_FACTOR..=MAX_FACTOR);
+    }
+    if low > high {
+        cx.error_at(
+            "guidance_loss_target",
+            format!("expected [low, high], found [{low}, {high}]"),
+        );
+    }
     for (key, value) in [
         ("reg_weight", Some(train.reg_weight)),
         ("cfg_scale", Some(train.cfg_scale)),
+        ("pred_scaler", Some(train.pred_scaler)),
+        ("target_norm_std_value", Some(train.target_norm_std_value)),
+        (
+            "signal_amplification_strength",
+            Some(train.signal_amplification_strength),
+        ),
+        ("differential_guidance_scale", Some(train.differential_guidance_scale)),
+        (
+            "inverted_mask_prior_multiplier",
+            Some(train.inverted_mask_prior_multiplier),
+        ),
         ("max_cfg_scale", train.max_cfg_scale),
         (
             "diff_output_preservation_multiplier",

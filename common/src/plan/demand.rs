@@ -7,7 +7,7 @@ use super::families;
 use super::family::FamilySpeed;
 use super::image_batches::{ImageBatch, MAX_IMAGE_BATCHES};
 use super::job_memory::{Job, Task, preserves};
-use super::json::{largest, number, text};
+use super::json::{flag, largest, number, text};
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
 use serde::{Deserialize, Serialize};
@@ -140,10 +140,21 @@ fn of_conversion(kind: &str) -> Option<Demand> {
     })
 }
 
-/// The micro-batches of a step, with the work of a preservation loss: as much as that of the captions, and a pass without the adapter.
+/// The micro-batches of a step, with the work of a preservation loss: as much as that of the captions, and a pass without the adapter;
+/// and with that of predictions with which the loss compares.
 fn accumulated(body: &Value) -> f64 {
     let preserved = if preserves(body) { 1.0 + 1.0 / 3.0 } else { 0.0 };
-    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * (1.0 + preserved)
+    let compared = f64::from(u8::from(uses_base(body)) + u8::from(flag(body, "/train/do_guidance_loss"))) / 3.0;
+    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * (1.0 + preserved + compared)
+}
+
+/// Whether the loss of a training needs what the model predicts without the adapter.
+fn uses_base(body: &Value) -> bool {
+    let sets = || body.get("datasets").and_then(Value::as_array).into_iter().flatten();
+    let has_masks = |set: &Value| text(set, "/mask_path").is_some() || flag(set, "/alpha_mask");
+    flag(body, "/train/do_prior_divergence")
+        || sets().any(|set| flag(set, "/prior_reg"))
+        || (flag(body, "/train/inverted_mask_prior") && sets().any(has_masks))
 }
 
 /// The work of a training of a family that the planner does not know, in passes over 512 x 512 pixels.

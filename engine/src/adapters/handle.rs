@@ -47,6 +47,17 @@ pub struct LoraPass {
     pub dropout_seed: Option<Arc<str>>,
 }
 
+impl LoraPass {
+    /// A pass that keeps nothing for a backward pass, without dropout. At strength 0 the model predicts without the LoRA.
+    #[must_use]
+    pub const fn inference(strength: f64) -> Self {
+        Self {
+            strength,
+            dropout_seed: None,
+        }
+    }
+}
+
 impl LoraHandle {
     /// Creates a handle in inference mode.
     #[must_use]

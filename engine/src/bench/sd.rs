@@ -14,7 +14,9 @@ use crate::optim::{Adam, AdamParams, Grads, Optimizer};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
-use crate::training::{Ddpm, LossKind, MicroBatch, NoiseDraw, NoiseOptions, SnrWeighting, loss, optim_error};
+use crate::training::{
+    Ddpm, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, References, SnrWeighting, loss, optim_error,
+};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -128,6 +130,8 @@ pub(super) fn lora_step(
         },
         conditioning: conditioning(compute, &unet)?,
         weights: vec![1.0],
+        weight: 1.0,
+        references: References::default(),
         mask: None,
     };
     let dtype = compute.dtype;
@@ -140,7 +144,7 @@ pub(super) fn lora_step(
                 conditioning,
             )?])
         };
-        let (_, store) = gradients(|| loss(&predict, &objective, LossKind::Mse, &batch))?;
+        let (_, store) = gradients(|| loss(&predict, &objective, &LossOptions::default(), &batch))?;
         let grads: Grads = params.iter().map(|p| store.get(&p.var).cloned()).collect();
         optimizer.step(&grads, 1e-4).map_err(optim_error)
     }))

@@ -28,7 +28,12 @@ pub struct CaptionRules {
     pub random_triggers: Vec<String>,
     /// Above 1: a random number of triggers is appended, from 0 to this. Otherwise: one.
     pub random_triggers_max: usize,
+    /// Probability to repeat a short caption until it fills the text encoder. Not in regularisation sets.
+    pub saturation: f64,
 }
+
+/// Captions of fewer words are repeated; the number of tokens of CLIP.
+const SATURATED_WORDS: usize = 77;
 
 impl CaptionRules {
     /// The trigger word of these captions, if they have one.
@@ -116,12 +121,25 @@ pub fn dropped_caption(rules: &CaptionRules) -> String {
 /// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; token dropout
 /// `rand(1)` per token after `keep_tokens`; shuffling `randperm(tokens)`; number of random triggers
 /// `randint(0, max + 1)`, which ones `randperm(triggers)`, or a single one `randint(0, triggers)`; shuffling again
-/// `randperm(tokens)`.
+/// `randperm(tokens)`; repeating it `rand(1)`.
 #[must_use]
 pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
-    if drops_caption(rules, generator) {
-        return dropped_caption(rules);
+    let caption = match drops_caption(rules, generator) {
+        true => dropped_caption(rules),
+        false => changed_caption(raw, rules, generator),
+    };
+    let saturates = rules.saturation > 0.0 && !rules.regularisation;
+    if saturates && f64::from(generator.rand(1)[0]) < rules.saturation {
+        let words = caption.split(' ').count();
+        if words < SATURATED_WORDS {
+            return vec![caption; SATURATED_WORDS / words + 1].join(", ");
+        }
     }
+    caption
+}
+
+/// The caption without caption dropout and repetition.
+fn changed_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
     let mut happens = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;
     let mut tokens: Vec<&str> = raw.split(',').collect();
     if rules.token_dropout > 0.0 {

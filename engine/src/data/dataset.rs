@@ -58,6 +58,8 @@ pub struct DatasetOptions {
     pub network_weight: f64,
     /// Loss weight of the items of this data set.
     pub loss_multiplier: f64,
+    /// What the model predicts without the adapter is the target of the items.
+    pub prior_target: bool,
     /// Cache latents in memory.
     pub cache_latents: bool,
     /// Cache latents on disk.
@@ -90,6 +92,7 @@ impl Default for DatasetOptions {
             controls: None,
             network_weight: 1.0,
             loss_multiplier: 1.0,
+            prior_target: false,
             cache_latents: false,
             cache_latents_to_disk: false,
             stay_in_folder: false,

@@ -43,6 +43,18 @@ impl TrainingImage {
         }
     }
 
+    /// What seeds its noise if it is the same each time (`train.force_consistent_noise`): its content and its flips.
+    #[must_use]
+    pub fn noise_seed(&self) -> String {
+        let flip = |on: bool, mark: &'static str| if on { mark } else { "" };
+        format!(
+            "{}{}{}",
+            self.content,
+            flip(self.flip_x, "_fx"),
+            flip(self.flip_y, "_fy")
+        )
+    }
+
     /// The cache key of the latent of its control image.
     #[must_use]
     pub fn control_key(&self, control: &Control, latent_space: &str) -> LatentKey {

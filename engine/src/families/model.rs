@@ -188,12 +188,13 @@ pub trait Model: Send + Debug {
         guidance_scale
     }
 
-    /// Adds the guidance scale to the conditioning of every item, for models that are conditioned on it.
+    /// Adds the guidance scale to the conditioning, for models that are conditioned on it. `scales`: one for each item, or one for
+    /// all.
     ///
     /// # Errors
-    /// When the device fails.
-    fn with_guidance(&self, conditioning: Conditioning, scale: f64) -> Result<Conditioning> {
-        let _ = scale;
+    /// When there are not as many scales as items, or the device fails.
+    fn with_guidance(&self, conditioning: Conditioning, scales: &[f64]) -> Result<Conditioning> {
+        let _ = scales;
         Ok(conditioning)
     }
 

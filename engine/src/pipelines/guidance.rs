@@ -77,7 +77,7 @@ impl Guidance {
             )));
         }
         let count = conditioning.batch();
-        let mut conditioning = model.with_guidance(conditioning, request.guidance_scale)?;
+        let mut conditioning = model.with_guidance(conditioning, &[request.guidance_scale])?;
         if request.control.is_empty() && model.takes_control() {
             return Err(EngineError::bad_input(format!(
                 "`arch: {}` changes an image, and there is none: give one with `--ctrl_img PATH` in the prompt",

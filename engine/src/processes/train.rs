@@ -18,6 +18,7 @@ mod run;
 mod samples;
 mod save_files;
 mod saving;
+mod step;
 mod switched_loras;
 mod target;
 mod text;
@@ -28,24 +29,19 @@ pub use preview::{TrainingPreview, preview};
 
 use super::context::{Context, LoadedModel};
 use super::rate::Progress;
-use crate::adapters::{LoraHandle, LoraPass, is_of_text, load_lora};
-use crate::data::TrainingImage;
+use crate::adapters::{is_of_text, load_lora};
 use crate::device;
 use crate::error::{EngineError, Result};
-use crate::families::{Conditioning, EncodedPrompts, ItemSize, Model};
+use crate::families::EncodedPrompts;
 use crate::residency::Residency;
-use crate::training::{
-    ConditioningCache, LossMasks, MicroBatch, NoiseDraw, TrainingCfg, batch_generator, loss, step_to,
-};
+use crate::training::{ConditioningCache, LossMasks};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::dtype::DType;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::LOG_FILE;
-use candle_core::Tensor;
-use data::{StepBatch, TrainingData};
+use data::TrainingData;
 use folder::RunFolder;
-use preservation::Preservation;
 use record::StepRecorder;
 use resume::NON_FINITE_CAUSES;
 use run::{Run, trainer};
@@ -60,80 +56,6 @@ use target::Target;
 const MAX_NON_FINITE_STEPS: u64 = 25;
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
-
-/// What a micro-batch is made of.
-#[derive(Clone)]
-struct BatchInputs {
-    /// The latents of its images, on the device.
-    latents: Vec<Tensor>,
-    /// The latents of its control images, on the device. `None`: it has none.
-    control: Option<Tensor>,
-}
-
-/// How the preservation loss of a micro-batch is computed.
-struct PreservationPass {
-    preservation: Preservation,
-    /// Without the adapter, and with it.
-    passes: [LoraPass; 2],
-    handle: Arc<LoraHandle>,
-}
-
-/// What the items of a batch are conditioned on besides their prompts.
-struct ItemInputs {
-    sizes: Vec<ItemSize>,
-    /// The latents of their control images.
-    control: Option<Tensor>,
-    /// The scale of the guidance.
-    scale: f64,
-}
-
-impl ItemInputs {
-    fn add_to(&self, process: &TrainerProcess, model: &dyn Model, conditioning: Conditioning) -> Result<Conditioning> {
-        let conditioning = model.with_sizes(conditioning, &self.sizes)?;
-        let conditioning = with_guidance(process, model, conditioning, self.scale)?;
-        match &self.control {
-            Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
-            None => Ok(conditioning),
-        }
-    }
-}
-
-/// Predicts from noisy latents and time steps, with guidance if there is an unconditional conditioning.
-fn predict(
-    model: &dyn Model,
-    cfg: Option<TrainingCfg>,
-    (latents, timesteps): (&[Tensor], &Tensor),
-    (unconditional, conditional): (Option<&Conditioning>, &Conditioning),
-) -> Result<Vec<Tensor>> {
-    match (cfg, unconditional) {
-        (Some(cfg), Some(unconditional)) => cfg.predict(model, latents, timesteps, [unconditional, conditional]),
-        _ => model.predict(latents, timesteps, conditional),
-    }
-}
-
-/// The sizes of an item that SDXL is conditioned on.
-fn image_size(item: &TrainingImage) -> ItemSize {
-    let flipped = |(width, height): (u32, u32)| (height, width);
-    ItemSize {
-        original: flipped(item.size),
-        crop: flipped(item.plan.crop),
-        target: flipped(item.plan.bucket),
-    }
-}
-
-/// Adds the guidance scale that a distilled model is trained at, or removes it.
-fn with_guidance(
-    process: &TrainerProcess,
-    model: &dyn Model,
-    conditioning: Conditioning,
-    scale: f64,
-) -> Result<Conditioning> {
-    let train = &process.train;
-    match train.bypass_guidance_embedding {
-        true => Ok(model.without_guidance(conditioning)),
-        false => model.with_guidance(conditioning, scale),
-    }
-}
 
 fn not_saved_message(step: u64, non_finite: u64) -> String {
     format!("step {step} is not saved: {non_finite} steps in a row had a loss or gradients that are not finite numbers")
@@ -245,7 +167,8 @@ impl<'a> Run<'a> {
             target,
             trainer,
             memory_options,
-            loss_kind: options::loss_kind(process),
+            loss: options::loss_options(process),
+            latent_options: options::latent_options(process),
             objective: objective::objective(process, &*model)?,
             data,
             latents,
@@ -372,182 +295,6 @@ impl<'a> Run<'a> {
             }
         }
         self.finish(cx)
-    }
-
-    /// Computes the loss and the gradients of one micro-batch. All random numbers come from the generator of (seed,
-    /// step, micro-batch).
-    fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
-        let process = self.process;
-        let step_batch = self.data.batch_of_step(step, micro, process);
-        let mut generator = batch_generator(self.seed, step, micro);
-        let captions = self.data.captions(&step_batch.batch, process, &mut generator);
-        let cfg = options::training_cfg(process, &mut generator);
-        let latents = self
-            .data
-            .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
-        let latents = vec![latents.to_device(&self.compute.device)?];
-        let control = self
-            .data
-            .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
-        let control = control
-            .map(|control| control.to_device(&self.compute.device))
-            .transpose()?;
-        let inputs = BatchInputs { latents, control };
-        let shapes: Vec<Vec<usize>> = inputs.latents.iter().map(|latent| latent.dims().to_vec()).collect();
-        let image_tokens = shapes.first().map_or(0, |shape| self.model.image_tokens(shape));
-        let drawn = self
-            .objective
-            .draw(&mut generator, &shapes, image_tokens, &self.compute.device)?;
-
-        let Some(handle) = self.target.handle().cloned() else {
-            return self
-                .forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens)
-                .map(drop);
-        };
-        let (strength, seed) = (
-            self.data.datasets[step_batch.batch.dataset].options.network_weight,
-            self.seed,
-        );
-        let pass = |name: &str| LoraPass {
-            strength,
-            dropout_seed: Some(format!("{seed}/{name}/{step}/{micro}").into()),
-        };
-        let training = pass("dropout");
-        let Some(preservation) = Preservation::of(process) else {
-            let run = || self.forward_backward(step, &step_batch, (&captions, cfg), inputs, drawn, image_tokens);
-            return handle.in_pass(training, run).map(drop);
-        };
-        let of_captions = inputs.clone();
-        let drawn = handle.in_pass(training, || {
-            self.forward_backward(step, &step_batch, (&captions, cfg), of_captions, drawn, image_tokens)
-        })?;
-        let kept = PreservationPass {
-            preservation,
-            passes: [
-                LoraPass {
-                    strength: 0.0,
-                    dropout_seed: None,
-                },
-                pass("preservation-dropout"),
-            ],
-            handle,
-        };
-        self.preserve(&kept, &step_batch, (&captions, cfg), inputs, &drawn)
-    }
-
-    /// Adds the gradients of the preservation loss of these captions and latents.
-    fn preserve(
-        &mut self,
-        kept: &PreservationPass,
-        step_batch: &StepBatch,
-        (captions, cfg): (&[String], Option<TrainingCfg>),
-        BatchInputs { latents, control }: BatchInputs,
-        drawn: &NoiseDraw,
-    ) -> Result<()> {
-        let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
-        let prompts = captions
-            .iter()
-            .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
-        let prompts: Vec<String> = prompts.collect();
-        let (conditional, unconditional) = (self.encode_frozen(&prompts)?, self.unconditional(cfg, captions.len())?);
-        let (process, model) = (self.process, &*self.model);
-        let inputs = self.item_inputs(step_batch, control, cfg);
-        let conditional = inputs.add_to(process, model, conditional)?;
-        let unconditional = unconditional
-            .map(|empty| inputs.add_to(process, model, empty))
-            .transpose()?;
-        let noisy = self.objective.noisy(&latents, drawn)?;
-        let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
-        let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
-        let [without, with] = kept.passes.clone();
-        let base = kept.handle.in_pass(without, predict)?;
-        let factor = kept.preservation.multiplier * step_batch.weight;
-        let forward = || preservation::loss(&predict()?, &base, factor);
-        kept.handle
-            .in_pass(with, || self.trainer.accumulate_preservation(forward))
-    }
-
-    /// Encodes prompts without the graph of a text encoder that is trained.
-    fn encode_frozen(&mut self, prompts: &[String]) -> Result<Conditioning> {
-        let model = &*self.model;
-        match self.target.covers_text_encoder() {
-            true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype()),
-            false => self.captions.get(prompts, model),
-        }
-    }
-
-    /// The empty prompt for so many items, if the training uses guidance. It is no caption: no text encoder is trained on it.
-    fn unconditional(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
-        let empty = || vec![String::new(); items];
-        cfg.map(|_| self.encode_frozen(&empty())).transpose()
-    }
-
-    /// What the items of a batch are conditioned on besides their prompts.
-    fn item_inputs(&self, step_batch: &StepBatch, control: Option<Tensor>, cfg: Option<TrainingCfg>) -> ItemInputs {
-        ItemInputs {
-            sizes: self.data.items_of(&step_batch.batch).map(image_size).collect(),
-            control,
-            scale: cfg.map_or(self.process.train.cfg_scale, |cfg| cfg.scale),
-        }
-    }
-
-    /// Computes the loss of these captions and latents, and adds or applies the gradients. Returns the noise that was used.
-    fn forward_backward(
-        &mut self,
-        step: u64,
-        step_batch: &StepBatch,
-        (captions, cfg): (&[String], Option<TrainingCfg>),
-        BatchInputs { latents, control }: BatchInputs,
-        mut drawn: NoiseDraw,
-        image_tokens: usize,
-    ) -> Result<NoiseDraw> {
-        let cached = match self.target.covers_text_encoder() {
-            true => None,
-            false => Some(self.encode_frozen(captions)?),
-        };
-        let unconditional = self.unconditional(cfg, captions.len())?;
-        let (process, model) = (self.process, &*self.model);
-        let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
-        let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let inputs = self.item_inputs(step_batch, control, cfg);
-        let with_inputs = |conditioning: Conditioning| inputs.add_to(process, model, conditioning);
-        let unconditional = unconditional.map(with_inputs).transpose()?;
-        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
-            predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
-        };
-        if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
-            let conditioning = match &cached {
-                Some(conditioning) => conditioning.clone(),
-                None => ConditioningCache::encode(captions, model)?.detached_as(model.dtype())?,
-            };
-            let conditioning = with_inputs(conditioning)?;
-            let noisy = self.objective.noisy(&latents, &drawn)?;
-            let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
-            let predicted = predict(&noisy, &times, &conditioning)?;
-            drawn = step_to(&latents, &noisy, &predicted, &drawn, next)?;
-        }
-        let forward = || {
-            let conditioning = match &cached {
-                Some(conditioning) => conditioning.clone(),
-                None => ConditioningCache::encode(captions, model)?,
-            };
-            let micro_batch = MicroBatch {
-                latents: latents.clone(),
-                drawn: drawn.clone(),
-                conditioning: with_inputs(conditioning)?,
-                weights: vec![step_batch.weight; step_batch.batch.items.len()],
-                mask: mask.clone(),
-            };
-            loss(&predict, &*self.objective, self.loss_kind, &micro_batch)
-        };
-        let train = &self.process.train;
-        let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
-        if one_micro_batch && self.trainer.uses_fused_backward() {
-            self.trainer.fused_step(step, forward)?;
-        } else {
-            self.trainer.accumulate(forward)?;
-        }
-        Ok(drawn)
     }
 }
 

@@ -1,12 +1,12 @@
 //! Diffusion as in DDPM: the model predicts the noise or the velocity at one of the time steps of a noise schedule
 //! (J. Ho and others, 2020; T. Salimans and J. Ho, 2022).
 
-use super::objective::{NoiseDraw, Objective};
+use super::objective::{DrawInputs, NoiseDraw, Objective};
 use super::random::{NoiseOptions, draw};
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 /// Weights of the loss by the signal-to-noise ratio (`docs/randomness.md` has the formulas).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -54,14 +54,12 @@ impl Ddpm {
 }
 
 impl Objective for Ddpm {
-    fn draw(
-        &self,
-        generator: &mut TorchGenerator,
-        shapes: &[Vec<usize>],
-        _: usize,
-        device: &Device,
-    ) -> Result<NoiseDraw> {
-        draw(&self.noise, generator, shapes, device)
+    fn draw(&self, generator: &mut TorchGenerator, inputs: &DrawInputs<'_>) -> Result<NoiseDraw> {
+        draw(&self.noise, generator, inputs)
+    }
+
+    fn weights_whole_loss(&self) -> bool {
+        true
     }
 
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {

@@ -2,11 +2,11 @@
 //! noise at a point on the straight line between them.
 
 use super::flow_timesteps::{FlowTimesteps, FlowWeighting, TRAIN_TIMESTEPS, shifted};
-use super::objective::{NoiseDraw, Objective};
+use super::objective::{DrawInputs, NoiseDraw, Objective};
 use super::random::{NoiseOptions, draw_indices, draw_noise};
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 /// The objective of flow-matching models.
 #[derive(Clone, Debug)]
@@ -20,16 +20,9 @@ pub struct FlowMatch {
 }
 
 impl Objective for FlowMatch {
-    fn draw(
-        &self,
-        generator: &mut TorchGenerator,
-        shapes: &[Vec<usize>],
-        image_tokens: usize,
-        device: &Device,
-    ) -> Result<NoiseDraw> {
-        let items = shapes.first().and_then(|shape| shape.first().copied()).unwrap_or(0);
-        let length = self.noise.table_len as usize;
-        let table = self.timesteps.table(generator, length, image_tokens)?;
+    fn draw(&self, generator: &mut TorchGenerator, inputs: &DrawInputs<'_>) -> Result<NoiseDraw> {
+        let (items, length) = (inputs.items(), self.noise.table_len as usize);
+        let table = self.timesteps.table(generator, length, inputs.image_tokens)?;
         let indices: Vec<usize> = match self.timesteps.choices(length) {
             Some(choices) => {
                 let drawn = generator.randint(0, choices.len() as i64, items).into_iter();
@@ -49,7 +42,7 @@ impl Objective for FlowMatch {
             .ok_or_else(|| EngineError::Internal("a time step outside of the table was drawn".into()))?;
         Ok(NoiseDraw {
             timesteps,
-            noise: draw_noise(&self.noise, generator, shapes, device)?,
+            noise: draw_noise(&self.noise, generator, inputs)?,
         })
     }
 
@@ -69,12 +62,7 @@ impl Objective for FlowMatch {
 
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
         let mix = |(x, noise): (&Tensor, &Tensor)| -> Result<Tensor> {
-            let share = drawn.timesteps.iter().map(|t| t / TRAIN_TIMESTEPS as f32).collect();
-            let mut shape = vec![1; x.rank()];
-            if let Some(items) = shape.first_mut() {
-                *items = drawn.timesteps.len();
-            }
-            let share = Tensor::from_vec(share, shape, x.device())?;
+            let share = per_item(x, drawn.timesteps.iter().map(|t| t / TRAIN_TIMESTEPS as f32))?;
             let image = x.broadcast_mul(&share.affine(-1.0, 1.0)?)?;
             Ok((image + noise.broadcast_mul(&share)?)?)
         };
@@ -89,6 +77,34 @@ impl Objective for FlowMatch {
     fn loss_weight(&self, timestep: f32) -> Result<f64> {
         Ok(self.weighting.weight(timestep))
     }
+
+    fn weights_whole_loss(&self) -> bool {
+        false
+    }
+
+    fn estimate(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
+        let share = per_item(
+            noisy,
+            drawn
+                .timesteps
+                .iter()
+                .map(|t| (t / TRAIN_TIMESTEPS as f32).max(LEAST_SHARE)),
+        )?;
+        Ok((noisy - predicted.broadcast_mul(&share)?)?)
+    }
+}
+
+/// The least share of noise by which [`Objective::estimate`] moves, as in ai-toolkit.
+const LEAST_SHARE: f32 = 0.001;
+
+/// One number per item, [b, 1, …], in the rank and on the device of `x`.
+pub(super) fn per_item(x: &Tensor, values: impl Iterator<Item = f32>) -> Result<Tensor> {
+    let values: Vec<f32> = values.collect();
+    let mut shape = vec![1; x.rank()];
+    if let Some(items) = shape.first_mut() {
+        *items = values.len();
+    }
+    Ok(Tensor::from_vec(values, shape, x.device())?)
 }
 
 /// Takes a step of a sampler (Euler) from the drawn time steps to `next` with this prediction, and returns the draw that is there:
@@ -105,20 +121,13 @@ pub fn step_to(
 ) -> Result<NoiseDraw> {
     let mut noise = Vec::with_capacity(latents.len());
     for ((x, noisy), velocity) in latents.iter().zip(noisy).zip(predicted) {
-        let per_item = |values: Vec<f32>| -> Result<Tensor> {
-            let mut shape = vec![1; x.rank()];
-            if let Some(items) = shape.first_mut() {
-                *items = values.len();
-            }
-            Ok(Tensor::from_vec(values, shape, x.device())?)
-        };
         let share = |t: &f32| t / TRAIN_TIMESTEPS as f32;
         let steps = next
             .iter()
             .zip(&drawn.timesteps)
             .map(|(to, from)| share(to) - share(from));
-        let stepped = (noisy + velocity.detach().broadcast_mul(&per_item(steps.collect())?)?)?;
-        let share = per_item(next.iter().map(share).collect())?;
+        let stepped = (noisy + velocity.detach().broadcast_mul(&per_item(x, steps)?)?)?;
+        let share = per_item(x, next.iter().map(share))?;
         let image = x.broadcast_mul(&share.affine(-1.0, 1.0)?)?;
         noise.push((stepped - image)?.broadcast_div(&share)?.detach());
     }

@@ -1,17 +1,98 @@
 //! The loss of one micro-batch.
 
+use super::comparison::{Comparison, guided_target, mean_of_items, scaled_to_norm, spread_loss};
+use super::flow_match::per_item;
+use super::flow_timesteps::TRAIN_TIMESTEPS;
 use super::objective::{NoiseDraw, Objective};
+use super::spectrum::spectrum;
 use crate::error::{EngineError, Result};
 use crate::families::Conditioning;
-use candle_core::{DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 
-/// The elementwise loss function.
+pub use super::comparison::LossKind;
+
+/// How the loss is computed, besides what the model predicts. The default is the mean squared error.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LossOptions {
+    /// The elementwise loss function.
+    pub kind: LossKind,
+    /// `noisy_latent_multiplier`: the factor of the noisy latents.
+    pub noisy_multiplier: f64,
+    /// `match_noise_norm`: each item of the prediction is scaled to the norm of its noise.
+    pub match_noise_norm: bool,
+    /// `pred_scaler`: the factor of the prediction.
+    pub prediction_scale: f64,
+    /// `target_noise_multiplier`: the factor of the noise in the target.
+    pub target_noise_multiplier: f64,
+    /// `signal_amplification_strength`, if it is on: the target moves so much further from the image, times `1 - t`.
+    pub signal_amplification: f64,
+    /// `do_guidance_loss`: how the target moves away from the unconditional prediction.
+    pub guidance: Option<GuidanceLoss>,
+    /// `differential_guidance_scale`, if it is on: the difference between prediction and target is so many times as large.
+    pub differential_guidance: Option<f64>,
+    /// `t0_loss_target`: the images to which the predictions lead are compared.
+    pub estimate: Option<EstimateLoss>,
+    /// `do_fft_loss`: the spectra of these images are compared, too.
+    pub spectrum: Option<EstimateLoss>,
+    /// `do_prior_divergence`: the prediction moves away from that without the adapter.
+    pub diverges: bool,
+    /// `inverted_mask_prior_multiplier`: the weight of the loss outside of the masks.
+    pub outside_mask: f64,
+    /// `target_norm_std_value`, if it is on: the standard deviation that each channel of the prediction should have.
+    pub deviation: Option<f64>,
+    /// `max_loss`: the largest loss.
+    pub max: Option<f64>,
+}
+
+impl Default for LossOptions {
+    fn default() -> Self {
+        Self {
+            kind: LossKind::Mse,
+            noisy_multiplier: 1.0,
+            match_noise_norm: false,
+            prediction_scale: 1.0,
+            target_noise_multiplier: 1.0,
+            signal_amplification: 0.0,
+            guidance: None,
+            differential_guidance: None,
+            estimate: None,
+            spectrum: None,
+            diverges: false,
+            outside_mask: 0.0,
+            deviation: None,
+            max: None,
+        }
+    }
+}
+
+/// How the target moves away from the unconditional prediction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LossKind {
-    /// Mean squared error.
-    Mse,
-    /// Mean absolute error.
-    Mae,
+pub struct GuidanceLoss {
+    /// `do_guidance_loss_cfg_zero`: the unconditional prediction is scaled by its projection on the target (CFG-Zero*, W. Fan and
+    /// others, 2025).
+    pub cfg_zero: bool,
+    /// `guidance_loss_schedule: sigma`: the scale falls to 1 with the noise level.
+    pub by_sigma: bool,
+}
+
+/// How the images are weighted to which predictions lead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EstimateLoss {
+    /// With `1 / t^2`, at most 100, which makes it as large as the loss of the velocity.
+    pub weighted: bool,
+}
+
+/// Predictions with which the loss compares, without gradients.
+#[derive(Clone, Debug, Default)]
+pub struct References {
+    /// That of the model without the adapter. It is the target, unless the options or `outside_mask` use it otherwise.
+    pub base: Option<Vec<Tensor>>,
+    /// The unconditional one.
+    pub unconditional: Option<Vec<Tensor>>,
+    /// The scale of [`LossOptions::guidance`] for each item.
+    pub guidance_scales: Vec<f64>,
+    /// The weight of each position outside of the masks, [b, 1, …], float32: [`LossMasks::outside`](super::LossMasks::outside).
+    pub outside_mask: Option<Tensor>,
 }
 
 /// The inputs of one training forward pass.
@@ -25,55 +106,236 @@ pub struct MicroBatch {
     pub conditioning: Conditioning,
     /// One loss weight per item.
     pub weights: Vec<f64>,
+    /// The weight of the whole loss.
+    pub weight: f64,
     /// One loss weight per position of the first latent tensor, [b, 1, …], float32. `None`: all 1.
     pub mask: Option<Tensor>,
+    /// Predictions that the loss compares with.
+    pub references: References,
 }
 
 /// Predicts from noisy latents, time steps and conditioning: [`Model::predict`](crate::families::Model::predict).
 pub type Predict<'a> = dyn Fn(&[Tensor], &Tensor, &Conditioning) -> Result<Vec<Tensor>> + 'a;
 
+/// The noisy latents that the model gets, float32.
+///
+/// # Errors
+/// As [`Objective::noisy`].
+pub fn noisy_latents(
+    objective: &dyn Objective,
+    options: &LossOptions,
+    latents: &[Tensor],
+    drawn: &NoiseDraw,
+) -> Result<Vec<Tensor>> {
+    let noisy = objective.noisy(latents, drawn)?;
+    match options.noisy_multiplier == 1.0 {
+        true => Ok(noisy),
+        false => noisy.iter().map(|x| Ok((x * options.noisy_multiplier)?)).collect(),
+    }
+}
+
 /// Computes the loss of a micro-batch: the mean over each item's latent (weighted by the mask), times the objective's
 /// and the item's weight, then the mean over the items. Of several latent tensors, the mean of their losses. Returns a
-/// float32 scalar with its graph.
+/// float32 scalar with its graph. The options are computed as `calculate_loss` in ai-toolkit's
+/// `extensions_built_in/sd_trainer/SDTrainer.py` (27a03a91) computes them.
 ///
 /// # Errors
 /// When shapes do not fit or the arithmetic fails.
-pub fn loss(predict: &Predict<'_>, objective: &dyn Objective, kind: LossKind, batch: &MicroBatch) -> Result<Tensor> {
+pub fn loss(
+    predict: &Predict<'_>,
+    objective: &dyn Objective,
+    options: &LossOptions,
+    batch: &MicroBatch,
+) -> Result<Tensor> {
     let (latents, drawn) = (&batch.latents, &batch.drawn);
-    let items = drawn.timesteps.len();
     let Some(device) = latents.first().map(Tensor::device) else {
         return Err(EngineError::Internal("a micro-batch has no latents".into()));
     };
-    let noisy = objective.noisy(latents, drawn)?;
-    let target = objective.target(latents, drawn)?;
-    let times = Tensor::from_vec(drawn.timesteps.clone(), items, device)?;
-    let prediction = predict(&noisy, &times, &batch.conditioning)?;
-    let mut weights = Vec::with_capacity(items);
-    for (t, weight) in drawn.timesteps.iter().zip(&batch.weights) {
-        weights.push((weight * objective.loss_weight(*t)?) as f32);
-    }
-    let weights = Tensor::from_vec(weights, items, device)?;
+    let noisy = noisy_latents(objective, options, latents, drawn)?;
+    let targets = targets(objective, options, batch)?;
+    let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), device)?;
+    let predictions = predict(&noisy, &times, &batch.conditioning)?;
     let mut total: Option<Tensor> = None;
-    for (index, (prediction, target)) in prediction.iter().zip(&target).enumerate() {
-        let difference = (prediction.to_dtype(DType::F32)? - target.to_dtype(DType::F32)?)?;
-        let elementwise = match kind {
-            LossKind::Mse => difference.sqr()?,
-            LossKind::Mae => difference.abs()?,
+    for (index, (prediction, target)) in predictions.iter().zip(&targets).enumerate() {
+        let one = LatentLoss {
+            objective,
+            options,
+            batch,
+            index,
         };
-        let elementwise = match &batch.mask {
-            Some(mask) if index == 0 => elementwise.broadcast_mul(mask)?,
-            _ => elementwise,
-        };
-        let per_item = elementwise.flatten_from(1)?.mean(1)?;
-        let one = (per_item * &weights)?.mean_all()?;
+        let one = one.compute(
+            &prediction.to_dtype(DType::F32)?,
+            &target.to_dtype(DType::F32)?,
+            noisy.get(index),
+        )?;
         total = Some(match total {
             Some(total) => (total + one)?,
             None => one,
         });
     }
-    let total = total.ok_or_else(|| EngineError::Internal("the model predicted nothing".into()))?;
-    match latents.len() {
-        1 => Ok(total),
-        count => Ok((total / count as f64)?),
+    let mut total = total.ok_or_else(|| EngineError::Internal("the model predicted nothing".into()))?;
+    if latents.len() > 1 {
+        total = (total / latents.len() as f64)?;
+    }
+    if let Some(max) = options.max {
+        total = total.minimum(&Tensor::full(max as f32, (), device)?)?;
+    }
+    match batch.weight == 1.0 {
+        true => Ok(total),
+        false => Ok((total * batch.weight)?),
+    }
+}
+
+/// What each latent tensor's prediction is compared with, before guidance.
+fn targets(objective: &dyn Objective, options: &LossOptions, batch: &MicroBatch) -> Result<Vec<Tensor>> {
+    let references = &batch.references;
+    let is_base_target = !options.diverges && references.outside_mask.is_none();
+    if let Some(base) = references.base.as_ref().filter(|_| is_base_target) {
+        return Ok(base.clone());
+    }
+    let (latents, drawn) = (&batch.latents, &batch.drawn);
+    if options.target_noise_multiplier == 1.0 && options.signal_amplification == 0.0 {
+        return objective.target(latents, drawn);
+    }
+    let noise = drawn.noise.iter().map(|noise| noise * options.target_noise_multiplier);
+    let scaled = NoiseDraw {
+        timesteps: drawn.timesteps.clone(),
+        noise: noise.collect::<candle_core::Result<_>>()?,
+    };
+    let targets = objective.target(latents, &scaled)?;
+    if options.signal_amplification == 0.0 {
+        return Ok(targets);
+    }
+    let amplified = |(target, x): (Tensor, &Tensor)| -> Result<Tensor> {
+        let clean = drawn.timesteps.iter().map(|t| 1.0 - t / TRAIN_TIMESTEPS as f32);
+        let share = (per_item(x, clean)? * options.signal_amplification)?;
+        Ok((target - x.broadcast_mul(&share)?)?)
+    };
+    targets.into_iter().zip(latents).map(amplified).collect()
+}
+
+/// The loss of one of a micro-batch's latent tensors.
+struct LatentLoss<'a> {
+    objective: &'a dyn Objective,
+    options: &'a LossOptions,
+    batch: &'a MicroBatch,
+    index: usize,
+}
+
+impl LatentLoss<'_> {
+    fn compute(&self, prediction: &Tensor, target: &Tensor, noisy: Option<&Tensor>) -> Result<Tensor> {
+        let (options, batch, index) = (self.options, self.batch, self.index);
+        let missing = || EngineError::Internal("the model predicted more tensors than there are latents".into());
+        let (latents, noise) = (
+            batch.latents.get(index).ok_or_else(missing)?,
+            batch.drawn.noise.get(index).ok_or_else(missing)?,
+        );
+        let mut prediction = prediction.clone();
+        if options.match_noise_norm {
+            prediction = scaled_to_norm(&prediction, noise)?;
+        }
+        if options.prediction_scale != 1.0 {
+            prediction = (prediction * options.prediction_scale)?;
+        }
+        let mut target = self.guided(target)?;
+        if let Some(scale) = options.differential_guidance {
+            let predicted = prediction.detach();
+            target = (&predicted + ((target - &predicted)? * scale)?)?;
+        }
+        let estimate = match options.estimate.or(options.spectrum) {
+            Some(_) => Some(
+                self.objective
+                    .estimate(noisy.ok_or_else(missing)?, &prediction, &batch.drawn)?,
+            ),
+            None => None,
+        };
+        // What is compared, and the weight of each item.
+        let (compared, comparison) = match (options.estimate, &estimate) {
+            (Some(of), Some(estimate)) => {
+                target = latents.clone();
+                (
+                    estimate,
+                    Comparison::weighted(options.kind, self.velocity_weights(of, latents)?),
+                )
+            }
+            _ => (&prediction, Comparison::of(options.kind)),
+        };
+        let mask = batch.mask.as_ref().filter(|_| index == 0);
+        let whole = self.objective.weights_whole_loss();
+        let mut items = (comparison.of_items(compared, &target, mask)? * self.weights(&batch.weights, true)?)?;
+        if let (Some(base), true) = (&batch.references.base, options.diverges) {
+            let apart = Comparison::of(LossKind::Mse).of_items(compared, base.get(index).ok_or_else(missing)?, mask)?;
+            items = (items - (apart * self.weights(&batch.weights, whole)?)?)?;
+        }
+        if let (Some(base), Some(outside)) = (
+            &batch.references.base,
+            batch.references.outside_mask.as_ref().filter(|_| index == 0),
+        ) {
+            let kind = match options.kind {
+                LossKind::Mae => LossKind::Mae,
+                LossKind::Mse | LossKind::PseudoHuber => LossKind::Mse,
+            };
+            let kept = Comparison::of(kind).of_items(compared, base.get(index).ok_or_else(missing)?, Some(outside))?;
+            // In ai-toolkit the weight of an item (`loss_multiplier`) does not count here.
+            let own = vec![options.outside_mask; batch.weights.len()];
+            items = (items + (kept * self.weights(&own, whole)?)?)?;
+        }
+        let mut total = items.mean_all()?;
+        if let Some(deviation) = options.deviation {
+            total = (total + spread_loss(&prediction, deviation)?)?;
+        }
+        if let (Some(of), Some(estimate)) = (options.spectrum, &estimate) {
+            let difference = (spectrum(estimate)? - spectrum(latents)?)?.sqr()?;
+            let difference = match self.velocity_weights(of, latents)? {
+                Some(weights) => difference.broadcast_mul(&weights)?,
+                None => difference,
+            };
+            total = (total + mean_of_items(&difference)?.mean_all()?)?;
+        }
+        Ok(total)
+    }
+
+    /// The target after the guidance loss.
+    fn guided(&self, target: &Tensor) -> Result<Tensor> {
+        let references = &self.batch.references;
+        let (Some(guidance), Some(unconditional)) = (
+            self.options.guidance,
+            references.unconditional.as_ref().and_then(|all| all.get(self.index)),
+        ) else {
+            return Ok(target.clone());
+        };
+        let timesteps = &self.batch.drawn.timesteps;
+        let scales = references.guidance_scales.iter().zip(timesteps).map(|(scale, t)| {
+            let scale = *scale as f32;
+            match guidance.by_sigma {
+                true => 1.0 + (scale - 1.0) * t / TRAIN_TIMESTEPS as f32,
+                false => scale,
+            }
+        });
+        guided_target(
+            target,
+            &unconditional.to_dtype(DType::F32)?,
+            &per_item(target, scales)?,
+            guidance.cfg_zero,
+        )
+    }
+
+    /// `1 / t^2`, at most 100, for each item. `None`: 1.
+    fn velocity_weights(&self, of: EstimateLoss, latents: &Tensor) -> Result<Option<Tensor>> {
+        let weight = |t: &f32| (t / TRAIN_TIMESTEPS as f32).max(0.1).powi(-2);
+        let weights = || per_item(latents, self.batch.drawn.timesteps.iter().map(weight));
+        of.weighted.then(weights).transpose()
+    }
+
+    /// The weight of each item, [b]: of `own`, with the objective's weight of its time step if `by_time`.
+    fn weights(&self, own: &[f64], by_time: bool) -> Result<Tensor> {
+        let timesteps = &self.batch.drawn.timesteps;
+        let mut weights = Vec::with_capacity(own.len());
+        for (t, weight) in timesteps.iter().zip(own) {
+            let of_time = if by_time { self.objective.loss_weight(*t)? } else { 1.0 };
+            weights.push((weight * of_time) as f32);
+        }
+        let (count, device) = (weights.len(), self.batch.latents.first().map(Tensor::device));
+        Ok(Tensor::from_vec(weights, count, device.unwrap_or(&Device::Cpu))?)
     }
 }

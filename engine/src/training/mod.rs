@@ -8,16 +8,19 @@
 //! - [`TextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
 mod cfg;
+mod comparison;
 mod conditioning_cache;
 mod ddpm;
 mod flow_match;
 mod flow_timesteps;
+mod latent_options;
 mod latents;
 mod loss;
 mod loss_scale;
 mod masks;
 mod objective;
 mod random;
+mod spectrum;
 mod text_embeddings;
 mod trainer;
 
@@ -26,10 +29,13 @@ pub use conditioning_cache::ConditioningCache;
 pub use ddpm::{Ddpm, SnrWeighting};
 pub use flow_match::{FlowMatch, step_to};
 pub use flow_timesteps::{FlowTimesteps, FlowWeighting};
+pub use latent_options::{ChannelStatistics, LatentOptions};
 pub use latents::LatentStore;
-pub use loss::{LossKind, MicroBatch, Predict, loss};
+pub use loss::{
+    EstimateLoss, GuidanceLoss, LossKind, LossOptions, MicroBatch, Predict, References, loss, noisy_latents,
+};
 pub use masks::LossMasks;
-pub use objective::{NoiseDraw, Objective};
+pub use objective::{DrawInputs, NoiseDraw, Objective};
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use text_embeddings::TextEmbeddings;
 pub(crate) use trainer::optim_error;

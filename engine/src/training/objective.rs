@@ -1,8 +1,8 @@
 //! What a model is trained to predict.
 
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use std::fmt::Debug;
 
 /// The time steps and the noise of a micro-batch.
@@ -14,21 +14,48 @@ pub struct NoiseDraw {
     pub noise: Vec<Tensor>,
 }
 
+/// What the draw of a micro-batch depends on besides the generator and the options.
+#[derive(Clone, Copy, Debug)]
+pub struct DrawInputs<'a> {
+    /// The latents that get the noise, one tensor or several, [b, channels, …], float32 on the CPU.
+    pub latents: &'a [Tensor],
+    /// Tokens that the model makes of an item ([`Model::image_tokens`](crate::families::Model::image_tokens)).
+    pub image_tokens: usize,
+    /// For each item, the text that seeds its noise if it is the same each time.
+    pub noise_seeds: &'a [String],
+    /// Whether the items are those of a regularisation set.
+    pub regularisation: bool,
+}
+
+impl<'a> DrawInputs<'a> {
+    /// Latents of a training set, for models without image tokens and noise that is drawn anew each time.
+    #[must_use]
+    pub const fn new(latents: &'a [Tensor]) -> Self {
+        Self {
+            latents,
+            image_tokens: 0,
+            noise_seeds: &[],
+            regularisation: false,
+        }
+    }
+
+    /// The number of items.
+    pub(super) fn items(&self) -> usize {
+        self.latents
+            .first()
+            .and_then(|x| x.dims().first().copied())
+            .unwrap_or(0)
+    }
+}
+
 /// A training objective: how latents are made noisy, and what the model is to predict from them. Diffusion
 /// ([`Ddpm`](super::Ddpm)), flow matching ([`FlowMatch`](super::FlowMatch)).
 pub trait Objective: Send + Sync + Debug {
-    /// Draws the time steps and the noise of a micro-batch whose latents have these shapes, [b, channels, …]. `image_tokens`:
-    /// tokens that the model makes of an item ([`Model::image_tokens`](crate::families::Model::image_tokens)).
+    /// Draws the time steps and the noise of a micro-batch. The noise is on the CPU.
     ///
     /// # Errors
-    /// When the device fails.
-    fn draw(
-        &self,
-        generator: &mut TorchGenerator,
-        shapes: &[Vec<usize>],
-        image_tokens: usize,
-        device: &Device,
-    ) -> Result<NoiseDraw>;
+    /// When the arithmetic fails.
+    fn draw(&self, generator: &mut TorchGenerator, inputs: &DrawInputs<'_>) -> Result<NoiseDraw>;
 
     /// The time steps to which each item goes with one step of the model before its loss is computed; `None` if there is no such
     /// step.
@@ -57,4 +84,19 @@ pub trait Objective: Send + Sync + Debug {
     /// # Errors
     /// When the time step does not exist.
     fn loss_weight(&self, timestep: f32) -> Result<f64>;
+
+    /// Whether that factor is also that of what is added to an item's loss (by masks and divergence). In ai-toolkit, weights by
+    /// signal-to-noise ratio are, and weights of flow models' time steps are not.
+    fn weights_whole_loss(&self) -> bool;
+
+    /// The image to which the prediction leads in one step from the noisy latents.
+    ///
+    /// # Errors
+    /// When shapes do not match, or the model does not predict the velocity of flow matching.
+    fn estimate(&self, noisy: &Tensor, predicted: &Tensor, drawn: &NoiseDraw) -> Result<Tensor> {
+        let _ = (noisy, predicted, drawn);
+        Err(EngineError::Unsupported(
+            "`t0_loss_target` and `do_fft_loss` need a flow-matching model".into(),
+        ))
+    }
 }

@@ -1,9 +1,9 @@
 //! Draws the time steps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
 
-use super::objective::NoiseDraw;
-use crate::error::Result;
-use crate::rng::{TorchGenerator, generator_for};
-use candle_core::{Device, Tensor};
+use super::objective::{DrawInputs, NoiseDraw};
+use crate::error::{EngineError, Result};
+use crate::rng::{TorchGenerator, generator_for, generator_from_text};
+use candle_core::{D, Device, Tensor};
 
 /// The noise levels that are trained most (`train.content_or_style`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +31,20 @@ pub struct NoiseOptions {
     pub offset: f64,
     /// The factor of the noise.
     pub multiplier: f64,
+    /// `dynamic_noise_offset`: half the mean of each channel of the latents is added.
+    pub dynamic_offset: bool,
+    /// `optimal_noise_pairing_samples`: of so many noise tensors per item, the one nearest to its latents is taken.
+    pub pairing_samples: u32,
+    /// `force_consistent_noise`: an item has the same noise each time.
+    pub consistent: bool,
+    /// `signal_correction_noise_scale`, if it is on: so many times the latents are added, times `randn` per item and channel.
+    pub signal_correction: Option<f64>,
+    /// `batch_noise_correction_scale`, if it is on: the same of another item's latents.
+    pub batch_correction: Option<f64>,
+    /// `random_noise_shift`: the standard deviation of a shift per item and channel.
+    pub shift: f64,
+    /// `random_noise_multiplier`: the standard deviation of the logarithm of a factor per item and channel.
+    pub random_multiplier: f64,
 }
 
 impl Default for NoiseOptions {
@@ -42,6 +56,13 @@ impl Default for NoiseOptions {
             table_len: 1000,
             offset: 0.0,
             multiplier: 1.0,
+            dynamic_offset: false,
+            pairing_samples: 1,
+            consistent: false,
+            signal_correction: None,
+            batch_correction: None,
+            shift: 0.0,
+            random_multiplier: 0.0,
         }
     }
 }
@@ -52,26 +73,19 @@ pub fn batch_generator(seed: u64, step: u64, micro: u64) -> TorchGenerator {
     generator_for(seed, "step", step, micro)
 }
 
-/// Draws time steps (`randint` or `rand`), then noise (`randn` of the whole batch), then, if it is on, the offset
-/// (`randn` of one number per item and channel). With several latent tensors, noise and offset of each in turn.
+/// Draws time steps (`randint` or `rand`), then the noise. The noise is on the CPU.
 ///
 /// # Errors
-/// When the device fails.
-pub fn draw(
-    options: &NoiseOptions,
-    generator: &mut TorchGenerator,
-    shapes: &[Vec<usize>],
-    device: &Device,
-) -> Result<NoiseDraw> {
-    let items = shapes.first().and_then(|shape| shape.first().copied()).unwrap_or(0);
+/// When the arithmetic fails.
+pub fn draw(options: &NoiseOptions, generator: &mut TorchGenerator, inputs: &DrawInputs<'_>) -> Result<NoiseDraw> {
     let last = i64::from(options.table_len) - 1;
-    let timesteps = draw_indices(options, generator, items)
+    let timesteps = draw_indices(options, generator, inputs.items())
         .into_iter()
         .map(|i| (last - i).clamp(0, last) as f32)
         .collect();
     Ok(NoiseDraw {
         timesteps,
-        noise: draw_noise(options, generator, shapes, device)?,
+        noise: draw_noise(options, generator, inputs)?,
     })
 }
 
@@ -102,32 +116,117 @@ pub(super) fn draw_indices(options: &NoiseOptions, generator: &mut TorchGenerato
     }
 }
 
-/// Draws the noise of each latent tensor.
+/// Draws the noise of each latent tensor, and changes it in ai-toolkit's order (`get_noise` and `process_general_training_batch` in
+/// `jobs/process/BaseSDTrainProcess.py`).
 ///
 /// # Errors
-/// When the device fails.
+/// When the arithmetic fails.
 pub(super) fn draw_noise(
     options: &NoiseOptions,
     generator: &mut TorchGenerator,
-    shapes: &[Vec<usize>],
-    device: &Device,
+    inputs: &DrawInputs<'_>,
 ) -> Result<Vec<Tensor>> {
-    let mut all = Vec::with_capacity(shapes.len());
-    for shape in shapes {
-        let count = shape.iter().product();
-        let mut noise = Tensor::from_vec(generator.randn(count), shape.as_slice(), &Device::Cpu)?;
-        if options.offset != 0.0 {
-            let mut per_channel = vec![1; shape.len()];
-            let leading = shape.len().min(2);
-            per_channel[..leading].copy_from_slice(&shape[..leading]);
-            let count = per_channel.iter().product();
-            let offset = Tensor::from_vec(generator.randn(count), per_channel, &Device::Cpu)?;
-            noise = noise.broadcast_add(&(offset * options.offset)?)?;
+    let mut all = Vec::with_capacity(inputs.latents.len());
+    for (index, latents) in inputs.latents.iter().enumerate() {
+        let mut noise = first_noise(options, generator, inputs, index, latents)?;
+        if options.dynamic_offset && !inputs.regularisation {
+            noise = noise.broadcast_add(&(channel_means(latents)? / 2.0)?)?;
         }
         if options.multiplier != 1.0 {
             noise = (noise * options.multiplier)?;
         }
-        all.push(noise.to_device(device)?);
+        if let Some(scale) = options.signal_correction {
+            let factors = (per_channel(generator, latents)? * scale)?;
+            noise = (noise + latents.broadcast_mul(&factors)?)?;
+        }
+        let items = inputs.items();
+        if let Some(scale) = options.batch_correction.filter(|_| items > 1) {
+            let shift = generator.randint(1, items as i64, 1)[0] as usize;
+            let others = Tensor::cat(
+                &[
+                    latents.narrow(0, items - shift, shift)?,
+                    latents.narrow(0, 0, items - shift)?,
+                ],
+                0,
+            )?;
+            let factors = (per_channel(generator, latents)? * scale)?;
+            noise = (noise + others.broadcast_mul(&factors)?)?;
+        }
+        if options.shift > 0.0 {
+            noise = noise.broadcast_add(&(per_channel(generator, latents)? * options.shift)?)?;
+        }
+        if options.random_multiplier > 0.0 {
+            let factors = (per_channel(generator, latents)? * options.random_multiplier)?.exp()?;
+            noise = noise.broadcast_mul(&factors)?;
+        }
+        all.push(noise);
     }
     Ok(all)
+}
+
+/// The noise of a latent tensor before it is changed.
+fn first_noise(
+    options: &NoiseOptions,
+    generator: &mut TorchGenerator,
+    inputs: &DrawInputs<'_>,
+    index: usize,
+    latents: &Tensor,
+) -> Result<Tensor> {
+    if options.pairing_samples > 1 {
+        let item = |i| nearest_noise(options.pairing_samples, generator, &latents.narrow(0, i, 1)?);
+        let items = (0..inputs.items()).map(item).collect::<Result<Vec<_>>>()?;
+        return Ok(Tensor::cat(&items, 0)?);
+    }
+    if options.consistent {
+        let shape = latents.narrow(0, 0, 1)?.dims().to_vec();
+        let mut items = Vec::with_capacity(inputs.items());
+        for seed in inputs.noise_seeds {
+            let mut own = generator_from_text(&format!("noise/{index}/{seed}"));
+            let values = own.randn(shape.iter().product());
+            items.push(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
+        }
+        if items.len() != inputs.items() {
+            return Err(EngineError::Internal(
+                "noise that is the same each time needs a seed for each item".into(),
+            ));
+        }
+        return Ok(Tensor::cat(&items, 0)?);
+    }
+    let noise = Tensor::from_vec(generator.randn(latents.elem_count()), latents.dims(), &Device::Cpu)?;
+    match options.offset == 0.0 {
+        true => Ok(noise),
+        false => Ok(noise.broadcast_add(&(per_channel(generator, latents)? * options.offset)?)?),
+    }
+}
+
+/// Of `count` noise tensors, the one with the smallest mean squared difference from `latents`.
+fn nearest_noise(count: u32, generator: &mut TorchGenerator, latents: &Tensor) -> Result<Tensor> {
+    let (values, elements) = (latents.flatten_all()?.to_vec1::<f32>()?, latents.elem_count());
+    let mut best: Option<(f64, Vec<f32>)> = None;
+    for _ in 0..count {
+        let noise = generator.randn(elements);
+        let squares = noise.iter().zip(&values).map(|(a, b)| f64::from(a - b).powi(2));
+        let distance = squares.sum::<f64>();
+        if best.as_ref().is_none_or(|(least, _)| distance < *least) {
+            best = Some((distance, noise));
+        }
+    }
+    let (_, noise) = best.unwrap_or_default();
+    Ok(Tensor::from_vec(noise, latents.dims(), &Device::Cpu)?)
+}
+
+/// One `randn` per item and channel, [b, channels, 1, …].
+fn per_channel(generator: &mut TorchGenerator, latents: &Tensor) -> Result<Tensor> {
+    let mut shape = vec![1; latents.rank()];
+    let leading = latents.rank().min(2);
+    shape[..leading].copy_from_slice(&latents.dims()[..leading]);
+    let values = generator.randn(shape.iter().product());
+    Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
+}
+
+/// The mean of each channel, [b, channels, 1, …].
+fn channel_means(latents: &Tensor) -> Result<Tensor> {
+    let mut shape = vec![1; latents.rank()];
+    shape[..2].copy_from_slice(&latents.dims()[..2]);
+    Ok(latents.flatten_from(2)?.mean(D::Minus1)?.reshape(shape)?)
 }

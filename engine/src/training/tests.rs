@@ -5,6 +5,7 @@ mod flow;
 mod flux;
 mod full;
 mod lycoris;
+mod options;
 mod portable;
 mod sd35;
 mod zimage;
@@ -37,13 +38,13 @@ fn ddpm(schedule: NoiseSchedule, weighting: SnrWeighting) -> Ddpm {
 fn loss_of(
     model: &dyn Model,
     objective: &dyn Objective,
-    kind: LossKind,
+    options: &LossOptions,
     batch: &MicroBatch,
 ) -> crate::error::Result<Tensor> {
     let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
         model.predict(latents, timesteps, conditioning)
     };
-    loss(&predict, objective, kind, batch)
+    loss(&predict, objective, options, batch)
 }
 
 fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
@@ -133,9 +134,12 @@ fn compare(name: &str) -> (f64, f64) {
     if variant["prediction"] == "v_prediction" {
         schedule.prediction_type = PredictionType::VPrediction;
     }
-    let kind = match variant["loss"] == "mae" {
-        true => LossKind::Mae,
-        false => LossKind::Mse,
+    let options = LossOptions {
+        kind: match variant["loss"] == "mae" {
+            true => LossKind::Mae,
+            false => LossKind::Mse,
+        },
+        ..LossOptions::default()
     };
     let weighting = SnrWeighting {
         min_snr_gamma: number("min_snr_gamma"),
@@ -170,9 +174,11 @@ fn compare(name: &str) -> (f64, f64) {
                     },
                     conditioning: conditioning?,
                     weights: weights.clone(),
+                    weight: 1.0,
+                    references: References::default(),
                     mask: variant.get("mask").map(|_| inputs["mask"].clone()),
                 };
-                loss_of(&model, &objective, kind, &batch)
+                loss_of(&model, &objective, &options, &batch)
             };
             trainer.accumulate(forward).unwrap();
         }
@@ -293,12 +299,14 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
         },
         conditioning: Conditioning::default().with("context", random(&[2, 77, 32])),
         weights: vec![1.0, 0.5],
+        weight: 1.0,
+        references: References::default(),
         mask: None,
     };
     network.handle.set_training(Some("masks"));
     let schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
     let objective = ddpm(schedule, SnrWeighting::default());
-    let (loss, grads) = gradients(|| loss_of(&model, &objective, LossKind::Mse, &batch)).unwrap();
+    let (loss, grads) = gradients(|| loss_of(&model, &objective, &LossOptions::default(), &batch)).unwrap();
     let of = |p: &crate::optim::Param| grads.get(p.var.as_tensor()).unwrap().clone();
     (loss.to_scalar().unwrap(), params.iter().map(of).collect())
 }
@@ -379,8 +387,8 @@ fn timesteps_are_drawn_in_the_configured_range() {
             preference,
             ..options.clone()
         };
-        let shapes = [vec![64, 4, 2, 2]];
-        let drawn = draw(&options, &mut batch_generator(1, 2, 3), &shapes, &Device::Cpu).unwrap();
+        let latents = [Tensor::zeros((64, 4, 2, 2), DType::F32, &Device::Cpu).unwrap()];
+        let drawn = draw(&options, &mut batch_generator(1, 2, 3), &DrawInputs::new(&latents)).unwrap();
         assert!(
             drawn.timesteps.iter().all(|t| (699.0..=899.0).contains(t)),
             "{:?}",
@@ -429,7 +437,8 @@ fn the_documented_python_draws_the_same_numbers() {
                 want.as_str().unwrap()
             );
         }
-        let drawn = draw(&options, &mut generator, &[shape], &Device::Cpu).unwrap();
+        let latents = [Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()];
+        let drawn = draw(&options, &mut generator, &DrawInputs::new(&latents)).unwrap();
         let timesteps: Vec<i64> = drawn.timesteps.iter().map(|t| *t as i64).collect();
         assert_eq!(serde_json::json!(timesteps), case["timesteps"]);
         let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();

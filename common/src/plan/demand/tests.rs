@@ -407,6 +407,40 @@ fn a_preservation_loss_is_more_work_and_a_second_set_of_gradients() {
 }
 
 #[test]
+fn predictions_to_compare_with_are_a_third_of_a_step_each() {
+    type Change<'a> = &'a dyn Fn(&mut Value);
+    let units = |change: Change<'_>| {
+        let mut job = lora("sd1", 512, "bf16", 128);
+        change(&mut job["process"][0]["kind"]["train"]);
+        Demand::of_job(&job, None, &[]).unwrap().units()
+    };
+    let plain = units(&|_| ());
+    let cases: [(&str, f64, Change<'_>); 5] = [
+        ("masks alone", 1.0, &|body| {
+            body["datasets"][0]["mask_path"] = json!("masks")
+        }),
+        ("inverted_mask_prior without masks", 1.0, &|body| {
+            body["train"]["inverted_mask_prior"] = json!(true)
+        }),
+        ("inverted_mask_prior", 4.0 / 3.0, &|body| {
+            body["train"]["inverted_mask_prior"] = json!(true);
+            body["datasets"][0]["mask_path"] = json!("masks");
+        }),
+        ("prior_reg", 4.0 / 3.0, &|body| {
+            body["datasets"][0]["prior_reg"] = json!(true)
+        }),
+        ("two", 5.0 / 3.0, &|body| {
+            body["train"]["do_prior_divergence"] = json!(true);
+            body["train"]["do_guidance_loss"] = json!(true);
+        }),
+    ];
+    for (name, expected, change) in cases {
+        let ratio = units(change) / plain;
+        assert!((ratio - expected).abs() < 1e-3, "{name}: {ratio}");
+    }
+}
+
+#[test]
 fn work_counts_steps_images_and_pixels() {
     let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None, &[]).unwrap();
     let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None, &[]).unwrap();

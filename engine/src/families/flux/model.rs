@@ -93,7 +93,7 @@ impl Model for FluxModel {
     }
 
     fn encode_prompts(&self, prompts: &[Prompt]) -> Result<Conditioning> {
-        self.with_guidance(self.text.encode_prompts(prompts, &self.device)?, PLAIN_GUIDANCE)
+        self.with_guidance(self.text.encode_prompts(prompts, &self.device)?, &[PLAIN_GUIDANCE])
     }
 
     fn predict(&self, latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning) -> Result<Vec<Tensor>> {
@@ -134,9 +134,13 @@ impl Model for FluxModel {
         GuidanceKind::Distilled
     }
 
-    fn with_guidance(&self, conditioning: Conditioning, scale: f64) -> Result<Conditioning> {
+    fn with_guidance(&self, conditioning: Conditioning, scales: &[f64]) -> Result<Conditioning> {
         let count = conditioning.batch();
-        Ok(conditioning.with(GUIDANCE, Tensor::full(scale as f32, count, &self.device)?))
+        let scales: Vec<f32> = match scales {
+            [scale] => vec![*scale as f32; count],
+            scales => scales.iter().map(|scale| *scale as f32).collect(),
+        };
+        Ok(conditioning.with(GUIDANCE, Tensor::from_vec(scales, count, &self.device)?))
     }
 
     fn without_guidance(&self, conditioning: Conditioning) -> Conditioning {

@@ -28,8 +28,10 @@ pub(super) struct TrainingData {
 /// The batch of one micro-batch, with its weight.
 pub(super) struct StepBatch {
     pub(super) batch: Batch,
-    /// Loss weight of its items.
+    /// Loss weight of the whole batch: that of regularisation sets.
     pub(super) weight: f64,
+    /// Loss weight of its items: that of their data set.
+    pub(super) item_weight: f64,
 }
 
 /// Whether step `number` uses regularisation images if there are any.
@@ -144,7 +146,8 @@ impl TrainingData {
         let order = epoch_order(list.len(), self.seed, index / count, regularisation);
         let batch = list[order[(index % count) as usize]].clone();
         StepBatch {
-            weight: weight * self.datasets[batch.dataset].options.loss_multiplier,
+            weight,
+            item_weight: self.datasets[batch.dataset].options.loss_multiplier,
             batch,
         }
     }

@@ -7,13 +7,17 @@ use crate::data::{CaptionRules, ControlOptions, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::families;
 use crate::rng::TorchGenerator;
-use crate::training::{LossKind, NoiseLevelPreference, NoiseOptions, SnrWeighting, TrainingCfg};
+use crate::training::{
+    ChannelStatistics, EstimateLoss, GuidanceLoss, LatentOptions, LossKind, LossOptions, NoiseLevelPreference,
+    NoiseOptions, SnrWeighting, TrainingCfg,
+};
 use aitk_common::fsutil::regular;
+use aitk_common::job::arch::ArchName;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::save::SaveFormat;
-use aitk_common::job::train::{ContentOrStyle, LossType};
+use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossType};
 use aitk_common::job::values::TextSource;
 use aitk_common::model_files::PartPaths;
 use sha2::{Digest, Sha256};
@@ -58,6 +62,15 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         return Err(EngineError::bad_input(
             "`train.train_text_encoder` cannot be used together with `cache_text_embeddings` or `train.unload_text_encoder`: they \
              remove the text encoders from memory before the training; turn one of them off",
+        ));
+    }
+    let uses_base = process.train.inverted_mask_prior
+        || process.train.do_prior_divergence
+        || process.datasets.iter().any(|dataset| dataset.prior_reg);
+    if process.network.is_none() && uses_base {
+        return Err(EngineError::bad_input(
+            "`inverted_mask_prior`, `do_prior_divergence` and `prior_reg` need a `network`: they compare with what the model predicts \
+             without it",
         ));
     }
     if process.datasets.iter().any(|d| !d.buckets && d.random_crop) {
@@ -173,6 +186,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 shuffle: dataset.shuffle_tokens,
                 random_triggers,
                 random_triggers_max: dataset.random_triggers_max as usize,
+                saturation: process.train.prompt_saturation_chance,
             },
             regularisation: dataset.is_reg,
             buckets: dataset.buckets,
@@ -194,6 +208,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             }),
             network_weight: *dataset.network_weight,
             loss_multiplier: dataset.loss_multiplier,
+            prior_target: dataset.prior_reg,
             cache_latents: dataset.cache_latents,
             cache_latents_to_disk: dataset.cache_latents_to_disk,
             stay_in_folder: cx.has_staged_inputs(),
@@ -202,11 +217,70 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
     Ok(out)
 }
 
-/// The elementwise loss function.
-pub(super) fn loss_kind(process: &TrainerProcess) -> LossKind {
-    match process.train.loss_type {
-        LossType::Mae => LossKind::Mae,
-        _ => LossKind::Mse,
+/// Converts the options of the loss.
+pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
+    let train = &process.train;
+    LossOptions {
+        kind: match train.loss_type {
+            LossType::Mae => LossKind::Mae,
+            LossType::PseudoHuber => LossKind::PseudoHuber,
+            // Haar's transform is orthonormal, so the mean of squares of `wavelet` is that of `mse`.
+            _ => LossKind::Mse,
+        },
+        noisy_multiplier: train.noisy_latent_multiplier,
+        match_noise_norm: train.match_noise_norm,
+        prediction_scale: train.pred_scaler,
+        target_noise_multiplier: train.target_noise_multiplier,
+        signal_amplification: match train.do_signal_amplification {
+            true => train.signal_amplification_strength,
+            false => 0.0,
+        },
+        guidance: train.do_guidance_loss.then_some(GuidanceLoss {
+            cfg_zero: train.do_guidance_loss_cfg_zero,
+            by_sigma: train.guidance_loss_schedule == GuidanceLossSchedule::Sigma,
+        }),
+        differential_guidance: train
+            .do_differential_guidance
+            .then_some(train.differential_guidance_scale),
+        estimate: train.t0_loss_target.then_some(EstimateLoss {
+            weighted: train.t0_velocity_equiv_weight,
+        }),
+        spectrum: train.do_fft_loss.then_some(EstimateLoss {
+            weighted: train.do_fft_velocity_equiv_weight,
+        }),
+        diverges: train.do_prior_divergence,
+        outside_mask: train.inverted_mask_prior_multiplier,
+        deviation: train.target_norm_std.then_some(train.target_norm_std_value),
+        max: train.max_loss,
+    }
+}
+
+/// Converts the options of the latents.
+pub(super) fn latent_options(process: &TrainerProcess) -> LatentOptions {
+    let train = &process.train;
+    let statistics = match process.model.arch.name {
+        ArchName::Sdxl => ChannelStatistics::SDXL,
+        _ => ChannelStatistics::STABLE_DIFFUSION,
+    };
+    LatentOptions {
+        statistics: train.standardize_latents.then_some(statistics),
+        multiplier: train.latent_multiplier,
+        by_deviation: train.adaptive_scaling_factor,
+        zeros_for_blank: train.do_blank_stabilization,
+    }
+}
+
+/// The scale of the guidance loss for each of `items`; empty if there is none. Draws `rand(items)` if it is a range.
+pub(super) fn guidance_scales(process: &TrainerProcess, items: usize, generator: &mut TorchGenerator) -> Vec<f64> {
+    if !process.train.do_guidance_loss {
+        return Vec::new();
+    }
+    match process.train.guidance_loss_target.bounds() {
+        (low, high) if low == high => vec![low; items],
+        (low, high) => {
+            let drawn = generator.rand(items).into_iter();
+            drawn.map(|u| low + f64::from(u) * (high - low)).collect()
+        }
     }
 }
 
@@ -235,6 +309,17 @@ pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> 
         table_len: table,
         offset: train.noise_offset,
         multiplier: train.noise_multiplier,
+        dynamic_offset: train.dynamic_noise_offset,
+        pairing_samples: train.optimal_noise_pairing_samples,
+        consistent: train.force_consistent_noise,
+        signal_correction: train
+            .do_signal_correction_noise
+            .then_some(train.signal_correction_noise_scale),
+        batch_correction: train
+            .do_batch_noise_correction
+            .then_some(train.batch_noise_correction_scale),
+        shift: train.random_noise_shift,
+        random_multiplier: train.random_noise_multiplier,
     }
 }
 

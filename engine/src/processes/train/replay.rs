@@ -5,7 +5,8 @@ use super::tests::{logs, losses, run_spec, spec, trainer};
 use crate::testing::{fixtures, gap, largest};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::job::values::OneOrMany;
+use aitk_common::job::train::{GuidanceLossSchedule, LossType};
+use aitk_common::job::values::{FloatOrRange, OneOrMany};
 use candle_core::Device;
 use serde_json::Value;
 use std::path::Path;
@@ -106,6 +107,74 @@ fn a_preserved_class_changes_less() {
     };
     let (hardly, much) = (largest_loss(1e-6), largest_loss(30.0));
     assert!(much < 0.5 * hardly, "{much}, not less than half of {hardly}");
+}
+
+/// The trainings of `make_train_options.py`.
+fn with_options(name: &str, root: &Path) -> TrainerProcess {
+    let mut process = replayed(root);
+    let train = &mut process.train;
+    match name {
+        "masked" => {
+            train.inverted_mask_prior = true;
+            train.inverted_mask_prior_multiplier = 0.7;
+            process.datasets[0].mask_path = Some(replay("masks").display().to_string());
+        }
+        "guidance" => {
+            train.do_guidance_loss = true;
+            train.guidance_loss_target = FloatOrRange::Range([1.5, 4.0]);
+            train.guidance_loss_schedule = GuidanceLossSchedule::Sigma;
+            train.do_guidance_loss_cfg_zero = true;
+            train.unconditional_prompt = "blurry".into();
+            train.do_differential_guidance = true;
+            train.differential_guidance_scale = 2.0;
+            train.loss_type = LossType::PseudoHuber;
+        }
+        "divergence" => {
+            train.do_prior_divergence = true;
+            train.max_loss = Some(1.27);
+        }
+        "regularised" => {
+            train.target_norm_std = true;
+            train.target_norm_std_value = 0.8;
+            process.datasets[0].prior_reg = true;
+        }
+        _ => {
+            train.noise_multiplier = 1.1;
+            train.dynamic_noise_offset = true;
+            train.random_noise_shift = 0.1;
+            train.random_noise_multiplier = 0.2;
+            train.do_signal_correction_noise = true;
+            train.signal_correction_noise_scale = 0.3;
+            train.do_batch_noise_correction = true;
+            train.batch_noise_correction_scale = 0.2;
+            train.latent_multiplier = 0.9;
+            train.standardize_latents = true;
+        }
+    }
+    process
+}
+
+#[test]
+fn jobs_with_options_of_the_loss_match_the_reference() {
+    let report: Value = serde_json::from_slice(&std::fs::read(replay("options.json")).unwrap()).unwrap();
+    for (name, expected) in report.as_object().unwrap() {
+        let expected: Vec<f64> = serde_json::from_value(expected.clone()).unwrap();
+        // Captions that are encoded before the training, and text encoders that stay.
+        for cached in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let mut process = with_options(name, dir.path());
+            process.train.cache_text_embeddings = cached;
+            let (outcome, events) = run_spec(&spec(process));
+            assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+            for (step, (found, expected)) in losses(&events).iter().zip(&expected).enumerate() {
+                let difference = (found / expected - 1.0).abs();
+                assert!(
+                    difference < 1e-4,
+                    "{name}, step {step}: a loss of {found}, not {expected}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

@@ -9,7 +9,9 @@ use crate::device::Compute;
 use crate::error::Result;
 use crate::families::Model;
 use crate::optim::{Ema, Schedule, ScheduleParams};
-use crate::training::{ConditioningCache, LatentStore, LossKind, LossMasks, Objective, Trainer, TrainerOptions};
+use crate::training::{
+    ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, Trainer, TrainerOptions,
+};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use candle_core::DType;
@@ -25,7 +27,8 @@ pub(super) struct Run<'a> {
     pub(super) trainer: Trainer,
     pub(super) memory_options: MemoryOptions,
     pub(super) objective: Box<dyn Objective>,
-    pub(super) loss_kind: LossKind,
+    pub(super) loss: LossOptions,
+    pub(super) latent_options: LatentOptions,
     pub(super) data: TrainingData,
     pub(super) latents: LatentStore,
     pub(super) masks: LossMasks,

@@ -19,8 +19,8 @@ pub(super) fn frees_text_encoders(process: &TrainerProcess) -> bool {
     !process.train.train_text_encoder && (process.train.unload_text_encoder || caches_captions(process))
 }
 
-/// Encodes every prompt that the run uses: captions, the empty prompt and the trigger word, which replace dropped captions, and
-/// prompts of samples. Those that an earlier run encoded are read; the text encoders are loaded only if one is missing. `None`:
+/// Encodes every prompt that the run uses: captions, the empty prompt and the trigger word, which replace dropped captions, that of the
+/// guidance loss, and prompts of samples. Those that an earlier run encoded are read; the text encoders are loaded only if one is missing. `None`:
 /// the run should stop.
 ///
 /// # Errors
@@ -102,6 +102,9 @@ fn add_prompts(process: &TrainerProcess, data: &TrainingData, embeddings: &mut T
                 add(&request.negative_prompt, request.negative_prompt_2.as_ref());
             }
         }
+    }
+    if process.train.do_guidance_loss {
+        add(&process.train.unconditional_prompt, None);
     }
     let preservation = Preservation::of(process);
     // Beside captions that are dropped.

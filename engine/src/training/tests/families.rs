@@ -10,7 +10,9 @@ use crate::optim::{Adam, AdamParams, Param};
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::testing::{chosen, fixtures, in_portable_mode};
-use crate::training::{ConditioningCache, LossKind, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions};
+use crate::training::{
+    ConditioningCache, LossOptions, MicroBatch, NoiseDraw, References, SnrWeighting, Trainer, TrainerOptions,
+};
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -88,9 +90,11 @@ impl Family {
                     },
                     conditioning: model.with_sizes(conditioning, &sizes(inputs.get("time_ids"), step))?,
                     weights: vec![1.0; texts.len()],
+                    weight: 1.0,
+                    references: References::default(),
                     mask: None,
                 };
-                loss_of(model, &objective, LossKind::Mse, &batch)
+                loss_of(model, &objective, &LossOptions::default(), &batch)
             };
             trainer.accumulate(forward).unwrap();
             let done = trainer.finish_step(step as u64, true).unwrap();

@@ -5,9 +5,10 @@ use crate::data::{CaptionRules, build_caption};
 use crate::samplers::SamplerParams;
 use crate::testing::fixtures;
 use crate::training::{
-    FlowMatch, FlowTimesteps, FlowWeighting, NoiseDraw, NoiseLevelPreference, NoiseOptions, Objective, batch_generator,
+    DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, NoiseDraw, NoiseLevelPreference, NoiseOptions, Objective,
+    batch_generator,
 };
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 
 /// Image tokens at which the shift of FLUX.1-dev is that of the fixture: `mu` 0.63.
@@ -67,7 +68,12 @@ fn draws_match_the_documented_python() {
             let _ = build_caption(caption.as_str().unwrap(), &rules, &mut generator);
         }
         let shape: Vec<usize> = serde_json::from_value(case["shape"].clone()).unwrap();
-        let drawn = objective.draw(&mut generator, &[shape], TOKENS, &Device::Cpu).unwrap();
+        let latents = [Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap()];
+        let inputs = DrawInputs {
+            image_tokens: TOKENS,
+            ..DrawInputs::new(&latents)
+        };
+        let drawn = objective.draw(&mut generator, &inputs).unwrap();
         let expected: Vec<f32> = serde_json::from_value(case["timesteps"].clone()).unwrap();
         for (ours, theirs) in drawn.timesteps.iter().zip(&expected) {
             assert!((ours - theirs).abs() < 1e-3, "case {number}: {ours} {theirs}");

@@ -11,8 +11,8 @@ use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, in_portable_mode, schnell_folder};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions,
-    Objective, Trainer, TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, MicroBatch, NoiseDraw, NoiseOptions,
+    Objective, References, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -109,11 +109,13 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
                     timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                     noise: vec![row("noise")],
                 },
-                conditioning: model.with_guidance(conditioning.clone(), guidance)?,
+                conditioning: model.with_guidance(conditioning.clone(), &[guidance])?,
                 weights: vec![1.0; texts.len()],
+                weight: 1.0,
+                references: References::default(),
                 mask: None,
             };
-            loss_of(model, &objective, LossKind::Mse, &batch)
+            loss_of(model, &objective, &LossOptions::default(), &batch)
         };
         trainer.accumulate(forward).unwrap();
         let done = trainer.finish_step(step as u64, true).unwrap();
@@ -275,7 +277,7 @@ fn without_guidance_the_scale_has_no_effect() {
             .unwrap()
             .remove(0)
     };
-    let at = |scale| model.with_guidance(text.clone(), scale).unwrap();
+    let at = |scale| model.with_guidance(text.clone(), &[scale]).unwrap();
     let gap = |a: &Tensor, b: &Tensor| crate::testing::gap(a, b);
     assert!(gap(&predict(at(1.0)), &predict(at(3.5))) > 1e-4);
     let without = [1.0, 3.5].map(|scale| predict(model.without_guidance(at(scale))));

@@ -9,7 +9,9 @@ use crate::optim::{Adam, AdamParams, Ema, Param};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::testing::{fixtures, gap, in_portable_mode, load_sd};
-use crate::training::{ConditioningCache, LossKind, MicroBatch, NoiseDraw, SnrWeighting, Trainer, TrainerOptions};
+use crate::training::{
+    ConditioningCache, LossOptions, MicroBatch, NoiseDraw, References, SnrWeighting, Trainer, TrainerOptions,
+};
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Tensor};
 use serde_json::Value;
@@ -94,12 +96,14 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
                 },
                 conditioning: ConditioningCache::encode(&texts, &model)?,
                 weights: vec![1.0, 1.0],
+                weight: 1.0,
+                references: References::default(),
                 mask: None,
             };
             loss_of(
                 &model,
                 &ddpm(schedule.clone(), SnrWeighting::default()),
-                LossKind::Mse,
+                &LossOptions::default(),
                 &batch,
             )
         };

@@ -11,8 +11,8 @@ use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{chosen, fixtures, in_portable_mode, sd35_large_folder, sd35_without_t5};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions, Trainer,
-    TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, MicroBatch, NoiseDraw, NoiseOptions,
+    References, Trainer, TrainerOptions,
 };
 use crate::weights::TrainableFilter;
 use candle_core::{DType, Device, Tensor};
@@ -75,9 +75,11 @@ fn train(model: &Sd3Model, params: Vec<Param>, report: &Value, name: &str) {
                 },
                 conditioning: conditioning.clone(),
                 weights: vec![1.0; texts.len()],
+                weight: 1.0,
+                references: References::default(),
                 mask: None,
             };
-            loss_of(model, &objective, LossKind::Mse, &batch)
+            loss_of(model, &objective, &LossOptions::default(), &batch)
         };
         trainer.accumulate(forward).unwrap();
         let done = trainer.finish_step(step as u64, true).unwrap();

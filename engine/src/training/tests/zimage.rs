@@ -10,8 +10,8 @@ use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, in_portable_mode, zimage_folder};
 use crate::training::{
-    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossKind, MicroBatch, NoiseDraw, NoiseOptions, Trainer,
-    TrainerOptions,
+    ConditioningCache, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, MicroBatch, NoiseDraw, NoiseOptions,
+    References, Trainer, TrainerOptions,
 };
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
@@ -56,9 +56,11 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
                 },
                 conditioning: conditioning.clone(),
                 weights: vec![1.0; texts.len()],
+                weight: 1.0,
+                references: References::default(),
                 mask: None,
             };
-            loss_of(model, &objective, LossKind::Mse, &batch)
+            loss_of(model, &objective, &LossOptions::default(), &batch)
         };
         trainer.accumulate(forward).unwrap();
         let done = trainer.finish_step(step as u64, true).unwrap();

@@ -1,0 +1,368 @@
+//! The loss and the gradients of one micro-batch.
+
+use super::data::StepBatch;
+use super::options;
+use super::preservation::{self, Preservation};
+use super::run::Run;
+use crate::adapters::{LoraHandle, LoraPass};
+use crate::data::TrainingImage;
+use crate::error::Result;
+use crate::families::{Conditioning, ItemSize, Model};
+use crate::training::{
+    ConditioningCache, DrawInputs, MicroBatch, NoiseDraw, References, TrainingCfg, batch_generator, loss,
+    noisy_latents, step_to,
+};
+use aitk_common::job::process::TrainerProcess;
+use candle_core::Tensor;
+use std::sync::Arc;
+
+/// What a micro-batch is made of.
+#[derive(Clone)]
+struct BatchInputs {
+    /// The latents of its images, on the device.
+    latents: Vec<Tensor>,
+    /// The latents of its control images, on the device. `None`: it has none.
+    control: Option<Tensor>,
+}
+
+/// The prompts of a micro-batch, and how they guide.
+struct BatchPrompts {
+    captions: Vec<String>,
+    cfg: Option<TrainingCfg>,
+    /// The scale of the guidance loss for each item; empty if there is none.
+    guidance_scales: Vec<f64>,
+}
+
+/// How the preservation loss of a micro-batch is computed.
+struct PreservationPass {
+    preservation: Preservation,
+    /// Without the adapter, and with it.
+    passes: [LoraPass; 2],
+    handle: Arc<LoraHandle>,
+}
+
+/// What the items of a batch are conditioned on besides their prompts.
+struct ItemInputs {
+    sizes: Vec<ItemSize>,
+    /// The latents of their control images.
+    control: Option<Tensor>,
+    /// The scale of the guidance, of each item or of all.
+    scales: Vec<f64>,
+}
+
+impl ItemInputs {
+    fn add_to(&self, process: &TrainerProcess, model: &dyn Model, conditioning: Conditioning) -> Result<Conditioning> {
+        let conditioning = model.with_sizes(conditioning, &self.sizes)?;
+        let conditioning = with_guidance(process, model, conditioning, &self.scales)?;
+        match &self.control {
+            Some(control) => model.with_control(conditioning, std::slice::from_ref(control)),
+            None => Ok(conditioning),
+        }
+    }
+}
+
+/// Predicts from noisy latents and time steps, with guidance if there is an unconditional conditioning.
+fn predict(
+    model: &dyn Model,
+    cfg: Option<TrainingCfg>,
+    (latents, timesteps): (&[Tensor], &Tensor),
+    (unconditional, conditional): (Option<&Conditioning>, &Conditioning),
+) -> Result<Vec<Tensor>> {
+    match (cfg, unconditional) {
+        (Some(cfg), Some(unconditional)) => cfg.predict(model, latents, timesteps, [unconditional, conditional]),
+        _ => model.predict(latents, timesteps, conditional),
+    }
+}
+
+/// The sizes of an item that SDXL is conditioned on.
+fn image_size(item: &TrainingImage) -> ItemSize {
+    let flipped = |(width, height): (u32, u32)| (height, width);
+    ItemSize {
+        original: flipped(item.size),
+        crop: flipped(item.plan.crop),
+        target: flipped(item.plan.bucket),
+    }
+}
+
+/// Adds the guidance scale that a distilled model is trained at, or removes it.
+fn with_guidance(
+    process: &TrainerProcess,
+    model: &dyn Model,
+    conditioning: Conditioning,
+    scales: &[f64],
+) -> Result<Conditioning> {
+    let train = &process.train;
+    match train.bypass_guidance_embedding {
+        true => Ok(model.without_guidance(conditioning)),
+        false => model.with_guidance(conditioning, scales),
+    }
+}
+
+impl Run<'_> {
+    /// Computes the loss and the gradients of one micro-batch. All random numbers come from the generator of (seed,
+    /// step, micro-batch).
+    pub(super) fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
+        let process = self.process;
+        let step_batch = self.data.batch_of_step(step, micro, process);
+        let mut generator = batch_generator(self.seed, step, micro);
+        let captions = self.data.captions(&step_batch.batch, process, &mut generator);
+        let prompts = BatchPrompts {
+            cfg: options::training_cfg(process, &mut generator),
+            guidance_scales: options::guidance_scales(process, captions.len(), &mut generator),
+            captions,
+        };
+        let device = self.compute.device.clone();
+        let latents = self
+            .data
+            .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let latents = [self.latent_options.standardized(latents)?];
+        let control = self
+            .data
+            .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let control = control.map(|control| control.to_device(&device)).transpose()?;
+        let items: Vec<&TrainingImage> = self.data.items_of(&step_batch.batch).collect();
+        let noise_seeds = items.iter().map(|item| item.noise_seed());
+        let image_tokens = latents
+            .first()
+            .map_or(0, |latents| self.model.image_tokens(latents.dims()));
+        let mut drawn = self.objective.draw(
+            &mut generator,
+            &DrawInputs {
+                latents: &latents,
+                image_tokens,
+                noise_seeds: &noise_seeds.collect::<Vec<_>>(),
+                regularisation: self.data.datasets[step_batch.batch.dataset].options.regularisation,
+            },
+        )?;
+        for noise in &mut drawn.noise {
+            *noise = noise.to_device(&device)?;
+        }
+        let latents = latents.into_iter().map(|latents| {
+            let scaled = self.latent_options.scaled(latents, &prompts.captions)?;
+            Ok(scaled.to_device(&device)?)
+        });
+        let inputs = BatchInputs {
+            latents: latents.collect::<Result<_>>()?,
+            control,
+        };
+
+        let Some(handle) = self.target.handle().cloned() else {
+            return self
+                .forward_backward(step, &step_batch, (&prompts, image_tokens), inputs, drawn, None)
+                .map(drop);
+        };
+        let (strength, seed) = (
+            self.data.datasets[step_batch.batch.dataset].options.network_weight,
+            self.seed,
+        );
+        let pass = |name: &str| LoraPass {
+            strength,
+            dropout_seed: Some(format!("{seed}/{name}/{step}/{micro}").into()),
+        };
+        let training = pass("dropout");
+        let Some(preservation) = Preservation::of(process) else {
+            let run = || {
+                self.forward_backward(
+                    step,
+                    &step_batch,
+                    (&prompts, image_tokens),
+                    inputs,
+                    drawn,
+                    Some(&handle),
+                )
+            };
+            return handle.in_pass(training, run).map(drop);
+        };
+        let of_captions = inputs.clone();
+        let drawn = handle.in_pass(training, || {
+            self.forward_backward(
+                step,
+                &step_batch,
+                (&prompts, image_tokens),
+                of_captions,
+                drawn,
+                Some(&handle),
+            )
+        })?;
+        let kept = PreservationPass {
+            preservation,
+            passes: [LoraPass::inference(0.0), pass("preservation-dropout")],
+            handle,
+        };
+        self.preserve(&kept, &step_batch, &prompts, inputs, &drawn)
+    }
+
+    /// Adds the gradients of the preservation loss of these captions and latents.
+    fn preserve(
+        &mut self,
+        kept: &PreservationPass,
+        step_batch: &StepBatch,
+        prompts: &BatchPrompts,
+        BatchInputs { latents, control }: BatchInputs,
+        drawn: &NoiseDraw,
+    ) -> Result<()> {
+        let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
+        let (cfg, count) = (prompts.cfg, prompts.captions.len());
+        let inputs = self.item_inputs(step_batch, control, prompts);
+        let prompts = prompts
+            .captions
+            .iter()
+            .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
+        let prompts: Vec<String> = prompts.collect();
+        let (conditional, unconditional) = (self.encode_frozen(&prompts)?, self.unconditional(cfg, count)?);
+        let (process, model) = (self.process, &*self.model);
+        let conditional = inputs.add_to(process, model, conditional)?;
+        let unconditional = unconditional
+            .map(|empty| inputs.add_to(process, model, empty))
+            .transpose()?;
+        let noisy = noisy_latents(&*self.objective, &self.loss, &latents, drawn)?;
+        let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
+        let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
+        let [without, with] = kept.passes.clone();
+        let base = kept.handle.in_pass(without, predict)?;
+        let factor = kept.preservation.multiplier * step_batch.weight;
+        let forward = || preservation::loss(&predict()?, &base, factor);
+        kept.handle
+            .in_pass(with, || self.trainer.accumulate_preservation(forward))
+    }
+
+    /// Encodes prompts without the graph of a text encoder that is trained.
+    fn encode_frozen(&mut self, prompts: &[String]) -> Result<Conditioning> {
+        let model = &*self.model;
+        match self.target.covers_text_encoder() {
+            true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype()),
+            false => self.captions.get(prompts, model),
+        }
+    }
+
+    /// The empty prompt for so many items, if the training uses guidance. It is no caption: no text encoder is trained on it.
+    fn unconditional(&mut self, cfg: Option<TrainingCfg>, items: usize) -> Result<Option<Conditioning>> {
+        let empty = || vec![String::new(); items];
+        cfg.map(|_| self.encode_frozen(&empty())).transpose()
+    }
+
+    /// The prompt of the unconditional prediction of the guidance loss for so many items, if there is one.
+    fn contrast_prompt(&mut self, items: usize) -> Result<Option<Conditioning>> {
+        let train = &self.process.train;
+        let prompts = || vec![train.unconditional_prompt.clone(); items];
+        train
+            .do_guidance_loss
+            .then(|| self.encode_frozen(&prompts()))
+            .transpose()
+    }
+
+    /// What the items of a batch are conditioned on besides their prompts.
+    fn item_inputs(&self, step_batch: &StepBatch, control: Option<Tensor>, prompts: &BatchPrompts) -> ItemInputs {
+        ItemInputs {
+            sizes: self.data.items_of(&step_batch.batch).map(image_size).collect(),
+            control,
+            scales: match (prompts.guidance_scales.as_slice(), prompts.cfg) {
+                ([], Some(cfg)) => vec![cfg.scale],
+                ([], None) => vec![self.process.train.cfg_scale],
+                (scales, _) => scales.to_vec(),
+            },
+        }
+    }
+
+    /// Computes the loss of these captions and latents, and adds or applies the gradients. Returns the noise that was used.
+    /// `handle`: that of the adapter that is trained.
+    fn forward_backward(
+        &mut self,
+        step: u64,
+        step_batch: &StepBatch,
+        (prompts, image_tokens): (&BatchPrompts, usize),
+        BatchInputs { latents, control }: BatchInputs,
+        mut drawn: NoiseDraw,
+        handle: Option<&LoraHandle>,
+    ) -> Result<NoiseDraw> {
+        let (captions, cfg) = (&prompts.captions, prompts.cfg);
+        let cached = match self.target.covers_text_encoder() {
+            true => None,
+            false => Some(self.encode_frozen(captions)?),
+        };
+        let unconditional = self.unconditional(cfg, captions.len())?;
+        let contrast = self.contrast_prompt(captions.len())?;
+        let (process, model) = (self.process, &*self.model);
+        let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
+        let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
+        let outside = match process.train.inverted_mask_prior {
+            true => self
+                .masks
+                .outside(self.data.items_of(&step_batch.batch), model.codec())?,
+            false => None,
+        };
+        let outside_mask = outside.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
+        let inputs = self.item_inputs(step_batch, control, prompts);
+        let with_inputs = |conditioning: Conditioning| inputs.add_to(process, model, conditioning);
+        let frozen_conditioning = || {
+            let conditioning = match &cached {
+                Some(conditioning) => conditioning.clone(),
+                None => ConditioningCache::encode(captions, model)?.detached_as(model.dtype())?,
+            };
+            with_inputs(conditioning)
+        };
+        let unconditional = unconditional.map(with_inputs).transpose()?;
+        let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
+            predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
+        };
+        let times =
+            |drawn: &NoiseDraw| Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device);
+        if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
+            let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
+            let predicted = predict(&noisy, &times(&drawn)?, &frozen_conditioning()?)?;
+            drawn = step_to(&latents, &noisy, &predicted, &drawn, next)?;
+        }
+        let uses_base = process.train.do_prior_divergence
+            || outside_mask.is_some()
+            || self.data.datasets[step_batch.batch.dataset].options.prior_target;
+        let mut references = References {
+            guidance_scales: prompts.guidance_scales.clone(),
+            outside_mask,
+            ..References::default()
+        };
+        if let Some(handle) = handle.filter(|_| uses_base) {
+            let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
+            let (times, conditioning) = (times(&drawn)?, frozen_conditioning()?);
+            let base = handle.in_pass(LoraPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
+            references.base = Some(base.iter().map(Tensor::detach).collect());
+        }
+        if let Some(contrast) = contrast {
+            let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
+            let (times, conditioning) = (times(&drawn)?, with_inputs(contrast)?);
+            let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
+            // Nothing is kept for a backward pass.
+            let unconditional = match (handle, model.detach()) {
+                (Some(handle), _) => handle.in_pass(LoraPass::inference(strength), || {
+                    model.predict(&noisy, &times, &conditioning)
+                })?,
+                (None, Some(frozen)) => frozen.predict(&noisy, &times, &conditioning)?,
+                (None, None) => model.predict(&noisy, &times, &conditioning)?,
+            };
+            references.unconditional = Some(unconditional.iter().map(Tensor::detach).collect());
+        }
+        let forward = || {
+            let conditioning = match &cached {
+                Some(conditioning) => conditioning.clone(),
+                None => ConditioningCache::encode(captions, model)?,
+            };
+            let micro_batch = MicroBatch {
+                latents: latents.clone(),
+                drawn: drawn.clone(),
+                conditioning: with_inputs(conditioning)?,
+                weights: vec![step_batch.item_weight; captions.len()],
+                weight: step_batch.weight,
+                mask: mask.clone(),
+                references: references.clone(),
+            };
+            loss(&predict, &*self.objective, &self.loss, &micro_batch)
+        };
+        let train = &self.process.train;
+        let one_micro_batch = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
+        if one_micro_batch && self.trainer.uses_fused_backward() {
+            self.trainer.fused_step(step, forward)?;
+        } else {
+            self.trainer.accumulate(forward)?;
+        }
+        Ok(drawn)
+    }
+}
