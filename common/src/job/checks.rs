@@ -60,6 +60,7 @@ impl TrainerProcess {
             );
         }
         check_model_kind(self, cx);
+        check_targets(self, cx);
         if model.lora_path.is_some() && self.network.is_none() {
             cx.error_at(
                 "model.lora_path",
@@ -114,6 +115,43 @@ impl TrainerProcess {
         }
         if needs_data {
             check_datasets(&self.datasets, cx);
+        }
+    }
+}
+
+/// Warns of options that another one makes ineffective, and refuses those that compare unlike things.
+fn check_targets(process: &TrainerProcess, cx: &mut ReadContext) {
+    let train = &process.train;
+    let sets = || process.datasets.iter().enumerate().filter(|(_, set)| set.prior_reg);
+    let of_sets = || sets().map(|(index, _)| format!("datasets[{index}].prior_reg"));
+    if train.t0_loss_target {
+        for (on, key) in [
+            (train.inverted_mask_prior, "inverted_mask_prior"),
+            (train.do_prior_divergence, "do_prior_divergence"),
+        ] {
+            if on {
+                cx.error_at(
+                    &format!("train.{key}"),
+                    "cannot be used together with `t0_loss_target`: one compares velocities, the other images",
+                );
+            }
+        }
+        let ineffective = [
+            (train.do_guidance_loss, "do_guidance_loss"),
+            (train.do_differential_guidance, "do_differential_guidance"),
+            (train.do_signal_amplification, "do_signal_amplification"),
+            (train.target_noise_multiplier != 1.0, "target_noise_multiplier"),
+        ];
+        let of_train = ineffective.into_iter().filter(|(on, _)| *on);
+        for key in of_train.map(|(_, key)| format!("train.{key}")).chain(of_sets()) {
+            cx.warn_at(
+                &key,
+                "has no effect together with `t0_loss_target`, whose target is the image",
+            );
+        }
+    } else if train.do_prior_divergence {
+        for key in of_sets() {
+            cx.warn_at(&key, "has no effect together with `train.do_prior_divergence`");
         }
     }
 }

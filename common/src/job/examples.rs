@@ -354,6 +354,11 @@ fn options_of_the_loss_are_checked_against_the_model_and_the_network() {
             "{key}: {found:?}"
         );
     }
+    let both = |key: &str| errors(flux, &format!("t0_loss_target: true\n        {key}"), "true");
+    for key in ["inverted_mask_prior", "do_prior_divergence"] {
+        assert!(both(key)[0].contains("t0_loss_target"), "{key}");
+    }
+    assert_eq!(both("do_guidance_loss"), [""; 0], "a warning");
     let full = include_str!("../../../config/examples/train_full_sd15.yaml");
     for key in ["inverted_mask_prior", "do_prior_divergence"] {
         assert!(errors(full, key, "true")[0].contains("needs a `network`"), "{key}");

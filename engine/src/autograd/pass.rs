@@ -1,6 +1,6 @@
 //! Values that belong to one forward pass: the strength of an adapter, the seed of its dropout masks.
 //!
-//! A loss may run a model several times with other values (sliders run it with an adapter at strength 1, 0 and -1). With
+//! A loss may run a model several times with other values (a preservation loss runs it with and without the adapter). With
 //! gradient checkpointing the backward pass runs blocks again, when the values of another pass may be set.
 //! [`checkpoint`](super::checkpoint) therefore keeps the values of its forward pass and sets them again.
 

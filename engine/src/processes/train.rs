@@ -1,7 +1,8 @@
 //! The training process: `sd_trainer`, `diffusion_trainer`.
 //!
-//! Run folder, names and resuming are ai-toolkit's (docs/run-folder.md), with these differences: saves are atomic, the resume point is chosen by step, and an optimizer's state is used only with its weights. Exact states are
-//! in `<run folder>/.aitk/checkpoints`.
+//! Run folder, names and resuming are ai-toolkit's (docs/run-folder.md), with these differences: saves are atomic, the resume
+//! point is chosen by step, and an optimizer's state is used only with its weights. Exact states are in `<run
+//! folder>/.aitk/checkpoints`.
 
 mod data;
 mod folder;

@@ -1,4 +1,4 @@
-//! Compares every sampler with the trajectory of diffusers (`tests/reference/make_samplers.py`).
+//! Compares every sampler but `lcm` with the trajectory of diffusers (`tests/reference/make_samplers.py`). `lcm` is compared in whole pipelines.
 
 use super::*;
 use crate::rng::TorchGenerator;

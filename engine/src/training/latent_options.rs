@@ -103,12 +103,14 @@ fn channel_statistics(latents: &Tensor) -> Result<(Tensor, Tensor)> {
     let mean = flat.mean_keepdim(2)?;
     let squares = flat.broadcast_sub(&mean)?.sqr()?.sum_keepdim(D::Minus1)?;
     let deviation = (squares / (count - 1) as f64)?.sqrt()?;
-    let shape = |x: Tensor| -> Result<Tensor> {
-        let mut shape = vec![1; latents.rank()];
-        shape[..2].copy_from_slice(&latents.dims()[..2]);
-        Ok(x.reshape(shape)?)
-    };
-    Ok((shape(mean)?, shape(deviation)?))
+    let shape = item_channel_shape(latents);
+    Ok((mean.reshape(shape.as_slice())?, deviation.reshape(shape)?))
+}
+
+/// The shape of one number per item and channel of `x` [b, channels, …]: [b, channels, 1, …].
+pub(super) fn item_channel_shape(x: &Tensor) -> Vec<usize> {
+    let number_of = |(axis, length): (usize, &usize)| if axis < 2 { *length } else { 1 };
+    x.dims().iter().enumerate().map(number_of).collect()
 }
 
 /// One number per channel, [channels], as [1, channels, 1, …].

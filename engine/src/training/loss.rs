@@ -155,6 +155,13 @@ pub fn loss(
     let targets = targets(objective, options, batch)?;
     let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), device)?;
     let predictions = predict(&noisy, &times, &batch.conditioning)?;
+    if predictions.len() != latents.len() {
+        return Err(EngineError::Internal(format!(
+            "the model predicted {} tensors for {} of latents",
+            predictions.len(),
+            latents.len()
+        )));
+    }
     let mut total: Option<Tensor> = None;
     for (index, (prediction, target)) in predictions.iter().zip(&targets).enumerate() {
         let one = LatentLoss {
@@ -225,7 +232,7 @@ struct LatentLoss<'a> {
 impl LatentLoss<'_> {
     fn compute(&self, prediction: &Tensor, target: &Tensor, noisy: Option<&Tensor>) -> Result<Tensor> {
         let (options, batch, index) = (self.options, self.batch, self.index);
-        let missing = || EngineError::Internal("the model predicted more tensors than there are latents".into());
+        let missing = || EngineError::Internal("a micro-batch lacks a tensor".into());
         let (latents, noise) = (
             batch.latents.get(index).ok_or_else(missing)?,
             batch.drawn.noise.get(index).ok_or_else(missing)?,

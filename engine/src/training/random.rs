@@ -1,5 +1,6 @@
 //! Draws the time steps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
 
+use super::latent_options::item_channel_shape;
 use super::objective::{DrawInputs, NoiseDraw};
 use crate::error::{EngineError, Result};
 use crate::rng::{TorchGenerator, generator_for, generator_from_text};
@@ -217,16 +218,13 @@ fn nearest_noise(count: u32, generator: &mut TorchGenerator, latents: &Tensor) -
 
 /// One `randn` per item and channel, [b, channels, 1, …].
 fn per_channel(generator: &mut TorchGenerator, latents: &Tensor) -> Result<Tensor> {
-    let mut shape = vec![1; latents.rank()];
-    let leading = latents.rank().min(2);
-    shape[..leading].copy_from_slice(&latents.dims()[..leading]);
+    let shape = item_channel_shape(latents);
     let values = generator.randn(shape.iter().product());
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
 /// The mean of each channel, [b, channels, 1, …].
 fn channel_means(latents: &Tensor) -> Result<Tensor> {
-    let mut shape = vec![1; latents.rank()];
-    shape[..2].copy_from_slice(&latents.dims()[..2]);
-    Ok(latents.flatten_from(2)?.mean(D::Minus1)?.reshape(shape)?)
+    let means = latents.flatten_from(2)?.mean(D::Minus1)?;
+    Ok(means.reshape(item_channel_shape(latents))?)
 }

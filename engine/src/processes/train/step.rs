@@ -6,7 +6,7 @@ use super::preservation::{self, Preservation};
 use super::run::Run;
 use crate::adapters::{LoraHandle, LoraPass};
 use crate::data::TrainingImage;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model};
 use crate::training::{
     ConditioningCache, DrawInputs, MicroBatch, NoiseDraw, References, TrainingCfg, batch_generator, loss,
@@ -99,8 +99,8 @@ fn with_guidance(
 }
 
 impl Run<'_> {
-    /// Computes the loss and the gradients of one micro-batch. All random numbers come from the generator of (seed,
-    /// step, micro-batch).
+    /// Computes the loss and the gradients of one micro-batch. Captions, time steps and noise are drawn from the generator of (seed,
+    /// step, micro-batch); dropout and noise that is the same each time have generators of their own.
     pub(super) fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
         let process = self.process;
         let step_batch = self.data.batch_of_step(step, micro, process);
@@ -209,7 +209,11 @@ impl Run<'_> {
             .iter()
             .map(|caption| kept.preservation.prompt(caption, rules.trigger_word()));
         let prompts: Vec<String> = prompts.collect();
-        let (conditional, unconditional) = (self.encode_frozen(&prompts)?, self.unconditional(cfg, count)?);
+        // Without the adapter: in ai-toolkit these prompts are encoded before the training.
+        let [without, _] = kept.passes.clone();
+        let (conditional, unconditional) = kept.handle.in_pass(without, || {
+            Ok::<_, EngineError>((self.encode_frozen(&prompts)?, self.unconditional(cfg, count)?))
+        })?;
         let (process, model) = (self.process, &*self.model);
         let conditional = inputs.add_to(process, model, conditional)?;
         let unconditional = unconditional
@@ -242,13 +246,18 @@ impl Run<'_> {
     }
 
     /// The prompt of the unconditional prediction of the guidance loss for so many items, if there is one.
-    fn contrast_prompt(&mut self, items: usize) -> Result<Option<Conditioning>> {
+    /// It is encoded without the adapter, as in ai-toolkit, which encodes it before the training.
+    fn contrast_prompt(&mut self, items: usize, handle: Option<&LoraHandle>) -> Result<Option<Conditioning>> {
         let train = &self.process.train;
-        let prompts = || vec![train.unconditional_prompt.clone(); items];
-        train
-            .do_guidance_loss
-            .then(|| self.encode_frozen(&prompts()))
-            .transpose()
+        if !train.do_guidance_loss {
+            return Ok(None);
+        }
+        let prompts = vec![train.unconditional_prompt.clone(); items];
+        match handle {
+            Some(handle) => handle.in_pass(LoraPass::inference(0.0), || self.encode_frozen(&prompts)),
+            None => self.encode_frozen(&prompts),
+        }
+        .map(Some)
     }
 
     /// What the items of a batch are conditioned on besides their prompts.
@@ -281,7 +290,7 @@ impl Run<'_> {
             false => Some(self.encode_frozen(captions)?),
         };
         let unconditional = self.unconditional(cfg, captions.len())?;
-        let contrast = self.contrast_prompt(captions.len())?;
+        let contrast = self.contrast_prompt(captions.len(), handle)?;
         let (process, model) = (self.process, &*self.model);
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
@@ -312,6 +321,7 @@ impl Run<'_> {
             let predicted = predict(&noisy, &times(&drawn)?, &frozen_conditioning()?)?;
             drawn = step_to(&latents, &noisy, &predicted, &drawn, next)?;
         }
+        let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
         let uses_base = process.train.do_prior_divergence
             || outside_mask.is_some()
             || self.data.datasets[step_batch.batch.dataset].options.prior_target;
@@ -322,14 +332,15 @@ impl Run<'_> {
         };
         if let Some(handle) = handle.filter(|_| uses_base) {
             let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
-            let (times, conditioning) = (times(&drawn)?, frozen_conditioning()?);
+            // In ai-toolkit too, the captions are encoded with the adapter of the text encoder.
+            let conditioning = handle.in_pass(LoraPass::inference(strength), frozen_conditioning)?;
+            let times = times(&drawn)?;
             let base = handle.in_pass(LoraPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
             references.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let Some(contrast) = contrast {
             let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
             let (times, conditioning) = (times(&drawn)?, with_inputs(contrast)?);
-            let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
             // Nothing is kept for a backward pass.
             let unconditional = match (handle, model.detach()) {
                 (Some(handle), _) => handle.in_pass(LoraPass::inference(strength), || {
