@@ -358,7 +358,14 @@ fn options_of_the_loss_are_checked_against_the_model_and_the_network() {
     for key in ["inverted_mask_prior", "do_prior_divergence"] {
         assert!(both(key)[0].contains("t0_loss_target"), "{key}");
     }
-    assert_eq!(both("do_guidance_loss"), [""; 0], "a warning");
+    let text = flux.replacen(
+        "      train:\n",
+        "      train:\n        t0_loss_target: true\n        do_guidance_loss: true\n",
+        1,
+    );
+    let job = parse(&text, Format::Yaml, Some("x.yaml"), &LoadOptions::default()).unwrap();
+    let warned: Vec<&str> = job.warnings.iter().map(|warning| warning.key.as_str()).collect();
+    assert_eq!(warned, ["config.process[0].train.do_guidance_loss"]);
     let full = include_str!("../../../config/examples/train_full_sd15.yaml");
     for key in ["inverted_mask_prior", "do_prior_divergence"] {
         assert!(errors(full, key, "true")[0].contains("needs a `network`"), "{key}");

@@ -1,7 +1,8 @@
 //! How a prediction and its target are compared.
 
+use super::latent_options::channel_statistics;
 use crate::error::Result;
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 
 /// The elementwise loss function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,10 +103,7 @@ pub(super) fn guided_target(
 /// # Errors
 /// When the arithmetic fails.
 pub(super) fn spread_loss(prediction: &Tensor, deviation: f64) -> Result<Tensor> {
-    let flat = prediction.flatten_from(2)?;
-    let count = flat.dim(2)?.max(2);
-    let squares = flat.broadcast_sub(&flat.mean_keepdim(2)?)?.sqr()?.sum(D::Minus1)?;
-    let spread = (squares / (count - 1) as f64)?.sqrt()?;
+    let (_, spread) = channel_statistics(prediction)?;
     Ok((spread - deviation)?.abs()?.mean_all()?)
 }
 

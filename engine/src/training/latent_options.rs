@@ -97,7 +97,10 @@ impl LatentOptions {
 }
 
 /// The mean and the standard deviation of each item's channels, [b, channels, 1, …].
-fn channel_statistics(latents: &Tensor) -> Result<(Tensor, Tensor)> {
+///
+/// # Errors
+/// When the arithmetic fails.
+pub(super) fn channel_statistics(latents: &Tensor) -> Result<(Tensor, Tensor)> {
     let flat = latents.flatten_from(2)?;
     let count = flat.dim(2)?.max(2);
     let mean = flat.mean_keepdim(2)?;

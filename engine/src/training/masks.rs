@@ -24,13 +24,8 @@ impl LossMasks {
         items: impl Iterator<Item = &'a TrainingImage>,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
-        let (mut masks, mut any) = (Vec::new(), false);
-        for item in items {
-            any |= item.mask.is_some();
-            masks.push(self.mask_weights(item, codec.pixels_per_latent())?);
-        }
         // Where all masks are black, the loss of this batch is 0.
-        any.then(|| with_mean_1(&masks)).transpose()
+        with_mean_1(items, |item| self.mask_weights(item, codec.pixels_per_latent()))
     }
 
     /// Returns the weights of the loss outside of the masks (`train.inverted_mask_prior`), as [`Self::get`]: 1 minus the mask, which is
@@ -43,12 +38,7 @@ impl LossMasks {
         items: impl Iterator<Item = &'a TrainingImage>,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
-        let (mut masks, mut any) = (Vec::new(), false);
-        for item in items {
-            any |= item.mask.is_some();
-            masks.push(self.outside_weights(item, codec.pixels_per_latent())?);
-        }
-        any.then(|| with_mean_1(&masks)).transpose()
+        with_mean_1(items, |item| self.outside_weights(item, codec.pixels_per_latent()))
     }
 
     fn outside_weights(&mut self, item: &TrainingImage, scale: usize) -> Result<Tensor> {
@@ -101,12 +91,23 @@ fn cache_key(item: &TrainingImage, mask: &Mask) -> String {
     format!("{} {:?} {} {}", mask.identity(), item.plan, item.flip_x, item.flip_y)
 }
 
-/// The masks of a batch, [b, 1, h, w], scaled to a mean of 1; zeros stay zeros.
-fn with_mean_1(masks: &[Tensor]) -> Result<Tensor> {
-    let weights = Tensor::stack(masks, 0)?.unsqueeze(1)?;
+/// The weights of a batch, [b, 1, h, w], of those of its items, [h, w], scaled to a mean of 1; zeros stay zeros. `None`: no item has a mask.
+fn with_mean_1<'a>(
+    items: impl Iterator<Item = &'a TrainingImage>,
+    mut weights_of: impl FnMut(&TrainingImage) -> Result<Tensor>,
+) -> Result<Option<Tensor>> {
+    let (mut all, mut any) = (Vec::new(), false);
+    for item in items {
+        any |= item.mask.is_some();
+        all.push(weights_of(item)?);
+    }
+    if !any {
+        return Ok(None);
+    }
+    let weights = Tensor::stack(&all, 0)?.unsqueeze(1)?;
     let mean = weights.mean_all()?.to_scalar::<f32>()?;
     let factor = if mean > 0.0 { 1.0 / f64::from(mean) } else { 0.0 };
-    Ok((weights * factor)?)
+    Ok(Some((weights * factor)?))
 }
 
 /// For each position of a side of `count`, the four pixels of a side of `size` that it is interpolated from, with their weights:

@@ -64,6 +64,12 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
              remove the text encoders from memory before the training; turn one of them off",
         ));
     }
+    if matches!(process.train.loss_type, LossType::Stepped | LossType::MeanFlow) {
+        return unsupported(format!(
+            "train.loss_type: `{}` is not supported yet: use `mse`, `mae` or `pseudo_huber`",
+            process.train.loss_type
+        ));
+    }
     let uses_base = process.train.inverted_mask_prior
         || process.train.do_prior_divergence
         || process.datasets.iter().any(|dataset| dataset.prior_reg);
@@ -225,7 +231,9 @@ pub(super) fn loss_options(process: &TrainerProcess) -> LossOptions {
             LossType::Mae => LossKind::Mae,
             LossType::PseudoHuber => LossKind::PseudoHuber,
             // Haar's transform is orthonormal, so the mean of squares of `wavelet` is that of `mse`.
-            _ => LossKind::Mse,
+            LossType::Mse | LossType::Wavelet => LossKind::Mse,
+            // `check_supported` refuses them.
+            LossType::Stepped | LossType::MeanFlow => LossKind::Mse,
         },
         noisy_multiplier: train.noisy_latent_multiplier,
         match_noise_norm: train.match_noise_norm,

@@ -166,7 +166,9 @@ fn jobs_with_options_of_the_loss_match_the_reference() {
             process.train.cache_text_embeddings = cached;
             let (outcome, events) = run_spec(&spec(process));
             assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-            for (step, (found, expected)) in losses(&events).iter().zip(&expected).enumerate() {
+            let found = losses(&events);
+            assert_eq!(found.len(), expected.len());
+            for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
                 let difference = (found / expected - 1.0).abs();
                 assert!(
                     difference < 1e-4,

@@ -219,8 +219,7 @@ impl Run<'_> {
         let unconditional = unconditional
             .map(|empty| inputs.add_to(process, model, empty))
             .transpose()?;
-        let noisy = noisy_latents(&*self.objective, &self.loss, &latents, drawn)?;
-        let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
+        let (noisy, times) = self.noisy(&latents, drawn)?;
         let predict = || predict(model, cfg, (&noisy, &times), (unconditional.as_ref(), &conditional));
         let [without, with] = kept.passes.clone();
         let base = kept.handle.in_pass(without, predict)?;
@@ -258,6 +257,12 @@ impl Run<'_> {
             None => self.encode_frozen(&prompts),
         }
         .map(Some)
+    }
+
+    /// The noisy latents that the model gets, and their time steps, [b], float32.
+    fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<(Vec<Tensor>, Tensor)> {
+        let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
+        Ok((noisy_latents(&*self.objective, &self.loss, latents, drawn)?, times))
     }
 
     /// What the items of a batch are conditioned on besides their prompts.
@@ -314,33 +319,29 @@ impl Run<'_> {
         let predict = |latents: &[Tensor], timesteps: &Tensor, conditioning: &Conditioning| {
             predict(model, cfg, (latents, timesteps), (unconditional.as_ref(), conditioning))
         };
-        let times =
-            |drawn: &NoiseDraw| Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device);
         if let Some(next) = self.objective.next_timesteps(&drawn, image_tokens)? {
-            let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
-            let predicted = predict(&noisy, &times(&drawn)?, &frozen_conditioning()?)?;
+            let (noisy, times) = self.noisy(&latents, &drawn)?;
+            let predicted = predict(&noisy, &times, &frozen_conditioning()?)?;
             drawn = step_to(&latents, &noisy, &predicted, &drawn, next)?;
         }
-        let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
-        let uses_base = process.train.do_prior_divergence
-            || outside_mask.is_some()
-            || self.data.datasets[step_batch.batch.dataset].options.prior_target;
+        let dataset = &self.data.datasets[step_batch.batch.dataset].options;
+        let strength = dataset.network_weight;
+        let uses_base = process.train.do_prior_divergence || outside_mask.is_some() || dataset.prior_target;
         let mut references = References {
             guidance_scales: prompts.guidance_scales.clone(),
             outside_mask,
             ..References::default()
         };
         if let Some(handle) = handle.filter(|_| uses_base) {
-            let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
+            let (noisy, times) = self.noisy(&latents, &drawn)?;
             // In ai-toolkit too, the captions are encoded with the adapter of the text encoder.
             let conditioning = handle.in_pass(LoraPass::inference(strength), frozen_conditioning)?;
-            let times = times(&drawn)?;
             let base = handle.in_pass(LoraPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
             references.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let Some(contrast) = contrast {
-            let noisy = noisy_latents(&*self.objective, &self.loss, &latents, &drawn)?;
-            let (times, conditioning) = (times(&drawn)?, with_inputs(contrast)?);
+            let (noisy, times) = self.noisy(&latents, &drawn)?;
+            let conditioning = with_inputs(contrast)?;
             // Nothing is kept for a backward pass.
             let unconditional = match (handle, model.detach()) {
                 (Some(handle), _) => handle.in_pass(LoraPass::inference(strength), || {

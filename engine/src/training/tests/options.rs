@@ -77,6 +77,7 @@ fn loss_options(case: &Value) -> LossOptions {
 
 fn losses_match_the_reference() {
     let (report, tensors) = (report(), load("options.safetensors"));
+    assert_eq!(report["losses"].as_array().unwrap().len(), 60);
     for (number, case) in report["losses"].as_array().unwrap().iter().enumerate() {
         let shape: Vec<usize> = serde_json::from_value(case["shape"].clone()).unwrap();
         let mut generator = TorchGenerator::manual_seed(case["seed"].as_u64().unwrap());
@@ -144,6 +145,7 @@ fn losses_under_random_options_match_the_reference() {
 #[test]
 fn noise_and_latents_under_random_options_match_the_reference() {
     let (report, tensors) = (report(), load("options.safetensors"));
+    assert_eq!(report["noise"].as_array().unwrap().len(), 60);
     for (number, case) in report["noise"].as_array().unwrap().iter().enumerate() {
         let value = |key: &str, usual: f64| case[key].as_f64().unwrap_or(usual);
         let shape: Vec<usize> = serde_json::from_value(case["shape"].clone()).unwrap();
