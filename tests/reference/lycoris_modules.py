@@ -1,8 +1,10 @@
-"""LyCORIS' modules on the layers of a model of diffusers, for the scripts that compare LoKr and LoCon."""
+"""LyCORIS' modules and peft's DoRA on the layers of a model of diffusers, for the scripts that compare types of adapters."""
 import math
 
+import peft
 import torch
 from lycoris.modules.locon import LoConModule
+from lycoris.modules.loha import LohaModule
 from lycoris.modules.lokr import LokrModule
 
 LAYERS = (torch.nn.Linear, torch.nn.Conv2d)
@@ -23,6 +25,44 @@ def lokr(layer, name, rank, alpha, factor, **options):
 
 def locon(layer, name, rank, alpha):
     return LoConModule(name, layer, 1.0, rank, alpha, use_scalar=True, bypass_mode=True)
+
+
+def loha(layer, name, rank, alpha):
+    return LohaModule(name, layer, 1.0, rank, alpha, bypass_mode=True)
+
+
+class Dora(torch.nn.Module):
+    """peft's DoRA in place of a layer. Its parameters have the names `down`, `up` and `magnitude` of files."""
+
+    def __init__(self, layer, path, rank, alpha, names):
+        super().__init__()
+        wrapped = torch.nn.Sequential()
+        wrapped.add_module("layer", layer)
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, use_dora=True, target_modules=["layer"])
+        self.tuner = [peft.inject_adapter_in_model(config, wrapped).layer]
+        self.path, self.names = path, names
+
+    def named_parameters(self):
+        tuner = self.tuner[0]
+        values = [tuner.lora_A["default"].weight, tuner.lora_B["default"].weight, tuner.lora_magnitude_vector["default"].weight]
+        return list(zip(self.names, values))
+
+    def double(self):
+        self.tuner[0].double()
+        return self
+
+
+def attach_dora(model, ranks, covers, names):
+    """peft's DoRAs in place of the covered layers. `ranks`: the rank and alpha of a layer, or None for none."""
+    modules = {}
+    for path, layer in list(model.named_modules()):
+        rank = ranks(layer) if isinstance(layer, LAYERS) and covers(path) else None
+        if rank is not None:
+            module = Dora(layer, path, *rank, names)
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, module.tuner[0])
+            modules[path] = module
+    return modules
 
 
 def attach(model, make, covers=lambda path: True):
@@ -46,10 +86,18 @@ def draw(modules, generator):
                 "lokr_w1": lambda p: 1 / math.sqrt(p.shape[1]),
                 "lokr_w2_a": lambda p: 1 / math.sqrt(p.shape[1]),
                 "lora_down.weight": lambda p: 1 / math.sqrt(p[0].numel()),
-                "lora_up.weight": lambda p: math.sqrt(6 / p.shape[1]),
+                "lora_up.weight": lambda p: math.sqrt(6 / p.shape[1]) if hasattr(module, "scalar") else 0.0,
+                "lora_A.weight": lambda p: 1 / math.sqrt(p[0].numel()),
+                "hada_w1_a": lambda p: 0.1,
+                "hada_w1_b": lambda p: 1.0,
+                "hada_w2_b": lambda p: 1.0,
             }.get(suffix)
+            # A magnitude starts as the norm of the weight.
+            if suffix in ("dora_scale", "lora_magnitude_vector"):
+                out[f"{name}.{suffix}"] = p
+                continue
             with torch.no_grad():
-                if uniform is None:
+                if uniform is None or uniform(p) == 0:
                     p.zero_()
                 else:
                     p.copy_((torch.rand(p.shape, generator=generator) * 2 - 1) * uniform(p))

@@ -1,4 +1,4 @@
-"""Training of LoKr and LoCon by LyCORIS on models of diffusers -> tests/fixtures/lycoris/training.{json,safetensors}.
+"""Training of LoKr, LoCon and LoHa by LyCORIS, and of DoRA by peft, on models of diffusers -> tests/fixtures/lycoris/training.{json,safetensors}.
 
 The inputs and the loss are those of make_train_families.py and make_train_flux.py. The first values are drawn by torch's generator
 (`lycoris_modules.draw`), so they are in no file. training.safetensors holds each `every`th element of what every trained tensor became.
@@ -26,6 +26,8 @@ SD = {
     "lokr_low_rank": {"family": "sdxl", "type": "lokr", "factor": 2, "linear": [2, 1.0], "conv": [3, 6.0]},
     "lokr_linear": {"family": "sd21", "type": "lokr", "factor": 2, "linear": [1, 4.0], "conv": None, "covers": "attentions"},
     "locon": {"family": "sd21", "type": "locon", "linear": [4, 8.0], "conv": [3, 3.0]},
+    "loha": {"family": "sd21", "type": "loha", "linear": [2, 1.0], "conv": [3, 3.0]},
+    "dora": {"family": "sd21", "type": "dora", "linear": [3, 6.0], "conv": [2, 2.0], "covers": "blocks"},
     "locon_linear": {"family": "sdxl", "type": "locon", "linear": [2, 1.0], "conv": None},
 }
 # A rank of two matrices is their alpha, as in ai-toolkit.
@@ -33,6 +35,8 @@ FLUX = {
     "lokr_full": {"factor": -1, "rank": None},
     "lokr_factor": {"factor": 4, "rank": None},
     "lokr_low_rank": {"factor": 4, "rank": 3},
+    "loha": {"type": "loha", "factor": -1, "rank": 2},
+    "dora": {"type": "dora", "factor": -1, "rank": 3},
 }
 
 
@@ -40,8 +44,8 @@ def make(options, layer, path):
     ranks = options["conv" if lycoris.is_large(layer) else "linear"]
     if ranks is None:
         return None
-    if options["type"] == "locon":
-        return lycoris.locon(layer, "x", *ranks)
+    if options["type"] in ("locon", "loha"):
+        return getattr(lycoris, options["type"])(layer, "x", *ranks)
     return lycoris.lokr(layer, "x", *ranks, options["factor"])
 
 
@@ -63,7 +67,12 @@ def train_sd(options):
     family = families.Family(options["family"])
     tensors = family.inputs()
     models = {part: copy.deepcopy(model).requires_grad_(False).double() for part, model in family.models.items()}
-    modules = lycoris.attach(models["unet"], lambda layer, path: make(options, layer, path), lambda path: covers(options, path))
+    if options["type"] == "dora":
+        names = ["lora_down.weight", "lora_up.weight", "dora_scale"]
+        ranks = lambda layer: options["conv" if lycoris.is_large(layer) else "linear"]
+        modules = lycoris.attach_dora(models["unet"], ranks, lambda path: covers(options, path), names)
+    else:
+        modules = lycoris.attach(models["unet"], lambda layer, path: make(options, layer, path), lambda path: covers(options, path))
     named = {saved_name(family, path): module.double() for path, module in modules.items()}
     weights = lycoris.draw(named, torch.Generator().manual_seed(SEED))
     return family.train(models, list(weights.values()), 1e-3, None, tensors) | options, weights
@@ -76,9 +85,16 @@ def train_flux(options):
     transformer = copy.deepcopy(pipe.transformer).requires_grad_(False).double()
     rank = options["rank"]
     blocks = set(flux.lora_layers(transformer))
-    modules = lycoris.attach(
-        transformer, lambda layer, path: lycoris.lokr(layer, "x", rank, rank, options["factor"]), lambda path: path in blocks
-    )
+    kind = options.get("type", "lokr")
+    if kind == "dora":
+        names = ["lora_A.weight", "lora_B.weight", "lora_magnitude_vector"]
+        modules = lycoris.attach_dora(transformer, lambda layer: (rank, rank), lambda path: path in blocks, names)
+    else:
+        make = {
+            "lokr": lambda layer, path: lycoris.lokr(layer, "x", rank, rank, options["factor"]),
+            "loha": lambda layer, path: lycoris.loha(layer, "x", rank, rank),
+        }
+        modules = lycoris.attach(transformer, make[kind], lambda path: path in blocks)
     named = {f"transformer.{path}": module.double() for path, module in modules.items()}
     weights = lycoris.draw(named, torch.Generator().manual_seed(SEED))
     context, pooled = flux.encode(pipe, 24)

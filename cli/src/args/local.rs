@@ -51,6 +51,36 @@ pub struct InitArgs {
     pub force: bool,
 }
 
+/// `aitk convert`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk convert my_lora.safetensors my_lora_comfy.safetensors --to comfyui --model models/flux-dev\n  aitk convert \
+                  big.safetensors small.safetensors --to ai-toolkit --model sdxl.safetensors --rank 16 --dtype bf16"
+)]
+pub struct ConvertArgs {
+    /// Adapter file, or a folder with one
+    #[arg(value_name = "INPUT")]
+    pub input: PathBuf,
+    /// File to write
+    #[arg(value_name = "OUTPUT")]
+    pub output: PathBuf,
+    /// Program whose names the file gets: ai-toolkit, sd-scripts, diffusers, comfyui, lycoris
+    #[arg(long, value_name = "PROGRAM")]
+    pub to: String,
+    /// Model that the adapter is for: a diffusers folder or a .safetensors file. Only its names and shapes are read
+    #[arg(long, value_name = "PATH")]
+    pub model: PathBuf,
+    /// Number format: float32, float16, bfloat16 [default: that of INPUT]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<String>,
+    /// Highest rank. Layers of a higher rank, and those that are no LoRA, become LoRAs of this rank
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16384))]
+    pub rank: Option<u32>,
+    /// Overwrite an existing file
+    #[arg(long)]
+    pub force: bool,
+}
+
 /// `aitk up`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk up\n  aitk up --bind 0.0.0.0:7420 --tls-cert cert.pem --tls-key key.pem")]

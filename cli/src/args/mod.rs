@@ -12,7 +12,7 @@ pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, Benc
 pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
 pub use jobs::{PlotArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
-pub use local::{AttemptArgs, CompletionsArgs, DemoArgs, HelpArgs, InitArgs, RunArgs, UpArgs};
+pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, InitArgs, RunArgs, UpArgs};
 pub use machines::{
     DoctorArgs, DrainArgs, ForgetArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkerState,
     WorkersArgs,
@@ -196,6 +196,14 @@ pub enum Command {
                      logging.log_every), or of a run folder on this machine (all steps, from its metrics.jsonl)."
     )]
     Plot(PlotArgs),
+    /// Convert a LoRA file to the names of another program
+    #[cfg(feature = "embedded")]
+    #[command(
+        long_about = "Convert a file of a LoRA, or of another type of adapter, to the names that another program reads, and \
+                     to another number format or rank.\n\nLayers are matched by the names and shapes of the model; weights \
+                     of the model are not read. docs/models.md#convert-files lists what each program reads."
+    )]
+    Convert(ConvertArgs),
     /// List or download the files of a job
     Artifacts(ArtifactsArgs),
     /// Show machines and jobs, live

@@ -2,6 +2,8 @@
 
 mod artifacts;
 mod clone;
+#[cfg(feature = "embedded")]
+mod convert;
 mod doctor;
 mod forecast;
 mod help;
@@ -49,6 +51,8 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Fit(args) => Box::pin(forecast::fit(&context, args)).await,
         Command::Validate(args) => Box::pin(validate::validate(&context, args)).await,
         Command::Plot(args) => Box::pin(plot::plot(&context, args)).await,
+        #[cfg(feature = "embedded")]
+        Command::Convert(args) => Box::pin(convert::convert(&context, args)).await,
         Command::Artifacts(args) => match args.command {
             ArtifactsCommand::Ls(args) => artifacts::ls(&context, args).await,
             ArtifactsCommand::Get(args) => Box::pin(artifacts::get(&context, args)).await,

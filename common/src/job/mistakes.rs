@@ -305,7 +305,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             MINIMAL.replace("type: lora, linear: 8", "type: lokr, dropout: 0.1"),
             9,
             "config.process[0].network.dropout",
-            "a LoKr has no dropout",
+            "`type: lokr` is trained without it",
         ),
         (
             "factor of a LoKr",

@@ -1,4 +1,4 @@
-//! `network`: the adapter (LoRA, LoCon, LoKr) that is trained while the base model is frozen.
+//! `network`: the adapter (LoRA, LoCon, DoRA, LoKr, LoHa, whole differences) that is trained while the base model is frozen.
 
 use super::declare::{choices, section};
 use super::limits::{MAX_FACTOR, MAX_RANK};
@@ -21,12 +21,14 @@ choices! {
         Lycoris = "lycoris", Works;
         /// Kronecker product.
         Lokr = "lokr", Works;
-        /// Weight-decomposed LoRA.
-        Dora = "dora", Refused("this release trains `lora`, `locon` and `lokr` networks");
+        /// Element-wise product of two low-rank products, as LyCORIS; ai-toolkit has none.
+        Loha = "loha", Works;
+        /// Weight-decomposed LoRA: a LoRA and a magnitude for each output.
+        Dora = "dora", Works;
+        /// Whole differences of weights and biases, which start at zero.
+        Fullrank = "fullrank", Works;
         /// Layers replaced by low-rank factors.
-        Lorm = "lorm", Refused("this release trains `lora`, `locon` and `lokr` networks");
-        /// One full-size matrix.
-        Fullrank = "fullrank", Refused("this release trains `lora`, `locon` and `lokr` networks");
+        Lorm = "lorm", Refused("this release trains adapters that are added to the model's layers: use `lora`");
     }
 }
 
@@ -37,16 +39,17 @@ section! {
         only_if_contains: Option<OneOrMany<String>> = None, Works;
         /// No layers whose dotted name contains one of these; wins over `only_if_contains`.
         ignore_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
-        /// Full deltas instead of LoRA for layers whose name contains one of these.
-        full_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Refused("full deltas are not trained yet");
-        /// Chance that a rank is dropped.
-        rank_dropout: Option<f64> = None, Refused("use `dropout`");
-        /// Chance that a layer's LoRA is dropped.
-        module_dropout: Option<f64> = None, Refused("use `dropout`");
+        /// Whole differences of weight and bias instead of the network's type for linear layers and convolutions whose name contains one
+        /// of these.
+        full_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Chance that a row of the down projection is dropped for an image while training; for `lora`, `locon` and `dora`.
+        rank_dropout: Option<f64> = None, Works;
+        /// Chance that the LoRA of a layer is dropped in a pass while training; for `lora`, `locon` and `dora`.
+        module_dropout: Option<f64> = None, Works;
         /// Train the model's first and last layers in full.
         full_train_in_out: bool = false, Refused("only the LoRA is trained");
-        /// Skip layers with fewer parameters.
-        parameter_threshold: u64 = 0, Refused("use `only_if_contains` or `ignore_if_contains`");
+        /// Skip layers with fewer weights and biases.
+        parameter_threshold: u64 = 0, Works;
         /// Class names of modules to search for layers; overwritten by the trainer for newer models.
         target_lin_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
         /// Class names of modules to search for convolutions.
@@ -75,7 +78,7 @@ section! {
         conv: Option<u32> = None, Works;
         /// Alpha for larger convolutions.
         conv_alpha: Option<f64> = None, Works, shown "`conv`";
-        /// Chance that an input of the up projection is dropped while training; not with `type: lokr`.
+        /// Chance that an input of the up projection is dropped while training; for `lora`, `locon` and `dora`.
         dropout: Option<f64> = None, Works;
         /// Layer filters and other options.
         network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
@@ -149,21 +152,34 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
         }
     }
     cx.check_at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
-    if network.dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
-        cx.error_at("dropout", "expected a chance from 0 to below 1");
-    }
+    check_dropout(network, cx);
     if network.kind == NetworkType::Lokr {
         finish_lokr(network, cx);
     }
 }
 
-fn finish_lokr(network: &NetworkConfig, cx: &mut ReadContext) {
-    if network.dropout.is_some_and(|chance| chance > 0.0) {
-        cx.error_at(
-            "dropout",
-            "a LoKr has no dropout, in ai-toolkit neither: remove this key, or use `type: lora`",
-        );
+/// Each type of network drops what the software that it is from drops.
+fn check_dropout(network: &NetworkConfig, cx: &mut ReadContext) {
+    use NetworkType::{Fullrank, Loha, Lokr};
+    let (kind, kwargs) = (network.kind, &network.network_kwargs);
+    for (key, chance) in [
+        ("dropout", network.dropout),
+        ("network_kwargs.rank_dropout", kwargs.rank_dropout),
+        ("network_kwargs.module_dropout", kwargs.module_dropout),
+    ] {
+        let Some(chance) = chance else { continue };
+        if !(0.0..1.0).contains(&chance) {
+            cx.error_at(key, "expected a chance from 0 to below 1");
+        } else if chance > 0.0 && matches!(kind, Lokr | Loha | Fullrank) {
+            cx.error_at(
+                key,
+                format!("a network of `type: {kind}` is trained without it: remove this key, or use `type: lora`"),
+            );
+        }
     }
+}
+
+fn finish_lokr(network: &NetworkConfig, cx: &mut ReadContext) {
     let factor = *network.lokr_factor;
     if factor < 1 && factor != -1 {
         cx.error_at(

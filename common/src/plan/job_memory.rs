@@ -189,6 +189,9 @@ impl<'a> Job<'a> {
             Some("lokr") => AdapterKind::Lokr {
                 factor: positive("/lokr_factor").map(|factor| factor.min(1e9) as usize),
             },
+            Some("dora") => AdapterKind::Dora,
+            Some("loha") => AdapterKind::Loha,
+            Some("fullrank") => AdapterKind::Difference,
             _ => AdapterKind::Lora,
         };
         let full_rank = network.get("lokr_full_rank").and_then(Value::as_bool).unwrap_or(true);
@@ -203,7 +206,23 @@ impl<'a> Job<'a> {
             } else {
                 conv_rank.map(|rank| rank.min(1e5))
             },
-            dropout: number(network, "/dropout").is_some_and(|chance| chance > 0.0),
+            dropout: [
+                "/dropout",
+                "/network_kwargs/rank_dropout",
+                "/network_kwargs/module_dropout",
+            ]
+            .iter()
+            .any(|key| {
+                network
+                    .pointer(key)
+                    .and_then(Value::as_f64)
+                    .is_some_and(|chance| chance > 0.0)
+            }),
+            full_if_contains: strings(network.pointer("/network_kwargs/full_if_contains")),
+            parameter_threshold: network
+                .pointer("/network_kwargs/parameter_threshold")
+                .and_then(Value::as_f64)
+                .unwrap_or(0.0),
             filter: NameFilter {
                 only_if_contains: strings(network.pointer("/network_kwargs/only_if_contains")),
                 ignore_if_contains: strings(network.pointer("/network_kwargs/ignore_if_contains")),

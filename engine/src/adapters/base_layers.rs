@@ -3,7 +3,6 @@
 use super::names::saved_name;
 use crate::error::Result;
 use crate::families::{LoraNames, Part, PartRole};
-use crate::nn::LayerMut;
 use crate::weights::Weight;
 
 /// A layer of a model.
@@ -46,17 +45,13 @@ pub fn base_layers(parts: &mut [Part<'_>]) -> Result<Vec<BaseLayer>> {
     for part in parts.iter_mut() {
         let (id, role, names, prefix) = (part.id, part.role, part.lora_names, part.lora_prefix);
         part.layers.visit_layers(&mut |path, layer| {
-            let weight = match layer {
-                LayerMut::Linear(layer) => layer.weight.clone(),
-                LayerMut::Conv2d(layer) => layer.weight.clone(),
-            };
             found.push(BaseLayer {
                 part: id,
                 role,
                 path: path.to_owned(),
                 names,
                 saved_name: saved_name(names, role, prefix, path),
-                weight,
+                weight: layer.weight().clone(),
             });
             Ok(())
         })?;

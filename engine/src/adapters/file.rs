@@ -26,7 +26,7 @@ pub struct LoraFile {
     pub modules: Vec<LoraModule>,
     /// Keys that are not LoRA tensors.
     pub unknown: Vec<String>,
-    /// The names of layers that the file has as a whole difference (`.diff`). Their rank is that of the layer.
+    /// The names of layers that the file has as a whole difference (`.diff`).
     pub differences: Vec<String>,
     /// The header's metadata.
     pub metadata: BTreeMap<String, String>,
@@ -96,7 +96,8 @@ impl LoraFile {
                 ParsedKey::Adapter(stem, role) => (stem.to_owned(), role),
                 ParsedKey::OtherNetwork(kind) => {
                     return Err(file_error(format!(
-                        "tensor `{key}` belongs to {kind}; only LoRA, LoCon and LoKr files can be used yet"
+                        "tensor `{key}` belongs to {kind}, which is not supported: files of LoRA, LoCon, LoKr, LoHa, DoRA, OFT, BOFT and whole \
+                         differences can be used"
                     )));
                 }
                 ParsedKey::Unknown => {

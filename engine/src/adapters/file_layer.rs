@@ -3,16 +3,18 @@
 use super::handle::LoraHandle;
 use super::keys::TensorRole;
 use super::names::NamedLayers;
+use super::tensors::LoraTensors;
+use super::weight_adapter::WeightAdapter;
 use crate::families::LoraNames;
-use crate::nn::LayerAdapter;
-use candle_core::{Device, Result, Tensor};
+use crate::weights::Weight;
+use candle_core::{Result, Tensor};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
 
 /// The tensors that a file has for one layer, float32 on the CPU.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct RoleTensors {
     pub(super) tensors: BTreeMap<TensorRole, Tensor>,
     /// Those of a single number.
@@ -37,10 +39,8 @@ pub struct Site<'a> {
     pub name: String,
     /// How saved files name its tensors.
     pub names: LoraNames,
-    /// The shape of its weight.
-    pub dims: &'a [usize],
-    /// The device of its weight.
-    pub device: &'a Device,
+    /// Its weight.
+    pub weight: &'a Weight,
     /// The strength of the adapters of this file.
     pub(super) handle: &'a Arc<LoraHandle>,
 }
@@ -75,7 +75,18 @@ pub trait FileLayer: Debug + Send + Sync {
     ///
     /// # Errors
     /// When the shapes do not match.
-    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn LayerAdapter>, String>;
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String>;
+
+    /// Its tensors but those of a LoRA ([`Self::lora`]), by the suffixes that files have for them.
+    ///
+    /// # Errors
+    /// When the file has them for several layers of the model together.
+    fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String>;
+
+    /// The LoRA that it is, or that a DoRA has.
+    fn lora(&self) -> Option<&LoraTensors> {
+        None
+    }
 
     /// The implementation, for a training that starts from a file.
     fn as_any(&self) -> &dyn Any;

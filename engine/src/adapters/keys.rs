@@ -7,7 +7,7 @@
 //! | diffusers / peft | `unet.down_blocks.0.attentions.0.proj_in.lora_A.weight`, `….lora.down.weight` |
 //! | bare peft | `base_model.model.down_blocks.0.attentions.0.proj_in.lora_A.weight` |
 //! | early diffusers | `unet.….attn1.processor.to_q_lora.down.weight`, `text_encoder.….to_q_lora.down.weight` |
-//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.lokr_w2_a`, and `.diff` for layers that are kept whole |
+//! | LyCORIS | `lycoris_…`, `.lora_mid.weight`, `.lokr_w1`, `.hada_w1_a`, `.oft_blocks`, `.dora_scale`, and `.diff` for layers that are kept whole |
 //! | ComfyUI, original paths | `diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight` |
 //! | XLabs (FLUX.1) | `double_blocks.0.processor.qkv_lora1.down.weight`, `single_blocks.0.processor.proj_lora.up.weight` |
 
@@ -29,6 +29,22 @@ pub(super) enum TensorRole {
     LokrW2A,
     LokrW2B,
     LokrT2,
+    HadaW1A,
+    HadaW1B,
+    HadaW2A,
+    HadaW2B,
+    HadaT1,
+    HadaT2,
+    /// The difference of the layer's bias.
+    DiffB,
+    /// The magnitude of a DoRA of ai-toolkit or peft.
+    Magnitude,
+    /// The magnitude of a DoRA of LyCORIS.
+    DoraScale,
+    /// The matrices whose rotations an OFT applies.
+    OftBlocks,
+    /// What an OFT multiplies each output with.
+    Rescale,
 }
 
 impl TensorRole {
@@ -49,7 +65,7 @@ pub(super) enum ParsedKey<'a> {
     Unknown,
 }
 
-const SUFFIXES: [(&str, TensorRole); 29] = [
+const SUFFIXES: [(&str, TensorRole); 43] = [
     (".lora_down.weight", TensorRole::Down),
     (".lora_up.weight", TensorRole::Up),
     (".lora_mid.weight", TensorRole::Mid),
@@ -79,18 +95,28 @@ const SUFFIXES: [(&str, TensorRole); 29] = [
     (".lokr_w2_a", TensorRole::LokrW2A),
     (".lokr_w2_b", TensorRole::LokrW2B),
     (".lokr_t2", TensorRole::LokrT2),
+    (".hada_w1_a", TensorRole::HadaW1A),
+    (".hada_w1_b", TensorRole::HadaW1B),
+    (".hada_w2_a", TensorRole::HadaW2A),
+    (".hada_w2_b", TensorRole::HadaW2B),
+    (".hada_t1", TensorRole::HadaT1),
+    (".hada_t2", TensorRole::HadaT2),
+    (".diff_b", TensorRole::DiffB),
+    (".lora_magnitude_vector.default.weight", TensorRole::Magnitude),
+    (".lora_magnitude_vector.weight", TensorRole::Magnitude),
+    (".lora_magnitude_vector", TensorRole::Magnitude),
+    (".magnitude", TensorRole::Magnitude),
+    (".dora_scale", TensorRole::DoraScale),
+    (".oft_blocks", TensorRole::OftBlocks),
+    (".rescale", TensorRole::Rescale),
 ];
 
-const OTHER_NETWORKS: [(&str, &str); 10] = [
+const OTHER_NETWORKS: [(&str, &str); 6] = [
     (".lora_B.bias", "LoRA with biases"),
-    (".hada_", "LoHa"),
+    (".hada_", "a LoHa of another form"),
     (".lokr_", "a LoKr of another form"),
-    (".oft_", "OFT"),
-    (".dora_scale", "DoRA"),
-    (".magnitude", "DoRA"),
-    (".lora_magnitude_vector", "DoRA"),
+    (".oft_", "an OFT of another form"),
     (".a1.weight", "GLoRA"),
-    (".diff_b", "a difference of biases"),
     (".w_norm", "a norm difference"),
 ];
 
@@ -135,9 +161,13 @@ mod tests {
         );
         assert_eq!(parse_key("a.alpha"), ParsedKey::Adapter("a", TensorRole::Alpha));
         assert_eq!(parse_key("a.lokr_w2_b"), ParsedKey::Adapter("a", TensorRole::LokrW2B));
-        assert_eq!(parse_key("a.hada_w1_a"), ParsedKey::OtherNetwork("LoHa"));
+        assert_eq!(parse_key("a.hada_w1_a"), ParsedKey::Adapter("a", TensorRole::HadaW1A));
+        assert_eq!(
+            parse_key("a.oft_R.weight"),
+            ParsedKey::OtherNetwork("an OFT of another form")
+        );
         assert_eq!(parse_key("a.diff"), ParsedKey::Adapter("a", TensorRole::Diff));
-        assert_eq!(parse_key("a.diff_b"), ParsedKey::OtherNetwork("a difference of biases"));
+        assert_eq!(parse_key("a.diff_b"), ParsedKey::Adapter("a", TensorRole::DiffB));
         assert_eq!(parse_key("conv.weight"), ParsedKey::Unknown);
     }
 }

@@ -1,11 +1,33 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
 use super::handle::LoraHandle;
+use super::stored_matrix::StoredMatrix;
+use super::weight_adapter::{WeightAdapter, channels_axis, product, tracked_if};
 use crate::families::LoraNames;
-use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank, conv2d, linear};
+use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, LowRank};
 use crate::rng::generator_from_text;
+use crate::weights::Weight;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::Arc;
+
+/// The probabilities with which training drops parts of a LoRA's change.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Dropout {
+    /// An element between down and up.
+    pub element: f64,
+    /// A row of `down`, for each image of the batch.
+    pub rank: f64,
+    /// The whole change of a layer, in one pass.
+    pub module: f64,
+}
+
+impl Dropout {
+    /// Whether nothing is dropped.
+    #[must_use]
+    pub fn is_off(self) -> bool {
+        self == Self::default()
+    }
+}
 
 /// The LoRA of one layer. The weights are float32, whatever the dtype of the base layer.
 #[derive(Debug)]
@@ -22,8 +44,8 @@ pub struct LoraLayer {
     pub alpha: f64,
     /// A number that is trained too and multiplies the update (LoCon).
     pub scalar: Option<Var>,
-    /// The probability to drop an element between down and up during training.
-    pub dropout: f64,
+    /// What training drops.
+    pub dropout: Dropout,
     /// How saved files name its tensors.
     pub(super) names: LoraNames,
     pub(super) handle: Arc<LoraHandle>,
@@ -43,30 +65,47 @@ impl LoraLayer {
 
     /// `down` and `up`, which is multiplied by the scalar, tracked for gradients if `is_training`.
     fn weights(&self, is_training: bool) -> Result<[Tensor; 2]> {
-        let tensor = |v: &Var| {
-            if is_training {
-                v.as_tensor().clone()
-            } else {
-                v.as_tensor().detach()
-            }
-        };
-        let (down, up) = (tensor(&self.down), tensor(&self.up));
+        let (down, up) = (tracked_if(is_training, &self.down), tracked_if(is_training, &self.up));
         let up = match &self.scalar {
-            Some(scalar) => up.broadcast_mul(&tensor(scalar))?,
+            Some(scalar) => up.broadcast_mul(&tracked_if(is_training, scalar))?,
             None => up,
         };
         Ok([down, up])
     }
 
-    /// A dropout mask for `like`: 0 or 1 / (1 - p) per element.
-    fn dropout_mask(&self, dropout_seed: &str, like: &Tensor) -> Result<Tensor> {
-        let keep = (1.0 / (1.0 - self.dropout)) as f32;
-        let values: Vec<f32> = generator_from_text(&format!("{dropout_seed}/{}", self.name))
-            .rand(like.elem_count())
+    /// A mask of this shape: 0 with this probability, else 1 / (1 - p). `purpose`: an addition to the seed, for another mask.
+    fn mask(&self, seed: &str, purpose: &str, probability: f64, shape: &[usize], like: &Tensor) -> Result<Tensor> {
+        let keep = (1.0 / (1.0 - probability)) as f32;
+        let values: Vec<f32> = generator_from_text(&format!("{seed}/{}{purpose}", self.name))
+            .rand(shape.iter().product())
             .into_iter()
-            .map(|u| if f64::from(u) < self.dropout { 0.0 } else { keep })
+            .map(|u| if f64::from(u) < probability { 0.0 } else { keep })
             .collect();
-        Tensor::from_vec(values, like.shape(), like.device())
+        Tensor::from_vec(values, shape, like.device())
+    }
+
+    /// Whether training drops the whole change in this pass.
+    fn drops_module(&self, seed: &str) -> bool {
+        let mut generator = generator_from_text(&format!("{seed}/{}/module", self.name));
+        self.dropout.module > 0.0 && generator.rand(1).iter().any(|u| f64::from(*u) < self.dropout.module)
+    }
+
+    /// What is between down and up, [b, .., rank] or [b, rank, h, w], without what training drops.
+    fn drop_from(&self, hidden: Tensor, kind: LayerKind, seed: &str) -> Result<Tensor> {
+        let Dropout { element, rank, .. } = self.dropout;
+        let mut hidden = hidden;
+        if element > 0.0 {
+            let mask = self.mask(seed, "", element, hidden.dims(), &hidden)?;
+            hidden = (hidden * mask)?;
+        }
+        if rank > 0.0 {
+            let axis = channels_axis(kind, &hidden);
+            let mut shape = vec![1; hidden.rank()];
+            (shape[0], shape[axis]) = (hidden.dim(0)?, hidden.dim(axis)?);
+            let mask = self.mask(seed, "/rank", rank, &shape, &hidden)?;
+            hidden = hidden.broadcast_mul(&mask)?;
+        }
+        Ok(hidden)
     }
 }
 
@@ -77,34 +116,52 @@ impl LayerAdapter for LoraLayer {
             return Ok(output);
         }
         let dropout_seed = self.handle.dropout_seed();
+        if dropout_seed.as_ref().is_some_and(|seed| self.drops_module(seed)) {
+            return Ok(output);
+        }
         let [down, up] = self.weights(dropout_seed.is_some())?;
         let x = x.to_dtype(DType::F32)?;
-        let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match layer.kind {
-            LayerKind::Linear => linear(x, w, None),
-            LayerKind::Conv { .. } => conv2d(x, w, None, stride, padding),
-        };
-        let (stride, padding) = match layer.kind {
-            LayerKind::Linear => (1, 0),
-            LayerKind::Conv { stride, padding } => (stride, padding),
+        let pointwise = match layer.kind {
+            LayerKind::Linear => LayerKind::Linear,
+            LayerKind::Conv { .. } => LayerKind::Conv { stride: 1, padding: 0 },
         };
         let mut h = match &self.mid {
-            None => project(&x, &down, stride, padding)?,
-            Some(mid) => project(&project(&x, &down, 1, 0)?, mid, stride, padding)?,
+            None => product(layer.kind, &x, &down)?,
+            Some(mid) => product(layer.kind, &product(pointwise, &x, &down)?, mid)?,
         };
-        if let Some(dropout_seed) = dropout_seed.filter(|_| self.dropout > 0.0) {
-            h = (&h * self.dropout_mask(&dropout_seed, &h)?)?;
+        if let Some(seed) = dropout_seed {
+            h = self.drop_from(h, layer.kind, &seed)?;
         }
-        let change = (project(&h, &up, 1, 0)? * strength)?;
+        let change = (product(pointwise, &h, &up)? * strength)?;
         let change = change.to_dtype(output.dtype())?;
         nn::add(&output, &change)
     }
 
     fn low_rank(&self) -> Option<LowRank> {
         let (scale, is_training) = (self.strength(), self.handle.dropout_seed().is_some());
-        if scale == 0.0 || self.mid.is_some() || (is_training && self.dropout > 0.0) {
+        if scale == 0.0 || self.mid.is_some() || (is_training && !self.dropout.is_off()) {
             return None;
         }
         let [down, up] = self.weights(is_training).ok()?;
         Some(LowRank { down, up, scale })
+    }
+}
+
+impl WeightAdapter for LoraLayer {
+    fn factors(&self) -> Result<Option<LowRank>> {
+        let [down, up] = self.weights(false)?;
+        let scale = self.strength();
+        Ok(self.mid.is_none().then_some(LowRank { down, up, scale }))
+    }
+
+    fn change(&self, weight: &Weight) -> Result<Tensor> {
+        let [down, up] = self.weights(false)?;
+        let (rank, outputs) = (self.rank(), up.dims()[0]);
+        let up = up.reshape((outputs, rank))?;
+        let change = match &self.mid {
+            None => StoredMatrix::LowRank(up, down.flatten_from(1)?),
+            Some(mid) => StoredMatrix::Tucker(mid.clone(), up.t()?.contiguous()?, down.reshape((rank, ()))?),
+        };
+        (change.dense()? * self.strength())?.reshape(weight.dims())
     }
 }

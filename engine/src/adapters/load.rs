@@ -9,7 +9,6 @@ use crate::families::{self, LoraNames, Part, PartRole};
 use crate::nn::{LayerAdapter, LayerMut};
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::PartPaths;
-use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -48,28 +47,7 @@ pub fn check_lora(path: &Path, model: &Path, arch: ArchName, parts: &PartPaths) 
 fn load_file(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<LoadedLora> {
     let index = index_layers(parts)?;
     let (found, unknown) = file.resolve(&index)?;
-    if found.is_empty() {
-        let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
-        return Err(EngineError::WeightsFile {
-            reason: format!(
-                "none of its {} layers is in this model (the first is `{}`): it was made for {origin}",
-                file.modules.len(),
-                file.modules.first().map_or("", |m| m.stem.as_str())
-            ),
-            path: file.path,
-        });
-    }
-    if let Some(first) = without_transformer(parts, &found, &unknown) {
-        let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
-        return Err(EngineError::WeightsFile {
-            reason: format!(
-                "no layer of it is in this model's transformer, only {} of a text encoder that families share (`{first}` is \
-                 unknown): it was made for {origin}",
-                found.len()
-            ),
-            path: file.path,
-        });
-    }
+    check_fits(parts, &file, &found, &unknown)?;
     let layers = found.len();
     let handle = attach(parts, &file, found, multiplier)?;
     Ok(LoadedLora {
@@ -78,6 +56,36 @@ fn load_file(parts: &mut [Part<'_>], file: LoraFile, multiplier: f64) -> Result<
         unknown,
         alpha_is_unknown: file.alpha_is_unknown(),
     })
+}
+
+/// Checks that a file was made for a model of this family.
+///
+/// # Errors
+/// When no layer, or no layer of the transformer, is in the model.
+pub(super) fn check_fits(parts: &[Part<'_>], file: &LoraFile, found: &FileLayers, unknown: &[String]) -> Result<()> {
+    if found.is_empty() {
+        let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
+        return Err(EngineError::WeightsFile {
+            reason: format!(
+                "none of its {} layers is in this model (the first is `{}`): it was made for {origin}",
+                file.modules.len(),
+                file.modules.first().map_or("", |m| m.stem.as_str())
+            ),
+            path: file.path.clone(),
+        });
+    }
+    if let Some(first) = without_transformer(parts, found, unknown) {
+        let origin = file.origin().unwrap_or_else(|| "another model family".to_owned());
+        return Err(EngineError::WeightsFile {
+            reason: format!(
+                "no layer of it is in this model's transformer, only {} of a text encoder that families share (`{first}` is \
+                 unknown): it was made for {origin}",
+                found.len()
+            ),
+            path: file.path.clone(),
+        });
+    }
+    Ok(())
 }
 
 /// Attaches the layers of a LoRA file that are in text encoders, for text encoders without their model. Returns how many there
@@ -115,12 +123,11 @@ fn attach(parts: &mut [Part<'_>], file: &LoraFile, mut found: FileLayers, multip
             let Some(tensors) = found.remove(&(*id, name.to_owned())) else {
                 return Ok(());
             };
-            let (dims, device) = layer_info(&layer);
+            let weight = layer.weight().clone();
             let site = Site {
                 name: saved_name(*lora_names, *role, lora_prefix, name),
                 names: *lora_names,
-                dims: &dims,
-                device: &device,
+                weight: &weight,
                 handle: &handle,
             };
             let adapter = tensors.adapter(site).map_err(|reason| {
@@ -161,7 +168,7 @@ pub(super) fn index_layers(parts: &mut [Part<'_>]) -> Result<LayerIndex> {
     for part in parts.iter_mut() {
         let mut named = Vec::new();
         part.layers.visit_layers(&mut |name, layer| {
-            named.push((name.to_owned(), layer_info(&layer).0.first().copied().unwrap_or(0)));
+            named.push((name.to_owned(), layer.weight().dims().first().copied().unwrap_or(0)));
             Ok(())
         })?;
         index.add(part, &named);
@@ -175,13 +182,4 @@ pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<dyn LayerAdapter>
         LayerMut::Linear(l) => l.adapters.push(adapter),
         LayerMut::Conv2d(c) => c.adapters.push(adapter),
     }
-}
-
-/// The dimensions of the weight and the device of a layer.
-pub(super) fn layer_info(layer: &LayerMut<'_>) -> (Vec<usize>, Device) {
-    let weight = match layer {
-        LayerMut::Linear(layer) => &layer.weight,
-        LayerMut::Conv2d(layer) => &layer.weight,
-    };
-    (weight.dims().to_vec(), weight.device().clone())
 }

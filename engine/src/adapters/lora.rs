@@ -78,8 +78,12 @@ impl TrainedLayer for LoraLayer {
     /// the output is unchanged and all rows are trained. A higher rank is cut.
     fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String> {
         let Some(tensors) = file.as_any().downcast_ref::<LoraTensors>() else {
+            let hint = match file.kind() {
+                "whole difference" => ": extract it with a lower rank",
+                _ => "",
+            };
             return Err(format!(
-                "the file has a {} of it, and this job trains a LoRA",
+                "the file has a {} of it, and this job trains a LoRA{hint}",
                 file.kind()
             ));
         };

@@ -3,10 +3,10 @@
 use super::file_layer::{FileLayer, RoleTensors, Site};
 use super::joined::split;
 use super::keys::TensorRole;
-use super::layer::LoraLayer;
+use super::layer::{Dropout, LoraLayer};
 use super::names::NamedLayers;
 use super::tensors::LoraTensors;
-use crate::nn::LayerAdapter;
+use super::weight_adapter::WeightAdapter;
 use candle_core::{Result, Tensor, Var};
 use std::any::Any;
 use std::sync::Arc;
@@ -69,8 +69,8 @@ impl FileLayer for LoraTensors {
     }
 
     /// Tensors are reshaped if needed: some files store a linear layer as a 1x1 convolution, or the other way round.
-    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn LayerAdapter>, String> {
-        let (dims, rank) = (site.dims, self.rank());
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
+        let (dims, rank) = (site.weight.dims(), self.rank());
         let reshape_to = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
             let squeezed = |d: &[usize]| d.iter().copied().filter(|n| *n != 1).collect::<Vec<_>>();
             if squeezed(t.dims()) != squeezed(want) {
@@ -78,7 +78,7 @@ impl FileLayer for LoraTensors {
             }
             let t = t
                 .reshape(want)
-                .and_then(|t| t.to_device(site.device))
+                .and_then(|t| t.to_device(site.weight.device()))
                 .map_err(|e| e.to_string())?;
             Var::from_tensor(&t).map_err(|e| e.to_string())
         };
@@ -99,10 +99,18 @@ impl FileLayer for LoraTensors {
             mid,
             alpha: self.alpha.unwrap_or(rank as f64) * self.scalar,
             scalar: None,
-            dropout: 0.0,
+            dropout: Dropout::default(),
             names: site.names,
             handle: site.handle.clone(),
         }))
+    }
+
+    fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String> {
+        Ok(Vec::new())
+    }
+
+    fn lora(&self) -> Option<&LoraTensors> {
+        Some(self)
     }
 
     fn as_any(&self) -> &dyn Any {

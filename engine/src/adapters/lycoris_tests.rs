@@ -16,12 +16,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-fn tensors(name: &str) -> HashMap<String, Tensor> {
+pub(super) fn tensors(name: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join(format!("lycoris/{name}.safetensors")), &Device::Cpu).unwrap()
 }
 
 /// The layers of a file by their names in it.
-fn layers(tensors: &HashMap<String, Tensor>) -> BTreeMap<String, Arc<dyn FileLayer>> {
+pub(super) fn layers(tensors: &HashMap<String, Tensor>) -> BTreeMap<String, Arc<dyn FileLayer>> {
+    try_layers(tensors).unwrap()
+}
+
+pub(super) fn try_layers(tensors: &HashMap<String, Tensor>) -> Result<BTreeMap<String, Arc<dyn FileLayer>>, String> {
     let mut layers: BTreeMap<String, RoleTensors> = BTreeMap::new();
     for (key, tensor) in tensors {
         let ParsedKey::Adapter(stem, role) = parse_key(key) else {
@@ -37,11 +41,12 @@ fn layers(tensors: &HashMap<String, Tensor>) -> BTreeMap<String, Arc<dyn FileLay
             false => drop(layer.tensors.insert(role, tensor.clone())),
         }
     }
-    let read = |layer: &RoleTensors| READERS.iter().find_map(|read| read(layer)).unwrap().unwrap();
-    layers.iter().map(|(stem, layer)| (stem.clone(), read(layer))).collect()
+    let read = |layer: &RoleTensors| READERS.iter().find_map(|read| read(layer)).unwrap();
+    let layers = layers.iter().map(|(stem, layer)| Ok((stem.clone(), read(layer)?)));
+    layers.collect()
 }
 
-fn named(rows: &[usize], halves_swapped: bool) -> NamedLayers {
+pub(super) fn named(rows: &[usize], halves_swapped: bool) -> NamedLayers {
     NamedLayers {
         part: "unet",
         layers: rows.iter().map(|rows| (format!("of {rows} rows"), *rows)).collect(),
@@ -52,15 +57,15 @@ fn named(rows: &[usize], halves_swapped: bool) -> NamedLayers {
 /// What an adapter adds to the output of a layer with this shape, for the input x.
 fn change(layer: &dyn FileLayer, dims: &[usize], x: &Tensor) -> Tensor {
     let handle = LoraHandle::new(1.0);
+    let weight = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+    let base = Weight::Plain(weight.clone());
     let site = Site {
         name: "layer".to_owned(),
         names: LoraNames::Flattened,
-        dims,
-        device: &Device::Cpu,
+        weight: &base,
         handle: &handle,
     };
     let adapter = layer.adapter(site).unwrap();
-    let weight = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
     let (kind, output) = match dims.len() {
         2 => (LayerKind::Linear, x.matmul(&weight.t().unwrap()).unwrap()),
         _ => {
@@ -68,13 +73,12 @@ fn change(layer: &dyn FileLayer, dims: &[usize], x: &Tensor) -> Tensor {
             (kind, conv2d(x, &weight, None, 1, 1).unwrap())
         }
     };
-    let weight = Weight::Plain(weight);
-    let base = BaseLayer {
+    let layer = BaseLayer {
         kind,
-        weight: &weight,
+        weight: &base,
         bias: None,
     };
-    adapter.apply(&base, x, output).unwrap()
+    adapter.apply(&layer, x, output).unwrap()
 }
 
 /// An input that shows every element of the weight.
@@ -210,10 +214,7 @@ fn config(rank: usize, conv_rank: Option<usize>) -> LoraConfig {
         alpha: 1.5,
         conv_rank,
         conv_alpha: 2.5,
-        dropout: 0.0,
-        only_if_contains: vec![],
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     }
 }
 

@@ -1,4 +1,4 @@
-//! Adapters (LoRA, LoCon, LoKr): the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers,
+//! Adapters (LoRA, LoCon, LoKr, LoHa, DoRA, OFT, whole differences): the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers,
 //! peft, LyCORIS and ComfyUI.
 //!
 //! - [`LoraLayer`]: the computation of a LoRA, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
@@ -9,10 +9,13 @@
 //! - [`LoraNetwork`]: the trainable layers of a model, and the tensors to save.
 //! - [`base_layers`]: the layers of a model with their own weights, for LoRAs that are extracted.
 //! - [`rescale_lora`]: changes the strength of a file.
+//! - [`convert_lora`]: writes a file with the names of another program.
 
 mod base_layers;
 mod control;
+mod convert;
 mod difference;
+mod dora;
 mod file;
 mod file_layer;
 mod handle;
@@ -21,25 +24,33 @@ mod keys;
 mod layer;
 mod load;
 mod locon;
+mod loha;
 mod lokr;
 mod lora;
 mod lora_file;
 mod names;
 mod network;
+mod oft;
 mod origin;
 mod registry;
 mod rescale;
 mod save;
+mod stored_matrix;
 mod tensors;
 mod trained_layer;
+mod weight_adapter;
 
 pub use base_layers::{BaseLayer, base_layers};
+pub use convert::{Conversion, ConvertedLora, Dialect, convert_lora};
+pub use difference::Difference;
+pub use dora::Dora;
 pub use file::LoraFile;
 pub use file_layer::{FileLayer, LoraModule, Site};
 pub use handle::{LoraHandle, LoraPass, Multiplier};
-pub use layer::LoraLayer;
+pub use layer::{Dropout, LoraLayer};
 pub use load::{LoadedLora, check_lora, is_of_text, load_lora, load_text_lora};
 pub use locon::Locon;
+pub use loha::Loha;
 pub use lokr::Lokr;
 pub use lora::Lora;
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
@@ -48,6 +59,7 @@ pub use rescale::{RescaledLora, Rescaling, rescale_lora};
 pub use save::{lora_file_bytes, python_json, safetensors_bytes};
 pub use tensors::LoraTensors;
 pub use trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
+pub use weight_adapter::WeightAdapter;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -61,3 +73,6 @@ mod sd35_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod types_tests;

@@ -8,6 +8,9 @@ use std::collections::HashMap;
 /// A layer: the part of the model that it is in, and its dotted diffusers path.
 pub type LayerKey = (&'static str, String);
 
+/// The beginning and the length of ranges of rows, in their order.
+pub(super) type RowRanges = Vec<(usize, usize)>;
+
 /// What a name in a file stands for: a layer of the model, or a layer of the original release that consists of several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedLayers {
@@ -24,6 +27,27 @@ impl NamedLayers {
     #[must_use]
     pub fn rows(&self) -> usize {
         self.layers.iter().map(|(_, rows)| rows).sum()
+    }
+
+    /// The rows in the file that each layer has.
+    pub(super) fn row_ranges(&self) -> Vec<RowRanges> {
+        let mut start = 0;
+        let ranges = self.layers.iter().map(|(_, rows)| {
+            start += rows;
+            match (self.halves_swapped, rows / 2) {
+                (true, half) => vec![(half, rows - half), (0, half)],
+                (false, _) => vec![(start - rows, *rows)],
+            }
+        });
+        ranges.collect()
+    }
+
+    /// The rows in the file that each layer has; `None` where it has them all as they are.
+    pub(super) fn rows_if_converted(&self) -> Vec<Option<RowRanges>> {
+        match self.is_converted() {
+            true => self.row_ranges().into_iter().map(Some).collect(),
+            false => vec![None],
+        }
     }
 
     /// Whether the tensors in the file are not those of one layer of the model as they are.

@@ -1,8 +1,10 @@
 //! The trainable network of a model: its target layers, saving and loading. The types of adapters are in files of their own.
 
+use super::difference::Difference;
 use super::file::LoraFile;
 use super::handle::LoraHandle;
-use super::load::{attach_adapter, index_layers, layer_info};
+use super::layer::Dropout;
+use super::load::{attach_adapter, index_layers};
 use super::lora::Lora;
 use super::names::{LayerIndex, flatten, old_prefix, saved_name, toolkit_name};
 use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
@@ -25,24 +27,60 @@ pub struct LoraConfig {
     pub conv_rank: Option<usize>,
     /// The alpha for larger convolutions.
     pub conv_alpha: f64,
-    /// The probability to drop an element between down and up.
-    pub dropout: f64,
+    /// What training drops.
+    pub dropout: Dropout,
     /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,
     /// Layers whose name contains one of these strings are no targets. Takes precedence over `only_if_contains`.
     pub ignore_if_contains: Vec<String>,
+    /// Targets whose name contains one of these strings, and convolutions too whatever their kernel, are trained as whole differences
+    /// of weight and bias ([`Difference`]), whatever the type of the network.
+    pub full_if_contains: Vec<String>,
+    /// Only layers with at least this many weights and biases are targets.
+    pub parameter_threshold: u64,
     /// Only layers in the repeated blocks of a transformer ([`Part::blocks`]) are targets.
     pub blocks_only: bool,
 }
 
+impl Default for LoraConfig {
+    /// Rank 4 and alpha 1 for linear layers and 1x1 convolutions of repeated blocks.
+    fn default() -> Self {
+        Self {
+            rank: 4,
+            alpha: 1.0,
+            conv_rank: None,
+            conv_alpha: 1.0,
+            dropout: Dropout::default(),
+            only_if_contains: Vec::new(),
+            ignore_if_contains: Vec::new(),
+            full_if_contains: Vec::new(),
+            parameter_threshold: 0,
+            blocks_only: true,
+        }
+    }
+}
+
+/// How a layer is trained.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Target {
+    /// With the network's type of adapter, of this rank and alpha.
+    Adapter { rank: usize, alpha: f64 },
+    /// As a whole difference.
+    Difference,
+}
+
 impl LoraConfig {
-    /// The rank and alpha for a layer of a part with this path and weight shape; `None` if it is no target.
-    fn rank_and_alpha(&self, part: Naming, path: &str, dims: &[usize]) -> Option<(usize, f64)> {
+    /// How a layer of a part with this path and weight shape is trained; `None` if it is no target.
+    fn target(&self, part: Naming, path: &str, dims: &[usize], has_bias: bool) -> Option<Target> {
         if part.role == PartRole::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
             return None;
         }
         let is_in = |block: &&str| path.strip_prefix(*block).is_some_and(|rest| rest.starts_with('.'));
         if self.blocks_only && !part.blocks.is_empty() && !part.blocks.iter().any(is_in) {
+            return None;
+        }
+        let parameters = dims.iter().product::<usize>() + if has_bias { dims[0] } else { 0 };
+        if (parameters as u64) < self.parameter_threshold {
             return None;
         }
         let mut dotted = vec![format!("{}.{path}", part.lora_prefix)];
@@ -62,6 +100,9 @@ impl LoraConfig {
         if !self.only_if_contains.is_empty() && !self.only_if_contains.iter().any(selects) {
             return None;
         }
+        if self.full_if_contains.iter().any(selects) {
+            return Some(Target::Difference);
+        }
         let (rank, alpha) = if dims[2..].iter().any(|k| *k > 1) {
             (self.conv_rank?, self.conv_alpha)
         } else {
@@ -69,9 +110,12 @@ impl LoraConfig {
         };
         match part.names {
             // These names have an alpha beside them.
-            LoraNames::Flattened => Some((rank, alpha)),
+            LoraNames::Flattened => Some(Target::Adapter { rank, alpha }),
             // Their files have no alpha, so the scale is 1.
-            LoraNames::Dotted => Some((rank, rank as f64)),
+            LoraNames::Dotted => Some(Target::Adapter {
+                rank,
+                alpha: rank as f64,
+            }),
         }
     }
 }
@@ -182,18 +226,23 @@ impl LoraNetwork {
         for part in parts.iter_mut() {
             let naming = Naming::of(part, adapter);
             part.layers.visit_layers(&mut |path, layer| {
-                let (dims, device) = layer_info(&layer);
-                if !adapter.covers(naming.role, path) {
+                let weight = layer.weight().clone();
+                let dims = weight.dims();
+                let Some(target) = config.target(naming, path, dims, layer.bias().is_some()) else {
                     return Ok(());
-                }
-                let Some((rank, alpha)) = config.rank_and_alpha(naming, path, &dims) else {
-                    return Ok(());
+                };
+                let (adapter, rank, alpha) = match target {
+                    Target::Adapter { rank, alpha } if adapter.covers(naming.role, path) => (adapter, rank, alpha),
+                    Target::Adapter { .. } => return Ok(()),
+                    Target::Difference => (&Difference as &dyn AdapterType, 1, 1.0),
                 };
                 let new = NewLayer {
                     name: naming.saved_name(path),
                     names: naming.names,
-                    dims: &dims,
-                    device: &device,
+                    weight: &weight,
+                    has_bias: layer.bias().is_some(),
+                    dims,
+                    device: weight.device(),
                     rank,
                     alpha,
                     dropout: config.dropout,
@@ -267,14 +316,6 @@ impl LoraNetwork {
     /// # Errors
     /// When a shape does not match, the file has another type of adapter, or no layer of the file is a target.
     pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
-        if let Some(whole) = file.differences.first() {
-            return Err(EngineError::WeightsFile {
-                path: file.path.clone(),
-                reason: format!(
-                    "layer `{whole}` is a whole difference (`.diff`), from which a LoRA cannot be trained on: extract it with a lower rank"
-                ),
-            });
-        }
         let (mut resolved, unknown) = file.resolve(&self.index)?;
         let mut report = LoadReport {
             unknown,

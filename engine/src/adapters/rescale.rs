@@ -75,14 +75,30 @@ pub fn rescale_lora(
     }
     let mut ranks = BTreeMap::new();
     for module in &file.modules {
-        let Some(lora) = module.tensors.as_any().downcast_ref::<LoraTensors>() else {
-            return Err(file_error(format!(
-                "layer `{}` is a {}, and only a LoRA can be rescaled: use it with another strength instead",
-                module.stem,
-                module.tensors.kind()
-            )));
+        if let Some(lora) = module.tensors.as_any().downcast_ref::<LoraTensors>() {
+            ranks.insert(module.stem.as_str(), lora.rank());
+            continue;
+        }
+        let kind = module.tensors.kind();
+        // Two whole matrices of a LoKr have an alpha that means nothing.
+        let can_scale = match target {
+            ScaleTarget::UpDown => ["LoKr", "LoHa", "whole difference"].contains(&kind),
+            ScaleTarget::Alpha => kind == "LoHa",
         };
-        ranks.insert(module.stem.as_str(), lora.rank());
+        if !can_scale {
+            let instead = match kind {
+                "LoKr" => "set `scale_target: up_down`",
+                _ => "use it with another strength instead",
+            };
+            return Err(file_error(format!(
+                "layer `{}` has a {kind}, whose strength is not in its {}: {instead}",
+                module.stem,
+                match target {
+                    ScaleTarget::UpDown => "matrices",
+                    ScaleTarget::Alpha => "alpha",
+                }
+            )));
+        }
     }
     let each = factor.abs().sqrt();
     let mut tensors = BTreeMap::new();
@@ -97,8 +113,18 @@ pub fn rescale_lora(
         let scale = match (parsed, target) {
             (Some((_, TensorRole::Down)), ScaleTarget::UpDown) => each,
             (Some((_, TensorRole::Up)), ScaleTarget::UpDown) => each.copysign(factor),
-            // A whole difference has no second factor.
-            (Some((_, TensorRole::Diff)), ScaleTarget::UpDown) => factor,
+            // One factor of a product, or the whole difference.
+            (
+                Some((
+                    _,
+                    TensorRole::Diff
+                    | TensorRole::DiffB
+                    | TensorRole::LokrW2
+                    | TensorRole::LokrW2B
+                    | TensorRole::HadaW2B,
+                )),
+                ScaleTarget::UpDown,
+            ) => factor,
             (Some((_, TensorRole::Alpha)), ScaleTarget::Alpha) => factor,
             _ => 1.0,
         };

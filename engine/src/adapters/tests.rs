@@ -170,10 +170,7 @@ fn config() -> LoraConfig {
         alpha: 2.0,
         conv_rank: Some(3),
         conv_alpha: 3.0,
-        dropout: 0.0,
-        only_if_contains: vec![],
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     }
 }
 
@@ -359,7 +356,13 @@ fn an_invalid_file_is_an_error_that_names_it() {
     );
     check_error(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "incomplete");
     check_error(&one(&[("lora_unet_conv_in.lokr_t1", &[4, 4])]), "LoKr of another form");
-    check_error(&one(&[("lora_unet_conv_in.hada_w1_a", &[4, 4])]), "LoHa");
+    check_error(&one(&[("lora_unet_conv_in.hada_w1_a", &[4, 4])]), "incomplete");
+    check_error(&one(&[("lora_unet_conv_in.hada_x", &[4, 4])]), "LoHa of another form");
+    check_error(
+        &one(&[("lora_unet_conv_in.oft_R.weight", &[4, 4])]),
+        "OFT of another form",
+    );
+    check_error(&one(&[("lora_unet_conv_in.dora_scale", &[32, 1])]), "no other tensor");
     let product = [
         ("lora_unet_conv_in.lokr_w2_a", &[8, 2][..]),
         ("lora_unet_conv_in.lokr_w2_b", &[3, 18]),
@@ -374,7 +377,7 @@ fn an_invalid_file_is_an_error_that_names_it() {
         "36 outputs and 4 inputs, the layer has 16 and 4",
     );
     check_error(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
-    check_error(&one(&[("lora_unet_conv_in.diff_b", &[4])]), "biases");
+    check_error(&one(&[("lora_unet_conv_in.diff_b", &[4])]), "the model needs");
     check_error(
         &one(&[("lora_unet_conv_norm_out.diff", &[32])]),
         "layer `lora_unet_conv_norm_out`: its `.diff` [32] is not the whole difference",

@@ -2,9 +2,11 @@
 
 use super::file_layer::FileLayer;
 use super::handle::LoraHandle;
+use super::layer::Dropout;
+use super::weight_adapter::WeightAdapter;
 use crate::families::{LoraNames, PartRole};
-use crate::nn::LayerAdapter;
 use crate::rng::TorchGenerator;
+use crate::weights::Weight;
 use candle_core::{Device, Result, Tensor, Var};
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -42,6 +44,10 @@ pub struct NewLayer<'a> {
     pub name: String,
     /// How saved files name tensors.
     pub names: LoraNames,
+    /// Its weight.
+    pub weight: &'a Weight,
+    /// Whether it has a bias.
+    pub has_bias: bool,
     /// The shape of its weight.
     pub dims: &'a [usize],
     /// The device of its weight.
@@ -50,8 +56,8 @@ pub struct NewLayer<'a> {
     pub rank: usize,
     /// The alpha, which is not 0.
     pub alpha: f64,
-    /// The probability to drop an element.
-    pub dropout: f64,
+    /// What training drops.
+    pub dropout: Dropout,
     pub(super) handle: &'a Arc<LoraHandle>,
 }
 
@@ -63,7 +69,7 @@ impl NewLayer<'_> {
 }
 
 /// An adapter that is trained.
-pub trait TrainedLayer: LayerAdapter {
+pub trait TrainedLayer: WeightAdapter {
     /// The name of the layer in saved files.
     fn name(&self) -> &str;
 

@@ -96,10 +96,7 @@ pub(super) fn lora_step(
         alpha: 16.0,
         conv_rank: None,
         conv_alpha: 1.0,
-        dropout: 0.0,
-        only_if_contains: vec![],
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let network = LoraNetwork::attach(
         &lora,

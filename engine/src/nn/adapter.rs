@@ -39,6 +39,15 @@ pub trait LayerAdapter: Send + Sync + Debug {
     /// When the shapes do not match, or an operation fails.
     fn apply(&self, layer: &BaseLayer<'_>, x: &Tensor, output: Tensor) -> candle_core::Result<Tensor>;
 
+    /// The output of the layer with this adapter, where that is less work than changing the output of the layer (DoRA). The layer
+    /// calls it for its first adapter. `None`: there is no such way, and [`Self::apply`] is called.
+    ///
+    /// # Errors
+    /// As [`Self::apply`].
+    fn forward(&self, _layer: &BaseLayer<'_>, _x: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// The adapter as a low-rank change of the layer's weight, if it is one. The layer may then compute both as one
     /// operation. The result must be the same as that of [`Self::apply`].
     fn low_rank(&self) -> Option<LowRank> {

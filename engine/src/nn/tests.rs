@@ -309,6 +309,54 @@ fn upsampling_takes_the_nearest_pixel_and_its_gradients_are_correct() {
 }
 
 #[test]
+fn products_are_multiplied_element_by_element() {
+    let inputs = [random(1, &[2, 5, 3]), random(2, &[2, 3, 7])];
+    let product = |index: usize| {
+        inputs[0]
+            .get(index)
+            .unwrap()
+            .matmul(&inputs[1].get(index).unwrap())
+            .unwrap()
+    };
+    let expected = ((product(0) * product(1)).unwrap() * 0.7).unwrap();
+    let forward = |x: &[Tensor]| hadamard_of_products(&x[0], &x[1], 0.7).unwrap();
+    close(&forward(&inputs), &expected, 1e-6);
+    check_gradients(&inputs, forward);
+}
+
+#[test]
+fn channels_are_scaled_and_shifted() {
+    let conv = LayerKind::Conv { stride: 1, padding: 0 };
+    for (kind, shape, axis) in [
+        (LayerKind::Linear, vec![2, 5, 70], 2),
+        (LayerKind::Linear, vec![3, 4], 1),
+        (conv, vec![2, 70, 3, 5], 1),
+        (conv, vec![1, 3, 1, 1], 1),
+    ] {
+        let channels = shape[axis];
+        let inputs = [random(1, &shape), random(2, &[channels])];
+        let shift = random(3, &[channels]);
+        let mut broadcast = vec![1; shape.len()];
+        broadcast[axis] = channels;
+        for shift in [None, Some(&shift)] {
+            let over = |vector: &Tensor| vector.reshape(broadcast.as_slice()).unwrap();
+            let scaled = inputs[0].broadcast_mul(&over(&(&inputs[1] + 1.0).unwrap())).unwrap();
+            let expected = match shift {
+                Some(shift) => scaled.broadcast_add(&over(shift)).unwrap(),
+                None => scaled,
+            };
+            close(
+                &scale_channels(kind, &inputs[0], &inputs[1], shift).unwrap(),
+                &expected,
+                1e-6,
+            );
+            check_gradients(&inputs, |x| scale_channels(kind, &x[0], &x[1], shift).unwrap());
+        }
+        assert!(scale_channels(kind, &inputs[0], &random(2, &[channels + 1]), None).is_err());
+    }
+}
+
+#[test]
 fn adapters_are_applied_in_order() {
     #[derive(Debug)]
     struct Add(f64);
@@ -547,6 +595,8 @@ in_portable_mode! {
     attention_equals_attention_with_candles_operations,
     upsampling_takes_the_nearest_pixel_and_its_gradients_are_correct,
     adapters_are_applied_in_order,
+    channels_are_scaled_and_shifted,
+    products_are_multiplied_element_by_element,
     sums_and_concatenations_equal_candles,
     images_and_tokens_are_converted_into_each_other,
     a_layer_fused_with_its_lora_equals_the_sum_of_both,

@@ -2,6 +2,8 @@
 
 use super::{Conv2d, Linear};
 use crate::error::Result;
+use crate::weights::Weight;
+use candle_core::Tensor;
 
 /// A layer to which adapters can be added.
 #[derive(Debug)]
@@ -10,6 +12,26 @@ pub enum LayerMut<'a> {
     Linear(&'a mut Linear),
     /// A convolution.
     Conv2d(&'a mut Conv2d),
+}
+
+impl LayerMut<'_> {
+    /// Its weight.
+    #[must_use]
+    pub fn weight(&self) -> &Weight {
+        match self {
+            Self::Linear(layer) => &layer.weight,
+            Self::Conv2d(layer) => &layer.weight,
+        }
+    }
+
+    /// Its bias.
+    #[must_use]
+    pub fn bias(&self) -> Option<&Tensor> {
+        match self {
+            Self::Linear(layer) => layer.bias.as_ref(),
+            Self::Conv2d(layer) => layer.bias.as_ref(),
+        }
+    }
 }
 
 /// A model whose layers can be visited by name.

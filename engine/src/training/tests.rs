@@ -11,7 +11,7 @@ mod sd35;
 mod zimage;
 
 use super::*;
-use crate::adapters::{LoraConfig, LoraNetwork};
+use crate::adapters::{Dropout, LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::families::{Conditioning, Model};
 use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
@@ -104,10 +104,8 @@ fn compare(name: &str) -> (f64, f64) {
         alpha: 8.0,
         conv_rank: (name == "conv").then_some(4),
         conv_alpha: 8.0,
-        dropout: 0.0,
         only_if_contains: targets,
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let mut trained = model.parts();
     trained.retain(|part| trains(part.id));
@@ -270,10 +268,11 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
         alpha: 8.0,
         conv_rank: Some(4),
         conv_alpha: 8.0,
-        dropout: 0.2,
-        only_if_contains: vec![],
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        dropout: Dropout {
+            element: 0.2,
+            ..Dropout::default()
+        },
+        ..LoraConfig::default()
     };
     let network = LoraNetwork::attach(
         &config,

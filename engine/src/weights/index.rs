@@ -94,6 +94,16 @@ impl Index {
         self.entries.get(name).map(|entry| entry.shape.as_slice())
     }
 
+    /// The dtype of a tensor that is stored in floats of 16 bits or more.
+    pub(crate) fn float_dtype(&self, name: &str) -> Option<DType> {
+        match self.entries.get(name)?.storage {
+            StorageType::Floats(FloatFormat::F32) => Some(DType::F32),
+            StorageType::Floats(FloatFormat::F16) => Some(DType::F16),
+            StorageType::Floats(FloatFormat::Bf16) => Some(DType::BF16),
+            _ => None,
+        }
+    }
+
     /// The quantisation types of the stored weights: `q4_k`, `float8`, `nf4`. Empty if no weight is quantised.
     #[must_use]
     pub fn quantization_kinds(&self) -> BTreeSet<&'static str> {

@@ -1,6 +1,6 @@
 //! The layers of a component and the memory of their weights, as `engine/src/weights` and `engine/src/quant` choose it.
 
-use super::layers::{Adapter, KronSizes, Layer, Unpacking};
+use super::layers::{Adapter, AdapterForm, KronSizes, Layer, Unpacking};
 use super::norm::Norm;
 use crate::job::lokr::{lokr_factors, lokr_is_full};
 use crate::plan::names::{NameFilter, matches_glob};
@@ -17,6 +17,10 @@ pub(in crate::plan) enum AdapterKind {
         /// `None`: as square as possible.
         factor: Option<usize>,
     },
+    Dora,
+    Loha,
+    /// A whole difference of each layer (`fullrank`).
+    Difference,
 }
 
 /// The blocks of a U-Net whose layers get a LoCon (`engine/src/adapters/locon.rs`).
@@ -31,6 +35,10 @@ pub(in crate::plan) struct AdapterOptions {
     pub(in crate::plan) conv_rank: Option<f64>,
     pub(in crate::plan) dropout: bool,
     pub(in crate::plan) filter: NameFilter,
+    /// Layers whose name contains one of these are trained as whole differences.
+    pub(in crate::plan) full_if_contains: Vec<String>,
+    /// Layers with fewer weights and biases have no adapter.
+    pub(in crate::plan) parameter_threshold: f64,
 }
 
 /// What a job does with the weights of a component.
@@ -281,18 +289,41 @@ impl Builder {
     /// Counts the trained tensors of a layer's adapter.
     fn count_adapter(&mut self, adapter: Adapter, sizes: LayerSizes, fan_in: f64) {
         let (rank, kernel) = (adapter.rank, sizes.kernel);
-        if let Some(kron) = adapter.kron {
-            self.trained(kron.a * kron.c, Some(kron.a + kron.c));
-            let width = kron.d * kernel * kernel;
-            match kron.rank {
-                None if kernel > 1.0 => self.trained(kron.b * width, Some(2.0 * kron.b * width / kernel)),
-                None => self.trained(kron.b * width, Some(kron.b + width)),
-                Some(rank) => {
-                    self.trained(kron.b * rank, Some(kron.b + rank));
-                    self.trained(rank * width, Some(rank + width));
+        match adapter.form {
+            AdapterForm::LowRank { .. } => {}
+            AdapterForm::Magnitude => self.trained(sizes.outputs, None),
+            AdapterForm::Kron(kron) => {
+                self.trained(kron.a * kron.c, Some(kron.a + kron.c));
+                let width = kron.d * kernel * kernel;
+                match kron.rank {
+                    None if kernel > 1.0 => self.trained(kron.b * width, Some(2.0 * kron.b * width / kernel)),
+                    None => self.trained(kron.b * width, Some(kron.b + width)),
+                    Some(rank) => {
+                        self.trained(kron.b * rank, Some(kron.b + rank));
+                        self.trained(rank * width, Some(rank + width));
+                    }
                 }
+                return;
             }
-            return;
+            AdapterForm::Hadamard => {
+                for _ in 0..2 {
+                    self.trained(sizes.outputs * rank, Some(sizes.outputs + rank));
+                    self.trained(rank * fan_in, Some(rank + fan_in));
+                }
+                return;
+            }
+            AdapterForm::Difference => {
+                let elements = sizes.outputs * fan_in;
+                let means = match kernel > 1.0 {
+                    true => 2.0 * elements / kernel,
+                    false => sizes.outputs + fan_in,
+                };
+                self.trained(elements, Some(means));
+                if sizes.bias {
+                    self.trained(sizes.outputs, None);
+                }
+                return;
+            }
         }
         let (down, up) = (rank * fan_in, rank * sizes.outputs);
         let means = |elements: f64, other: f64| match kernel > 1.0 {
@@ -302,7 +333,7 @@ impl Builder {
         self.trained(down, Some(means(down, fan_in)));
         // The up projection of a convolution has a kernel of 1 x 1: its means have as many elements as itself, twice.
         self.trained(up, Some(if kernel > 1.0 { 2.0 * up } else { rank + sizes.outputs }));
-        if adapter.has_scalar {
+        if adapter.form == (AdapterForm::LowRank { has_scalar: true }) {
             self.trained(1.0, None);
         }
     }
@@ -310,28 +341,45 @@ impl Builder {
     /// The adapter of the layer, if the job has one for it.
     fn adapter(&self, name: &str, sizes: LayerSizes) -> Option<Adapter> {
         let options = self.options.adapter.as_ref()?;
+        if !self.options.lora_layers.include(name) {
+            return None;
+        }
+        let fan_in = sizes.inputs * sizes.kernel * sizes.kernel;
+        let bias = if sizes.bias { sizes.outputs } else { 0.0 };
+        let dotted = format!("{}.{name}", self.options.lora_prefix);
+        if sizes.outputs * fan_in + bias < options.parameter_threshold || !options.filter.selects_layer(&dotted) {
+            return None;
+        }
+        let flattened = dotted.replace('.', "_");
+        let is_full = |part: &String| dotted.contains(part.as_str()) || flattened.contains(part.as_str());
+        if options.full_if_contains.iter().any(is_full) {
+            return Some(Adapter {
+                rank: 1.0,
+                dropout: false,
+                form: AdapterForm::Difference,
+            });
+        }
         let rank = match sizes.kernel > 1.0 {
             true => options.conv_rank?,
             false => options.rank,
         };
-        if !self.options.lora_layers.include(name) {
-            return None;
-        }
         let is_text = matches!(self.options.lora_layers, LoraLayers::AttentionAndMlp);
-        let has_scalar = options.kind == AdapterKind::Locon;
-        if has_scalar && !is_text && !name.split('.').any(|part| LOCON_BLOCKS.contains(&part)) {
+        let is_locon = options.kind == AdapterKind::Locon;
+        if is_locon && !is_text && !name.split('.').any(|part| LOCON_BLOCKS.contains(&part)) {
             return None;
         }
-        let kron = match options.kind {
-            AdapterKind::Lokr { factor } => Some(kron_sizes(rank, factor, sizes)),
-            AdapterKind::Lora | AdapterKind::Locon => None,
+        let form = match options.kind {
+            AdapterKind::Lora => AdapterForm::LowRank { has_scalar: false },
+            AdapterKind::Locon => AdapterForm::LowRank { has_scalar: true },
+            AdapterKind::Lokr { factor } => AdapterForm::Kron(kron_sizes(rank, factor, sizes)),
+            AdapterKind::Dora => AdapterForm::Magnitude,
+            AdapterKind::Loha => AdapterForm::Hadamard,
+            AdapterKind::Difference => AdapterForm::Difference,
         };
-        let dotted = format!("{}.{name}", self.options.lora_prefix);
-        options.filter.selects_layer(&dotted).then_some(Adapter {
+        Some(Adapter {
             rank,
             dropout: options.dropout,
-            has_scalar,
-            kron,
+            form,
         })
     }
 

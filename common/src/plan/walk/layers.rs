@@ -10,15 +10,41 @@ const FEW_ROWS: f64 = 160.0;
 /// Elements of a tile of the gradient of a convolution with a stride (`MAX_TILE_ELEMENTS` in `nn/conv2d/geometry.rs`).
 const TILE_ELEMENTS: f64 = 1_048_576.0;
 
-/// The adapter of a layer, which is low-rank if it is no Kronecker product.
+/// The adapter of a layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::plan) struct Adapter {
     pub(in crate::plan) rank: f64,
-    /// Whether elements are dropped in training: then layer and adapter are not computed as one operation.
+    /// Whether training drops something: then layer and adapter are not computed as one operation.
     pub(in crate::plan) dropout: bool,
-    /// Whether a number is trained too that multiplies the change (LoCon).
-    pub(in crate::plan) has_scalar: bool,
-    pub(in crate::plan) kron: Option<KronSizes>,
+    pub(in crate::plan) form: AdapterForm,
+}
+
+/// How an adapter changes the weight of its layer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(in crate::plan) enum AdapterForm {
+    /// A low-rank product.
+    LowRank {
+        /// Whether a number is trained too that multiplies the change (LoCon).
+        has_scalar: bool,
+    },
+    /// A Kronecker product (LoKr).
+    Kron(KronSizes),
+    /// A low-rank product and a magnitude of each row (DoRA).
+    Magnitude,
+    /// The element-wise product of two low-rank products (LoHa).
+    Hadamard,
+    /// A difference of its size, and that of the bias.
+    Difference,
+}
+
+impl Adapter {
+    /// The rank of the low-rank product that is computed together with the layer.
+    fn low_rank(self) -> f64 {
+        match self.form {
+            AdapterForm::LowRank { .. } => self.rank,
+            _ => 0.0,
+        }
+    }
 }
 
 /// The sizes of a LoKr: its first matrix is [a, c], its second [b, d, kernel, kernel], which may be a product.
@@ -149,8 +175,15 @@ impl Walk {
 
     pub(super) fn layer(&self, layer: &Layer, x: &Shaped, is_linear: bool) -> Shaped {
         let x = self.contiguous(x.clone());
-        if let Some(kron) = layer.adapter.and_then(|adapter| adapter.kron) {
-            return self.layer_with_kron(layer, kron, &x, is_linear);
+        if let Some(adapter) = layer.adapter {
+            match adapter.form {
+                AdapterForm::LowRank { .. } => {}
+                AdapterForm::Kron(kron) => return self.layer_with_kron(layer, kron, &x, is_linear),
+                AdapterForm::Magnitude => return self.layer_with_magnitude(layer, adapter, &x, is_linear),
+                AdapterForm::Hadamard | AdapterForm::Difference => {
+                    return self.layer_with_dense(layer, adapter, &x, is_linear);
+                }
+            }
         }
         let product = Self::sizes_of(layer, &x, is_linear);
         if !self.backend.is_cpu() {
@@ -173,7 +206,7 @@ impl Walk {
     }
 
     fn layer_forward(&self, layer: &Layer, product: &Product, tracked: bool) -> Shaped {
-        let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+        let rank = layer.adapter.map_or(0.0, Adapter::low_rank);
         self.meter
             .multiply(product.rows * (layer.elements() + layer.low_rank_elements()));
         let weight = layer.unpacked(self, product.rows);
@@ -191,7 +224,7 @@ impl Walk {
         let (x_id, x_dims, needs_dx) = (x.id, x.dims, x.tracked);
         self.record_step(y, move |walk, gradient| {
             let mut gradients = Vec::new();
-            let rank = layer.adapter.map_or(0.0, |adapter| adapter.rank);
+            let rank = layer.adapter.map_or(0.0, Adapter::low_rank);
             let weights = layer.elements() * (f64::from(needs_dx) + f64::from(layer.is_trained));
             // Both matrices are multiplied with the gradient, and get one; the hidden state is computed again.
             walk.meter

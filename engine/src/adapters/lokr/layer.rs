@@ -1,7 +1,10 @@
 //! One LoKr layer: `y + (first ⊗ second) x * scale * multiplier`, without building the Kronecker product.
 
 use super::super::handle::LoraHandle;
-use crate::nn::{self, BaseLayer, LayerAdapter, LayerKind, kron, matmul};
+use super::super::names::RowRanges;
+use super::super::weight_adapter::{WeightAdapter, channels_axis, select_rows, tracked_if};
+use crate::nn::{self, BaseLayer, LayerAdapter, kron, matmul};
+use crate::weights::Weight;
 use candle_core::{Result, Tensor, Var};
 use std::sync::Arc;
 
@@ -25,16 +28,9 @@ impl Factor {
 
     /// The matrix, tracked for gradients if `is_training`.
     fn tensor(&self, is_training: bool) -> Result<Tensor> {
-        let tensor = |v: &Var| {
-            if is_training {
-                v.as_tensor().clone()
-            } else {
-                v.as_tensor().detach()
-            }
-        };
         match self {
-            Self::Full(matrix) => Ok(tensor(matrix)),
-            Self::LowRank(left, right) => matmul(&tensor(left), &tensor(right)),
+            Self::Full(matrix) => Ok(tracked_if(is_training, matrix)),
+            Self::LowRank(left, right) => matmul(&tracked_if(is_training, left), &tracked_if(is_training, right)),
         }
     }
 }
@@ -54,7 +50,7 @@ pub(super) struct LokrLayer {
     pub(super) alpha: f64,
     pub(super) scale: f64,
     /// The beginning and the length of the ranges of rows that the layer has of a larger product, in its order.
-    pub(super) rows: Option<Vec<(usize, usize)>>,
+    pub(super) rows: Option<RowRanges>,
     pub(super) handle: Arc<LoraHandle>,
 }
 
@@ -79,15 +75,26 @@ impl LayerAdapter for LokrLayer {
         }
         let is_training = self.handle.dropout_seed().is_some();
         let (first, second) = (self.first.tensor(is_training)?, self.second(is_training)?);
-        let mut change = kron(x, &first, &second, layer.kind, strength)?;
-        if let Some(rows) = &self.rows {
-            let axis = match layer.kind {
-                LayerKind::Linear => change.rank() - 1,
-                LayerKind::Conv { .. } => 1,
-            };
-            let ranges = rows.iter().map(|(start, count)| change.narrow(axis, *start, *count));
-            change = Tensor::cat(&ranges.collect::<Result<Vec<_>>>()?, axis)?;
-        }
+        let change = kron(x, &first, &second, layer.kind, strength)?;
+        let axis = channels_axis(layer.kind, &change);
+        let change = select_rows(change, axis, self.rows.as_deref())?;
         nn::add(&output, &change.to_dtype(output.dtype())?)
+    }
+}
+
+impl WeightAdapter for LokrLayer {
+    fn change(&self, weight: &Weight) -> Result<Tensor> {
+        let (first, second) = (self.first.tensor(false)?, self.second(false)?);
+        let ((a, c), dims) = (first.dims2()?, second.dims());
+        let (b, d, kernel) = (dims[0], dims[1], &dims[2..]);
+        let ones = vec![1; kernel.len()];
+        // [a, 1, c, 1, ..] times [1, b, 1, d, ..].
+        let first = first.reshape([&[a, 1, c, 1], &ones[..]].concat())?;
+        let second = second.reshape([&[1, b, 1, d], kernel].concat())?;
+        let product = first
+            .broadcast_mul(&second)?
+            .reshape([&[a * b, c * d], kernel].concat())?;
+        let change = (product * (self.scale * self.handle.strength()))?;
+        select_rows(change, 0, self.rows.as_deref())?.reshape(weight.dims())
     }
 }

@@ -2,69 +2,22 @@
 
 use super::super::file_layer::{FileLayer, RoleTensors, Site};
 use super::super::keys::TensorRole;
-use super::super::names::NamedLayers;
+use super::super::names::{NamedLayers, RowRanges};
+use super::super::stored_matrix::{StoredMatrix, with_alpha};
+use super::super::weight_adapter::WeightAdapter;
 use super::layer::{Factor, LokrLayer};
-use crate::nn::LayerAdapter;
 use candle_core::{Result, Tensor, Var};
 use std::any::Any;
 use std::sync::Arc;
 
-/// A matrix of a LoKr in a file.
-#[derive(Clone, Debug)]
-enum Stored {
-    Full(Tensor),
-    /// [rows, rank] and [rank, columns].
-    LowRank(Tensor, Tensor),
-    /// Tucker's decomposition of a convolution: the core [rank, rank, kh, kw], [rank, rows] and [rank, columns].
-    Tucker(Tensor, Tensor, Tensor),
-}
-
-impl Stored {
-    /// The rows and the columns; the columns of a convolution's low-rank product include its kernel.
-    fn sizes(&self) -> [usize; 2] {
-        match self {
-            Self::Full(matrix) => [matrix.dims()[0], matrix.dims()[1]],
-            Self::LowRank(left, right) => [left.dims()[0], right.dims()[1]],
-            Self::Tucker(_, left, right) => [left.dims()[1], right.dims()[1]],
-        }
-    }
-
-    fn rank(&self) -> Option<usize> {
-        match self {
-            Self::Full(_) => None,
-            Self::LowRank(_, right) | Self::Tucker(_, _, right) => Some(right.dims()[0]),
-        }
-    }
-
-    fn dense(&self) -> Result<Tensor> {
-        match self {
-            Self::Full(matrix) => Ok(matrix.clone()),
-            Self::LowRank(left, right) => left.matmul(right),
-            Self::Tucker(core, left, right) => {
-                let (rank, _, height, width) = core.dims4()?;
-                // sum over i and j of core[i, j, h, w] left[i, p] right[j, r].
-                let rows = left.t()?.matmul(&core.reshape((rank, rank * height * width))?)?;
-                let rows = rows
-                    .reshape(((), rank, height * width))?
-                    .transpose(1, 2)?
-                    .contiguous()?;
-                let (p, taps, _) = rows.dims3()?;
-                let product = rows.reshape((p * taps, rank))?.matmul(right)?;
-                let product = product.reshape((p, taps, ()))?.transpose(1, 2)?.contiguous()?;
-                product.reshape((p, right.dim(1)?, height, width))
-            }
-        }
-    }
-}
-
 /// The tensors of one layer, float32 on the CPU.
 #[derive(Clone, Debug)]
 pub(in super::super) struct LokrTensors {
-    first: Stored,
-    second: Stored,
+    first: StoredMatrix,
+    second: StoredMatrix,
     alpha: Option<f64>,
     /// The ranges of rows of the product that the layer has, in its order; all if there are none.
-    rows: Option<Vec<(usize, usize)>>,
+    rows: Option<RowRanges>,
 }
 
 impl LokrTensors {
@@ -77,21 +30,21 @@ impl LokrTensors {
         }
         let stored = |name: &str, full, left, right, core| {
             let stored = match (found.get(full), found.get(left), found.get(right), core) {
-                (Some(matrix), ..) => Stored::Full(matrix),
-                (None, Some(left), Some(right), None) => Stored::LowRank(left, right),
-                (None, Some(left), Some(right), Some(core)) => Stored::Tucker(core, left, right),
+                (Some(matrix), ..) => StoredMatrix::Full(matrix),
+                (None, Some(left), Some(right), None) => StoredMatrix::LowRank(left, right),
+                (None, Some(left), Some(right), Some(core)) => StoredMatrix::Tucker(core, left, right),
                 _ => {
                     return Err(format!(
                         "it has neither `{name}` nor both `{name}_a` and `{name}_b`: the file is incomplete"
                     ));
                 }
             };
-            check(&stored).map(|()| stored)
+            stored.check("LoKr").map(|()| stored)
         };
         let first = stored("lokr_w1", LokrW1, LokrW1A, LokrW1B, None);
         let second = stored("lokr_w2", LokrW2, LokrW2A, LokrW2B, found.get(LokrT2));
         let layer = first.and_then(|first| {
-            if matches!(&first, Stored::Full(matrix) if matrix.elem_count() != matrix.dims()[0] * matrix.dims()[1]) {
+            if matches!(&first, StoredMatrix::Full(matrix) if matrix.elem_count() != matrix.dims()[0] * matrix.dims()[1]) {
                 return Err("`lokr_w1` has more than two dimensions".to_owned());
             }
             Ok(Self {
@@ -142,7 +95,7 @@ impl LokrTensors {
                 Err("the file has one LoKr for several layers of this model, which cannot be trained".to_owned())
             }
             (_, false) => Ok(vec![first, self.second(kernel)?]),
-            (Stored::LowRank(left, right), true) => Ok(vec![first, left.clone(), right.clone()]),
+            (StoredMatrix::LowRank(left, right), true) => Ok(vec![first, left.clone(), right.clone()]),
             (_, true) => Err(
                 "the file's second matrix is no product of `lokr_w2_a` and `lokr_w2_b`, which this job trains: set \
                  `network.lokr_full_rank: true`"
@@ -150,27 +103,6 @@ impl LokrTensors {
             ),
         }
     }
-}
-
-/// Whether the tensors of a matrix fit together.
-fn check(stored: &Stored) -> std::result::Result<(), String> {
-    let fits = match stored {
-        Stored::Full(matrix) => matrix.rank() >= 2,
-        Stored::LowRank(left, right) => left.rank() == 2 && right.rank() == 2 && left.dims()[1] == right.dims()[0],
-        Stored::Tucker(core, left, right) => {
-            let (core, ranks) = (core.dims(), [left.dims().first(), right.dims().first()]);
-            left.rank() == 2 && right.rank() == 2 && core.len() == 4 && ranks == [core.first(), core.get(1)]
-        }
-    };
-    if fits {
-        return Ok(());
-    }
-    let dims = match stored {
-        Stored::Full(matrix) => vec![matrix.dims()],
-        Stored::LowRank(left, right) => vec![left.dims(), right.dims()],
-        Stored::Tucker(core, left, right) => vec![left.dims(), right.dims(), core.dims()],
-    };
-    Err(format!("its LoKr matrices {dims:?} do not fit together"))
 }
 
 impl FileLayer for LokrTensors {
@@ -193,30 +125,19 @@ impl FileLayer for LokrTensors {
     fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
         // 0 means the rank; that of two full matrices is infinite in float16.
         let alpha = self.alpha.filter(|alpha| *alpha != 0.0 && alpha.is_finite());
-        let with = |rows| -> Arc<dyn FileLayer> {
+        let parts = named.rows_if_converted().into_iter().map(|rows| -> Arc<dyn FileLayer> {
             Arc::new(Self {
                 alpha,
                 rows,
                 ..self.clone()
             })
-        };
-        if named.halves_swapped {
-            let (rows, half) = (self.outputs(), self.outputs() / 2);
-            return Ok(vec![with(Some(vec![(half, rows - half), (0, half)]))]);
-        }
-        if named.layers.len() == 1 {
-            return Ok(vec![with(None)]);
-        }
-        let mut start = 0;
-        let parts = named.layers.iter().map(|(_, rows)| {
-            start += rows;
-            with(Some(vec![(start - rows, *rows)]))
         });
         Ok(parts.collect())
     }
 
-    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn LayerAdapter>, String> {
-        let (dims, kernel) = (site.dims, &site.dims[2..]);
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
+        let dims = site.weight.dims();
+        let kernel = &dims[2..];
         let failed = |error: candle_core::Error| error.to_string();
         let (first, second) = (self.first().map_err(failed)?, self.second(kernel)?);
         let (a, c) = first.dims2().map_err(failed)?;
@@ -232,7 +153,9 @@ impl FileLayer for LokrTensors {
             ));
         }
         let factor = |matrix: &Tensor| -> Result<Factor> {
-            Ok(Factor::Full(Var::from_tensor(&matrix.to_device(site.device)?)?))
+            Ok(Factor::Full(Var::from_tensor(
+                &matrix.to_device(site.weight.device())?,
+            )?))
         };
         Ok(Arc::new(LokrLayer {
             name: site.name,
@@ -244,6 +167,13 @@ impl FileLayer for LokrTensors {
             rows: self.rows.clone(),
             handle: site.handle.clone(),
         }))
+    }
+
+    fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String> {
+        let mut tensors = self.first.named(["lokr_w1", "lokr_w1_a", "lokr_w1_b", ""]);
+        let second = ["lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"];
+        tensors.extend(self.second.named(second));
+        with_alpha(tensors, self.alpha, self.rows.as_ref())
     }
 
     fn as_any(&self) -> &dyn Any {

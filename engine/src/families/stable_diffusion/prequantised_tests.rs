@@ -313,10 +313,7 @@ fn lora_gradients(model: &mut SdModel) -> Vec<(String, Tensor)> {
         alpha: 4.0,
         conv_rank: Some(2),
         conv_alpha: 2.0,
-        dropout: 0.0,
-        only_if_contains: Vec::new(),
-        ignore_if_contains: Vec::new(),
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let mut generator = TorchGenerator::manual_seed(3);
     let network = LoraNetwork::attach(&config, &mut [unet_part(model)], &mut generator).unwrap();

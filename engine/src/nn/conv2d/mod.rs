@@ -68,10 +68,6 @@ impl Conv2d {
     /// # Errors
     /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let (mut y, adapters) = match self.forward_fused(x)? {
-            Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
-            None => (self.forward_base(x)?, self.adapters.as_slice()),
-        };
         let layer = BaseLayer {
             kind: LayerKind::Conv {
                 stride: self.stride,
@@ -79,6 +75,14 @@ impl Conv2d {
             },
             weight: &self.weight,
             bias: self.bias.as_ref(),
+        };
+        let first = match (self.adapters.first(), self.forward_fused(x)?) {
+            (Some(adapter), None) => adapter.forward(&layer, x)?,
+            (_, fused) => fused,
+        };
+        let (mut y, adapters) = match first {
+            Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
+            None => (self.forward_base(x)?, self.adapters.as_slice()),
         };
         for adapter in adapters {
             y = adapter.apply(&layer, x, y)?;

@@ -74,17 +74,21 @@ impl Linear {
     /// # Errors
     /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let (mut y, adapters) = match self.forward_fused(x)? {
+        let layer = BaseLayer {
+            kind: LayerKind::Linear,
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+        };
+        let first = match (self.adapters.first(), self.forward_fused(x)?) {
+            (Some(adapter), None) => adapter.forward(&layer, x)?,
+            (_, fused) => fused,
+        };
+        let (mut y, adapters) = match first {
             Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
             None => (
                 linear_with_weight(x, &self.weight, self.bias.as_ref())?,
                 self.adapters.as_slice(),
             ),
-        };
-        let layer = BaseLayer {
-            kind: LayerKind::Linear,
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
         };
         for adapter in adapters {
             y = adapter.apply(&layer, x, y)?;

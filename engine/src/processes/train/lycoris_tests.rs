@@ -1,5 +1,5 @@
-//! Whole jobs that train a LoKr or a LoCon: they resume exactly, write the names of ai-toolkit, and have the tensors that the planner
-//! counts.
+//! Whole jobs that train other types of adapters than LoRA: they resume exactly, write the names of ai-toolkit, and have the tensors
+//! that the planner counts.
 
 use super::options;
 use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
@@ -12,13 +12,14 @@ use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::dtype::DType;
-use aitk_common::job::network::{NetworkConfig, NetworkType};
+use aitk_common::job::network::{NetworkConfig, NetworkKwargs, NetworkType};
 use aitk_common::job::optimizer::OptimizerName;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::sample::SampleItem;
-use aitk_common::job::values::Integer;
+use aitk_common::job::values::{Integer, OneOrMany};
 use aitk_common::plan::output::RunOutput;
 use aitk_common::plan::parameter_counts::ParameterCounts;
+use std::collections::BTreeSet;
 use std::path::Path;
 
 fn network(kind: NetworkType) -> NetworkConfig {
@@ -31,6 +32,35 @@ fn network(kind: NetworkType) -> NetworkConfig {
         lokr_full_rank: false,
         lokr_factor: Integer(2),
         ..NetworkConfig::default()
+    }
+}
+
+/// With every kind of dropout.
+fn dropping(kind: NetworkType) -> NetworkConfig {
+    NetworkConfig {
+        dropout: Some(0.2),
+        network_kwargs: NetworkKwargs {
+            rank_dropout: Some(0.3),
+            module_dropout: Some(0.4),
+            ..NetworkKwargs::default()
+        },
+        ..network(kind)
+    }
+}
+
+/// With whole differences of some layers.
+fn with_differences(kind: NetworkType) -> NetworkConfig {
+    NetworkConfig {
+        network_kwargs: NetworkKwargs {
+            full_if_contains: OneOrMany(vec![
+                "conv_in".to_owned(),
+                "mid_block".to_owned(),
+                "layers.0".to_owned(),
+            ]),
+            parameter_threshold: 1000,
+            ..NetworkKwargs::default()
+        },
+        ..network(kind)
     }
 }
 
@@ -49,7 +79,7 @@ fn check_resumption(process: &dyn Fn(&Path) -> TrainerProcess) {
 }
 
 #[test]
-fn a_lokr_and_a_locon_of_a_unet_resume_exactly() {
+fn every_type_of_adapter_of_a_unet_resumes_exactly() {
     let locon = network(NetworkType::Locon);
     let full = NetworkConfig {
         lokr_full_rank: true,
@@ -61,6 +91,11 @@ fn a_lokr_and_a_locon_of_a_unet_resume_exactly() {
         (full, OptimizerName::Adafactor),
         (locon.clone(), OptimizerName::Adafactor),
         (locon, OptimizerName::AdamW8Bit),
+        (network(NetworkType::Dora), OptimizerName::AdamW),
+        (network(NetworkType::Loha), OptimizerName::Adafactor),
+        (network(NetworkType::Fullrank), OptimizerName::AdamW8Bit),
+        (dropping(NetworkType::Dora), OptimizerName::AdamW),
+        (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
     ] {
         check_resumption(&|root| {
             let mut process = trainer(root, 6);
@@ -116,13 +151,24 @@ fn a_lokr_of_a_transformer_resumes_exactly_and_is_in_samples() {
     }
 }
 
-/// A LoKr is computed in float32 beside a model in half precision.
+/// Adapters are in float32 beside a model in half precision.
 #[test]
-fn a_portable_training_of_a_lokr_has_the_same_losses_in_every_dtype() {
+fn a_portable_training_of_an_adapter_has_the_same_losses_in_every_dtype() {
+    for kind in [
+        NetworkType::Lokr,
+        NetworkType::Dora,
+        NetworkType::Loha,
+        NetworkType::Fullrank,
+    ] {
+        check_dtypes(kind);
+    }
+}
+
+fn check_dtypes(kind: NetworkType) {
     let losses_on = |device: Option<DeviceRef>, dtype: DType| {
         let dir = tempfile::tempdir().unwrap();
         let mut process = trainer(dir.path(), 4);
-        process.network = Some(network(NetworkType::Lokr));
+        process.network = Some(network(kind));
         process.train.dtype = dtype;
         let mut spec = spec(process);
         spec.device = device.unwrap_or(spec.device);
@@ -136,8 +182,44 @@ fn a_portable_training_of_a_lokr_has_the_same_losses_in_every_dtype() {
         assert_eq!(found.len(), expected.len());
         for (found, expected) in found.iter().zip(&expected) {
             let error = (found / expected - 1.0).abs();
-            assert!(error < tolerance, "{dtype:?}: a loss of {found}, not {expected}");
+            assert!(
+                error < tolerance,
+                "{kind} in {dtype:?}: a loss of {found}, not {expected}"
+            );
         }
+    }
+}
+
+/// Each type is saved with the names that the programs know that read it.
+#[test]
+fn saved_files_have_the_names_of_their_type() {
+    for (network, names) in [
+        (
+            network(NetworkType::Dora),
+            &["lora_down.weight", "lora_up.weight", "alpha", "dora_scale"][..],
+        ),
+        (
+            network(NetworkType::Loha),
+            &["hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "alpha"],
+        ),
+        (network(NetworkType::Fullrank), &["diff", "diff_b"]),
+        (
+            with_differences(NetworkType::Lora),
+            &["diff", "diff_b", "lora_down.weight", "lora_up.weight", "alpha"],
+        ),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = trainer(dir.path(), 2);
+        process.network = Some(network.clone());
+        complete(process);
+        let path = dir.path().join("out/tiny/tiny.safetensors");
+        let suffixes: BTreeSet<String> = tensors(&path)
+            .keys()
+            .map(|name| name.split_once('.').unwrap().1.to_owned())
+            .collect();
+        let expected: BTreeSet<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        assert_eq!(suffixes, expected);
+        assert!(LoraFile::open(&path).unwrap().unknown.is_empty());
     }
 }
 
@@ -212,6 +294,8 @@ fn the_planner_counts_the_numbers_that_are_trained() {
             lokr_factor: Integer(-1),
             ..lokr
         });
+        networks.extend([NetworkType::Dora, NetworkType::Loha, NetworkType::Fullrank].map(network));
+        networks.extend([NetworkType::Lora, NetworkType::Lokr].map(with_differences));
         if !arch.is_flow() {
             networks.push(network(NetworkType::Locon));
             networks.push(NetworkConfig {

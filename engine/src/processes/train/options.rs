@@ -2,7 +2,7 @@
 
 use super::super::context::Context;
 use super::folder::SAMPLES;
-use crate::adapters::{AdapterType, Locon, Lokr, Lora, LoraConfig};
+use crate::adapters::{AdapterType, Difference, Dora, Dropout, Locon, Loha, Lokr, Lora, LoraConfig};
 use crate::data::{CaptionRules, ControlOptions, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::families;
@@ -112,7 +112,10 @@ pub(super) fn adapter_type(network: &NetworkConfig) -> Result<Box<dyn AdapterTyp
             factor: usize::try_from(*network.lokr_factor).ok(),
             old_names: network.old_lokr_format,
         })),
-        NetworkType::Dora | NetworkType::Lorm | NetworkType::Fullrank => Err(EngineError::Unsupported(format!(
+        NetworkType::Loha => Ok(Box::new(Loha)),
+        NetworkType::Dora => Ok(Box::new(Dora)),
+        NetworkType::Fullrank => Ok(Box::new(Difference)),
+        NetworkType::Lorm => Err(EngineError::Unsupported(format!(
             "network.type: `{}` is not trained yet",
             network.kind
         ))),
@@ -127,13 +130,19 @@ pub(super) fn lora_config(network: &NetworkConfig) -> LoraConfig {
         alpha: effective_alpha(network.linear_alpha, network.linear),
         conv_rank: network.conv.map(|r| r as usize),
         conv_alpha: effective_alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
-        dropout: network.dropout.unwrap_or(0.0),
+        dropout: Dropout {
+            element: network.dropout.unwrap_or(0.0),
+            rank: kwargs.rank_dropout.unwrap_or(0.0),
+            module: kwargs.module_dropout.unwrap_or(0.0),
+        },
         only_if_contains: kwargs
             .only_if_contains
             .as_ref()
             .map(|l| l.0.clone())
             .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
+        full_if_contains: kwargs.full_if_contains.0.clone(),
+        parameter_threshold: kwargs.parameter_threshold,
         blocks_only: network.transformer_only,
     };
     if network.kind != NetworkType::Lokr || !network.lokr_full_rank {

@@ -127,10 +127,8 @@ impl Family {
             alpha,
             conv_rank: (name == "conv").then_some(rank),
             conv_alpha: alpha,
-            dropout: 0.0,
             only_if_contains: targets,
-            ignore_if_contains: vec![],
-            blocks_only: true,
+            ..LoraConfig::default()
         };
         let mut model = self.load(&LoadOptions::cpu());
         let mut trained = model.parts();

@@ -1,8 +1,9 @@
-//! Comparison with the fixtures of `tests/reference/make_train_lycoris.py`: 20 steps of LoKr and LoCon with LyCORIS.
+//! Comparison with the fixtures of `tests/reference/make_train_lycoris.py`: 20 steps of LoKr, LoCon and LoHa with LyCORIS, and of
+//! DoRA with peft.
 
 use super::families::{Family, SD21, SDXL};
 use super::flux;
-use crate::adapters::{AdapterType, Locon, Lokr, LoraConfig, LoraNetwork};
+use crate::adapters::{AdapterType, Dora, Locon, Loha, Lokr, LoraConfig, LoraNetwork};
 use crate::families::{LoadOptions, Model};
 use crate::optim::Param;
 use crate::residency::Residency;
@@ -25,10 +26,15 @@ fn rank_and_alpha(value: &Value) -> Option<(usize, f64)> {
     })
 }
 
-fn lokr(variant: &Value) -> Lokr {
-    Lokr {
-        factor: usize::try_from(variant["factor"].as_i64().unwrap()).ok(),
-        old_names: false,
+fn adapter(variant: &Value) -> Box<dyn AdapterType> {
+    match variant["type"].as_str() {
+        Some("locon") => Box::new(Locon),
+        Some("loha") => Box::new(Loha),
+        Some("dora") => Box::new(Dora),
+        _ => Box::new(Lokr {
+            factor: usize::try_from(variant["factor"].as_i64().unwrap()).ok(),
+            old_names: false,
+        }),
     }
 }
 
@@ -50,6 +56,14 @@ fn suffix(name: &str) -> &str {
         "lora_down.weight",
         "lora_up.weight",
         "scalar",
+        "hada_w1_a",
+        "hada_w1_b",
+        "hada_w2_a",
+        "hada_w2_b",
+        "lora_A.weight",
+        "lora_B.weight",
+        "dora_scale",
+        "lora_magnitude_vector",
     ];
     suffixes
         .into_iter()
@@ -59,13 +73,18 @@ fn suffix(name: &str) -> &str {
 
 /// As `draw` of `tests/reference/lycoris_modules.py`.
 fn set_first_values(params: &[Param], seed: u64) {
+    let has_scalar = params.iter().any(|param| suffix(&param.name) == "scalar");
     let mut generator = TorchGenerator::manual_seed(seed);
     for Param { name, var } in params {
         let dims = var.dims();
         let bound = match suffix(name) {
             "lokr_w1" | "lokr_w2_a" => 1.0 / (dims[1] as f64).sqrt(),
-            "lora_down.weight" => 1.0 / (dims[1..].iter().product::<usize>() as f64).sqrt(),
-            "lora_up.weight" => (6.0 / dims[1] as f64).sqrt(),
+            // A magnitude starts as the norm of the weight.
+            "dora_scale" | "lora_magnitude_vector" => continue,
+            "hada_w1_a" => 0.1,
+            "hada_w1_b" | "hada_w2_b" => 1.0,
+            "lora_down.weight" | "lora_A.weight" => 1.0 / (dims[1..].iter().product::<usize>() as f64).sqrt(),
+            "lora_up.weight" if has_scalar => (6.0 / dims[1] as f64).sqrt(),
             _ => 0.0,
         };
         let values = match bound > 0.0 {
@@ -116,15 +135,10 @@ fn check_sd(name: &str) {
         alpha,
         conv_rank: conv.map(|(rank, _)| rank),
         conv_alpha: conv.map_or(1.0, |(_, alpha)| alpha),
-        dropout: 0.0,
         only_if_contains: variant["covers"].as_str().map(str::to_owned).into_iter().collect(),
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
-    let adapter: Box<dyn AdapterType> = match variant["type"].as_str().unwrap() {
-        "locon" => Box::new(Locon),
-        _ => Box::new(lokr(variant)),
-    };
+    let adapter = adapter(variant);
     let mut model = family.load(&LoadOptions::cpu());
     let mut trained = model.parts();
     trained.retain(|part| part.id == "unet");
@@ -147,17 +161,14 @@ fn check_flux(name: &str, residency: Residency) {
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
-        dropout: 0.0,
-        only_if_contains: vec![],
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let mut model = flux::model(&crate::families::FLUX, variant, &LoadOptions::cpu());
     model.set_residency(residency);
     let mut trained = model.parts();
     trained.retain(|part| part.id == "transformer");
     let network = LoraNetwork::attach_as(
-        &lokr(variant),
+        &*adapter(variant),
         &config,
         &mut trained,
         &mut TorchGenerator::manual_seed(0),
@@ -172,32 +183,42 @@ fn check_flux(name: &str, residency: Residency) {
 }
 
 #[test]
-fn lokr_and_locon_of_unets_match_lycoris() {
-    for name in ["lokr_full", "lokr_low_rank", "lokr_linear", "locon", "locon_linear"] {
+fn adapters_of_unets_match_lycoris_and_peft() {
+    for name in [
+        "lokr_full",
+        "lokr_low_rank",
+        "lokr_linear",
+        "locon",
+        "locon_linear",
+        "loha",
+        "dora",
+    ] {
         check_sd(name);
     }
 }
 
 #[test]
-fn lokr_of_a_transformer_matches_lycoris() {
-    for name in ["lokr_full", "lokr_factor", "lokr_low_rank"] {
+fn adapters_of_a_transformer_match_lycoris_and_peft() {
+    for name in ["lokr_full", "lokr_factor", "lokr_low_rank", "loha", "dora"] {
         check_flux(name, Residency::Resident);
     }
-    check_flux("lokr_low_rank", Residency::Checkpointed { steps: 1 });
+    for name in ["lokr_low_rank", "dora"] {
+        check_flux(name, Residency::Checkpointed { steps: 1 });
+    }
 }
 
 /// Of each kind one.
-fn one_of_each_kind_matches_lycoris() {
-    for name in chosen(vec!["lokr_low_rank", "lokr_full", "locon"]) {
+fn one_of_each_kind_matches() {
+    for name in chosen(vec!["dora", "lokr_low_rank", "lokr_full", "locon", "loha"]) {
         check_sd(name);
     }
     check_flux("lokr_factor", Residency::Checkpointed { steps: 1 });
 }
 
 in_portable_mode! {
-    one_of_each_kind_matches_lycoris,
+    one_of_each_kind_matches,
 }
 
 crate::testing::with_emulated_kernels! {
-    one_of_each_kind_matches_lycoris,
+    one_of_each_kind_matches,
 }

@@ -34,10 +34,7 @@ fn five_steps_of((variant, folder): Tiny, dtype: DType, residency: Residency) ->
         alpha: 8.0,
         conv_rank: Some(4),
         conv_alpha: 8.0,
-        dropout: 0.0,
-        only_if_contains: vec![],
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let network = LoraNetwork::attach(
         &config,

@@ -103,10 +103,8 @@ fn check_lora(name: &str, residency: Residency) {
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
-        dropout: 0.0,
         only_if_contains: serde_json::from_value(variant["targets"].clone()).unwrap_or_default(),
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let mut model = model(variant, &LoadOptions::cpu());
     model.set_residency(residency);

@@ -85,10 +85,8 @@ fn check_lora(name: &str, residency: Residency) {
         alpha: 1.0,
         conv_rank: None,
         conv_alpha: 1.0,
-        dropout: 0.0,
         only_if_contains: serde_json::from_value(variant["targets"].clone()).unwrap_or_default(),
-        ignore_if_contains: vec![],
-        blocks_only: true,
+        ..LoraConfig::default()
     };
     let folder = zimage_folder(variant["model"] == "base");
     let mut model = ZImageModel::load(&ZIMAGE, folder.path(), &LoadOptions::cpu()).unwrap();

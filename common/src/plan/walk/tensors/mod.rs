@@ -18,7 +18,7 @@ use super::tape::{Backend, Form, Walk};
 
 impl Backend {
     /// Whether the compute dtype has 16 bits.
-    fn is_half(&self) -> bool {
+    pub(super) fn is_half(&self) -> bool {
         self.width < 4.0
     }
 
@@ -35,7 +35,7 @@ impl Backend {
 
 impl Walk {
     /// A flat tensor in the compute dtype.
-    fn numbers(&self, elements: f64) -> Shaped {
+    pub(super) fn numbers(&self, elements: f64) -> Shaped {
         self.tensor([elements, 1.0, 1.0, 1.0], false)
     }
 
@@ -54,7 +54,7 @@ impl Walk {
     }
 
     /// The product of matrices with `a` and `b` elements in the compute dtype: `result` elements.
-    fn product_of(&self, a: f64, b: f64, result: f64) -> Shaped {
+    pub(super) fn product_of(&self, a: f64, b: f64, result: f64) -> Shaped {
         let wide = self
             .backend
             .widens_products()

@@ -1,0 +1,387 @@
+//! Converts adapter files between the dialects of other programs (`aitk convert`).
+//!
+//! Layers are matched by the names and shapes of a model's files, whose weights are not read. Where a dialect has no alpha, the scale
+//! alpha / rank is multiplied into `up`, which is exact if it is a power of two. Layers that the original release joins (q, k and v) are
+//! joined or split.
+
+mod dialect;
+mod join;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+
+pub use dialect::Dialect;
+
+use super::file::{FileLayers, LoraFile};
+use super::file_layer::{FileLayer, Site};
+use super::handle::LoraHandle;
+use super::load::check_fits;
+use super::names::{LayerIndex, LayerKey};
+use super::tensors::LoraTensors;
+use crate::error::{EngineError, Result};
+use crate::families::{self, LoraNames};
+use crate::svd::Svd;
+use crate::weights::{Index, Weight};
+use aitk_common::job::arch::ArchName;
+use aitk_common::job::dtype::DType as SaveDType;
+use aitk_common::model_files::{self, Inventory, ModelFileKind, PartPaths};
+use candle_core::{DType, Device, Tensor};
+use dialect::PartLayers;
+use join::{join, scale};
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What a file is converted to.
+#[derive(Clone, Copy, Debug)]
+pub struct Conversion {
+    /// The names of layers and tensors.
+    pub dialect: Dialect,
+    /// The number format; `None`: that of the file.
+    pub dtype: Option<SaveDType>,
+    /// The highest rank: layers of a higher one, and of other types than LoRA, become LoRAs of this rank, by singular values.
+    pub rank: Option<usize>,
+}
+
+/// A converted file.
+#[derive(Debug)]
+pub struct ConvertedLora {
+    /// Its tensors, on the CPU.
+    pub tensors: BTreeMap<String, Tensor>,
+    /// The metadata of the file.
+    pub metadata: BTreeMap<String, String>,
+    /// The number of layers in the new file.
+    pub layers: usize,
+    /// Names in the file that match no layer of the model. They are left out.
+    pub unknown: Vec<String>,
+    /// The number of layers whose difference of a bias is left out, since a LoRA has none.
+    pub lost_biases: usize,
+    /// The number format of the new file.
+    pub dtype: DType,
+}
+
+/// Converts the adapter file at `path` for the model at `model`.
+///
+/// # Errors
+/// When a file is damaged, the adapter does not fit the model, or the dialect has no form for it.
+pub fn convert_lora(path: &Path, model: &Path, conversion: Conversion) -> Result<ConvertedLora> {
+    let file = LoraFile::open(path)?;
+    let arch = arch_of(model)?;
+    let mut model = families::layout(model, arch, &PartPaths::default())?;
+    let mut parts = Vec::new();
+    let mut index = LayerIndex::default();
+    let mut weights = BTreeMap::new();
+    let mut parts_of_model = model.parts();
+    for part in &mut parts_of_model {
+        let (id, mut layers) = (part.id, Vec::new());
+        part.layers.visit_layers(&mut |name, layer| {
+            let weight = layer.weight().clone();
+            layers.push((name.to_owned(), weight.dims().first().copied().unwrap_or(0)));
+            weights.insert((id, name.to_owned()), weight);
+            Ok(())
+        })?;
+        index.add(part, &layers);
+        parts.push(PartLayers::of(part, layers));
+    }
+    let (found, unknown) = file.resolve(&index)?;
+    check_fits(&parts_of_model, &file, &found, &unknown)?;
+    let file_error = |reason: String| EngineError::WeightsFile {
+        path: file.path.clone(),
+        reason,
+    };
+    let dtype = match conversion.dtype {
+        Some(SaveDType::F32) => DType::F32,
+        Some(SaveDType::F16) => DType::F16,
+        Some(SaveDType::BF16) => DType::BF16,
+        Some(SaveDType::F8) => return Err(EngineError::bad_input("adapters are not saved in float8: use float16")),
+        None => stored_dtype(&Index::open(&file.path)?),
+    };
+    let mut converter = Converter {
+        conversion,
+        dtype,
+        weights,
+        tensors: BTreeMap::new(),
+        layers: 0,
+        lost_biases: 0,
+    };
+    let is_xl = arch == ArchName::Sdxl;
+    for part in &parts {
+        converter.add_part(part, is_xl, &found).map_err(file_error)?;
+    }
+    let mut metadata = file.metadata;
+    // The alphas that it has are in the tensors now.
+    metadata.retain(|key, _| key != "lora_adapter_metadata" && !key.starts_with("sshs_"));
+    Ok(ConvertedLora {
+        tensors: converter.tensors,
+        metadata,
+        layers: converter.layers,
+        lost_biases: converter.lost_biases,
+        unknown,
+        dtype,
+    })
+}
+
+/// The family of a model, by its files.
+fn arch_of(model: &Path) -> Result<ArchName> {
+    let identity = model_files::identify(&Inventory::open(model));
+    let arch = match &identity {
+        ModelFileKind::Model { family, .. } => family.arch,
+        _ => None,
+    };
+    arch.ok_or_else(|| match &identity {
+        ModelFileKind::Model { family, evidence, .. } => EngineError::Unsupported(format!(
+            "{} is {family} ({evidence}), which this release does not run",
+            model.display()
+        )),
+        other => match model_files::check_supported(&model.display().to_string(), ArchName::Sd1, other) {
+            Err(refusal) => EngineError::Unsupported(refusal.to_string()),
+            Ok(()) => EngineError::bad_input(format!("{} is no model", model.display())),
+        },
+    })
+}
+
+/// The format of the floats of a file: the one that all have, or float32.
+fn stored_dtype(index: &Index) -> DType {
+    // An alpha is one number, in any format.
+    let matrices = index.tensors().filter(|(_, shape)| shape.iter().product::<usize>() > 1);
+    let mut formats = matrices.map(|(name, _)| index.float_dtype(name));
+    match formats.next().flatten() {
+        Some(first) if formats.all(|format| format == Some(first)) => first,
+        _ => DType::F32,
+    }
+}
+
+/// The new file so far.
+struct Converter {
+    conversion: Conversion,
+    dtype: DType,
+    /// The model's weights: their shapes alone.
+    weights: BTreeMap<LayerKey, Weight>,
+    tensors: BTreeMap<String, Tensor>,
+    layers: usize,
+    lost_biases: usize,
+}
+
+impl Converter {
+    /// Adds the layers of a part. An error is a sentence.
+    fn add_part(&mut self, part: &PartLayers, is_xl: bool, found: &FileLayers) -> std::result::Result<(), String> {
+        let rows: BTreeMap<&str, usize> = part.layers.iter().map(|(path, rows)| (path.as_str(), *rows)).collect();
+        for named in part.named(self.conversion.dialect, is_xl) {
+            let keys = named.paths.iter().map(|path| (part.id, path.clone()));
+            let layers: Vec<Option<Arc<dyn FileLayer>>> = keys.clone().map(|key| found.get(&key).cloned()).collect();
+            if layers.iter().all(Option::is_none) {
+                continue;
+            }
+            let failed = |error: candle_core::Error| format!("layer `{}`: {error}", named.stem);
+            let mut resized = Vec::with_capacity(layers.len());
+            for (key, layer) in keys.zip(layers) {
+                resized.push(layer.map(|layer| self.resize(&key, layer)).transpose()?);
+            }
+            let stem = named.stem.as_str();
+            if let ([Some(layer)], false) = (resized.as_slice(), named.halves_swapped) {
+                self.add_layer(part, stem, &**layer)?;
+                continue;
+            }
+            let mut loras = Vec::with_capacity(resized.len());
+            for (layer, path) in resized.iter().zip(&named.paths) {
+                let lora = match layer {
+                    None => None,
+                    Some(layer) => match layer.as_any().downcast_ref::<LoraTensors>() {
+                        Some(lora) => Some(lora.clone()),
+                        None => {
+                            return Err(format!(
+                                "layer `{path}` has a {}, which cannot be joined to `{stem}` of the original release, as {} names \
+                                 it: choose another dialect{}",
+                                layer.kind(),
+                                self.conversion.dialect.name(),
+                                match has_dense_change(&**layer) {
+                                    true => ", or make LoRAs of it with `--rank`",
+                                    false => "",
+                                }
+                            ));
+                        }
+                    },
+                };
+                loras.push((lora, rows.get(path.as_str()).copied().unwrap_or(0)));
+            }
+            let mut joined = join(&loras)
+                .map_err(failed)?
+                .ok_or_else(|| format!("layer `{stem}` is empty"))?;
+            if named.halves_swapped {
+                let half = joined.up.dims()[0] / 2;
+                let halves = [(half, joined.up.dims()[0] - half), (0, half)];
+                let halves = halves.map(|(start, count)| joined.up.narrow(0, start, count));
+                let [first, second] = halves;
+                joined.up = Tensor::cat(&[first.map_err(failed)?, second.map_err(failed)?], 0).map_err(failed)?;
+            }
+            self.add_layer(part, stem, &joined)?;
+        }
+        Ok(())
+    }
+
+    /// The layer if it fits the model, or a LoRA of the highest rank that approximates it best.
+    fn resize(&mut self, key: &LayerKey, layer: Arc<dyn FileLayer>) -> std::result::Result<Arc<dyn FileLayer>, String> {
+        let failed = |error: candle_core::Error| format!("layer `{}`: {error}", key.1);
+        let Some(weight) = self.weights.get(key) else {
+            return Err(format!("layer `{}` is not in the model", key.1));
+        };
+        let site = Site {
+            name: key.1.clone(),
+            names: LoraNames::Dotted,
+            weight,
+            handle: &LoraHandle::new(1.0),
+        };
+        let adapter = layer
+            .adapter(site)
+            .map_err(|reason| format!("layer `{}`: {reason}", key.1))?;
+        let Some(rank) = self.conversion.rank else {
+            return Ok(layer);
+        };
+        let lora = layer.as_any().downcast_ref::<LoraTensors>();
+        if lora.is_some_and(|lora| lora.rank() <= rank && lora.mid.is_none()) {
+            return Ok(layer);
+        }
+        if !has_dense_change(&*layer) {
+            return Err(format!(
+                "layer `{}` has a {}, whose change depends on the weights of the model: it cannot be converted to a LoRA",
+                key.1,
+                layer.kind()
+            ));
+        }
+        let tensors = layer.tensors()?;
+        self.lost_biases += usize::from(tensors.iter().any(|(suffix, _)| *suffix == "diff_b"));
+        let dims = weight.dims();
+        let change = adapter
+            .change(weight)
+            .and_then(|change| change.flatten_from(1))
+            .map_err(failed)?;
+        let factors = Svd::largest(&change, rank).and_then(|svd| svd.factors(rank));
+        let (up, down) = factors.map_err(|error| format!("layer `{}`: {error}", key.1))?;
+        let found = down.dims()[0];
+        let ones = vec![1; dims.len() - 2];
+        let up = up.reshape([&[dims[0], found], &ones[..]].concat()).map_err(failed)?;
+        let down = down.reshape([&[found], &dims[1..]].concat()).map_err(failed)?;
+        Ok(Arc::new(LoraTensors {
+            down,
+            up,
+            mid: None,
+            alpha: Some(found as f64),
+            scalar: 1.0,
+        }))
+    }
+
+    /// Adds the tensors of a layer.
+    fn add_layer(&mut self, part: &PartLayers, stem: &str, layer: &dyn FileLayer) -> std::result::Result<(), String> {
+        let dialect = self.conversion.dialect;
+        let failed = |error: candle_core::Error| format!("layer `{stem}`: {error}");
+        let peft = part.has_peft_names(dialect);
+        let is_read = matches!(layer.kind(), "LoRA" | "DoRA") || dialect != Dialect::Diffusers;
+        if !is_read {
+            let hint = if has_dense_change(layer) {
+                ": make a LoRA of it with `--rank`"
+            } else {
+                ""
+            };
+            return Err(format!(
+                "layer `{stem}` has a {}, which diffusers cannot load{hint}",
+                layer.kind()
+            ));
+        }
+        let mut tensors = Vec::new();
+        for (suffix, tensor) in layer.tensors().map_err(|reason| format!("layer `{stem}`: {reason}"))? {
+            tensors.push((suffix.to_owned(), tensor));
+        }
+        if let Some(lora) = layer.lora() {
+            let scale = scale(lora);
+            if peft && lora.mid.is_some() {
+                return Err(format!(
+                    "layer `{stem}` has a LoCon with a third matrix (`lora_mid`), which {} has no name for: make a LoRA of it with `--rank`",
+                    dialect.name()
+                ));
+            }
+            // ComfyUI reads a third matrix beside these names of sd-scripts only.
+            let has_new_names = peft || (dialect == Dialect::ComfyUi && lora.mid.is_none());
+            let names = if has_new_names {
+                LoraNames::Dotted
+            } else {
+                LoraNames::Flattened
+            };
+            let [down, up] = names.matrices();
+            let factor = if peft { scale } else { lora.scalar };
+            let scaled = match factor == 1.0 {
+                true => lora.up.clone(),
+                false => (&lora.up * factor).map_err(failed)?,
+            };
+            tensors.push((down.to_owned(), lora.down.clone()));
+            tensors.push((up.to_owned(), scaled));
+            if let Some(mid) = &lora.mid {
+                tensors.push(("lora_mid.weight".to_owned(), mid.clone()));
+            }
+            if !peft {
+                let alpha = lora.alpha.unwrap_or(lora.rank() as f64);
+                tensors.push((
+                    "alpha".to_owned(),
+                    Tensor::new(alpha as f32, &Device::Cpu).map_err(failed)?,
+                ));
+            }
+        }
+        for (suffix, tensor) in tensors {
+            let (suffix, tensor) = match suffix.as_str() {
+                "lora_magnitude_vector" | "dora_scale" => {
+                    if peft && tensor.elem_count() != layer.outputs() {
+                        return Err(format!(
+                            "layer `{stem}` has a DoRA with a magnitude for each input, which {} has no name for",
+                            dialect.name()
+                        ));
+                    }
+                    magnitude(peft, layer, tensor).map_err(failed)?
+                }
+                _ => (suffix, tensor),
+            };
+            // An alpha that the number format would round stays in float32.
+            let saved = tensor.to_dtype(self.dtype).map_err(failed)?;
+            let is_number = tensor.elem_count() == 1;
+            let exact = || -> candle_core::Result<bool> {
+                let [a, b] = [saved.to_dtype(DType::F32)?, tensor.to_dtype(DType::F32)?];
+                Ok(a.flatten_all()?.to_vec1::<f32>()? == b.flatten_all()?.to_vec1::<f32>()?)
+            };
+            let saved = match is_number && !exact().map_err(failed)? {
+                true => tensor,
+                false => saved,
+            };
+            let name = format!("{stem}.{suffix}");
+            if !is_finite(&saved).map_err(failed)? {
+                return Err(format!(
+                    "`{name}` has numbers that {} cannot hold: choose another `--dtype`",
+                    self.dtype.as_str()
+                ));
+            }
+            self.tensors.insert(name, saved.contiguous().map_err(failed)?);
+        }
+        self.layers += 1;
+        Ok(())
+    }
+}
+
+/// Whether the change of a layer does not depend on the model's weights.
+fn has_dense_change(layer: &dyn FileLayer) -> bool {
+    !matches!(layer.kind(), "DoRA" | "OFT" | "BOFT")
+}
+
+/// A magnitude with the name and the shape that the dialect has for it.
+fn magnitude(peft: bool, layer: &dyn FileLayer, tensor: Tensor) -> candle_core::Result<(String, Tensor)> {
+    if peft {
+        return Ok(("lora_magnitude_vector".to_owned(), tensor.flatten_all()?));
+    }
+    let axes = layer.lora().map_or(2, |lora| lora.down.rank());
+    let tensor = match tensor.rank() == axes {
+        true => tensor,
+        false => tensor.reshape([&[tensor.elem_count()][..], &vec![1; axes - 1]].concat())?,
+    };
+    Ok(("dora_scale".to_owned(), tensor))
+}
+
+fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
+    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(numbers.iter().all(|number| number.is_finite()))
+}

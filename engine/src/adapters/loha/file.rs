@@ -1,0 +1,144 @@
+//! The tensors of a LoHa in a file.
+
+use super::super::difference::DenseLayer;
+use super::super::file_layer::{FileLayer, RoleTensors, Site};
+use super::super::keys::TensorRole;
+use super::super::names::{NamedLayers, RowRanges};
+use super::super::stored_matrix::{StoredMatrix, with_alpha};
+use super::super::weight_adapter::{WeightAdapter, select_rows};
+use candle_core::{Result, Tensor};
+use std::any::Any;
+use std::sync::Arc;
+
+/// The tensors of one layer, float32 on the CPU.
+#[derive(Clone, Debug)]
+pub(in super::super) struct LohaTensors {
+    first: StoredMatrix,
+    second: StoredMatrix,
+    alpha: Option<f64>,
+    scalar: f64,
+    /// The rows of the product that the layer has, in its order; all if there are none.
+    rows: Option<RowRanges>,
+}
+
+impl LohaTensors {
+    /// Reads the tensors of a layer. `None`: they are no LoHa.
+    pub(in super::super) fn read(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
+        use TensorRole::{HadaT1, HadaT2, HadaW1A, HadaW1B, HadaW2A, HadaW2B};
+        let roles = [HadaW1A, HadaW1B, HadaW2A, HadaW2B, HadaT1, HadaT2];
+        if !roles.iter().any(|role| found.tensors.contains_key(role)) {
+            return None;
+        }
+        let stored = |name: &str, left, right, core| {
+            let stored = match (found.get(left), found.get(right), found.get(core)) {
+                (Some(left), Some(right), None) => StoredMatrix::LowRank(left, right),
+                (Some(left), Some(right), Some(core)) => StoredMatrix::Tucker(core, left, right),
+                _ => return Err(format!("it lacks `{name}_a` or `{name}_b`: the file is incomplete")),
+            };
+            stored.check("LoHa").map(|()| stored)
+        };
+        let first = stored("hada_w1", HadaW1A, HadaW1B, HadaT1);
+        let layer = first.and_then(|first| {
+            let second = stored("hada_w2", HadaW2A, HadaW2B, HadaT2)?;
+            if first.sizes() != second.sizes() {
+                let (first, second) = (first.sizes(), second.sizes());
+                return Err(format!("its products {first:?} and {second:?} have different sizes"));
+            }
+            Ok(Self {
+                first,
+                second,
+                alpha: found.alpha(),
+                scalar: found.numbers.get(&TensorRole::Scalar).copied().unwrap_or(1.0),
+                rows: None,
+            })
+        });
+        Some(layer.map(|layer| -> Arc<dyn FileLayer> { Arc::new(layer) }))
+    }
+
+    /// What the product of both matrices is multiplied with.
+    pub(super) fn scale(&self) -> f64 {
+        let rank = self.first.rank().unwrap_or(1).max(1) as f64;
+        self.scalar * self.alpha.map_or(1.0, |alpha| alpha / rank)
+    }
+
+    /// The whole change at strength 1, [out, in kh kw] or [out, in, kh, kw].
+    fn change(&self) -> Result<Tensor> {
+        let change = ((self.first.dense()? * self.second.dense()?)? * self.scale())?;
+        select_rows(change, 0, self.rows.as_deref())
+    }
+
+    /// The matrices that a training starts from, in the order of its parameters.
+    ///
+    /// # Errors
+    /// When the file does not have them.
+    pub(super) fn factors(&self) -> std::result::Result<Vec<Tensor>, String> {
+        match (&self.first, &self.second) {
+            _ if self.rows.is_some() => {
+                Err("the file has one LoHa for several layers of this model, which cannot be trained".to_owned())
+            }
+            (StoredMatrix::LowRank(a, b), StoredMatrix::LowRank(c, d)) => Ok([a, b, c, d].map(Clone::clone).to_vec()),
+            _ => Err("the file has a LoHa with a third matrix (`hada_t1`) of it, which is not trained".to_owned()),
+        }
+    }
+}
+
+impl FileLayer for LohaTensors {
+    fn kind(&self) -> &'static str {
+        "LoHa"
+    }
+
+    fn outputs(&self) -> usize {
+        self.first.sizes()[0]
+    }
+
+    fn inputs(&self) -> usize {
+        self.first.sizes()[1]
+    }
+
+    fn lacks_alpha(&self) -> bool {
+        false
+    }
+
+    fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
+        // 0 means the rank.
+        let alpha = self.alpha.filter(|alpha| *alpha != 0.0 && alpha.is_finite());
+        let parts = named.rows_if_converted().into_iter().map(|rows| -> Arc<dyn FileLayer> {
+            Arc::new(Self {
+                alpha,
+                rows,
+                ..self.clone()
+            })
+        });
+        Ok(parts.collect())
+    }
+
+    fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
+        let change = self.change().map_err(|error| error.to_string())?;
+        let dims = site.weight.dims();
+        // The columns of a low-rank product include the kernel.
+        if change.elem_count() != dims.iter().product::<usize>() || change.dims()[0] != dims[0] {
+            return Err(format!(
+                "the file's LoHa is {:?}, the model needs {dims:?}",
+                change.dims()
+            ));
+        }
+        DenseLayer::new(site, Some(&change), None).map(|layer| -> Arc<dyn WeightAdapter> { Arc::new(layer) })
+    }
+
+    fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String> {
+        let mut tensors = self.first.named(["", "hada_w1_a", "hada_w1_b", "hada_t1"]);
+        tensors.extend(self.second.named(["", "hada_w2_a", "hada_w2_b", "hada_t2"]));
+        if self.scalar != 1.0 {
+            for (suffix, tensor) in &mut tensors {
+                if *suffix == "hada_w1_a" {
+                    *tensor = (&*tensor * self.scalar).map_err(|error| error.to_string())?;
+                }
+            }
+        }
+        with_alpha(tensors, self.alpha, self.rows.as_ref())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

@@ -1,0 +1,49 @@
+//! LoHa: the change of a weight is the element-wise product of two low-rank products (N. Hyeon-Woo and others, "FedPara: Low-Rank Hadamard
+//! Product for Communication-Efficient Federated Learning", arXiv:2108.06098), as in LyCORIS.
+//!
+//! Files have `hada_w1_a` [out, rank], `hada_w1_b` [rank, in kh kw], `hada_w2_a` and `hada_w2_b` of the same shapes, or with `hada_t1`
+//! and `hada_t2` [rank, rank, kh, kw] (Tucker) `hada_w1_a` [rank, out] and `hada_w1_b` [rank, in]; `alpha`. The scale is alpha / rank.
+
+mod file;
+mod layer;
+
+pub(super) use file::LohaTensors;
+
+use super::trained_layer::{AdapterType, NewLayer, TrainedLayer};
+use crate::rng::TorchGenerator;
+use candle_core::{DType, Result, Tensor, Var};
+use layer::{LohaLayer, Product};
+use std::sync::Arc;
+
+/// `network.type: loha`.
+#[derive(Clone, Copy, Debug)]
+pub struct Loha;
+
+impl AdapterType for Loha {
+    /// As LyCORIS: `hada_w1_b` and `hada_w2_b` are normal, `hada_w1_a` is normal with a standard deviation of 0.1, `hada_w2_a` is zero.
+    fn create(&self, new: NewLayer<'_>, generator: &mut TorchGenerator) -> Result<Arc<dyn TrainedLayer>> {
+        let (outputs, rank) = (new.dims[0], new.rank);
+        let columns: usize = new.dims[1..].iter().product();
+        let mut normal = |deviation: f32, rows: usize, columns: usize| {
+            let numbers = generator.randn(rows * columns);
+            new.variable(numbers.into_iter().map(|n| n * deviation).collect(), &[rows, columns])
+        };
+        let first = Product {
+            left: normal(0.1, outputs, rank)?,
+            right: normal(1.0, rank, columns)?,
+        };
+        let second = Product {
+            left: Var::from_tensor(&Tensor::zeros((outputs, rank), DType::F32, new.device)?)?,
+            right: normal(1.0, rank, columns)?,
+        };
+        Ok(Arc::new(LohaLayer {
+            name: new.name,
+            first,
+            second,
+            alpha: new.alpha,
+            rank,
+            dims: new.dims.to_vec(),
+            handle: new.handle.clone(),
+        }))
+    }
+}

@@ -1,0 +1,83 @@
+//! Adapters whose change of a layer's weight can be computed as a tensor.
+
+use crate::nn::{LayerAdapter, LayerKind, LowRank, conv2d, linear};
+use crate::weights::Weight;
+use candle_core::{Result, Tensor};
+
+/// An adapter that stands for another weight of its layer.
+pub trait WeightAdapter: LayerAdapter {
+    /// What it adds to `weight` at the strength of the current pass: float32, in the shape of the weight, on its device, without
+    /// gradients. What training drops is not dropped.
+    ///
+    /// # Errors
+    /// When the shapes do not match, or the weight cannot be read.
+    fn change(&self, weight: &Weight) -> Result<Tensor>;
+
+    /// The change as a low-rank product, if it is one, whatever training drops of it.
+    ///
+    /// # Errors
+    /// When an operation fails.
+    fn factors(&self) -> Result<Option<LowRank>> {
+        Ok(None)
+    }
+}
+
+/// The product of an input with a weight of a layer of this kind, both float32.
+pub(super) fn product(kind: LayerKind, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    match kind {
+        LayerKind::Linear => linear(x, weight, None),
+        LayerKind::Conv { stride, padding } => conv2d(x, weight, None, stride, padding),
+    }
+}
+
+/// `output` plus the product of the input with a change of the weight [shape of the weight] and of the bias [out], in the dtype of the
+/// output.
+pub(super) fn add_product(
+    kind: LayerKind,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    output: &Tensor,
+) -> Result<Tensor> {
+    let dtype = output.dtype();
+    let (x, weight) = (x.to_dtype(dtype)?, weight.to_dtype(dtype)?);
+    let bias = bias.map(|bias| bias.to_dtype(dtype)).transpose()?;
+    let added = match kind {
+        LayerKind::Linear => linear(&x, &weight, bias.as_ref()),
+        LayerKind::Conv { stride, padding } => conv2d(&x, &weight, bias.as_ref(), stride, padding),
+    };
+    crate::nn::add(output, &added?)
+}
+
+/// The axis of a layer's output that has its channels.
+pub(super) fn channels_axis(kind: LayerKind, output: &Tensor) -> usize {
+    match kind {
+        LayerKind::Linear => output.rank().saturating_sub(1),
+        LayerKind::Conv { .. } => 1,
+    }
+}
+
+/// A vector over the channels in a shape that broadcasts to the output, or the input, of a layer.
+pub(super) fn over_channels(kind: LayerKind, vector: &Tensor) -> Result<Tensor> {
+    match kind {
+        LayerKind::Linear => Ok(vector.clone()),
+        LayerKind::Conv { .. } => vector.reshape((1, (), 1, 1)),
+    }
+}
+
+/// A variable, tracked for gradients if `is_training`.
+pub(super) fn tracked_if(is_training: bool, variable: &candle_core::Var) -> Tensor {
+    match is_training {
+        true => variable.as_tensor().clone(),
+        false => variable.as_detached_tensor(),
+    }
+}
+
+/// Some of the rows of a change, in this order: ranges of their beginning and length. `None`: all.
+pub(super) fn select_rows(change: Tensor, axis: usize, rows: Option<&[(usize, usize)]>) -> Result<Tensor> {
+    let Some(rows) = rows else {
+        return Ok(change);
+    };
+    let ranges = rows.iter().map(|(start, count)| change.narrow(axis, *start, *count));
+    Tensor::cat(&ranges.collect::<Result<Vec<_>>>()?, axis)
+}

@@ -1,0 +1,60 @@
+//! The element-wise product of two matrix products (LoHa), of which the backward pass needs the factors alone.
+
+use super::tensors::matmul;
+use crate::autograd::{Input, Operation, apply};
+use candle_core::{Result, Shape, Tensor};
+
+/// `(a[0] b[0]) * (a[1] b[1]) * scale`, element by element: a [2, m, rank] and b [2, rank, n] -> [m, n]. All tracked inputs get
+/// gradients.
+///
+/// # Errors
+/// When the shapes do not match.
+pub fn hadamard_of_products(a: &Tensor, b: &Tensor, scale: f64) -> Result<Tensor> {
+    apply([a, b], HadamardOfProducts { scale })
+}
+
+struct HadamardOfProducts {
+    scale: f64,
+}
+
+impl Operation<2> for HadamardOfProducts {
+    const NAME: &'static str = "hadamard-of-products";
+
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
+        [true; 2]
+    }
+
+    /// candle's products are as fast on the CPU.
+    fn has_slices(&self) -> bool {
+        false
+    }
+
+    fn forward(&self, _: [&[f32]; 2], _: [&Shape; 2]) -> Result<(Vec<f32>, Shape)> {
+        candle_core::bail!("{} has no form for slices", Self::NAME)
+    }
+
+    fn backward(&self, inputs: [&Input; 2], gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        self.backward_tensors(inputs, gradient)
+    }
+
+    fn forward_tensors(&self, [a, b]: [&Tensor; 2]) -> Result<Tensor> {
+        let [first, second] = [matmul(&a.get(0)?, &b.get(0)?)?, matmul(&a.get(1)?, &b.get(1)?)?];
+        let product = (&first * &second)?;
+        drop((first, second));
+        product * self.scale
+    }
+
+    fn backward_tensors(&self, [a, b]: [&Input; 2], gradient: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let (a, b) = (a.tensor()?, b.tensor()?);
+        let gradient = (gradient * self.scale)?;
+        let mut gradients = [Vec::with_capacity(2), Vec::with_capacity(2)];
+        for (own, other) in [(0, 1), (1, 0)] {
+            let of_product = (matmul(&a.get(other)?, &b.get(other)?)? * &gradient)?;
+            let transposed = |t: &Tensor| t.get(own)?.t()?.contiguous();
+            gradients[0].push(matmul(&of_product, &transposed(b)?)?);
+            gradients[1].push(matmul(&transposed(a)?, &of_product)?);
+        }
+        let [of_a, of_b] = gradients;
+        Ok([Some(Tensor::stack(&of_a, 0)?), Some(Tensor::stack(&of_b, 0)?)])
+    }
+}
