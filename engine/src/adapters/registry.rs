@@ -17,6 +17,3 @@ pub(super) const READERS: [Reader; 6] = [
     LohaTensors::read,
     read_oft,
 ];
-
-/// The types that a DoRA normalises.
-pub(super) const INNER_READERS: [Reader; 3] = [read_lora, LokrTensors::read, LohaTensors::read];

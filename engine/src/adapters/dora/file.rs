@@ -1,10 +1,12 @@
 //! A magnitude in a file, beside the tensors of another type of adapter.
 
-use super::super::file_layer::{FileLayer, RoleTensors, Site};
+use super::super::file_layer::{FileLayer, Reader, RoleTensors, Site};
 use super::super::handle::LoraHandle;
 use super::super::keys::TensorRole;
+use super::super::loha::LohaTensors;
+use super::super::lokr::LokrTensors;
+use super::super::lora_file::read_lora;
 use super::super::names::NamedLayers;
-use super::super::registry::INNER_READERS;
 use super::super::tensors::LoraTensors;
 use super::super::weight_adapter::WeightAdapter;
 use super::layer::{DecomposedLayer, Formula};
@@ -12,6 +14,9 @@ use super::norms::Axis;
 use candle_core::{Result, Tensor, Var};
 use std::any::Any;
 use std::sync::{Arc, Mutex};
+
+/// The types of adapters that a DoRA normalises.
+const INNER_READERS: [Reader; 3] = [read_lora, LokrTensors::read, LohaTensors::read];
 
 /// A magnitude and the adapter that it belongs to.
 #[derive(Clone, Debug)]
