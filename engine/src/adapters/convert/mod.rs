@@ -12,11 +12,12 @@ mod tests;
 
 pub use dialect::Dialect;
 
+use super::dora;
 use super::file::{FileLayers, LoraFile};
 use super::file_layer::{FileLayer, Site};
 use super::handle::LoraHandle;
 use super::load::check_fits;
-use super::names::{LayerIndex, LayerKey};
+use super::names::{LayerIndex, LayerKey, NamedLayers};
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::families::{self, LoraNames};
@@ -26,7 +27,7 @@ use aitk_common::job::arch::ArchName;
 use aitk_common::job::dtype::DType as SaveDType;
 use aitk_common::model_files::{self, Inventory, ModelFileKind, PartPaths};
 use candle_core::{DType, Device, Tensor};
-use dialect::PartLayers;
+use dialect::{NamedLayer, PartLayers};
 use join::{join, scale};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -182,41 +183,37 @@ impl Converter {
                 self.add_layer(part, stem, &**layer)?;
                 continue;
             }
-            let mut loras = Vec::with_capacity(resized.len());
-            for (layer, path) in resized.iter().zip(&named.paths) {
-                let lora = match layer {
-                    None => None,
-                    Some(layer) => match layer.as_any().downcast_ref::<LoraTensors>() {
-                        Some(lora) => Some(lora.clone()),
-                        None => {
-                            return Err(format!(
-                                "layer `{path}` has a {}, which cannot be joined to `{stem}` of the original release, as {} names \
-                                 it: choose another dialect{}",
-                                layer.kind(),
-                                self.conversion.dialect.name(),
-                                match has_dense_change(&**layer) {
-                                    true => ", or make LoRAs of it with `--rank`",
-                                    false => "",
-                                }
-                            ));
-                        }
-                    },
-                };
-                loras.push((lora, rows.get(path.as_str()).copied().unwrap_or(0)));
-            }
-            let mut joined = join(&loras)
-                .map_err(failed)?
-                .ok_or_else(|| format!("layer `{stem}` is empty"))?;
-            if named.halves_swapped {
-                let half = joined.up.dims()[0] / 2;
-                let halves = [(half, joined.up.dims()[0] - half), (0, half)];
-                let halves = halves.map(|(start, count)| joined.up.narrow(0, start, count));
-                let [first, second] = halves;
-                joined.up = Tensor::cat(&[first.map_err(failed)?, second.map_err(failed)?], 0).map_err(failed)?;
-            }
-            self.add_layer(part, stem, &joined)?;
+            let sizes = named
+                .paths
+                .iter()
+                .map(|path| rows.get(path.as_str()).copied().unwrap_or(0));
+            let parts: Vec<_> = resized.into_iter().zip(sizes).collect();
+            let joined = join_layers(&parts, named.halves_swapped).map_err(failed)?;
+            let joined = joined.ok_or_else(|| self.cannot_join(&named, &parts))?;
+            self.add_layer(part, stem, &*joined)?;
         }
         Ok(())
+    }
+
+    /// Why the layers of a joined layer cannot be joined.
+    fn cannot_join(&self, named: &NamedLayer, parts: &[Part]) -> String {
+        let found = parts
+            .iter()
+            .zip(&named.paths)
+            .filter_map(|((layer, _), path)| Some((layer.as_ref()?, path)));
+        let other = found.into_iter().find(|(layer, _)| layer.kind() != "LoRA");
+        let (kind, path) = other.map_or(("LoRA", named.stem.as_str()), |(layer, path)| (layer.kind(), path));
+        let dense = other.is_some_and(|(layer, _)| has_dense_change(&**layer));
+        format!(
+            "layer `{path}` has a {kind}, which cannot be joined to `{}` of the original release, as {} names it: choose another dialect{}",
+            named.stem,
+            self.conversion.dialect.name(),
+            if dense {
+                ", or make LoRAs of it with `--rank`"
+            } else {
+                ""
+            }
+        )
     }
 
     /// The layer if it fits the model, or a LoRA of the highest rank that approximates it best.
@@ -360,6 +357,46 @@ impl Converter {
         }
         self.layers += 1;
         Ok(())
+    }
+}
+
+/// A layer of the model, if the file has it, and its number of rows.
+type Part = (Option<Arc<dyn FileLayer>>, usize);
+
+/// The adapter of a layer that consists of these, or has the halves of the rows of one in the other order. `None`: they cannot be joined.
+fn join_layers(parts: &[Part], halves_swapped: bool) -> candle_core::Result<Option<Arc<dyn FileLayer>>> {
+    let present: Vec<&dyn FileLayer> = parts.iter().filter_map(|(layer, _)| layer.as_deref()).collect();
+    let is_lora = present.iter().all(|layer| layer.kind() == "LoRA");
+    // A DoRA has the norm of each row, also of those without a change.
+    let is_dora = present.len() == parts.len() && present.iter().all(|layer| layer.kind() == "DoRA");
+    if !is_lora && !is_dora {
+        return Ok(None);
+    }
+    let mut loras = Vec::with_capacity(parts.len());
+    for (layer, rows) in parts {
+        match layer.as_ref().map(|layer| layer.lora()) {
+            Some(None) => return Ok(None),
+            Some(Some(lora)) if lora.mid.is_some() => return Ok(None),
+            found => loras.push((found.flatten().cloned(), *rows)),
+        }
+    }
+    let Some(lora) = join(&loras)? else {
+        return Ok(None);
+    };
+    let whole: Option<Arc<dyn FileLayer>> = match is_lora {
+        true => Some(Arc::new(lora)),
+        false => dora::joined(&present, lora)?,
+    };
+    match (whole, halves_swapped) {
+        (Some(whole), true) => {
+            let swapped = NamedLayers {
+                part: "",
+                layers: vec![(String::new(), whole.outputs())],
+                halves_swapped,
+            };
+            Ok(whole.split(&swapped, &|_| None)?.pop())
+        }
+        (whole, _) => Ok(whole),
     }
 }
 

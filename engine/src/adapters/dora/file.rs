@@ -52,6 +52,32 @@ pub(in super::super) fn read_decomposed(
     })
 }
 
+/// The DoRA of a layer that consists of the rows of these, one after the other, with the LoRA of the whole. `None`: one is no DoRA with a
+/// magnitude for each output, or they differ in what a strength means.
+pub(in super::super) fn joined(parts: &[&dyn FileLayer], lora: LoraTensors) -> Result<Option<Arc<dyn FileLayer>>> {
+    let parts: Vec<_> = parts
+        .iter()
+        .map(|part| part.as_any().downcast_ref::<DecomposedTensors>())
+        .collect();
+    let Some(Some(first)) = parts.first().copied() else {
+        return Ok(None);
+    };
+    let mut magnitudes = Vec::with_capacity(parts.len());
+    for part in parts {
+        match part {
+            Some(part) if part.formula == first.formula && part.magnitude.elem_count() == part.outputs() => {
+                magnitudes.push(part.magnitude.flatten_all()?);
+            }
+            _ => return Ok(None),
+        }
+    }
+    Ok(Some(Arc::new(DecomposedTensors {
+        inner: Arc::new(lora),
+        magnitude: Tensor::cat(&magnitudes, 0)?,
+        formula: first.formula,
+    })))
+}
+
 impl DecomposedTensors {
     /// The axis of the magnitude for a layer with this many outputs and inputs.
     pub(super) fn axis(&self, outputs: usize, inputs: usize) -> std::result::Result<Axis, String> {
