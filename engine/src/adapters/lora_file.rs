@@ -25,6 +25,12 @@ pub(super) fn read_lora(found: &RoleTensors) -> Option<std::result::Result<Arc<d
         let (down, up) = (down.dims(), up.dims());
         return Some(Err(format!("down {down:?} and up {up:?} do not fit together")));
     }
+    if down.dims()[0] == 0 {
+        return Some(Err("its rank is 0".to_owned()));
+    }
+    if let Some(alpha) = found.alpha().filter(|alpha| !alpha.is_finite()) {
+        return Some(Err(format!("its alpha is {alpha}: the file is damaged")));
+    }
     Some(Ok(Arc::new(LoraTensors {
         down,
         up,
@@ -58,7 +64,7 @@ impl FileLayer for LoraTensors {
     ) -> Result<Vec<Arc<dyn FileLayer>>> {
         let rank = self.rank() as f64;
         // In sd-scripts an alpha of 0 means the rank.
-        let alpha = self.alpha.filter(|alpha| *alpha != 0.0 && alpha.is_finite());
+        let alpha = self.alpha.filter(|alpha| *alpha != 0.0);
         let alpha = alpha.or_else(|| metadata_alpha(rank)).unwrap_or(rank);
         let whole = Self {
             alpha: Some(alpha),

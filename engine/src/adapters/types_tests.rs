@@ -437,6 +437,10 @@ fn damaged_tensors_of_every_type_are_errors() {
             ],
             "different sizes",
         ),
+        (
+            &[("lora_down.weight", &[0, 4]), ("lora_up.weight", &[4, 0])],
+            "rank is 0",
+        ),
         (&[("dora_scale", &[4, 1])], "no other tensor"),
         (&[("dora_scale", &[4, 1]), ("lora_down.weight", &[2, 4])], "no up"),
         (&[("oft_blocks", &[4, 2])], "not square"),

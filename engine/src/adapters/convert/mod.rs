@@ -343,15 +343,18 @@ impl Converter {
                 Ok(a.flatten_all()?.to_vec1::<f32>()? == b.flatten_all()?.to_vec1::<f32>()?)
             };
             let saved = match is_number && !exact().map_err(failed)? {
-                true => tensor,
+                true => tensor.clone(),
                 false => saved,
             };
             let name = format!("{stem}.{suffix}");
             if !is_finite(&saved).map_err(failed)? {
-                return Err(format!(
-                    "`{name}` has numbers that {} cannot hold: choose another `--dtype`",
-                    self.dtype.as_str()
-                ));
+                return Err(match is_finite(&tensor).map_err(failed)? {
+                    true => format!(
+                        "`{name}` has numbers that {} cannot hold: choose another `--dtype`",
+                        self.dtype.as_str()
+                    ),
+                    false => format!("layer `{stem}` has numbers that are not finite: the file is damaged"),
+                });
             }
             self.tensors.insert(name, saved.contiguous().map_err(failed)?);
         }

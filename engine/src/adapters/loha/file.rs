@@ -44,6 +44,12 @@ impl LohaTensors {
                 let (first, second) = (first.sizes(), second.sizes());
                 return Err(format!("its products {first:?} and {second:?} have different sizes"));
             }
+            if first.rank() == Some(0) || second.rank() == Some(0) {
+                return Err("its rank is 0".to_owned());
+            }
+            if let Some(alpha) = found.alpha().filter(|alpha| !alpha.is_finite()) {
+                return Err(format!("its alpha is {alpha}: the file is damaged"));
+            }
             Ok(Self {
                 first,
                 second,
@@ -101,7 +107,7 @@ impl FileLayer for LohaTensors {
 
     fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
         // 0 means the rank.
-        let alpha = self.alpha.filter(|alpha| *alpha != 0.0 && alpha.is_finite());
+        let alpha = self.alpha.filter(|alpha| *alpha != 0.0);
         let parts = named.rows_if_converted().into_iter().map(|rows| -> Arc<dyn FileLayer> {
             Arc::new(Self {
                 alpha,
