@@ -58,7 +58,7 @@ pub struct InitArgs {
                   big.safetensors small.safetensors --to ai-toolkit --model sdxl.safetensors --rank 16 --dtype bf16"
 )]
 pub struct ConvertArgs {
-    /// Adapter file, or a folder with one
+    /// Adapter file, or a folder of diffusers or peft with one
     #[arg(value_name = "INPUT")]
     pub input: PathBuf,
     /// File to write
@@ -67,7 +67,7 @@ pub struct ConvertArgs {
     /// Program whose names the file gets: ai-toolkit, sd-scripts, diffusers, comfyui, lycoris
     #[arg(long, value_name = "PROGRAM")]
     pub to: String,
-    /// Model that the adapter is for: a diffusers folder or a .safetensors file. Only its names and shapes are read
+    /// Model that the adapter is for: a whole diffusers folder or checkpoint. Of its weights only names and shapes are read
     #[arg(long, value_name = "PATH")]
     pub model: PathBuf,
     /// Number format: float32, float16, bfloat16 [default: that of INPUT]

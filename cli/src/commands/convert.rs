@@ -39,6 +39,9 @@ pub(super) async fn convert(context: &Context, args: ConvertArgs) -> CommandResu
             output.display()
         )));
     }
+    if let Some(folder) = output.parent().filter(|folder| !folder.is_dir()) {
+        return Err(Failure::not_found(format!("{}: no such folder", folder.display())));
+    }
     let conversion = Conversion {
         dialect: dialect(&args.to)?,
         dtype: args.dtype.as_deref().map(number_format).transpose()?,
@@ -89,7 +92,8 @@ pub(super) async fn convert(context: &Context, args: ConvertArgs) -> CommandResu
 }
 
 fn dialect(name: &str) -> Result<Dialect, Failure> {
-    let alias = match name {
+    let lower = name.to_lowercase();
+    let alias = match lower.as_str() {
         "kohya" | "a1111" | "forge" => "sd-scripts",
         "peft" => "diffusers",
         "aitk" => "ai-toolkit",

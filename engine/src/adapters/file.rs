@@ -5,7 +5,7 @@ use super::file_layer::{FileLayer, LoraModule, RoleTensors};
 use super::keys::{ParsedKey, TensorRole, parse_key};
 use super::names::{LayerIndex, LayerKey};
 use super::origin::origin;
-use super::registry::READERS;
+use super::registry::read_layer;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};
@@ -126,7 +126,7 @@ impl LoraFile {
         }
         let mut modules = Vec::with_capacity(layers.len());
         for (stem, layer) in layers {
-            match READERS.iter().find_map(|read| read(&layer)) {
+            match read_layer(&layer) {
                 Some(Ok(tensors)) => modules.push(LoraModule { stem, tensors }),
                 Some(Err(reason)) => return Err(file_error(format!("layer `{stem}`: {reason}"))),
                 None => unknown.push(format!("{stem}.alpha")),
@@ -180,7 +180,15 @@ impl LoraFile {
             let metadata_alpha = |rank| peft_alpha(peft.as_ref()?, (named.part, first), rank);
             let split = module.tensors.split(named, &metadata_alpha)?;
             for ((path, _), tensors) in named.layers.iter().zip(split) {
-                resolved.insert((named.part, path.clone()), tensors);
+                if resolved.insert((named.part, path.clone()), tensors).is_some() {
+                    return Err(EngineError::WeightsFile {
+                        path: self.path.clone(),
+                        reason: format!(
+                            "layer `{path}` is in the file under two names, one of which is `{}`",
+                            module.stem
+                        ),
+                    });
+                }
             }
         }
         Ok((resolved, unknown))

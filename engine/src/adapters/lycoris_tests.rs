@@ -3,7 +3,7 @@
 use super::file_layer::{RoleTensors, Site};
 use super::keys::{ParsedKey, parse_key};
 use super::names::NamedLayers;
-use super::registry::READERS;
+use super::registry::read_layer;
 use super::*;
 use crate::families::{self, Conditioning, LoadOptions, LoraNames, Model};
 use crate::nn::{BaseLayer, LayerKind, conv2d};
@@ -41,7 +41,7 @@ pub(super) fn try_layers(tensors: &HashMap<String, Tensor>) -> Result<BTreeMap<S
             false => drop(layer.tensors.insert(role, tensor.clone())),
         }
     }
-    let read = |layer: &RoleTensors| READERS.iter().find_map(|read| read(layer)).unwrap();
+    let read = |layer: &RoleTensors| read_layer(layer).unwrap();
     let layers = layers.iter().map(|(stem, layer)| Ok((stem.clone(), read(layer)?)));
     layers.collect()
 }

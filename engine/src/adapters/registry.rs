@@ -2,14 +2,16 @@
 
 use super::difference::read_difference;
 use super::dora::read_decomposed;
-use super::file_layer::Reader;
+use super::file_layer::{FileLayer, Reader, RoleTensors};
+use super::keys::TensorRole;
 use super::loha::LohaTensors;
 use super::lokr::LokrTensors;
 use super::lora_file::read_lora;
 use super::oft::read_oft;
+use std::sync::Arc;
 
-/// Reads the tensors of a layer: the first that knows them.
-pub(super) const READERS: [Reader; 6] = [
+/// Each reads the tensors of a layer if it knows them.
+const READERS: [Reader; 6] = [
     read_difference,
     read_decomposed,
     read_lora,
@@ -17,3 +19,17 @@ pub(super) const READERS: [Reader; 6] = [
     LohaTensors::read,
     read_oft,
 ];
+
+/// Reads the tensors of a layer. `None`: they are of no type.
+pub(super) fn read_layer(found: &RoleTensors) -> Option<std::result::Result<Arc<dyn FileLayer>, String>> {
+    let mut others = found.clone();
+    // A magnitude belongs to another type.
+    others.tensors.remove(&TensorRole::Magnitude);
+    others.tensors.remove(&TensorRole::DoraScale);
+    if READERS.iter().filter(|read| read(&others).is_some()).count() > 1 {
+        return Some(Err(
+            "it has tensors of several types of adapters, of which one alone can be used".to_owned(),
+        ));
+    }
+    READERS.iter().find_map(|read| read(found))
+}

@@ -410,13 +410,20 @@ fn has_dense_change(layer: &dyn FileLayer) -> bool {
 
 /// A magnitude with the name and the shape that the dialect has for it.
 fn magnitude(peft: bool, layer: &dyn FileLayer, tensor: Tensor) -> candle_core::Result<(String, Tensor)> {
-    if peft {
-        return Ok(("lora_magnitude_vector".to_owned(), tensor.flatten_all()?));
-    }
     let axes = layer.lora().map_or(2, |lora| lora.down.rank());
+    if peft {
+        let flat = tensor.flatten_all()?;
+        // peft has the axis of the outputs of a convolution second; transformers reads the name with this ending alone.
+        let tensor = match axes {
+            2 => flat,
+            _ => flat.reshape([&[1, flat.elem_count()][..], &vec![1; axes - 2]].concat())?,
+        };
+        return Ok(("lora_magnitude_vector.weight".to_owned(), tensor));
+    }
     let tensor = match tensor.rank() == axes {
-        true => tensor,
-        false => tensor.reshape([&[tensor.elem_count()][..], &vec![1; axes - 1]].concat())?,
+        // For each input.
+        true if tensor.dims()[0] == 1 && tensor.elem_count() != layer.outputs() => tensor,
+        _ => tensor.reshape([&[tensor.elem_count()][..], &vec![1; axes - 1]].concat())?,
     };
     Ok(("dora_scale".to_owned(), tensor))
 }

@@ -64,7 +64,8 @@ impl TrainedDora {
     fn suffix(&self) -> &'static str {
         match self.names {
             LoraNames::Flattened => "dora_scale",
-            LoraNames::Dotted => "lora_magnitude_vector",
+            // transformers reads it with this ending alone.
+            LoraNames::Dotted => "lora_magnitude_vector.weight",
         }
     }
 }
@@ -99,12 +100,14 @@ impl TrainedLayer for TrainedDora {
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
         let mut tensors = self.lora.saved()?;
         let magnitude = self.layer.magnitude.as_detached_tensor();
+        let axes = self.lora.up.rank();
+        let mut shape = vec![1; axes];
+        // peft has the axis of the outputs of a convolution second.
+        let axis = usize::from(self.names == LoraNames::Dotted && axes > 2);
+        shape[axis] = magnitude.elem_count();
         let magnitude = match self.names {
-            LoraNames::Flattened => {
-                let shape = [&[magnitude.elem_count()][..], &vec![1; self.lora.up.rank() - 1]].concat();
-                magnitude.reshape(shape)?
-            }
-            LoraNames::Dotted => magnitude,
+            LoraNames::Dotted if axes == 2 => magnitude,
+            _ => magnitude.reshape(shape)?,
         };
         tensors.push((self.suffix(), magnitude));
         Ok(tensors)

@@ -63,7 +63,7 @@ fn suffix(name: &str) -> &str {
         "lora_A.weight",
         "lora_B.weight",
         "dora_scale",
-        "lora_magnitude_vector",
+        "lora_magnitude_vector.weight",
     ];
     suffixes
         .into_iter()
@@ -80,7 +80,7 @@ fn set_first_values(params: &[Param], seed: u64) {
         let bound = match suffix(name) {
             "lokr_w1" | "lokr_w2_a" => 1.0 / (dims[1] as f64).sqrt(),
             // A magnitude starts as the norm of the weight.
-            "dora_scale" | "lora_magnitude_vector" => continue,
+            "dora_scale" | "lora_magnitude_vector.weight" => continue,
             "hada_w1_a" => 0.1,
             "hada_w1_b" | "hada_w2_b" => 1.0,
             "lora_down.weight" | "lora_A.weight" => 1.0 / (dims[1..].iter().product::<usize>() as f64).sqrt(),
