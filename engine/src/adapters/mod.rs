@@ -56,7 +56,7 @@ pub use lora::Lora;
 pub use names::{LayerIndex, LayerKey, NamedLayers, saved_since};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
 pub use rescale::{RescaledLora, Rescaling, rescale_lora};
-pub use save::{lora_file_bytes, python_json, safetensors_bytes};
+pub use save::{is_finite, lora_file_bytes, python_json, safetensors_bytes};
 pub use tensors::LoraTensors;
 pub use trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
 pub use weight_adapter::WeightAdapter;

@@ -2,6 +2,7 @@
 
 use super::file::LoraFile;
 use super::keys::{ParsedKey, TensorRole, parse_key};
+use super::save::is_finite;
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
@@ -168,11 +169,6 @@ fn one_number(tensor: &Tensor) -> Option<f32> {
         Ok([number]) => Some(*number),
         _ => None,
     }
-}
-
-fn is_finite(tensor: &Tensor) -> Result<bool> {
-    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    Ok(numbers.iter().all(|number| number.is_finite()))
 }
 
 fn name_of(dtype: DType) -> &'static str {

@@ -2,7 +2,7 @@
 
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -81,6 +81,15 @@ pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap
     let mut out = Vec::with_capacity(tensors.values().map(|t| size(t) + 256).sum());
     write_tensors(&mut out, tensors, metadata).map_err(|error| EngineError::io("(memory)", error))?;
     Ok(out)
+}
+
+/// Whether every number of a tensor is finite.
+///
+/// # Errors
+/// When its dtype cannot be converted.
+pub fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
+    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    Ok(numbers.iter().all(|number| number.is_finite()))
 }
 
 /// Serialises a LoRA file with `sshs_model_hash` and `sshs_legacy_hash` added to its metadata. As in sd-scripts, both

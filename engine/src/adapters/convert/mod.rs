@@ -18,6 +18,7 @@ use super::file_layer::{FileLayer, Site};
 use super::handle::LoraHandle;
 use super::load::check_fits;
 use super::names::{LayerIndex, LayerKey, NamedLayers};
+use super::save::is_finite;
 use super::tensors::LoraTensors;
 use crate::error::{EngineError, Result};
 use crate::families::{self, LoraNames};
@@ -426,9 +427,4 @@ fn magnitude(peft: bool, layer: &dyn FileLayer, tensor: Tensor) -> candle_core::
         _ => tensor.reshape([&[tensor.elem_count()][..], &vec![1; axes - 1]].concat())?,
     };
     Ok(("dora_scale".to_owned(), tensor))
-}
-
-fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
-    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    Ok(numbers.iter().all(|number| number.is_finite()))
 }

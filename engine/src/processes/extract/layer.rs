@@ -98,12 +98,6 @@ pub(super) fn square(tensor: &Tensor) -> Result<f64> {
     Ok(numbers.iter().map(|number| f64::from(*number).powi(2)).sum())
 }
 
-/// Whether every number is finite.
-pub(super) fn is_finite(tensor: &Tensor) -> Result<bool> {
-    let numbers = tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
-    Ok(numbers.iter().all(|number| number.is_finite()))
-}
-
 /// The difference of a layer of the fine-tune and of the base model, float32. `None`: they are the same.
 ///
 /// # Errors

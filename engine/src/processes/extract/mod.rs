@@ -15,7 +15,7 @@ use super::job_metadata::{job_metadata, software};
 use super::rate::Progress;
 use super::result_file::ResultFile;
 use super::save_dtype::save_dtype;
-use crate::adapters::{lora_file_bytes, python_json};
+use crate::adapters::{is_finite, lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::ProcessKind;
@@ -136,7 +136,7 @@ impl ExtractedLora {
 
     fn insert(&mut self, name: String, tensor: &Tensor) -> Result<()> {
         let saved = tensor.to_dtype(self.dtype)?.contiguous()?;
-        if !layer::is_finite(&saved)? {
+        if !is_finite(&saved)? {
             return Err(EngineError::bad_input(format!(
                 "`{name}` has numbers that {} cannot hold: set `dtype: float32`",
                 self.dtype.as_str()
