@@ -92,8 +92,9 @@ pub fn rescale_lora(
                 _ => "use it with another strength instead",
             };
             return Err(file_error(format!(
-                "layer `{}` has a {kind}, whose strength is not in its {}: {instead}",
+                "layer `{}` has {} {kind}, whose strength is not in its {}: {instead}",
                 module.stem,
+                if kind == "OFT" { "an" } else { "a" },
                 match target {
                     ScaleTarget::UpDown => "matrices",
                     ScaleTarget::Alpha => "alpha",

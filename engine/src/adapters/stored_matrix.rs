@@ -1,6 +1,7 @@
 //! Matrices in files that are whole, a low-rank product, or Tucker's decomposition of a convolution.
 
 use super::names::RowRanges;
+use super::weight_adapter::select_rows;
 use candle_core::{Device, Result, Tensor};
 
 /// A matrix of a LoKr or a LoHa in a file, float32 on the CPU.
@@ -48,6 +49,16 @@ impl StoredMatrix {
                 product.reshape((p, right.dim(1)?, height, width))
             }
         }
+    }
+
+    /// Some of its rows, in this order: ranges of their beginning and length.
+    pub(super) fn select_rows(&self, rows: &RowRanges) -> Result<Self> {
+        let select = |matrix: &Tensor, axis| select_rows(matrix.clone(), axis, Some(rows));
+        Ok(match self {
+            Self::Full(matrix) => Self::Full(select(matrix, 0)?),
+            Self::LowRank(left, right) => Self::LowRank(select(left, 0)?, right.clone()),
+            Self::Tucker(core, left, right) => Self::Tucker(core.clone(), select(left, 1)?, right.clone()),
+        })
     }
 
     /// Its tensors, with the names of a whole matrix, of both factors and of the core.

@@ -450,6 +450,7 @@ fn damaged_tensors_of_every_type_are_errors() {
             ],
             "several types",
         ),
+        (&[("dora_scale", &[4, 1]), ("magnitude", &[4])], "two magnitudes"),
         (&[("dora_scale", &[4, 1])], "no other tensor"),
         (&[("dora_scale", &[4, 1]), ("lora_down.weight", &[2, 4])], "no up"),
         (&[("oft_blocks", &[4, 2])], "not square"),
@@ -548,7 +549,7 @@ fn files_of_every_type_are_rescaled_or_refused() {
             ScaleTarget::UpDown,
             "has a DoRA, whose strength is not in its matrices",
         ),
-        ("oft_linear", ScaleTarget::UpDown, "has a OFT"),
+        ("oft_linear", ScaleTarget::UpDown, "has an OFT"),
         ("full_linear", ScaleTarget::Alpha, "no alpha"),
     ] {
         let error = rescale(case, target).unwrap_err().to_string();

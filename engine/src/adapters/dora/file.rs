@@ -40,6 +40,9 @@ pub(in super::super) fn read_decomposed(
     let magnitude = found.get(role)?;
     let mut others = found.clone();
     others.tensors.remove(&role);
+    if others.tensors.contains_key(&TensorRole::DoraScale) {
+        return Some(Err("it has two magnitudes, of which one alone can be used".to_owned()));
+    }
     Some(match INNER_READERS.iter().find_map(|read| read(&others)) {
         Some(inner) => inner.map(|inner| -> Arc<dyn FileLayer> {
             Arc::new(DecomposedTensors {

@@ -3,10 +3,11 @@
 use super::super::difference::DenseLayer;
 use super::super::file_layer::{FileLayer, RoleTensors, Site};
 use super::super::keys::TensorRole;
-use super::super::names::{NamedLayers, RowRanges};
+use super::super::names::NamedLayers;
 use super::super::stored_matrix::{StoredMatrix, with_alpha};
-use super::super::weight_adapter::{WeightAdapter, select_rows};
-use candle_core::{Result, Tensor};
+use super::super::weight_adapter::WeightAdapter;
+use super::layer::{LohaLayer, Product};
+use candle_core::{Result, Tensor, Var};
 use std::any::Any;
 use std::sync::Arc;
 
@@ -17,8 +18,6 @@ pub(in super::super) struct LohaTensors {
     second: StoredMatrix,
     alpha: Option<f64>,
     scalar: f64,
-    /// The rows of the product that the layer has, in its order; all if there are none.
-    rows: Option<RowRanges>,
 }
 
 impl LohaTensors {
@@ -55,7 +54,6 @@ impl LohaTensors {
                 second,
                 alpha: found.alpha(),
                 scalar: found.numbers.get(&TensorRole::Scalar).copied().unwrap_or(1.0),
-                rows: None,
             })
         });
         Some(layer.map(|layer| -> Arc<dyn FileLayer> { Arc::new(layer) }))
@@ -69,8 +67,7 @@ impl LohaTensors {
 
     /// The whole change at strength 1, [out, in kh kw] or [out, in, kh, kw].
     fn change(&self) -> Result<Tensor> {
-        let change = ((self.first.dense()? * self.second.dense()?)? * self.scale())?;
-        select_rows(change, 0, self.rows.as_deref())
+        (self.first.dense()? * self.second.dense()?)? * self.scale()
     }
 
     /// The matrices that a training starts from, in the order of its parameters.
@@ -79,9 +76,6 @@ impl LohaTensors {
     /// When the file does not have them.
     pub(super) fn factors(&self) -> std::result::Result<Vec<Tensor>, String> {
         match (&self.first, &self.second) {
-            _ if self.rows.is_some() => {
-                Err("the file has one LoHa for several layers of this model, which cannot be trained".to_owned())
-            }
             (StoredMatrix::LowRank(a, b), StoredMatrix::LowRank(c, d)) => Ok([a, b, c, d].map(Clone::clone).to_vec()),
             _ => Err("the file has a LoHa with a third matrix (`hada_t1`) of it, which is not trained".to_owned()),
         }
@@ -108,27 +102,71 @@ impl FileLayer for LohaTensors {
     fn split(&self, named: &NamedLayers, _: &dyn Fn(f64) -> Option<f64>) -> Result<Vec<Arc<dyn FileLayer>>> {
         // 0 means the rank.
         let alpha = self.alpha.filter(|alpha| *alpha != 0.0);
-        let parts = named.rows_if_converted().into_iter().map(|rows| -> Arc<dyn FileLayer> {
-            Arc::new(Self {
-                alpha,
-                rows,
-                ..self.clone()
-            })
-        });
-        Ok(parts.collect())
+        let parts = named
+            .rows_if_converted()
+            .into_iter()
+            .map(|rows| -> Result<Arc<dyn FileLayer>> {
+                let select = |matrix: &StoredMatrix| match &rows {
+                    Some(rows) => matrix.select_rows(rows),
+                    None => Ok(matrix.clone()),
+                };
+                Ok(Arc::new(Self {
+                    first: select(&self.first)?,
+                    second: select(&self.second)?,
+                    alpha,
+                    scalar: self.scalar,
+                }))
+            });
+        parts.collect()
     }
 
+    /// Kept as factors, which are small; the product of a Tucker decomposition is kept whole.
     fn adapter(&self, site: Site<'_>) -> std::result::Result<Arc<dyn WeightAdapter>, String> {
-        let change = self.change().map_err(|error| error.to_string())?;
+        let failed = |error: candle_core::Error| error.to_string();
         let dims = site.weight.dims();
         // The columns of a low-rank product include the kernel.
-        if change.elem_count() != dims.iter().product::<usize>() || change.dims()[0] != dims[0] {
+        let [rows, columns] = self.first.sizes();
+        let factors = self.factors().ok();
+        let expected = match &factors {
+            Some(_) => dims[1..].iter().product(),
+            None => dims[1],
+        };
+        if [rows, columns] != [dims[0], expected] {
             return Err(format!(
                 "the file's LoHa is {:?}, the model needs {dims:?}",
-                change.dims()
+                [rows, columns]
             ));
         }
-        DenseLayer::new(site, Some(&change), None).map(|layer| -> Arc<dyn WeightAdapter> { Arc::new(layer) })
+        let Some(factors) = factors else {
+            let change = self.change().map_err(failed)?;
+            return DenseLayer::new(site, Some(&change), None)
+                .map(|layer| -> Arc<dyn WeightAdapter> { Arc::new(layer) });
+        };
+        let rank = self.first.rank().unwrap_or(1);
+        let mut variables = Vec::with_capacity(factors.len());
+        for factor in factors {
+            let factor = factor
+                .to_device(site.weight.device())
+                .and_then(|factor| Var::from_tensor(&factor));
+            variables.push(factor.map_err(failed)?);
+        }
+        let [w1_a, w1_b, w2_a, w2_b] =
+            <[Var; 4]>::try_from(variables).map_err(|_| "it has not four factors".to_owned())?;
+        Ok(Arc::new(LohaLayer {
+            name: site.name,
+            first: Product {
+                left: w1_a,
+                right: w1_b,
+            },
+            second: Product {
+                left: w2_a,
+                right: w2_b,
+            },
+            alpha: self.scale() * rank as f64,
+            rank,
+            dims: dims.to_vec(),
+            handle: site.handle.clone(),
+        }))
     }
 
     fn tensors(&self) -> std::result::Result<Vec<(&'static str, Tensor)>, String> {
@@ -141,7 +179,7 @@ impl FileLayer for LohaTensors {
                 }
             }
         }
-        with_alpha(tensors, self.alpha, self.rows.as_ref())
+        with_alpha(tensors, self.alpha, None)
     }
 
     fn as_any(&self) -> &dyn Any {
