@@ -1,13 +1,10 @@
 //! One LoHa layer: `y + (W1 ⊙ W2) x * alpha / rank * multiplier`.
 
-use super::super::file_layer::FileLayer;
 use super::super::handle::LoraHandle;
-use super::super::trained_layer::{TrainedLayer, Values};
 use super::super::weight_adapter::{WeightAdapter, add_product, tracked_if};
-use super::file::LohaTensors;
 use crate::nn::{BaseLayer, LayerAdapter, hadamard_of_products};
 use crate::weights::Weight;
-use candle_core::{Device, Result, Tensor, Var};
+use candle_core::{Result, Tensor, Var};
 use std::sync::Arc;
 
 /// A low-rank product [out, rank] [rank, in kh kw], float32.
@@ -32,7 +29,7 @@ pub(super) struct LohaLayer {
 }
 
 impl LohaLayer {
-    fn scale(&self) -> f64 {
+    pub(super) fn scale(&self) -> f64 {
         self.alpha / self.rank.max(1) as f64
     }
 
@@ -62,58 +59,5 @@ impl LayerAdapter for LohaLayer {
 impl WeightAdapter for LohaLayer {
     fn change(&self, _: &Weight) -> Result<Tensor> {
         self.tensor(false)
-    }
-}
-
-impl TrainedLayer for LohaLayer {
-    fn name(&self) -> &str {
-        &self.name
-    }
-
-    fn params(&self) -> Vec<(&'static str, &Var)> {
-        vec![
-            ("hada_w1_a", &self.first.left),
-            ("hada_w1_b", &self.first.right),
-            ("hada_w2_a", &self.second.left),
-            ("hada_w2_b", &self.second.right),
-        ]
-    }
-
-    fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
-        let params = self.params().into_iter();
-        let alpha = Tensor::new(self.alpha as f32, &Device::Cpu)?;
-        Ok(params
-            .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
-            .chain([("alpha", alpha)])
-            .collect())
-    }
-
-    /// The strength of the file is kept: where its scale is another one, `hada_w2_a` is multiplied.
-    fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String> {
-        let Some(tensors) = file.as_any().downcast_ref::<LohaTensors>() else {
-            return Err(format!(
-                "the file has a {} of it, and this job trains a LoHa",
-                file.kind()
-            ));
-        };
-        let matrices = tensors.factors()?;
-        let ratio = tensors.scale() / self.scale();
-        let mut values = Values::default();
-        for ((suffix, var), matrix) in self.params().into_iter().zip(matrices) {
-            if matrix.dims() != var.dims() {
-                return Err(format!(
-                    "the file's `{suffix}` is {:?}, that of this job {:?}: set `network.linear` and `network.conv` to the ranks of the file",
-                    matrix.dims(),
-                    var.dims()
-                ));
-            }
-            let value = match suffix == "hada_w2_a" && ratio != 1.0 {
-                true => &matrix * ratio,
-                false => Ok(matrix),
-            };
-            let value = value.and_then(|value| value.to_device(var.device()));
-            values.values.push((var, value.map_err(|error| error.to_string())?));
-        }
-        Ok(values)
     }
 }

@@ -6,6 +6,7 @@
 
 mod file;
 mod layer;
+mod trained;
 
 pub(super) use file::LohaTensors;
 

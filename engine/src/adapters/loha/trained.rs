@@ -1,0 +1,60 @@
+//! The LoHa of a layer that is trained, and files of it.
+
+use super::super::file_layer::FileLayer;
+use super::super::trained_layer::{TrainedLayer, Values};
+use super::file::LohaTensors;
+use super::layer::LohaLayer;
+use candle_core::{Device, Result, Tensor, Var};
+
+impl TrainedLayer for LohaLayer {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn params(&self) -> Vec<(&'static str, &Var)> {
+        vec![
+            ("hada_w1_a", &self.first.left),
+            ("hada_w1_b", &self.first.right),
+            ("hada_w2_a", &self.second.left),
+            ("hada_w2_b", &self.second.right),
+        ]
+    }
+
+    fn saved(&self) -> Result<Vec<(&'static str, Tensor)>> {
+        let params = self.params().into_iter();
+        let alpha = Tensor::new(self.alpha as f32, &Device::Cpu)?;
+        Ok(params
+            .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
+            .chain([("alpha", alpha)])
+            .collect())
+    }
+
+    /// The strength of the file is kept: where its scale is another one, `hada_w2_a` is multiplied.
+    fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String> {
+        let Some(tensors) = file.as_any().downcast_ref::<LohaTensors>() else {
+            return Err(format!(
+                "the file has a {} of it, and this job trains a LoHa",
+                file.kind()
+            ));
+        };
+        let matrices = tensors.factors()?;
+        let ratio = tensors.scale() / self.scale();
+        let mut values = Values::default();
+        for ((suffix, var), matrix) in self.params().into_iter().zip(matrices) {
+            if matrix.dims() != var.dims() {
+                return Err(format!(
+                    "the file's `{suffix}` is {:?}, that of this job {:?}: set `network.linear` and `network.conv` to the ranks of the file",
+                    matrix.dims(),
+                    var.dims()
+                ));
+            }
+            let value = match suffix == "hada_w2_a" && ratio != 1.0 {
+                true => &matrix * ratio,
+                false => Ok(matrix),
+            };
+            let value = value.and_then(|value| value.to_device(var.device()));
+            values.values.push((var, value.map_err(|error| error.to_string())?));
+        }
+        Ok(values)
+    }
+}
