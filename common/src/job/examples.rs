@@ -52,6 +52,18 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_lora_sd15.yaml"),
         ),
         (
+            "train_slider_sd15.yaml",
+            include_str!("../../../config/examples/train_slider_sd15.yaml"),
+        ),
+        (
+            "train_concept_slider_sd15.yaml",
+            include_str!("../../../config/examples/train_concept_slider_sd15.yaml"),
+        ),
+        (
+            "train_image_slider_sd15.yaml",
+            include_str!("../../../config/examples/train_image_slider_sd15.yaml"),
+        ),
+        (
             "train_full_sd15.yaml",
             include_str!("../../../config/examples/train_full_sd15.yaml"),
         ),
@@ -389,10 +401,15 @@ fn a_locon_is_trained_on_unets_alone() {
 }
 
 #[test]
-fn unsupported_job_kinds_and_processes_are_refused() {
+fn sliders_of_ai_toolkit_are_read() {
     let slider = load_file!("slider_legacy.yaml");
-    assert_eq!(slider.warnings, []);
-    assert_eq!(refused(&slider), ["job"]);
+    let warned: Vec<&str> = slider.warnings.iter().map(|warning| warning.key.as_str()).collect();
+    assert_eq!(
+        warned,
+        ["config.process[0].train.max_denoising_steps"],
+        "the default of other trainings"
+    );
+    assert_eq!(slider.spec.unsupported().errors, []);
     let trainer = slider.spec.process[0].trainer().unwrap();
     assert_eq!(
         trainer.training_folder.as_deref(),
@@ -403,8 +420,11 @@ fn unsupported_job_kinds_and_processes_are_refused() {
 
     let concept = load_file!("concept_slider.yaml");
     assert_eq!(concept.warnings, []);
-    assert_eq!(refused(&concept), ["type"]);
+    assert_eq!(refused(&concept), ["model.arch"]);
+}
 
+#[test]
+fn unsupported_job_kinds_and_processes_are_refused() {
     let caption = load_file!("caption.yaml");
     assert_eq!(refused(&caption), ["type"]);
     assert_eq!(caption.warnings.len(), 0);

@@ -2,12 +2,31 @@
 
 use super::control_images::{check_control_flag, check_control_process};
 use super::node::shorten;
-use super::process::{JobKind, ProcessKind};
+use super::process::{JobKind, ProcessKind, TrainerProcess};
 use super::prompt::PromptFlags;
 use super::schema::{Input, InputKind, ReadContext, SupportReport};
 use super::spec::JobSpec;
 use super::values::TextSource;
 use std::collections::BTreeSet;
+
+/// The keys of image folders in the `slider` section at `path` that are not opened.
+fn unopened_of_slider(process: &TrainerProcess, path: &str) -> Vec<String> {
+    let mut keys = Vec::new();
+    for (index, dataset) in process.slider.iter().flat_map(|slider| &slider.datasets).enumerate() {
+        let (uses_pairs, set) = (process.kind.uses_image_pairs(), dataset.as_dataset());
+        let opened = |folder: &Option<String>| {
+            uses_pairs && (set.folder_path == *folder || set.control_path.first() == folder.as_ref())
+        };
+        let folders = [
+            ("pair_folder", &dataset.pair_folder),
+            ("pos_folder", &dataset.pos_folder),
+            ("neg_folder", &dataset.neg_folder),
+        ];
+        let unopened = folders.into_iter().filter(|(_, folder)| !opened(folder));
+        keys.extend(unopened.map(|(key, _)| format!("{path}.datasets[{index}].{key}")));
+    }
+    keys
+}
 
 impl JobSpec {
     /// Returns the keys of inputs that are never opened, because another key replaces them or the process does not use them.
@@ -19,6 +38,9 @@ impl JobSpec {
         for (index, process) in self.process.iter().enumerate() {
             if matches!(process.kind, ProcessKind::Generate(_) | ProcessKind::Img2Img(_)) {
                 keys.insert(format!("config.process[{index}].model.assistant_lora_path"));
+            }
+            if let ProcessKind::Train(process) = &process.kind {
+                keys.extend(unopened_of_slider(process, &format!("config.process[{index}].slider")));
             }
             let (datasets, trains) = match &process.kind {
                 ProcessKind::Train(process) => (&process.datasets, true),

@@ -46,6 +46,8 @@ pub const MAX_CAPTION_BYTES: u64 = 1024 * 1024;
 pub const MAX_FACTOR: f64 = 1e6;
 /// The largest `noise_multiplier` and `noise_offset`, without its sign. Larger noise leaves the range of 16-bit floats.
 pub const MAX_NOISE_FACTOR: f64 = 100.0;
+/// Pairs of prompts of a slider, its anchors and its sizes.
+pub const MAX_SLIDER_PROMPTS: usize = 256;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
 /// Bytes that one value counts for besides its text.

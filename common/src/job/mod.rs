@@ -46,6 +46,7 @@ pub mod scalar;
 pub mod schema;
 mod secret;
 pub mod slider;
+mod slider_checks;
 pub mod spec;
 pub mod template;
 pub mod train;

@@ -15,7 +15,7 @@ use super::sample::{SampleConfig, SampleItem};
 use super::sampler::SamplerName;
 use super::save::SaveConfig;
 use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
-use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
+use super::slider::{EmbeddingConfig, ReferenceDataset, Replacement, SliderConfig};
 use super::train::{TimestepType, TrainConfig};
 use super::values::FreeMap;
 use serde::{Deserialize, Serialize};
@@ -61,8 +61,8 @@ section! {
         datasets: Vec<DatasetConfig> = Vec::new(), Works;
         /// Textual inversion.
         embedding: Option<EmbeddingConfig> = None, Refused("no textual inversion");
-        /// Sliders.
-        slider: Option<SliderConfig> = None, DependsOn("type: concept_slider");
+        /// What a slider changes: `type: concept_slider`, `slider`, `image_reference_slider_trainer`, `ultimate_slider_trainer`.
+        slider: Option<SliderConfig> = None, Works;
         /// `concept_replacer` only.
         replacements: Vec<Replacement> = Vec::new(), DependsOn("type: concept_replacer");
         /// No effect, as in ai-toolkit.
@@ -225,16 +225,23 @@ fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut
             dataset.trigger_word = None;
         }
     }
+    process.finish_slider(cx);
     process.check_combinations(cx);
 }
 
 impl TrainerProcess {
     /// Returns the data sets as they are trained: one for each entry and resolution, each with exactly one resolution. An entry
-    /// without trigger word or batch size gets the process's.
+    /// without trigger word or batch size gets the process's. The image pairs of a slider are data sets whose images are the
+    /// positive ones, and whose control images are the negative ones.
     #[must_use]
     pub fn split_datasets(&self) -> Vec<DatasetConfig> {
         let mut split = Vec::new();
-        for dataset in &self.datasets {
+        let pairs = self.slider.iter().filter(|_| self.kind.uses_image_pairs());
+        let pairs: Vec<DatasetConfig> = pairs
+            .flat_map(|slider| &slider.datasets)
+            .map(ReferenceDataset::as_dataset)
+            .collect();
+        for dataset in self.datasets.iter().chain(&pairs) {
             for &resolution in dataset.resolution.iter() {
                 let mut one = dataset.clone();
                 one.resolution.0 = vec![resolution];

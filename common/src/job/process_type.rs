@@ -2,8 +2,8 @@
 
 use super::declare::choices;
 
-const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`), makes images (`to_folder`, `batch_img2img`), extracts LoRAs \
-                     (`lora`, `locon`) and rescales them (`rescale_lora`)";
+const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`), makes images (`to_folder`, \
+                     `batch_img2img`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`)";
 
 choices! {
     /// The type of a process.
@@ -16,12 +16,12 @@ choices! {
         UiTrainer = "ui_trainer", Works;
         /// Older name of `sd_trainer`.
         TextualInversionTrainer = "textual_inversion_trainer", Works;
-        /// Slider with images and text directions.
-        ConceptSlider = "concept_slider", Refused(LATER);
-        /// Slider with text targets and paired images.
-        UltimateSlider = "ultimate_slider_trainer", Refused(LATER);
-        /// Slider with paired images.
-        ImageReferenceSlider = "image_reference_slider_trainer", Refused(LATER);
+        /// Slider between two prompts, on images.
+        ConceptSlider = "concept_slider", Works;
+        /// Slider between prompts and paired images.
+        UltimateSlider = "ultimate_slider_trainer", Works;
+        /// Slider between paired images.
+        ImageReferenceSlider = "image_reference_slider_trainer", Works;
         /// Make prompt A look like prompt B.
         ConceptReplacer = "concept_replacer", Refused(LATER);
         /// Captions by Qwen3-VL.
@@ -48,8 +48,8 @@ choices! {
         ExampleMergeExtension = "example_merge_extension", Refused(LATER);
         /// Images from prompts.
         ToFolder = "to_folder", Works;
-        /// Legacy slider with text targets.
-        Slider = "slider", Refused(LATER);
+        /// Slider between prompts, without images.
+        Slider = "slider", Works;
         /// The predecessor of `slider`.
         SliderOld = "slider_old", Refused(LATER);
         /// Rescaling of Stable Diffusion.
@@ -73,7 +73,7 @@ choices! {
         /// The normal kind: trainers, captioners, tools.
         Extension = "extension", Works;
         /// Legacy trainers.
-        Train = "train", Refused("use `job: extension` with `type: sd_trainer`");
+        Train = "train", Works;
         /// A LoRA from the difference of two models.
         Extract = "extract", Works;
         /// Images from prompts.
@@ -84,6 +84,24 @@ choices! {
 }
 
 impl ProcessType {
+    /// Whether it trains a slider: an adapter with two directions.
+    #[must_use]
+    pub fn is_slider(self) -> bool {
+        matches!(self, Self::ConceptSlider | Self::Slider) || self.uses_image_pairs()
+    }
+
+    /// Whether it trains on pairs of images (`slider.datasets`).
+    #[must_use]
+    pub fn uses_image_pairs(self) -> bool {
+        matches!(self, Self::ImageReferenceSlider | Self::UltimateSlider)
+    }
+
+    /// Whether its slider has pairs of prompts (`slider.targets`).
+    #[must_use]
+    pub fn uses_slider_targets(self) -> bool {
+        matches!(self, Self::Slider | Self::UltimateSlider)
+    }
+
     /// The kind of job it belongs to.
     #[must_use]
     pub fn job(self) -> JobKind {

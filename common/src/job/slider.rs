@@ -8,13 +8,13 @@ use super::values::ImageSize;
 section! {
     /// One pair of opposites for a slider.
     pub struct SliderTarget("targets") {
-        /// Concept that is changed.
+        /// Prompt of the concept that is changed. Empty: everything.
         target_class: String = String::new(), Works;
-        /// The positive end.
+        /// Prompt of the positive end.
         positive: String = String::new(), Works;
-        /// The negative end.
+        /// Prompt of the negative end.
         negative: String = String::new(), Works;
-        /// LoRA strength.
+        /// Strength of the adapter at the positive end; the negative end has it with the other sign.
         multiplier: f64 = 1.0, Works;
         /// Loss weight.
         weight: f64 = 1.0, Works;
@@ -34,9 +34,9 @@ section! {
     pub struct SliderAnchor("anchors") {
         /// The prompt.
         prompt: String = String::new(), Works;
-        /// Negative prompt.
-        neg_prompt: String = String::new(), Works;
-        /// LoRA strength.
+        /// No effect: anchors are predicted without guidance, as in ai-toolkit.
+        neg_prompt: String = String::new(), Accepted("anchors are predicted without guidance, as in ai-toolkit");
+        /// Strength of the adapter in the positive direction.
         multiplier: f64 = 1.0, Works;
     }
     finish = finish_anchor;
@@ -49,7 +49,7 @@ fn finish_anchor(anchor: &mut SliderAnchor, _present: &PresentKeys, cx: &mut Rea
 section! {
     /// Paired images for a slider.
     pub struct ReferenceDataset("slider.datasets") {
-        /// Side-by-side images: negative half left, positive half right.
+        /// Side-by-side images: the negative half is on the left, the positive one on the right.
         pair_folder: Option<String> = None, Works, input Dataset;
         /// Positive images, matched by stem.
         pos_folder: Option<String> = None, Works, input Dataset;
@@ -57,7 +57,7 @@ section! {
         neg_folder: Option<String> = None, Works, input Dataset;
         /// Prompt when there is no caption.
         target_class: String = String::new(), Works;
-        /// Height, or bucket resolution for pairs of folders.
+        /// Bucket resolution, as `resolution` of other data sets.
         size: u32 = 512, Works;
         /// Default of the next two.
         network_weight: f64 = 1.0, Works;
@@ -82,7 +82,7 @@ fn finish_reference(dataset: &mut ReferenceDataset, _present: &PresentKeys, cx: 
 }
 
 section! {
-    /// Sliders of every kind; which keys matter depends on the process type.
+    /// Sliders of every kind; which keys matter depends on the process type (docs/sliders.md).
     pub struct SliderConfig("slider") {
         /// Pairs of opposites (`slider`, `ultimate_slider_trainer`).
         targets: Vec<SliderTarget> = Vec::new(), Works;
@@ -91,15 +91,15 @@ section! {
         /// Sizes; one is picked at random.
         resolutions: Vec<ImageSize> = vec![ImageSize(512, 512)], Works;
         /// Neutral prompts, one per line.
-        prompt_file: Option<String> = None, Works, input PromptFile;
+        prompt_file: Option<String> = None, Ignored("no loss uses neutral prompts, in ai-toolkit neither"), input PromptFile;
         /// Cache of encoded prompts.
-        prompt_tensors: Option<String> = None, Works;
-        /// Do the four parts in one step.
+        prompt_tensors: Option<String> = None, Ignored("prompts are encoded when the training starts");
+        /// Train all parts of a pair in each step: two directions, each from two sides. Otherwise one part.
         batch_full_slide: bool = true, Works;
         /// `depth`.
-        use_adapter: Option<String> = None, Works;
+        use_adapter: Option<String> = None, Refused("no T2I adapters");
         /// Depth images by stem.
-        adapter_img_dir: Option<String> = None, Works, input ControlImages;
+        adapter_img_dir: Option<String> = None, DependsOn("use_adapter"), input ControlImages;
         /// `concept_slider`: strength of the push.
         guidance_strength: f64 = 3.0, Works;
         /// `concept_slider`: strength of the anchor.
@@ -115,12 +115,12 @@ section! {
         /// Paired images (`ultimate_slider_trainer`, `image_reference_slider_trainer`).
         datasets: Vec<ReferenceDataset> = Vec::new(), Works;
         /// More losses (`ultimate_slider_trainer`, `image_reference_slider_trainer`).
-        additional_losses: Vec<String> = Vec::new(), Works;
-        /// Random change of the weights.
+        additional_losses: Vec<String> = Vec::new(), Accepted("never had an effect");
+        /// The strengths of both directions are changed by a random number up to this one (image pairs).
         weight_jitter: f64 = 0.0, Works;
-        /// Weight of the image loss.
+        /// Weight of the image loss (`ultimate_slider_trainer`).
         img_loss_weight: f64 = 1.0, Works;
-        /// Weight of the text loss.
+        /// Weight of the text loss (`ultimate_slider_trainer`).
         cfg_loss_weight: f64 = 1.0, Works;
     }
     rare {
@@ -138,12 +138,12 @@ fn finish_slider(slider: &mut SliderConfig, _present: &PresentKeys, cx: &mut Rea
     for (key, value) in [
         ("guidance_strength", slider.guidance_strength),
         ("anchor_strength", slider.anchor_strength),
-        ("weight_jitter", slider.weight_jitter),
         ("img_loss_weight", slider.img_loss_weight),
         ("cfg_loss_weight", slider.cfg_loss_weight),
     ] {
         cx.check_in_range(key, value, -MAX_FACTOR..=MAX_FACTOR);
     }
+    cx.check_in_range("weight_jitter", slider.weight_jitter, 0.0..=MAX_FACTOR);
 }
 
 section! {

@@ -27,7 +27,7 @@ section! {
         /// The model is Stable Diffusion 2.x (`job: train`, `job: extract`).
         is_v2: bool = false, Accepted("the family is recognised by the model's files");
         /// `job: train`: folder for TensorBoard.
-        log_dir: Option<String> = None, DependsOn("job: train");
+        log_dir: Option<String> = None, Ignored("no TensorBoard logger yet; metrics are in `aitk logs`");
         /// No effect here: the seed is read per process.
         training_seed: Option<i64> = None, Ignored("it is read per process: move it into `process`");
         /// `job: extract`: model to subtract.

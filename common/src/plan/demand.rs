@@ -10,6 +10,7 @@ use super::job_memory::{Job, Task, preserves};
 use super::json::{flag, largest, number, text};
 use super::need::MemoryNeed;
 use super::parameter_counts::ParameterCounts;
+use super::slider::SliderKind;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -141,11 +142,12 @@ fn of_conversion(kind: &str) -> Option<Demand> {
 }
 
 /// The micro-batches of a step, with the work of a preservation loss: as much as that of the captions, and a pass without the adapter;
-/// and with that of predictions with which the loss compares.
+/// and with that of predictions with which the loss compares. Those of a slider have several passes.
 fn accumulated(body: &Value) -> f64 {
     let preserved = if preserves(body) { 1.0 + 1.0 / 3.0 } else { 0.0 };
     let compared = f64::from(u8::from(uses_base(body)) + u8::from(flag(body, "/train/do_guidance_loss"))) / 3.0;
-    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * (1.0 + preserved + compared)
+    let work = SliderKind::of(body).map_or(1.0 + preserved + compared, |slider| slider.work(body));
+    number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0) * work
 }
 
 /// Whether the loss of a training needs what the model predicts without the adapter.

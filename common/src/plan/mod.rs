@@ -21,5 +21,6 @@ pub mod profile;
 pub mod qtype;
 mod requests;
 pub mod shapes;
+mod slider;
 mod transformer_shapes;
 mod walk;

@@ -1,6 +1,7 @@
 //! The sizes of the images that a job generates.
 
 use super::json::{flag, number};
+use super::slider::slider_sizes;
 use crate::job::prompt::PromptFlags;
 use serde_json::Value;
 
@@ -97,6 +98,21 @@ pub(super) fn image_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
         .into_iter()
         .map(|prompt| base.with_flags(prompt, multiple))
         .collect()
+}
+
+/// The sizes at which the steps of a slider sample its noisy latents; those of a whole batch side by side.
+pub(super) fn slider_sampling_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
+    let Some((sizes, true)) = slider_sizes(body) else {
+        return Vec::new();
+    };
+    let items = number(body, "/train/batch_size").unwrap_or(1.0).max(1.0);
+    let size = |[width, height]: [f64; 2]| ImageSize {
+        width: width * items,
+        height,
+        guidance_scale: 3.0,
+        characters: 0.0,
+    };
+    sizes.into_iter().map(|sides| size(sides).floored(multiple)).collect()
 }
 
 /// The sizes of the samples of a training, as [`image_sizes`].

@@ -16,6 +16,7 @@ fn options(root: &Path, folders: &[&str]) -> DatasetOptions {
         path: root.join("data"),
         resolution: 64,
         controls: Some(ControlOptions {
+            role: ControlRole::Condition,
             folders: folders.iter().map(|name| root.join(name)).collect(),
             background: BACKGROUND,
             full_size: true,
@@ -165,6 +166,64 @@ fn each_image_has_the_control_image_of_its_stem() {
         std::fs::write(root.join("two/b.PNG"), bytes).unwrap();
         let message = error(options(root, &["two"]));
         assert!(message.contains("two/b.PNG"), "{message}");
+    }
+}
+
+#[test]
+fn halves_of_one_file_have_the_pixels_of_two_files() {
+    let dir = tempfile::tempdir().unwrap();
+    for folder in ["data", "right", "left"] {
+        std::fs::create_dir(dir.path().join(folder)).unwrap();
+    }
+    for (number, (width, height)) in [(40, 32), (75, 100), (33, 20)].into_iter().enumerate() {
+        let image = |shift: u32| {
+            RgbImage::from_fn(width, height, |x, y| {
+                Rgb([(x * 6 + shift) as u8, (y * 7) as u8, shift as u8])
+            })
+        };
+        let (left, right) = (image(3), image(90));
+        // One column in the middle is in no half.
+        let both = RgbImage::from_fn(2 * width + 1, height, |x, y| match x {
+            x if x < width => *left.get_pixel(x, y),
+            x if x == width => Rgb([0, 255, 0]),
+            x => *right.get_pixel(x - width - 1, y),
+        });
+        for (folder, image) in [("data", &both), ("right", &right), ("left", &left)] {
+            image
+                .save(dir.path().join(folder).join(format!("{number}.png")))
+                .unwrap();
+        }
+    }
+    let open = |options: DatasetOptions| Dataset::open(options, UNIT, 3).unwrap().0.items;
+    let halves = open(DatasetOptions {
+        controls: None,
+        side_by_side: true,
+        ..options(dir.path(), &[])
+    });
+    let two = open(DatasetOptions {
+        path: dir.path().join("right"),
+        ..options(dir.path(), &["left"])
+    });
+    let values = |x: Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(halves.len(), 3);
+    for (half, whole) in halves.iter().zip(&two) {
+        assert_eq!((half.size, half.plan), (whole.size, whole.plan));
+        assert_eq!(values(load_pixels(half).unwrap()), values(load_pixels(whole).unwrap()));
+        let [left, control] = [half, whole].map(|item| load_control(item, item.control.as_ref().unwrap()).unwrap());
+        assert_eq!(values(left), values(control));
+        let [own, control] = [
+            half.latent_key("sd1"),
+            half.control_key(half.control.as_ref().unwrap(), "sd1"),
+        ];
+        assert_ne!(own.hash(&half.content, "vae"), control.hash(&half.content, "vae"));
+        assert_ne!(
+            own.hash(&half.content, "vae"),
+            LatentKey {
+                half: None,
+                ..own.clone()
+            }
+            .hash(&half.content, "vae")
+        );
     }
 }
 

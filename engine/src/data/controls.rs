@@ -2,6 +2,7 @@
 
 use super::allowed_paths::AllowedPaths;
 use super::discover::suffix_rank;
+use super::half::half_of;
 use super::pixels::apply_plan;
 use super::training_image::{Control, TrainingImage};
 use crate::error::{EngineError, Result};
@@ -14,9 +15,38 @@ use std::path::{Path, PathBuf};
 /// The side of a control image with `full_size_control_images: false`, as in ai-toolkit.
 const SMALL_SIDE: u32 = 512;
 
+/// What the control images of a data set are to its images.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControlRole {
+    /// What the model changes into the image (FLUX.1 Kontext).
+    Condition,
+    /// The negative end of a slider whose positive end is the image.
+    Negative,
+}
+
+impl ControlRole {
+    /// What such an image is called in messages.
+    fn noun(self) -> &'static str {
+        match self {
+            Self::Condition => "control image",
+            Self::Negative => "negative image",
+        }
+    }
+
+    /// The config key of its folders.
+    fn key(self) -> &'static str {
+        match self {
+            Self::Condition => "datasets: control_path",
+            Self::Negative => "slider.datasets: neg_folder",
+        }
+    }
+}
+
 /// The control images of a data set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ControlOptions {
+    /// What they are to the images.
+    pub role: ControlRole,
     /// The folders. For each image, one of them has a file with the image's stem.
     pub folders: Vec<PathBuf>,
     /// The colour behind transparent control images.
@@ -33,8 +63,10 @@ impl ControlOptions {
     pub(super) fn check_folders_exist(&self) -> Result<()> {
         match self.folders.iter().find(|folder| !folder.is_dir()) {
             Some(folder) => Err(EngineError::bad_input(format!(
-                "{}: there is no such folder of control images (datasets: control_path)",
-                folder.display()
+                "{}: there is no such folder of {}s ({})",
+                folder.display(),
+                self.role.noun(),
+                self.role.key()
             ))),
             None => Ok(()),
         }
@@ -51,6 +83,7 @@ impl ControlOptions {
             .iter()
             .map(|path| ControlFolder::list(path, stay_in_folder));
         Ok(ControlFiles {
+            role: self.role,
             folders: folders.collect::<Result<_>>()?,
         })
     }
@@ -93,6 +126,7 @@ impl ControlFolder {
 
 /// The files of all folders of control images of a data set.
 pub(super) struct ControlFiles {
+    role: ControlRole,
     folders: Vec<ControlFolder>,
 }
 
@@ -109,10 +143,12 @@ impl ControlFiles {
             folder.allowed_paths.check(file)?;
             if let Some(first) = found {
                 return Err(EngineError::bad_input(format!(
-                    "{} has two control images, {} and {} (datasets: control_path): FLUX.1 Kontext takes one; remove one of the files",
+                    "{} has two {}s, {} and {} ({}): there must be one; remove one of the files",
                     image.display(),
+                    self.role.noun(),
                     first.display(),
-                    file.display()
+                    file.display(),
+                    self.role.key()
                 )));
             }
             found = Some(file);
@@ -129,14 +165,21 @@ impl ControlFiles {
             .iter()
             .map(|folder| folder.path.display().to_string())
             .collect();
+        let advice = match self.role {
+            ControlRole::Condition => {
+                "Add one for each image, or move images without one to a data set without `control_path`"
+            }
+            ControlRole::Negative => "Add one for each image, or move images without one to another folder",
+        };
         EngineError::bad_input(format!(
-            "{}: {} of {images} images have no control image. The first is {}: there is no {stem}.jpg, {stem}.jpeg, {stem}.png or \
-             {stem}.webp in {} (datasets: control_path). Add one for each image, or move images without one to a data set without \
-             `control_path`",
+            "{}: {} of {images} images have no {}. The first is {}: there is no {stem}.jpg, {stem}.jpeg, {stem}.png or \
+             {stem}.webp in {} ({}). {advice}",
             data_set.display(),
             missing.len(),
+            self.role.noun(),
             first.display(),
             folders.join(" or "),
+            self.role.key(),
         ))
     }
 }
@@ -147,6 +190,7 @@ impl ControlFiles {
 /// When the control image is missing, damaged, or needs too much memory.
 pub fn load_control(item: &TrainingImage, control: &Control) -> Result<Tensor> {
     let image = image_io::open_rgb_over(&control.path, control.background)?;
+    let image = half_of(image, control.half);
     if control.full_size {
         return image_io::to_tensor(&apply_plan(image, item), &Device::Cpu);
     }

@@ -5,6 +5,7 @@ use super::bucket::{BucketPlan, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::controls::ControlOptions;
 use super::discover::discover;
+use super::half::Half;
 use super::latent_cache::content_hash;
 use super::masks::MaskOptions;
 use super::sizes::SizeCache;
@@ -54,6 +55,8 @@ pub struct DatasetOptions {
     pub masks: Option<MaskOptions>,
     /// Control images. `None`: the images are trained without them.
     pub controls: Option<ControlOptions>,
+    /// Each file has two images side by side: the right half is the image, the left half its control image.
+    pub side_by_side: bool,
     /// LoRA strength for the items of this data set.
     pub network_weight: f64,
     /// Loss weight of the items of this data set.
@@ -90,6 +93,7 @@ impl Default for DatasetOptions {
             flip_y: false,
             masks: None,
             controls: None,
+            side_by_side: false,
             network_weight: 1.0,
             loss_multiplier: 1.0,
             prior_target: false,
@@ -165,6 +169,10 @@ impl DatasetScan {
                     }
                 },
             };
+            let size = match options.side_by_side {
+                true => ((size.0 / 2).max(1), size.1),
+                false => size,
+            };
             let text = match listing.captions.get(path) {
                 Some(caption) => caption.clone(),
                 None => {
@@ -175,7 +183,7 @@ impl DatasetScan {
             let has_caption = !text.trim().is_empty();
             let control = match &control_files {
                 Some(files) => files.find(path)?,
-                None => None,
+                None => options.side_by_side.then(|| path.clone()),
             };
             match (&control, controls) {
                 (Some(control), Some(controls)) => {
@@ -374,8 +382,16 @@ impl Dataset {
                 {
                     let content = hash(path)?;
                     let control = match (control, &options.controls) {
+                        (Some(path), None) => Some(Control {
+                            path: path.clone(),
+                            half: Some(Half::Left),
+                            content: content.clone(),
+                            background: [0; 3],
+                            full_size: true,
+                        }),
                         (Some(path), Some(controls)) => Some(Control {
                             path: path.clone(),
+                            half: None,
                             content: hash(path)?,
                             background: controls.background,
                             full_size: controls.full_size,
@@ -391,6 +407,7 @@ impl Dataset {
                         path: path.clone(),
                         content,
                         derived: options.derived.clone(),
+                        half: options.side_by_side.then_some(Half::Right),
                         size: *size,
                         plan,
                         flip_x,

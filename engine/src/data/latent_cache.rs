@@ -3,6 +3,7 @@
 
 use super::bucket::BucketPlan;
 use super::cache_file;
+use super::half::Half;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use aitk_common::fsutil::regular;
@@ -28,6 +29,8 @@ pub struct LatentKey {
     pub latent_space: String,
     /// How a control image is loaded. `None`: it is the latent of a training image.
     pub control: Option<ControlKey>,
+    /// The half of the file that is the image. `None`: all of it.
+    pub half: Option<Half>,
 }
 
 /// What the latent of a control image depends on besides.
@@ -56,6 +59,10 @@ impl LatentKey {
             if on {
                 map.insert(key.into(), true.into());
             }
+        }
+        if let Some(half) = self.half {
+            let half = if half == Half::Left { "left" } else { "right" };
+            map.insert("half".into(), half.into());
         }
         if let Some(control) = self.control {
             map.insert("control".into(), true.into());

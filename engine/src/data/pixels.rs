@@ -1,5 +1,6 @@
 //! Loads training images as tensors.
 
+use super::half::half_of;
 use super::training_image::TrainingImage;
 use crate::error::Result;
 use crate::image_io::{self, Filter};
@@ -11,7 +12,8 @@ use image::{RgbImage, imageops};
 /// # Errors
 /// When the image is missing, damaged, or needs too much memory.
 pub fn load_pixels(item: &TrainingImage) -> Result<Tensor> {
-    let cropped = apply_plan(image_io::open_rgb(&item.path)?, item);
+    let image = half_of(image_io::open_rgb(&item.path)?, item.half);
+    let cropped = apply_plan(image, item);
     image_io::to_tensor(&cropped, &Device::Cpu)
 }
 

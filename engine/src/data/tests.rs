@@ -142,6 +142,7 @@ fn the_latent_key_has_ai_toolkits_hash() {
         flip_y: false,
         latent_space: "flux1".into(),
         control: None,
+        half: None,
     };
     assert_eq!(key.ai_toolkit_hash(), "iJjM-TQwokKK_Kq5MY63gQ");
     assert_ne!(key.hash("one", "vae"), key.hash("two", "vae"));
@@ -167,6 +168,7 @@ fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
         flip_y: false,
         latent_space: "sd1".into(),
         control: None,
+        half: None,
     };
     let cache = LatentCache::new("vae", 4, 8);
     assert!(cache.read(&image, None, &key, "c1").is_none());

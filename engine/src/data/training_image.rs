@@ -1,6 +1,7 @@
 //! One training image of a data set, and its loss mask.
 
 use super::bucket::BucketPlan;
+use super::half::Half;
 use super::latent_cache::{ControlKey, LatentKey};
 use std::path::PathBuf;
 
@@ -13,6 +14,8 @@ pub struct TrainingImage {
     pub content: String,
     /// The folder of its cached latent. `None`: next to the image.
     pub derived: Option<PathBuf>,
+    /// The half of the file that is the image. `None`: all of it.
+    pub half: Option<Half>,
     /// Width and height of the image, after EXIF rotation and before anything else.
     pub size: (u32, u32),
     /// How it is scaled and cropped.
@@ -40,6 +43,7 @@ impl TrainingImage {
             flip_y: self.flip_y,
             latent_space: latent_space.to_owned(),
             control: None,
+            half: self.half,
         }
     }
 
@@ -69,14 +73,17 @@ impl TrainingImage {
                 background: control.background,
                 full_size: control.full_size,
             }),
+            half: control.half,
             ..self.latent_key(latent_space)
         }
     }
 }
 
-/// The control image of one image: what the model changes into the image.
+/// The control image of one image: what the model changes into the image, or the negative end of a slider.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Control {
+    /// The half of the file that is the image. `None`: all of it.
+    pub half: Option<Half>,
     /// The image file.
     pub path: PathBuf,
     /// SHA-256 of the file, in hexadecimal.

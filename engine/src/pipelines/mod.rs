@@ -28,6 +28,7 @@ use candle_core::{DType, Tensor};
 use guidance::Guidance;
 use image::RgbImage;
 use input_images::resized;
+use std::ops::Range;
 
 impl From<SamplerError> for EngineError {
     fn from(error: SamplerError) -> Self {
@@ -66,6 +67,39 @@ impl<'a> Pipeline<'a> {
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
+        let sampling = self.start(request, noise)?;
+        self.finish(sampling, 0, noise, on_step)
+    }
+
+    /// Samples from noise and stops after `steps` of the request's steps: what the model gets in the next one, [b, channels, …], and
+    /// its time step.
+    ///
+    /// # Errors
+    /// As [`Pipeline::text_to_image`], or when there are not so many steps.
+    pub fn sample_partly(
+        &self,
+        request: &GenerateRequest,
+        steps: usize,
+        noise: &mut NoiseSource,
+    ) -> Result<(Vec<Tensor>, f64)> {
+        let mut sampling = self.start(request, noise)?;
+        let evaluations = sampling
+            .samplers
+            .first()
+            .map_or(1, |sampler| sampler.evaluations_per_step());
+        let index = steps * evaluations;
+        let Some(timestep) = sampling.timesteps.get(index).copied() else {
+            return Err(EngineError::bad_input(format!(
+                "there is no time step after {steps} steps: there are {} in all",
+                request.steps
+            )));
+        };
+        self.denoise(&mut sampling, 0..index, noise, &mut |_, _| true)?;
+        Ok((sampling.inputs(index)?, timestep))
+    }
+
+    /// The samplers, the encoded prompts and the noise of a request.
+    fn start(&self, request: &GenerateRequest, noise: &mut NoiseSource) -> Result<Sampling> {
         check_size(request.width, request.height, self.model.size_multiple())?;
         let (width, height) = (request.width, request.height);
         let guidance = Guidance::new(self, request, condition_size(request, width, height))?;
@@ -76,7 +110,7 @@ impl<'a> Pipeline<'a> {
             let random = noise.randn(&shape, self.model.noise_dtype(), self.model.device())?;
             latents.push((random * sampler.init_noise_sigma())?);
         }
-        self.denoise(&guidance, samplers, 0, latents, noise, on_step)
+        Ok(Sampling::new(guidance, samplers, latents))
     }
 
     /// Generates images from images. `strength` (0 to 1): how much of them is replaced; if that is less than a step, the images
@@ -129,7 +163,7 @@ impl<'a> Pipeline<'a> {
             let random = noise.randn(encoded.dims(), self.model.dtype(), self.model.device())?;
             latents.push(sampler.add_noise(encoded, &random, begin)?);
         }
-        self.denoise(&guidance, samplers, begin, latents, noise, on_step)
+        self.finish(Sampling::new(guidance, samplers, latents), begin, noise, on_step)
     }
 
     /// The shapes of the latents of one image.
@@ -182,30 +216,41 @@ impl<'a> Pipeline<'a> {
         Ok(latents.into_iter().map(repeat).collect::<candle_core::Result<_>>()?)
     }
 
-    /// Samples from step `begin` on and decodes the images.
-    fn denoise(
+    /// Samples from time step `begin` on and decodes the images. `None`: `on_step` returned `false`.
+    fn finish(
         &self,
-        guidance: &Guidance,
-        mut samplers: Vec<Box<dyn Sampler>>,
+        mut sampling: Sampling,
         begin: usize,
-        mut latents: Vec<Tensor>,
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
-        let timesteps = samplers
-            .first()
-            .map(|sampler| sampler.timesteps().to_vec())
-            .unwrap_or_default();
-        let steps = timesteps.len();
-        for (index, t) in timesteps.into_iter().enumerate().skip(begin) {
-            if !on_step(index - begin, steps - begin) {
-                return Ok(None);
+        let range = begin..sampling.timesteps.len();
+        match self.denoise(&mut sampling, range, noise, on_step)? {
+            true => self.decode(&sampling.latents).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Samples at these time steps. `false`: `on_step` returned `false`.
+    fn denoise(
+        &self,
+        sampling: &mut Sampling,
+        range: Range<usize>,
+        noise: &mut NoiseSource,
+        on_step: OnStep<'_>,
+    ) -> Result<bool> {
+        let (begin, steps) = (range.start, range.len());
+        for index in range {
+            if !on_step(index - begin, steps) {
+                return Ok(false);
             }
-            let inputs = samplers.iter().zip(&latents);
-            let inputs = inputs.map(|(sampler, latents)| sampler.scale_model_input(latents, index));
-            let inputs = inputs.collect::<std::result::Result<Vec<_>, SamplerError>>()?;
-            let outputs = guidance.predict(self.model, &inputs, t, (index - begin, steps - begin))?;
-            for ((sampler, latents), output) in samplers.iter_mut().zip(&mut latents).zip(&outputs) {
+            let inputs = sampling.inputs(index)?;
+            let t = sampling.timesteps[index];
+            let outputs = sampling
+                .guidance
+                .predict(self.model, &inputs, t, (index - begin, steps))?;
+            let samplers = sampling.samplers.iter_mut().zip(&mut sampling.latents);
+            for ((sampler, latents), output) in samplers.zip(&outputs) {
                 *latents = sampler.step(SamplerStep {
                     index,
                     output,
@@ -215,14 +260,47 @@ impl<'a> Pipeline<'a> {
                 })?;
             }
         }
-        if self.refuse_non_finite && !all_finite(&latents)? {
+        Ok(true)
+    }
+
+    /// Decodes the latents of images.
+    fn decode(&self, latents: &[Tensor]) -> Result<Vec<RgbImage>> {
+        if self.refuse_non_finite && !all_finite(latents)? {
             return Err(EngineError::bad_input(
                 "the image has values that are not finite numbers (NaN), so it would be black: the weights of the model or of a \
                  LoRA are damaged, or the guidance scale is too large",
             ));
         }
-        let images = self.model.codec().decode(&latents)?.into_iter().map(Media::into_image);
-        Ok(Some(images.collect::<Result<_>>()?))
+        let images = self.model.codec().decode(latents)?.into_iter().map(Media::into_image);
+        images.collect()
+    }
+}
+
+/// Latents on their way from noise to images.
+struct Sampling {
+    guidance: Guidance,
+    samplers: Vec<Box<dyn Sampler>>,
+    /// The time steps of the samplers.
+    timesteps: Vec<f64>,
+    latents: Vec<Tensor>,
+}
+
+impl Sampling {
+    fn new(guidance: Guidance, samplers: Vec<Box<dyn Sampler>>, latents: Vec<Tensor>) -> Self {
+        let timesteps = samplers.first().map(|sampler| sampler.timesteps().to_vec());
+        Self {
+            guidance,
+            timesteps: timesteps.unwrap_or_default(),
+            samplers,
+            latents,
+        }
+    }
+
+    /// What the model gets at this time step.
+    fn inputs(&self, index: usize) -> Result<Vec<Tensor>> {
+        let inputs = self.samplers.iter().zip(&self.latents);
+        let inputs = inputs.map(|(sampler, latents)| sampler.scale_model_input(latents, index));
+        Ok(inputs.collect::<std::result::Result<_, SamplerError>>()?)
     }
 }
 

@@ -19,6 +19,7 @@ mod run;
 mod samples;
 mod save_files;
 mod saving;
+mod sliders;
 mod step;
 mod switched_loras;
 mod target;
@@ -46,6 +47,7 @@ use folder::RunFolder;
 use record::StepRecorder;
 use resume::NON_FINITE_CAUSES;
 use run::{Run, trainer};
+use sliders::slider::Slider;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -110,7 +112,7 @@ impl<'a> Run<'a> {
         }
         let mut prompts: Option<Arc<dyn EncodedPrompts>> = None;
         if text::frees_text_encoders(process) {
-            let Some(encoded) = text::encode(process, &data, &compute, cx)? else {
+            let Some(encoded) = text::encode(process, seed, &data, &compute, cx)? else {
                 return Ok(None);
             };
             prompts = Some(Arc::new(encoded));
@@ -176,6 +178,7 @@ impl<'a> Run<'a> {
             masks: LossMasks::default(),
             captions: ConditioningCache::default(),
             switched_loras,
+            slider: Slider::of(process, seed).map(Arc::new),
             model,
             start_step: 0,
             last_checkpoint: None,
@@ -347,6 +350,9 @@ mod replay;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod slider_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

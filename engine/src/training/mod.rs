@@ -5,6 +5,7 @@
 //! - [`Objective`], [`Ddpm`], [`FlowMatch`]: what the model predicts; draws the time steps and the noise of a micro-batch
 //!   (`docs/randomness.md`).
 //! - [`LatentStore`], [`LossMasks`], [`ConditioningCache`]: cached latents of images, loss masks and encoded captions.
+//! - [`slider_loss`]: the loss of a slider.
 //! - [`TextEmbeddings`]: every prompt of a run, encoded before the model is loaded.
 
 mod cfg;
@@ -20,6 +21,7 @@ mod loss_scale;
 mod masks;
 mod objective;
 mod random;
+mod slider;
 mod spectrum;
 mod text_embeddings;
 mod trainer;
@@ -37,6 +39,7 @@ pub use loss::{
 pub use masks::LossMasks;
 pub use objective::{DrawInputs, NoiseDraw, Objective};
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
+pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};
 pub use text_embeddings::TextEmbeddings;
 pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};

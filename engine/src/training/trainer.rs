@@ -175,6 +175,27 @@ impl Trainer {
         Ok(())
     }
 
+    /// Runs one of several passes whose losses are the loss of one micro-batch, and adds its gradients. `reported`: the factor of its
+    /// loss in the loss that is reported.
+    ///
+    /// # Errors
+    /// As [`Trainer::accumulate`].
+    pub fn accumulate_pass(
+        &mut self,
+        is_first: bool,
+        reported: f64,
+        loss: impl FnOnce() -> Result<Tensor>,
+    ) -> Result<()> {
+        self.accumulate(loss)?;
+        if let Some(own) = self.losses.pop() {
+            match self.losses.last_mut().filter(|_| !is_first) {
+                Some(total) => *total += own * reported,
+                None => self.losses.push(own * reported),
+            }
+        }
+        Ok(())
+    }
+
     /// Runs the passes of step number `step` and updates each parameter as soon as its gradient is complete, then frees
     /// the gradient (fused backward). The result is bit-identical to [`Trainer::accumulate`] with an update in
     /// [`Trainer::finish_step`], which must follow in both cases. Clipping needs the global norm: then `loss` runs

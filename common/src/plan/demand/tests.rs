@@ -407,6 +407,53 @@ fn a_preservation_loss_is_more_work_and_a_second_set_of_gradients() {
 }
 
 #[test]
+fn a_slider_has_the_passes_of_docs_sliders_md() {
+    let with = |kind: &str, slider: Value| {
+        let mut job = lora("sd1", 512, "bf16", 128);
+        let body = &mut job["process"][0]["kind"]["train"];
+        body["type"] = json!(kind);
+        body["slider"] = slider;
+        if kind != "concept_slider" {
+            body["datasets"] = json!([]);
+            body["train"]["max_denoising_steps"] = json!(30);
+        }
+        let demand = Demand::of_job(&job, None, &[]).unwrap();
+        (demand.units(), demand.memory.unwrap())
+    };
+    let pairs = json!({"datasets": [{"size": 512}]});
+    let (plain, plain_memory) = with("sd_trainer", json!({}));
+    for (kind, slider, passes) in [
+        ("concept_slider", json!({}), 3.0),
+        ("concept_slider", json!({"anchor_class": ""}), 16.0 / 3.0),
+        ("slider", json!({"resolutions": [[512, 512]]}), 48.0),
+        (
+            "slider",
+            json!({"resolutions": [[512, 512]], "batch_full_slide": false}),
+            12.0,
+        ),
+        (
+            "slider",
+            json!({"resolutions": [[512, 512]], "anchors": [{}]}),
+            48.0 + 16.0 / 3.0,
+        ),
+        ("image_reference_slider_trainer", pairs.clone(), 2.0),
+        ("ultimate_slider_trainer", pairs, 10.0),
+    ] {
+        let (units, memory) = with(kind, slider.clone());
+        assert!(
+            (units / plain / passes - 1.0).abs() < 1e-3,
+            "{kind} {slider}: {}",
+            units / plain
+        );
+        assert!(memory > plain_memory, "{kind} {slider}: gradients exist twice");
+    }
+    let sized = |side: u32| with("slider", json!({"resolutions": [[side, side]]})).1;
+    assert!(sized(1024) > sized(512));
+    let sized = |side: u32| with("image_reference_slider_trainer", json!({"datasets": [{"size": side}]})).1;
+    assert!(sized(1024) > sized(512));
+}
+
+#[test]
 fn predictions_to_compare_with_are_a_third_of_a_step_each() {
     type Change<'a> = &'a dyn Fn(&mut Value);
     let units = |change: Change<'_>| {

@@ -4,7 +4,8 @@ use super::{CAPTION_TOKENS, Job, MAX_BATCH, MAX_SIDE, Model};
 use crate::plan::device_factors::Phase;
 use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
-use crate::plan::requests::sample_sizes;
+use crate::plan::requests::{sample_sizes, slider_sampling_sizes};
+use crate::plan::slider::{SliderKind, slider_sizes};
 use crate::plan::walk::build::{TrainedTensor, Weights};
 use crate::plan::walk::{Backend, Walk};
 use serde_json::Value;
@@ -85,8 +86,8 @@ impl Job<'_> {
             .pointer("/train/gradient_accumulation_steps")
             .and_then(Value::as_f64)
             .unwrap_or(1.0);
-        // The gradients of a preservation loss are added to those of the captions.
-        let accumulates = accumulation > 1.0 || legacy != 1.0 || preserves(body);
+        // The gradients of a preservation loss, and of the passes of a slider, are added to those before.
+        let accumulates = accumulation > 1.0 || legacy != 1.0 || preserves(body) || SliderKind::of(body).is_some();
         let fused = options.fused_backward && self.is_full && self.optimizer.is_separable && !accumulates;
         let clips = number(body, "/train/max_grad_norm").unwrap_or(1.0) > 0.0 && self.optimizer.clips;
         let clipped = if clips { largest } else { 0.0 };
@@ -133,7 +134,8 @@ impl Job<'_> {
             let sums = if accumulates { gradients } else { 0.0 };
             phases.push(phase(sums, encode.fold(0.0, f64::max)));
         }
-        let samples = sample_sizes(body, self.multiple());
+        let mut samples = sample_sizes(body, self.multiple());
+        samples.extend(slider_sampling_sizes(body, self.multiple()));
         if !samples.is_empty() {
             phases.push(phase(swapped, self.images(model, options, backend, &samples)));
         }
@@ -286,6 +288,12 @@ impl Job<'_> {
             }
         });
         let mut batches: Vec<DataBatch> = batches.collect();
+        if let Some((sizes, _)) = slider_sizes(self.body) {
+            batches.extend(sizes.into_iter().map(|[width, height]| DataBatch {
+                size: [height, width].map(|side| side.clamp(1.0, MAX_SIDE)),
+                items: usual.clamp(1.0, MAX_BATCH),
+            }));
+        }
         // Those with the most pixels at once, and the largest image.
         batches.sort_by(|a, b| (b.items * b.pixels()).total_cmp(&(a.items * a.pixels())));
         let largest = batches.iter().copied().max_by(|a, b| a.pixels().total_cmp(&b.pixels()));

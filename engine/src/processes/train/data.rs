@@ -56,7 +56,9 @@ impl TrainingData {
             datasets.push(dataset);
         }
         let (batches, regularisation) = (batches(&datasets, seed, false), batches(&datasets, seed, true));
-        if batches.is_empty() {
+        if batches.is_empty() && process.samples_for_slider() {
+            cx.log("info", "no data set: each step samples its noisy latents from noise");
+        } else if batches.is_empty() {
             return Err(EngineError::bad_input(if regularisation.is_empty() {
                 "the job has no data set: add `datasets` with a `folder_path`"
             } else {
@@ -116,6 +118,9 @@ impl TrainingData {
 
     /// The number of complete epochs of the training sets after `steps` steps.
     pub(super) fn epoch(&mut self, steps: u64, process: &TrainerProcess) -> u64 {
+        if self.batches.is_empty() {
+            return 0;
+        }
         let micro_batches = self.steps_by_kind(steps, process).0 * process.train.gradient_accumulation.max(1);
         micro_batches / (self.batches.len() as u64).max(1)
     }
@@ -126,7 +131,8 @@ impl TrainingData {
         match process.train.gradient_accumulation_steps {
             n if n < 0 => {
                 let training_steps = self.steps_by_kind(step + 1, process).0;
-                !self.is_regularisation(step + 1, process) && training_steps.is_multiple_of(self.batches.len() as u64)
+                !self.is_regularisation(step + 1, process)
+                    && training_steps.is_multiple_of(self.batches.len().max(1) as u64)
             }
             n => (step + 1).is_multiple_of(n.max(1) as u64),
         }

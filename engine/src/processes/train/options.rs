@@ -2,8 +2,9 @@
 
 use super::super::context::Context;
 use super::folder::SAMPLES;
+use super::sliders::slider;
 use crate::adapters::{AdapterType, Difference, Dora, Dropout, Locon, Loha, Lokr, Lora, LoraConfig};
-use crate::data::{CaptionRules, ControlOptions, DatasetOptions, MaskOptions};
+use crate::data::{CaptionRules, ControlOptions, ControlRole, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::families;
 use crate::rng::TorchGenerator;
@@ -35,6 +36,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
             "datasets: control_path: `arch: {arch}` takes no control images; remove the key, or train FLUX.1 Kontext (`arch: flux_kontext`)"
         )));
     }
+    slider::check(process)?;
     if process.network.is_none() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
@@ -92,7 +94,10 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
 
 /// Whether every caption is encoded before the training, and so is the same in every epoch.
 pub(super) fn caches_captions(process: &TrainerProcess) -> bool {
-    process.train.cache_text_embeddings || process.datasets.iter().any(|dataset| dataset.cache_text_embeddings)
+    process.train.cache_text_embeddings
+        || process.datasets.iter().any(|dataset| dataset.cache_text_embeddings)
+        // The captions of image pairs are trained on without the text encoder, too.
+        || (process.kind.uses_image_pairs() && process.train.unload_text_encoder)
 }
 
 /// The effective alpha: 0 means the rank, as in ai-toolkit (`toolkit/lora_special.py`) and kohya's scripts.
@@ -216,7 +221,12 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 invert: dataset.invert_mask,
                 min_value: dataset.mask_min_value,
             }),
+            side_by_side: process.kind.uses_image_pairs() && controls.is_empty(),
             controls: (!controls.is_empty()).then_some(ControlOptions {
+                role: match process.kind.uses_image_pairs() {
+                    true => ControlRole::Negative,
+                    false => ControlRole::Condition,
+                },
                 folders: controls,
                 background: dataset.control_transparent_color.0,
                 full_size: dataset.full_size_control_images,

@@ -11,7 +11,7 @@ use candle_core::Device;
 use serde_json::Value;
 use std::path::Path;
 
-fn replay(name: &str) -> std::path::PathBuf {
+pub(super) fn replay(name: &str) -> std::path::PathBuf {
     fixtures().join("replay").join(name)
 }
 
@@ -25,7 +25,7 @@ fn cached_latent(data: &Path, stem: &str) -> candle_core::Tensor {
 }
 
 /// The training that the reference replays, on a copy of its images in `root/images`.
-fn replayed(root: &Path) -> TrainerProcess {
+pub(super) fn replayed(root: &Path) -> TrainerProcess {
     let mut process = trainer(root, 14);
     let data = root.join("images");
     std::fs::create_dir(&data).unwrap();

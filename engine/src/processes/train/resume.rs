@@ -285,7 +285,10 @@ impl Run<'_> {
         if let Some(map) = train.as_object_mut() {
             map.remove("steps");
         }
-        let config = json!([train, &self.process.network, &self.process.model]);
+        let mut config = json!([train, &self.process.network, &self.process.model]);
+        if let (true, Some(parts)) = (self.slider.is_some(), config.as_array_mut()) {
+            parts.push(json!([self.process.kind, &self.process.slider]));
+        }
         let mut data = Sha256::new();
         for batch in self.data.batches.iter().chain(&self.data.regularisation) {
             for index in &batch.items {
@@ -296,6 +299,9 @@ impl Run<'_> {
                 ));
                 if let Some(mask) = &item.mask {
                     data.update(mask.identity() + "\n");
+                }
+                if let Some(half) = item.half {
+                    data.update(format!("{half:?}\n"));
                 }
                 if let Some(control) = &item.control {
                     let (content, background) = (&control.content, control.background);

@@ -3,6 +3,7 @@
 use super::data::TrainingData;
 use super::folder::RunFolder;
 use super::record::StepRecorder;
+use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
 use super::target::Target;
 use crate::device::Compute;
@@ -15,6 +16,7 @@ use crate::training::{
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use candle_core::DType;
+use std::sync::Arc;
 
 /// A training run.
 pub(super) struct Run<'a> {
@@ -34,6 +36,8 @@ pub(super) struct Run<'a> {
     pub(super) masks: LossMasks,
     pub(super) captions: ConditioningCache,
     pub(super) switched_loras: SwitchedLoras,
+    /// The slider that is trained. `None`: the training has one direction.
+    pub(super) slider: Option<Arc<Slider>>,
     /// The step at which this attempt starts: the number of finished steps.
     pub(super) start_step: u64,
     /// The step of the newest checkpoint on disk.

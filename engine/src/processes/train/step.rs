@@ -4,6 +4,7 @@ use super::data::StepBatch;
 use super::options;
 use super::preservation::{self, Preservation};
 use super::run::Run;
+use super::sliders::{self, MicroBatchNumber};
 use crate::adapters::{LoraHandle, LoraPass};
 use crate::data::TrainingImage;
 use crate::error::{EngineError, Result};
@@ -18,19 +19,28 @@ use std::sync::Arc;
 
 /// What a micro-batch is made of.
 #[derive(Clone)]
-struct BatchInputs {
+pub(super) struct BatchInputs {
     /// The latents of its images, on the device.
-    latents: Vec<Tensor>,
-    /// The latents of its control images, on the device. `None`: it has none.
-    control: Option<Tensor>,
+    pub(super) latents: Vec<Tensor>,
+    /// The latents of its control images, or of the negative images of a slider, on the device. `None`: it has none.
+    pub(super) control: Option<Tensor>,
 }
 
 /// The prompts of a micro-batch, and how they guide.
-struct BatchPrompts {
-    captions: Vec<String>,
+pub(super) struct BatchPrompts {
+    pub(super) captions: Vec<String>,
     cfg: Option<TrainingCfg>,
     /// The scale of the guidance loss for each item; empty if there is none.
     guidance_scales: Vec<f64>,
+}
+
+/// A micro-batch of the data sets, with its time steps and noise.
+pub(super) struct DrawnBatch {
+    pub(super) step_batch: StepBatch,
+    pub(super) prompts: BatchPrompts,
+    pub(super) inputs: BatchInputs,
+    pub(super) drawn: NoiseDraw,
+    image_tokens: usize,
 }
 
 /// How the preservation loss of a micro-batch is computed.
@@ -99,9 +109,9 @@ fn with_guidance(
 }
 
 impl Run<'_> {
-    /// Computes the loss and the gradients of one micro-batch. Captions, time steps and noise are drawn from the generator of (seed,
-    /// step, micro-batch); dropout and noise that is the same each time have generators of their own.
-    pub(super) fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
+    /// Draws a micro-batch: captions, time steps and noise come from the generator of (seed, step, micro-batch); noise that is the same
+    /// each time has a generator of its own.
+    pub(super) fn draw_batch(&mut self, step: u64, micro: u64) -> Result<DrawnBatch> {
         let process = self.process;
         let step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
@@ -145,7 +155,43 @@ impl Run<'_> {
             latents: latents.collect::<Result<_>>()?,
             control,
         };
+        Ok(DrawnBatch {
+            step_batch,
+            prompts,
+            inputs,
+            drawn,
+            image_tokens,
+        })
+    }
 
+    /// The sizes of the images of a micro-batch.
+    pub(super) fn sizes_of(&self, batch: &DrawnBatch) -> Vec<ItemSize> {
+        self.data.items_of(&batch.step_batch.batch).map(image_size).collect()
+    }
+
+    /// The time steps of a draw, [b], float32.
+    pub(super) fn timesteps_of(&self, drawn: &NoiseDraw) -> Result<Tensor> {
+        let device = &self.compute.device;
+        Ok(Tensor::from_vec(
+            drawn.timesteps.clone(),
+            drawn.timesteps.len(),
+            device,
+        )?)
+    }
+
+    /// Computes the loss and the gradients of one micro-batch. Dropout has generators of its own.
+    pub(super) fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
+        if let Some(slider) = self.slider.clone() {
+            return sliders::micro_batch(&slider, self, MicroBatchNumber { step, micro });
+        }
+        let process = self.process;
+        let DrawnBatch {
+            step_batch,
+            prompts,
+            inputs,
+            drawn,
+            image_tokens,
+        } = self.draw_batch(step, micro)?;
         let Some(handle) = self.target.handle().cloned() else {
             return self
                 .forward_backward(step, &step_batch, (&prompts, image_tokens), inputs, drawn, None)
@@ -230,7 +276,7 @@ impl Run<'_> {
     }
 
     /// Encodes prompts without the graph of a text encoder that is trained.
-    fn encode_frozen(&mut self, prompts: &[String]) -> Result<Conditioning> {
+    pub(super) fn encode_frozen(&mut self, prompts: &[String]) -> Result<Conditioning> {
         let model = &*self.model;
         match self.target.covers_text_encoder() {
             true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype()),
@@ -261,7 +307,7 @@ impl Run<'_> {
 
     /// The noisy latents that the model gets, and their time steps, [b], float32.
     fn noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<(Vec<Tensor>, Tensor)> {
-        let times = Tensor::from_vec(drawn.timesteps.clone(), drawn.timesteps.len(), &self.compute.device)?;
+        let times = self.timesteps_of(drawn)?;
         Ok((noisy_latents(&*self.objective, &self.loss, latents, drawn)?, times))
     }
 

@@ -5,6 +5,7 @@ use super::super::rate::Progress;
 use super::data::TrainingData;
 use super::options::{self, caches_captions};
 use super::preservation::Preservation;
+use super::sliders::slider::Slider;
 use crate::adapters::load_text_lora;
 use crate::data::{TextCache, TextKey, dropped_caption};
 use crate::device::Compute;
@@ -19,14 +20,15 @@ pub(super) fn frees_text_encoders(process: &TrainerProcess) -> bool {
     !process.train.train_text_encoder && (process.train.unload_text_encoder || caches_captions(process))
 }
 
-/// Encodes every prompt that the run uses: captions, the empty prompt and the trigger word, which replace dropped captions, that of the
-/// guidance loss, and prompts of samples. Those that an earlier run encoded are read; the text encoders are loaded only if one is missing. `None`:
+/// Encodes every prompt that the run uses: captions, the empty prompt and the trigger word, which replace dropped captions, those of a
+/// slider and of the guidance loss, and prompts of samples. Those that an earlier run encoded are read; the text encoders are loaded only if one is missing. `None`:
 /// the run should stop.
 ///
 /// # Errors
 /// When the text encoders cannot be loaded or a prompt cannot be encoded, or the disk is full.
 pub(super) fn encode(
     process: &TrainerProcess,
+    seed: u64,
     data: &TrainingData,
     compute: &Compute,
     cx: &mut Context<'_>,
@@ -46,7 +48,7 @@ pub(super) fn encode(
         quantization: quantization.unwrap_or_default(),
     });
     let mut embeddings = TextEmbeddings::new(cache);
-    add_prompts(process, data, &mut embeddings);
+    add_prompts(process, seed, data, &mut embeddings);
 
     let missing = embeddings.missing();
     if missing.is_empty() {
@@ -74,7 +76,7 @@ pub(super) fn encode(
 }
 
 /// Adds every prompt of the run.
-fn add_prompts(process: &TrainerProcess, data: &TrainingData, embeddings: &mut TextEmbeddings) {
+fn add_prompts(process: &TrainerProcess, seed: u64, data: &TrainingData, embeddings: &mut TextEmbeddings) {
     // Prompts that belong to no image have their files next to the first one.
     let first = data.datasets.iter().find_map(|dataset| dataset.items.first());
     let (image, derived) = first.map_or((Path::new("prompt"), None), |item| {
@@ -102,6 +104,9 @@ fn add_prompts(process: &TrainerProcess, data: &TrainingData, embeddings: &mut T
                 add(&request.negative_prompt, request.negative_prompt_2.as_ref());
             }
         }
+    }
+    for prompt in Slider::of(process, seed).iter().flat_map(|slider| slider.prompts()) {
+        add(&prompt, None);
     }
     if process.train.do_guidance_loss {
         add(&process.train.unconditional_prompt, None);

@@ -1,0 +1,143 @@
+//! `slider`: a slider between pairs of prompts (`jobs/process/TrainSliderProcess.py` in ai-toolkit).
+//!
+//! Its noisy latents are made from noise, by sampling some steps with the class's prompt, or are those of images (`datasets`). ai-toolkit at
+//! 27a03a91 stops with an error where there are no images; the sampling with guidance, and the anchors, are those of its last version that
+//! worked (before 4af6c5cf).
+
+use super::super::run::Run;
+use super::pass::{MicroBatchNumber, NoisyLatents, Pass};
+use super::targets::{Part, PromptTargets, choice};
+use crate::adapters::LoraPass;
+use crate::error::Result;
+use crate::families::ItemSize;
+use crate::pipelines::{GenerateRequest, Pipeline};
+use crate::rng::{TorchGenerator, generator_for, generator_from_text};
+use crate::samplers::NoiseSource;
+use crate::training::{SliderTarget, moved_prediction};
+use aitk_common::job::slider::{SliderAnchor, SliderTarget as TargetPrompts};
+use aitk_common::job::values::ImageSize;
+use candle_core::Tensor;
+
+/// The guidance scale with which noisy latents are sampled, as in ai-toolkit.
+const SAMPLING_GUIDANCE: f64 = 3.0;
+/// Trains the class at one strength towards the difference of two prompts, and at the opposite strength away from it.
+///
+/// # Errors
+/// When the data cannot be read or the arithmetic fails.
+pub(super) fn micro_batch(targets: &PromptTargets, run: &mut Run<'_>, at: MicroBatchNumber) -> Result<()> {
+    let MicroBatchNumber { step, micro } = at;
+    let mut generator = generator_for(run.seed, "slider", step, micro);
+    let (target, parts) = targets.choose(&mut generator)?;
+    let anchor = match targets.anchors.is_empty() {
+        true => None,
+        false => Some(choice(&targets.anchors, &mut generator)?),
+    };
+    let of_images = match run.process.samples_for_slider() {
+        true => None,
+        false => Some(run.noisy_images(at)?),
+    };
+    let size = *choice(&targets.sizes, &mut generator)?;
+    // At least one step, and not the last one.
+    let most = i64::from(run.process.train.max_denoising_steps) - 1;
+    let steps = generator.randint(1, most.max(2), 1)[0] as usize;
+    let share = 1.0 / parts.len() as f64;
+    let mut passes = Vec::new();
+    for (index, part) in parts.into_iter().enumerate() {
+        let sampled;
+        let noisy = match &of_images {
+            Some(noisy) => noisy,
+            None => {
+                let noise = generator_from_text(&format!("{}/slider-noise/{step}/{micro}/{index}", run.seed));
+                sampled = sample(run, target, part, (size, steps), noise)?;
+                &sampled
+            }
+        };
+        let mut pass = pass_of(run, target, part, noisy)?;
+        if let Some(anchor) = anchor {
+            let mut kept = anchor_pass(run, anchor, pass.strength, noisy)?;
+            kept.scale(share);
+            passes.push(kept);
+        }
+        pass.scale(share);
+        passes.push(pass);
+    }
+    run.train_slider(at, passes, 1.0)
+}
+
+/// The pass of a part for these noisy latents.
+pub(super) fn pass_of(run: &mut Run<'_>, target: &TargetPrompts, part: Part, noisy: &NoisyLatents) -> Result<Pass> {
+    let timesteps = Tensor::from_vec(noisy.timesteps.clone(), noisy.timesteps.len(), &run.compute.device)?;
+    let mut predicted = |prompt: &str| {
+        let conditioning = run.slider_conditioning(&vec![prompt.to_owned(); noisy.sizes.len()], &noisy.sizes)?;
+        run.base_prediction(&noisy.latents, &timesteps, &conditioning)
+    };
+    let (positive, negative) = (predicted(&target.positive)?, predicted(&target.negative)?);
+    let neutral = predicted("")?;
+    let prediction = moved_prediction(&neutral, &positive, &negative, part.direction())?;
+    Ok(Pass {
+        strength: part.direction() * target.multiplier,
+        conditioning: run.slider_conditioning(&vec![target.target_class.clone(); noisy.sizes.len()], &noisy.sizes)?,
+        noisy: noisy.latents.clone(),
+        timesteps,
+        targets: vec![SliderTarget {
+            prediction,
+            weight: target.weight,
+        }],
+        item_weights: run.slider_item_weights(&noisy.timesteps)?,
+    })
+}
+
+/// The pass that keeps an anchor as it is, at the sign of a part's strength.
+fn anchor_pass(run: &mut Run<'_>, anchor: &SliderAnchor, strength: f64, noisy: &NoisyLatents) -> Result<Pass> {
+    let timesteps = Tensor::from_vec(noisy.timesteps.clone(), noisy.timesteps.len(), &run.compute.device)?;
+    let conditioning = run.slider_conditioning(&vec![anchor.prompt.clone(); noisy.sizes.len()], &noisy.sizes)?;
+    let prediction = run.base_prediction(&noisy.latents, &timesteps, &conditioning)?;
+    Ok(Pass {
+        strength: anchor.multiplier * strength.signum(),
+        conditioning,
+        noisy: noisy.latents.clone(),
+        timesteps,
+        targets: vec![SliderTarget {
+            prediction,
+            weight: 1.0,
+        }],
+        item_weights: vec![1.0; noisy.sizes.len()],
+    })
+}
+
+/// Samples from noise, without the adapter and with the class's prompt, and stops after `steps` of the steps.
+fn sample(
+    run: &Run<'_>,
+    target: &TargetPrompts,
+    part: Part,
+    (ImageSize(width, height), steps): (ImageSize, usize),
+    noise: TorchGenerator,
+) -> Result<NoisyLatents> {
+    let train = &run.process.train;
+    let items = train.batch_size.max(1) as usize;
+    let multiple = run.model.size_multiple().max(1);
+    let side = |side: u32| (side as usize / multiple).max(1) * multiple;
+    let avoided = match part.avoids_positive {
+        true => &target.positive,
+        false => &target.negative,
+    };
+    let request = GenerateRequest {
+        prompts: vec![target.target_class.clone(); items],
+        negative: vec![avoided.clone(); items],
+        width: side(width),
+        height: side(height),
+        steps: train.max_denoising_steps as usize,
+        guidance_scale: SAMPLING_GUIDANCE,
+        sampler: train.noise_scheduler.name().to_owned(),
+        ..GenerateRequest::default()
+    };
+    let pipeline = Pipeline::new(&*run.model, run.process.model.is_v_pred)?;
+    let mut noise = NoiseSource::Shared(noise);
+    let sample = || pipeline.sample_partly(&request, steps, &mut noise);
+    let (latents, timestep) = run.slider_handle()?.in_pass(LoraPass::inference(0.0), sample)?;
+    Ok(NoisyLatents {
+        latents: latents.iter().map(Tensor::detach).collect(),
+        timesteps: vec![timestep as f32; items],
+        sizes: vec![ItemSize::whole(request.width as u32, request.height as u32); items],
+    })
+}
