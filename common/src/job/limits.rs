@@ -48,6 +48,10 @@ pub const MAX_FACTOR: f64 = 1e6;
 pub const MAX_NOISE_FACTOR: f64 = 100.0;
 /// Pairs of prompts of a slider, its anchors and its sizes.
 pub const MAX_SLIDER_PROMPTS: usize = 256;
+/// Coarser noise tensors of `multires_noise_iterations`.
+pub const MAX_MULTIRES: u32 = 64;
+/// Entries of `train.lr_factors`.
+pub const MAX_LR_FACTORS: usize = 256;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
 /// Bytes that one value counts for besides its text.

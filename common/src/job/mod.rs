@@ -24,6 +24,7 @@ pub mod limits;
 mod load;
 pub mod logging;
 pub mod lokr;
+pub mod lr_factor;
 pub mod model;
 pub mod modify;
 pub mod naming;

@@ -61,6 +61,29 @@ fn normalise_prodigy(name: &str) -> &str {
     }
 }
 
+impl OptimizerName {
+    /// Whether it finds one learning rate for all tensors while it trains, from `lr` or near 1 on.
+    #[must_use]
+    pub fn finds_learning_rate(self) -> bool {
+        use OptimizerName::{
+            Automagic, Automagic2, Automagic3, AutomagicExperiment, DAdaptation, DAdaptationAdam, DAdaptationLion,
+            Prodigy, Prodigy8Bit,
+        };
+        matches!(
+            self,
+            Prodigy
+                | Prodigy8Bit
+                | DAdaptation
+                | DAdaptationAdam
+                | DAdaptationLion
+                | Automagic
+                | Automagic2
+                | Automagic3
+                | AutomagicExperiment
+        )
+    }
+}
+
 choices! {
     /// How the learning rate changes over the steps.
     pub enum LrSchedulerName("learning rate scheduler") {

@@ -143,6 +143,10 @@ fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
             "expected at least 3: a step leads from one time step to another, and the last one is not trained";
         report.error(join(path, "train.next_sample_timesteps"), message.to_owned());
     }
+    if train.debiased_estimation_loss {
+        let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";
+        report.error(join(path, "train.debiased_estimation_loss"), message.to_owned());
+    }
     for (key, gamma) in [("min_snr_gamma", train.min_snr_gamma), ("snr_gamma", train.snr_gamma)] {
         if gamma.is_some_and(|gamma| gamma > 0.0) {
             let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";

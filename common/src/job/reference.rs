@@ -6,6 +6,7 @@ use super::cluster::ClusterConfig;
 use super::dataset::DatasetConfig;
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
+use super::lr_factor::LrFactor;
 use super::model::ModelConfig;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::network::{NetworkConfig, NetworkKwargs};
@@ -65,6 +66,7 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ("`generate` of `to_folder`", GenerateConfig::describe(), false),
         ("`config.process[]`: `batch_img2img`", Img2ImgProcess::describe(), false),
         ("`generate` of `batch_img2img`", Img2ImgConfig::describe(), false),
+        ("`train.lr_factors[]` (ours)", LrFactor::describe(), true),
         ("`train.validation_config`", ValidationConfig::describe(), true),
         (
             "`train.validation_config.validation_items[]`",

@@ -2,7 +2,8 @@
 
 use super::declare::section;
 use super::dtype::DType;
-use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_NOISE_FACTOR, MAX_NOISE_PAIRS, MAX_TIMESTEPS};
+use super::limits::{MAX_BATCH, MAX_FACTOR, MAX_MULTIRES, MAX_NOISE_FACTOR, MAX_NOISE_PAIRS, MAX_TIMESTEPS};
+use super::lr_factor::{self, LrFactor};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
@@ -29,6 +30,8 @@ section! {
         unet_lr: Option<f64> = None, Ignored("`lr` is used, as ai-toolkit did"), shown "`lr`";
         /// No effect for LoRAs and full training: `lr` is used.
         text_encoder_lr: Option<f64> = None, Ignored("`lr` is used, as ai-toolkit did"), shown "`lr`";
+        /// Other learning rates for some of the trained tensors (ours): of several entries, the first whose text is in the name.
+        lr_factors: Vec<LrFactor> = Vec::new(), Works;
         /// Learning rate of the refiner.
         refiner_lr: Option<f64> = None, DependsOn("train_refiner"), shown "`lr`";
         /// Learning rate of a textual inversion.
@@ -160,6 +163,17 @@ section! {
         min_snr_gamma: Option<f64> = None, Works;
         /// Multiplies the loss by `gamma / snr`, not capped. Ignored if `min_snr_gamma` is set.
         snr_gamma: Option<f64> = None, Works;
+        /// sd-scripts' debiased estimation: the loss is divided by the square root of the signal-to-noise ratio (v prediction: by it
+        /// plus 1), which counts as at most 1000. Diffusion models only.
+        debiased_estimation_loss: bool = false, Works;
+        /// sd-scripts' multi-resolution noise: so many coarser noise tensors are added to the noise; 0: none, 6 to 10 are usual.
+        multires_noise_iterations: u32 = 0, Works;
+        /// The strength of each of them, as a factor of the one before.
+        multires_noise_discount: f64 = 0.3, Works;
+        /// sd-scripts' input perturbation: the noisy latents have so many times more noise, which is not in the target; 0.1 is usual.
+        ip_noise_gamma: f64 = 0.0, Works;
+        /// That number is the largest; each batch has a random one.
+        ip_noise_gamma_random_strength: bool = false, Works;
         /// Learn the SNR weighting.
         learnable_snr_gos: bool = false, Refused("use `min_snr_gamma`");
         /// Loss weight of regularisation items.
@@ -314,6 +328,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         cx.error_at("min_denoising_steps", "is larger than `max_denoising_steps`");
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
+    lr_factor::check(&train.lr_factors, train.optimizer, cx);
     cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
     for (key, value) in [
         ("noise_offset", train.noise_offset),
@@ -325,6 +340,13 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     ] {
         cx.check_in_range(key, value, -MAX_NOISE_FACTOR..=MAX_NOISE_FACTOR);
     }
+    cx.check_at_most(
+        "multires_noise_iterations",
+        train.multires_noise_iterations,
+        MAX_MULTIRES,
+    );
+    cx.check_in_range("multires_noise_discount", train.multires_noise_discount, 0.0..=1.0);
+    cx.check_in_range("ip_noise_gamma", train.ip_noise_gamma, 0.0..=MAX_NOISE_FACTOR);
     cx.check_in_range("random_noise_shift", train.random_noise_shift, 0.0..=MAX_NOISE_FACTOR);
     // Its exponential is the factor.
     cx.check_in_range("random_noise_multiplier", train.random_noise_multiplier, 0.0..=4.0);

@@ -124,6 +124,7 @@ pub(super) fn lora_step(
         drawn: NoiseDraw {
             timesteps: vec![500.0],
             noise: vec![normal_f32(compute, &[1, 4, side, side])?],
+            input_noise: Vec::new(),
         },
         conditioning: conditioning(compute, &unet)?,
         weights: vec![1.0],

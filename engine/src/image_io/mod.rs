@@ -1,12 +1,14 @@
 //! Reads, resizes and writes PNG, JPEG and WebP images with the same results as Pillow.
 
 mod encode;
+mod interpolate;
 mod jpeg;
 mod resize;
 mod truncated;
 
 pub use encode::{Format, encode, save};
 pub(crate) use encode::{from_fs_error, write};
+pub(crate) use interpolate::interpolate_bilinear;
 pub use resize::{Filter, resize};
 pub use truncated::is_cut_off;
 

@@ -23,6 +23,7 @@ mod ema;
 mod factored;
 mod factored_kernels;
 mod fused;
+mod groups;
 mod inplace;
 mod kernels;
 mod lion;
@@ -97,6 +98,20 @@ pub fn build(
                 .into(),
         }),
     }
+}
+
+/// As [`build`], for tensors whose learning rates are multiples of the schedule's. `factors`: one for each tensor.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_with_factors(
+    name: OptimizerName,
+    params: Vec<Param>,
+    factors: &[f64],
+    optimizer_params: &serde_json::Map<String, serde_json::Value>,
+    lr: f64,
+) -> Result<Box<dyn Optimizer>, OptimError> {
+    groups::build(params, factors, |params| build(name, params, optimizer_params, lr))
 }
 
 /// Converts `train.lr` to the learning rate that the optimizer uses, as ai-toolkit does. For Prodigy and D-Adaptation

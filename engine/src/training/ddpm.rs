@@ -15,6 +15,9 @@ pub struct SnrWeighting {
     pub min_snr_gamma: Option<f64>,
     /// Weight `gamma / snr` without the cap, ai-toolkit's `snr_gamma`. `min_snr_gamma` wins.
     pub snr_gamma: Option<f64>,
+    /// sd-scripts' `debiased_estimation_loss`: also `1 / sqrt(snr)` (epsilon) or `1 / (snr + 1)` (v prediction), with an SNR of at most
+    /// 1000 (H. Yu and others, 2023).
+    pub debiased: bool,
 }
 
 /// The objective of diffusion models.
@@ -83,8 +86,14 @@ impl Objective for Ddpm {
     fn loss_weight(&self, timestep: f32) -> Result<f64> {
         let snr = f64::from(self.schedule.snr(index(timestep)).map_err(schedule_error)?);
         let weighting = &self.weighting;
-        Ok(
-            match (
+        let limited = snr.min(1000.0);
+        let debiasing = match (weighting.debiased, self.schedule.prediction_type) {
+            (false, _) => 1.0,
+            (true, PredictionType::VPrediction) => 1.0 / (limited + 1.0),
+            (true, _) => 1.0 / limited.sqrt(),
+        };
+        Ok(debiasing
+            * match (
                 weighting.min_snr_gamma,
                 weighting.snr_gamma,
                 self.schedule.prediction_type,
@@ -93,7 +102,6 @@ impl Objective for Ddpm {
                 (Some(gamma), _, _) => (gamma / snr).min(1.0),
                 (None, Some(gamma), _) => gamma / snr,
                 (None, None, _) => 1.0,
-            },
-        )
+            })
     }
 }

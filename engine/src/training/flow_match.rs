@@ -3,7 +3,7 @@
 
 use super::flow_timesteps::{FlowTimesteps, FlowWeighting, TRAIN_TIMESTEPS, shifted};
 use super::objective::{DrawInputs, NoiseDraw, Objective};
-use super::random::{NoiseOptions, draw_indices, draw_noise};
+use super::random::{NoiseOptions, draw_indices, draw_input_noise, draw_noise};
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
 use candle_core::Tensor;
@@ -40,9 +40,11 @@ impl Objective for FlowMatch {
             .map(|i| table.get(i).copied())
             .collect::<Option<Vec<f32>>>()
             .ok_or_else(|| EngineError::Internal("a time step outside of the table was drawn".into()))?;
+        let noise = draw_noise(&self.noise, generator, inputs)?;
         Ok(NoiseDraw {
             timesteps,
-            noise: draw_noise(&self.noise, generator, inputs)?,
+            input_noise: draw_input_noise(&self.noise, generator, &noise)?,
+            noise,
         })
     }
 
@@ -131,5 +133,9 @@ pub fn step_to(
         let image = x.broadcast_mul(&share.affine(-1.0, 1.0)?)?;
         noise.push((stepped - image)?.broadcast_div(&share)?.detach());
     }
-    Ok(NoiseDraw { timesteps: next, noise })
+    Ok(NoiseDraw {
+        timesteps: next,
+        noise,
+        input_noise: Vec::new(),
+    })
 }

@@ -127,7 +127,22 @@ pub fn noisy_latents(
     latents: &[Tensor],
     drawn: &NoiseDraw,
 ) -> Result<Vec<Tensor>> {
-    let noisy = objective.noisy(latents, drawn)?;
+    let noisy = match drawn.input_noise.is_empty() {
+        true => objective.noisy(latents, drawn)?,
+        false => {
+            let noise = drawn
+                .noise
+                .iter()
+                .zip(&drawn.input_noise)
+                .map(|(noise, more)| noise + more);
+            let perturbed = NoiseDraw {
+                timesteps: drawn.timesteps.clone(),
+                noise: noise.collect::<candle_core::Result<_>>()?,
+                input_noise: Vec::new(),
+            };
+            objective.noisy(latents, &perturbed)?
+        }
+    };
     match options.noisy_multiplier == 1.0 {
         true => Ok(noisy),
         false => noisy.iter().map(|x| Ok((x * options.noisy_multiplier)?)).collect(),
@@ -208,6 +223,7 @@ fn targets(objective: &dyn Objective, options: &LossOptions, batch: &MicroBatch)
     let scaled = NoiseDraw {
         timesteps: drawn.timesteps.clone(),
         noise: noise.collect::<candle_core::Result<_>>()?,
+        input_noise: Vec::new(),
     };
     let targets = objective.target(latents, &scaled)?;
     if options.signal_amplification == 0.0 {

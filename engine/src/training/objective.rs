@@ -12,6 +12,8 @@ pub struct NoiseDraw {
     pub timesteps: Vec<f32>,
     /// Noise of the shape of each latent tensor, [b, channels, …], float32.
     pub noise: Vec<Tensor>,
+    /// More noise that the noisy latents get and the target does not know (`ip_noise_gamma`). Empty: none.
+    pub input_noise: Vec<Tensor>,
 }
 
 /// What the draw of a micro-batch depends on besides the generator and the options.

@@ -3,6 +3,7 @@
 use super::latent_options::item_channel_shape;
 use super::objective::{DrawInputs, NoiseDraw};
 use crate::error::{EngineError, Result};
+use crate::image_io::interpolate_bilinear;
 use crate::rng::{TorchGenerator, generator_for, generator_from_text};
 use candle_core::{D, Device, Tensor};
 
@@ -42,6 +43,12 @@ pub struct NoiseOptions {
     pub signal_correction: Option<f64>,
     /// `batch_noise_correction_scale`, if it is on: the same of another item's latents.
     pub batch_correction: Option<f64>,
+    /// `multires_noise_iterations` and `multires_noise_discount`: so many coarser noise tensors are added, each so many times the one before.
+    pub multires: Option<(u32, f64)>,
+    /// `ip_noise_gamma`: so many times other noise is in the noisy latents alone.
+    pub input: f64,
+    /// `ip_noise_gamma_random_strength`: that number is the largest.
+    pub random_input: bool,
     /// `random_noise_shift`: the standard deviation of a shift per item and channel.
     pub shift: f64,
     /// `random_noise_multiplier`: the standard deviation of the logarithm of a factor per item and channel.
@@ -62,6 +69,9 @@ impl Default for NoiseOptions {
             consistent: false,
             signal_correction: None,
             batch_correction: None,
+            multires: None,
+            input: 0.0,
+            random_input: false,
             shift: 0.0,
             random_multiplier: 0.0,
         }
@@ -84,9 +94,11 @@ pub fn draw(options: &NoiseOptions, generator: &mut TorchGenerator, inputs: &Dra
         .into_iter()
         .map(|i| (last - i).clamp(0, last) as f32)
         .collect();
+    let noise = draw_noise(options, generator, inputs)?;
     Ok(NoiseDraw {
         timesteps,
-        noise: draw_noise(options, generator, inputs)?,
+        input_noise: draw_input_noise(options, generator, &noise)?,
+        noise,
     })
 }
 
@@ -153,6 +165,9 @@ pub(super) fn draw_noise(
             let factors = (per_channel(generator, latents)? * scale)?;
             noise = (noise + others.broadcast_mul(&factors)?)?;
         }
+        if let Some((iterations, discount)) = options.multires {
+            noise = multires(noise, generator, iterations, discount)?;
+        }
         if options.shift > 0.0 {
             noise = noise.broadcast_add(&(per_channel(generator, latents)? * options.shift)?)?;
         }
@@ -163,6 +178,65 @@ pub(super) fn draw_noise(
         all.push(noise);
     }
     Ok(all)
+}
+
+/// Noise with coarser noise on it, with a standard deviation of 1 (`pyramid_noise_like` in `library/custom_train_functions.py` of
+/// sd-scripts; J. Whitaker, 2023). Draws `rand(1)` and `randn` for each of them.
+///
+/// # Errors
+/// When the arithmetic fails.
+fn multires(noise: Tensor, generator: &mut TorchGenerator, iterations: u32, discount: f64) -> Result<Tensor> {
+    let dims = noise.dims().to_vec();
+    let [planes @ .., height, width] = dims.as_slice() else {
+        return Err(EngineError::Unsupported(
+            "multires_noise_iterations needs latents of images".into(),
+        ));
+    };
+    let planes: usize = planes.iter().product();
+    let mut sum = noise.reshape((planes, *height, *width))?;
+    for iteration in 0..iterations {
+        let shrink = (f64::from(generator.rand(1)[0]) * 2.0 + 2.0).powi(iteration as i32);
+        let side = |side: usize| ((side as f64 / shrink) as usize).max(1);
+        let (rows, columns) = (side(*height), side(*width));
+        let coarse = Tensor::from_vec(
+            generator.randn(planes * rows * columns),
+            (planes, rows, columns),
+            &Device::Cpu,
+        )?;
+        let coarse = interpolate_bilinear(&coarse, *height, *width)?;
+        sum = (sum + (coarse * discount.powi(iteration as i32))?)?;
+        if rows == 1 || columns == 1 {
+            break;
+        }
+    }
+    let sum = sum.reshape(dims)?;
+    let mean = sum.mean_all()?;
+    let squares = sum.broadcast_sub(&mean)?.sqr()?.sum_all()?;
+    let deviation = (squares / (sum.elem_count().max(2) - 1) as f64)?.sqrt()?;
+    Ok(sum.broadcast_div(&deviation)?)
+}
+
+/// Draws the noise that only the noisy latents get: `rand(1)` for a random strength, then `randn` of each latent tensor.
+///
+/// # Errors
+/// When the arithmetic fails.
+pub(super) fn draw_input_noise(
+    options: &NoiseOptions,
+    generator: &mut TorchGenerator,
+    noise: &[Tensor],
+) -> Result<Vec<Tensor>> {
+    if options.input == 0.0 {
+        return Ok(Vec::new());
+    }
+    let strength = match options.random_input {
+        true => options.input * f64::from(generator.rand(1)[0]),
+        false => options.input,
+    };
+    let drawn = noise.iter().map(|noise| {
+        let other = Tensor::from_vec(generator.randn(noise.elem_count()), noise.dims(), &Device::Cpu)?;
+        other * strength
+    });
+    Ok(drawn.collect::<candle_core::Result<_>>()?)
 }
 
 /// The noise of a latent tensor before it is changed.

@@ -5,6 +5,7 @@ mod flow;
 mod flux;
 mod full;
 mod lycoris;
+mod noise_options;
 mod options;
 mod portable;
 mod sd35;
@@ -142,6 +143,7 @@ fn compare(name: &str) -> (f64, f64) {
     let weighting = SnrWeighting {
         min_snr_gamma: number("min_snr_gamma"),
         snr_gamma: None,
+        debiased: false,
     };
     let objective = ddpm(schedule, weighting);
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
@@ -169,6 +171,7 @@ fn compare(name: &str) -> (f64, f64) {
                     drawn: NoiseDraw {
                         timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
                         noise: vec![row("noise")],
+                        input_noise: Vec::new(),
                     },
                     conditioning: conditioning?,
                     weights: weights.clone(),
@@ -295,6 +298,7 @@ fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
         drawn: NoiseDraw {
             noise: vec![random(&[2, 4, 9, 7])],
             timesteps: vec![417.0, 30.0],
+            input_noise: Vec::new(),
         },
         conditioning: Conditioning::default().with("context", random(&[2, 77, 32])),
         weights: vec![1.0, 0.5],

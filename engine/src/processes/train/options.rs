@@ -318,6 +318,7 @@ pub(super) fn snr_weighting(process: &TrainerProcess) -> SnrWeighting {
     SnrWeighting {
         min_snr_gamma: positive(train.min_snr_gamma),
         snr_gamma: positive(train.snr_gamma),
+        debiased: train.debiased_estimation_loss,
     }
 }
 
@@ -345,6 +346,10 @@ pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> 
         batch_correction: train
             .do_batch_noise_correction
             .then_some(train.batch_noise_correction_scale),
+        multires: Some((train.multires_noise_iterations, train.multires_noise_discount))
+            .filter(|(count, _)| *count > 0),
+        input: train.ip_noise_gamma,
+        random_input: train.ip_noise_gamma_random_strength,
         shift: train.random_noise_shift,
         random_multiplier: train.random_noise_multiplier,
     }

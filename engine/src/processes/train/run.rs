@@ -7,12 +7,13 @@ use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
 use super::target::Target;
 use crate::device::Compute;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::families::Model;
-use crate::optim::{Ema, Schedule, ScheduleParams};
+use crate::optim::{Ema, Param, Schedule, ScheduleParams};
 use crate::training::{
     ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, Trainer, TrainerOptions,
 };
+use aitk_common::job::lr_factor::lr_factor;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use candle_core::DType;
@@ -49,6 +50,26 @@ pub(super) struct Run<'a> {
     pub(super) metrics: StepRecorder,
 }
 
+/// Checks that each entry of `train.lr_factors` is for some tensor.
+fn check_lr_factors(process: &TrainerProcess, params: &[Param]) -> Result<()> {
+    for factor in &process.train.lr_factors {
+        if !params.iter().any(|param| param.name.contains(&factor.contains)) {
+            let names: Vec<&str> = params
+                .iter()
+                .step_by((params.len() / 3).max(1))
+                .map(|param| &*param.name)
+                .take(3)
+                .collect();
+            return Err(EngineError::bad_input(format!(
+                "train.lr_factors: no trained tensor has `{}` in its name; some of the names are {}",
+                factor.contains,
+                names.join(", ")
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Makes a trainer with a new optimizer, for a model that computes in `dtype`.
 pub(super) fn trainer(
     process: &TrainerProcess,
@@ -60,8 +81,14 @@ pub(super) fn trainer(
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;
+    check_lr_factors(process, &params)?;
+    let factors: Vec<f64> = params
+        .iter()
+        .map(|param| lr_factor(&train.lr_factors, &param.name))
+        .collect();
+    let (name, options) = (train.optimizer, &train.optimizer_params);
     let optimizer =
-        crate::optim::build(train.optimizer, params.clone(), &train.optimizer_params, train.lr).map_err(error)?;
+        crate::optim::build_with_factors(name, params.clone(), &factors, options, train.lr).map_err(error)?;
     let schedule = Schedule::new(ScheduleParams {
         name: train.lr_scheduler.name(),
         params: &train.lr_scheduler_params,

@@ -100,6 +100,7 @@ fn the_velocity_leads_from_the_image_to_the_noise() {
     let drawn = NoiseDraw {
         timesteps: vec![0.0, 250.0],
         noise: vec![Tensor::new(&[[9f32, 9.0], [7.0, -4.0]], &Device::Cpu).unwrap()],
+        input_noise: Vec::new(),
     };
     let noisy = objective.noisy(&latents, &drawn).unwrap().remove(0);
     assert_eq!(noisy.to_vec2::<f32>().unwrap(), [[1.0, 2.0], [4.0, 2.0]]);

@@ -108,6 +108,7 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
                 drawn: NoiseDraw {
                     timesteps: row("timesteps").to_dtype(DType::F32)?.to_vec1()?,
                     noise: vec![row("noise")],
+                    input_noise: Vec::new(),
                 },
                 conditioning: model.with_guidance(conditioning.clone(), &[guidance])?,
                 weights: vec![1.0; texts.len()],
@@ -233,6 +234,7 @@ fn kontext_matches_the_reference() {
     let drawn = NoiseDraw {
         timesteps: row("timesteps", 0).to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
         noise: vec![row("noise", 0)],
+        input_noise: Vec::new(),
     };
     let noisy = OBJECTIVE().noisy(&[row("latents", 0)], &drawn).unwrap();
     let conditioning = ConditioningCache::encode(&texts, &model).unwrap();

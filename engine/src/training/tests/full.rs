@@ -93,6 +93,7 @@ fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome
                 drawn: NoiseDraw {
                     timesteps: row("timesteps").to_dtype(DType::F32).unwrap().to_vec1().unwrap(),
                     noise: vec![row("noise")],
+                    input_noise: Vec::new(),
                 },
                 conditioning: ConditioningCache::encode(&texts, &model)?,
                 weights: vec![1.0, 1.0],

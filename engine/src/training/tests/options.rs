@@ -39,6 +39,7 @@ fn objective(case: &Value) -> Box<dyn Objective> {
         weighting: SnrWeighting {
             min_snr_gamma: case["min_snr_gamma"].as_f64(),
             snr_gamma: None,
+            debiased: false,
         },
     })
 }
@@ -99,6 +100,7 @@ fn losses_match_the_reference() {
             drawn: NoiseDraw {
                 timesteps: numbers(&case["timesteps"]).iter().map(|t| *t as f32).collect(),
                 noise: vec![noise],
+                input_noise: Vec::new(),
             },
             conditioning: Conditioning::default(),
             weights: numbers(&case["weights"]),

@@ -69,6 +69,7 @@ fn five_steps_of((variant, folder): Tiny, dtype: DType, residency: Residency) ->
             drawn: NoiseDraw {
                 timesteps: vec![417.0, 30.0],
                 noise: vec![noise],
+                input_noise: Vec::new(),
             },
             conditioning: model.with_sizes(conditioning, &sizes).unwrap(),
             weights: vec![1.0, 0.5],

@@ -1,0 +1,47 @@
+//! `train.lr_factors`: other learning rates for some of the trained tensors.
+
+use super::declare::section;
+use super::limits::{MAX_FACTOR, MAX_LR_FACTORS};
+use super::optimizer::OptimizerName;
+use super::schema::{PresentKeys, ReadContext};
+
+section! {
+    /// A factor of the learning rate of some tensors.
+    pub struct LrFactor("lr_factors") {
+        /// Part of the names of the tensors in the saved LoRA or model, such as `lora_te`, `down_blocks_0` or `lora_up`.
+        contains: String = String::new(), Works, shown "required";
+        /// Their learning rate is `lr` times this number; 0 leaves them as they are.
+        factor: f64 = 1.0, Works;
+    }
+    finish = finish;
+}
+
+fn finish(factor: &mut LrFactor, _present: &PresentKeys, cx: &mut ReadContext) {
+    if factor.contains.is_empty() {
+        cx.error_at(
+            "contains",
+            "needs a part of the names of the tensors, such as `lora_te`",
+        );
+    }
+    cx.check_in_range("factor", factor.factor, 0.0..=MAX_FACTOR);
+}
+
+/// Checks the factors of a training with this optimizer.
+pub(super) fn check(factors: &[LrFactor], optimizer: OptimizerName, cx: &mut ReadContext) {
+    cx.check_item_count("lr_factors", factors.len(), MAX_LR_FACTORS);
+    if !factors.is_empty() && optimizer.finds_learning_rate() {
+        cx.error_at(
+            "lr_factors",
+            format!(
+                "`{optimizer}` finds one learning rate for all tensors: use `adamw`, `adamw8bit`, `lion` or `adafactor`"
+            ),
+        );
+    }
+}
+
+/// The factor of a tensor: that of the first entry whose text is in its name.
+#[must_use]
+pub fn lr_factor(factors: &[LrFactor], name: &str) -> f64 {
+    let found = factors.iter().find(|factor| name.contains(&factor.contains));
+    found.map_or(1.0, |factor| factor.factor)
+}
