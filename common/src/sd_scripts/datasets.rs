@@ -4,6 +4,7 @@ use super::dataset_options::{DATASET, SHARED, SUBSET};
 use super::document::{Entry, MAX_BYTES, Position, Table, Value, finding, parse_json, parse_toml};
 use super::epochs::{BucketOptions, CountedDataset, CountedSubset};
 use super::folders::{Folder, repeats_and_class};
+use super::image_size::image_size;
 use super::option::{OptionRow, size_of};
 use super::report::{Import, Section, number};
 use super::settings::Settings;
@@ -14,6 +15,8 @@ use std::path::{Path, PathBuf};
 
 /// Data sets and folders of a config.
 const MAX_SUBSETS: usize = 1000;
+/// Images of a folder whose size is compared with the resolution.
+const MAX_MEASURED: usize = 10_000;
 
 /// A data set with its folders.
 #[derive(Default)]
@@ -472,6 +475,26 @@ fn check_folder(import: &mut Import<'_>, levels: &Levels<'_>, folder: &str, path
             "image_dir",
             format!("`{shown}` has {count} .bmp images, which aitk does not read: convert them to PNG"),
         )),
+    }
+    if levels.flag("enable_bucket") && !levels.flag("bucket_no_upscale") {
+        let area = levels
+            .value("resolution")
+            .and_then(size_of)
+            .map_or(0, |(width, height)| u64::from(width) * u64::from(height));
+        let sizes = found
+            .images
+            .iter()
+            .take(MAX_MEASURED)
+            .filter_map(|image| image_size(image));
+        let small = sizes
+            .filter(|(width, height)| u64::from(*width) * u64::from(*height) < area)
+            .count();
+        if small > 0 {
+            let message = format!(
+                "{small} images of `{shown}` are smaller than the resolution: aitk trains them at their own size, sd-scripts enlarges them"
+            );
+            import.notes.push(levels.at("enable_bucket", message));
+        }
     }
     if found.has_images_below() {
         let message = format!("`{shown}` has images in folders below it: aitk trains them too, sd-scripts does not");

@@ -4,6 +4,7 @@ use super::arguments::{Argument, arguments};
 use super::optimizer::Rates;
 use super::report::{Import, Section, number};
 use super::script::ScriptFamily;
+use crate::job::limits::MAX_RANK;
 use serde_json::{Value, json};
 
 /// The blocks of a U-Net whose layers sd-scripts and LyCORIS adapt, as parts of diffusers' names: `Transformer2DModel` alone, or
@@ -404,7 +405,17 @@ fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64
     if kind == "lokr" {
         let factor = arguments.number(import, "factor").unwrap_or(-1.0);
         network.insert("lokr_factor".into(), number(factor));
-        network.insert("lokr_full_rank".into(), json!(arguments.is_on("full_matrix")));
+        // LyCORIS splits no matrix whose sides are smaller than twice the rank: people write 100000 for none at all.
+        let none_is_split = rank > u64::from(MAX_RANK) && conv > f64::from(MAX_RANK);
+        if none_is_split {
+            for key in ["linear", "linear_alpha", "conv", "conv_alpha"] {
+                network.remove(key);
+            }
+        }
+        network.insert(
+            "lokr_full_rank".into(),
+            json!(none_is_split || arguments.is_on("full_matrix")),
+        );
     }
 }
 

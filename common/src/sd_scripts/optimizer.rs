@@ -195,6 +195,12 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
         Script::SdxlTrain | Script::Sd3Train => &["learning_rate_te1", "learning_rate_te2"],
         _ => &[],
     };
+    if settings.flag("train_text_encoder") && import.script == Script::Sd3Train {
+        import.error(
+            "train_text_encoder",
+            "aitk trains the transformer alone when it trains a whole model: remove it",
+        );
+    }
     let is_zero = |option: &&&str| settings.number(option) == Some(0.0);
     let mut text_encoder = match import.script {
         Script::TrainDb => settings.whole("stop_text_encoder_training").unwrap_or(0) >= 0,

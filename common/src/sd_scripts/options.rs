@@ -86,7 +86,7 @@ const NETWORK: &[OptionRow] = &[
     row("network_train_unet_only", Flag, "false", LORA, Translated("`train.train_text_encoder`: false; true without it")),
     row("network_train_text_encoder_only", Flag, "false", LORA, Translated("`train.train_unet`: false")),
     row("scale_weight_norms", Number, "0", LORA, refused("aitk does not limit the norms of a LoRA")),
-    row("train_text_encoder", Flag, "false", UsedBy::FULL, Translated("`train.train_text_encoder`")),
+    row("train_text_encoder", Flag, "false", UsedBy(0x2b), Translated("`train.train_text_encoder`")),
     row("stop_text_encoder_training", Whole, "", UsedBy::FULL_SD, Translated("-1: `train.train_text_encoder` false; aitk cannot stop it later")),
     row("diffusers_xformers", Flag, "false", FULL, NoInfluence(MEMORY)),
     row("num_last_block_to_freeze", Whole, "0", SD3, refused("use ai-toolkit's `model.ignore_if_contains` in a YAML config")),

@@ -228,3 +228,39 @@ fn an_option_of_another_script_is_ignored_with_a_note() {
         "{keys:?}"
     );
 }
+
+#[test]
+fn images_smaller_than_the_resolution_are_noted() {
+    let folder = folder();
+    let notes = |more: &str| {
+        let text = merged(&format!(
+            "{}resolution = \"1024\"\nenable_bucket = true\n{more}",
+            base(Script::TrainNetwork)
+        ));
+        import_in(folder.path(), &text, None).unwrap().notes
+    };
+    let found = notes("");
+    assert!(
+        found.len() == 1
+            && found[0]
+                .message
+                .contains("12 images of `images/10_sks dog` are smaller"),
+        "{found:?}"
+    );
+    assert_eq!(notes("bucket_no_upscale = true\n"), []);
+    assert_eq!(notes("resolution = \"512\"\n"), []);
+}
+
+#[test]
+fn a_lokr_with_a_rank_above_all_sides_is_not_split() {
+    let folder = folder();
+    let text = format!(
+        "{}network_train_unet_only = true\nnetwork_dim = 100000\nnetwork_args = [\"algo=lokr\", \"factor=6\"]\n",
+        base(Script::TrainNetwork)
+    );
+    let text = text.replace("networks.lora", "lycoris.kohya");
+    let imported = import_in(folder.path(), &text, None).unwrap();
+    let job = job(&imported.yaml);
+    let network = job.process[0].trainer().unwrap().network.as_ref().unwrap();
+    assert!(network.lokr_full_rank && *network.lokr_factor == 6, "{}", imported.yaml);
+}
