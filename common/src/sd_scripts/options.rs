@@ -138,8 +138,8 @@ const OPTIMIZER: &[OptionRow] = &[
     row("lr_scheduler_power", Number, "1", ALL, Translated("`lr_scheduler_params.power`")),
     row("lr_scheduler_min_lr_ratio", Number, "", ALL, Translated("`lr_scheduler_params.eta_min`")),
     row("lr_scheduler_timescale", Whole, "", ALL, NoInfluence("only inverse_sqrt uses it, which is refused")),
-    row("lr_scheduler_args", Texts, "", ALL, refused("give the scheduler's own options")),
-    row("lr_scheduler_type", Text, "", ALL, refused("aitk has no schedulers of other libraries: use lr_scheduler")),
+    row("lr_scheduler_args", Texts, "", ALL, Translated("`lr_scheduler_params`, with lr_scheduler_type")),
+    row("lr_scheduler_type", Text, "", ALL, Translated("`train.lr_scheduler`: torch's CosineAnnealingLR, CosineAnnealingWarmRestarts, LinearLR and StepLR")),
 ];
 
 #[rustfmt::skip]

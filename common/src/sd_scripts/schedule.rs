@@ -1,13 +1,40 @@
 //! `lr_scheduler` and its options.
 
+use super::arguments::arguments;
 use super::report::{Import, Section, number};
 use serde_json::{Value, json};
+
+/// A schedule of `torch.optim.lr_scheduler`: its class, our name, and the arguments that both have.
+struct TorchSchedule {
+    class: &'static str,
+    ours: &'static str,
+    arguments: &'static [&'static str],
+}
+
+/// To add a schedule of torch, add its line.
+#[rustfmt::skip]
+const TORCH: &[TorchSchedule] = &[
+    TorchSchedule { class: "CosineAnnealingLR", ours: "cosine", arguments: &["T_max", "eta_min"] },
+    TorchSchedule { class: "CosineAnnealingWarmRestarts", ours: "cosine_with_restarts", arguments: &["T_0", "T_mult", "eta_min"] },
+    TorchSchedule { class: "LinearLR", ours: "linear", arguments: &["start_factor", "end_factor", "total_iters"] },
+    TorchSchedule { class: "StepLR", ours: "step", arguments: &["step_size", "gamma"] },
+];
 
 /// Decides `train.lr_scheduler` and `train.lr_scheduler_params`. `steps` are all steps of the training.
 pub(super) fn schedule(import: &mut Import<'_>, steps: u64, train: &mut Section) {
     let settings = import.settings;
-    let name = settings.text("lr_scheduler").unwrap_or("constant");
     let warmup = warmup_steps(import, steps);
+    if let Some(class) = settings.text("lr_scheduler_type") {
+        torch_schedule(import, class, warmup, train);
+        return;
+    }
+    if !settings.texts("lr_scheduler_args").is_empty() {
+        import.error(
+            "lr_scheduler_args",
+            "only lr_scheduler_type has arguments: give the scheduler's own options",
+        );
+    }
+    let name = settings.text("lr_scheduler").unwrap_or("constant");
     let mut params = Section::new();
     let rate = train.get("lr").and_then(Value::as_f64).unwrap_or(0.0);
     let ours = match name {
@@ -75,6 +102,64 @@ pub(super) fn schedule(import: &mut Import<'_>, steps: u64, train: &mut Section)
     if !params.is_empty() {
         train.insert("lr_scheduler_params".into(), Value::Object(params));
     }
+}
+
+/// A class of torch wins over `lr_scheduler`.
+fn torch_schedule(import: &mut Import<'_>, class: &str, warmup: u64, train: &mut Section) {
+    let name = class.strip_prefix("torch.optim.lr_scheduler.").unwrap_or(class);
+    let Some(found) = TORCH.iter().find(|schedule| schedule.class == name) else {
+        let known: Vec<&str> = TORCH.iter().map(|schedule| schedule.class).collect();
+        let message = format!(
+            "aitk has no `{}`; it has {}",
+            super::settings::shortened(class),
+            known.join(", ")
+        );
+        import.error("lr_scheduler_type", message);
+        return;
+    };
+    if warmup > 0 {
+        import.error(
+            "lr_warmup_steps",
+            "sd-scripts has no warm-up with lr_scheduler_type: remove it",
+        );
+    }
+    let mut params = Section::new();
+    for argument in arguments(import, "lr_scheduler_args") {
+        match argument
+            .number()
+            .filter(|_| found.arguments.contains(&argument.name.as_str()))
+        {
+            Some(value) => {
+                params.insert(argument.name, number(value));
+            }
+            None => {
+                let message = format!(
+                    "expected numbers for {}, found {}",
+                    found.arguments.join(", "),
+                    super::settings::shortened(&argument.name)
+                );
+                import.error("lr_scheduler_args", message);
+            }
+        }
+    }
+    let needed = match found.class {
+        "CosineAnnealingLR" => Some("T_max"),
+        "CosineAnnealingWarmRestarts" => Some("T_0"),
+        "StepLR" => Some("step_size"),
+        _ => None,
+    };
+    if let Some(needed) = needed.filter(|needed| !params.contains_key(*needed)) {
+        import.error(
+            "lr_scheduler_type",
+            format!("{name} needs {needed} in lr_scheduler_args"),
+        );
+    }
+    // torch ends its linear schedule after five steps, ai-toolkit's after all steps.
+    if found.class == "LinearLR" && !params.contains_key("total_iters") {
+        params.insert("total_iters".into(), json!(5));
+    }
+    train.insert("lr_scheduler".into(), json!(found.ours));
+    train.insert("lr_scheduler_params".into(), Value::Object(params));
 }
 
 /// The steps of the warm-up: a whole number, or a share of all steps.

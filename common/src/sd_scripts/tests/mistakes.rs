@@ -52,6 +52,18 @@ fn mistakes_of_training_configs_are_named() {
         ("lr_warmup_steps = 10", "lr_scheduler constant has no warm-up"),
         ("lr_scheduler = \"inverse_sqrt\"", "aitk has no inverse_sqrt"),
         (
+            "lr_scheduler_type = \"OneCycleLR\"",
+            "aitk has no `OneCycleLR`; it has CosineAnnealingLR",
+        ),
+        (
+            "lr_scheduler_type = \"StepLR\"",
+            "StepLR needs step_size in lr_scheduler_args",
+        ),
+        (
+            "lr_scheduler_args = [\"T_max=7\"]",
+            "only lr_scheduler_type has arguments",
+        ),
+        (
             "network_args = [\"conv_dimm=4\"]",
             "`conv_dimm` is no argument of a network; did you mean `conv_dim`?",
         ),

@@ -30,6 +30,11 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         "optimizer_type" => ("\"Lion\"", ""),
         "optimizer_args" => ("[\"weight_decay=0.5\"]", ""),
         "lr_scheduler" => ("\"cosine\"", ""),
+        "lr_scheduler_type" => ("\"StepLR\"", "lr_scheduler_args = [\"step_size=3\"]"),
+        "lr_scheduler_args" => (
+            "[\"T_max=7\", \"eta_min=0e-0\"]",
+            "lr_scheduler_type = \"CosineAnnealingLR\"",
+        ),
         "lr_warmup_steps" => ("5", "lr_scheduler = \"cosine\""),
         "lr_scheduler_num_cycles" => ("2", "lr_scheduler = \"cosine_with_restarts\""),
         "lr_scheduler_power" => ("2", "lr_scheduler = \"polynomial\""),
