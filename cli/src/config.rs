@@ -5,9 +5,12 @@ use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
 use crate::paths::expand;
+use crate::sd_scripts::{ImportOptions, ImportedFile, import_file};
 use aitk_common::fsutil::regular;
 use aitk_common::job::change::Change;
-use aitk_common::job::{Input, InputKind, JobError, JobSpec, LoadOptions, LoadedJob, dotenv, env_with, load};
+use aitk_common::job::{
+    Format, Input, InputKind, JobError, JobSpec, LoadOptions, LoadedJob, dotenv, env_with, load, parse,
+};
 use std::path::Path;
 
 /// Options for reading a config.
@@ -92,20 +95,30 @@ pub fn read_with(
         Some(index) if name == "AITK_ARRAY_INDEX" => Some(index.to_string()),
         _ => env(name),
     };
-    let loaded = load(
-        config,
-        &LoadOptions {
-            name_override: options.name,
-            env: &env,
-            changes: options.changes,
-            suffix: options.suffix,
-            ..LoadOptions::default()
-        },
-    );
+    let load_options = LoadOptions {
+        name_override: options.name,
+        env: &env,
+        changes: options.changes,
+        suffix: options.suffix,
+        ..LoadOptions::default()
+    };
+    let (loaded, notes) = match import_file(Path::new(config), directory, ImportOptions::default())? {
+        None => (load(config, &load_options), Vec::new()),
+        Some(ImportedFile { path, imported }) => {
+            // Positions are those of the YAML.
+            let name = format!("{config} as YAML");
+            let mut parsed = parse(&imported.yaml, Format::Yaml, Some(&name), &load_options);
+            if let Ok(loaded) = &mut parsed {
+                loaded.path = Some(path);
+            }
+            (parsed, imported.notes)
+        }
+    };
     let mut loaded = loaded.map_err(|error| config_failure(&error))?;
     refuse_placeholders(&loaded)?;
     let support = loaded.spec.unsupported();
-    let mut warnings = std::mem::take(&mut loaded.warnings);
+    let mut warnings = notes;
+    warnings.append(&mut loaded.warnings);
     warnings.extend(support.warnings);
     if support.errors.is_empty() {
         let warnings = warnings.iter().map(|warning| printable(&warning.to_string())).collect();

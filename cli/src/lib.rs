@@ -27,6 +27,7 @@ pub mod output;
 pub mod paths;
 pub mod preflight;
 pub mod run_folder;
+pub mod sd_scripts;
 pub mod settings;
 pub mod sweep;
 #[cfg(feature = "embedded")]

@@ -51,6 +51,30 @@ pub struct InitArgs {
     pub force: bool,
 }
 
+/// `aitk import`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk import config.toml\n  aitk import config.toml --script sdxl_train_network -o my_lora.yaml\n  aitk import \
+                  preset.json -o my_lora.yaml"
+)]
+pub struct ImportArgs {
+    /// TOML config of sd-scripts, or JSON preset of the kohya GUI. Paths in it are relative to the current folder
+    #[arg(value_name = "FILE")]
+    pub config: PathBuf,
+    /// Data set config, instead of the one that FILE names
+    #[arg(long, value_name = "FILE")]
+    pub dataset_config: Option<PathBuf>,
+    /// Training script that FILE is for, such as flux_train_network [default: found by its options and its model]
+    #[arg(long, value_name = "NAME")]
+    pub script: Option<String>,
+    /// File to write [default: standard output]
+    #[arg(short, long, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Overwrite an existing file
+    #[arg(long)]
+    pub force: bool,
+}
+
 /// `aitk convert`.
 #[derive(Args, Clone, Debug)]
 #[command(

@@ -12,7 +12,7 @@ pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, Benc
 pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
 pub use jobs::{PlotArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
-pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, InitArgs, RunArgs, UpArgs};
+pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, ImportArgs, InitArgs, RunArgs, UpArgs};
 pub use machines::{
     DoctorArgs, DrainArgs, ForgetArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkerState,
     WorkersArgs,
@@ -196,6 +196,14 @@ pub enum Command {
                      logging.log_every), or of a run folder on this machine (all steps, from its metrics.jsonl)."
     )]
     Plot(PlotArgs),
+    /// Import a config of sd-scripts or the kohya GUI
+    #[command(
+        long_about = "Import a config of sd-scripts (TOML, as --config_file takes it) or a preset of the kohya GUI (JSON), and print \
+                     the YAML that it becomes.\n\nrun, submit, validate and fit take such a file directly. Notes about options that are \
+                     ignored or have a slightly other effect go to standard error. An option that would change the result, and that aitk \
+                     has nothing like, is an error. `aitk help sd-scripts` says what becomes of each option."
+    )]
+    Import(ImportArgs),
     /// Convert a LoRA file to the names of another program
     #[cfg(feature = "embedded")]
     #[command(

@@ -7,6 +7,7 @@ mod convert;
 mod doctor;
 mod forecast;
 mod help;
+mod import;
 mod init;
 mod jobs;
 mod login;
@@ -67,6 +68,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Doctor(args) => Box::pin(doctor::doctor(&context, args)).await,
         Command::Login(args) => Box::pin(login::login(&context, args)).await,
         Command::Init(args) => init::init(&context, &args),
+        Command::Import(args) => import::import(&context, &args),
         #[cfg(feature = "embedded")]
         Command::Up(args) => Box::pin(up::up(&context, args)).await,
         #[cfg(feature = "embedded")]

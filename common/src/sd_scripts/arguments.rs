@@ -1,0 +1,88 @@
+//! Lists of `name=value`, as `network_args` and `optimizer_args` have them.
+
+use super::report::Import;
+use serde_json::Value;
+
+/// An argument.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Argument {
+    pub name: String,
+    pub text: String,
+}
+
+impl Argument {
+    /// Its value as Python's literal: a number, `True`, `None`, a text in quotes, a tuple or list of numbers.
+    pub(super) fn literal(&self) -> Option<Value> {
+        literal(&self.text)
+    }
+
+    /// Its value as a number.
+    pub(super) fn number(&self) -> Option<f64> {
+        self.text.trim().parse().ok().filter(|number: &f64| number.is_finite())
+    }
+
+    /// Whether it is what Python's strings and numbers take for off.
+    pub(super) fn is_off(&self) -> bool {
+        matches!(
+            self.text.trim().to_lowercase().as_str(),
+            "" | "false" | "none" | "0" | "0.0"
+        )
+    }
+}
+
+/// Splits the arguments of an option. What is no `name=value`, or is there twice, is an error.
+pub(super) fn arguments(import: &mut Import<'_>, option: &str) -> Vec<Argument> {
+    let mut found: Vec<Argument> = Vec::new();
+    let settings = import.settings;
+    for text in settings.texts(option) {
+        let Some((name, value)) = text.split_once('=') else {
+            let shown: String = text.chars().take(60).collect();
+            import.error(
+                option,
+                format!("expected name=value, found \"{}\"", shown.escape_debug()),
+            );
+            continue;
+        };
+        let name = name.trim().to_owned();
+        if found.iter().any(|argument| argument.name == name) {
+            import.error(option, format!("`{}` is given twice", name.escape_debug()));
+            continue;
+        }
+        let text = value.trim().trim_matches('"').to_owned();
+        found.push(Argument { name, text });
+    }
+    found
+}
+
+fn literal(text: &str) -> Option<Value> {
+    let text = text.trim();
+    match text {
+        "True" | "true" => return Some(Value::Bool(true)),
+        "False" | "false" => return Some(Value::Bool(false)),
+        "None" => return Some(Value::Null),
+        _ => {}
+    }
+    if let Ok(whole) = text.parse::<i64>() {
+        return Some(Value::from(whole));
+    }
+    if let Ok(number) = text.parse::<f64>() {
+        return number.is_finite().then(|| Value::from(number));
+    }
+    for quote in ['\'', '"'] {
+        if let Some(inner) = text.strip_prefix(quote).and_then(|rest| rest.strip_suffix(quote)) {
+            return Some(Value::from(inner));
+        }
+    }
+    let bare = text
+        .strip_prefix(['(', '['])
+        .and_then(|rest| rest.strip_suffix([')', ']']));
+    let inner = bare.unwrap_or(text);
+    if bare.is_none() && !inner.contains(',') {
+        return None;
+    }
+    let items = inner.split(',').map(str::trim).filter(|item| !item.is_empty());
+    items
+        .map(|item| literal(item).filter(|value| !value.is_array()))
+        .collect::<Option<Vec<_>>>()
+        .map(Value::from)
+}

@@ -1,0 +1,512 @@
+//! `network_module`, `network_dim`, `network_args` and the other options of adapters.
+
+use super::arguments::{Argument, arguments};
+use super::optimizer::Rates;
+use super::report::{Import, Section, number};
+use super::script::ScriptFamily;
+use crate::job::limits::MAX_RANK;
+use serde_json::{Value, json};
+
+/// The blocks of a U-Net whose layers sd-scripts and LyCORIS adapt, as parts of diffusers' names: `Transformer2DModel` alone, or
+/// with `ResnetBlock2D`, `Downsample2D` and `Upsample2D` too.
+const ATTENTION: &[&str] = &["attentions"];
+const ALL_BLOCKS: &[&str] = &["attentions", "resnets", "downsamplers", "upsamplers"];
+/// In the names of all layers of text encoders.
+const TEXT_ENCODER: &str = "text_model";
+/// Blocks of FLUX.1.
+const DOUBLE_BLOCKS: usize = 19;
+const SINGLE_BLOCKS: usize = 38;
+/// The most blocks of a Stable Diffusion 3.5.
+const JOINT_BLOCKS: usize = 38;
+
+/// Why an argument of `network_args` is refused, unless it is off.
+const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
+    ("block_dims", "aitk has one rank for all blocks"),
+    ("block_alphas", "aitk has one alpha for all blocks"),
+    ("conv_block_dims", "aitk has one rank for all blocks"),
+    ("conv_block_alphas", "aitk has one alpha for all blocks"),
+    ("down_lr_weight", "aitk has one learning rate for all blocks"),
+    ("mid_lr_weight", "aitk has one learning rate for all blocks"),
+    ("up_lr_weight", "aitk has one learning rate for all blocks"),
+    (
+        "loraplus_lr_ratio",
+        "aitk trains both matrices of a LoRA with one learning rate (no LoRA+)",
+    ),
+    (
+        "loraplus_unet_lr_ratio",
+        "aitk trains both matrices of a LoRA with one learning rate (no LoRA+)",
+    ),
+    (
+        "loraplus_text_encoder_lr_ratio",
+        "aitk trains both matrices of a LoRA with one learning rate (no LoRA+)",
+    ),
+    ("network_reg_lrs", "aitk has one learning rate for all layers"),
+    ("network_reg_dims", "aitk has one rank for all layers"),
+    ("ggpo_beta", "aitk has no GGPO"),
+    ("ggpo_sigma", "aitk has no GGPO"),
+    ("train_t5xxl", "aitk does not train T5"),
+    (
+        "in_dims",
+        "aitk has one rank, and adapts layers outside of the blocks only with `transformer_only: false` of a YAML config",
+    ),
+    (
+        "emb_dims",
+        "aitk has one rank, and adapts layers outside of the blocks only with `transformer_only: false` of a YAML config",
+    ),
+    ("img_attn_dim", "aitk has one rank for all layers"),
+    ("txt_attn_dim", "aitk has one rank for all layers"),
+    ("img_mlp_dim", "aitk has one rank for all layers"),
+    ("txt_mlp_dim", "aitk has one rank for all layers"),
+    ("img_mod_dim", "aitk has one rank for all layers"),
+    ("txt_mod_dim", "aitk has one rank for all layers"),
+    ("single_dim", "aitk has one rank for all layers"),
+    ("single_mod_dim", "aitk has one rank for all layers"),
+    ("context_attn_dim", "aitk has one rank for all layers"),
+    ("context_mlp_dim", "aitk has one rank for all layers"),
+    ("context_mod_dim", "aitk has one rank for all layers"),
+    ("x_attn_dim", "aitk has one rank for all layers"),
+    ("x_mlp_dim", "aitk has one rank for all layers"),
+    ("x_mod_dim", "aitk has one rank for all layers"),
+    (
+        "use_tucker",
+        "aitk trains convolutions of two matrices, without Tucker's third",
+    ),
+    (
+        "use_cp",
+        "aitk trains convolutions of two matrices, without Tucker's third",
+    ),
+    (
+        "use_conv_cp",
+        "aitk trains convolutions of two matrices, without Tucker's third",
+    ),
+    ("train_norm", "aitk does not train norms"),
+    (
+        "dora_wd",
+        "aitk's `type: dora` takes the norm for a constant while training, which LyCORIS does not: use it from a YAML config",
+    ),
+    (
+        "bypass_mode",
+        "aitk adds the adapter to the weight's result, as LyCORIS does without this argument",
+    ),
+    ("rs_lora", "aitk scales by alpha / rank"),
+    ("decompose_both", "aitk splits the second matrix of a LoKr only"),
+    ("unbalanced_factorization", "aitk's LoKr has LyCORIS' usual factors"),
+    ("rank_dropout_scale", "aitk's rank_dropout has LoRA's own scale"),
+    ("rescaled", "aitk trains no OFT"),
+    ("constraint", "aitk trains no OFT"),
+    ("block_lr_zero_threshold", "aitk has one learning rate for all blocks"),
+];
+
+/// Arguments without influence on what is trained here.
+const WITHOUT_INFLUENCE: &[&str] = &[
+    "verbose",
+    "varbose",
+    "disable_conv_cp",
+    "block_size",
+    "train_on_input",
+    "wd_on_output",
+];
+
+/// Arguments that are translated.
+const TRANSLATED: &[&str] = &[
+    "conv_dim",
+    "conv_alpha",
+    "rank_dropout",
+    "module_dropout",
+    "dropout",
+    "algo",
+    "preset",
+    "factor",
+    "full_matrix",
+    "use_scalar",
+    "train_blocks",
+    "train_double_block_indices",
+    "train_single_block_indices",
+    "train_block_indices",
+    "split_qkv",
+];
+
+/// All arguments with what becomes of them, for the documentation.
+pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, String)> {
+    let translated = [
+        ("conv_dim", "`network.conv`"),
+        ("conv_alpha", "`network.conv_alpha`"),
+        (
+            "rank_dropout",
+            "`network.network_kwargs.rank_dropout`; of LyCORIS refused",
+        ),
+        ("module_dropout", "`network.network_kwargs.module_dropout`"),
+        ("dropout", "of LyCORIS: refused above 0"),
+        (
+            "algo",
+            "of LyCORIS: `network.type`: lora and locon are `lora`, loha, lokr; others are refused",
+        ),
+        ("preset", "of LyCORIS: only full"),
+        ("factor", "`network.lokr_factor`"),
+        ("full_matrix", "`network.lokr_full_rank`"),
+        ("use_scalar", "with algo lora or locon: `network.type: locon`"),
+        ("train_blocks", "FLUX.1: `network.network_kwargs.only_if_contains`"),
+        (
+            "train_double_block_indices",
+            "FLUX.1: `network.network_kwargs.only_if_contains`",
+        ),
+        (
+            "train_single_block_indices",
+            "FLUX.1: `network.network_kwargs.only_if_contains`",
+        ),
+        ("train_block_indices", "SD3: `network.network_kwargs.only_if_contains`"),
+        (
+            "split_qkv",
+            "FLUX.1 and SD3: aitk always trains q, k and v on their own",
+        ),
+    ];
+    let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
+    let refused = REFUSED_ARGUMENTS
+        .iter()
+        .map(|(name, why)| (*name, format!("refused: {why}")));
+    let others = WITHOUT_INFLUENCE.iter().map(|name| (*name, "no influence".to_owned()));
+    translated.chain(refused).chain(others)
+}
+
+/// The arguments of one network, by name.
+struct Arguments(Vec<Argument>);
+
+impl Arguments {
+    fn get(&self, name: &str) -> Option<&Argument> {
+        self.0.iter().find(|argument| argument.name == name)
+    }
+
+    fn is_on(&self, name: &str) -> bool {
+        self.get(name).is_some_and(|argument| !argument.is_off())
+    }
+
+    fn number(&self, import: &mut Import<'_>, name: &str) -> Option<f64> {
+        let argument = self.get(name)?;
+        if argument.text.is_empty() || argument.text == "None" {
+            return None;
+        }
+        let found = argument.number();
+        if found.is_none() {
+            import.error(
+                "network_args",
+                format!("{name}: expected a number, found \"{}\"", argument.text.escape_debug()),
+            );
+        }
+        found
+    }
+
+    /// A number that is not 0.
+    fn chance(&self, import: &mut Import<'_>, name: &str) -> Option<f64> {
+        self.number(import, name).filter(|chance| *chance != 0.0)
+    }
+}
+
+/// The `network` section.
+pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
+    let settings = import.settings;
+    let Some(module) = settings.text("network_module") else {
+        let script = import.script.name();
+        import.error(
+            "network_module",
+            format!("{script} needs it, for example networks.lora"),
+        );
+        return Section::new();
+    };
+    let arguments = Arguments(arguments(import, "network_args"));
+    check_arguments(import, &arguments);
+    let mut network = Section::new();
+    let rank = import.whole_from("network_dim", 1, 4);
+    let alpha = settings.number("network_alpha").unwrap_or(1.0);
+    // sd-scripts takes an alpha of 0 for the rank, as aitk does.
+    let alpha = if alpha == 0.0 { rank as f64 } else { alpha };
+    network.insert("type".into(), json!("lora"));
+    network.insert("linear".into(), json!(rank));
+    network.insert("linear_alpha".into(), number(alpha));
+    let is_lycoris = module == "lycoris.kohya";
+    let family = import.script.family();
+    match (module, family) {
+        ("networks.lora" | "lycoris.kohya", ScriptFamily::Sd | ScriptFamily::Sdxl)
+        | ("networks.lora_flux", ScriptFamily::Flux)
+        | ("networks.lora_sd3", ScriptFamily::Sd3) => {}
+        ("lycoris.kohya", _) => {
+            import.error("network_module", "aitk imports LyCORIS networks of U-Nets only: train this model with networks.lora_flux or networks.lora_sd3");
+        }
+        ("networks.lora" | "networks.lora_flux" | "networks.lora_sd3", _) => {
+            let script = import.script.name();
+            import.error("network_module", format!("`{module}` does not fit {script}"));
+        }
+        _ => {
+            let shown: String = module.chars().take(60).collect();
+            let message = format!(
+                "aitk has no `{}`: use networks.lora, networks.lora_flux, networks.lora_sd3, or lycoris.kohya with algo locon, loha or lokr",
+                shown.escape_debug()
+            );
+            import.error("network_module", message);
+        }
+    }
+    let mut kwargs = Section::new();
+    if is_lycoris {
+        lycoris(import, &arguments, rank, alpha, &mut network);
+    } else {
+        if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {
+            network.insert("dropout".into(), number(chance));
+        }
+        if let Some(chance) = arguments.chance(import, "rank_dropout") {
+            kwargs.insert("rank_dropout".into(), number(chance));
+        }
+        if let Some(conv) = arguments.number(import, "conv_dim").filter(|conv| *conv > 0.0) {
+            if import.script.is_flow() {
+                import.error(
+                    "network_args",
+                    "conv_dim: a transformer has no larger convolutions: remove it",
+                );
+            }
+            let conv_alpha = arguments.number(import, "conv_alpha").unwrap_or(1.0);
+            network.insert("conv".into(), number(conv));
+            network.insert(
+                "conv_alpha".into(),
+                number(if conv_alpha == 0.0 { conv } else { conv_alpha }),
+            );
+        }
+    }
+    if let Some(chance) = arguments.chance(import, "module_dropout") {
+        kwargs.insert("module_dropout".into(), number(chance));
+    }
+    if import.script.is_flow() {
+        check_alpha_of_transformer(import, rank, alpha);
+        if !arguments.is_on("split_qkv") {
+            import.note(
+                "network_module",
+                "aitk trains q, k and v (and the MLP of single blocks) with a LoRA each, as split_qkv=True does",
+            );
+        }
+    }
+    let layers = match family {
+        ScriptFamily::Sd if is_lycoris => Vec::new(),
+        ScriptFamily::Sdxl if is_lycoris => owned(ALL_BLOCKS),
+        ScriptFamily::Sd | ScriptFamily::Sdxl if network.contains_key("conv") => owned(ALL_BLOCKS),
+        ScriptFamily::Sd | ScriptFamily::Sdxl => owned(ATTENTION),
+        ScriptFamily::Flux => flux_blocks(import, &arguments),
+        ScriptFamily::Sd3 => joint_blocks(import, &arguments),
+    };
+    if !layers.is_empty() {
+        let text = (rates.text_encoder).then(|| TEXT_ENCODER.to_owned());
+        let all: Vec<String> = layers.into_iter().chain(text).collect();
+        kwargs.insert("only_if_contains".into(), json!(all));
+    }
+    if !kwargs.is_empty() {
+        network.insert("network_kwargs".into(), Value::Object(kwargs));
+    }
+    if let Some(path) = settings.text("network_weights") {
+        network.insert("pretrained_lora_path".into(), json!(path));
+    }
+    network
+}
+
+fn owned(names: &[&str]) -> Vec<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// Reports unknown arguments, and those that are refused.
+fn check_arguments(import: &mut Import<'_>, arguments: &Arguments) {
+    for argument in &arguments.0 {
+        let name = argument.name.as_str();
+        if let Some((_, why)) = REFUSED_ARGUMENTS.iter().find(|(refused, _)| *refused == name) {
+            if !argument.is_off() {
+                import.error("network_args", format!("{name}: {why}"));
+            }
+        } else if !TRANSLATED.contains(&name) && !WITHOUT_INFLUENCE.contains(&name) {
+            let refused = REFUSED_ARGUMENTS.iter().map(|(name, _)| *name);
+            let known = TRANSLATED.iter().chain(WITHOUT_INFLUENCE).copied().chain(refused);
+            let hint = match super::option::nearest(name, known) {
+                Some(near) => format!("; did you mean `{near}`?"),
+                None => String::new(),
+            };
+            let shown = super::settings::shortened(name);
+            import.error("network_args", format!("`{shown}` is no argument of a network{hint}"));
+        }
+    }
+}
+
+/// In files of a LoRA of a transformer there is no alpha: its scale is 1.
+fn check_alpha_of_transformer(import: &mut Import<'_>, rank: u64, alpha: f64) {
+    if alpha == rank as f64 {
+        return;
+    }
+    let option = if import.settings.is_set("network_alpha") {
+        "network_alpha"
+    } else {
+        "network_dim"
+    };
+    let message = format!(
+        "aitk's LoRAs of transformers have the scale 1, as ai-toolkit's, so network_alpha ({alpha:?}) must be network_dim ({rank}): set it, \
+         and adapt the learning rate; sd-scripts multiplies the LoRA by alpha / dim"
+    );
+    import.error(option, message);
+}
+
+/// LyCORIS: `algo` and what belongs to it.
+fn lycoris(import: &mut Import<'_>, arguments: &Arguments, rank: u64, alpha: f64, network: &mut Section) {
+    let algo = arguments
+        .get("algo")
+        .map_or("lora", |argument| argument.text.as_str())
+        .to_lowercase();
+    let scalar = arguments.is_on("use_scalar");
+    let kind = match algo.as_str() {
+        "lora" | "locon" if scalar => "locon",
+        "lora" | "locon" | "" => "lora",
+        "loha" => "loha",
+        "lokr" => "lokr",
+        other => {
+            let message = format!(
+                "algo={}: aitk has locon, loha and lokr of LyCORIS",
+                other.escape_debug()
+            );
+            import.error("network_args", message);
+            return;
+        }
+    };
+    if scalar && kind != "locon" {
+        import.error(
+            "network_args",
+            format!("use_scalar: aitk's {kind} has no trained scalar"),
+        );
+    }
+    let preset = arguments
+        .get("preset")
+        .map_or("full", |argument| argument.text.as_str());
+    if !matches!(preset, "full" | "") {
+        import.error(
+            "network_args",
+            format!("preset={}: aitk imports the preset full only", preset.escape_debug()),
+        );
+    }
+    for name in ["dropout", "rank_dropout"] {
+        if arguments.chance(import, name).is_some() {
+            import.error(
+                "network_args",
+                format!("{name}: LyCORIS drops other numbers than aitk does"),
+            );
+        }
+    }
+    if import
+        .settings
+        .number("network_dropout")
+        .is_some_and(|chance| chance != 0.0)
+    {
+        import.error("network_dropout", "LyCORIS drops other numbers than aitk does");
+    }
+    // Convolutions are trained too: 0 and nothing mean the rank of the linear layers.
+    let conv = arguments.chance(import, "conv_dim").unwrap_or(rank as f64);
+    let conv_alpha = arguments.chance(import, "conv_alpha").unwrap_or(alpha);
+    network.insert("type".into(), json!(kind));
+    network.insert("conv".into(), number(conv));
+    network.insert("conv_alpha".into(), number(conv_alpha));
+    if kind == "lokr" {
+        let factor = arguments.number(import, "factor").unwrap_or(-1.0);
+        network.insert("lokr_factor".into(), number(factor));
+        // LyCORIS splits no matrix whose sides are smaller than twice the rank: people write 100000 for none at all.
+        let none_is_split = rank > u64::from(MAX_RANK) && conv > f64::from(MAX_RANK);
+        if none_is_split {
+            for key in ["linear", "linear_alpha", "conv", "conv_alpha"] {
+                network.remove(key);
+            }
+        }
+        network.insert(
+            "lokr_full_rank".into(),
+            json!(none_is_split || arguments.is_on("full_matrix")),
+        );
+    }
+}
+
+/// The names of the blocks of FLUX.1 that are trained; none: all.
+fn flux_blocks(import: &mut Import<'_>, arguments: &Arguments) -> Vec<String> {
+    let which = arguments
+        .get("train_blocks")
+        .map_or("all", |argument| argument.text.as_str());
+    let (double, single) = match which {
+        "all" | "" => (true, true),
+        "double" => (true, false),
+        "single" => (false, true),
+        other => {
+            import.error(
+                "network_args",
+                format!(
+                    "train_blocks: expected all, single or double, found {}",
+                    other.escape_debug()
+                ),
+            );
+            return Vec::new();
+        }
+    };
+    let doubles = indices(import, arguments, "train_double_block_indices", DOUBLE_BLOCKS);
+    let singles = indices(import, arguments, "train_single_block_indices", SINGLE_BLOCKS);
+    if double && single && doubles.is_none() && singles.is_none() {
+        return Vec::new();
+    }
+    let mut names = Vec::new();
+    for (is_trained, which, prefix) in [
+        (double, doubles, "transformer.transformer_blocks."),
+        (single, singles, "transformer.single_transformer_blocks."),
+    ] {
+        match which {
+            _ if !is_trained => {}
+            None => names.push(prefix.to_owned()),
+            Some(indices) => names.extend(indices.iter().map(|index| format!("{prefix}{index}."))),
+        }
+    }
+    if names.is_empty() {
+        import.error("network_args", "no block is trained");
+    }
+    names
+}
+
+/// The names of the blocks of Stable Diffusion 3 that are trained; none: all.
+fn joint_blocks(import: &mut Import<'_>, arguments: &Arguments) -> Vec<String> {
+    match indices(import, arguments, "train_block_indices", JOINT_BLOCKS) {
+        None => Vec::new(),
+        Some(indices) if indices.is_empty() => {
+            import.error("network_args", "no block is trained");
+            Vec::new()
+        }
+        Some(indices) => indices
+            .iter()
+            .map(|index| format!("transformer.transformer_blocks.{index}."))
+            .collect(),
+    }
+}
+
+/// The blocks of `all`, `none`, or `0-3,7`; `None`: all.
+fn indices(import: &mut Import<'_>, arguments: &Arguments, name: &str, blocks: usize) -> Option<Vec<usize>> {
+    let text = arguments.get(name)?.text.trim();
+    match text {
+        "all" => return None,
+        "none" | "" => return Some(Vec::new()),
+        _ => {}
+    }
+    let part = |part: &str| -> Option<std::ops::RangeInclusive<usize>> {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (usize, usize) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        (first <= last && last < blocks).then_some(first..=last)
+    };
+    let parts: Option<Vec<_>> = text.split(',').map(part).collect();
+    match parts {
+        Some(parts) => {
+            let mut all: Vec<usize> = parts.into_iter().flatten().collect();
+            all.sort_unstable();
+            all.dedup();
+            Some(all)
+        }
+        None => {
+            let shown = super::settings::shortened(text);
+            import.error(
+                "network_args",
+                format!(
+                    "{name}: expected blocks from 0 to {}, such as 0-3,7, found \"{shown}\"",
+                    blocks - 1
+                ),
+            );
+            None
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! Noise, time steps and the loss.
+
+use super::report::{Import, Section, number};
+use super::script::ScriptFamily;
+use serde_json::json;
+
+/// The number by which aitk's loss is multiplied so that it is sd-scripts'.
+pub(super) type LossFactor = f64;
+
+/// Decides the keys of `train` about noise, time steps and the loss.
+pub(super) fn objective(import: &mut Import<'_>, train: &mut Section) -> LossFactor {
+    match import.script.family() {
+        ScriptFamily::Sd | ScriptFamily::Sdxl => diffusion(import, train),
+        ScriptFamily::Flux => flux(import, train),
+        ScriptFamily::Sd3 => sd3(import, train),
+    }
+    train.insert(
+        "reg_weight".into(),
+        number(import.settings.number("prior_loss_weight").unwrap_or(1.0)),
+    );
+    loss_type(import, train)
+}
+
+fn diffusion(import: &mut Import<'_>, train: &mut Section) {
+    let settings = import.settings;
+    train.insert("noise_scheduler".into(), json!("ddpm"));
+    for option in ["noise_offset", "min_snr_gamma"] {
+        if let Some(value) = settings.number(option).filter(|value| *value != 0.0) {
+            train.insert(option.into(), number(value));
+        }
+    }
+    let least = import.whole_from("min_timestep", 0, 0);
+    let end = import.whole_from("max_timestep", 0, 1000);
+    let end = if end == 0 { 1000 } else { end };
+    if least >= end || end > 1000 {
+        import.error(
+            "max_timestep",
+            format!("expected min_timestep < max_timestep <= 1000, found {least} and {end}"),
+        );
+    } else if (least, end) != (0, 1000) {
+        // sd-scripts draws from min_timestep to max_timestep - 1; aitk's index counts from the most noise.
+        train.insert("min_denoising_steps".into(), json!(1000 - end));
+        train.insert("max_denoising_steps".into(), json!(999 - least));
+    }
+}
+
+fn flux(import: &mut Import<'_>, train: &mut Section) {
+    let settings = import.settings;
+    train.insert("noise_scheduler".into(), json!("flowmatch"));
+    if settings.text("model_prediction_type") != Some("raw") {
+        let message = "only raw is supported: set model_prediction_type = \"raw\", as the documentation of sd-scripts recommends; without \
+                       it, sd-scripts trains another loss (sigma_scaled)";
+        import.error("model_prediction_type", message);
+    }
+    let shift = settings.number("discrete_flow_shift").unwrap_or(3.0);
+    let sampling = settings.text("timestep_sampling").unwrap_or("sigma");
+    let advice = "set timestep_sampling to sigmoid, or to uniform";
+    let ours = match sampling {
+        "uniform" => "linear",
+        "sigmoid" => "sigmoid",
+        "shift" if shift == 1.0 => "sigmoid",
+        "sigma" if shift == 1.0 => match settings.text("weighting_scheme").unwrap_or("uniform") {
+            "logit_normal" | "mode" => {
+                import.error("weighting_scheme", format!("aitk draws no such time steps: {advice}"));
+                return;
+            }
+            _ => "linear",
+        },
+        other => {
+            let message = format!(
+                "aitk cannot shift the time steps of {other}{}: {advice}",
+                if other == "flux_shift" {
+                    String::new()
+                } else {
+                    format!(" by discrete_flow_shift {shift:?}")
+                }
+            );
+            import.error("timestep_sampling", message);
+            return;
+        }
+    };
+    train.insert("timestep_type".into(), json!(ours));
+    train.insert(
+        "cfg_scale".into(),
+        number(settings.number("guidance_scale").unwrap_or(3.5)),
+    );
+    if let Some(tokens) = settings
+        .whole("t5xxl_max_token_length")
+        .filter(|tokens| !matches!(tokens, 0 | 256 | 512))
+    {
+        import.error(
+            "t5xxl_max_token_length",
+            format!("aitk reads 512 tokens (dev) or 256 (schnell), not {tokens}: remove it"),
+        );
+    }
+}
+
+fn sd3(import: &mut Import<'_>, train: &mut Section) {
+    let settings = import.settings;
+    train.insert("noise_scheduler".into(), json!("flowmatch"));
+    let (timesteps, compares_images) = match settings.text("weighting_scheme").unwrap_or("uniform") {
+        "uniform" | "none" => ("linear", true),
+        "logit_normal" => ("sigmoid", true),
+        // Weighted by 1 / sigma^2, the loss of the image is that of the velocity.
+        "sigma_sqrt" => ("linear", false),
+        other => {
+            import.error(
+                "weighting_scheme",
+                format!("aitk has no {other}: use uniform, logit_normal or sigma_sqrt"),
+            );
+            return;
+        }
+    };
+    train.insert("timestep_type".into(), json!(timesteps));
+    train.insert("t0_loss_target".into(), json!(compares_images));
+    for (option, usual) in [("min_timestep", 0), ("max_timestep", 1000)] {
+        if settings.whole(option).is_some_and(|value| value != usual && value != 0) {
+            import.error(
+                option,
+                "aitk draws the time steps of SD3 from the whole range: remove it",
+            );
+        }
+    }
+    if let Some(tokens) = settings
+        .whole("t5xxl_max_token_length")
+        .filter(|tokens| !matches!(tokens, 0 | 256))
+    {
+        import.error(
+            "t5xxl_max_token_length",
+            format!("aitk reads 256 tokens, not {tokens}: remove it"),
+        );
+    }
+}
+
+/// `huber_c` of the loss that aitk has.
+const HUBER_C: f64 = 0.01;
+
+fn loss_type(import: &mut Import<'_>, train: &mut Section) -> LossFactor {
+    let settings = import.settings;
+    let name = settings.text("loss_type").unwrap_or("l2");
+    let is_huber = matches!(name, "huber" | "smooth_l1");
+    let constant = settings.text("huber_schedule") == Some("constant");
+    let c = settings.number("huber_c").unwrap_or(0.1) * settings.number("huber_scale").unwrap_or(1.0);
+    if is_huber && (!constant || (c - HUBER_C).abs() > 1e-9) {
+        let message = format!(
+            "aitk's Huber loss has a constant huber_c of {HUBER_C}: set huber_schedule = \"constant\" and huber_c = {HUBER_C}, or use l2"
+        );
+        import.error("loss_type", message);
+    }
+    let (ours, factor) = match name {
+        "l1" => ("mae", 1.0),
+        // sd-scripts multiplies sqrt(d^2 + c^2) - c by 2 c, or by 2.
+        "huber" => ("pseudo_huber", 2.0 * HUBER_C),
+        "smooth_l1" => ("pseudo_huber", 2.0),
+        _ => ("mse", 1.0),
+    };
+    train.insert("loss_type".into(), json!(ours));
+    factor
+}

@@ -1,0 +1,231 @@
+//! `optimizer_type`, `optimizer_args` and the learning rates.
+
+use super::arguments::arguments;
+use super::report::{Import, Section, number};
+use serde_json::{Value, json};
+
+/// An optimizer of sd-scripts: its names in lower case, ours, and the defaults that its library has.
+struct OptimizerRow {
+    names: &'static [&'static str],
+    ours: &'static str,
+    defaults: &'static str,
+}
+
+/// To add an optimizer, add its line. Defaults are those of torch, bitsandbytes, lion-pytorch, transformers, prodigyopt and dadaptation.
+#[rustfmt::skip]
+const OPTIMIZERS: &[OptimizerRow] = &[
+    OptimizerRow { names: &["adamw", "pagedadamw", "pagedadamw32bit"], ours: "adamw", defaults: r#"{"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}"# },
+    OptimizerRow { names: &["adamw8bit", "pagedadamw8bit"], ours: "adamw8bit", defaults: r#"{"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}"# },
+    OptimizerRow { names: &["adam", "torch.optim.adam"], ours: "adam", defaults: r#"{"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}"# },
+    OptimizerRow { names: &["lion"], ours: "lion", defaults: r#"{"betas": [0.9, 0.99], "weight_decay": 0}"# },
+    OptimizerRow { names: &["lion8bit", "pagedlion8bit"], ours: "lion8bit", defaults: r#"{"betas": [0.9, 0.99], "weight_decay": 0}"# },
+    OptimizerRow { names: &["bitsandbytes.optim.ademamix8bit", "bitsandbytes.optim.pagedademamix8bit"], ours: "ademamix8bit", defaults: r#"{"betas": [0.9, 0.999, 0.9999], "alpha": 5, "eps": 1e-8, "weight_decay": 0.01}"# },
+    OptimizerRow { names: &["adafactor"], ours: "adafactor", defaults: r#"{"eps": [1e-30, 1e-3], "clip_threshold": 1, "decay_rate": -0.8, "weight_decay": 0, "scale_parameter": true}"# },
+    OptimizerRow { names: &["adagrad", "torch.optim.adagrad"], ours: "adagrad", defaults: r#"{"lr_decay": 0, "weight_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10}"# },
+    OptimizerRow { names: &["prodigy"], ours: "prodigy", defaults: r#"{"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "decouple": true, "use_bias_correction": false, "safeguard_warmup": false, "d0": 1e-6, "d_coef": 1}"# },
+    OptimizerRow { names: &["dadaptadam"], ours: "dadaptationadam", defaults: r#"{"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0, "decouple": false, "use_bias_correction": false, "d0": 1e-6}"# },
+    OptimizerRow { names: &["dadaptlion"], ours: "dadaptationlion", defaults: r#"{"betas": [0.9, 0.99], "weight_decay": 0, "d0": 1e-6}"# },
+];
+
+/// Below this rate, aitk trains these optimizers with 1, as ai-toolkit does.
+const LEAST_ADAPTIVE_RATE: f64 = 0.1;
+
+/// Decides `train.optimizer`, `train.optimizer_params` and `train.max_grad_norm`.
+pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
+    let settings = import.settings;
+    let mut name = settings.text("optimizer_type").unwrap_or("").to_owned();
+    let mut option = "optimizer_type";
+    for (old, meaning) in [("use_8bit_adam", "AdamW8bit"), ("use_lion_optimizer", "Lion")] {
+        if settings.flag(old) {
+            if name.is_empty() {
+                (name, option) = (meaning.to_owned(), old);
+            } else {
+                import.error(old, format!("contradicts {option}: remove one of them"));
+            }
+        }
+    }
+    if name.is_empty() {
+        "AdamW".clone_into(&mut name);
+    }
+    train.insert(
+        "max_grad_norm".into(),
+        number(settings.number("max_grad_norm").unwrap_or(1.0).max(0.0)),
+    );
+    let lower = name.to_lowercase();
+    let Some(found) = OPTIMIZERS.iter().find(|row| row.names.contains(&lower.as_str())) else {
+        let known: Vec<&str> = OPTIMIZERS.iter().flat_map(|row| row.names).copied().collect();
+        let shown = name.chars().take(60).collect::<String>();
+        import.error(
+            option,
+            format!(
+                "aitk has no optimizer `{}`; it has {}",
+                shown.escape_debug(),
+                known.join(", ")
+            ),
+        );
+        return;
+    };
+    if settings.flag("fused_backward_pass") && found.ours != "adafactor" {
+        import.error(
+            "fused_backward_pass",
+            "needs optimizer_type Adafactor, in sd-scripts too: remove it",
+        );
+    }
+    let mut params: Section = serde_json::from_str(found.defaults).unwrap_or_default();
+    let mut is_relative = found.ours == "adafactor";
+    for argument in arguments(import, "optimizer_args") {
+        let Some(value) = argument.literal() else {
+            let message = format!(
+                "{}: expected a number, True, False, None or (0.9, 0.99)",
+                argument.name.escape_debug()
+            );
+            import.error("optimizer_args", message);
+            continue;
+        };
+        match argument.name.as_str() {
+            "relative_step" if found.ours == "adafactor" => is_relative = value != Value::Bool(false),
+            "warmup_init" if found.ours == "adafactor" => {
+                is_relative |= value != Value::Bool(false);
+            }
+            _ if value.is_null() && !params.contains_key(&argument.name) => {}
+            _ => {
+                params.insert(argument.name, value);
+            }
+        }
+    }
+    if is_relative {
+        let message = "Adafactor chooses its own learning rates by default, which aitk's does not: set optimizer_args = \
+                       [\"relative_step=False\", \"scale_parameter=False\", \"warmup_init=False\"] and a learning_rate";
+        import.error(option, message);
+    }
+    train.insert("optimizer".into(), json!(found.ours));
+    train.insert("optimizer_params".into(), Value::Object(params));
+    let rate = train.get("lr").and_then(Value::as_f64).unwrap_or(0.0);
+    let adapts = found.ours == "prodigy" || found.ours.starts_with("dadaptation");
+    if adapts && rate < LEAST_ADAPTIVE_RATE {
+        let message =
+            format!("{name} adapts the learning rate itself, and aitk reads a rate below 0.1 as 1: set it to 1");
+        let option = if settings.is_set("unet_lr") {
+            "unet_lr"
+        } else {
+            "learning_rate"
+        };
+        import.error(option, message);
+    }
+}
+
+/// The learning rate, and whether the denoiser and the text encoder are trained.
+pub(super) struct Rates {
+    pub rate: f64,
+    pub denoiser: bool,
+    pub text_encoder: bool,
+}
+
+/// Decides `train.lr`, and which parts are trained: aitk has one rate for all parts.
+pub(super) fn rates(import: &mut Import<'_>) -> Rates {
+    let settings = import.settings;
+    let default = settings.number("learning_rate").unwrap_or(2e-6);
+    for option in ["learning_rate", "unet_lr"] {
+        if settings.number(option).is_some_and(|rate| rate < 0.0) {
+            import.error(option, "expected a learning rate from 0");
+        }
+    }
+    if import.script.trains_adapter() {
+        adapter_rates(import, default)
+    } else {
+        model_rates(import, default)
+    }
+}
+
+fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
+    let settings = import.settings;
+    let (unet_only, text_only) = (
+        settings.flag("network_train_unet_only"),
+        settings.flag("network_train_text_encoder_only"),
+    );
+    if unet_only && text_only {
+        import.error(
+            "network_train_text_encoder_only",
+            "contradicts network_train_unet_only: remove one of them",
+        );
+    }
+    let unet = settings.number("unet_lr").unwrap_or(default);
+    let texts = match settings.numbers("text_encoder_lr") {
+        rates if rates.is_empty() => vec![default],
+        rates => rates,
+    };
+    // A part whose rate is 0 has a LoRA that stays zero.
+    let denoiser = !text_only && unet != 0.0;
+    // The last rate of FLUX.1 and SD3 is that of T5, which is not trained.
+    let trained = match import.script.is_flow() {
+        true => texts.get(..texts.len().saturating_sub(1).max(1)).unwrap_or(&texts),
+        false => texts.as_slice(),
+    };
+    let text_encoder = !unet_only && trained.iter().any(|rate| *rate != 0.0);
+    let first = trained.first().copied().unwrap_or(default);
+    let option = if settings.is_set("text_encoder_lr") {
+        "text_encoder_lr"
+    } else {
+        "learning_rate"
+    };
+    let differs = |rate: &f64| *rate != if denoiser { unet } else { first };
+    if text_encoder && trained.iter().any(differs) {
+        let message = format!(
+            "aitk trains all parts with one learning rate, and the text encoder's ({first:?}) is not the U-Net's or transformer's \
+             ({unet:?}): give both the same, or set network_train_unet_only"
+        );
+        import.error(option, message);
+    }
+    let contradicts = unet_only && text_only;
+    if !contradicts && !denoiser && !text_encoder {
+        import.error("learning_rate", "nothing is trained: all learning rates are 0");
+    }
+    Rates {
+        rate: if denoiser { unet } else { first },
+        denoiser,
+        text_encoder,
+    }
+}
+
+fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
+    use super::script::Script;
+    let settings = import.settings;
+    let options: &[&str] = match import.script {
+        Script::TrainDb | Script::FineTune => &["learning_rate_te"],
+        Script::SdxlTrain | Script::Sd3Train => &["learning_rate_te1", "learning_rate_te2"],
+        _ => &[],
+    };
+    if settings.flag("train_text_encoder") && import.script == Script::Sd3Train {
+        import.error(
+            "train_text_encoder",
+            "aitk trains the transformer alone when it trains a whole model: remove it",
+        );
+    }
+    let is_zero = |option: &&&str| settings.number(option) == Some(0.0);
+    let mut text_encoder = match import.script {
+        Script::TrainDb => settings.whole("stop_text_encoder_training").unwrap_or(0) >= 0,
+        Script::FluxTrain => false,
+        _ => settings.flag("train_text_encoder"),
+    };
+    if settings
+        .whole("stop_text_encoder_training")
+        .is_some_and(|step| step > 0)
+        && import.script == Script::TrainDb
+    {
+        let message = "aitk trains the text encoder to the end, or not at all (-1)";
+        import.error("stop_text_encoder_training", message);
+    }
+    text_encoder &= options.is_empty() || options.iter().filter(is_zero).count() < options.len();
+    for option in options {
+        let rate = settings.number(option).unwrap_or(default);
+        if text_encoder && rate != default {
+            let message = format!("aitk trains all parts with one learning rate, and learning_rate is {default:?}");
+            import.error(option, message);
+        }
+    }
+    Rates {
+        rate: default,
+        denoiser: true,
+        text_encoder,
+    }
+}

@@ -1,0 +1,309 @@
+//! Bad input: each mistake is one error on one line, which names the file, the line, the option, and what to do.
+
+use super::support::{base, folder, import_in};
+use crate::sd_scripts::{Script, Source, SourceFormat, import};
+
+fn errors(text: &str) -> Vec<String> {
+    let folder = folder();
+    let errors = import_in(folder.path(), text, None).expect_err(text);
+    errors.iter().map(ToString::to_string).collect()
+}
+
+#[test]
+fn mistakes_of_training_configs_are_named() {
+    let sd = base(Script::TrainNetwork);
+    let unet_only = "network_train_unet_only = true\n";
+    for (more, expected) in [
+        (
+            "netwrok_dim = 8",
+            "config.toml:7:1: netwrok_dim: sd-scripts has no such option; did you mean `network_dim`?",
+        ),
+        ("zzzzzzzz = 1", "docs/sd-scripts.md lists the options"),
+        ("network_dim = \"8\"", "network_dim: expected whole number, found \"8\""),
+        ("cache_latents = 1", "cache_latents: expected true or false, found 1"),
+        ("mixed_precision = \"fp8\"", "expected no, fp16, bf16"),
+        ("learning_rate = inf", "expected a finite number"),
+        ("learning_rate = 2026-01-01", "no option is a date"),
+        ("seed = 99999999999999999999", "this number is too large"),
+        (
+            "[a]\nlearning_rate = 1e-4\n[b]\nlearning_rate = 1e-5",
+            "this option is set twice, also in line 8",
+        ),
+        ("[a]\nseed = [1]", "seed: expected one value, found a list"),
+        (
+            "text_encoder_lr = 5e-5\nunet_lr = 1e-4",
+            "aitk trains all parts with one learning rate",
+        ),
+        ("optimizer_type = \"Adafactor\"", "relative_step=False"),
+        (
+            "optimizer_type = \"SGDNesterov\"",
+            "aitk has no optimizer `SGDNesterov`",
+        ),
+        ("optimizer_args = [\"weight_decay\"]", "expected name=value"),
+        (
+            "optimizer_args = [\"nesterov=True\"]",
+            "optimizer_params.nesterov: no such parameter",
+        ),
+        ("optimizer_type = \"Prodigy\"", "reads a rate below 0.1 as 1"),
+        (
+            "use_8bit_adam = true\noptimizer_type = \"AdamW\"",
+            "use_8bit_adam: contradicts optimizer_type",
+        ),
+        ("lr_warmup_steps = 10", "lr_scheduler constant has no warm-up"),
+        ("lr_scheduler = \"inverse_sqrt\"", "aitk has no inverse_sqrt"),
+        (
+            "lr_scheduler_type = \"OneCycleLR\"",
+            "aitk has no `OneCycleLR`; it has CosineAnnealingLR",
+        ),
+        (
+            "lr_scheduler_type = \"StepLR\"",
+            "StepLR needs step_size in lr_scheduler_args",
+        ),
+        (
+            "lr_scheduler_args = [\"T_max=7\"]",
+            "only lr_scheduler_type has arguments",
+        ),
+        (
+            "network_args = [\"conv_dimm=4\"]",
+            "`conv_dimm` is no argument of a network; did you mean `conv_dim`?",
+        ),
+        (
+            "network_args = [\"down_lr_weight=1,1\"]",
+            "one learning rate for all blocks",
+        ),
+        ("keep_tokens = 1\nshuffle_caption = true", "shuffles all tags"),
+        (
+            "enable_bucket = true\nmax_bucket_reso = 256",
+            "max_bucket_reso: contradicts the resolution 512,512",
+        ),
+        ("full_bf16 = true", "contradicts mixed_precision no"),
+        ("clip_skip = 2", "clip_skip: 2 is not supported, only 1"),
+        (
+            "max_token_length = 225",
+            "max_token_length: 225 is not supported, only 75",
+        ),
+        ("ip_noise_gamma = 0.1", "ip_noise_gamma: aitk does not perturb"),
+        ("loss_type = \"huber\"", "huber_schedule = \"constant\""),
+        ("sample_every_n_steps = 10", "no prompts are given"),
+        (
+            "sample_every_n_steps = 10\nsample_prompts = \"none.txt\"",
+            "none.txt cannot be read",
+        ),
+        ("dataset_config = \"none.toml\"", "none.toml cannot be read"),
+        (
+            "network_train_unet_only = true\nnetwork_train_text_encoder_only = true",
+            "contradicts network_train_unet_only",
+        ),
+        ("train_batch_size = 0", "expected a whole number from 1, found 0"),
+        ("caption_dropout_rate = 2", "expected a chance from 0 to 1"),
+        (
+            "cache_latents = true\nrandom_crop = true\nenable_bucket = true",
+            "random_crop: contradicts cache_latents",
+        ),
+    ] {
+        let found = errors(&format!("{sd}{more}\n"));
+        assert_eq!(found.len(), 1, "{more}: {found:#?}");
+        assert!(
+            found[0].contains(expected) && found[0].lines().count() == 1,
+            "{more}: {}",
+            found[0]
+        );
+    }
+    for (script, more, expected) in [
+        (Script::FluxTrainNetwork, "network_dim = 16", "must be network_dim (16)"),
+        (
+            Script::FluxTrainNetwork,
+            "cache_text_encoder_outputs = true",
+            "contradicts the training of the text encoder",
+        ),
+        (
+            Script::SdxlTrainNetwork,
+            "cache_text_encoder_outputs = true\nshuffle_caption = true\nnetwork_train_unet_only = true",
+            "needs fixed captions",
+        ),
+        (
+            Script::Sd3TrainNetwork,
+            "weighting_scheme = \"mode\"",
+            "aitk has no mode",
+        ),
+        (
+            Script::FluxTrainNetwork,
+            "network_args = [\"train_single_block_indices=40\"]",
+            "expected blocks from 0 to 37",
+        ),
+    ] {
+        let found = errors(&format!("{}{more}\n", base(script)));
+        assert_eq!(found.len(), 1, "{more}: {found:#?}");
+        assert!(found[0].contains(expected), "{more}: {}", found[0]);
+    }
+    let flux = base(Script::FluxTrainNetwork);
+    let found = errors(&flux.replace("\"raw\"", "\"additive\""));
+    assert!(found[0].contains("only raw is supported"), "{found:?}");
+    let found = errors(&format!(
+        "{}timestep_sampling = \"flux_shift\"\n",
+        flux.replace("timestep_sampling = \"sigmoid\"\n", "")
+    ));
+    assert!(
+        found[0].contains("cannot shift the time steps of flux_shift"),
+        "{found:?}"
+    );
+    for missing in [
+        "pretrained_model_name_or_path",
+        "train_data_dir",
+        "output_dir",
+        "resolution",
+    ] {
+        let text: String = sd
+            .lines()
+            .filter(|line| !line.starts_with(missing))
+            .map(|line| format!("{line}\n"))
+            .collect();
+        let folder = folder();
+        let found = import_in(folder.path(), &text, Some(Script::TrainNetwork)).unwrap_err();
+        assert!(found.len() == 1 && found[0].key == missing, "{missing}: {found:?}");
+    }
+    for text in [
+        "",
+        "a = ",
+        "a == 1",
+        "[a",
+        "a = 1\na = 2",
+        "\u{0}",
+        "= 1",
+        "[[a]]\nb = 1",
+    ] {
+        let found = errors(text);
+        assert!(
+            found.len() == 1 && found[0].starts_with("config.toml"),
+            "{text}: {found:?}"
+        );
+    }
+    assert!(
+        errors(&format!("{sd}{unet_only}train_data_dir = 1\n"))[0].contains("not valid TOML"),
+        "a key twice"
+    );
+}
+
+#[test]
+fn mistakes_of_data_set_configs_are_named() {
+    let folder = folder();
+    let text = base(Script::TrainNetwork).replace("train_data_dir = \"images\"", "dataset_config = \"data.toml\"");
+    for (dataset, expected) in [
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nimage_dirr = \"cats\"",
+            "data.toml:3:1: image_dirr: sd-scripts has no such option; did you mean `image_dir`?",
+        ),
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nnum_repeats = 2",
+            "this subset names no folder",
+        ),
+        (
+            "[[datasets]]\nresolution = \"a\"\n[[datasets.subsets]]\nimage_dir = \"cats\"",
+            "resolution: expected side, or width and height, found \"a\"",
+        ),
+        (
+            "[[datasets]]\nresolution = [512, 768]\n[[datasets.subsets]]\nimage_dir = \"cats\"",
+            "set enable_bucket = true, or a square",
+        ),
+        ("[general]\nbatch_size = 1", "there is no [[datasets.subsets]]"),
+        ("[datasets]\nresolution = 512", "write [[datasets]]"),
+        ("[dataset]\nresolution = 512", "has [general] and [[datasets]] only"),
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\ncolor_aug = true",
+            "data.toml:4:1: color_aug: aitk has no color augmentation",
+        ),
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\nconditioning_data_dir = \"masks\"",
+            "needs masked_loss",
+        ),
+        (
+            "[[datasets]]\n[[datasets.subsets]]\nmetadata_file = \"a.json\"",
+            "metadata_file: aitk reads captions from files",
+        ),
+        (
+            "[general]\nimage_dir = \"cats\"\n[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"",
+            "image_dir: sd-scripts has no such option",
+        ),
+    ] {
+        std::fs::write(folder.path().join("data.toml"), dataset).unwrap();
+        let found = import_in(folder.path(), &text, None).expect_err(dataset);
+        assert!(found[0].to_string().contains(expected), "{dataset}: {found:?}");
+    }
+}
+
+#[test]
+fn large_and_deep_files_are_refused() {
+    assert!(errors(&"#".repeat(2 << 20))[0].contains("larger than 1 MiB"));
+    let deep = format!("a = {}1{}", "[".repeat(50_000), "]".repeat(50_000));
+    assert_eq!(errors(&deep).len(), 1);
+    let deep = format!("a = {}1{}", "[".repeat(40), "]".repeat(40));
+    assert!(errors(&deep)[0].contains("inside each other"), "{:?}", errors(&deep));
+    let many = format!("a = [{}1]", "1,".repeat(60_000));
+    assert!(errors(&many)[0].contains("more than 50000 values"));
+}
+
+#[test]
+fn mistakes_of_presets_are_named() {
+    let folder = folder();
+    let text = std::fs::read_to_string(folder.path().join("gui_sd15_locon.json")).unwrap();
+    let errors = |text: &str| {
+        let source = Source {
+            text,
+            format: SourceFormat::GuiPreset,
+            file: "preset.json",
+            directory: folder.path(),
+            dataset_config: None,
+            script: None,
+        };
+        import(source)
+            .expect_err(text)
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+    };
+    for (from, to, expected) in [
+        (
+            "\"Kohya LoCon\"",
+            "\"LyCORIS/BOFT\"",
+            "`LyCORIS/BOFT` is no type that aitk trains",
+        ),
+        ("\"LoRA_type\": \"Kohya LoCon\",", "", "only presets of the LoRA tab"),
+        (
+            "\"color_aug\": false",
+            "\"color_aug\": true",
+            "color_aug: aitk has no color augmentation",
+        ),
+        (
+            "\"epoch\": 2",
+            "\"epochs\": 2",
+            "the kohya GUI has no such field; did you mean `epoch`?",
+        ),
+        (
+            "\"network_dim\": 16",
+            "\"network_dim\": \"many\"",
+            "network_dim: expected whole number, found \"many\"",
+        ),
+        ("--loss_type l1", "--los_type l1", "did you mean `loss_type`?"),
+        (
+            "\"train_data_dir\": \"images\"",
+            "\"train_data_dir\": \"nothing\"",
+            "cannot be read as a folder",
+        ),
+        (
+            "\"Original\"",
+            "\"Multires\"",
+            "multires_noise_iterations: aitk has no multi-resolution noise",
+        ),
+        (
+            "\"sdxl\": false",
+            "\"anima_checkbox\": true",
+            "no models of this family",
+        ),
+    ] {
+        assert!(text.contains(from), "{from}");
+        let found = errors(&text.replace(from, to));
+        assert!(found.iter().any(|error| error.contains(expected)), "{to}: {found:?}");
+    }
+    assert!(errors("[]")[0].contains("expected a JSON object"));
+    assert!(errors("{")[0].contains("not valid JSON"));
+}

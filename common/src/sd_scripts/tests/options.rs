@@ -1,0 +1,271 @@
+//! Every option of the table has the effect that its line says.
+
+use super::support::{base, folder, import_in, job};
+use crate::sd_scripts::Script;
+use crate::sd_scripts::option::{Fate, Kind, OptionRow};
+use crate::sd_scripts::options;
+use std::path::Path;
+
+/// Lines that an option needs beside it to have an effect, and its value.
+fn setting(name: &str) -> Option<(&'static str, &'static str)> {
+    Some(match name {
+        "pretrained_model_name_or_path" | "train_data_dir" | "output_dir" | "network_module" | "resolution" => {
+            return None;
+        }
+        "max_train_steps" | "model_prediction_type" => return None,
+        "train_batch_size" => ("3", ""),
+        "v2" => ("true", "v_parameterization = true"),
+        "clip_l" | "clip_g" | "t5xxl" => ("\"/models/text/x.safetensors\"", ""),
+        "base_weights" => ("[\"a.safetensors\"]", ""),
+        "base_weights_multiplier" => ("[0.5]", "base_weights = [\"a.safetensors\"]"),
+        "t5xxl_max_token_length" => ("100", ""),
+        "network_dim" => ("8", "network_alpha = 8"),
+        "network_alpha" => ("2", "network_dim = 2"),
+        "network_args" => ("[\"module_dropout=0.1\"]", ""),
+        "network_dropout" => ("0.1", ""),
+        "stop_text_encoder_training" => ("-1", ""),
+        "learning_rate" | "unet_lr" => ("1e-4", "network_train_unet_only = true"),
+        "text_encoder_lr" => ("[0, 0]", ""),
+        "learning_rate_te" | "learning_rate_te1" | "learning_rate_te2" => ("1e-3", "train_text_encoder = true"),
+        "optimizer_type" => ("\"Lion\"", ""),
+        "optimizer_args" => ("[\"weight_decay=0.5\"]", ""),
+        "lr_scheduler" => ("\"cosine\"", ""),
+        "lr_scheduler_type" => ("\"StepLR\"", "lr_scheduler_args = [\"step_size=3\"]"),
+        "lr_scheduler_args" => (
+            "[\"T_max=7\", \"eta_min=0e-0\"]",
+            "lr_scheduler_type = \"CosineAnnealingLR\"",
+        ),
+        "lr_warmup_steps" => ("5", "lr_scheduler = \"cosine\""),
+        "lr_scheduler_num_cycles" => ("2", "lr_scheduler = \"cosine_with_restarts\""),
+        "lr_scheduler_power" => ("2", "lr_scheduler = \"polynomial\""),
+        "lr_scheduler_min_lr_ratio" => ("0.5", "lr_scheduler = \"cosine_with_min_lr\""),
+        "max_train_epochs" => ("2", ""),
+        "mixed_precision" => ("\"bf16\"", ""),
+        "full_fp16" => ("true", "mixed_precision = \"fp16\""),
+        "full_bf16" => ("true", "mixed_precision = \"bf16\""),
+        "cache_text_encoder_outputs" | "cache_text_encoder_outputs_to_disk" => {
+            ("true", "network_train_unet_only = true")
+        }
+        "split_mode" => ("true", ""),
+        "max_timestep" => ("900", ""),
+        "loss_type" => ("\"l1\"", ""),
+        "huber_schedule" => ("\"constant\"", "loss_type = \"huber\"\nhuber_c = 0.01"),
+        "huber_c" => ("0.01", "loss_type = \"huber\"\nhuber_schedule = \"constant\""),
+        "huber_scale" => ("0.1", "loss_type = \"huber\"\nhuber_schedule = \"constant\""),
+        "timestep_sampling" => ("\"uniform\"", ""),
+        "discrete_flow_shift" => ("1", "timestep_sampling = \"shift\""),
+        "weighting_scheme" => (
+            "\"logit_normal\"",
+            "timestep_sampling = \"sigma\"\ndiscrete_flow_shift = 1",
+        ),
+        "masked_loss" => ("true", "dataset_config = \"sdxl_masked.dataset.toml\""),
+        "reg_data_dir" => ("\"reg\"", ""),
+        "dataset_config" => ("\"sd21_lion.dataset.toml\"", ""),
+        "dataset_repeats" => ("3", "dataset_config = \"sd21_lion.dataset.toml\""),
+        "caption_extension" | "caption_extention" => ("\".txt\"", ""),
+        "keep_tokens" => ("1", "caption_tag_dropout_rate = 0.1"),
+        "keep_tokens_separator" => ("\"|||\"", "shuffle_caption = true"),
+        "caption_separator" => ("\";\"", "shuffle_caption = true"),
+        "caption_dropout_rate" | "caption_tag_dropout_rate" => ("0.1", ""),
+        "random_crop" => ("true", "enable_bucket = true"),
+        "bucket_no_upscale" => ("true", "enable_bucket = true"),
+        "save_every_n_epochs" => ("1", ""),
+        "save_n_epoch_ratio" => ("1", ""),
+        "save_last_n_steps" => ("10", "save_every_n_steps = 5"),
+        "save_last_n_epochs" => ("2", "save_every_n_epochs = 1"),
+        "save_precision" => ("\"fp16\"", ""),
+        "save_model_as" => ("\"ckpt\"", ""),
+        "sample_prompts" => ("\"prompts.txt\"", "sample_at_first = true"),
+        "sample_every_n_steps" => ("5", "sample_prompts = \"prompts.txt\""),
+        "sample_every_n_epochs" => ("1", "sample_prompts = \"prompts.txt\""),
+        "sample_at_first" => ("true", "sample_prompts = \"prompts.txt\"\nsample_every_n_steps = 5"),
+        "sample_sampler" => (
+            "\"euler\"",
+            "sample_prompts = \"prompts.txt\"\nsample_every_n_steps = 5",
+        ),
+        _ => return None,
+    })
+}
+
+fn value(row: &OptionRow) -> String {
+    match row.kind {
+        Kind::Flag => "true".to_owned(),
+        Kind::Text => "\"some text\"".to_owned(),
+        Kind::Whole => "7".to_owned(),
+        Kind::Number | Kind::Numbers => "0.25".to_owned(),
+        Kind::Texts => "[\"a=1\"]".to_owned(),
+        Kind::Choice(names) => format!("\"{}\"", names[names.len() - 1]),
+        Kind::Size => "\"640\"".to_owned(),
+        Kind::Table => "{a = 1}".to_owned(),
+    }
+}
+
+/// A config in TOML; a later line replaces an earlier one of the same option.
+fn merged(lines: &str) -> String {
+    let mut kept: Vec<(&str, &str)> = Vec::new();
+    for line in lines.lines().filter(|line| !line.is_empty()) {
+        let key = line.split_once(" = ").map_or(line, |(key, _)| key);
+        kept.retain(|(known, _)| *known != key);
+        kept.push((key, line));
+    }
+    kept.iter().map(|(_, line)| format!("{line}\n")).collect()
+}
+
+/// The scripts that an option is tried with: those that have it.
+fn scripts(row: &OptionRow) -> impl Iterator<Item = Script> {
+    Script::ALL
+        .into_iter()
+        .filter(|script| row.used_by.includes(script.bits()))
+}
+
+#[test]
+fn every_option_has_the_effect_that_its_line_says() {
+    let folder = folder();
+    for row in options::rows() {
+        let mut seen = false;
+        for script in scripts(row) {
+            seen = true;
+            try_option(folder.path(), row, script);
+        }
+        assert!(seen, "{} belongs to no script", row.name);
+    }
+}
+
+fn try_option(folder: &Path, row: &OptionRow, script: Script) {
+    let name = row.name;
+    let at = format!("{name} of {}", script.name());
+    let (value, beside) = setting(name).map_or((value(row), ""), |(value, beside)| (value.to_owned(), beside));
+    // What is beside the option is left out where the script does not have it.
+    let beside: String = beside
+        .lines()
+        .filter(|line| {
+            let key = line.split_once(" = ").map_or(*line, |(key, _)| key);
+            options::find(key).is_some_and(|row| row.used_by.includes(script.bits()))
+        })
+        .map(|line| format!("{line}\n"))
+        .collect();
+    let without = merged(&format!("{}{beside}", base(script)));
+    let with = merged(&format!("{without}{name} = {value}\n"));
+    let (before, after) = (
+        import_in(folder, &without, Some(script)),
+        import_in(folder, &with, Some(script)),
+    );
+    match row.fate {
+        Fate::Refused { .. } => {
+            let errors = after.expect_err(&at);
+            let error = errors
+                .iter()
+                .find(|error| error.key == name)
+                .unwrap_or_else(|| panic!("{at}: {errors:?}"));
+            assert!(error.line.is_some() && !error.message.is_empty(), "{at}: {error}");
+        }
+        Fate::Noted(_) => {
+            let after = after.unwrap_or_else(|errors| panic!("{at}: {errors:?}"));
+            assert!(
+                after.notes.iter().any(|note| note.key == name),
+                "{at}: {:?}",
+                after.notes
+            );
+            assert_eq!(job(&after.yaml), job(&before.unwrap().yaml), "{at}");
+        }
+        Fate::NoInfluence(_) => {
+            let after = after.unwrap_or_else(|errors| panic!("{at}: {errors:?}"));
+            assert!(
+                after.notes.iter().all(|note| note.key != name),
+                "{at}: {:?}",
+                after.notes
+            );
+            assert_eq!(job(&after.yaml), job(&before.unwrap().yaml), "{at}");
+        }
+        Fate::Translated(_) => match after {
+            // An error names the option, or another one that contradicts it.
+            Err(errors) => {
+                let before_fails = before.is_err_and(|before| before == errors);
+                assert!(
+                    !before_fails && errors.iter().all(|error| error.line.is_some()),
+                    "{at}: {errors:?}"
+                );
+            }
+            Ok(after) => {
+                let Ok(before) = before else { return };
+                let is_noted = after.notes.iter().any(|note| note.key == name);
+                assert!(
+                    WITHOUT_CHANGE.contains(&name) || is_noted || job(&after.yaml) != job(&before.yaml),
+                    "{at}:\n{}",
+                    after.yaml
+                );
+            }
+        },
+    }
+}
+
+/// Translated options that change nothing with the values above: what they say is already so.
+const WITHOUT_CHANGE: &[&str] = &[
+    "stop_text_encoder_training",
+    "bucket_no_upscale",
+    "network_train_text_encoder_only",
+    "train_text_encoder",
+    "learning_rate_te1",
+    "learning_rate_te2",
+    "weighting_scheme",
+    "discrete_flow_shift",
+    "full_bf16",
+    "save_model_as",
+    "network_module",
+    "max_timestep",
+    "train_data_dir",
+    "keep_tokens",
+    "save_precision",
+];
+
+#[test]
+fn an_option_of_another_script_is_ignored_with_a_note() {
+    let folder = folder();
+    let text = format!(
+        "{}noise_offset = 0.1\nmin_snr_gamma = 5\n",
+        base(Script::FluxTrainNetwork)
+    );
+    let imported = import_in(folder.path(), &text, None).unwrap();
+    assert_eq!(imported.script, Script::FluxTrainNetwork);
+    let keys: Vec<&str> = imported.notes.iter().map(|note| note.key.as_str()).collect();
+    assert!(
+        keys.contains(&"noise_offset") && keys.contains(&"min_snr_gamma"),
+        "{keys:?}"
+    );
+}
+
+#[test]
+fn images_smaller_than_the_resolution_are_noted() {
+    let folder = folder();
+    let notes = |more: &str| {
+        let text = merged(&format!(
+            "{}resolution = \"1024\"\nenable_bucket = true\n{more}",
+            base(Script::TrainNetwork)
+        ));
+        import_in(folder.path(), &text, None).unwrap().notes
+    };
+    let found = notes("");
+    assert!(
+        found.len() == 1
+            && found[0]
+                .message
+                .contains("12 images of `images/10_sks dog` are smaller"),
+        "{found:?}"
+    );
+    assert_eq!(notes("bucket_no_upscale = true\n"), []);
+    assert_eq!(notes("resolution = \"512\"\n"), []);
+}
+
+#[test]
+fn a_lokr_with_a_rank_above_all_sides_is_not_split() {
+    let folder = folder();
+    let text = format!(
+        "{}network_train_unet_only = true\nnetwork_dim = 100000\nnetwork_args = [\"algo=lokr\", \"factor=6\"]\n",
+        base(Script::TrainNetwork)
+    );
+    let text = text.replace("networks.lora", "lycoris.kohya");
+    let imported = import_in(folder.path(), &text, None).unwrap();
+    let job = job(&imported.yaml);
+    let network = job.process[0].trainer().unwrap().network.as_ref().unwrap();
+    assert!(network.lokr_full_rank && *network.lokr_factor == 6, "{}", imported.yaml);
+}

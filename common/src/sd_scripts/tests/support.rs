@@ -1,0 +1,89 @@
+//! Folders and configs for the tests.
+
+use crate::job::{Finding, Format, JobSpec, LoadOptions, parse};
+use crate::sd_scripts::{Imported, Script, Source, SourceFormat, import};
+use std::path::{Path, PathBuf};
+
+/// The folder of the examples.
+pub(super) fn examples() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/examples/sd-scripts")
+}
+
+/// A folder with the examples and the images that they name.
+pub(super) fn folder() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(examples()).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, folder.path().join(path.file_name().unwrap())).unwrap();
+    }
+    for (name, images) in [
+        ("images/10_sks dog", 12),
+        ("reg/1_dog", 4),
+        ("cats", 7),
+        ("more_cats", 5),
+        ("masks", 7),
+    ] {
+        let path = folder.path().join(name);
+        std::fs::create_dir_all(&path).unwrap();
+        for index in 0..images {
+            std::fs::write(path.join(format!("{index}.png")), png(640, 480)).unwrap();
+        }
+    }
+    folder
+}
+
+/// The first bytes of a PNG of this size.
+pub(super) fn png(width: u32, height: u32) -> Vec<u8> {
+    let mut bytes = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR".to_vec();
+    bytes.extend(width.to_be_bytes());
+    bytes.extend(height.to_be_bytes());
+    bytes.extend([8, 2, 0, 0, 0]);
+    bytes
+}
+
+/// Imports a TOML text in a folder.
+pub(super) fn import_in(folder: &Path, text: &str, script: Option<Script>) -> Result<Imported, Vec<Finding>> {
+    import(Source {
+        text,
+        format: SourceFormat::Toml,
+        file: "config.toml",
+        directory: folder,
+        dataset_config: None,
+        script,
+    })
+}
+
+/// A config reads as this job, without the positions in its file.
+pub(super) fn job(yaml: &str) -> JobSpec {
+    let options = LoadOptions {
+        env: &|name| Some(name.to_owned()),
+        ..LoadOptions::default()
+    };
+    let mut loaded = parse(yaml, Format::Yaml, None, &options).unwrap_or_else(|error| panic!("{error}\n{yaml}"));
+    assert_eq!(loaded.warnings, [], "{yaml}");
+    loaded.spec.positions.clear();
+    loaded.spec
+}
+
+/// A small config of a script that is imported.
+pub(super) fn base(script: Script) -> String {
+    let common = "train_data_dir = \"images\"\noutput_dir = \"output\"\nresolution = \"512\"\nmax_train_steps = 10\n";
+    let of_script = match script {
+        Script::TrainNetwork => "pretrained_model_name_or_path = \"sd15\"\nnetwork_module = \"networks.lora\"\n",
+        Script::SdxlTrainNetwork => "pretrained_model_name_or_path = \"sdxl\"\nnetwork_module = \"networks.lora\"\n",
+        Script::FluxTrainNetwork => {
+            "pretrained_model_name_or_path = \"flux1\"\nnetwork_module = \"networks.lora_flux\"\nnetwork_alpha = 4\n\
+             timestep_sampling = \"sigmoid\"\nmodel_prediction_type = \"raw\"\n"
+        }
+        Script::Sd3TrainNetwork => {
+            "pretrained_model_name_or_path = \"sd35\"\nnetwork_module = \"networks.lora_sd3\"\nnetwork_alpha = 4\n"
+        }
+        Script::TrainDb | Script::FineTune => "pretrained_model_name_or_path = \"sd15\"\n",
+        Script::SdxlTrain => "pretrained_model_name_or_path = \"sdxl\"\n",
+        Script::FluxTrain => {
+            "pretrained_model_name_or_path = \"flux1\"\ntimestep_sampling = \"sigmoid\"\nmodel_prediction_type = \"raw\"\n"
+        }
+        Script::Sd3Train => "pretrained_model_name_or_path = \"sd35\"\n",
+    };
+    format!("{common}{of_script}")
+}
