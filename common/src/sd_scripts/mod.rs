@@ -224,6 +224,13 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     train.insert("batch_size".into(), json!(batch_size));
     train.insert("gradient_accumulation".into(), json!(accumulated));
     train.insert("lr".into(), number(rates.rate));
+    if !rates.factors.is_empty() {
+        let factors = rates
+            .factors
+            .iter()
+            .map(|(name, factor)| json!({"contains": name, "factor": number(*factor)}));
+        train.insert("lr_factors".into(), factors.collect());
+    }
     optimizer::optimizer(import, &mut train);
     schedule::schedule(import, steps, &mut train);
     train.insert("train_unet".into(), json!(rates.denoiser));

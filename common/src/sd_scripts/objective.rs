@@ -14,6 +14,12 @@ pub(super) fn objective(import: &mut Import<'_>, train: &mut Section) -> LossFac
         ScriptFamily::Flux => flux(import, train),
         ScriptFamily::Sd3 => sd3(import, train),
     }
+    if let Some(gamma) = import.settings.number("ip_noise_gamma").filter(|gamma| *gamma != 0.0) {
+        train.insert("ip_noise_gamma".into(), number(gamma));
+        if import.settings.flag("ip_noise_gamma_random_strength") {
+            train.insert("ip_noise_gamma_random_strength".into(), json!(true));
+        }
+    }
     train.insert(
         "reg_weight".into(),
         number(import.settings.number("prior_loss_weight").unwrap_or(1.0)),
@@ -28,6 +34,15 @@ fn diffusion(import: &mut Import<'_>, train: &mut Section) {
         if let Some(value) = settings.number(option).filter(|value| *value != 0.0) {
             train.insert(option.into(), number(value));
         }
+    }
+    let iterations = import.whole_from("multires_noise_iterations", 0, 0);
+    if iterations > 0 {
+        let discount = settings.number("multires_noise_discount").unwrap_or(0.3);
+        train.insert("multires_noise_iterations".into(), json!(iterations));
+        train.insert("multires_noise_discount".into(), number(discount));
+    }
+    if settings.flag("debiased_estimation_loss") {
+        train.insert("debiased_estimation_loss".into(), json!(true));
     }
     let least = import.whole_from("min_timestep", 0, 0);
     let end = import.whole_from("max_timestep", 0, 1000);

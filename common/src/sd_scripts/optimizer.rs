@@ -101,6 +101,20 @@ pub(super) fn optimizer(import: &mut Import<'_>, train: &mut Section) {
     train.insert("optimizer".into(), json!(found.ours));
     train.insert("optimizer_params".into(), Value::Object(params));
     let rate = train.get("lr").and_then(Value::as_f64).unwrap_or(0.0);
+    if found.ours == "prodigy" || found.ours.starts_with("dadaptation") {
+        // The optimizer finds one rate.
+        if train.contains_key("lr_factors") {
+            let message = format!(
+                "{name} finds one learning rate for all parts: give text encoders the rate of the U-Net or transformer"
+            );
+            let option = if settings.is_set("text_encoder_lr") {
+                "text_encoder_lr"
+            } else {
+                "learning_rate"
+            };
+            import.error(option, message);
+        }
+    }
     let adapts = found.ours == "prodigy" || found.ours.starts_with("dadaptation");
     if adapts && rate < LEAST_ADAPTIVE_RATE {
         let message =
@@ -119,9 +133,11 @@ pub(super) struct Rates {
     pub rate: f64,
     pub denoiser: bool,
     pub text_encoder: bool,
+    /// `train.lr_factors`: a part of the names of tensors, and how many times `rate` their rate is.
+    pub factors: Vec<(&'static str, f64)>,
 }
 
-/// Decides `train.lr`, and which parts are trained: aitk has one rate for all parts.
+/// Decides `train.lr` and `train.lr_factors`, and which parts are trained.
 pub(super) fn rates(import: &mut Import<'_>) -> Rates {
     let settings = import.settings;
     let default = settings.number("learning_rate").unwrap_or(2e-6);
@@ -163,27 +179,48 @@ fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
     };
     let text_encoder = !unet_only && trained.iter().any(|rate| *rate != 0.0);
     let first = trained.first().copied().unwrap_or(default);
-    let option = if settings.is_set("text_encoder_lr") {
-        "text_encoder_lr"
-    } else {
-        "learning_rate"
+    let rate = if denoiser { unet } else { first };
+    let factors = match text_encoder {
+        true => text_factors(import, trained, rate),
+        false => Vec::new(),
     };
-    let differs = |rate: &f64| *rate != if denoiser { unet } else { first };
-    if text_encoder && trained.iter().any(differs) {
-        let message = format!(
-            "aitk trains all parts with one learning rate, and the text encoder's ({first:?}) is not the U-Net's or transformer's \
-             ({unet:?}): give both the same, or set network_train_unet_only"
-        );
-        import.error(option, message);
-    }
     let contradicts = unet_only && text_only;
     if !contradicts && !denoiser && !text_encoder {
         import.error("learning_rate", "nothing is trained: all learning rates are 0");
     }
     Rates {
-        rate: if denoiser { unet } else { first },
+        rate,
         denoiser,
         text_encoder,
+        factors,
+    }
+}
+
+/// The factors of the rates of text encoders, where they are not `rate`.
+fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(&'static str, f64)> {
+    // Names of one text encoder, or of all of them, and of the first two.
+    let (all, each) = match import.script.is_flow() {
+        true => ("text_encoder", ["text_encoder.", "text_encoder_2."]),
+        false => ("lora_te", ["lora_te1_", "lora_te2_"]),
+    };
+    let first = rates.first().copied().unwrap_or(rate);
+    if rates.iter().all(|other| *other == rate) {
+        return Vec::new();
+    }
+    if rate == 0.0 {
+        import.error(
+            "learning_rate",
+            "is 0, and that of a text encoder is not: give it their rate",
+        );
+        return Vec::new();
+    }
+    match rates.iter().all(|other| *other == first) {
+        true => vec![(all, first / rate)],
+        false => each
+            .into_iter()
+            .zip(rates)
+            .map(|(name, other)| (name, other / rate))
+            .collect(),
     }
 }
 
@@ -227,5 +264,6 @@ fn model_rates(import: &mut Import<'_>, default: f64) -> Rates {
         rate: default,
         denoiser: true,
         text_encoder,
+        factors: Vec::new(),
     }
 }

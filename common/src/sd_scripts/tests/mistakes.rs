@@ -31,8 +31,8 @@ fn mistakes_of_training_configs_are_named() {
         ),
         ("[a]\nseed = [1]", "seed: expected one value, found a list"),
         (
-            "text_encoder_lr = 5e-5\nunet_lr = 1e-4",
-            "aitk trains all parts with one learning rate",
+            "text_encoder_lr = 0.5\nunet_lr = 1\noptimizer_type = \"Prodigy\"",
+            "text_encoder_lr: Prodigy finds one learning rate for all parts",
         ),
         ("optimizer_type = \"Adafactor\"", "relative_step=False"),
         (
@@ -82,7 +82,7 @@ fn mistakes_of_training_configs_are_named() {
             "max_token_length = 225",
             "max_token_length: 225 is not supported, only 75",
         ),
-        ("ip_noise_gamma = 0.1", "ip_noise_gamma: aitk does not perturb"),
+        ("adaptive_noise_scale = 0.1", "adaptive_noise_scale: aitk's noise_offset"),
         ("loss_type = \"huber\"", "huber_schedule = \"constant\""),
         ("sample_every_n_steps = 10", "no prompts are given"),
         (

@@ -48,6 +48,11 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         }
         "split_mode" => ("true", ""),
         "max_timestep" => ("900", ""),
+        "multires_noise_iterations" => ("6", ""),
+        "multires_noise_discount" => ("0.5", "multires_noise_iterations = 6"),
+        "ip_noise_gamma" => ("0.1", ""),
+        "ip_noise_gamma_random_strength" => ("true", "ip_noise_gamma = 0.1"),
+        "debiased_estimation_loss" => ("true", ""),
         "loss_type" => ("\"l1\"", ""),
         "huber_schedule" => ("\"constant\"", "loss_type = \"huber\"\nhuber_c = 0.01"),
         "huber_c" => ("0.01", "loss_type = \"huber\"\nhuber_schedule = \"constant\""),
@@ -268,4 +273,42 @@ fn a_lokr_with_a_rank_above_all_sides_is_not_split() {
     let job = job(&imported.yaml);
     let network = job.process[0].trainer().unwrap().network.as_ref().unwrap();
     assert!(network.lokr_full_rank && *network.lokr_factor == 6, "{}", imported.yaml);
+}
+
+/// Text encoders with rates of their own: the text, and `train.lr_factors`.
+#[test]
+fn text_encoders_have_their_own_learning_rates() {
+    let factors = |script: Script, text: &str| {
+        let dir = folder();
+        let text = format!("{}\nunet_lr = 1e-4\n{text}", base(script));
+        let config = job(&import_in(dir.path(), &text, Some(script)).unwrap().yaml);
+        let train = &config.process[0].trainer().unwrap().train;
+        assert_eq!(train.lr, 1e-4);
+        let of =
+            |factor: &crate::job::lr_factor::LrFactor| (factor.contains.clone(), (factor.factor * 1e6).round() / 1e6);
+        (
+            train.train_text_encoder,
+            train.lr_factors.iter().map(of).collect::<Vec<_>>(),
+        )
+    };
+    let one = |name: &str, factor: f64| (name.to_owned(), factor);
+    assert_eq!(
+        factors(Script::TrainNetwork, "text_encoder_lr = 5e-5"),
+        (true, vec![one("lora_te", 0.5)])
+    );
+    assert_eq!(factors(Script::TrainNetwork, "text_encoder_lr = 1e-4"), (true, vec![]));
+    assert_eq!(factors(Script::TrainNetwork, "text_encoder_lr = 0"), (false, vec![]));
+    assert_eq!(
+        factors(Script::SdxlTrainNetwork, "text_encoder_lr = 2e-4"),
+        (true, vec![one("lora_te", 2.0)])
+    );
+    let two = vec![one("lora_te1_", 0.5), one("lora_te2_", 0.0)];
+    assert_eq!(
+        factors(Script::SdxlTrainNetwork, "text_encoder_lr = [5e-5, 0]"),
+        (true, two)
+    );
+    assert_eq!(
+        factors(Script::FluxTrainNetwork, "text_encoder_lr = [5e-5, 0]"),
+        (true, vec![one("text_encoder", 0.5)])
+    );
 }
