@@ -80,6 +80,8 @@ section! {
         conv_alpha: Option<f64> = None, Works, shown "`conv`";
         /// Chance that an input of the up projection is dropped while training; for `lora`, `locon` and `dora`.
         dropout: Option<f64> = None, Works;
+        /// sd-scripts' limit of the norm of each layer's change, after each step; 1 is usual. Only for `lora`.
+        scale_weight_norms: Option<f64> = None, Works;
         /// Layer filters and other options.
         network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
         /// Transformer models: only layers inside the repeated blocks.
@@ -135,6 +137,16 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
         .is_some_and(|parts| parts.is_empty())
     {
         network.network_kwargs.only_if_contains = None;
+    }
+    if let Some(max) = network.scale_weight_norms {
+        if max == 0.0 {
+            network.scale_weight_norms = None;
+        }
+        cx.check_in_range("scale_weight_norms", max, 0.0..=MAX_FACTOR);
+        if max != 0.0 && !matches!(network.kind, NetworkType::Lora | NetworkType::Lierla) {
+            let message = format!("limits the norms of a LoRA, and not of `type: {}`", network.kind);
+            cx.error_at("scale_weight_norms", message);
+        }
     }
     let key = if network.rank.is_some() { "rank" } else { "linear" };
     if network.linear == 0 {

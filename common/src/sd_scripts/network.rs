@@ -246,10 +246,16 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     }
     let mut kwargs = Section::new();
     if is_lycoris {
+        if settings.number("scale_weight_norms").is_some_and(|max| max != 0.0) {
+            import.error("scale_weight_norms", "aitk limits the norms of networks.lora alone");
+        }
         lycoris(import, &arguments, rank, alpha, &mut network);
     } else {
         if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {
             network.insert("dropout".into(), number(chance));
+        }
+        if let Some(max) = settings.number("scale_weight_norms").filter(|max| *max != 0.0) {
+            network.insert("scale_weight_norms".into(), number(max));
         }
         if let Some(chance) = arguments.chance(import, "rank_dropout") {
             kwargs.insert("rank_dropout".into(), number(chance));

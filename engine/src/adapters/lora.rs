@@ -74,6 +74,20 @@ impl TrainedLayer for LoraLayer {
         Ok(tensors)
     }
 
+    /// As `apply_max_norm_regularization` in `networks/lora.py` of sd-scripts. The norm of `up * down` comes from two matrices of rank x
+    /// rank, without the product.
+    fn limit_norm(&self, max: f64) -> Result<()> {
+        let (down, up) = (self.down.as_detached_tensor(), self.up.as_detached_tensor());
+        let (rows, columns) = (down.flatten_from(1)?, up.flatten_from(1)?);
+        let of_down = rows.matmul(&rows.t()?.contiguous()?)?;
+        let of_up = columns.t()?.contiguous()?.matmul(&columns)?;
+        let square = (of_down * of_up)?.sum_all()?.maximum(0f32)?;
+        let norm = (square.sqrt()? * (self.alpha / self.rank() as f64).abs())?.maximum(max / 2.0)?;
+        let factor = (norm.minimum(max)? / norm)?.sqrt()?;
+        self.down.set(&down.broadcast_mul(&factor)?)?;
+        self.up.set(&up.broadcast_mul(&factor)?)
+    }
+
     /// If the file has a lower rank, the additional rows of `down` keep their initial values and `up` is padded with zeros, so that
     /// the output is unchanged and all rows are trained. A higher rank is cut.
     fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String> {

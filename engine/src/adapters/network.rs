@@ -295,6 +295,17 @@ impl LoraNetwork {
         self.targets.iter().flat_map(|target| of(&target.layer)).collect()
     }
 
+    /// Makes the changes smaller whose norm is above `max` (`scale_weight_norms`).
+    ///
+    /// # Errors
+    /// When the device fails, or the type of adapter has no such limit.
+    pub fn limit_norms(&self, max: f64) -> Result<()> {
+        for target in &self.targets {
+            target.layer.limit_norm(max)?;
+        }
+        Ok(())
+    }
+
     /// The tensors of an adapter file: weights and, where its names have them, alphas, in `dtype`, on the CPU.
     ///
     /// # Errors

@@ -82,6 +82,15 @@ pub trait TrainedLayer: WeightAdapter {
     /// When the device fails.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>>;
 
+    /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for both matrices (`scale_weight_norms`).
+    ///
+    /// # Errors
+    /// When the device fails, or the type of adapter has no such limit.
+    fn limit_norm(&self, max: f64) -> Result<()> {
+        let _ = max;
+        candle_core::bail!("the norm of {} has no limit", self.name())
+    }
+
     /// The values of its variables that a file holds.
     ///
     /// # Errors

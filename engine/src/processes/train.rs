@@ -234,6 +234,7 @@ impl<'a> Run<'a> {
             }
             let update = self.data.updates_weights(step, self.process);
             let report = self.trainer.finish_step(step, update)?;
+            self.target.limit_norms(self.process)?;
             let done = step + 1;
             self.non_finite_steps = if report.warning.is_some() {
                 self.non_finite_steps + 1

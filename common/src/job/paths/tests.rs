@@ -69,6 +69,7 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "train.optimizer_params",
             "train.lr_scheduler_params",
             "train.unconditional_prompt",
+            "lr_factors.contains",
             "train.diff_output_preservation_class",
             "validation_items.prompt",
             "slider.positive_prompt",

@@ -48,6 +48,7 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         }
         "split_mode" => ("true", ""),
         "max_timestep" => ("900", ""),
+        "scale_weight_norms" => ("1", ""),
         "multires_noise_iterations" => ("6", ""),
         "multires_noise_discount" => ("0.5", "multires_noise_iterations = 6"),
         "ip_noise_gamma" => ("0.1", ""),

@@ -142,6 +142,15 @@ impl Target {
         }
     }
 
+    /// Limits the norms of the layers' changes as the config asks for.
+    pub(super) fn limit_norms(&self, process: &TrainerProcess) -> Result<()> {
+        let max = process.network.as_ref().and_then(|network| network.scale_weight_norms);
+        match (self, max) {
+            (Self::Lora(network), Some(max)) => Ok(network.limit_norms(max)?),
+            _ => Ok(()),
+        }
+    }
+
     /// The handle that sets the strength and mode of a LoRA.
     pub(super) fn handle(&self) -> Option<&Arc<LoraHandle>> {
         match self {
