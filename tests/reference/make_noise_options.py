@@ -4,6 +4,7 @@ Formulas: `pyramid_noise_like`, `apply_debiased_estimation` (library/custom_trai
 (library/train_util.py) of sd-scripts; the order of the draws is that of docs/randomness.md.
 """
 import json
+import math
 import random
 
 import torch
@@ -26,11 +27,19 @@ def multires(noise, g, iterations, discount):
     return noise / noise.std()
 
 
+def latents(shape):
+    return torch.sin(torch.arange(math.prod(shape)) * 0.37).view(shape) * 2 + 0.5
+
+
 def draw(case):
     g = generator(case["generator"])
     shape = case["shape"]
     timesteps = 999 - torch.randint(0, 1000, (shape[0],), generator=g)
     noise = torch.randn(shape, generator=g)
+    if case["offset"]:
+        offset = case["offset"] * (torch.rand(1, generator=g).item() if case["random_offset"] else 1.0)
+        values = torch.randn(shape[0], shape[1], 1, 1, generator=g)
+        noise = noise + values * (offset + case["adaptive"] * latents(shape).mean((2, 3), keepdim=True).abs()).clamp(min=0)
     if case["iterations"]:
         noise = multires(noise, g, case["iterations"], case["discount"])
     more = torch.zeros(shape)
@@ -52,7 +61,8 @@ if __name__ == "__main__":
     cases = []
     for number in range(10):
         case = {"generator": f"noise options {number}", "shape": rng.choice(SHAPES), "iterations": rng.choice([0, 1, 3, 6, 10]),
-                "discount": round(rng.uniform(0.1, 0.9), 3), "gamma": rng.choice([0, 0.1, 0.5]), "random": rng.random() < 0.5}
+                "discount": round(rng.uniform(0.1, 0.9), 3), "gamma": rng.choice([0, 0.1, 0.5]), "random": rng.random() < 0.5,
+                "offset": rng.choice([0, 0.1, 0.05]), "random_offset": rng.random() < 0.4, "adaptive": rng.choice([0, 0.3, -0.2])}
         cases.append(case | draw(case))
     report = {"cases": cases, "debiased": {name: weights(name) for name in ("epsilon", "v_prediction")}}
     text = json.dumps(report, indent=None)

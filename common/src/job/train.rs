@@ -113,6 +113,10 @@ section! {
         next_sample_timesteps: u32 = 8, Works;
         /// Strength of one extra noise value per channel.
         noise_offset: f64 = 0.0, Works;
+        /// sd-scripts: `noise_offset` is the largest strength; each batch has a random one.
+        noise_offset_random_strength: bool = false, Works;
+        /// sd-scripts: so many times the absolute mean of each channel of the latents is added to `noise_offset`, not below 0.
+        adaptive_noise_scale: f64 = 0.0, Works;
         /// Shift the noise by half the latents' mean per channel; not that of regularisation sets.
         dynamic_noise_offset: bool = false, Works;
         /// Scale of the noise.
@@ -327,11 +331,20 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     if train.min_denoising_steps > train.max_denoising_steps {
         cx.error_at("min_denoising_steps", "is larger than `max_denoising_steps`");
     }
+    for (on, key) in [
+        (train.adaptive_noise_scale != 0.0, "adaptive_noise_scale"),
+        (train.noise_offset_random_strength, "noise_offset_random_strength"),
+    ] {
+        if on && train.noise_offset == 0.0 {
+            cx.error_at(key, "needs a `noise_offset`");
+        }
+    }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
     lr_factor::check(&train.lr_factors, train.optimizer, cx);
     cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
     for (key, value) in [
         ("noise_offset", train.noise_offset),
+        ("adaptive_noise_scale", train.adaptive_noise_scale),
         ("target_noise_multiplier", train.target_noise_multiplier),
         ("signal_correction_noise_scale", train.signal_correction_noise_scale),
         ("batch_noise_correction_scale", train.batch_noise_correction_scale),

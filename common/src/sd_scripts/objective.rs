@@ -35,6 +35,19 @@ fn diffusion(import: &mut Import<'_>, train: &mut Section) {
             train.insert(option.into(), number(value));
         }
     }
+    let offset = settings.number("noise_offset").unwrap_or(0.0);
+    let adaptive = settings.number("adaptive_noise_scale").unwrap_or(0.0);
+    if adaptive != 0.0 && offset == 0.0 {
+        import.error(
+            "adaptive_noise_scale",
+            "needs noise_offset, in sd-scripts too: set it, or remove this option",
+        );
+    } else if adaptive != 0.0 {
+        train.insert("adaptive_noise_scale".into(), number(adaptive));
+    }
+    if offset != 0.0 && settings.flag("noise_offset_random_strength") {
+        train.insert("noise_offset_random_strength".into(), json!(true));
+    }
     let iterations = import.whole_from("multires_noise_iterations", 0, 0);
     if iterations > 0 {
         let discount = settings.number("multires_noise_discount").unwrap_or(0.3);

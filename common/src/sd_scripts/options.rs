@@ -208,8 +208,8 @@ const TRAINING: &[OptionRow] = &[
 #[rustfmt::skip]
 const LOSS: &[OptionRow] = &[
     row("noise_offset", Number, "0", UNET, Translated("`train.noise_offset`")),
-    row("noise_offset_random_strength", Flag, "false", UNET, refused("aitk's noise_offset has a fixed strength")),
-    row("adaptive_noise_scale", Number, "0", UNET, refused("aitk's noise_offset does not depend on the latents")),
+    row("noise_offset_random_strength", Flag, "false", UNET, Translated("`train.noise_offset_random_strength`")),
+    row("adaptive_noise_scale", Number, "0", UNET, Translated("`train.adaptive_noise_scale`, with noise_offset")),
     row("multires_noise_iterations", Whole, "0", UNET, Translated("`train.multires_noise_iterations`")),
     row("multires_noise_discount", Number, "0.3", UNET, Translated("`train.multires_noise_discount`")),
     row("ip_noise_gamma", Number, "0", ALL, Translated("`train.ip_noise_gamma`")),

@@ -31,6 +31,10 @@ pub struct NoiseOptions {
     pub table_len: u32,
     /// `noise_offset`: the strength of one additional noise value per item and channel.
     pub offset: f64,
+    /// `noise_offset_random_strength`: that strength is the largest.
+    pub random_offset: bool,
+    /// `adaptive_noise_scale`: so many times the absolute mean of each channel of the latents is added to that strength.
+    pub adaptive_offset: f64,
     /// The factor of the noise.
     pub multiplier: f64,
     /// `dynamic_noise_offset`: half the mean of each channel of the latents is added.
@@ -63,6 +67,8 @@ impl Default for NoiseOptions {
             max_index: 999,
             table_len: 1000,
             offset: 0.0,
+            random_offset: false,
+            adaptive_offset: 0.0,
             multiplier: 1.0,
             dynamic_offset: false,
             pairing_samples: 1,
@@ -268,10 +274,20 @@ fn first_noise(
         return Ok(Tensor::cat(&items, 0)?);
     }
     let noise = Tensor::from_vec(generator.randn(latents.elem_count()), latents.dims(), &Device::Cpu)?;
-    match options.offset == 0.0 {
-        true => Ok(noise),
-        false => Ok(noise.broadcast_add(&(per_channel(generator, latents)? * options.offset)?)?),
+    if options.offset == 0.0 {
+        return Ok(noise);
     }
+    let offset = match options.random_offset {
+        true => options.offset * f64::from(generator.rand(1)[0]),
+        false => options.offset,
+    };
+    let values = per_channel(generator, latents)?;
+    if options.adaptive_offset == 0.0 {
+        return Ok(noise.broadcast_add(&(values * offset)?)?);
+    }
+    // As `apply_noise_offset` of sd-scripts.
+    let strengths = ((channel_means(latents)?.abs()? * options.adaptive_offset)? + offset)?.relu()?;
+    Ok(noise.broadcast_add(&(values * strengths)?)?)
 }
 
 /// Of `count` noise tensors, the one with the smallest mean squared difference from `latents`.

@@ -82,10 +82,7 @@ fn mistakes_of_training_configs_are_named() {
             "max_token_length = 225",
             "max_token_length: 225 is not supported, only 75",
         ),
-        (
-            "adaptive_noise_scale = 0.1",
-            "adaptive_noise_scale: aitk's noise_offset",
-        ),
+        ("adaptive_noise_scale = 0.1", "adaptive_noise_scale: needs noise_offset"),
         ("loss_type = \"huber\"", "huber_schedule = \"constant\""),
         ("sample_every_n_steps = 10", "no prompts are given"),
         (
@@ -293,9 +290,9 @@ fn mistakes_of_presets_are_named() {
             "cannot be read as a folder",
         ),
         (
-            "\"adaptive_noise_scale\": 0",
-            "\"adaptive_noise_scale\": 0.1",
-            "adaptive_noise_scale: aitk's noise_offset",
+            "\"noise_offset\": 0",
+            "\"clip_skip\": 2, \"noise_offset\": 0",
+            "clip_skip: 2 is not supported",
         ),
         (
             "\"sdxl\": false",

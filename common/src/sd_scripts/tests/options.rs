@@ -48,6 +48,8 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         }
         "split_mode" => ("true", ""),
         "max_timestep" => ("900", ""),
+        "adaptive_noise_scale" => ("0.05", "noise_offset = 0.1"),
+        "noise_offset_random_strength" => ("true", "noise_offset = 0.1"),
         "scale_weight_norms" => ("1", ""),
         "multires_noise_iterations" => ("6", ""),
         "multires_noise_discount" => ("0.5", "multires_noise_iterations = 6"),

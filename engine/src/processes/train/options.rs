@@ -336,6 +336,8 @@ pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> 
         max_index: train.max_denoising_steps.min(table - 1),
         table_len: table,
         offset: train.noise_offset,
+        random_offset: train.noise_offset_random_strength,
+        adaptive_offset: train.adaptive_noise_scale,
         multiplier: train.noise_multiplier,
         dynamic_offset: train.dynamic_noise_offset,
         pairing_samples: train.optimal_noise_pairing_samples,

@@ -7,7 +7,7 @@ use crate::training::{
     Ddpm, DrawInputs, FlowMatch, FlowTimesteps, FlowWeighting, LossOptions, NoiseOptions, Objective, SnrWeighting,
     draw, noisy_latents,
 };
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use serde_json::Value;
 
 fn report() -> Value {
@@ -24,6 +24,9 @@ fn options(case: &Value) -> NoiseOptions {
         multires: (iterations > 0).then_some((iterations, case["discount"].as_f64().unwrap())),
         input: case["gamma"].as_f64().unwrap(),
         random_input: case["random"] == true,
+        offset: case["offset"].as_f64().unwrap(),
+        random_offset: case["random_offset"] == true,
+        adaptive_offset: case["adaptive"].as_f64().unwrap(),
         ..NoiseOptions::default()
     }
 }
@@ -36,7 +39,11 @@ fn shape(case: &Value) -> Vec<usize> {
 fn multires_and_input_noise_match_the_reference() {
     let report = report();
     for case in report["cases"].as_array().unwrap() {
-        let latents = [Tensor::zeros(shape(case), DType::F32, &Device::Cpu).unwrap()];
+        let dims = shape(case);
+        let values = (0..dims.iter().product::<usize>())
+            .map(|i| (i as f32 * 0.37).sin() * 2.0 + 0.5)
+            .collect();
+        let latents = [Tensor::from_vec::<_, f32>(values, dims, &Device::Cpu).unwrap()];
         let mut generator = generator_from_text(case["generator"].as_str().unwrap());
         let drawn = draw(&options(case), &mut generator, &DrawInputs::new(&latents)).unwrap();
         let times: Vec<f64> = drawn.timesteps.iter().map(|t| f64::from(*t)).collect();
