@@ -121,7 +121,7 @@ impl TrainingPreview {
         let training_sets = self.datasets.iter().filter(|set| !set.regularisation);
         self.batches = training_sets.map(|set| set.batches).sum();
         if self.batches == 0 {
-            if self.problems.is_empty() {
+            if self.problems.is_empty() && !process.samples_for_slider() {
                 return Err(EngineError::bad_input(match names.is_empty() {
                     true => "the job has no data set: add `datasets` with a `folder_path`",
                     false => "every data set is a regularisation set (`is_reg`): add one to train on",

@@ -1,5 +1,6 @@
 //! Sliders: their losses against `tests/reference/make_sliders.py`, and what they do to images of the demo's model.
 
+use super::preview;
 use super::replay::{replay, replayed};
 use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
 use crate::testing::{attempt, chosen, fixtures};
@@ -10,7 +11,7 @@ use aitk_common::job::sample::SampleItem;
 use aitk_common::job::sampler::SamplerName;
 use aitk_common::job::slider::{ReferenceDataset, SliderAnchor, SliderConfig, SliderTarget};
 use aitk_common::job::values::{ImageSize, OneOrMany};
-use aitk_common::job::{self, LoadOptions, ProcessKind};
+use aitk_common::job::{self, JobSpec, LoadOptions, ProcessKind};
 use image::RgbImage;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -269,6 +270,9 @@ fn example_configs_of_sliders_run() {
             }
             let text = text.replace("/path/to/", &format!("{}/", root.display()));
             let mut spec = small_job(&text, root, &[]);
+            let job: JobSpec = serde_json::from_value(spec.job.clone()).unwrap();
+            let previewed = preview(&job, job.process[0].trainer().unwrap(), &spec.inputs);
+            assert_eq!(previewed.problems, [""; 0]);
             if portable {
                 spec.device = DeviceRef::PORTABLE_CPU;
             }
