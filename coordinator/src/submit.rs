@@ -434,7 +434,7 @@ mod tests {
                 r#""network":{"linear":0}"#,
                 "the rank must be at least 1",
             ),
-            ("sd_trainer", "concept_slider", "config.process[0].type"),
+            ("sd_trainer", "concept_replacer", "config.process[0].type"),
             ("sd_trainer", "to_folder", "`to_folder` is a process of `job: generate`"),
         ] {
             assert!(training.contains(from), "{from}");
