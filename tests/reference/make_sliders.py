@@ -175,7 +175,7 @@ class Data:
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float() / 255 * 2 - 1
         fields = {"filename": own.stem + other.suffix, "scale_to_width": scaled[0], "scale_to_height": scaled[1], "crop_x": left, "crop_y": top,
                   "crop_width": bucket[0], "crop_height": bucket[1], "latent_space_version": "sd1", "latent_version": 1, "control": True,
-                  "control_transparent_color": [0, 0, 0], "full_size_control_images": True,
+                  "full_size_control_images": True,
                   "content_sha256": hashlib.sha256(other.read_bytes()).hexdigest(), "vae": self.fingerprint}
         name = base64.urlsafe_b64encode(hashlib.md5(json.dumps(fields, sort_keys=True).encode()).digest()).decode().rstrip("=")
         with torch.no_grad():

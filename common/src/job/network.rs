@@ -147,6 +147,10 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
             let message = format!("limits the norms of a LoRA, and not of `type: {}`", network.kind);
             cx.error_at("scale_weight_norms", message);
         }
+        if max != 0.0 && !network.network_kwargs.full_if_contains.is_empty() {
+            let message = "cannot be used together with `network_kwargs.full_if_contains`, whose layers have no LoRA";
+            cx.error_at("scale_weight_norms", message);
+        }
     }
     let key = if network.rank.is_some() { "rank" } else { "linear" };
     if network.linear == 0 {

@@ -83,6 +83,7 @@ fn finish(process: &mut TrainerProcess, cx: &mut ReadContext) {
     }
     if process.samples_for_slider() {
         check_sampling(&process.train, cx);
+        warn_of_noise(&process.train, cx);
     }
 }
 
@@ -174,6 +175,26 @@ fn check_sampling(train: &TrainConfig, cx: &mut ReadContext) {
         cx.warn_at(
             "train.max_denoising_steps",
             format!("each training step first samples up to {steps} steps, which takes long: 40 are usual"),
+        );
+    }
+}
+
+/// Warns of options of the noise that is added to images.
+fn warn_of_noise(train: &TrainConfig, cx: &mut ReadContext) {
+    let keys = [
+        (train.noise_offset != 0.0, "noise_offset"),
+        (train.noise_multiplier != 1.0, "noise_multiplier"),
+        (train.dynamic_noise_offset, "dynamic_noise_offset"),
+        (train.multires_noise_iterations > 0, "multires_noise_iterations"),
+        (train.ip_noise_gamma != 0.0, "ip_noise_gamma"),
+        (train.random_noise_shift != 0.0, "random_noise_shift"),
+        (train.random_noise_multiplier != 0.0, "random_noise_multiplier"),
+        (train.min_denoising_steps != 0, "min_denoising_steps"),
+    ];
+    for (_, key) in keys.into_iter().filter(|(on, _)| *on) {
+        cx.warn_at(
+            &format!("train.{key}"),
+            "has no effect: without `datasets`, a slider samples its noisy latents from plain noise",
         );
     }
 }

@@ -41,31 +41,26 @@ impl SliderKind {
             .pointer("/slider/batch_full_slide")
             .and_then(Value::as_bool)
             .unwrap_or(true);
-        let parts = if full { 4.0 } else { 1.0 };
+        // Two parts for each direction. Parts with the same latents are one pass.
+        let (parts, directions) = if full { (4.0, 2.0) } else { (1.0, 1.0) };
         // The positive, the negative and the neutral prompt without the adapter.
-        let of_prompts = parts * (1.0 + 3.0 * forward);
+        let of_prompts = 3.0 * forward;
         match self {
             Self::Concept => {
                 let anchors = f64::from(u8::from(text(body, "/slider/anchor_class").is_some()));
-                2.0 + 3.0 * forward + anchors * (2.0 + forward)
+                2.0 + of_prompts + anchors * (2.0 + forward)
             }
             Self::Pairs => 2.0,
-            Self::PairsAndPrompts => 2.0 + of_prompts,
+            Self::PairsAndPrompts => 2.0 + directions * (1.0 + of_prompts),
             Self::Prompts => {
                 let anchors = body.pointer("/slider/anchors").and_then(Value::as_array);
-                let anchors = if anchors.is_some_and(|anchors| !anchors.is_empty()) {
-                    parts * (1.0 + forward)
-                } else {
-                    0.0
-                };
+                let anchors = f64::from(u8::from(anchors.is_some_and(|anchors| !anchors.is_empty())));
+                if !self.samples(body) {
+                    return directions + of_prompts + anchors * (directions + forward);
+                }
                 let steps = number(body, "/train/max_denoising_steps").unwrap_or(999.0);
                 // Half of the steps on average, each with and without the prompt.
-                let sampling = if self.samples(body) {
-                    parts * steps * forward
-                } else {
-                    0.0
-                };
-                of_prompts + anchors + sampling
+                parts * (1.0 + of_prompts + anchors * (1.0 + forward) + steps * forward)
             }
         }
     }

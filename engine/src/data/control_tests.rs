@@ -18,7 +18,7 @@ fn options(root: &Path, folders: &[&str]) -> DatasetOptions {
         controls: Some(ControlOptions {
             role: ControlRole::Condition,
             folders: folders.iter().map(|name| root.join(name)).collect(),
-            background: BACKGROUND,
+            background: Some(BACKGROUND),
             full_size: true,
         }),
         ..DatasetOptions::default()
@@ -300,7 +300,7 @@ fn the_cache_key_of_a_control_latent_has_all_that_it_depends_on() {
     };
     for other in [
         changed(|_, control| control.content = "other".into()),
-        changed(|_, control| control.background = [0, 0, 1]),
+        changed(|_, control| control.background = Some([0, 0, 1])),
         changed(|_, control| control.full_size = false),
         changed(|_, control| control.path = "one/a.jpg".into()),
         changed(|item, _| item.flip_x = true),

@@ -49,8 +49,8 @@ pub struct ControlOptions {
     pub role: ControlRole,
     /// The folders. For each image, one of them has a file with the image's stem.
     pub folders: Vec<PathBuf>,
-    /// The colour behind transparent control images.
-    pub background: [u8; 3],
+    /// The colour behind transparent control images. `None`: transparency is dropped, as of training images.
+    pub background: Option<[u8; 3]>,
     /// Flip, scale and crop a control image like its image. Otherwise it is squeezed to 512 x 512, then to the size of its image.
     pub full_size: bool,
 }
@@ -189,7 +189,10 @@ impl ControlFiles {
 /// # Errors
 /// When the control image is missing, damaged, or needs too much memory.
 pub fn load_control(item: &TrainingImage, control: &Control) -> Result<Tensor> {
-    let image = image_io::open_rgb_over(&control.path, control.background)?;
+    let image = match control.background {
+        Some(background) => image_io::open_rgb_over(&control.path, background)?,
+        None => image_io::open_rgb(&control.path)?,
+    };
     let image = half_of(image, control.half);
     if control.full_size {
         return image_io::to_tensor(&apply_plan(image, item), &Device::Cpu);

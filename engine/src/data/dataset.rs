@@ -386,7 +386,7 @@ impl Dataset {
                             path: path.clone(),
                             half: Some(Half::Left),
                             content: content.clone(),
-                            background: [0; 3],
+                            background: None,
                             full_size: true,
                         }),
                         (Some(path), Some(controls)) => Some(Control {

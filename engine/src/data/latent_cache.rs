@@ -36,8 +36,8 @@ pub struct LatentKey {
 /// What the latent of a control image depends on besides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ControlKey {
-    /// The colour behind its transparent pixels.
-    pub background: [u8; 3],
+    /// The colour behind its transparent pixels. `None`: transparency is dropped.
+    pub background: Option<[u8; 3]>,
     /// Whether it is flipped, scaled and cropped like its image.
     pub full_size: bool,
 }
@@ -66,7 +66,9 @@ impl LatentKey {
         }
         if let Some(control) = self.control {
             map.insert("control".into(), true.into());
-            map.insert("control_transparent_color".into(), control.background.to_vec().into());
+            if let Some(background) = control.background {
+                map.insert("control_transparent_color".into(), background.to_vec().into());
+            }
             map.insert("full_size_control_images".into(), control.full_size.into());
         }
         map

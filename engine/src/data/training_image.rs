@@ -88,8 +88,8 @@ pub struct Control {
     pub path: PathBuf,
     /// SHA-256 of the file, in hexadecimal.
     pub content: String,
-    /// The colour behind its transparent pixels.
-    pub background: [u8; 3],
+    /// The colour behind its transparent pixels. `None`: transparency is dropped, as of training images.
+    pub background: Option<[u8; 3]>,
     /// Whether it is flipped, scaled and cropped like its image. Otherwise it is squeezed to 512 x 512, then to the size of its image.
     pub full_size: bool,
 }

@@ -344,6 +344,9 @@ mod portable_tests;
 mod quantised_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod rate_and_norm_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod record_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -58,6 +58,18 @@ impl Comparison {
     }
 }
 
+/// The mean and the standard deviation of all numbers, as PyTorch computes them.
+///
+/// # Errors
+/// When the arithmetic fails.
+pub(super) fn statistics(x: &Tensor) -> Result<[Tensor; 2]> {
+    let flat = x.flatten_all()?;
+    let mean = flat.mean_all()?;
+    let squares = flat.broadcast_sub(&mean)?.sqr()?.sum_all()?;
+    let count = flat.elem_count().max(2) - 1;
+    Ok([mean, (squares / count as f64)?.sqrt()?])
+}
+
 /// The mean of each item, [b].
 ///
 /// # Errors

@@ -1,5 +1,6 @@
 //! Draws the time steps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
 
+use super::comparison::statistics;
 use super::latent_options::item_channel_shape;
 use super::objective::{DrawInputs, NoiseDraw};
 use crate::error::{EngineError, Result};
@@ -216,9 +217,7 @@ fn multires(noise: Tensor, generator: &mut TorchGenerator, iterations: u32, disc
         }
     }
     let sum = sum.reshape(dims)?;
-    let mean = sum.mean_all()?;
-    let squares = sum.broadcast_sub(&mean)?.sqr()?.sum_all()?;
-    let deviation = (squares / (sum.elem_count().max(2) - 1) as f64)?.sqrt()?;
+    let [_, deviation] = statistics(&sum)?;
     Ok(sum.broadcast_div(&deviation)?)
 }
 

@@ -1,6 +1,6 @@
 //! What the predictions of a slider are compared with.
 
-use super::comparison::mean_of_items;
+use super::comparison::{mean_of_items, statistics};
 use crate::error::{EngineError, Result};
 use candle_core::{DType, Tensor};
 
@@ -13,32 +13,29 @@ pub struct SliderTarget {
     pub weight: f64,
 }
 
-/// The loss of a pass: the sum over the targets of `weight * mean(item_weight * (prediction - target)^2)`. Of several latent
-/// tensors, the mean of their losses. `item_weights`: one for each item. Returns a float32 scalar with its graph.
+/// The loss of a pass: `weight * mean(item_weight * (prediction - target)^2)`. Of several latent tensors, the mean of their losses.
+/// `item_weights`: one for each item. Returns a float32 scalar with its graph.
 ///
 /// # Errors
 /// When shapes do not fit.
-pub fn slider_loss(predicted: &[Tensor], targets: &[SliderTarget], item_weights: &[f32]) -> Result<Tensor> {
-    let count = predicted.len().max(1) as f64;
-    let mut total: Option<Tensor> = None;
-    for target in targets {
-        if target.prediction.len() != predicted.len() {
-            return Err(EngineError::Internal(
-                "a slider's target has other tensors than the prediction".into(),
-            ));
-        }
-        for (predicted, target_of) in predicted.iter().zip(&target.prediction) {
-            let difference = (predicted.to_dtype(DType::F32)? - target_of)?;
-            let items = mean_of_items(&difference.sqr()?)?;
-            let weights = Tensor::from_slice(item_weights, item_weights.len(), items.device())?;
-            let one = ((items * weights)?.mean_all()? * (target.weight / count))?;
-            total = Some(match total {
-                Some(total) => (total + one)?,
-                None => one,
-            });
-        }
+pub fn slider_loss(predicted: &[Tensor], target: &SliderTarget, item_weights: &[f32]) -> Result<Tensor> {
+    if target.prediction.len() != predicted.len() {
+        return Err(EngineError::Internal(
+            "a slider's target has other tensors than the prediction".into(),
+        ));
     }
-    total.ok_or_else(|| EngineError::Internal("a pass of a slider has no target".into()))
+    let mut total: Option<Tensor> = None;
+    for (predicted, wanted) in predicted.iter().zip(&target.prediction) {
+        let items = mean_of_items(&(predicted.to_dtype(DType::F32)? - wanted)?.sqr()?)?;
+        let weights = Tensor::from_slice(item_weights, item_weights.len(), items.device())?;
+        let one = (items * weights)?.mean_all()?;
+        total = Some(match total {
+            Some(total) => (total + one)?,
+            None => one,
+        });
+    }
+    let total = total.ok_or_else(|| EngineError::Internal("the model predicted nothing".into()))?;
+    Ok((total * (target.weight / predicted.len() as f64))?)
 }
 
 /// `base + scale * (positive - negative)` for each latent tensor.
@@ -64,13 +61,4 @@ pub fn with_statistics_of(x: &Tensor, reference: &Tensor) -> Result<Tensor> {
     let [wanted_mean, wanted_deviation] = statistics(&reference)?;
     let normal = x.broadcast_sub(&mean)?.broadcast_div(&(deviation + 1e-8)?)?;
     Ok(normal.broadcast_mul(&wanted_deviation)?.broadcast_add(&wanted_mean)?)
-}
-
-/// The mean and the standard deviation of all numbers, as PyTorch computes them.
-fn statistics(x: &Tensor) -> Result<[Tensor; 2]> {
-    let flat = x.flatten_all()?;
-    let mean = flat.mean_all()?;
-    let squares = flat.broadcast_sub(&mean)?.sqr()?.sum_all()?;
-    let count = flat.elem_count().max(2) - 1;
-    Ok([mean, (squares / count as f64)?.sqrt()?])
 }

@@ -163,20 +163,13 @@ impl Trainer {
     /// # Errors
     /// As [`Trainer::accumulate`].
     pub fn accumulate_preservation(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
-        // A micro-batch whose loss is not finite adds no gradients.
-        if self.losses.last().is_some_and(|loss| !loss.is_finite()) {
-            return Ok(());
-        }
-        self.accumulate(loss)?;
-        if let (Some(own), Some(total)) = (self.losses.pop(), self.losses.last_mut()) {
-            self.preservation_losses.push(own);
-            *total += own;
-        }
+        let own = self.accumulate_pass(false, 1.0, loss)?;
+        self.preservation_losses.extend(own);
         Ok(())
     }
 
     /// Runs one of several passes whose losses are the loss of one micro-batch, and adds its gradients. `reported`: the factor of its
-    /// loss in the loss that is reported.
+    /// loss in the loss that is reported. Returns that part of it, or `None` without a pass if that of an earlier one is not finite.
     ///
     /// # Errors
     /// As [`Trainer::accumulate`].
@@ -185,15 +178,20 @@ impl Trainer {
         is_first: bool,
         reported: f64,
         loss: impl FnOnce() -> Result<Tensor>,
-    ) -> Result<()> {
+    ) -> Result<Option<f64>> {
+        // A micro-batch whose loss is not finite adds no gradients.
+        if !is_first && self.losses.last().is_some_and(|loss| !loss.is_finite()) {
+            return Ok(None);
+        }
         self.accumulate(loss)?;
-        if let Some(own) = self.losses.pop() {
+        let own = self.losses.pop().map(|loss| loss * reported);
+        if let Some(own) = own {
             match self.losses.last_mut().filter(|_| !is_first) {
-                Some(total) => *total += own * reported,
-                None => self.losses.push(own * reported),
+                Some(total) => *total += own,
+                None => self.losses.push(own),
             }
         }
-        Ok(())
+        Ok(own)
     }
 
     /// Runs the passes of step number `step` and updates each parameter as soon as its gradient is complete, then frees

@@ -437,7 +437,7 @@ fn a_slider_has_the_passes_of_docs_sliders_md() {
             48.0 + 16.0 / 3.0,
         ),
         ("image_reference_slider_trainer", pairs.clone(), 2.0),
-        ("ultimate_slider_trainer", pairs, 10.0),
+        ("ultimate_slider_trainer", pairs, 6.0),
     ] {
         let (units, memory) = with(kind, slider.clone());
         assert!(

@@ -228,7 +228,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                     false => ControlRole::Condition,
                 },
                 folders: controls,
-                background: dataset.control_transparent_color.0,
+                background: (!process.kind.uses_image_pairs()).then_some(dataset.control_transparent_color.0),
                 full_size: dataset.full_size_control_images,
             }),
             network_weight: *dataset.network_weight,

@@ -304,8 +304,12 @@ impl Run<'_> {
                     data.update(format!("{half:?}\n"));
                 }
                 if let Some(control) = &item.control {
-                    let (content, background) = (&control.content, control.background);
-                    data.update(format!("control {content} {background:?} {}\n", control.full_size));
+                    let content = &control.content;
+                    // As earlier versions wrote it where there is one.
+                    let background = control
+                        .background
+                        .map_or_else(|| "none".to_owned(), |colour| format!("{colour:?}"));
+                    data.update(format!("control {content} {background} {}\n", control.full_size));
                 }
             }
             data.update(b"--");

@@ -129,6 +129,14 @@ impl Run<'_> {
         let control = self
             .data
             .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let control = match control {
+            // The negative images of a slider are trained on as the positive ones are.
+            Some(negative) if process.kind.uses_image_pairs() => {
+                let standardized = self.latent_options.standardized(negative)?;
+                Some(self.latent_options.scaled(standardized, &prompts.captions)?)
+            }
+            control => control,
+        };
         let control = control.map(|control| control.to_device(&device)).transpose()?;
         let items: Vec<&TrainingImage> = self.data.items_of(&step_batch.batch).collect();
         let noise_seeds = items.iter().map(|item| item.noise_seed());
@@ -144,7 +152,7 @@ impl Run<'_> {
                 regularisation: self.data.datasets[step_batch.batch.dataset].options.regularisation,
             },
         )?;
-        for noise in &mut drawn.noise {
+        for noise in drawn.noise.iter_mut().chain(&mut drawn.input_noise) {
             *noise = noise.to_device(&device)?;
         }
         let latents = latents.into_iter().map(|latents| {

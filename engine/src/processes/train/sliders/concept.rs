@@ -16,7 +16,7 @@ use candle_core::Tensor;
 pub(super) fn micro_batch(config: &SliderConfig, run: &mut Run<'_>, at: MicroBatchNumber) -> Result<()> {
     let batch = run.draw_batch(at.step, at.micro)?;
     let (sizes, count) = (run.sizes_of(&batch), batch.prompts.captions.len());
-    let noisy = run.objective.noisy(&batch.inputs.latents, &batch.drawn)?;
+    let noisy = run.slider_noisy(&batch.inputs.latents, &batch.drawn)?;
     let timesteps = run.timesteps_of(&batch.drawn)?;
     let mut predicted = |prompt: &str| {
         let conditioning = run.slider_conditioning(&vec![prompt.to_owned(); count], &sizes)?;
@@ -43,7 +43,7 @@ pub(super) fn micro_batch(config: &SliderConfig, run: &mut Run<'_>, at: MicroBat
             conditioning: conditioning.clone(),
             noisy: noisy.clone(),
             timesteps: timesteps.clone(),
-            targets: vec![SliderTarget { prediction, weight }],
+            target: SliderTarget { prediction, weight },
             item_weights: vec![1.0; count],
         };
         passes.push(pass(&class, moved, 2.0 / 3.0));

@@ -3,8 +3,8 @@
 
 use super::super::run::Run;
 use super::pass::{MicroBatchNumber, NoisyLatents, Pass};
-use super::prompts::pass_of;
-use super::targets::PromptTargets;
+use super::prompts::passes_on;
+use super::targets::{Part, PromptTargets};
 use crate::error::{EngineError, Result};
 use crate::rng::generator_for;
 use crate::training::SliderTarget;
@@ -54,16 +54,16 @@ pub(super) fn micro_batch(
     };
     let (mut passes, mut noisy_sides) = (Vec::new(), Vec::new());
     for (latents, strength) in [(batch.inputs.latents.clone(), positive), (vec![negatives], negative)] {
-        let noisy = run.objective.noisy(&latents, &batch.drawn)?;
+        let noisy = run.slider_noisy(&latents, &batch.drawn)?;
         passes.push(Pass {
             strength,
             conditioning: conditioning.clone(),
             noisy: noisy.clone(),
             timesteps: timesteps.clone(),
-            targets: vec![SliderTarget {
+            target: SliderTarget {
                 prediction: run.objective.target(&latents, &batch.drawn)?,
                 weight: 0.5 * weight * image_weight,
-            }],
+            },
             item_weights: item_weights.clone(),
         });
         noisy_sides.push(NoisyLatents {
@@ -74,12 +74,15 @@ pub(super) fn micro_batch(
     }
     if let Some(targets) = targets {
         let (target, parts) = targets.choose(&mut generator)?;
-        for part in parts {
-            let side = noisy_sides.get(usize::from(!part.is_positive));
-            let side = side.ok_or_else(|| EngineError::Internal("a slider has two sides".into()))?;
-            let mut pass = pass_of(run, target, part, side)?;
-            pass.scale(config.cfg_loss_weight);
-            passes.push(pass);
+        for (noisy, is_positive) in noisy_sides.iter().zip([true, false]) {
+            let of_side: Vec<Part> = parts
+                .iter()
+                .copied()
+                .filter(|part| part.is_positive == is_positive)
+                .collect();
+            if !of_side.is_empty() {
+                passes.extend(passes_on(run, (target, None), noisy, &of_side, config.cfg_loss_weight)?);
+            }
         }
     }
     run.train_slider(at, passes, 1.0)

@@ -4,7 +4,7 @@ use super::super::run::Run;
 use crate::adapters::{LoraHandle, LoraPass};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize};
-use crate::training::{SliderTarget, slider_loss};
+use crate::training::{LossOptions, NoiseDraw, SliderTarget, noisy_latents, slider_loss};
 use candle_core::Tensor;
 use std::sync::Arc;
 
@@ -36,18 +36,9 @@ pub(super) struct Pass {
     pub(super) noisy: Vec<Tensor>,
     /// The time step of each item, [b], float32.
     pub(super) timesteps: Tensor,
-    pub(super) targets: Vec<SliderTarget>,
+    pub(super) target: SliderTarget,
     /// The loss weight of each item.
     pub(super) item_weights: Vec<f32>,
-}
-
-impl Pass {
-    /// Multiplies the weights of its targets.
-    pub(super) fn scale(&mut self, factor: f64) {
-        for target in &mut self.targets {
-            target.weight *= factor;
-        }
-    }
 }
 
 impl Run<'_> {
@@ -55,10 +46,15 @@ impl Run<'_> {
     pub(super) fn noisy_images(&mut self, at: MicroBatchNumber) -> Result<NoisyLatents> {
         let batch = self.draw_batch(at.step, at.micro)?;
         Ok(NoisyLatents {
-            latents: self.objective.noisy(&batch.inputs.latents, &batch.drawn)?,
+            latents: self.slider_noisy(&batch.inputs.latents, &batch.drawn)?,
             timesteps: batch.drawn.timesteps.clone(),
             sizes: self.sizes_of(&batch),
         })
+    }
+
+    /// Latents with the noise of a draw.
+    pub(super) fn slider_noisy(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>> {
+        noisy_latents(&*self.objective, &LossOptions::default(), latents, drawn)
     }
 
     /// The handle of the adapter that is trained.
@@ -103,7 +99,7 @@ impl Run<'_> {
             };
             let forward = || {
                 let predicted = model.predict(&pass.noisy, &pass.timesteps, &pass.conditioning)?;
-                slider_loss(&predicted, &pass.targets, &pass.item_weights)
+                slider_loss(&predicted, &pass.target, &pass.item_weights)
             };
             handle.in_pass(lora, || self.trainer.accumulate_pass(index == 0, reported, forward))?;
         }

@@ -8,8 +8,8 @@ use super::super::run::Run;
 use super::pass::{MicroBatchNumber, NoisyLatents, Pass};
 use super::targets::{Part, PromptTargets, choice};
 use crate::adapters::LoraPass;
-use crate::error::Result;
-use crate::families::ItemSize;
+use crate::error::{EngineError, Result};
+use crate::families::{Conditioning, ItemSize};
 use crate::pipelines::{GenerateRequest, Pipeline};
 use crate::rng::{TorchGenerator, generator_for, generator_from_text};
 use crate::samplers::NoiseSource;
@@ -20,6 +20,7 @@ use candle_core::Tensor;
 
 /// The guidance scale with which noisy latents are sampled, as in ai-toolkit.
 const SAMPLING_GUIDANCE: f64 = 3.0;
+
 /// Trains the class at one strength towards the difference of two prompts, and at the opposite strength away from it.
 ///
 /// # Errors
@@ -41,68 +42,74 @@ pub(super) fn micro_batch(targets: &PromptTargets, run: &mut Run<'_>, at: MicroB
     let most = i64::from(run.process.train.max_denoising_steps) - 1;
     let steps = generator.randint(1, most.max(2), 1)[0] as usize;
     let share = 1.0 / parts.len() as f64;
-    let mut passes = Vec::new();
-    for (index, part) in parts.into_iter().enumerate() {
-        let sampled;
-        let noisy = match &of_images {
-            Some(noisy) => noisy,
-            None => {
+    let passes = match of_images {
+        // All parts have the same latents.
+        Some(noisy) => passes_on(run, (target, anchor), &noisy, &parts, share)?,
+        None => {
+            let mut all = Vec::new();
+            for (index, part) in parts.into_iter().enumerate() {
                 let noise = generator_from_text(&format!("{}/slider-noise/{step}/{micro}/{index}", run.seed));
-                sampled = sample(run, target, part, (size, steps), noise)?;
-                &sampled
+                let noisy = sample(run, target, part, (size, steps), noise)?;
+                all.extend(passes_on(run, (target, anchor), &noisy, &[part], share)?);
             }
-        };
-        let mut pass = pass_of(run, target, part, noisy)?;
-        if let Some(anchor) = anchor {
-            let mut kept = anchor_pass(run, anchor, pass.strength, noisy)?;
-            kept.scale(share);
-            passes.push(kept);
+            all
         }
-        pass.scale(share);
-        passes.push(pass);
-    }
+    };
     run.train_slider(at, passes, 1.0)
 }
 
-/// The pass of a part for these noisy latents.
-pub(super) fn pass_of(run: &mut Run<'_>, target: &TargetPrompts, part: Part, noisy: &NoisyLatents) -> Result<Pass> {
+/// The passes of some parts with the same noisy latents: one for each direction among them, and one that keeps the anchor as it is.
+/// `share`: the weight of each part.
+pub(super) fn passes_on(
+    run: &mut Run<'_>,
+    (target, anchor): (&TargetPrompts, Option<&SliderAnchor>),
+    noisy: &NoisyLatents,
+    parts: &[Part],
+    share: f64,
+) -> Result<Vec<Pass>> {
     let timesteps = Tensor::from_vec(noisy.timesteps.clone(), noisy.timesteps.len(), &run.compute.device)?;
+    let items = noisy.sizes.len();
     let mut predicted = |prompt: &str| {
-        let conditioning = run.slider_conditioning(&vec![prompt.to_owned(); noisy.sizes.len()], &noisy.sizes)?;
-        run.base_prediction(&noisy.latents, &timesteps, &conditioning)
+        let conditioning = run.slider_conditioning(&vec![prompt.to_owned(); items], &noisy.sizes)?;
+        let base = run.base_prediction(&noisy.latents, &timesteps, &conditioning)?;
+        Ok::<_, EngineError>((conditioning, base))
     };
-    let (positive, negative) = (predicted(&target.positive)?, predicted(&target.negative)?);
-    let neutral = predicted("")?;
-    let prediction = moved_prediction(&neutral, &positive, &negative, part.direction())?;
-    Ok(Pass {
-        strength: part.direction() * target.multiplier,
-        conditioning: run.slider_conditioning(&vec![target.target_class.clone(); noisy.sizes.len()], &noisy.sizes)?,
-        noisy: noisy.latents.clone(),
-        timesteps,
-        targets: vec![SliderTarget {
-            prediction,
-            weight: target.weight,
-        }],
-        item_weights: run.slider_item_weights(&noisy.timesteps)?,
-    })
-}
-
-/// The pass that keeps an anchor as it is, at the sign of a part's strength.
-fn anchor_pass(run: &mut Run<'_>, anchor: &SliderAnchor, strength: f64, noisy: &NoisyLatents) -> Result<Pass> {
-    let timesteps = Tensor::from_vec(noisy.timesteps.clone(), noisy.timesteps.len(), &run.compute.device)?;
-    let conditioning = run.slider_conditioning(&vec![anchor.prompt.clone(); noisy.sizes.len()], &noisy.sizes)?;
-    let prediction = run.base_prediction(&noisy.latents, &timesteps, &conditioning)?;
-    Ok(Pass {
-        strength: anchor.multiplier * strength.signum(),
-        conditioning,
-        noisy: noisy.latents.clone(),
-        timesteps,
-        targets: vec![SliderTarget {
-            prediction,
-            weight: 1.0,
-        }],
-        item_weights: vec![1.0; noisy.sizes.len()],
-    })
+    let (_, positive) = predicted(&target.positive)?;
+    let (_, negative) = predicted(&target.negative)?;
+    let (_, neutral) = predicted("")?;
+    let kept = anchor.map(|anchor| predicted(&anchor.prompt)).transpose()?;
+    let class = run.slider_conditioning(&vec![target.target_class.clone(); items], &noisy.sizes)?;
+    let item_weights = run.slider_item_weights(&noisy.timesteps)?;
+    let mut passes = Vec::new();
+    for direction in [1.0, -1.0] {
+        let weight = share * parts.iter().filter(|part| part.direction() == direction).count() as f64;
+        if weight == 0.0 {
+            continue;
+        }
+        let strength = direction * target.multiplier;
+        let pass = |strength: f64, conditioning: &Conditioning, target: SliderTarget, item_weights: Vec<f32>| Pass {
+            strength,
+            conditioning: conditioning.clone(),
+            noisy: noisy.latents.clone(),
+            timesteps: timesteps.clone(),
+            target,
+            item_weights,
+        };
+        if let (Some(anchor), Some((conditioning, prediction))) = (anchor, &kept) {
+            let kept = SliderTarget {
+                prediction: prediction.clone(),
+                weight,
+            };
+            let strength = anchor.multiplier * strength.signum();
+            passes.push(pass(strength, conditioning, kept, vec![1.0; items]));
+        }
+        let moved = SliderTarget {
+            prediction: moved_prediction(&neutral, &positive, &negative, direction)?,
+            weight: weight * target.weight,
+        };
+        passes.push(pass(strength, &class, moved, item_weights.clone()));
+    }
+    Ok(passes)
 }
 
 /// Samples from noise, without the adapter and with the class's prompt, and stops after `steps` of the steps.
@@ -115,7 +122,8 @@ fn sample(
 ) -> Result<NoisyLatents> {
     let train = &run.process.train;
     let items = train.batch_size.max(1) as usize;
-    let multiple = run.model.size_multiple().max(1);
+    // As images that are generated.
+    let multiple = run.model.size_multiple().max(8);
     let side = |side: u32| (side as usize / multiple).max(1) * multiple;
     let avoided = match part.avoids_positive {
         true => &target.positive,
