@@ -179,6 +179,7 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
     let index: usize = rest.strip_suffix("].network.pretrained_lora_path")?.parse().ok()?;
     let process = spec.process.get(index)?.trainer()?;
     let name = process.name.as_deref().filter(|name| !name.is_empty());
+    let stem = process.save_stem(&spec.name);
     let folder = expand(process.training_folder.as_deref()?, directory, &env).join(name.unwrap_or(&spec.name));
     let names_in = |folder: &Path| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -187,7 +188,7 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
     let checkpoints = folder.join(".aitk/checkpoints");
     let is_checkpoint =
         |name: String| step_of_folder(&name).is_some() && checkpoints.join(name).join(MANIFEST_NAME).is_file();
-    let is_save = |name: String| naming::save_file(&spec.name, naming::step_of(&spec.name, &name)) == name;
+    let is_save = |name: String| naming::save_file(stem, naming::step_of(stem, &name)) == name;
     (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
 }
 

@@ -45,7 +45,7 @@ impl TrainerProcess {
         let sets = self.datasets.iter().enumerate();
         let of_sets = sets.map(|(index, set)| (set.prior_reg, format!("datasets[{index}].prior_reg")));
         for (on, key) in uses_base.into_iter().chain(of_sets) {
-            if on && self.network.is_none() {
+            if on && self.trains_whole_model() {
                 cx.error_at(
                     &key,
                     "needs a `network`: it compares with what the model predicts without it",
@@ -61,13 +61,13 @@ impl TrainerProcess {
         }
         check_model_kind(self, cx);
         check_targets(self, cx);
-        if model.lora_path.is_some() && self.network.is_none() {
+        if model.lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.lora_path",
                 "needs a `network`: a full fine-tune would not save this LoRA; merge it into the model first",
             );
         }
-        if model.inference_lora_path.is_some() && self.network.is_none() {
+        if model.inference_lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
                 "model.inference_lora_path",
                 "needs a `network`: samples of a full fine-tune use the trained weights alone",

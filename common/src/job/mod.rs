@@ -15,6 +15,8 @@ pub mod dataset;
 mod declare;
 mod derived;
 pub mod dtype;
+pub mod embedding;
+mod embedding_checks;
 pub mod error;
 mod from_json;
 pub mod generate;

@@ -5,6 +5,7 @@ use super::caption::CaptionProcess;
 use super::dataset::DatasetConfig;
 use super::declare::section;
 use super::dtype::DType;
+use super::embedding::EmbeddingConfig;
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
 use super::model::ModelConfig;
@@ -15,7 +16,7 @@ use super::sample::{SampleConfig, SampleItem};
 use super::sampler::SamplerName;
 use super::save::SaveConfig;
 use super::schema::{FieldValue, Input, PresentKeys, ReadContext, SectionInfo, SupportLevel, SupportReport, join};
-use super::slider::{EmbeddingConfig, ReferenceDataset, Replacement, SliderConfig};
+use super::slider::{ReferenceDataset, Replacement, SliderConfig};
 use super::train::{TimestepType, TrainConfig};
 use super::values::FreeMap;
 use serde::{Deserialize, Serialize};
@@ -43,7 +44,7 @@ section! {
         performance_log_every: u64 = 0, Accepted("timings are always reported");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
-        /// The adapter to train. Absent: the full model is trained.
+        /// The adapter to train. Absent: the full model is trained, or the word of `embedding`.
         network: Option<NetworkConfig> = None, Works;
         /// The training loop.
         train: TrainConfig = TrainConfig::default(), Works;
@@ -59,8 +60,8 @@ section! {
         logging: LoggingConfig = LoggingConfig::default(), Works;
         /// Training data, as written: a list of resolutions is one entry here, see `split_datasets`.
         datasets: Vec<DatasetConfig> = Vec::new(), Works;
-        /// Textual inversion.
-        embedding: Option<EmbeddingConfig> = None, Refused("no textual inversion");
+        /// Textual inversion: train a new word instead of the model. Stable Diffusion 1.x, 2.x and SDXL.
+        embedding: Option<EmbeddingConfig> = None, Works;
         /// What a slider changes: `type: concept_slider`, `slider`, `image_reference_slider_trainer`, `ultimate_slider_trainer`.
         slider: Option<SliderConfig> = None, Works;
         /// `concept_replacer` only.
@@ -230,6 +231,7 @@ fn finish_trainer(process: &mut TrainerProcess, _present: &PresentKeys, cx: &mut
         }
     }
     process.finish_slider(cx);
+    process.check_embedding(cx);
     process.check_combinations(cx);
 }
 

@@ -4,6 +4,7 @@
 use super::caption::{CaptionConfig, CaptionProcess};
 use super::cluster::ClusterConfig;
 use super::dataset::DatasetConfig;
+use super::embedding::EmbeddingConfig;
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
 use super::lr_factor::LrFactor;
@@ -14,7 +15,7 @@ use super::process::{GenerateProcess, Img2ImgProcess, TrainerProcess};
 use super::sample::{SampleConfig, SampleItem};
 use super::save::SaveConfig;
 use super::schema::{FieldInfo, SectionInfo, SupportLevel};
-use super::slider::{EmbeddingConfig, ReferenceDataset, Replacement, SliderAnchor, SliderConfig, SliderTarget};
+use super::slider::{ReferenceDataset, Replacement, SliderAnchor, SliderConfig, SliderTarget};
 use super::spec::{ConfigSection, Document};
 use super::train::{EmaConfig, TrainConfig, ValidationConfig, ValidationItem};
 use std::fmt::Write as _;

@@ -1,6 +1,6 @@
-//! `slider`, `embedding`, `decorator` and `replacements`: trainings guided by text or by image pairs.
+//! `slider` and `replacements`: trainings guided by text or by image pairs.
 
-use super::declare::{choices, section};
+use super::declare::section;
 use super::limits::{MAX_FACTOR, MAX_SIDE};
 use super::schema::{PresentKeys, ReadContext};
 use super::values::ImageSize;
@@ -154,35 +154,4 @@ section! {
         /// The replacement.
         replacement: String = String::new(), Works;
     }
-}
-
-choices! {
-    /// File format of a textual inversion.
-    pub enum EmbeddingFormat("embedding format") {
-        /// safetensors.
-        Safetensors = "safetensors", Works;
-        /// A pickle.
-        Pt = "pt", Refused("pickles are not written");
-    }
-}
-
-section! {
-    /// Textual inversion: new words for the text encoder.
-    pub struct EmbeddingConfig("embedding") {
-        /// Name of the word and of the file.
-        trigger: String = "custom_embedding".into(), Works;
-        /// Number of vectors.
-        tokens: u32 = 4, Works;
-        /// Text whose embedding initialises the vectors.
-        init_words: String = "*".into(), Works;
-        /// `safetensors` or `pt`.
-        save_format: EmbeddingFormat = EmbeddingFormat::Safetensors, Works;
-        /// Class for prior predictions.
-        trigger_class_name: Option<String> = None, Works;
-    }
-    finish = finish_embedding;
-}
-
-fn finish_embedding(embedding: &mut EmbeddingConfig, _present: &PresentKeys, cx: &mut ReadContext) {
-    cx.check_not_zero("tokens", embedding.tokens);
 }

@@ -340,6 +340,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
         }
     }
     cx.check_in_range("lr", train.lr, 0.0..=MAX_FACTOR);
+    cx.check_in_range("embedding_lr", train.embedding_lr.unwrap_or_default(), 0.0..=MAX_FACTOR);
     lr_factor::check(&train.lr_factors, train.optimizer, cx);
     cx.check_in_range("noise_multiplier", train.noise_multiplier, 0.0..=MAX_NOISE_FACTOR);
     for (key, value) in [

@@ -100,7 +100,10 @@ impl<'a> Job<'a> {
             family,
             shapes,
             counts,
-            is_full: task == Task::Training && body.get("network").is_none_or(Value::is_null),
+            is_full: task == Task::Training
+                && ["network", "embedding"]
+                    .iter()
+                    .all(|key| body.get(*key).is_none_or(Value::is_null)),
             optimizer: facts(text(body, "/train/optimizer").unwrap_or("adamw")),
             batches: largest_batches(batches.iter().copied()),
         }
@@ -175,9 +178,18 @@ impl<'a> Job<'a> {
     fn trains(&self) -> [bool; 2] {
         let key = |key: &str, usual: bool| self.body.pointer(key).and_then(Value::as_bool).unwrap_or(usual);
         match self.task {
+            Task::Training if self.learned_vectors() > 0.0 => [false, true],
             Task::Training => [key("/train/train_unet", true), key("/train/train_text_encoder", false)],
             Task::Generation => [false; 2],
         }
+    }
+
+    /// The vectors of a textual inversion, for each text encoder.
+    fn learned_vectors(&self) -> f64 {
+        let embedding = self.body.get("embedding").filter(|embedding| !embedding.is_null());
+        embedding.map_or(0.0, |embedding| {
+            number(embedding, "/tokens").unwrap_or(4.0).clamp(1.0, 1e5)
+        })
     }
 
     fn adapter(&self) -> Option<AdapterOptions> {
@@ -256,6 +268,7 @@ impl<'a> Job<'a> {
                 qtype: qtype.filter(|_| !is_own),
                 exclude: exclude.clone(),
                 trained: is_own.then(|| trained_names.clone()),
+                learned_vectors: if trains { self.learned_vectors() } else { 0.0 },
                 adapter: self.adapter().filter(|_| trains),
                 lora_prefix,
                 lora_layers,

@@ -66,7 +66,7 @@ impl RunOutput {
         let (trained, state, model) = Job::new(Task::Training, &body, family, counts, &[]).trained();
         let averaged = if process.train.ema_config.use_ema { 4.0 } else { 0.0 };
         // A save of a full fine-tune is the whole model.
-        let saved = if process.network.is_some() { trained } else { model };
+        let saved = if process.trains_whole_model() { model } else { trained };
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let whole = |bytes: f64| bytes as u64;
         #[allow(clippy::cast_precision_loss)]

@@ -136,6 +136,25 @@ pub trait Model: Send + Debug {
         self.encode_prompts(&vec![Prompt::default(); count])
     }
 
+    /// The vectors of the first `count` tokens of a text in each text encoder, filled up with those of `*`: the initial ones of a
+    /// textual inversion. [count, width] each, float32.
+    ///
+    /// # Errors
+    /// When words cannot be added to the family's text encoders, or they are not loaded.
+    fn word_vectors(&self, text: &str, count: usize) -> Result<Vec<Tensor>> {
+        let _ = (text, count);
+        Err(no_words(self.family().arch()))
+    }
+
+    /// Adds a word to the prompts, with its vectors in each text encoder: [vectors, width] each, which may be variables.
+    ///
+    /// # Errors
+    /// As [`Self::word_vectors`], and when the word is known, or the vectors do not fit.
+    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+        let _ = (trigger, vectors);
+        Err(no_words(self.family().arch()))
+    }
+
     /// Adds the sizes of the items to their conditioning. Models that are not conditioned on sizes ignore them.
     ///
     /// # Errors
@@ -288,6 +307,13 @@ pub trait Model: Send + Debug {
         trained: &'a BTreeMap<String, Tensor>,
         options: SaveOptions,
     ) -> Result<Box<dyn ModelWriter + 'a>>;
+}
+
+/// The error of a model whose text encoders get no words.
+fn no_words(arch: ArchName) -> EngineError {
+    EngineError::bad_input(format!(
+        "embedding: words are trained for the CLIP text encoders of Stable Diffusion and SDXL, and this is `arch: {arch}`"
+    ))
 }
 
 /// The error of a model that takes no control image.

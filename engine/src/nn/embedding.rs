@@ -27,13 +27,25 @@ impl Embedding {
         })
     }
 
+    /// The number of vectors.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.weight.dims().first().copied().unwrap_or(0)
+    }
+
+    /// The number of features of a vector.
+    #[must_use]
+    pub fn width(&self) -> usize {
+        self.weight.dims().get(1).copied().unwrap_or(0)
+    }
+
     /// ids [..] (u32, on any device) -> [.., width].
     ///
     /// # Errors
     /// When an id is not in the table.
     pub fn forward(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
         let mut shape = ids.dims().to_vec();
-        shape.push(self.weight.dims().get(1).copied().unwrap_or(0));
+        shape.push(self.width());
         let ids = ids.flatten_all()?;
         let rows = match &self.weight {
             Weight::Streamed(table) => table.rows(&ids.to_vec1()?).map_err(candle_core::Error::wrap)?,

@@ -5,6 +5,7 @@
 //! folder>/.aitk/checkpoints`.
 
 mod data;
+mod embedding;
 mod folder;
 mod image_batches;
 mod latents;
@@ -93,7 +94,7 @@ impl<'a> Run<'a> {
 
         // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away, or in bfloat16
         // with stochastic rounding.
-        let full_finetune = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
+        let full_finetune = process.trains_whole_model() && cx.spec.device.kind != DeviceKind::Cpu;
         let dtype = if full_finetune && process.train.dtype != DType::BF16 {
             "float32"
         } else {
@@ -147,13 +148,14 @@ impl<'a> Run<'a> {
         model.set_residency(residency);
         let target = Target::new(process, &mut *model, seed, cx)?;
         let trainer = trainer(process, &target, &memory_options, compute.dtype, seed)?;
-        let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
-        if lr != process.train.lr {
+        let configured = process.learning_rate();
+        let lr = crate::optim::base_lr(process.train.optimizer, configured);
+        if lr != configured {
             cx.log(
                 "info",
                 format!(
                     "`{}` finds its own learning rate: `lr` {} is replaced by {lr}, as in ai-toolkit",
-                    process.train.optimizer, process.train.lr
+                    process.train.optimizer, configured
                 ),
             );
         }
@@ -312,6 +314,9 @@ mod data_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod eight_bit_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod embedding_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod example_tests;

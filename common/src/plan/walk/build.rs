@@ -51,6 +51,8 @@ pub(in crate::plan) struct ComponentOptions {
     pub(in crate::plan) exclude: Vec<String>,
     /// The component's own tensors that are trained.
     pub(in crate::plan) trained: Option<NameFilter>,
+    /// Vectors of a textual inversion that are trained.
+    pub(in crate::plan) learned_vectors: f64,
     pub(in crate::plan) adapter: Option<AdapterOptions>,
     /// The beginning of the names of its layers in LoRA files.
     pub(in crate::plan) lora_prefix: &'static str,
@@ -437,6 +439,15 @@ impl Builder {
     /// A tensor outside of layers and norms that is never streamed.
     pub(super) fn tensor(&mut self, name: &str, elements: f64) {
         self.vector(name, elements);
+    }
+
+    /// The elements of the vectors of a textual inversion, if there are some.
+    pub(super) fn learned_vectors(&mut self, width: f64) -> Option<f64> {
+        let elements = self.options.learned_vectors * width;
+        if elements > 0.0 {
+            self.trained(elements, Some(self.options.learned_vectors + width));
+        }
+        (elements > 0.0).then_some(elements)
     }
 
     /// A table of vectors, which is never quantised. Returns its number of elements if it is trained.

@@ -24,7 +24,7 @@ pub(in crate::plan) struct TextEncoder {
     layers: Vec<Rc<TextLayer>>,
     final_norm: Norm,
     projection: Option<Layer>,
-    /// Elements of the table of tokens if it is trained, and its id.
+    /// Elements of the table of tokens if it is trained, or of the vectors of a textual inversion, and their id.
     trained_table: Option<(f64, u64)>,
     width: f64,
     positions: f64,
@@ -41,6 +41,7 @@ impl TextEncoder {
         let embeddings = "text_model.embeddings";
         let (vocabulary, positions) = (f64::from(shapes.vocabulary), f64::from(shapes.positions));
         let table = b.table(&format!("{embeddings}.token_embedding.weight"), vocabulary, width, true);
+        let table = table.or_else(|| b.learned_vectors(width));
         b.table(
             &format!("{embeddings}.position_embedding.weight"),
             positions,

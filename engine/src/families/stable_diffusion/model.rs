@@ -1,10 +1,10 @@
 //! Stable Diffusion as a [`Model`].
 
-use super::SdModel;
 use super::load::SIZE_NUMBERS;
 use super::save::FullModel;
-use super::text::{CONTEXT, POOLED, encode, parts};
+use super::text::{CONTEXT, POOLED, add_word, encode, parts, word_vectors};
 use super::variant::TextOutput;
+use super::{SdModel, TextEncoder};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, ItemSize, Prompt};
 use crate::families::encoded_prompts::look_up;
@@ -26,7 +26,8 @@ impl SdModel {
     /// The model for sampling during training, see [`Model::detach`].
     #[must_use]
     pub fn detached(&self) -> Option<Self> {
-        let frozen_text = self.text_encoders.iter().any(|encoder| encoder.frozen.is_some());
+        let trains_text = |encoder: &TextEncoder| encoder.frozen.is_some() || encoder.model.trains_vectors();
+        let frozen_text = self.text_encoders.iter().any(trains_text);
         if !frozen_text && self.frozen_unet.is_none() {
             return None;
         }
@@ -35,6 +36,7 @@ impl SdModel {
             if let Some(frozen) = &encoder.frozen {
                 encoder.model = frozen.clone();
             }
+            encoder.model.detach_vectors();
         }
         if let Some(frozen) = &self.frozen_unet {
             model.unet = frozen.clone();
@@ -85,6 +87,20 @@ impl Model for SdModel {
         Ok(Conditioning::default()
             .with(CONTEXT, zeros(CONTEXT)?)
             .with(POOLED, zeros(POOLED)?))
+    }
+
+    fn word_vectors(&self, text: &str, count: usize) -> Result<Vec<Tensor>> {
+        match &self.prompts {
+            Some(_) => Err(text_encoders_needed()),
+            None => word_vectors(&self.text_encoders, text, count),
+        }
+    }
+
+    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+        match &self.prompts {
+            Some(_) => Err(text_encoders_needed()),
+            None => add_word(&mut self.text_encoders, trigger, vectors),
+        }
     }
 
     fn with_sizes(&self, conditioning: Conditioning, sizes: &[ItemSize]) -> Result<Conditioning> {
@@ -178,4 +194,11 @@ impl Model for SdModel {
     ) -> Result<Box<dyn ModelWriter + 'a>> {
         Ok(Box::new(FullModel::new(&self.source, trained, options)?))
     }
+}
+
+/// The error of a word for prompts that were encoded before.
+fn text_encoders_needed() -> EngineError {
+    EngineError::bad_input(
+        "embedding: the word needs the text encoders, and they are not loaded: all prompts were encoded before",
+    )
 }

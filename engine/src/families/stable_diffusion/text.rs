@@ -3,7 +3,7 @@
 use super::TextEncoder;
 use super::load::open_text;
 use super::variant::{TextOutput, Variant};
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::{LoraNames, Part, TextEncoders};
 use crate::families::options::LoadOptions;
@@ -50,6 +50,36 @@ pub(super) fn encode(
         Some(pooled) => conditioning.with(POOLED, pooled),
         None => conditioning,
     })
+}
+
+/// The vectors of the first `count` tokens of a text, filled up with those of `*`, in each text encoder.
+pub(super) fn word_vectors(encoders: &[TextEncoder], text: &str, count: usize) -> Result<Vec<Tensor>> {
+    let of_encoder = |encoder: &TextEncoder| {
+        let mut ids = encoder.tokenizer.tokens(text)?;
+        ids.truncate(count);
+        // The whole word `*`, whose token may be repeated.
+        let star = encoder.tokenizer.tokens("*")?;
+        let missing = count.saturating_sub(ids.len());
+        ids.extend(star.iter().cycle().take(missing));
+        encoder.model.token_vectors(&ids)
+    };
+    encoders.iter().map(of_encoder).collect()
+}
+
+/// Adds a word to the prompts of text encoders.
+pub(super) fn add_word(encoders: &mut [TextEncoder], trigger: &str, vectors: &[Tensor]) -> Result<()> {
+    if encoders.len() != vectors.len() {
+        return Err(EngineError::bad_input(format!(
+            "the word `{trigger}` has vectors for {} text encoders, and the model has {}",
+            vectors.len(),
+            encoders.len()
+        )));
+    }
+    for (encoder, vectors) in encoders.iter_mut().zip(vectors) {
+        let ids = encoder.model.add_vectors(vectors.clone())?;
+        encoder.tokenizer.add_word(trigger, ids)?;
+    }
+    Ok(())
 }
 
 /// The parts of text encoders.

@@ -1,5 +1,6 @@
 //! CLIP's text encoder (transformers' `CLIPTextModel` and `CLIPTextModelWithProjection`).
 
+use super::learned::LearnedVectors;
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
 use crate::residency::{Residency, Stack};
@@ -60,6 +61,7 @@ impl Default for ClipTextConfig {
 #[derive(Clone, Debug)]
 pub struct ClipTextModel {
     token_embedding: Embedding,
+    learned: LearnedVectors,
     position_embedding: Tensor,
     layers: Vec<Arc<Layer>>,
     final_layer_norm: LayerNorm,
@@ -137,6 +139,7 @@ impl ClipTextModel {
         let positions = (config.max_position_embeddings, width);
         Ok(Self {
             token_embedding: Embedding::new(&embeddings.pp("token_embedding"), config.vocab_size, width)?,
+            learned: LearnedVectors::default(),
             position_embedding: embeddings.pp("position_embedding").get_with(
                 positions,
                 "weight",
@@ -175,6 +178,35 @@ impl ClipTextModel {
             pooled_text: PooledText::State,
             ..Self::new(weights, config)?
         })
+    }
+
+    /// The vectors of tokens, [ids, width], in float32.
+    ///
+    /// # Errors
+    /// When an id is not in the vocabulary.
+    pub fn token_vectors(&self, ids: &[u32]) -> Result<Tensor> {
+        let ids = Tensor::new(ids, self.position_embedding.device())?;
+        Ok(self.token_embedding.forward(&ids)?.detach().to_dtype(DType::F32)?)
+    }
+
+    /// Adds vectors of textual inversion, [vectors, width], which may be a variable, and returns their ids.
+    ///
+    /// # Errors
+    /// When they have another width.
+    pub fn add_vectors(&mut self, vectors: Tensor) -> Result<Range<u32>> {
+        let vectors = vectors.to_device(self.position_embedding.device())?;
+        Ok(self.learned.add(vectors, &self.token_embedding)?)
+    }
+
+    /// Whether some of the added vectors are variables.
+    #[must_use]
+    pub fn trains_vectors(&self) -> bool {
+        self.learned.has_variables()
+    }
+
+    /// Makes the added vectors ordinary tensors, with the same memory.
+    pub fn detach_vectors(&mut self) {
+        self.learned = self.learned.detached();
     }
 
     /// ids [b, n] (u32) -> the hidden state before the last layer, without the final norm, [b, n, hidden]; and, if the
@@ -224,7 +256,13 @@ impl ClipTextModel {
     /// The position of the end token in a prompt; the first one, as in transformers.
     fn end_position(&self, ids: &[u32]) -> usize {
         let end = match self.eos_token_id {
-            2 => ids.iter().max().copied().unwrap_or(0),
+            // Ids of learned vectors are larger.
+            2 => ids
+                .iter()
+                .filter(|id| (**id as usize) < self.token_embedding.count())
+                .max()
+                .copied()
+                .unwrap_or(0),
             id => id,
         };
         ids.iter().position(|id| *id == end).unwrap_or(0)
@@ -251,7 +289,10 @@ impl ClipTextModel {
     fn hidden_states(&self, ids: &Tensor, layers: usize) -> Result<Tensor> {
         let (_, length) = ids.dims2()?;
         let positions = self.position_embedding.narrow(0, 0, length)?;
-        let x = self.token_embedding.forward(ids)?.broadcast_add(&positions)?;
+        let x = self
+            .learned
+            .embed(&self.token_embedding, ids)?
+            .broadcast_add(&positions)?;
         self.run_layers(x, 0..layers)
     }
 

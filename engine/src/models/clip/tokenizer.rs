@@ -5,11 +5,13 @@
 //! space to one blank, lower case, split by CLIP's pattern, bytes to printable characters, BPE with `</w>` at the end
 //! of a word.
 
+use super::words::{self, Piece, Word};
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::models::special_tokens::{DefaultTokens, SpecialTokens};
 use candle_core::{Device, Tensor};
 use serde_json::{Value, json};
+use std::ops::Range;
 use std::path::Path;
 use tokenizers::models::bpe::{BPE, BpeBuilder, Vocab};
 use tokenizers::normalizers::{Lowercase, NFC, Replace, Sequence, replace::ReplacePattern};
@@ -42,6 +44,8 @@ pub struct ClipTokenizer {
     eos: u32,
     pad: u32,
     max_length: usize,
+    /// Words of textual inversion.
+    words: Vec<Word>,
 }
 
 impl ClipTokenizer {
@@ -71,6 +75,7 @@ impl ClipTokenizer {
             pad: special.id("pad_token", &tokenizer)?,
             max_length: special.max_length(),
             tokenizer,
+            words: Vec::new(),
         })
     }
 
@@ -101,6 +106,7 @@ impl ClipTokenizer {
             eos,
             pad: eos,
             max_length: 77,
+            words: Vec::new(),
         })
     }
 
@@ -141,11 +147,40 @@ impl ClipTokenizer {
         ]
     }
 
+    /// Adds a word of textual inversion, which stands for these ids.
+    ///
+    /// # Errors
+    /// When it is a word of the vocabulary, or was added before.
+    pub fn add_word(&mut self, trigger: &str, ids: Range<u32>) -> Result<()> {
+        let known = self.words.iter().any(|word| word.is(trigger));
+        if known || self.vocabulary_tokens(trigger)?.len() <= 1 {
+            return Err(EngineError::bad_input(format!(
+                "the text encoder knows the word `{trigger}` already: choose another one, or prompts could no longer use this one"
+            )));
+        }
+        self.words.push(Word::new(trigger, ids));
+        Ok(())
+    }
+
     /// The ids of a prompt, not truncated and without start and end tokens.
     ///
     /// # Errors
     /// When the tokenizer fails.
     pub fn tokens(&self, text: &str) -> Result<Vec<u32>> {
+        if self.words.is_empty() {
+            return self.vocabulary_tokens(text);
+        }
+        let mut ids = Vec::new();
+        for piece in words::split(&self.words, text) {
+            match piece {
+                Piece::Text(text) => ids.append(&mut self.vocabulary_tokens(text)?),
+                Piece::Ids(own) => ids.extend(own),
+            }
+        }
+        Ok(ids)
+    }
+
+    fn vocabulary_tokens(&self, text: &str) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, false);
         Ok(encoding
             .map_err(|e| EngineError::BadInput(format!("prompt `{text}`: {e}")))?

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The run folder `<output root>/<process name>/`. The names of its saves begin with the job's name.
+/// The run folder `<output root>/<process name>/`. The names of its saves begin with the job's name, or with the trained word.
 #[derive(Clone, Debug)]
 pub(super) struct RunFolder {
     /// The output root, which artifact names are relative to.
@@ -23,7 +23,8 @@ pub(super) struct RunFolder {
     pub(super) path: PathBuf,
     /// The config file in it.
     pub(super) config: PathBuf,
-    job: String,
+    /// The names of its saves begin with this.
+    stem: String,
     /// Whether saves are folders.
     folders: bool,
     /// Keeps the folder locked during the run.
@@ -65,8 +66,8 @@ impl RunFolder {
             root,
             path,
             config,
-            job,
-            folders: process.network.is_none() && process.save.save_format == SaveFormat::Diffusers,
+            stem: process.save_stem(&job).to_owned(),
+            folders: process.trains_whole_model() && process.save.save_format == SaveFormat::Diffusers,
             _lock: lock,
         })
     }
@@ -88,9 +89,9 @@ impl RunFolder {
 
     fn save_name(&self, step: Option<u64>) -> String {
         if self.folders {
-            naming::save_folder(&self.job, step)
+            naming::save_folder(&self.stem, step)
         } else {
-            naming::save_file(&self.job, step)
+            naming::save_file(&self.stem, step)
         }
     }
 
@@ -109,7 +110,7 @@ impl RunFolder {
         let mut out = Vec::new();
         for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
-            let step = naming::step_of(&self.job, &name);
+            let step = naming::step_of(&self.stem, &name);
             if name == self.save_name(step) {
                 out.push((step, entry.path()));
             }
@@ -143,7 +144,7 @@ impl RunFolder {
             // ai-toolkit removes a config of the same stem too.
             let yaml = self
                 .path
-                .join(naming::save_folder(&self.job, Some(*old)))
+                .join(naming::save_folder(&self.stem, Some(*old)))
                 .with_extension("yaml");
             if yaml.is_file() {
                 fsutil::remove(&yaml)?;

@@ -37,20 +37,20 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         )));
     }
     slider::check(process)?;
-    if process.network.is_none() && process.model.lora_path.is_some() {
+    if process.trains_whole_model() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
              start from a model into which the LoRA was merged"
                 .into(),
         );
     }
-    if process.network.is_none() && process.model.inference_lora_path.is_some() {
+    if process.trains_whole_model() && process.model.inference_lora_path.is_some() {
         return unsupported(
             "model.inference_lora_path: samples of a full fine-tune use the trained weights alone; remove this key"
                 .into(),
         );
     }
-    if process.network.is_none() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
+    if process.trains_whole_model() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
@@ -75,7 +75,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
     let uses_base = process.train.inverted_mask_prior
         || process.train.do_prior_divergence
         || process.datasets.iter().any(|dataset| dataset.prior_reg);
-    if process.network.is_none() && uses_base {
+    if process.trains_whole_model() && uses_base {
         return Err(EngineError::bad_input(
             "`inverted_mask_prior`, `do_prior_divergence` and `prior_reg` need a `network`: they compare with what the model predicts \
              without it",

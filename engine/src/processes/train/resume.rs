@@ -5,6 +5,7 @@
 //! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::context::Context;
+use super::embedding::TrainedWord;
 use super::folder::{RunFolder, checkpoint_error};
 use super::record;
 use super::run::Run;
@@ -124,8 +125,12 @@ impl Run<'_> {
         let Some((step, path)) = self.newest_save(cx) else {
             return Ok(false);
         };
-        match self.target {
+        match &self.target {
             Target::Lora(_) => self.load_lora(&path, cx)?,
+            Target::Word(word) => {
+                word.load(&path)?;
+                self.trainer = self.new_trainer()?;
+            }
             Target::Model(_) => {
                 self.model.load_trained(&path).map_err(|error| {
                     EngineError::bad_input(format!(
@@ -152,6 +157,7 @@ impl Run<'_> {
             let step = match self.target {
                 Target::Lora(_) => LoraFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
                 Target::Model(_) => saved_step(&path),
+                Target::Word(_) => TrainedWord::saved_step(&path),
             };
             match step {
                 Ok(step) => {
@@ -288,6 +294,9 @@ impl Run<'_> {
         let mut config = json!([train, &self.process.network, &self.process.model]);
         if let (true, Some(parts)) = (self.slider.is_some(), config.as_array_mut()) {
             parts.push(json!([self.process.kind, &self.process.slider]));
+        }
+        if let (Some(embedding), Some(parts)) = (&self.process.embedding, config.as_array_mut()) {
+            parts.push(json!(embedding));
         }
         let mut data = Sha256::new();
         for batch in self.data.batches.iter().chain(&self.data.regularisation) {

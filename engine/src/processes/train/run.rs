@@ -87,12 +87,12 @@ pub(super) fn trainer(
         .map(|param| lr_factor(&train.lr_factors, &param.name))
         .collect();
     let (name, options) = (train.optimizer, &train.optimizer_params);
-    let optimizer =
-        crate::optim::build_with_factors(name, params.clone(), &factors, options, train.lr).map_err(error)?;
+    let optimizer = crate::optim::build_with_factors(name, params.clone(), &factors, options, process.learning_rate())
+        .map_err(error)?;
     let schedule = Schedule::new(ScheduleParams {
         name: train.lr_scheduler.name(),
         params: &train.lr_scheduler_params,
-        lr: crate::optim::base_lr(train.optimizer, train.lr),
+        lr: crate::optim::base_lr(train.optimizer, process.learning_rate()),
         steps: train.steps,
     })
     .map_err(error)?;

@@ -19,7 +19,7 @@ impl Run<'_> {
     /// Whether all sample images of this step are in the run folder.
     pub(super) fn has_samples(&self, step: u64) -> bool {
         let section = &self.process.sample;
-        let count = section.requests(self.process.trigger_word.as_deref()).len();
+        let count = section.requests(self.process.sample_trigger()).len();
         let suffix = suffix(&section.format).unwrap_or(FALLBACK_FORMAT);
         let entries = std::fs::read_dir(self.folder.samples()).into_iter().flatten().flatten();
         let files: Vec<String> = entries
@@ -40,7 +40,7 @@ impl Run<'_> {
             _ => &self.process.sample,
         };
         let training_step = step;
-        let requests = section.requests(self.process.trigger_word.as_deref());
+        let requests = section.requests(self.process.sample_trigger());
         if requests.is_empty() || self.process.train.disable_sampling {
             return Ok(true);
         }
@@ -129,7 +129,7 @@ pub(super) fn check_control_images(process: &TrainerProcess, cx: &Context<'_>) -
         .into_iter()
         .flatten()
     {
-        let requests = section.requests(process.trigger_word.as_deref());
+        let requests = section.requests(process.sample_trigger());
         let has_control = |request: &ImageRequest| request.ctrl_img.as_deref().is_some_and(|path| !path.is_empty());
         if let Some(request) = requests
             .iter()

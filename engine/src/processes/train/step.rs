@@ -1,6 +1,7 @@
 //! The loss and the gradients of one micro-batch.
 
 use super::data::StepBatch;
+use super::embedding::{add_word_to, caption_with_class};
 use super::options;
 use super::preservation::{self, Preservation};
 use super::run::Run;
@@ -115,7 +116,9 @@ impl Run<'_> {
         let process = self.process;
         let step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
-        let captions = self.data.captions(&step_batch.batch, process, &mut generator);
+        let mut captions = self.data.captions(&step_batch.batch, process, &mut generator);
+        let regularisation = self.data.datasets[step_batch.batch.dataset].options.regularisation;
+        add_word_to(&mut captions, process, regularisation);
         let prompts = BatchPrompts {
             cfg: options::training_cfg(process, &mut generator),
             guidance_scales: options::guidance_scales(process, captions.len(), &mut generator),
@@ -149,7 +152,7 @@ impl Run<'_> {
                 latents: &latents,
                 image_tokens,
                 noise_seeds: &noise_seeds.collect::<Vec<_>>(),
-                regularisation: self.data.datasets[step_batch.batch.dataset].options.regularisation,
+                regularisation,
             },
         )?;
         for noise in drawn.noise.iter_mut().chain(&mut drawn.input_noise) {
@@ -391,6 +394,17 @@ impl Run<'_> {
             // In ai-toolkit too, the captions are encoded with the adapter of the text encoder.
             let conditioning = handle.in_pass(LoraPass::inference(strength), frozen_conditioning)?;
             let base = handle.in_pass(LoraPass::inference(0.0), || predict(&noisy, &times, &conditioning))?;
+            references.base = Some(base.iter().map(Tensor::detach).collect());
+        }
+        if let (true, Some(word)) = (uses_base, &process.embedding) {
+            // Without the word, the prompt is that of its class.
+            let captions: Vec<String> = captions
+                .iter()
+                .map(|caption| caption_with_class(caption, word))
+                .collect();
+            let (noisy, times) = self.noisy(&latents, &drawn)?;
+            let of_class = with_inputs(ConditioningCache::encode(&captions, model)?.detached_as(model.dtype())?)?;
+            let base = predict(&noisy, &times, &of_class)?;
             references.base = Some(base.iter().map(Tensor::detach).collect());
         }
         if let Some(contrast) = contrast {

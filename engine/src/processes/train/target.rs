@@ -1,6 +1,7 @@
-//! The trained parameters of a run: a LoRA, or the model's own weights.
+//! The trained parameters of a run: a LoRA, a word, or the model's own weights.
 
 use super::super::context::Context;
+use super::embedding::TrainedWord;
 use super::options;
 use crate::adapters::{LoraHandle, LoraNetwork};
 use crate::error::{EngineError, Result};
@@ -19,9 +20,11 @@ pub(super) enum Target {
     Lora(LoraNetwork),
     /// The model's own weights: a full fine-tune.
     Model(Vec<Param>),
+    /// The word of an `embedding` section.
+    Word(TrainedWord),
 }
 
-/// Which tensors of the denoiser and of the text encoders are trained. None if there is a `network` section.
+/// Which tensors of the denoiser and of the text encoders are trained. None if an adapter or a word is trained.
 pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] {
     let list = |names: &Option<OneOrMany<String>>| names.as_ref().map(|names| names.0.clone()).unwrap_or_default();
     let by_name = TrainableFilter::Names {
@@ -30,7 +33,7 @@ pub(super) fn trained_tensors(process: &TrainerProcess) -> [TrainableFilter; 2] 
         part: None,
     };
     [process.train.train_unet, process.train.train_text_encoder].map(|on| {
-        if on && process.network.is_none() {
+        if on && process.trains_whole_model() {
             by_name.clone()
         } else {
             TrainableFilter::Nothing
@@ -46,6 +49,9 @@ impl Target {
         seed: u64,
         cx: &mut Context<'_>,
     ) -> Result<Self> {
+        if let Some(embedding) = &process.embedding {
+            return Ok(Self::Word(TrainedWord::new(embedding, model, cx)?));
+        }
         let Some(network) = &process.network else {
             return Self::full_finetune(process, model, cx);
         };
@@ -131,14 +137,16 @@ impl Target {
         match self {
             Self::Lora(network) => network.params(),
             Self::Model(params) => params.clone(),
+            Self::Word(word) => word.params().to_vec(),
         }
     }
 
-    /// Whether a text encoder is trained.
+    /// Whether captions are encoded with gradients: a text encoder or a word is trained.
     pub(super) fn covers_text_encoder(&self) -> bool {
         match self {
             Self::Lora(network) => network.covers_text_encoder(),
             Self::Model(params) => params.iter().any(|p| p.name.starts_with("text_encoder")),
+            Self::Word(_) => true,
         }
     }
 
@@ -155,7 +163,7 @@ impl Target {
     pub(super) fn handle(&self) -> Option<&Arc<LoraHandle>> {
         match self {
             Self::Lora(network) => Some(&network.handle),
-            Self::Model(_) => None,
+            Self::Model(_) | Self::Word(_) => None,
         }
     }
 }

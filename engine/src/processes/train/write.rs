@@ -24,18 +24,19 @@ impl Run<'_> {
     pub(super) fn write_save(&mut self, cx: &mut Context<'_>, path: &Path, step: u64) -> Result<()> {
         let epoch = self.data.epoch(step, self.process);
         let metadata = metadata(self.process, cx.job, step, epoch);
-        self.with_ema_weights(|run| run.write(path, metadata))?;
+        self.with_ema_weights(|run| run.write(path, metadata, step))?;
         self.emit_save(cx, path, step);
         Ok(())
     }
 
-    fn write(&self, path: &Path, metadata: BTreeMap<String, String>) -> Result<()> {
+    fn write(&self, path: &Path, metadata: BTreeMap<String, String>, step: u64) -> Result<()> {
         let dtype = save_dtype(self.process.save.dtype, "save.dtype")?;
         let params = match &self.target {
             Target::Lora(network) => {
                 let bytes = lora_file_bytes(&network.tensors(dtype)?, metadata)?;
                 return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
             }
+            Target::Word(word) => return word.write(path, metadata, step),
             Target::Model(params) => params,
         };
         let trained: BTreeMap<String, Tensor> = params
@@ -67,6 +68,7 @@ impl Run<'_> {
         let kind = match &self.target {
             Target::Lora(_) => "lora",
             Target::Model(_) => "model",
+            Target::Word(_) => "embedding",
         };
         for file in files_in_save(path) {
             cx.artifact(kind, &self.folder.root, &file, Some(step), None);

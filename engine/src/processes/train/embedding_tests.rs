@@ -1,0 +1,255 @@
+//! Textual inversion, against `tests/reference/make_textual_inversion.py`.
+
+use super::replay::{replay, replayed};
+use super::tests::{logs, losses, run_spec, spec, stop_at, trainer};
+use crate::autograd;
+use crate::error::EngineError;
+use crate::families::{LoadOptions, Model, Prompt};
+use crate::testing::{fixtures, load_sd};
+use aitk_common::attempt::Outcome;
+use aitk_common::job::arch::{Arch, ArchName};
+use aitk_common::job::dtype::DType;
+use aitk_common::job::embedding::EmbeddingConfig;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::sample::SampleItem;
+use candle_core::{Device, Tensor, Var};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+fn report() -> Value {
+    serde_json::from_slice(&std::fs::read(replay("textual_inversion.json")).unwrap()).unwrap()
+}
+
+fn numbers(value: &Value) -> Vec<f64> {
+    serde_json::from_value(value.clone()).unwrap()
+}
+
+fn with_word(mut process: TrainerProcess) -> TrainerProcess {
+    process.network = None;
+    process.embedding = Some(EmbeddingConfig {
+        trigger: "vorx".into(),
+        tokens: 3,
+        init_words: "a cat".into(),
+        trigger_class_name: Some("dog".into()),
+        ..EmbeddingConfig::default()
+    });
+    process
+}
+
+fn tensors(file: &Path) -> BTreeMap<String, Tensor> {
+    let all = candle_core::safetensors::load(file, &Device::Cpu).unwrap();
+    all.into_iter().collect()
+}
+
+fn flat(tensor: &Tensor) -> Vec<f64> {
+    let numbers: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+    numbers.into_iter().map(f64::from).collect()
+}
+
+/// The largest difference, as a fraction of the largest number.
+fn difference(found: &[f64], expected: &[f64]) -> f64 {
+    assert_eq!(found.len(), expected.len());
+    let largest = expected.iter().fold(0.0, |all: f64, x| all.max(x.abs()));
+    let gaps = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+    gaps.fold(0.0, f64::max) / largest
+}
+
+#[test]
+fn a_word_is_trained_as_in_the_reference() {
+    let report = report();
+    for name in ["sd", "prior"] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = with_word(replayed(dir.path()));
+        std::fs::write(dir.path().join("images/p2.txt"), "two vorx, blurry").unwrap();
+        process.datasets[0].prior_reg = name == "prior";
+        // Its own rate counts.
+        process.train.embedding_lr = Some(process.train.lr);
+        process.train.lr = 77.0;
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let expected = numbers(&report[name]["losses"]);
+        for (step, (found, expected)) in losses(&events).iter().zip(&expected).enumerate() {
+            let difference = (found / expected - 1.0).abs();
+            assert!(difference < 2e-5, "{name}, step {step}: {found}, not {expected}");
+        }
+        let saved = tensors(&dir.path().join("out/tiny/vorx.safetensors"));
+        assert_eq!(saved.len(), 1);
+        let vectors = flat(&saved["emb_params"]);
+        let difference = difference(&vectors, &numbers(&report[name]["vectors"]));
+        assert!(difference < 1e-4, "{name}: the vectors differ by {difference:.1e}");
+        assert!(super::embedding_tests::difference(&vectors, &numbers(&report[name]["start"])) > 1e-3);
+    }
+}
+
+#[test]
+fn both_text_encoders_get_the_word_and_its_gradients() {
+    let report = report();
+    let mut model = load_sd(&fixtures().join("tiny_sdxl"), &LoadOptions::cpu()).unwrap();
+    let vectors: Vec<Var> = model
+        .word_vectors("a cat", 3)
+        .unwrap()
+        .iter()
+        .map(|initial| Var::from_tensor(initial).unwrap())
+        .collect();
+    let of_vectors: Vec<Tensor> = vectors.iter().map(|var| var.as_tensor().clone()).collect();
+    model.add_word("vorx", &of_vectors).unwrap();
+    let prompts: Vec<String> = serde_json::from_value(report["sdxl"]["prompts"].clone()).unwrap();
+    let prompts: Vec<Prompt> = prompts.into_iter().map(Prompt::new).collect();
+
+    let weigh = |x: &Tensor| {
+        let weights: Vec<f32> = (0..x.elem_count()).map(|i| (i as f64 * 0.7).sin() as f32).collect();
+        let weights = Tensor::from_vec(weights, x.dims(), &Device::Cpu)?;
+        (x * weights)?.sum_all()
+    };
+    let mut outputs = None;
+    let (_, gradients) = autograd::gradients(|| {
+        let encoded = model.encode_prompts(&prompts)?;
+        let (context, pooled) = (
+            encoded.get("context").unwrap().clone(),
+            encoded.get("pooled").unwrap().clone(),
+        );
+        let loss = (weigh(&context)? + weigh(&pooled)?)?;
+        outputs = Some((context, pooled));
+        Ok::<_, EngineError>(loss)
+    })
+    .unwrap();
+    let (context, pooled) = outputs.unwrap();
+    let every = |x: &Tensor| {
+        let rows: Vec<u32> = (0..77).step_by(9).collect();
+        let columns: Vec<u32> = (0..x.dims()[2] as u32).step_by(7).collect();
+        let rows = Tensor::new(rows, &Device::Cpu).unwrap();
+        let columns = Tensor::new(columns, &Device::Cpu).unwrap();
+        flat(&x.index_select(&rows, 1).unwrap().index_select(&columns, 2).unwrap())
+    };
+    let expected = &report["sdxl"];
+    assert!(difference(&every(&context), &numbers(&expected["context"])) < 1e-5);
+    assert!(difference(&flat(&pooled), &numbers(&expected["pooled"])) < 1e-5);
+    for (index, vectors) in vectors.iter().enumerate() {
+        let found = flat(gradients.get(vectors).unwrap());
+        let difference = difference(&found, &numbers(&expected["gradients"][index]));
+        assert!(
+            difference < 1e-4,
+            "encoder {index}: gradients differ by {difference:.1e}"
+        );
+    }
+}
+
+#[test]
+fn a_word_resumes_exactly_on_every_family_and_is_in_its_samples() {
+    let families = [
+        (ArchName::Sd1, "tiny_sd", &["emb_params"][..]),
+        (ArchName::Sd2, "tiny_sd21", &["emb_params"]),
+        (ArchName::Sdxl, "tiny_sdxl", &["clip_g", "clip_l"]),
+    ];
+    for (dtype, (arch, model, names)) in [DType::F32, DType::BF16, DType::F16].into_iter().zip(families) {
+        let job = |root: &Path, steps| {
+            let mut process = with_word(trainer(root, steps));
+            process.model.arch = Arch::from(arch);
+            process.model.name_or_path = fixtures().join(model).display().to_string();
+            process.train.dtype = dtype;
+            process.train.lr = 1e-2;
+            process.train.disable_sampling = false;
+            process.train.skip_first_sample = true;
+            process.train.ema_config.use_ema = arch == ArchName::Sd2;
+            process.sample.sample_steps = 2;
+            (process.sample.width, process.sample.height) = (64, 64);
+            process.sample.format = "png".into();
+            let prompt = |text: &str| SampleItem {
+                prompt: text.into(),
+                ..SampleItem::default()
+            };
+            process.sample.samples = vec![
+                prompt("[trigger] in a house"),
+                prompt("vorx in a house"),
+                prompt("in a house"),
+            ];
+            process.sample.walk_seed = false;
+            process
+        };
+        let (whole, parts) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (outcome, events) = run_spec(&spec(job(whole.path(), 6)));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        let expected = losses(&events);
+        assert!(expected.iter().all(|loss| loss.is_finite()));
+        let (_, first) = stop_at(&spec(job(parts.path(), 6)), 3);
+        let (outcome, second) = run_spec(&spec(job(parts.path(), 6)));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+        assert_eq!([losses(&first), losses(&second)].concat(), expected);
+
+        let of = |root: &Path| tensors(&root.join("out/tiny/vorx.safetensors"));
+        let (ours, resumed) = (of(whole.path()), of(parts.path()));
+        assert_eq!(ours.keys().map(String::as_str).collect::<Vec<_>>(), names);
+        for (name, tensor) in &ours {
+            assert_eq!(crate::testing::gap(tensor, &resumed[name]), 0.0, "{name}");
+            assert_eq!(tensor.dims()[0], 3);
+        }
+        assert!(whole.path().join("out/tiny/vorx_000000004.safetensors").is_file());
+        let mut samples: Vec<_> = std::fs::read_dir(whole.path().join("out/tiny/samples"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
+        samples.sort_by_key(|path| {
+            path.file_stem()
+                .unwrap()
+                .to_string_lossy()
+                .split("__")
+                .last()
+                .unwrap()
+                .to_owned()
+        });
+        let pixels: Vec<_> = samples
+            .iter()
+            .map(|path| image::open(path).unwrap().to_rgb8().into_raw())
+            .collect();
+        assert_eq!(pixels.len(), 3);
+        assert_eq!(pixels[0], pixels[1]);
+        assert_ne!(pixels[0], pixels[2]);
+    }
+}
+
+#[test]
+fn another_run_continues_from_the_newest_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = |steps, tokens| {
+        let mut process = with_word(trainer(dir.path(), steps));
+        if let Some(embedding) = &mut process.embedding {
+            embedding.tokens = tokens;
+        }
+        spec(process)
+    };
+    assert_eq!(run_spec(&job(4, 3)).0, Outcome::Completed);
+    let folder = dir.path().join("out/tiny");
+    std::fs::remove_dir_all(folder.join(".aitk/checkpoints")).unwrap();
+    let (outcome, events) = run_spec(&job(6, 3));
+    assert_eq!(outcome, Outcome::Completed);
+    assert!(
+        logs(&events).contains("(step 4), with a fresh optimizer"),
+        "{}",
+        logs(&events)
+    );
+    assert_eq!(losses(&events).len(), 2);
+    std::fs::remove_dir_all(folder.join(".aitk/checkpoints")).unwrap();
+    let (outcome, _) = run_spec(&job(8, 2));
+    let Outcome::Failed { message, .. } = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert!(
+        message.contains("`emb_params` of shape [2, ") && message.contains("`tokens`"),
+        "{message}"
+    );
+}
+
+#[test]
+fn a_known_word_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = with_word(trainer(dir.path(), 2));
+    if let Some(embedding) = &mut process.embedding {
+        embedding.trigger = "cat".into();
+    }
+    let (outcome, _) = run_spec(&spec(process));
+    let Outcome::Failed { message, .. } = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert!(message.contains("knows the word `cat`"), "{message}");
+}
