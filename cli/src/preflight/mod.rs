@@ -4,6 +4,8 @@
 
 #[cfg(feature = "embedded")]
 mod dataset;
+#[cfg(feature = "embedded")]
+mod embeddings;
 mod models;
 mod output;
 mod report;

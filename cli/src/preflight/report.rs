@@ -107,6 +107,10 @@ impl Report {
         report
             .unchecked
             .extend(report.models.iter().filter_map(|model| model.unchecked.clone()));
+        #[cfg(feature = "embedded")]
+        report
+            .missing
+            .extend(super::embeddings::embedding_problems(spec, directory));
         let counts = crate::job_file::parameter_counts(loaded, directory);
         report.trainings = trainings(loaded, counts, directory).await;
         #[cfg(not(feature = "embedded"))]

@@ -64,6 +64,10 @@ fn shipped_examples_are_supported() {
             include_str!("../../../config/examples/train_image_slider_sd15.yaml"),
         ),
         (
+            "train_textual_inversion_sd15.yaml",
+            include_str!("../../../config/examples/train_textual_inversion_sd15.yaml"),
+        ),
+        (
             "train_full_sd15.yaml",
             include_str!("../../../config/examples/train_full_sd15.yaml"),
         ),
@@ -429,7 +433,11 @@ fn unsupported_job_kinds_and_processes_are_refused() {
     assert_eq!(refused(&caption), ["type"]);
     assert_eq!(caption.warnings.len(), 0);
 
-    assert_eq!(refused(&load_file!("textual_inversion.yaml")), ["embedding"]);
+    // Only its file format: `pt`.
+    assert_eq!(
+        refused(&load_file!("textual_inversion.yaml")),
+        ["embedding.save_format"]
+    );
 }
 
 /// Like ai-toolkit's `extract.example.yml` and `mod_lora_scale.yaml`.

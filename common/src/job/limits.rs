@@ -54,6 +54,8 @@ pub const MAX_MULTIRES: u32 = 64;
 pub const MAX_LR_FACTORS: usize = 256;
 /// Vectors of a textual inversion: the tokens of a prompt without the two that begin and end it.
 pub const MAX_EMBEDDING_VECTORS: u32 = 75;
+/// Files of `model.embedding_paths`.
+pub const MAX_EMBEDDINGS: usize = 64;
 /// Noise tensors from which the nearest is taken.
 pub const MAX_NOISE_PAIRS: u32 = 1_000;
 /// Bytes that one value counts for besides its text.

@@ -3,6 +3,7 @@
 use super::arch::{Arch, ArchName};
 use super::declare::section;
 use super::dtype::DType;
+use super::limits::MAX_EMBEDDINGS;
 use super::schema::{PresentKeys, ReadContext, SupportReport, join};
 use super::values::{FreeMap, OneOrMany};
 use crate::plan::memory_options::MemoryOptions;
@@ -79,6 +80,9 @@ section! {
         assistant_lora_path: Option<String> = None, Works, input Lora;
         /// LoRA that is active only while sampling.
         inference_lora_path: Option<String> = None, Works, input Lora;
+        /// Files of textual inversions (ours), one or a list: prompts and captions can use their words. A word is the `name` in the file's
+        /// metadata, or else the file's name. Stable Diffusion 1.x, 2.x and SDXL.
+        embedding_paths: OneOrMany<String> = OneOrMany(Vec::new()), Works, input Embedding;
         /// LoRA that is active only on the unconditional pass.
         unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
         /// LoRA that compensates for quantisation.
@@ -154,6 +158,17 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
         cx.error_at(
             "inference_lora_path",
             "cannot be used together with `assistant_lora_path`",
+        );
+    }
+    cx.check_item_count("embedding_paths", model.embedding_paths.len(), MAX_EMBEDDINGS);
+    let has_words = matches!(model.arch.name, ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl);
+    if !model.embedding_paths.is_empty() && !has_words {
+        cx.error_at(
+            "embedding_paths",
+            format!(
+                "words are for the CLIP text encoders of Stable Diffusion and SDXL, and this is `arch: {}`",
+                model.arch
+            ),
         );
     }
     let recovery = model.accuracy_recovery_adapter.is_some() || model.qtype.contains('|');

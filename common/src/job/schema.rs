@@ -75,6 +75,8 @@ pub enum InputKind {
     Model,
     /// A LoRA or another adapter.
     Lora,
+    /// A textual inversion.
+    Embedding,
     /// A VAE.
     Vae,
     /// A text file with prompts or words, one per line.

@@ -25,6 +25,7 @@ mod saving;
 mod schedule;
 mod script;
 mod settings;
+mod word;
 mod yaml;
 
 pub use gui::is_preset;
@@ -258,6 +259,9 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     if import.script.trains_adapter() {
         process.insert("network".into(), Value::Object(network::network(import, &rates)));
     }
+    if import.script.trains_word() {
+        process.insert("embedding".into(), Value::Object(word::embedding(import)));
+    }
     process.insert("save".into(), Value::Object(saving::save(import, epoch, steps)));
     process.insert("datasets".into(), sections.into());
     let every = saving::sample_interval(import, epoch);
@@ -267,11 +271,15 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     if let Some(every) = every {
         process.insert("sample".into(), Value::Object(samples::sample(import, prompts, every)));
     }
+    let default_name = settings
+        .text("token_string")
+        .filter(|_| import.script.trains_word())
+        .unwrap_or("last");
     let mut root = Section::new();
     root.insert("job".into(), json!("extension"));
     root.insert(
         "config".into(),
-        json!({"name": settings.text("output_name").unwrap_or("last"), "process": [process]}),
+        json!({"name": settings.text("output_name").unwrap_or(default_name), "process": [process]}),
     );
     let meta = saving::meta(import);
     if !meta.is_empty() {
@@ -289,6 +297,12 @@ fn caches_text(import: &mut Import<'_>, rates: &Rates) -> bool {
     let Some(option) = options.into_iter().find(|option| import.settings.flag(option)) else {
         return false;
     };
+    if import.script.trains_word() {
+        import.error(
+            option,
+            "contradicts the training of a word, which needs the text encoders: remove it",
+        );
+    }
     if rates.text_encoder {
         let message = "contradicts the training of the text encoder, whose outputs change: set network_train_unet_only = true, or remove it";
         import.error(option, message);
@@ -329,12 +343,12 @@ fn dtype(import: &mut Import<'_>) -> &'static str {
             );
         }
     }
-    if import.script.trains_adapter() {
+    if !import.script.trains_model() {
         for (on, option) in [(full_bf16, "full_bf16"), (full_fp16, "full_fp16")] {
             if on {
                 import.note(
                     option,
-                    "aitk keeps the weights of the LoRA and their gradients in float32, which is more exact",
+                    "aitk keeps what it trains and its gradients in float32, which is more exact",
                 );
             }
         }

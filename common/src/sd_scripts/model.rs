@@ -48,7 +48,7 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
     let (whole, unet) = (settings.flag("fp8_base"), settings.flag("fp8_base_unet"));
     if whole || unet {
         let option = if whole { "fp8_base" } else { "fp8_base_unet" };
-        if import.script.trains_adapter() {
+        if !import.script.trains_model() {
             model.insert("quantize".into(), json!(true));
             model.insert("qtype".into(), json!("float8"));
             model.insert("quantize_te".into(), json!(whole && !unet));

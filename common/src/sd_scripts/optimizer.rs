@@ -148,6 +148,13 @@ pub(super) fn rates(import: &mut Import<'_>) -> Rates {
     }
     if import.script.trains_adapter() {
         adapter_rates(import, default)
+    } else if import.script.trains_word() {
+        Rates {
+            rate: default,
+            denoiser: true,
+            text_encoder: false,
+            factors: Vec::new(),
+        }
     } else {
         model_rates(import, default)
     }

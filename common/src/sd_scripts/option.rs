@@ -101,22 +101,23 @@ pub(super) enum Fate {
     Refused { unless: &'static str, why: &'static str },
 }
 
-/// Which scripts use an option: a family in the lower half, and LoRA or the whole model in the upper half.
+/// Which scripts use an option: a family in the lower half, and LoRA, the whole model or a word in the upper half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct UsedBy(pub u8);
 
 impl UsedBy {
     pub(super) const ALL: Self = Self(0xff);
     pub(super) const LORA: Self = Self(0x1f);
+    pub(super) const WORD: Self = Self(0x43);
     pub(super) const FULL: Self = Self(0x2f);
-    pub(super) const SD: Self = Self(0x31);
-    pub(super) const SDXL: Self = Self(0x32);
-    pub(super) const UNET: Self = Self(0x33);
+    pub(super) const SD: Self = Self(0x71);
+    pub(super) const SDXL: Self = Self(0x72);
+    pub(super) const UNET: Self = Self(0x73);
     pub(super) const FLUX: Self = Self(0x34);
     pub(super) const SD3: Self = Self(0x38);
     pub(super) const FLOW: Self = Self(0x3c);
     pub(super) const FULL_SD: Self = Self(0x21);
-    pub(super) const NOT_SD: Self = Self(0x3e);
+    pub(super) const NOT_SD: Self = Self(0x7e);
 
     /// Whether a script with these bits is among them.
     pub(super) fn includes(self, script: Self) -> bool {

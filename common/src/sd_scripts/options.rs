@@ -43,7 +43,7 @@ const MODEL: &[OptionRow] = &[
     row("pretrained_model_name_or_path", Text, "", ALL, Translated("`model.name_or_path`")),
     row("v2", Flag, "false", UsedBy::SD, Translated("`model.arch`: sd2, else sd1")),
     row("v_parameterization", Flag, "false", UNET, Translated("`model.is_v_pred`")),
-    row("vae", Text, "", UsedBy(0x3b), Translated("`model.vae_path`")),
+    row("vae", Text, "", UsedBy(0x7b), Translated("`model.vae_path`")),
     row("clip_l", Text, "", FLOW, Translated("`model.extras_name_or_path` (FLUX.1), `model.te_name_or_path` (SD3): its folder")),
     row("clip_g", Text, "", SD3, Translated("`model.te_name_or_path`: its folder")),
     row("t5xxl", Text, "", FLOW, Translated("`model.te_name_or_path`")),
@@ -90,6 +90,16 @@ const NETWORK: &[OptionRow] = &[
     row("stop_text_encoder_training", Whole, "", UsedBy::FULL_SD, Translated("-1: `train.train_text_encoder` false; aitk cannot stop it later")),
     row("diffusers_xformers", Flag, "false", FULL, NoInfluence(MEMORY)),
     row("num_last_block_to_freeze", Whole, "0", SD3, refused("use ai-toolkit's `model.ignore_if_contains` in a YAML config")),
+];
+
+#[rustfmt::skip]
+const WORD: &[OptionRow] = &[
+    row("token_string", Text, "", UsedBy::WORD, Translated("`embedding.trigger`")),
+    row("num_vectors_per_token", Whole, "1", UsedBy::WORD, Translated("`embedding.tokens`")),
+    row("init_word", Text, "", UsedBy::WORD, Translated("`embedding.init_words`, repeated for all vectors; `*` without it")),
+    row("weights", Text, "", UsedBy::WORD, refused("aitk starts from init_word")),
+    row("use_object_template", Flag, "false", UsedBy::WORD, refused("aitk trains captions: write them beside the images")),
+    row("use_style_template", Flag, "false", UsedBy::WORD, refused("aitk trains captions: write them beside the images")),
 ];
 
 #[rustfmt::skip]
@@ -219,8 +229,8 @@ const LOSS: &[OptionRow] = &[
     row("v_pred_like_loss", Number, "0", UNET, refused("aitk adds no loss of velocities to that of noise")),
     row("debiased_estimation_loss", Flag, "false", UNET, Translated("`train.debiased_estimation_loss`")),
     row("zero_terminal_snr", Flag, "false", UNET, refused("aitk reads it from the model's files (`ztsnr`, or scheduler_config.json): remove it if yours have it")),
-    row("min_timestep", Whole, "0", UsedBy(0x3b), Translated("`train.max_denoising_steps`: 999 - min_timestep")),
-    row("max_timestep", Whole, "1000", UsedBy(0x3b), Translated("`train.min_denoising_steps`: 1000 - max_timestep")),
+    row("min_timestep", Whole, "0", UsedBy(0x7b), Translated("`train.max_denoising_steps`: 999 - min_timestep")),
+    row("max_timestep", Whole, "1000", UsedBy(0x7b), Translated("`train.min_denoising_steps`: 1000 - max_timestep")),
     row("loss_type", Choice(&["l1", "l2", "huber", "smooth_l1"]), "l2", ALL, Translated("`train.loss_type`: mae, mse; huber and smooth_l1 with a constant huber_c of 0.01: pseudo_huber")),
     row("huber_schedule", Choice(&["constant", "exponential", "snr"]), "snr", ALL, Translated("only constant, with huber and smooth_l1")),
     row("huber_c", Number, "0.1", ALL, Translated("only 0.01 (times huber_scale), with huber and smooth_l1")),
@@ -391,6 +401,10 @@ pub(super) const GROUPS: &[Group] = &[
     Group {
         title: "Adapter, and what is trained",
         options: NETWORK,
+    },
+    Group {
+        title: "Textual inversion",
+        options: WORD,
     },
     Group {
         title: "Optimizer and learning rate",

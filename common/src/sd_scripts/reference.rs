@@ -32,9 +32,9 @@ folder when a training starts.
 | an option is unknown, or is set twice, or contradicts another | an error |
 | `max_train_epochs`, `save_every_n_epochs` or `sample_every_n_epochs` is set | the images are counted, so that their folders must be on this machine |
 
-Scripts: `train_network`, `sdxl_train_network`, `flux_train_network`, `sd3_train_network`, and for whole models `train_db`, `fine_tune`,
-`sdxl_train`, `flux_train`, `sd3_train`. A script is recognised by `network_module`, by options that only one has (`ae`, `clip_g`, `v2`, …), by the
-content of the model's files if they are on this machine, and else by the name of the model (`sd_xl_base_1.0`, `flux1-dev`, `v1-5-pruned`).
+Scripts: `train_network`, `sdxl_train_network`, `flux_train_network`, `sd3_train_network`, for whole models `train_db`, `fine_tune`,
+`sdxl_train`, `flux_train`, `sd3_train`, and for words `train_textual_inversion`, `sdxl_train_textual_inversion`. A script is recognised by
+`network_module`, by `token_string`, by options that only one has (`ae`, `clip_g`, `v2`, …), by the content of the model's files if they are on this machine, and else by the name of the model (`sd_xl_base_1.0`, `flux1-dev`, `v1-5-pruned`).
 
 ## What is trained differently
 
@@ -50,6 +50,7 @@ that are trained, no buckets, captions in `.caption` files, and so on. What no o
 | `gradient_accumulation_steps` | gradients are averaged | they are added, so that `loss_multiplier` is 1 / steps, and the loss that is shown is as much smaller |
 | `flip_aug` | each image is flipped half of the time | both images; other data sets are repeated twice as often, if they have no flips |
 | captions | the first line, without spaces at its ends | the whole file |
+| words (`token_string`) | captions are trained as they are; the vectors are called `word`, `word1`, `word2` | captions without the word get it at their beginning; the vectors are `word`, `word_1`, `word_2` ([textual-inversion.md](textual-inversion.md)) |
 | folders | images directly in the folder; `.bmp` too | those in folders below it too; no `.bmp` |
 | masks | weights as they are | weights scaled to 1 on average over a batch |
 | FLUX.1, SD3: q, k and v (and the MLP of single blocks) | one LoRA, or with `split_qkv` one each | one each |
@@ -128,6 +129,7 @@ fn scripts(used_by: UsedBy) -> String {
     match used_by.0 & 0xf0 {
         0x10 => format!("{families}; LoRA"),
         0x20 => format!("{families}; whole model"),
+        0x40 => format!("{families}; textual inversion"),
         _ => families,
     }
 }

@@ -55,7 +55,7 @@ pub(super) fn save(import: &mut Import<'_>, epoch: Option<u64>, steps: u64) -> S
     save.insert("max_step_saves_to_keep".into(), json!(kept(import, every, by_steps)));
     save.insert("dtype".into(), json!(dtype(import)));
     let format = settings.text("save_model_as");
-    if import.script.trains_adapter() {
+    if !import.script.trains_model() {
         if matches!(format, Some("ckpt" | "pt")) {
             import.note("save_model_as", "aitk writes safetensors");
         }

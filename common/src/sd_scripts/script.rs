@@ -40,11 +40,15 @@ pub enum Script {
     FluxTrain,
     /// The whole transformer of Stable Diffusion 3.
     Sd3Train,
+    /// Words for Stable Diffusion 1.x and 2.x.
+    TrainTextualInversion,
+    /// Words for SDXL.
+    SdxlTrainTextualInversion,
 }
 
 impl Script {
     /// All scripts that are imported.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 11] = [
         Self::TrainNetwork,
         Self::SdxlTrainNetwork,
         Self::FluxTrainNetwork,
@@ -54,6 +58,8 @@ impl Script {
         Self::SdxlTrain,
         Self::FluxTrain,
         Self::Sd3Train,
+        Self::TrainTextualInversion,
+        Self::SdxlTrainTextualInversion,
     ];
 
     /// Its file name without `.py`.
@@ -69,6 +75,8 @@ impl Script {
             Self::SdxlTrain => "sdxl_train",
             Self::FluxTrain => "flux_train",
             Self::Sd3Train => "sd3_train",
+            Self::TrainTextualInversion => "train_textual_inversion",
+            Self::SdxlTrainTextualInversion => "sdxl_train_textual_inversion",
         }
     }
 
@@ -95,20 +103,32 @@ impl Script {
     #[must_use]
     pub const fn family(self) -> ScriptFamily {
         match self {
-            Self::TrainNetwork | Self::TrainDb | Self::FineTune => ScriptFamily::Sd,
-            Self::SdxlTrainNetwork | Self::SdxlTrain => ScriptFamily::Sdxl,
+            Self::TrainNetwork | Self::TrainDb | Self::FineTune | Self::TrainTextualInversion => ScriptFamily::Sd,
+            Self::SdxlTrainNetwork | Self::SdxlTrain | Self::SdxlTrainTextualInversion => ScriptFamily::Sdxl,
             Self::FluxTrainNetwork | Self::FluxTrain => ScriptFamily::Flux,
             Self::Sd3TrainNetwork | Self::Sd3Train => ScriptFamily::Sd3,
         }
     }
 
-    /// Whether it trains an adapter; otherwise it trains the whole model.
+    /// Whether it trains an adapter.
     #[must_use]
     pub const fn trains_adapter(self) -> bool {
         matches!(
             self,
             Self::TrainNetwork | Self::SdxlTrainNetwork | Self::FluxTrainNetwork | Self::Sd3TrainNetwork
         )
+    }
+
+    /// Whether it trains a word for the text encoders.
+    #[must_use]
+    pub const fn trains_word(self) -> bool {
+        matches!(self, Self::TrainTextualInversion | Self::SdxlTrainTextualInversion)
+    }
+
+    /// Whether it trains the whole model.
+    #[must_use]
+    pub const fn trains_model(self) -> bool {
+        !self.trains_adapter() && !self.trains_word()
     }
 
     /// Whether the model has a transformer, which is trained with flow matching.
@@ -123,7 +143,12 @@ impl Script {
             ScriptFamily::Flux => 4,
             ScriptFamily::Sd3 => 8,
         };
-        UsedBy(family | if self.trains_adapter() { 0x10 } else { 0x20 })
+        let trained = match (self.trains_adapter(), self.trains_word()) {
+            (true, _) => 0x10,
+            (_, true) => 0x40,
+            _ => 0x20,
+        };
+        UsedBy(family | trained)
     }
 }
 
@@ -133,6 +158,15 @@ impl Script {
 /// A message, if nothing decides.
 pub(super) fn detect(settings: &Settings, directory: &Path) -> Result<Script, String> {
     let family = family(settings, directory)?;
+    if settings.is_set("token_string") {
+        return match family {
+            ScriptFamily::Sd => Ok(Script::TrainTextualInversion),
+            ScriptFamily::Sdxl => Ok(Script::SdxlTrainTextualInversion),
+            _ => Err(
+                "token_string: words are trained for Stable Diffusion 1.x, 2.x and SDXL, in sd-scripts too".to_owned(),
+            ),
+        };
+    }
     let adapter = settings.text("network_module").is_some()
         || settings.is_set("network_dim")
         || settings.is_set("network_weights")

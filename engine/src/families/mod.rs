@@ -4,6 +4,7 @@
 mod check;
 mod codec;
 mod conditioning;
+mod embedding_file;
 mod encoded_prompts;
 pub mod flux;
 mod metadata_yaml;
@@ -24,6 +25,7 @@ pub mod zimage;
 
 pub use codec::LoadedCodec;
 pub use conditioning::{Conditioning, ItemSize, Prompt};
+pub use embedding_file::{LearnedWord, embedding_names};
 pub use encoded_prompts::EncodedPrompts;
 pub use flux::{FLUX, FLUX_KONTEXT};
 pub use model::{Family, GuidanceKind, LoraNames, Model, ModelWriter, Part, SaveOptions, TextEncoders};

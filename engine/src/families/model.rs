@@ -97,6 +97,17 @@ pub trait TextEncoders: Send + Debug {
 
     /// Their parts, whose layers a LoRA can change.
     fn parts(&mut self) -> Vec<Part<'_>>;
+
+    /// Adds a word to the prompts, as [`Model::add_word`].
+    ///
+    /// # Errors
+    /// As [`Model::add_word`].
+    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+        let _ = vectors;
+        Err(EngineError::bad_input(format!(
+            "the word `{trigger}`: words are for the CLIP text encoders of Stable Diffusion and SDXL, and this is another model"
+        )))
+    }
 }
 
 /// A loaded model.

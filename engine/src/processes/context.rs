@@ -6,7 +6,7 @@ use crate::adapters::LoadedLora;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::families::{self, EncodedPrompts, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders};
+use crate::families::{self, EncodedPrompts, LearnedWord, LoadOptions, LoadedCodec, Model, PartRole, TextEncoders};
 use crate::weights::TrainableFilter;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::job::JobSpec;
@@ -146,6 +146,7 @@ impl Context<'_> {
         [denoiser, text_encoder]: [TrainableFilter; 2],
         prompts: Option<Arc<dyn EncodedPrompts>>,
     ) -> Result<LoadedModel> {
+        let encodes_prompts = prompts.is_none();
         let options = LoadOptions {
             prompts,
             parts: self.part_paths(config)?,
@@ -171,6 +172,10 @@ impl Context<'_> {
                     kinds.join(", ")
                 ),
             );
+        }
+        // The prompts were encoded with the words.
+        for word in self.words(config)?.iter().filter(|_| encodes_prompts) {
+            model.add_word(&word.trigger, &word.vectors)?;
         }
         let vae_path = match &config.vae_path {
             Some(vae) => {
@@ -222,7 +227,42 @@ impl Context<'_> {
         // Their memory is returned to the system before the model is loaded.
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
-        families::load_text_encoders(&path, config.arch.name, &options)
+        let mut encoders = families::load_text_encoders(&path, config.arch.name, &options)?;
+        for word in self.words(config)? {
+            encoders.add_word(&word.trigger, &word.vectors)?;
+        }
+        Ok(encoders)
+    }
+
+    /// The files of `model.embedding_paths`.
+    ///
+    /// # Errors
+    /// When a path is not an input of the job.
+    pub(super) fn embedding_files(&self, config: &ModelConfig) -> Result<Vec<PathBuf>> {
+        config
+            .embedding_paths
+            .iter()
+            .map(|path| self.local_path(path))
+            .collect()
+    }
+
+    /// Reads the words of `model.embedding_paths`.
+    fn words(&mut self, config: &ModelConfig) -> Result<Vec<LearnedWord>> {
+        let mut words = Vec::new();
+        for path in self.embedding_files(config)? {
+            let word = LearnedWord::read(&path)?;
+            let vectors = word.vectors.first().map_or(0, |vectors| vectors.dims()[0]);
+            self.log(
+                "info",
+                format!(
+                    "{}: prompts can use the word `{}`, of {vectors} vectors",
+                    path.display(),
+                    word.trigger
+                ),
+            );
+            words.push(word);
+        }
+        Ok(words)
     }
 
     /// Loads the codec of a `model` section alone.

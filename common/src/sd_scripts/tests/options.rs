@@ -13,6 +13,8 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
             return None;
         }
         "max_train_steps" | "model_prediction_type" => return None,
+        "token_string" => ("\"glorp\"", ""),
+        "num_vectors_per_token" => ("3", ""),
         "train_batch_size" => ("3", ""),
         "v2" => ("true", "v_parameterization = true"),
         "clip_l" | "clip_g" | "t5xxl" => ("\"/models/text/x.safetensors\"", ""),

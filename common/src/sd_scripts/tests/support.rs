@@ -84,6 +84,8 @@ pub(super) fn base(script: Script) -> String {
             "pretrained_model_name_or_path = \"flux1\"\ntimestep_sampling = \"sigmoid\"\nmodel_prediction_type = \"raw\"\n"
         }
         Script::Sd3Train => "pretrained_model_name_or_path = \"sd35\"\n",
+        Script::TrainTextualInversion => "pretrained_model_name_or_path = \"sd15\"\ntoken_string = \"vorx\"\n",
+        Script::SdxlTrainTextualInversion => "pretrained_model_name_or_path = \"sdxl\"\ntoken_string = \"vorx\"\n",
     };
     format!("{common}{of_script}")
 }

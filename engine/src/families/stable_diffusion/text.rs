@@ -113,6 +113,10 @@ impl TextEncoders for SdTextEncoders {
     fn parts(&mut self) -> Vec<Part<'_>> {
         parts(&mut self.encoders)
     }
+
+    fn add_word(&mut self, trigger: &str, vectors: &[Tensor]) -> Result<()> {
+        add_word(&mut self.encoders, trigger, vectors)
+    }
 }
 
 /// Loads the text encoders of a diffusers folder or a single-file checkpoint alone.

@@ -5,29 +5,17 @@
 
 use super::super::context::Context;
 use crate::error::{EngineError, Result};
-use crate::families::Model;
+use crate::families::{LearnedWord, Model, embedding_names};
 use crate::models::clip::{has_word, replace_word};
 use crate::optim::Param;
-use crate::weights::{Index, write_tensors};
+use crate::weights::write_tensors;
 use aitk_common::fsutil;
 use aitk_common::job::embedding::EmbeddingConfig;
 use aitk_common::job::process::TrainerProcess;
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
-
-/// The names of the vectors in a file, for one text encoder and for two.
-const NAME: &str = "emb_params";
-const NAMES_OF_TWO: [&str; 2] = ["clip_l", "clip_g"];
-
-/// The names of the vectors of so many text encoders.
-fn names(encoders: usize) -> &'static [&'static str] {
-    match encoders {
-        2 => &NAMES_OF_TWO,
-        _ => std::slice::from_ref(&NAME),
-    }
-}
 
 /// The trained vectors of a word.
 pub(super) struct TrainedWord {
@@ -40,7 +28,7 @@ impl TrainedWord {
     /// Adds the word to a model that was just loaded.
     pub(super) fn new(config: &EmbeddingConfig, model: &mut dyn Model, cx: &mut Context<'_>) -> Result<Self> {
         let initial = model.word_vectors(&config.init_words, config.tokens as usize)?;
-        let params = names(initial.len())
+        let params = embedding_names(initial.len())
             .iter()
             .zip(&initial)
             .map(|(name, vectors)| {
@@ -74,7 +62,7 @@ impl TrainedWord {
     pub(super) fn write(&self, path: &Path, mut metadata: BTreeMap<String, String>, step: u64) -> Result<()> {
         let own = [
             ("string_to_token", json!({"*": 265}).to_string()),
-            ("string_to_param", json!({"*": NAME}).to_string()),
+            ("string_to_param", json!({"*": "emb_params"}).to_string()),
             ("name", json!(self.config.trigger).to_string()),
             ("step", step.to_string()),
             ("sd_checkpoint", "null".to_owned()),
@@ -94,32 +82,27 @@ impl TrainedWord {
 
     /// Reads the vectors of a save.
     pub(super) fn load(&self, path: &Path) -> Result<()> {
-        let file = candle_core::safetensors::load(path, &Device::Cpu)?;
-        let mut read = Vec::new();
-        for param in &self.params {
-            let stored = file.get(&param.name).filter(|tensor| tensor.dims() == param.var.dims());
-            let Some(stored) = stored else {
-                return Err(EngineError::bad_input(format!(
-                    "{}: no tensor `{}` of shape {:?}: it is an embedding of another model, or with another number of `tokens`. It is \
-                     the newest save of the run folder: move it away, or give the word another `trigger`",
-                    path.display(),
-                    param.name,
-                    param.var.dims()
-                )));
-            };
-            read.push(stored.to_dtype(param.var.dtype())?.to_device(param.var.device())?);
+        let saved = LearnedWord::read(path)?.vectors;
+        let fits = |(param, tensor): (&Param, &Tensor)| param.var.dims() == tensor.dims();
+        if saved.len() != self.params.len() || !self.params.iter().zip(&saved).all(fits) {
+            let shapes = |tensors: Vec<&Tensor>| format!("{:?}", tensors.iter().map(|t| t.dims()).collect::<Vec<_>>());
+            return Err(EngineError::bad_input(format!(
+                "{}: its vectors have the shapes {}, and this training has {}: it is of another model, or has another number of \
+                 `tokens`. It is the newest save of the run folder: move it away, or give the word another `trigger`",
+                path.display(),
+                shapes(saved.iter().collect()),
+                shapes(self.params.iter().map(|param| param.var.as_tensor()).collect())
+            )));
         }
-        for (param, tensor) in self.params.iter().zip(read) {
-            param.var.set(&tensor)?;
+        for (param, tensor) in self.params.iter().zip(saved) {
+            param.var.set(&tensor.to_device(param.var.device())?)?;
         }
         Ok(())
     }
 
     /// The step in the metadata of a save.
     pub(super) fn saved_step(path: &Path) -> Result<Option<u64>> {
-        let metadata = Index::open(path)?.metadata();
-        let step = metadata.into_iter().find(|(key, _)| key == "step");
-        Ok(step.and_then(|(_, step)| step.trim_matches('"').parse().ok()))
+        Ok(LearnedWord::read(path)?.step)
     }
 }
 

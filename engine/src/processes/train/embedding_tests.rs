@@ -1,17 +1,20 @@
 //! Textual inversion, against `tests/reference/make_textual_inversion.py`.
 
 use super::replay::{replay, replayed};
-use super::tests::{logs, losses, run_spec, spec, stop_at, trainer};
+use super::slider_tests::small_job;
+use super::tests::{images, logs, losses, run_spec, spec, stop_at, trainer};
 use crate::autograd;
 use crate::error::EngineError;
 use crate::families::{LoadOptions, Model, Prompt};
 use crate::testing::{fixtures, load_sd};
 use aitk_common::attempt::Outcome;
+use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::{Arch, ArchName};
 use aitk_common::job::dtype::DType;
 use aitk_common::job::embedding::EmbeddingConfig;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::sample::SampleItem;
+use aitk_common::job::values::OneOrMany;
 use candle_core::{Device, Tensor, Var};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -35,6 +38,32 @@ fn with_word(mut process: TrainerProcess) -> TrainerProcess {
         ..EmbeddingConfig::default()
     });
     process
+}
+
+/// The same training with samples at its end.
+fn sampled(mut process: TrainerProcess, prompts: &[&str]) -> TrainerProcess {
+    process.train.disable_sampling = false;
+    process.sample.sample_steps = 2;
+    (process.sample.width, process.sample.height) = (64, 64);
+    process.sample.format = "png".into();
+    process.sample.walk_seed = false;
+    let item = |prompt: &&str| SampleItem {
+        prompt: (*prompt).into(),
+        ..SampleItem::default()
+    };
+    process.sample.samples = prompts.iter().map(item).collect();
+    process
+}
+
+/// The pixels of the samples, in their order.
+fn samples(root: &Path) -> Vec<Vec<u8>> {
+    let entries = std::fs::read_dir(root.join("out/tiny/samples")).unwrap();
+    let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.sort_by_key(|path| path.to_string_lossy().split("__").last().unwrap().to_owned());
+    files
+        .iter()
+        .map(|path| image::open(path).unwrap().to_rgb8().into_raw())
+        .collect()
 }
 
 fn tensors(file: &Path) -> BTreeMap<String, Tensor> {
@@ -85,7 +114,7 @@ fn a_word_is_trained_as_in_the_reference() {
 #[test]
 fn both_text_encoders_get_the_word_and_its_gradients() {
     let report = report();
-    let mut model = load_sd(&fixtures().join("tiny_sdxl"), &LoadOptions::cpu()).unwrap();
+    let mut model = load_sd(fixtures().join("tiny_sdxl"), &LoadOptions::cpu()).unwrap();
     let vectors: Vec<Var> = model
         .word_vectors("a cat", 3)
         .unwrap()
@@ -185,26 +214,31 @@ fn a_word_resumes_exactly_on_every_family_and_is_in_its_samples() {
             assert_eq!(tensor.dims()[0], 3);
         }
         assert!(whole.path().join("out/tiny/vorx_000000004.safetensors").is_file());
-        let mut samples: Vec<_> = std::fs::read_dir(whole.path().join("out/tiny/samples"))
-            .unwrap()
-            .map(|entry| entry.unwrap().path())
-            .collect();
-        samples.sort_by_key(|path| {
-            path.file_stem()
-                .unwrap()
-                .to_string_lossy()
-                .split("__")
-                .last()
-                .unwrap()
-                .to_owned()
-        });
-        let pixels: Vec<_> = samples
-            .iter()
-            .map(|path| image::open(path).unwrap().to_rgb8().into_raw())
-            .collect();
+        let pixels = samples(whole.path());
         assert_eq!(pixels.len(), 3);
         assert_eq!(pixels[0], pixels[1]);
         assert_ne!(pixels[0], pixels[2]);
+
+        // Another training uses the word, also when its prompts are encoded before.
+        for (cached, has_word) in [(false, true), (true, true), (false, false)] {
+            let other = tempfile::tempdir().unwrap();
+            let mut process = sampled(trainer(other.path(), 1), &["vorx in a house"]);
+            (process.model, process.train.dtype) = (job(other.path(), 1).model, dtype);
+            process.train.lr = 0.0;
+            process.train.cache_text_embeddings = cached;
+            process.train.skip_first_sample = true;
+            if has_word {
+                let file = whole.path().join("out/tiny/vorx.safetensors").display().to_string();
+                process.model.embedding_paths = OneOrMany(vec![file]);
+            }
+            let (outcome, events) = run_spec(&spec(process));
+            assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+            assert_eq!(
+                samples(other.path())[0] == pixels[0],
+                has_word,
+                "{arch}, cached: {cached}"
+            );
+        }
     }
 }
 
@@ -235,7 +269,7 @@ fn another_run_continues_from_the_newest_save() {
         panic!("{outcome:?}");
     };
     assert!(
-        message.contains("`emb_params` of shape [2, ") && message.contains("`tokens`"),
+        message.contains("this training has [[2, ") && message.contains("`tokens`"),
         "{message}"
     );
 }
@@ -252,4 +286,77 @@ fn a_known_word_is_refused() {
         panic!("{outcome:?}");
     };
     assert!(message.contains("knows the word `cat`"), "{message}");
+}
+
+#[test]
+fn the_example_config_runs() {
+    let text = include_str!("../../../../config/examples/train_textual_inversion_sd15.yaml");
+    for portable in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        images(&dir.path().join("images"));
+        let text = text.replace("/path/to/", &format!("{}/", dir.path().display()));
+        let mut spec = small_job(&text, dir.path(), &[]);
+        if portable {
+            spec.device = DeviceRef::PORTABLE_CPU;
+        }
+        let (outcome, events) = run_spec(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        assert!(dir.path().join("out/my_word/vorx.safetensors").is_file());
+    }
+}
+
+/// Red minus blue in the middle of each sample of the demo's model, in its order.
+fn redness(root: &Path) -> Vec<f64> {
+    let middle = |pixels: Vec<u8>| {
+        let of_row = |y: usize| (16..48).map(move |x| 3 * (64 * y + x));
+        let places: Vec<usize> = (16..48).flat_map(of_row).collect();
+        let red = |at: &usize| f64::from(pixels[*at]) - f64::from(pixels[*at + 2]);
+        places.iter().map(red).sum::<f64>() / places.len() as f64
+    };
+    samples(root).into_iter().map(middle).collect()
+}
+
+#[test]
+fn a_word_learns_what_its_images_show() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("red");
+    std::fs::create_dir(&data).unwrap();
+    for number in 0..8 {
+        let (x0, y0, radius) = (28 + number % 3 * 4, 30 + number % 2 * 4, 12 + number);
+        let image = image::RgbImage::from_fn(64, 64, |x, y| {
+            let (x, y) = (x as i32 - x0, y as i32 - y0);
+            image::Rgb(if x * x + y * y < radius * radius {
+                [230, 30, 30]
+            } else {
+                [255; 3]
+            })
+        });
+        image.save(data.join(format!("{number}.png"))).unwrap();
+        std::fs::write(data.join(format!("{number}.txt")), "a vorx circle").unwrap();
+    }
+    let run = |steps| {
+        let mut process = sampled(
+            with_word(trainer(dir.path(), steps)),
+            &["a vorx circle", "a blue circle"],
+        );
+        if let Some(embedding) = &mut process.embedding {
+            embedding.init_words = "blue".into();
+            embedding.tokens = 1;
+        }
+        process.model.name_or_path = fixtures().join("../../config/demo/base").display().to_string();
+        process.datasets[0].folder_path = Some(data.display().to_string());
+        process.datasets[0].resolution = OneOrMany(vec![64]);
+        (process.train.batch_size, process.train.lr) = (4, 2e-2);
+        process.sample.sample_steps = 12;
+        process.sample.guidance_scale = 3.0;
+        process.train.skip_first_sample = true;
+        process.training_folder = Some(dir.path().join(format!("{steps}")).join("out").display().to_string());
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        redness(&dir.path().join(format!("{steps}")))
+    };
+    let (first, last) = (run(1), run(60));
+    println!("{first:?} -> {last:?}");
+    assert!(first[0] < -100.0 && last[0] > 100.0, "{first:?} -> {last:?}");
+    assert_eq!(first[1], last[1], "the model itself is as it was");
 }

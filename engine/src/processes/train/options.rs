@@ -398,7 +398,7 @@ pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
 /// A fingerprint of a model's text encoders: of the files of its folders `text_encoder…` and `tokenizer…`, of the
 /// `config.json` of its other parts, which can say how long a prompt may be, and of a LoRA. For a single file: of the file and
 /// of the tokenizers beside it. The same of each of `parts` that may have text encoders.
-pub(super) fn text_fingerprint(model: &Path, parts: &PartPaths, lora: Option<&Path>) -> Result<String> {
+pub(super) fn text_fingerprint(model: &Path, parts: &PartPaths, changes: &[PathBuf]) -> Result<String> {
     let mut hash = Sha256::new();
     add_text_encoders(&mut hash, model)?;
     for (key, path) in [("extras", &parts.extras), ("text encoder", &parts.text_encoder)] {
@@ -409,8 +409,8 @@ pub(super) fn text_fingerprint(model: &Path, parts: &PartPaths, lora: Option<&Pa
         }
         add_text_encoders(&mut hash, path)?;
     }
-    if let Some(lora) = lora {
-        for file in files_of(lora, &["safetensors", "json"])? {
+    for change in changes {
+        for file in files_of(change, &["safetensors", "json"])? {
             add_to_fingerprint(&mut hash, &file)?;
         }
     }

@@ -221,7 +221,7 @@ fn halves_of_one_image_train_as_two_images() {
 }
 
 /// A job from the text of a config, with the training at a thousandth of its size.
-fn small_job(text: &str, root: &Path, warnings: &[&str]) -> AttemptSpec {
+pub(super) fn small_job(text: &str, root: &Path, warnings: &[&str]) -> AttemptSpec {
     let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
     let loaded = job::parse(text, format, None, &LoadOptions::default()).unwrap();
     let found: Vec<&str> = loaded.warnings.iter().map(|warning| warning.key.as_str()).collect();
@@ -246,10 +246,11 @@ fn small_job(text: &str, root: &Path, warnings: &[&str]) -> AttemptSpec {
     for dataset in &mut process.datasets {
         dataset.resolution = OneOrMany(vec![32]);
     }
-    let slider = process.slider.as_mut().unwrap();
-    slider.resolutions = vec![ImageSize(32, 32)];
-    for dataset in &mut slider.datasets {
-        dataset.size = 32;
+    if let Some(slider) = &mut process.slider {
+        slider.resolutions = vec![ImageSize(32, 32)];
+        for dataset in &mut slider.datasets {
+            dataset.size = 32;
+        }
     }
     attempt(&job, "")
 }

@@ -41,9 +41,10 @@ pub(super) fn encode(
         let exclude = model.quantize_exclude().unwrap_or_default().join(" ");
         format!("{qtype} {exclude}")
     });
+    let changes: Vec<_> = lora.iter().cloned().chain(cx.embedding_files(model)?).collect();
     let cache = TextCache::new(TextKey {
         space: model.arch.name.to_string(),
-        encoders: options::text_fingerprint(&path, &cx.part_paths(model)?, lora.as_deref())?,
+        encoders: options::text_fingerprint(&path, &cx.part_paths(model)?, &changes)?,
         dtype: compute.dtype.as_str().to_owned(),
         quantization: quantization.unwrap_or_default(),
     });
