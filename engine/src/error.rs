@@ -76,6 +76,9 @@ pub enum EngineError {
         /// What is wrong.
         message: String,
     },
+    /// The process was told to stop, and did so.
+    #[error("stopped")]
+    Stopped,
     /// The job asks for something that is not supported (yet).
     #[error("{0}")]
     Unsupported(String),
@@ -171,6 +174,7 @@ impl EngineError {
             | Self::ShapeMismatch { .. }
             | Self::ModelConfig { .. }
             | Self::Unsupported(_)
+            | Self::Stopped
             | Self::BadInput(_) => FailureCause::BadInput,
             Self::Device { .. } => FailureCause::Machine,
             Self::Internal(_) => FailureCause::Internal,

@@ -91,14 +91,16 @@ pub(super) fn dataset_warnings(set: &DatasetReport, brief: bool) -> Vec<String> 
 pub(super) fn dataset_lines(set: &DatasetReport) -> Vec<String> {
     let mut lines = vec![path_and_resolution(set)];
     let mut counts = format!("{}, {} with captions", plural(set.images, "image"), set.captioned);
-    if let (Some(default), true) = (&set.default_caption, set.uncaptioned.count > 0) {
+    if let (Some(default), true) = (&set.default_caption, set.uncaptioned.count > 0)
+        && !default.is_empty()
+    {
         counts += &format!(", {} with the default caption `{default}`", set.uncaptioned.count);
     }
     if let Some(masks) = set.masks {
         counts += &format!(", {masks} with masks");
     }
     if let Some(controls) = set.controls {
-        counts += &format!(", {controls} with control images");
+        counts += &format!(", {controls} with {}", set.controls_noun);
     }
     lines.push(counts);
     let without_path = |message: String| {

@@ -53,7 +53,7 @@ impl TrainerProcess {
             }
         }
         let has_masks = |set: &DatasetConfig| set.mask_path.is_some() || set.alpha_mask;
-        if train.inverted_mask_prior && !self.datasets.iter().any(has_masks) {
+        if train.inverted_mask_prior && !self.kind.is_slider() && !self.datasets.iter().any(has_masks) {
             cx.warn_at(
                 "train.inverted_mask_prior",
                 "has no effect: no data set has masks (`mask_path` or `alpha_mask`)",

@@ -86,9 +86,10 @@ section! {
     pub struct SliderConfig("slider") {
         /// Pairs of opposites (`slider`, `ultimate_slider_trainer`).
         targets: Vec<SliderTarget> = Vec::new(), Works;
-        /// Prompts whose result must not change (`slider`, `ultimate_slider_trainer`).
+        /// Prompts whose result must not change (`slider`).
         anchors: Vec<SliderAnchor> = Vec::new(), Works;
-        /// Sizes; one is picked at random.
+        /// Sizes of the sampled latents (`slider` without `datasets`); one is picked at random. Sides are rounded down to multiples of 8, of
+        /// transformers of 16.
         resolutions: Vec<ImageSize> = vec![ImageSize(512, 512)], Works;
         /// Neutral prompts, one per line.
         prompt_file: Option<String> = None, Ignored("no loss uses neutral prompts, in ai-toolkit neither"), input PromptFile;

@@ -5,13 +5,18 @@ use super::limits::{MAX_DATASETS, MAX_SLIDER_PROMPTS};
 use super::objective::LossType;
 use super::process::TrainerProcess;
 use super::process_type::ProcessType;
-use super::schema::ReadContext;
+use super::sampler::SamplerName;
+use super::schema::{ReadContext, join};
 use super::slider::{ReferenceDataset, SliderConfig};
 use super::train::{TimestepType, TrainConfig};
-use super::values::OneOrMany;
+use super::values::{ImageSize, OneOrMany};
 
 /// More sampling steps than this before each training step of `type: slider` are probably the default, not a choice.
 const MANY_STEPS: u32 = 100;
+/// Pixels of latents that are sampled.
+const MAX_SAMPLED_PIXELS: u64 = 4096 * 4096;
+/// What a negative weight does.
+const NEGATIVE: &str = "is negative: the adapter is trained away from the target, without a limit";
 
 impl TrainerProcess {
     /// Checks a slider training, and turns off what it cannot train.
@@ -69,7 +74,9 @@ fn finish(process: &mut TrainerProcess, cx: &mut ReadContext) {
         cx.error_at("model.arch", message);
     }
     warn_of_ineffective(&process.train, cx);
+    warn_of_ineffective_datasets(process, cx);
     let slider = process.slider.clone().unwrap_or_default();
+    warn_of_other_kinds(process, &slider, cx);
     match kind {
         ProcessType::ConceptSlider => check_concept(&slider, cx),
         _ => {
@@ -82,7 +89,8 @@ fn finish(process: &mut TrainerProcess, cx: &mut ReadContext) {
         }
     }
     if process.samples_for_slider() {
-        check_sampling(&process.train, cx);
+        check_sampling(&process.train, process.model.arch.name.is_flow(), cx);
+        check_sizes(&slider, cx);
         warn_of_noise(&process.train, cx);
     }
 }
@@ -94,10 +102,18 @@ fn check_concept(slider: &SliderConfig, cx: &mut ReadContext) {
             "needs a `positive_prompt` and a `negative_prompt` that differ: the slider learns their difference",
         );
     }
+    if slider.guidance_strength == 0.0 {
+        cx.error_at(
+            "slider.guidance_strength",
+            "must not be 0: the slider would learn nothing",
+        );
+    }
 }
 
 fn check_targets(slider: &SliderConfig, cx: &mut ReadContext) {
-    if slider.targets.is_empty() {
+    let path = join(cx.path(), "slider");
+    let is_reported = cx.errors.iter().any(|error| error.key.starts_with(&path));
+    if slider.targets.is_empty() && !is_reported {
         cx.error_at(
             "slider.targets",
             "needs at least one pair: `- {target_class: person, positive: old person, negative: young person}`",
@@ -123,6 +139,14 @@ fn check_targets(slider: &SliderConfig, cx: &mut ReadContext) {
                 "must not be 0: the adapter would do nothing while it is trained",
             );
         }
+        if target.weight == 0.0 {
+            cx.error_at(
+                &format!("{key}.weight"),
+                "must not be 0: nothing would be learned from this pair",
+            );
+        } else if target.weight < 0.0 {
+            cx.warn_at(&format!("{key}.weight"), NEGATIVE);
+        }
     }
 }
 
@@ -138,6 +162,22 @@ fn check_pairs(process: &TrainerProcess, slider: &SliderConfig, cx: &mut ReadCon
             "slider.datasets",
             "needs at least one set of image pairs: `- {pos_folder: …, neg_folder: …}` or `- {pair_folder: …}`",
         );
+    }
+    if process.kind == ProcessType::UltimateSlider {
+        if slider.img_loss_weight == 0.0 && slider.cfg_loss_weight == 0.0 {
+            cx.error_at(
+                "slider",
+                "`img_loss_weight` and `cfg_loss_weight` are both 0: nothing would be learned",
+            );
+        }
+        for (weight, key) in [
+            (slider.img_loss_weight, "slider.img_loss_weight"),
+            (slider.cfg_loss_weight, "slider.cfg_loss_weight"),
+        ] {
+            if weight < 0.0 {
+                cx.warn_at(key, NEGATIVE);
+            }
+        }
     }
     cx.check_item_count("slider.datasets", slider.datasets.len(), MAX_DATASETS);
     for (index, dataset) in slider.datasets.iter().enumerate().take(MAX_DATASETS) {
@@ -155,27 +195,145 @@ fn check_pairs(process: &TrainerProcess, slider: &SliderConfig, cx: &mut ReadCon
                     "has no effect beside `pos_folder` and `neg_folder`",
                 );
             }
+            (true, false, true) | (false, true, true) => cx.error_at(
+                &key,
+                "has a `pair_folder` and one of `pos_folder` and `neg_folder`: keep the pair folder alone, or the two others",
+            ),
             _ => cx.error_at(
                 &key,
                 "needs `pos_folder` and `neg_folder`, or a `pair_folder` of images with the negative half on the left",
             ),
         }
+        if is_set(&dataset.pos_folder) && dataset.pos_folder == dataset.neg_folder {
+            cx.error_at(
+                &format!("{key}.neg_folder"),
+                "is the same as `pos_folder`: the slider learns what the pairs differ in",
+            );
+        }
+        if dataset.strengths() == [0.0, 0.0] {
+            cx.error_at(
+                &key,
+                "its strengths are 0 (`network_weight`): the adapter would do nothing while it is trained",
+            );
+        }
+    }
+}
+
+/// The most sampling steps from which all samplers' noise levels are finite and in the table.
+fn most_sampling_steps(train: &TrainConfig, is_flow: bool) -> u32 {
+    let table = train.num_train_timesteps;
+    match train.noise_scheduler {
+        _ if is_flow => table,
+        SamplerName::Lcm => 50.min(table),
+        // Of nearly equal noise levels the second order divides by nearly nothing.
+        SamplerName::DpmSolver | SamplerName::DpmSolverPp | SamplerName::KDpmSolver | SamplerName::KDpmSolverPp => {
+            table / 2
+        }
+        _ => table.saturating_sub(1),
     }
 }
 
 /// Checks the number of sampling steps from which the noise level of each training step is drawn.
-fn check_sampling(train: &TrainConfig, cx: &mut ReadContext) {
-    let (steps, table) = (train.max_denoising_steps, train.num_train_timesteps);
-    if steps < 3 || steps > table {
+fn check_sampling(train: &TrainConfig, is_flow: bool, cx: &mut ReadContext) {
+    let (steps, most) = (train.max_denoising_steps, most_sampling_steps(train, is_flow));
+    if steps < 3 || steps > most {
+        let sampler = train.noise_scheduler;
         cx.error_at(
             "train.max_denoising_steps",
-            format!("expected 3 to {table}: a slider without images samples with so many steps, and trains after some of them"),
+            format!("expected 3 to {most} with `noise_scheduler: {sampler}`, found {steps}: a slider without images samples with so many steps, and trains after some of them"),
         );
     } else if steps > MANY_STEPS {
         cx.warn_at(
             "train.max_denoising_steps",
             format!("each training step first samples up to {steps} steps, which takes long: 40 are usual"),
         );
+    }
+}
+
+/// Checks the sizes of the latents that are sampled.
+fn check_sizes(slider: &SliderConfig, cx: &mut ReadContext) {
+    for (index, ImageSize(width, height)) in slider.resolutions.iter().enumerate().take(MAX_SLIDER_PROMPTS) {
+        let key = format!("slider.resolutions[{index}]");
+        if u64::from(*width) * u64::from(*height) > MAX_SAMPLED_PIXELS {
+            cx.error_at(
+                &key,
+                format!("{width} x {height} is too large: expected at most {MAX_SAMPLED_PIXELS} pixels (4096 x 4096)"),
+            );
+        } else if width % 8 != 0 || height % 8 != 0 {
+            cx.warn_at(
+                &key,
+                format!("sides are rounded down to multiples of 8 (of 16 for transformers): {width} x {height} becomes smaller"),
+            );
+        }
+    }
+}
+
+/// Warns of keys of other kinds of sliders.
+fn warn_of_other_kinds(process: &TrainerProcess, slider: &SliderConfig, cx: &mut ReadContext) {
+    let kind = process.kind;
+    let default = SliderConfig::default();
+    let (concept, pairs) = (kind == ProcessType::ConceptSlider, kind.uses_image_pairs());
+    let (prompts, ultimate) = (kind == ProcessType::Slider, kind == ProcessType::UltimateSlider);
+    let keys = [
+        (!slider.targets.is_empty() && !kind.uses_slider_targets(), "targets"),
+        (!slider.anchors.is_empty() && !prompts, "anchors"),
+        (
+            slider.resolutions != default.resolutions && !process.samples_for_slider(),
+            "resolutions",
+        ),
+        (!slider.datasets.is_empty() && !pairs, "datasets"),
+        (
+            slider.guidance_strength != default.guidance_strength && !concept,
+            "guidance_strength",
+        ),
+        (
+            slider.anchor_strength != default.anchor_strength && !concept,
+            "anchor_strength",
+        ),
+        (!slider.positive_prompt.is_empty() && !concept, "positive_prompt"),
+        (!slider.negative_prompt.is_empty() && !concept, "negative_prompt"),
+        (!slider.target_class.is_empty() && !concept, "target_class"),
+        (slider.anchor_class.is_some() && !concept, "anchor_class"),
+        (slider.weight_jitter != 0.0 && !pairs, "weight_jitter"),
+        (
+            slider.img_loss_weight != default.img_loss_weight && !ultimate,
+            "img_loss_weight",
+        ),
+        (
+            slider.cfg_loss_weight != default.cfg_loss_weight && !ultimate,
+            "cfg_loss_weight",
+        ),
+        (!slider.batch_full_slide && !prompts && !ultimate, "batch_full_slide"),
+    ];
+    for (_, key) in keys.into_iter().filter(|(on, _)| *on) {
+        let why = match key == "resolutions" && prompts {
+            true => "has no effect: the images of `datasets` have their own sizes".to_owned(),
+            false => format!("has no effect with `type: {kind}` (docs/sliders.md has the keys of each type)"),
+        };
+        cx.warn_at(&format!("slider.{key}"), why);
+    }
+}
+
+/// Warns of keys of data sets that a slider does not use.
+fn warn_of_ineffective_datasets(process: &TrainerProcess, cx: &mut ReadContext) {
+    for (index, dataset) in process.datasets.iter().enumerate().take(MAX_DATASETS) {
+        let keys = [
+            (dataset.mask_path.is_some(), "mask_path"),
+            (dataset.alpha_mask, "alpha_mask"),
+            (dataset.prior_reg, "prior_reg"),
+            (dataset.is_reg, "is_reg"),
+            (*dataset.network_weight != 1.0, "network_weight"),
+            (dataset.loss_multiplier != 1.0, "loss_multiplier"),
+            (*dataset.caption_dropout_rate != 0.0, "caption_dropout_rate"),
+            (*dataset.token_dropout_rate != 0.0, "token_dropout_rate"),
+            (dataset.trigger_word.is_some(), "trigger_word"),
+        ];
+        for (_, key) in keys.into_iter().filter(|(on, _)| *on) {
+            cx.warn_at(
+                &format!("datasets[{index}].{key}"),
+                "has no effect on a slider, which has prompts and losses of its own (docs/sliders.md)",
+            );
+        }
     }
 }
 
@@ -225,7 +383,7 @@ fn warn_of_ineffective(train: &TrainConfig, cx: &mut ReadContext) {
     for (_, key) in keys.into_iter().filter(|(on, _)| *on) {
         cx.warn_at(
             &format!("train.{key}"),
-            "has no effect on a slider, which compares predictions with those of the model without it",
+            "has no effect on a slider, which has losses of its own (docs/sliders.md)",
         );
     }
 }

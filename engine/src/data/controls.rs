@@ -56,6 +56,15 @@ pub struct ControlOptions {
 }
 
 impl ControlOptions {
+    /// What they are called in messages, all of them.
+    #[must_use]
+    pub fn noun(&self) -> &'static str {
+        match self.role {
+            ControlRole::Condition => "control images",
+            ControlRole::Negative => "negative images",
+        }
+    }
+
     /// Checks that the folders exist.
     ///
     /// # Errors

@@ -169,8 +169,16 @@ impl DatasetScan {
                     }
                 },
             };
+            if options.side_by_side && size.0 < 2 {
+                return Err(EngineError::bad_input(format!(
+                    "{}: an image of {} x {} pixels has no two halves; remove it from the `pair_folder`",
+                    path.display(),
+                    size.0,
+                    size.1
+                )));
+            }
             let size = match options.side_by_side {
-                true => ((size.0 / 2).max(1), size.1),
+                true => (size.0 / 2, size.1),
                 false => size,
             };
             let text = match listing.captions.get(path) {
@@ -254,8 +262,9 @@ impl DatasetScan {
     pub fn control_warnings(&self, options: &DatasetOptions) -> Warnings {
         let mut warnings = Vec::new();
         if let Some(first) = self.squeezed.first() {
+            let kind = options.controls.as_ref().map_or("control images", ControlOptions::noun);
             warnings.push(format!(
-                "{}: the control images of {} of {} images have another aspect ratio than their images, and are squeezed to it. The first \
+                "{}: the {kind} of {} of {} images have another aspect ratio than their images, and are squeezed to it. The first \
                  image is {}",
                 options.path.display(),
                 self.squeezed.len(),
@@ -270,8 +279,9 @@ impl DatasetScan {
                 _ => false,
             };
             if is_inside && options.path.is_dir() && folder.file_name().is_none_or(|name| name != "_controls") {
+                let kind = options.controls.as_ref().map_or("control images", ControlOptions::noun);
                 warnings.push(format!(
-                    "{}: this folder of control images is in the data set's folder, so its images are trained on too: move it, or call \
+                    "{}: this folder of {kind} is in the data set's folder, so its images are trained on too: move it, or call \
                      it `_controls`, which is skipped",
                     folder.display()
                 ));

@@ -1,6 +1,7 @@
 //! A report on a data set before training: its images, captions and buckets, computed by the code that training uses.
 
 use super::bucket::BucketPlan;
+use super::controls::ControlOptions;
 use super::dataset::{DatasetOptions, DatasetScan, check_options, flip_variants, plan_item};
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -75,6 +76,8 @@ pub struct DatasetReport {
     pub masks: Option<u64>,
     /// How many images have a control image. `None`: the data set has none.
     pub controls: Option<u64>,
+    /// What they are called: control images, or the negative images of pairs.
+    pub controls_noun: &'static str,
     /// Warnings about the control images.
     pub control_warnings: Vec<String>,
     /// How often the list of images is repeated.
@@ -97,6 +100,8 @@ pub struct DatasetContents {
     scan: DatasetScan,
     /// For each image of the scan: whether its end is missing.
     cut_off: Vec<bool>,
+    /// Control images whose end is missing.
+    cut_off_controls: Vec<PathBuf>,
     ignored: BTreeMap<String, u64>,
     control_files: u64,
 }
@@ -108,16 +113,17 @@ impl DatasetContents {
     /// When the folder is missing, an image is too large, or a caption is not UTF-8.
     pub fn read(options: &DatasetOptions) -> Result<Self> {
         let scan = DatasetScan::read(options, false)?;
-        let cut_off = scan
+        let cut_off = scan.images.iter().map(|file| is_cut_off(&file.path)).collect();
+        // Of control images too, but not of halves, which are in the same file.
+        let controls = scan
             .images
             .iter()
-            // An image that can be decoded is complete, however many bytes follow it: training decodes it in the same
-            // way.
-            .map(|file| image_io::is_cut_off(&file.path) && image_io::open_rgb(&file.path).is_err())
-            .collect();
+            .filter_map(|file| file.control.clone().filter(|path| *path != file.path));
+        let cut_off_controls = controls.filter(|path| is_cut_off(path)).collect();
         let mut contents = Self {
             scan,
             cut_off,
+            cut_off_controls,
             ignored: BTreeMap::new(),
             control_files: 0,
         };
@@ -135,6 +141,12 @@ impl DatasetContents {
         other.count(&options.path, options, &known, 0);
         (self.ignored, self.control_files) = (other.ignored, other.control_files);
     }
+}
+
+/// Whether an image's end is missing. One that can be decoded is complete, however many bytes follow it: training decodes it in the
+/// same way.
+fn is_cut_off(path: &Path) -> bool {
+    image_io::is_cut_off(path) && image_io::open_rgb(path).is_err()
 }
 
 /// Counts of files that are not trained on.
@@ -181,6 +193,7 @@ impl DatasetReport {
                 .controls
                 .as_ref()
                 .map(|_| scan.images.iter().filter(|file| file.control.is_some()).count() as u64),
+            controls_noun: options.controls.as_ref().map_or("control images", ControlOptions::noun),
             control_warnings: scan.control_warnings(options),
             ignored: contents.ignored.clone(),
             control_files: contents.control_files,
@@ -216,6 +229,9 @@ impl DatasetReport {
             // The seed only changes the crop, not the bucket.
             let BucketPlan { bucket, .. } = plan_item(file.size, options, divisibility, 0, &file.path);
             *buckets.entry(bucket).or_default() += report.repeats * report.copies;
+        }
+        for path in &contents.cut_off_controls {
+            report.cut_off.add(|| relative(path));
         }
         report.buckets = buckets
             .into_iter()

@@ -81,6 +81,7 @@ impl<'a> Pipeline<'a> {
         request: &GenerateRequest,
         steps: usize,
         noise: &mut NoiseSource,
+        on_step: OnStep<'_>,
     ) -> Result<(Vec<Tensor>, f64)> {
         let mut sampling = self.start(request, noise)?;
         let evaluations = sampling
@@ -94,7 +95,9 @@ impl<'a> Pipeline<'a> {
                 request.steps
             )));
         };
-        self.denoise(&mut sampling, 0..index, noise, &mut |_, _| true)?;
+        if !self.denoise(&mut sampling, 0..index, noise, on_step)? {
+            return Err(EngineError::Stopped);
+        }
         Ok((sampling.inputs(index)?, timestep))
     }
 
@@ -332,7 +335,8 @@ fn check_size(width: usize, height: usize, grid: usize) -> Result<()> {
     }
     if (width as u64) * (height as u64) > image_io::MAX_PIXELS {
         return Err(EngineError::bad_input(format!(
-            "an image of {width} x {height} pixels is too large"
+            "an image of {width} x {height} pixels is too large: expected at most {} megapixels",
+            image_io::MAX_PIXELS / 1_000_000
         )));
     }
     Ok(())

@@ -187,10 +187,20 @@ impl<'a> Run<'a> {
             interrupted_saves: Vec::new(),
             non_finite_steps: 0,
             metrics,
+            stop: cx.stop.clone(),
         };
         run.resume(cx)?;
         run.metrics.open(run.start_step)?;
         Ok(Some(run))
+    }
+
+    /// Ends a run that was told to stop, after `step` steps.
+    fn end_at(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
+        if self.non_finite_steps >= MAX_SAVED_NON_FINITE_STEPS {
+            cx.log("warn", not_saved_message(step, self.non_finite_steps));
+            return Ok(Outcome::stopped());
+        }
+        self.save_and_stop(cx, step)
     }
 
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
@@ -223,16 +233,13 @@ impl<'a> Run<'a> {
         let total_steps = steps.saturating_sub(self.process.train.start_step.unwrap_or(0));
         for step in self.start_step..steps {
             if cx.stop.is_set() {
-                return match self.non_finite_steps >= MAX_SAVED_NON_FINITE_STEPS {
-                    false => self.save_and_stop(cx, step),
-                    true => {
-                        cx.log("warn", not_saved_message(step, self.non_finite_steps));
-                        Ok(Outcome::stopped())
-                    }
-                };
+                return self.end_at(cx, step);
             }
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
-                self.micro_batch(step, micro)?;
+                match self.micro_batch(step, micro) {
+                    Err(EngineError::Stopped) => return self.end_at(cx, step),
+                    done => done?,
+                }
             }
             let update = self.data.updates_weights(step, self.process);
             let report = self.trainer.finish_step(step, update)?;

@@ -16,7 +16,7 @@ use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
-use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossType};
 use aitk_common::job::values::TextSource;
@@ -194,7 +194,11 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             batch_size: dataset.batch_size.unwrap_or(process.train.batch_size).max(1) as usize,
             repeats: dataset.num_repeats.max(1) as usize,
             caption_ext: dataset.caption_ext.clone(),
-            default_caption: dataset.default_caption.clone(),
+            default_caption: match process.kind {
+                // Sliders between prompts use no captions, so that none is missing.
+                ProcessType::ConceptSlider | ProcessType::Slider => Some(String::new()),
+                _ => dataset.default_caption.clone(),
+            },
             short_captions: dataset.use_short_captions,
             captions: CaptionRules {
                 trigger: dataset.trigger_word.clone(),

@@ -1,5 +1,6 @@
 //! The state of a training run.
 
+use super::super::events::StopSignal;
 use super::data::TrainingData;
 use super::folder::RunFolder;
 use super::record::StepRecorder;
@@ -48,6 +49,8 @@ pub(super) struct Run<'a> {
     /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
     pub(super) non_finite_steps: u64,
     pub(super) metrics: StepRecorder,
+    /// Tells the run to stop.
+    pub(super) stop: StopSignal,
 }
 
 /// Checks that each entry of `train.lr_factors` is for some tensor.

@@ -49,7 +49,7 @@ pub(super) fn micro_batch(targets: &PromptTargets, run: &mut Run<'_>, at: MicroB
             let mut all = Vec::new();
             for (index, part) in parts.into_iter().enumerate() {
                 let noise = generator_from_text(&format!("{}/slider-noise/{step}/{micro}/{index}", run.seed));
-                let noisy = sample(run, target, part, (size, steps), noise)?;
+                let noisy = sample(run, (target, part), (size, steps), noise, at)?;
                 all.extend(passes_on(run, (target, anchor), &noisy, &[part], share)?);
             }
             all
@@ -115,10 +115,10 @@ pub(super) fn passes_on(
 /// Samples from noise, without the adapter and with the class's prompt, and stops after `steps` of the steps.
 fn sample(
     run: &Run<'_>,
-    target: &TargetPrompts,
-    part: Part,
+    (target, part): (&TargetPrompts, Part),
     (ImageSize(width, height), steps): (ImageSize, usize),
     noise: TorchGenerator,
+    at: MicroBatchNumber,
 ) -> Result<NoisyLatents> {
     let train = &run.process.train;
     let items = train.batch_size.max(1) as usize;
@@ -141,7 +141,9 @@ fn sample(
     };
     let pipeline = Pipeline::new(&*run.model, run.process.model.is_v_pred)?;
     let mut noise = NoiseSource::Shared(noise);
-    let sample = || pipeline.sample_partly(&request, steps, &mut noise);
+    // A step that is stopped is done again; gradients of earlier micro-batches would be lost.
+    let mut goes_on = |_, _| at.micro > 0 || !run.stop.is_set();
+    let sample = || pipeline.sample_partly(&request, steps, &mut noise, &mut goes_on);
     let (latents, timestep) = run.slider_handle()?.in_pass(LoraPass::inference(0.0), sample)?;
     Ok(NoisyLatents {
         latents: latents.iter().map(Tensor::detach).collect(),
