@@ -124,7 +124,7 @@ pub fn read_with(
         let warnings = warnings.iter().map(|warning| printable(&warning.to_string())).collect();
         return Ok((loaded, warnings));
     }
-    let mut message = format!("{config} uses features that are not supported yet:");
+    let mut message = format!("{config} has keys or values that cannot run:");
     for finding in &support.errors {
         message.push_str("\n  ");
         message.push_str(&printable(&finding.to_string()));

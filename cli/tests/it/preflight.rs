@@ -690,3 +690,29 @@ fn a_single_file_of_stable_diffusion_3_takes_its_parts_from_elsewhere() {
     let is_image = |entry: &std::fs::DirEntry| entry.path().extension().is_some_and(|end| end == "png");
     assert_eq!(images.flatten().filter(is_image).count(), 1, "{said}");
 }
+
+/// A folder of Z-Image without a VAE takes that of another model.
+#[test]
+fn a_folder_without_a_vae_takes_one_from_elsewhere() {
+    let home = Home::new();
+    let tiny = Path::new(TINY).parent().unwrap();
+    let job = |keys: &str| {
+        let text = format!(
+            "job: generate\nconfig:\n  name: images\n  process:\n    - type: to_folder\n      output_folder: out\n      model: \
+             {{name_or_path: {}, arch: zimage, dtype: float32{keys}}}\n      generate: {{prompts: [a], width: 32, height: 32, \
+             sample_steps: 1, sampler: flowmatch}}\n",
+            tiny.join("tiny_zimage").display()
+        );
+        home.write("job.yaml", &text);
+    };
+    let aitk = |command: &str| {
+        let output = home.aitk().args([command, "job.yaml"]).output().unwrap();
+        (code(&output), format!("{}{}", out(&output), err(&output)))
+    };
+    job("");
+    let (exit, said) = aitk("validate");
+    assert!(exit == 1 && said.contains("without VAE"), "{said}");
+    job(&format!(", vae_path: {}", tiny.join("tiny_flux/vae").display()));
+    let (exit, said) = aitk("run");
+    assert_eq!(exit, 0, "{said}");
+}

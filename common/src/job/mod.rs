@@ -109,4 +109,7 @@ mod mistakes;
 #[cfg(test)]
 mod numeric_tests;
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod slider_tests;
+#[cfg(test)]
 mod tests;

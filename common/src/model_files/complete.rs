@@ -181,6 +181,10 @@ fn damaged_json(path: &Path, name: &str, is_valid: impl Fn(&Value) -> bool) -> O
 /// Describes the damage of a component's weights. Missing files are reported by [`missing_files`].
 fn damaged_weights(path: &Path, part: &str) -> Option<String> {
     let named = |file: &Path| file.strip_prefix(path).unwrap_or(file).display().to_string();
+    // A part that comes from elsewhere may have no folder.
+    if !path.join(part).exists() {
+        return None;
+    }
     let files = match weights_files(&path.join(part)) {
         Ok(files) => files,
         Err(WeightsError::Io { source, .. }) if source.kind() == ErrorKind::NotFound => return None,

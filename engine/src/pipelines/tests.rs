@@ -400,6 +400,11 @@ fn a_stop_takes_effect_between_steps() {
     });
     assert!(generated.unwrap().is_none());
     assert_eq!(calls, [(0, 5), (1, 5), (2, 5)]);
+    // In the sampling of a slider too.
+    let mut noise = NoiseSource::from_seeds(&[1]);
+    let sampled = pipeline.sample_partly(&image, 4, &mut noise, &mut |done, _| done < 2);
+    assert!(matches!(sampled, Err(EngineError::Stopped)));
+    assert!(pipeline.sample_partly(&image, 4, &mut noise, &mut |_, _| true).is_ok());
 }
 
 #[test]
