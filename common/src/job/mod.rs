@@ -16,6 +16,8 @@ mod declare;
 mod derived;
 pub mod dtype;
 pub mod error;
+pub mod extension;
+pub mod extension_job;
 mod from_json;
 pub mod generate;
 mod inputs;
