@@ -141,6 +141,7 @@ impl EmbeddedCluster {
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
+        allow_extensions: Vec<String>,
         server_options: Option<ServerOptions>,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
@@ -163,6 +164,7 @@ impl EmbeddedCluster {
                 let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
                 config.ca_file = ca_file.map(Path::to_path_buf);
                 config.devices = devices;
+                config.allow_extensions = allow_extensions;
                 config.hub_folder = hub_folder;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;

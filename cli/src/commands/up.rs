@@ -6,6 +6,7 @@ use crate::context::{Context, env};
 use crate::download::disk_failure;
 use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
+use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::format::printable;
 use crate::paths::display_path;
@@ -73,6 +74,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         args.worker_name.as_deref(),
         devices.clone(),
         ca_file.as_deref(),
+        absolute_programs(&args.allow_extension, &context.directory),
         Some(ServerOptions {
             require_sandbox: args.require_sandbox,
             hub_allow: args
