@@ -95,11 +95,11 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
             return Err(problems(&foreign));
         }
     }
+    let labels = spec.required_labels();
     let title = JobTitle {
         name: spec.name,
         kind: spec.job.name().to_owned(),
     };
-    let labels = spec.required_labels();
     let cluster = spec.cluster;
     for (what, text) in [("job", &title.kind)]
         .into_iter()
