@@ -12,12 +12,13 @@ import random
 import select
 import struct
 import sys
+import time
 
 SCHEMA = {
     "type": "object",
     "additionalProperties": False,
     "properties": {
-        "steps": {"type": "integer", "minimum": 1, "maximum": 100000, "default": 200},
+        "steps": {"type": "integer", "minimum": 1, "maximum": 100000, "default": 2000},
         "batch_size": {"type": "integer", "minimum": 1, "maximum": 1024, "default": 32},
         "lr": {"type": "number", "minimum": 0, "maximum": 10, "default": 0.5},
         "sample_characters": {"type": "integer", "minimum": 0, "maximum": 10000, "default": 200},
@@ -128,11 +129,14 @@ def main():
     send(type="log", level="info", message=f"{len(texts)} captions, {len(characters)} different characters")
 
     model, steps = Model(len(characters)), settings["steps"]
-    stopped = False
+    stopped, reported = False, 0.0
     for step in range(1, steps + 1):
         places = [rng.randrange(2, len(stream)) for _ in range(settings["batch_size"])]
         loss = model.train([(stream[i - 2], stream[i - 1], stream[i]) for i in places], settings["lr"])
-        send(type="progress", step=step, total=steps, loss=loss)
+        # A step takes less than a millisecond: a message for each would be a flood.
+        if step in (1, steps) or time.monotonic() > reported + 0.1:
+            reported = time.monotonic()
+            send(type="progress", step=step, total=steps, loss=loss)
         if step < steps and is_told_to_stop():
             stopped = True
             break
