@@ -118,6 +118,15 @@ pub struct EmbeddedCluster {
     api: Api,
 }
 
+/// What a worker offers to jobs.
+#[derive(Clone, Debug)]
+pub struct WorkerOffer {
+    /// The devices to compute on.
+    pub devices: Vec<Device>,
+    /// Programs that jobs may run as extensions: `NAME=/PATH/OF/PROGRAM`.
+    pub allow_extensions: Vec<String>,
+}
+
 /// Options of a worker that also runs other users' jobs.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -139,9 +148,8 @@ impl EmbeddedCluster {
         worker_dir: Option<&Path>,
         hub_folder: Option<PathBuf>,
         name: Option<&str>,
-        devices: Vec<Device>,
+        offer: WorkerOffer,
         ca_file: Option<&Path>,
-        allow_extensions: Vec<String>,
         server_options: Option<ServerOptions>,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
@@ -163,8 +171,8 @@ impl EmbeddedCluster {
             Some(dir) => {
                 let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
                 config.ca_file = ca_file.map(Path::to_path_buf);
-                config.devices = devices;
-                config.allow_extensions = allow_extensions;
+                config.devices = offer.devices;
+                config.allow_extensions = offer.allow_extensions;
                 config.hub_folder = hub_folder;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;

@@ -3,7 +3,7 @@
 use crate::args::RunArgs;
 use crate::config;
 use crate::context::Context;
-use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, WorkerOffer, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::extensions::{absolute_programs, check_allowed};
 use crate::failure::{CommandResult, Failure};
@@ -160,9 +160,11 @@ pub async fn run_embedded(
         Some(&worker_dir),
         Some(hub_folder),
         None,
-        devices.clone(),
+        WorkerOffer {
+            devices: devices.clone(),
+            allow_extensions: options.allow_extensions.clone(),
+        },
         None,
-        options.allow_extensions.clone(),
         None,
     )
     .await?;
