@@ -118,6 +118,15 @@ pub struct EmbeddedCluster {
     api: Api,
 }
 
+/// What a worker offers to jobs.
+#[derive(Clone, Debug)]
+pub struct WorkerOffer {
+    /// The devices to compute on.
+    pub devices: Vec<Device>,
+    /// Programs that jobs may run as extensions: `NAME=/PATH/OF/PROGRAM`.
+    pub allow_extensions: Vec<String>,
+}
+
 /// Options of a worker that also runs other users' jobs.
 #[derive(Clone, Debug)]
 pub struct ServerOptions {
@@ -139,7 +148,7 @@ impl EmbeddedCluster {
         worker_dir: Option<&Path>,
         hub_folder: Option<PathBuf>,
         name: Option<&str>,
-        devices: Vec<Device>,
+        offer: WorkerOffer,
         ca_file: Option<&Path>,
         server_options: Option<ServerOptions>,
     ) -> Result<Self, Failure> {
@@ -162,7 +171,8 @@ impl EmbeddedCluster {
             Some(dir) => {
                 let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
                 config.ca_file = ca_file.map(Path::to_path_buf);
-                config.devices = devices;
+                config.devices = offer.devices;
+                config.allow_extensions = offer.allow_extensions;
                 config.hub_folder = hub_folder;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;

@@ -17,6 +17,8 @@ pub mod download;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub mod exit;
+#[cfg(feature = "embedded")]
+pub mod extensions;
 pub mod failure;
 pub mod follow;
 pub mod job_file;

@@ -9,7 +9,8 @@ use crate::id::{AttemptId, Epoch, JobId};
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Everything a child process needs to run one attempt. No credentials.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -55,6 +56,28 @@ pub struct AttemptSpec {
     /// The memory limit in bytes, used where no control group limits the attempt. Unset: only the job's own limit.
     #[serde(default, rename = "most_memory")]
     pub memory_limit: Option<u64>,
+    /// The program of the job's extension, if it has one: from the worker's own settings, never from the job.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub extension: Option<ExtensionProgram>,
+}
+
+/// A program that the worker's owner allows as an extension (docs/extensions.md).
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ExtensionProgram {
+    /// The extension's name.
+    pub name: String,
+    /// The program: an absolute path without links.
+    pub program: PathBuf,
+    /// How long it may send nothing before it is ended.
+    pub silence: Duration,
+}
+
+impl ExtensionProgram {
+    /// The folder of the program, which it may read.
+    #[must_use]
+    pub fn folder(&self) -> Option<&Path> {
+        self.program.parent()
+    }
 }
 
 /// One line of a child's standard output.

@@ -95,6 +95,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
             return Err(problems(&foreign));
         }
     }
+    let labels = spec.required_labels();
     let title = JobTitle {
         name: spec.name,
         kind: spec.job.name().to_owned(),
@@ -106,7 +107,6 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
     {
         check_length(what, text)?;
     }
-    let labels = &cluster.labels.0;
     if labels.len() > LABELS_LIMIT {
         return Err(format!(
             "cluster.labels: {} labels; at most {LABELS_LIMIT}",
@@ -145,7 +145,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         yields: cluster.yields,
         exclusive: cluster.alone,
         device: cluster.device,
-        labels: cluster.labels.0,
+        labels,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
         demand: Demand::of_job(&job, submission.parameter_counts, &submission.image_batches).map(counted),

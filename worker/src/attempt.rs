@@ -37,6 +37,9 @@ const MAX_NAME_BYTES: usize = 200;
 /// The longest message of an outcome or a log line, in bytes.
 const MAX_MESSAGE_BYTES: usize = 16 << 10;
 
+/// How much longer the watchdog waits than an attempt waits for its extension, which also may take 60 seconds to exit.
+const EXTENSION_MARGIN: Duration = Duration::from_secs(90);
+
 /// How long the child of a fenced attempt may take to exit after its SIGKILL; a hanging disk can delay it.
 const KILL_TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -163,7 +166,13 @@ async fn execute(
     drop(staging);
     let cluster = ClusterSettings::of(&assignment.job_json);
     let spec_file = folder.join(SPEC_FILE);
-    let prepared = build_spec(context, assignment, &job, &staged, folder).and_then(|spec| {
+    let silence = cluster.progress_timeout.unwrap_or(context.progress_timeout);
+    // An attempt with an extension ends a program that hangs, with a message that names it.
+    let watchdog_timeout = match job.extension() {
+        Some(_) => silence.saturating_add(EXTENSION_MARGIN),
+        None => silence,
+    };
+    let prepared = build_spec(context, assignment, &job, &staged, folder, silence).and_then(|spec| {
         fsutil::write_private(&spec_file, &serialise_spec(&spec)?).map_err(|error| file_failure(&error))?;
         let budget = cluster.memory_budget.is_some() && spec.device.kind == DeviceKind::Cpu;
         Ok((
@@ -181,7 +190,7 @@ async fn execute(
         work_dir: (!assignment.local).then(|| folder.to_owned()),
         temp_dir: folder.join("tmp"),
         grace: context.grace,
-        progress_timeout: Some(cluster.progress_timeout.unwrap_or(context.progress_timeout)),
+        progress_timeout: Some(watchdog_timeout),
         memory_limited,
         sandbox_profile,
         control_groups: context.control_groups.clone(),
@@ -282,7 +291,11 @@ fn build_spec(
     job: &JobSpec,
     staged: &StagedInputs,
     folder: &Path,
+    silence: Duration,
 ) -> Result<AttemptSpec, Outcome> {
+    let extension = job
+        .extension()
+        .and_then(|name| context.extensions.program(name, silence));
     // Serialise the checked job, so that the child does not interpret the original text in another way.
     let job = serde_json::to_value(job)
         .map_err(|error| internal_failure(format!("the job cannot be serialised: {error}")))?;
@@ -311,6 +324,7 @@ fn build_spec(
             && context.control_groups.is_none()
             && assignment.device.kind == DeviceKind::Cpu)
             .then(runner::max_attempt_memory),
+        extension,
     })
 }
 

@@ -60,7 +60,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             (not_confined_outcome(&confinement), 1)
         }
         Ok((spec, confinement)) => {
-            if spec.output_root.is_some() {
+            if spec.output_root.is_some() || spec.extension.is_some() {
                 events.emit(log(
                     log_level(&confinement),
                     format!("sandbox: {}", describe(&confinement)),

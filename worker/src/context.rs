@@ -1,6 +1,7 @@
 //! The state that all attempts of a worker share.
 
 use crate::data_folder::DataFolder;
+use crate::extensions::AllowedExtensions;
 use crate::runner::{ControlGroups, Spawner};
 use crate::stage::cache::InputCache;
 use crate::stage::derived::DerivedCaches;
@@ -26,6 +27,8 @@ pub(crate) struct Context {
     pub(crate) spawner: Spawner,
     pub(crate) storage: StorageAccess,
     pub(crate) attempt_command: Vec<OsString>,
+    /// The programs that jobs may run as extensions.
+    pub(crate) extensions: AllowedExtensions,
     /// Whether file access of attempts can be confined on this machine.
     pub(crate) files_are_confined: bool,
     /// Whether an attempt that cannot be confined fails.

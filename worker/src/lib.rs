@@ -11,6 +11,7 @@ mod child;
 mod config_location;
 mod context;
 mod data_folder;
+mod extensions;
 mod host;
 mod identity;
 mod join;
@@ -44,6 +45,7 @@ use aitk_common::control_plane::Assignment;
 use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use data_folder::DataFolderError;
+use extensions::AllowedExtensions;
 use futures::future::BoxFuture;
 pub use host::host_name;
 pub use identity::Membership;
@@ -119,6 +121,8 @@ pub struct Config {
     /// A folder with Hugging Face tokens of the cluster's users, in files `USER/NAME` that only the owner can read. A
     /// job may name a token of its own user (`cluster.hub_token`). `None`: no job may.
     pub hub_secrets: Option<PathBuf>,
+    /// Programs that jobs may run as extensions: `NAME=/PATH/OF/PROGRAM`. Default: none.
+    pub allow_extensions: Vec<String>,
 }
 
 impl Config {
@@ -156,6 +160,7 @@ impl Config {
             traces: Traces::default(),
             hub_allow: Vec::new(),
             hub_secrets: None,
+            allow_extensions: Vec::new(),
         }
     }
 }
@@ -178,6 +183,9 @@ pub enum StartError {
     /// An entry of `--hub-allow` is not a repository.
     #[error("--hub-allow: `{0}` is not a repository; expected ORG/NAME, or ORG/* for all of an organisation")]
     HubAllow(String),
+    /// A value of `--allow-extension` is wrong.
+    #[error("--allow-extension: {0}")]
+    Extension(String),
     /// No device was selected.
     #[error("the worker has no device to offer; choose one with --devices")]
     NoDevice,
@@ -219,6 +227,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         ));
     }
     let allow_list = stage::hub::AllowList::parse(&config.hub_allow).map_err(StartError::HubAllow)?;
+    let extensions = AllowedExtensions::parse(&config.allow_extensions).map_err(StartError::Extension)?;
     let (data_dir, upload_timeout) = (config.data_dir.clone(), config.upload_timeout);
     let (data_folder, uncommitted) = tokio::task::spawn_blocking(move || data_folder::open_all(&data_dir))
         .await
@@ -236,7 +245,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         name: config.name,
         host: host_name(),
         devices: config.devices,
-        labels: config.labels,
+        labels: config.labels.into_iter().chain(extensions.labels()).collect(),
         confinement: config.confinement,
     };
     let context = Arc::new(context::Context {
@@ -255,6 +264,7 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         spawner: runner::Spawner::start(tokio::runtime::Handle::current())?,
         storage: storage::StorageAccess::new(),
         attempt_command: config.attempt_command,
+        extensions,
         files_are_confined,
         require_sandbox: config.require_sandbox,
         control_groups: config.control_groups,

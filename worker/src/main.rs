@@ -164,6 +164,15 @@ struct Daemon {
     /// may name them (`cluster.hub_token: NAME`) for private and gated models. Default: none.
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "FOLDER")]
     hub_secrets: Option<PathBuf>,
+    /// A program that jobs may run as the extension NAME, inside their sandbox (docs/extensions.md). May be repeated;
+    /// separated by commas in the variable. Default: none.
+    #[arg(
+        long = "allow-extension",
+        env = "AITK_ALLOW_EXTENSION",
+        value_name = "NAME=PROGRAM",
+        value_delimiter = ','
+    )]
+    allow_extension: Vec<String>,
     /// error, warn, info, debug or trace. Default: info.
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
@@ -347,6 +356,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.derived_quota = options.derived_cache_gib.saturating_mul(1 << 30);
     config.hub_allow = options.hub_allow;
     config.hub_secrets = options.hub_secrets;
+    config.allow_extensions = options.allow_extension;
     config.devices = probe::choose(probe::devices(), &choice)?;
     for device in &config.devices {
         tracing::info!(

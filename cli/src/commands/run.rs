@@ -3,8 +3,9 @@
 use crate::args::RunArgs;
 use crate::config;
 use crate::context::Context;
-use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, WorkerOffer, find_devices, print_devices};
 use crate::exit::Exit;
+use crate::extensions::{absolute_programs, check_allowed};
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
 use crate::job_file::{job_json, parameter_counts};
@@ -38,6 +39,8 @@ pub struct RunOptions {
     pub changes: Vec<Change>,
     /// `cuda:1`, `cpu`; `None`: the best device.
     pub device: Option<String>,
+    /// Programs that the configs may run as extensions: `NAME=PROGRAM`.
+    pub allow_extensions: Vec<String>,
     /// Notifications to send when a config has ended.
     pub notify: Notify,
     /// Whether events are shown for people, or printed as lines of JSON.
@@ -78,6 +81,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
         name: args.name,
         changes: config::parse_changes(&args.set)?,
         device: args.device,
+        allow_extensions: absolute_programs(&args.allow_extension, &context.directory),
         notify,
         format: Format::from_flags(args.json, false),
     };
@@ -110,7 +114,8 @@ pub async fn run_embedded(
     for path in configs {
         let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
         let read = read.and_then(|loaded| {
-            config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory).map(|()| loaded)
+            config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory)?;
+            check_allowed(&loaded.spec, &options.allow_extensions).map(|()| loaded)
         });
         let checked = match read {
             Ok(loaded) => preflight::check_before_start(ui, &loaded, directory, true)
@@ -155,7 +160,10 @@ pub async fn run_embedded(
         Some(&worker_dir),
         Some(hub_folder),
         None,
-        devices.clone(),
+        WorkerOffer {
+            devices: devices.clone(),
+            allow_extensions: options.allow_extensions.clone(),
+        },
         None,
         None,
     )

@@ -4,8 +4,9 @@ use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::context::{Context, env};
 use crate::download::disk_failure;
-use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, WorkerOffer, find_devices, print_devices};
 use crate::exit::Exit;
+use crate::extensions::absolute_programs;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::format::printable;
 use crate::paths::display_path;
@@ -71,7 +72,10 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         worker,
         None,
         args.worker_name.as_deref(),
-        devices.clone(),
+        WorkerOffer {
+            devices: devices.clone(),
+            allow_extensions: absolute_programs(&args.allow_extension, &context.directory),
+        },
         ca_file.as_deref(),
         Some(ServerOptions {
             require_sandbox: args.require_sandbox,

@@ -12,7 +12,7 @@ pub(super) fn folder_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let folders = spec.process.iter().enumerate().filter_map(|(index, process)| {
         let (key, folder) = output_folder(process)?;
         let mut path = expand(folder, directory, &env);
-        if process.trainer().is_some() {
+        if process.trainer().is_some() || process.extension().is_some() {
             path.push(&spec.name);
         }
         let existing = nearest_existing(&path);
@@ -54,6 +54,7 @@ pub(super) fn disk_warnings(
 fn output_folder(process: &Process) -> Option<(&'static str, &str)> {
     match &process.kind {
         ProcessKind::Train(process) => Some(("training_folder", process.training_folder.as_deref()?)),
+        ProcessKind::Extension(process) => Some(("training_folder", process.training_folder.as_deref()?)),
         ProcessKind::Generate(process) => Some(("output_folder", &process.output_folder)),
         ProcessKind::Img2Img(process) => Some(("output_folder", &process.output_folder)),
         _ => None,

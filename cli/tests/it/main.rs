@@ -13,6 +13,8 @@ mod doctor;
 mod downloads;
 mod exit_codes;
 #[cfg(feature = "embedded")]
+mod extensions;
+#[cfg(feature = "embedded")]
 mod imports;
 #[cfg(feature = "embedded")]
 mod login;

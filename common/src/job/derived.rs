@@ -58,6 +58,10 @@ fn derived_keys(process: &Process, body: &ConfigSection, is_written: &dyn Fn(&st
             let text_encoder = process.extract_text_encoder == Some(body.extract_text_encoder);
             keys.add(text_encoder, "extract_text_encoder");
         }
+        ProcessKind::Extension(process) => {
+            let inherited = process.training_folder.is_some() && process.training_folder == body.training_folder;
+            keys.add(inherited, "training_folder");
+        }
         ProcessKind::Caption(_) | ProcessKind::RescaleLora(_) | ProcessKind::Rare(_) => {}
     }
     keys.0

@@ -9,6 +9,7 @@ use super::caption::CaptionProcess;
 use super::change::{self, Change};
 use super::derived;
 use super::error::{Finding, JobError};
+use super::extension::ExtensionProcess;
 use super::limits::MAX_DEPTH;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::node::{Entry, Mark, Node, Value, shorten};
@@ -249,6 +250,7 @@ static SECTION_TREES: LazyLock<HashMap<&'static str, SectionTree>> = LazyLock::n
         ("caption", SectionTree::of(CaptionProcess::section())),
         ("extract", SectionTree::of(ExtractProcess::section())),
         ("rescale_lora", SectionTree::of(RescaleLoraProcess::section())),
+        ("extension", SectionTree::of(ExtensionProcess::section())),
     ])
 });
 
@@ -301,7 +303,8 @@ fn process_node(json: &Json) -> Node {
         return body;
     };
     entries.retain(|entry| entry.key != "type");
-    if let Some(of_type) = json.get("type") {
+    let own_type = kind.and_then(|kinds| kinds.get("extension")?.get("type"));
+    if let Some(of_type) = own_type.or_else(|| json.get("type")) {
         entries.push(entry("type", json_to_node(of_type, None)));
     }
     plain_node(Value::Map(entries))

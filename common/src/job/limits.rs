@@ -23,6 +23,8 @@ pub const MAX_TIMESTEPS: u32 = 1_000_000;
 pub const MAX_REPEATS: u32 = 1_000_000;
 /// Processes of a job.
 pub const MAX_PROCESSES: usize = 100;
+/// Maximum inputs of an extension.
+pub const MAX_EXTENSION_INPUTS: usize = 64;
 /// Data sets of a process.
 pub const MAX_DATASETS: usize = 1_000;
 /// Resolutions of a data set: each makes one more data set of the same files.

@@ -18,6 +18,8 @@ pub mod dtype;
 pub mod embedding;
 mod embedding_checks;
 pub mod error;
+pub mod extension;
+pub mod extension_job;
 mod from_json;
 pub mod generate;
 mod inputs;

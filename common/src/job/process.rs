@@ -6,12 +6,13 @@ use super::dataset::DatasetConfig;
 use super::declare::section;
 use super::dtype::DType;
 use super::embedding::EmbeddingConfig;
+use super::extension::{EXTENSION_PREFIX, ExtensionProcess, ExtensionType};
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
 use super::model::ModelConfig;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
 use super::network::{NetworkConfig, NetworkType};
-use super::node::Node;
+use super::node::{Node, Value};
 use super::sample::{SampleConfig, SampleItem};
 use super::sampler::SamplerName;
 use super::save::SaveConfig;
@@ -354,6 +355,8 @@ pub enum ProcessKind {
     Extract(Box<ExtractProcess>),
     /// `rescale_lora`.
     RescaleLora(Box<RescaleLoraProcess>),
+    /// `extension:NAME`.
+    Extension(Box<ExtensionProcess>),
     /// Rarely used processes without typed keys.
     Rare(Box<RareProcess>),
 }
@@ -377,6 +380,7 @@ macro_rules! match_process {
             ProcessKind::Caption($process) => $body,
             ProcessKind::Extract($process) => $body,
             ProcessKind::RescaleLora($process) => $body,
+            ProcessKind::Extension($process) => $body,
             ProcessKind::Rare($rare) => $else,
         }
     };
@@ -410,6 +414,16 @@ impl Process {
     }
 }
 
+/// Reads the type of a process: one of the known names, or `extension:NAME`.
+fn read_type(node: &Node, cx: &mut ReadContext) -> Option<ProcessType> {
+    match &node.value {
+        Value::Text(text) if text.starts_with(EXTENSION_PREFIX) => {
+            ExtensionType::read(node, cx).map(|_| ProcessType::Extension)
+        }
+        _ => ProcessType::read(node, cx),
+    }
+}
+
 impl FieldValue for Process {
     const HAS_CHECKS: bool = true;
     const HAS_INPUTS: bool = true;
@@ -425,7 +439,7 @@ impl FieldValue for Process {
             cx.error(format!("a process needs the key `type`. Known: {}", names.join(", ")));
             return None;
         };
-        let process_type = cx.descend("type", entry.mark, |cx| ProcessType::read(&entry.node, cx))?;
+        let process_type = cx.descend("type", entry.mark, |cx| read_type(&entry.node, cx))?;
         let kind = match process_type {
             ProcessType::SdTrainer
             | ProcessType::DiffusionTrainer
@@ -446,6 +460,7 @@ impl FieldValue for Process {
             | ProcessType::AceStepCaptioner => ProcessKind::Caption(FieldValue::read(node, cx)?),
             ProcessType::ExtractLocon | ProcessType::ExtractLora => ProcessKind::Extract(FieldValue::read(node, cx)?),
             ProcessType::RescaleLora => ProcessKind::RescaleLora(FieldValue::read(node, cx)?),
+            ProcessType::Extension => ProcessKind::Extension(FieldValue::read(node, cx)?),
             ProcessType::ReferenceGenerator
             | ProcessType::PureLoraGenerator
             | ProcessType::SuperTagger

@@ -3,7 +3,8 @@
 use super::declare::choices;
 
 const LATER: &str = "this release trains (`sd_trainer`, `diffusion_trainer`, `concept_slider`, `slider`), makes images (`to_folder`, \
-                     `batch_img2img`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`)";
+                     `batch_img2img`), extracts LoRAs (`lora`, `locon`) and rescales them (`rescale_lora`); \
+                     a program of your own runs as `extension:NAME` (docs/extensions.md)";
 
 choices! {
     /// The type of a process.
@@ -64,6 +65,8 @@ choices! {
         ExtractLora = "lora", Works;
         /// A LoRA with another strength.
         RescaleLora = "rescale_lora", Works;
+        /// A program that the worker's owner allows by name (docs/extensions.md).
+        Extension = "extension:NAME", Works;
     }
 }
 

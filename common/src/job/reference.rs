@@ -5,6 +5,7 @@ use super::caption::{CaptionConfig, CaptionProcess};
 use super::cluster::ClusterConfig;
 use super::dataset::DatasetConfig;
 use super::embedding::EmbeddingConfig;
+use super::extension::ExtensionProcess;
 use super::generate::{GenerateConfig, Img2ImgConfig};
 use super::logging::LoggingConfig;
 use super::lr_factor::LrFactor;
@@ -90,6 +91,11 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         (
             "`config.process[]`: `rescale_lora`",
             RescaleLoraProcess::describe(),
+            false,
+        ),
+        (
+            "`config.process[]`: `extension:NAME`",
+            ExtensionProcess::describe(),
             false,
         ),
     ]

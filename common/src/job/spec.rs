@@ -138,6 +138,7 @@ impl JobSpec {
             inherit_job_keys(process, index, job, &body, cx);
         }
         check_result_paths(&process, &body, cx);
+        check_extension_is_alone(&process, cx);
         if !cx.errors.is_empty() {
             return None;
         }
@@ -292,6 +293,15 @@ fn check_result_paths(process: &[Process], body: &ConfigSection, cx: &mut ReadCo
     }
 }
 
+/// Checks that an extension is the only process of its job: its attempt is confined by other rules.
+fn check_extension_is_alone(process: &[Process], cx: &mut ReadContext) {
+    let extension = process.iter().position(|process| process.extension().is_some());
+    if let Some(index) = extension.filter(|_| process.len() > 1) {
+        let message = "an extension must be the only process of its job: move the other processes into another job";
+        cx.error_at(&format!("config.process[{index}].type"), message);
+    }
+}
+
 fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut ReadContext) {
     let path = format!("config.process[{index}]");
     let kind = process.process_type;
@@ -313,6 +323,17 @@ fn inherit_job_keys(process: &mut Process, index: usize, job: JobKind, body: &Co
                 cx.error_at(
                     &format!("{path}.training_folder"),
                     "a training needs a `training_folder`, such as `output`",
+                );
+            }
+        }
+        ProcessKind::Extension(process) => {
+            if process.training_folder.is_none() {
+                process.training_folder.clone_from(&body.training_folder);
+            }
+            if process.training_folder.is_none() {
+                cx.error_at(
+                    &format!("{path}.training_folder"),
+                    "an extension needs a `training_folder`, such as `output`",
                 );
             }
         }

@@ -4,6 +4,7 @@ use super::model::Condition;
 use super::reasons::{Availability, BeforeJob, FenceReason, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::classes::FitError;
 use aitk_common::control_plane::JobState;
+use aitk_common::job::extension::EXTENSION_PREFIX;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -204,6 +205,13 @@ pub(super) fn no_device(mut errors: Vec<&FitError>) -> String {
     match closest {
         None => "no connected device has memory to offer".into(),
         Some(FitError::OtherMachine) => "it runs in place, and no worker of this machine is connected".into(),
+        Some(FitError::MissingLabel(key, _)) if key.starts_with(EXTENSION_PREFIX) => {
+            let name = key.strip_prefix(EXTENSION_PREFIX).unwrap_or(key);
+            format!(
+                "no connected worker allows the extension `{name}`: the owner of a worker can, with --allow-extension \
+                 {name}=/PATH/OF/PROGRAM"
+            )
+        }
         Some(FitError::MissingLabel(key, value)) => {
             format!("no connected worker has all its labels; not found: {key}: {value}")
         }
@@ -240,6 +248,10 @@ pub(super) fn not_this_device(error: &FitError) -> String {
     match error {
         FitError::NoBudget => "offers no memory".into(),
         FitError::OtherMachine => "is another machine, and the job runs in place".into(),
+        FitError::MissingLabel(key, _) if key.starts_with(EXTENSION_PREFIX) => {
+            let name = key.strip_prefix(EXTENSION_PREFIX).unwrap_or(key);
+            format!("its worker does not allow the extension `{name}`")
+        }
         FitError::MissingLabel(key, value) => format!("its worker lacks the label {key}: {value}"),
         FitError::OtherKind(kind) => format!("the job asks for {}", kind.name()),
         FitError::UnsupportedProfile(profile) => format!("the profile {} is not for it", profile.name()),

@@ -5,6 +5,7 @@
 
 mod context;
 mod events;
+mod extension;
 mod extract;
 mod generate;
 mod image_generator;
@@ -85,6 +86,7 @@ fn run_process(process: &Process, context: &mut Context<'_>) -> Result<Outcome> 
         ProcessKind::Img2Img(process) => img2img::run(process, context),
         ProcessKind::Extract(process) => extract::run(process, context),
         ProcessKind::RescaleLora(process) => rescale_lora::run(process, context),
+        ProcessKind::Extension(process) => extension::run(process, context),
         _ => Err(EngineError::Unsupported(format!(
             "the process type `{}` is not supported yet",
             process.process_type.name()

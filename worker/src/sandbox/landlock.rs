@@ -6,7 +6,7 @@ use landlock::{
     RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags,
 };
 use std::fs::File;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The newest Landlock version that this code was written for. An older kernel enforces the rights that it knows.
 const KNOWN_ABI: ABI = ABI::V7;
@@ -29,6 +29,8 @@ pub(super) fn restrict(rules: &SandboxRules) -> Result<String, String> {
         (paths::device_paths(rules.device), device_access()),
         (rules.read.clone(), reads),
         (rules.write.clone(), writes),
+        (rules.execute.clone(), read_access() | AccessFs::Execute),
+        (system_programs(rules), read_access() | AccessFs::Execute),
     ]
     .iter()
     .flat_map(|(paths, access)| paths.iter().map(move |path| (path, *access)))
@@ -69,7 +71,15 @@ fn allow(
         .map_err(|error| format!("Landlock: {}: {error}", path.display()))
 }
 
-/// No execution: an attempt starts no program.
+/// Where the system's programs and libraries are, for an attempt that may start programs.
+fn system_programs(rules: &SandboxRules) -> Vec<PathBuf> {
+    match rules.execute.is_empty() {
+        true => Vec::new(),
+        false => paths::system_programs(),
+    }
+}
+
+/// No execution: most attempts start no program.
 fn read_access() -> BitFlags<AccessFs> {
     make_bitflags!(AccessFs::{ReadFile | ReadDir})
 }

@@ -36,7 +36,8 @@ pub(crate) fn apply(rules: Option<&SandboxRules>) -> Confinement {
         Some(rules) => landlock::restrict(rules),
         None => Err("a local job works in the folders of its user".to_owned()),
     };
-    let syscalls = match seccomp::restrict(device) {
+    let starts_programs = rules.is_some_and(|rules| !rules.execute.is_empty());
+    let syscalls = match seccomp::restrict(device, starts_programs) {
         Ok(()) => Protection::by("seccomp"),
         Err(reason) => Protection::missing(reason),
     };

@@ -4,7 +4,8 @@ use aitk_common::capability::DeviceKind;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Libraries, and the files that configure them. Read-only: nothing is executed after the start.
+/// Libraries, and the files that configure them. Read-only. Only an attempt with an extension may start
+/// programs: [`PROGRAMS`].
 const LIBRARIES: &[&str] = &[
     "/usr",
     "/lib",
@@ -20,6 +21,14 @@ const LIBRARIES: &[&str] = &[
     // The time zone of log lines; it links to /usr.
     "/etc/localtime",
 ];
+
+/// Folders with the system's programs: interpreters, and the loader of libraries, which the kernel starts too.
+const PROGRAMS: &[&str] = &["/usr", "/bin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store"];
+
+/// Folders with the system's programs. Some of them may not exist.
+pub(super) fn system_programs() -> Vec<PathBuf> {
+    PROGRAMS.iter().map(PathBuf::from).collect()
+}
 
 /// Kernel information about this process and the machine: CPUs (rayon, gemm), memory, limits of control groups, huge
 /// pages (mimalloc).

@@ -85,6 +85,7 @@ fn test_rules(folder: &Path) -> SandboxRules {
     SandboxRules {
         read: Vec::new(),
         write: vec![folder.join(INSIDE)],
+        execute: Vec::new(),
         device: DeviceKind::Cpu,
     }
 }

@@ -1,8 +1,10 @@
 //! The files and devices that the process of an attempt may use.
 
 use crate::runner::CUDA_CACHE;
-use aitk_common::attempt::AttemptSpec;
+use aitk_common::attempt::{AttemptSpec, ExtensionProgram};
 use aitk_common::capability::DeviceKind;
+use aitk_common::job::{JobSpec, Process};
+use aitk_engine::processes::expand_home;
 use std::path::{Path, PathBuf};
 
 /// The files and devices that an attempt may use.
@@ -12,25 +14,65 @@ pub(crate) struct SandboxRules {
     pub(crate) read: Vec<PathBuf>,
     /// Folders in which it may read, create and remove files.
     pub(crate) write: Vec<PathBuf>,
+    /// Folders whose programs may be started; empty: no program may be. Only an attempt with an extension has one.
+    pub(crate) execute: Vec<PathBuf>,
     /// The device that it computes on: drivers need files of their own.
     pub(crate) device: DeviceKind,
 }
 
 impl SandboxRules {
     /// Derives the rules for an attempt from what the daemon staged, never from the job. `None` for a local attempt,
-    /// which works in its user's folders.
+    /// which works in its user's folders, unless it runs an extension: then only the folders that its job names count.
     pub(crate) fn for_attempt(spec: &AttemptSpec, temp_dir: &Path) -> Option<Self> {
-        let output = spec.output_root.clone()?;
-        let read = spec.inputs.values().chain(&spec.resume_from).cloned();
-        let mut write = vec![output, temp_dir.to_owned()];
-        write.extend(spec.derived.values().cloned());
+        let mut read: Vec<PathBuf> = spec.inputs.values().chain(&spec.resume_from).cloned().collect();
+        let mut write = vec![temp_dir.to_owned()];
+        match &spec.output_root {
+            Some(output) => write.push(output.clone()),
+            None => {
+                spec.extension.as_ref()?;
+                let folders = ExtensionFolders::of_local_job(&spec.job)?;
+                read.extend(folders.inputs);
+                write.push(folders.output);
+            }
+        }
+        // An extension computes nothing that other jobs of its user read.
+        let derived = spec.derived.values().filter(|_| spec.extension.is_none());
+        write.extend(derived.cloned());
         if spec.device.kind == DeviceKind::Cuda {
             write.extend(std::env::var_os(CUDA_CACHE).map(PathBuf::from));
         }
+        let folder = spec.extension.as_ref().and_then(ExtensionProgram::folder);
         Some(Self {
-            read: read.collect(),
+            read,
             write,
+            execute: folder.map(Path::to_owned).into_iter().collect(),
             device: spec.device.kind,
+        })
+    }
+}
+
+/// The folders of the extension of a job that runs in place.
+struct ExtensionFolders {
+    inputs: Vec<PathBuf>,
+    output: PathBuf,
+}
+
+impl ExtensionFolders {
+    /// Reads them from the job, and makes the output folder: a rule needs a folder that exists. `None` for a job that
+    /// cannot be read, which then reads no input either.
+    fn of_local_job(job: &serde_json::Value) -> Option<Self> {
+        let job: JobSpec = serde_json::from_value(job.clone()).ok()?;
+        let process = job.process.iter().find_map(Process::extension)?;
+        let root = process
+            .training_folder
+            .as_deref()
+            .map_or_else(|| "output".into(), expand_home);
+        let output = root.join(process.name.as_deref().unwrap_or(&job.name));
+        // The process reports it when the folder cannot be made.
+        let _ = std::fs::create_dir_all(&output);
+        Some(Self {
+            inputs: process.inputs.0.values().map(|path| expand_home(path)).collect(),
+            output,
         })
     }
 }

@@ -50,6 +50,19 @@ pub(crate) fn profile(rules: &SandboxRules, program: &Path) -> Result<String, St
     for path in read.chain(rules.read.iter().map(AsRef::as_ref)) {
         let _ = writeln!(text, "(allow file-read* (subpath {}))", quoted(path)?);
     }
+    if !rules.execute.is_empty() {
+        text.push_str("(allow process-fork)\n");
+    }
+    let programs = (!rules.execute.is_empty())
+        .then(paths::system_programs)
+        .unwrap_or_default();
+    for path in rules.execute.iter().chain(&programs) {
+        let path = quoted(path)?;
+        let _ = writeln!(
+            text,
+            "(allow file-read* file-map-executable process-exec (subpath {path}))"
+        );
+    }
     for path in &rules.write {
         let _ = writeln!(text, "(allow file-read* file-write* (subpath {}))", quoted(path)?);
     }
@@ -75,6 +88,7 @@ mod tests {
         SandboxRules {
             read: vec![read.into()],
             write: vec!["/data/attempts/a1/output".into()],
+            execute: Vec::new(),
             device: DeviceKind::Metal,
         }
     }
@@ -104,6 +118,19 @@ mod tests {
                 .count()
         };
         assert_eq!(balance('('), balance(')'), "{text}");
+    }
+
+    #[test]
+    fn only_an_attempt_with_an_extension_may_start_programs() {
+        let mut rules = rules("/data/in");
+        let text = profile(&rules, Path::new("/bin/x")).unwrap();
+        assert!(!text.contains("process-fork"), "{text}");
+        rules.execute.push("/opt/my_tool".into());
+        let text = profile(&rules, Path::new("/bin/x")).unwrap();
+        assert!(
+            text.contains("(allow file-read* file-map-executable process-exec (subpath \"/opt/my_tool\"))"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -13,9 +13,6 @@ use std::collections::BTreeMap;
 
 /// Calls that are denied with any arguments: no attempt needs them.
 const DENIED_CALLS: &[libc::c_long] = &[
-    // Programs. The driver starts one only to create missing device files, which the daemon's own device probe
-    // already did.
-    libc::SYS_execve,
     libc::SYS_execveat,
     // Other processes.
     libc::SYS_ptrace,
@@ -88,6 +85,19 @@ const DENIED_CALLS: &[libc::c_long] = &[
     libc::SYS_vhangup,
 ];
 
+/// Starting a program. The driver starts one only to create missing device files, which the daemon's own device probe
+/// already did; so only an attempt with an extension may.
+const STARTING_PROGRAMS: &[libc::c_long] = &[libc::SYS_execve];
+
+/// Calls that an attempt with an extension may not make either. With the first two a program leaves the process group of
+/// the attempt, which the daemon kills when the attempt ends; with the others it slows down other processes of the user.
+const DENIED_TO_EXTENSIONS: &[libc::c_long] = &[
+    libc::SYS_setsid,
+    libc::SYS_setpgid,
+    libc::SYS_setpriority,
+    libc::SYS_ioprio_set,
+];
+
 /// Older calls that only this architecture has.
 #[cfg(target_arch = "x86_64")]
 const DENIED_CALLS_OF_ARCHITECTURE: &[libc::c_long] = &[
@@ -106,16 +116,16 @@ const DENIED_CALLS_OF_ARCHITECTURE: &[libc::c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const DENIED_CALLS_OF_ARCHITECTURE: &[libc::c_long] = &[];
 
-/// Denies system calls in this process and all its threads.
+/// Denies system calls in this process and all its threads, and in the programs that it starts if it may start some.
 ///
 /// # Errors
 /// The reason why the filter could not be installed.
-pub(super) fn restrict(device: DeviceKind) -> Result<(), String> {
+pub(super) fn restrict(device: DeviceKind, starts_programs: bool) -> Result<(), String> {
     let failed = |error: &dyn std::fmt::Display| format!("seccomp: {error}");
     let filters = [
         // seccomp cannot inspect the flags of this call; libraries fall back to `clone` if it does not exist.
         compile_filter(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS),
-        denied_calls(device).and_then(|rules| compile_filter(rules, libc::EPERM)),
+        denied_calls(device, starts_programs).and_then(|rules| compile_filter(rules, libc::EPERM)),
     ];
     for filter in filters {
         let filter = filter.map_err(|error| failed(&error))?;
@@ -159,10 +169,16 @@ fn deny_x32() -> [sock_filter; 3] {
     ]
 }
 
-fn denied_calls(device: DeviceKind) -> Result<CallRules, seccompiler::BackendError> {
+fn denied_calls(device: DeviceKind, starts_programs: bool) -> Result<CallRules, seccompiler::BackendError> {
+    let about_programs = if starts_programs {
+        DENIED_TO_EXTENSIONS
+    } else {
+        STARTING_PROGRAMS
+    };
     let mut rules: CallRules = DENIED_CALLS
         .iter()
         .chain(DENIED_CALLS_OF_ARCHITECTURE)
+        .chain(about_programs)
         .map(|call| (*call, Vec::new()))
         .collect();
     // Modes and owners of open files: the caches belong to the same user. Libraries of drivers may need these calls.
@@ -204,6 +220,9 @@ fn denied_calls(device: DeviceKind) -> Result<CallRules, seccompiler::BackendErr
     ] {
         rules.insert(call, vec![rule(vec![is_not(0, own_pid)?])?]);
     }
+
+    // Limits only of itself; the daemon belongs to the same user.
+    rules.insert(libc::SYS_prlimit64, vec![rule(vec![is_not(0, 0)?])?]);
 
     // Threads are allowed, namespaces are not.
     let namespaces = [

@@ -92,6 +92,7 @@ fn confined_process() {
     let rules = SandboxRules {
         read: vec![at("input"), at("resume")],
         write: vec![at("output"), at("tmp"), at("derived")],
+        execute: Vec::new(),
         device,
     };
     let confinement = apply(Some(&rules));

@@ -537,6 +537,25 @@ pub(super) fn mixed() -> Vec<Case> {
             &["not found: room: b"],
         ),
         case(
+            "an extension that one worker allows",
+            &["1060", "3060"],
+            lora("sd1").with(|requirements| {
+                requirements.labels.insert("extension:x".into(), "allowed".into());
+            }),
+            "3060 full_gpu",
+            &["does not allow the extension `x`"],
+        )
+        .setup(|setup| setup.labels = vec![("3060", "extension:x", "allowed")]),
+        case(
+            "an extension that no worker allows",
+            &["3060"],
+            lora("sd1").with(|requirements| {
+                requirements.labels.insert("extension:x".into(), "allowed".into());
+            }),
+            "waits",
+            &["no connected worker allows the extension `x`", "--allow-extension x="],
+        ),
+        case(
             "a user at the quota",
             &["3060", "2080"],
             lora("sd1"),
