@@ -275,17 +275,28 @@ fn another_run_continues_from_the_newest_save() {
 }
 
 #[test]
-fn a_known_word_is_refused() {
+fn words_that_cannot_be_trained_are_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let mut process = with_word(trainer(dir.path(), 2));
-    if let Some(embedding) = &mut process.embedding {
-        embedding.trigger = "cat".into();
+    for (trigger, tokens, expected) in [
+        ("cat", 3, "knows the word `cat`"),
+        ("a b", 3, "without blanks"),
+        ("vorx", u32::MAX, "expected 1 to 75"),
+        ("../vorx", 3, "embedding.trigger"),
+    ] {
+        let mut process = with_word(trainer(dir.path(), 2));
+        if let Some(embedding) = &mut process.embedding {
+            (embedding.trigger, embedding.tokens) = (trigger.into(), tokens);
+        }
+        let (outcome, _) = run_spec(&spec(process));
+        let Outcome::Failed { message, .. } = outcome else {
+            panic!("{trigger}: {outcome:?}");
+        };
+        assert!(message.contains(expected), "{trigger}: {message}");
     }
+    let mut process = with_word(trainer(dir.path(), 2));
+    process.network = trainer(dir.path(), 2).network;
     let (outcome, _) = run_spec(&spec(process));
-    let Outcome::Failed { message, .. } = outcome else {
-        panic!("{outcome:?}");
-    };
-    assert!(message.contains("knows the word `cat`"), "{message}");
+    assert!(matches!(outcome, Outcome::Failed { .. }), "{outcome:?}");
 }
 
 #[test]

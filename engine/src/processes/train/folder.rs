@@ -45,7 +45,12 @@ impl RunFolder {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
         let name = process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job);
-        for (key, name) in [("config.name", job.as_str()), ("name", name)] {
+        let stem = process.save_stem(&job);
+        for (key, name) in [
+            ("config.name", job.as_str()),
+            ("name", name),
+            ("embedding.trigger", stem),
+        ] {
             // Job validation checks them too; they are checked again because they become paths here.
             naming::check_name(name).map_err(|why| EngineError::bad_input(format!("{key}: {why}")))?;
         }
@@ -66,7 +71,7 @@ impl RunFolder {
             root,
             path,
             config,
-            stem: process.save_stem(&job).to_owned(),
+            stem: stem.to_owned(),
             folders: process.trains_whole_model() && process.save.save_format == SaveFormat::Diffusers,
             _lock: lock,
         })

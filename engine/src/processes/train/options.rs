@@ -14,6 +14,7 @@ use crate::training::{
 };
 use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
@@ -37,6 +38,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         )));
     }
     slider::check(process)?;
+    check_embedding(process)?;
     if process.trains_whole_model() && process.model.lora_path.is_some() {
         return unsupported(
             "model.lora_path: the saves of a full fine-tune would not include this LoRA; train with a `network` section, or \
@@ -88,6 +90,24 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
         return Err(EngineError::bad_input(
             "`train.gradient_accumulation` and `train.gradient_accumulation_steps` cannot be used together; remove `train.gradient_accumulation_steps`",
         ));
+    }
+    Ok(())
+}
+
+/// Checks a textual inversion. Jobs are checked before they are accepted; this protects against specs from other sources.
+fn check_embedding(process: &TrainerProcess) -> Result<()> {
+    let Some(embedding) = &process.embedding else {
+        return Ok(());
+    };
+    let wrong = |what: &str| Err(EngineError::bad_input(format!("embedding{what}")));
+    if process.network.is_some() || process.kind.is_slider() {
+        return wrong(": cannot be used together with `network` or a slider");
+    }
+    if !(1..=MAX_EMBEDDING_VECTORS).contains(&embedding.tokens) {
+        return wrong(&format!(".tokens: expected 1 to {MAX_EMBEDDING_VECTORS}"));
+    }
+    if embedding.trigger.is_empty() || embedding.trigger.chars().any(char::is_whitespace) {
+        return wrong(".trigger: expected one word, without blanks");
     }
     Ok(())
 }
