@@ -160,6 +160,7 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
             "cannot be used together with `assistant_lora_path`",
         );
     }
+    model.embedding_paths.0.retain(|path| !path.is_empty());
     cx.check_item_count("embedding_paths", model.embedding_paths.len(), MAX_EMBEDDINGS);
     let has_words = matches!(model.arch.name, ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl);
     if !model.embedding_paths.is_empty() && !has_words {

@@ -39,7 +39,8 @@ impl TrainedWord {
             })
             .collect::<Result<Vec<_>>>()?;
         let vectors: Vec<Tensor> = params.iter().map(|param| param.var.as_tensor().clone()).collect();
-        model.add_word(&config.trigger, &vectors)?;
+        let added = model.add_word(&config.trigger, &vectors);
+        added.map_err(|error| EngineError::bad_input(format!("embedding.trigger: {error}")))?;
         cx.log(
             "info",
             format!(

@@ -217,7 +217,11 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             default_caption: match process.kind {
                 // Sliders between prompts use no captions, so that none is missing.
                 ProcessType::ConceptSlider | ProcessType::Slider => Some(String::new()),
-                _ => dataset.default_caption.clone(),
+                // An image without a caption is trained with the word alone.
+                _ => dataset.default_caption.clone().or_else(|| {
+                    let word = process.embedding.as_ref().filter(|_| !dataset.is_reg);
+                    word.map(|embedding| embedding.trigger.clone())
+                }),
             },
             short_captions: dataset.use_short_captions,
             captions: CaptionRules {
