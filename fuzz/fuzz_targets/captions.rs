@@ -2,9 +2,9 @@
 
 #[path = "../src/captions.rs"]
 mod captions;
-#[path = "../src/unstructured.rs"]
-mod unstructured;
 #[path = "../src/scratch.rs"]
 mod scratch;
+#[path = "../src/unstructured.rs"]
+mod unstructured;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| captions::run(data));

@@ -1,8 +1,8 @@
 #![no_main]
 
-#[path = "../src/unstructured.rs"]
-mod unstructured;
 #[path = "../src/manifest.rs"]
 mod manifest;
+#[path = "../src/unstructured.rs"]
+mod unstructured;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| manifest::run(data));

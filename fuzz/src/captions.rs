@@ -3,7 +3,7 @@
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
 use aitk_common::job::prompt::{PromptFlags, floor_size, replace_trigger};
-use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan_bucket, plan_square, read_caption};
+use aitk_engine::data::{BucketPlan, CaptionRules, TagRules, build_caption, plan_bucket, plan_square, read_caption};
 use aitk_engine::rng::TorchGenerator;
 use std::path::Path;
 
@@ -51,9 +51,7 @@ fn caption(input: &mut Unstructured<'_>) {
         process_trigger: word(input),
         regularisation: input.flag(),
         caption_dropout: input.real(),
-        token_dropout: input.real(),
-        keep_tokens: input.number() as u32 as usize,
-        shuffle: input.flag(),
+        tags: tags(input),
         random_triggers: (0..input.below(4)).map(|_| input.chars()).collect(),
         random_triggers_max: input.number() as u32 as usize,
         saturation: input.real(),
@@ -66,7 +64,16 @@ fn caption(input: &mut Unstructured<'_>) {
     // Each token is used once, and each placeholder is replaced by the trigger, so the caption's length is bounded.
     let longest = rules.trigger.as_deref().unwrap_or_default().len();
     let triggers: usize = rules.random_triggers.iter().map(|word| word.len() + 2).sum();
-    let bound = (text.len() + triggers + 2) * 4 + (text.len() + 1) * (longest + 2);
+    let affixes = [&rules.tags.prefix, &rules.tags.suffix];
+    let affixes: usize = affixes.into_iter().flatten().map(|affix| affix.len() + 1).sum();
+    let length = text.len() + affixes;
+    // Each character can become the separator.
+    let separator = rules.tags.separator.as_deref().unwrap_or(",").len();
+    let length = match rules.tags.secondary_separator {
+        Some(_) => (4 * length + 64) * separator.max(1),
+        None => length,
+    };
+    let bound = (length + triggers + 2) * 4 + (length + 1) * (longest + 2);
     // A short caption is repeated at most 78 times.
     let bound = if rules.saturation > 0.0 {
         78 * (bound + 66)
@@ -74,6 +81,23 @@ fn caption(input: &mut Unstructured<'_>) {
         bound
     };
     assert!(once.len() <= bound + 64, "{} bytes out of {}", once.len(), text.len());
+}
+
+/// Empty texts do not come out of a config.
+fn tags(input: &mut Unstructured<'_>) -> TagRules {
+    let word = |input: &mut Unstructured<'_>| input.flag().then(|| input.chars()).filter(|word| !word.is_empty());
+    TagRules {
+        dropout: input.real(),
+        kept: input.number() as u32 as usize,
+        shuffle: input.flag(),
+        prefix: word(input),
+        suffix: word(input),
+        wildcards: input.flag(),
+        separator: word(input),
+        kept_in_place: input.flag(),
+        kept_separator: word(input),
+        secondary_separator: word(input),
+    }
 }
 
 /// The side of an image: small, huge, or any number.

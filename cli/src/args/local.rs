@@ -28,15 +28,9 @@ pub struct RunArgs {
     /// Device to compute on: cuda, cuda:1, metal, cpu
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
-    /// Program that the configs may run as the extension NAME, inside its sandbox (`aitk help extensions`); may be given
-    /// several times
-    #[arg(
-        long,
-        env = "AITK_ALLOW_EXTENSION",
-        value_name = "NAME=PROGRAM",
-        value_delimiter = ','
-    )]
-    pub allow_extension: Vec<String>,
+    /// Extensions.
+    #[command(flatten)]
+    pub extensions: ExtensionArgs,
     /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
@@ -46,6 +40,20 @@ pub struct RunArgs {
     /// Print every event as one line of JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// The programs that jobs may run as extensions.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ExtensionArgs {
+    /// Program that jobs may run as the extension NAME, inside their sandbox (`aitk help extensions`); may be given
+    /// several times
+    #[arg(
+        long,
+        env = "AITK_ALLOW_EXTENSION",
+        value_name = "NAME=PROGRAM",
+        value_delimiter = ','
+    )]
+    pub allow_extension: Vec<String>,
 }
 
 /// `aitk init`.
@@ -157,15 +165,9 @@ pub struct UpArgs {
     /// Folder with the users' Hugging Face tokens, in files USER/NAME with mode 0600
     #[arg(long, env = "AITK_HUB_SECRETS", value_name = "DIR")]
     pub hub_secrets: Option<PathBuf>,
-    /// Program that jobs may run as the extension NAME, inside their sandbox (`aitk help extensions`); may be given
-    /// several times
-    #[arg(
-        long,
-        env = "AITK_ALLOW_EXTENSION",
-        value_name = "NAME=PROGRAM",
-        value_delimiter = ','
-    )]
-    pub allow_extension: Vec<String>,
+    /// Extensions.
+    #[command(flatten)]
+    pub extensions: ExtensionArgs,
 }
 
 /// `aitk demo`.

@@ -74,7 +74,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         args.worker_name.as_deref(),
         WorkerOffer {
             devices: devices.clone(),
-            allow_extensions: absolute_programs(&args.allow_extension, &context.directory),
+            allow_extensions: absolute_programs(&args.extensions.allow_extension, &context.directory),
         },
         ca_file.as_deref(),
         Some(ServerOptions {

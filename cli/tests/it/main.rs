@@ -19,6 +19,8 @@ mod imports;
 #[cfg(feature = "embedded")]
 mod login;
 #[cfg(feature = "embedded")]
+mod model_parts;
+#[cfg(feature = "embedded")]
 mod notify;
 #[cfg(feature = "embedded")]
 mod preflight;

@@ -93,6 +93,21 @@ section! {
         keep_tokens: u32 = 0, Works;
         /// Shuffle the comma-separated tokens.
         shuffle_tokens: bool = false, Works;
+        /// sd-scripts: the tokens of `keep_tokens` keep their places when tokens are shuffled, too.
+        shuffle_keeps_tokens: bool = false, Works;
+        /// sd-scripts: tokens before this text, and after it where it stands a second time, are neither dropped nor shuffled; it
+        /// has precedence over `keep_tokens`. Only with `shuffle_tokens` or `token_dropout_rate`.
+        keep_tokens_separator: Option<String> = None, Works;
+        /// sd-scripts: the text between tokens.
+        caption_separator: Option<String> = None, Works, shown "a comma";
+        /// sd-scripts: this text becomes a comma at the end; it joins several tokens to one, which is dropped and shuffled as one.
+        secondary_separator: Option<String> = None, Works;
+        /// sd-scripts: text before each caption, and a blank.
+        caption_prefix: Option<String> = None, Works;
+        /// sd-scripts: text after each caption, and a blank before it.
+        caption_suffix: Option<String> = None, Works;
+        /// sd-scripts: each time, one line of the caption is chosen, and one alternative of each `{a|b|c}`. `{{` and `}}` are braces.
+        enable_wildcard: bool = false, Works;
         /// Take `caption_short` from the JSON file.
         use_short_captions: bool = false, Works;
         /// No effect for trainers.
@@ -295,10 +310,54 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
             cx.error_at(key, "expected a chance from 0 to 1");
         }
     }
+    finish_captions(dataset, cx);
     if dataset.scale <= 0.0 {
         cx.error_at("scale", "expected a factor above 0");
     } else {
         cx.check_in_range("scale", dataset.scale, 0.0..=MAX_FACTOR);
+    }
+}
+
+/// The longest text between tags. A caption has at most a million of them, and each can become this text.
+const MAX_SEPARATOR_BYTES: usize = 32;
+/// The longest text before or after each caption.
+const MAX_AFFIX_BYTES: usize = 10_000;
+
+/// Makes empty texts absent, as in sd-scripts, and checks the others.
+fn finish_captions(dataset: &mut DatasetConfig, cx: &mut ReadContext) {
+    let texts = [
+        ("caption_separator", &mut dataset.caption_separator, MAX_SEPARATOR_BYTES),
+        (
+            "keep_tokens_separator",
+            &mut dataset.keep_tokens_separator,
+            MAX_SEPARATOR_BYTES,
+        ),
+        (
+            "secondary_separator",
+            &mut dataset.secondary_separator,
+            MAX_SEPARATOR_BYTES,
+        ),
+        ("caption_prefix", &mut dataset.caption_prefix, MAX_AFFIX_BYTES),
+        ("caption_suffix", &mut dataset.caption_suffix, MAX_AFFIX_BYTES),
+    ];
+    for (key, text, limit) in texts {
+        if text.as_deref() == Some("") {
+            *text = None;
+        }
+        if let Some(length) = text.as_ref().map(String::len).filter(|length| *length > limit) {
+            cx.error_at(key, format!("expected at most {limit} bytes, found {length}"));
+        }
+    }
+    let changes = dataset.shuffle_tokens || *dataset.token_dropout_rate > 0.0;
+    if dataset.keep_tokens_separator.is_some() && !changes {
+        let why = "has no effect without `shuffle_tokens` or `token_dropout_rate`, and stays in the captions, as in sd-scripts";
+        cx.warn_at("keep_tokens_separator", why);
+    }
+    if dataset.shuffle_keeps_tokens && !(dataset.shuffle_tokens && dataset.keep_tokens > 0) {
+        cx.warn_at(
+            "shuffle_keeps_tokens",
+            "has no effect without `shuffle_tokens` and `keep_tokens`",
+        );
     }
 }
 

@@ -8,7 +8,8 @@ use super::schema::{PresentKeys, ReadContext};
 section! {
     /// A factor of the learning rate of some tensors.
     pub struct LrFactor("lr_factors") {
-        /// Part of the names of the tensors in the saved LoRA or model, such as `lora_te`, `down_blocks_0` or `lora_up`.
+        /// Part of the names of the tensors in the saved LoRA or model, such as `lora_te`, `down_blocks_0` or `lora_up`; `*` stands for any
+        /// text.
         contains: String = String::new(), Works, shown "required";
         /// Their learning rate is `lr` times this number; 0 leaves them as they are.
         factor: f64 = 1.0, Works;
@@ -39,9 +40,48 @@ pub(super) fn check(factors: &[LrFactor], optimizer: OptimizerName, cx: &mut Rea
     }
 }
 
+impl LrFactor {
+    /// Whether the factor is for the tensor of this name.
+    #[must_use]
+    pub fn is_for(&self, name: &str) -> bool {
+        let mut rest = name;
+        self.contains.split('*').all(|part| match rest.split_once(part) {
+            Some((_, after)) => {
+                rest = after;
+                true
+            }
+            None => false,
+        })
+    }
+}
+
 /// The factor of a tensor: that of the first entry whose text is in its name.
 #[must_use]
 pub fn lr_factor(factors: &[LrFactor], name: &str) -> f64 {
-    let found = factors.iter().find(|factor| name.contains(&factor.contains));
+    let found = factors.iter().find(|factor| factor.is_for(name));
     found.map_or(1.0, |factor| factor.factor)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_star_stands_for_any_text() {
+        let is_for = |contains: &str, name: &str| {
+            let contains = contains.to_owned();
+            LrFactor {
+                contains,
+                ..LrFactor::default()
+            }
+            .is_for(name)
+        };
+        let name = "lora_te1_text_model_q_proj.lora_up.weight";
+        for contains in ["lora_te1", "lora_te*lora_up", "lora_up", "*q_proj*", "*"] {
+            assert!(is_for(contains, name), "{contains}");
+        }
+        for contains in ["lora_te2", "lora_up*lora_te", "lora_te*lora_te", "lora_unet*up"] {
+            assert!(!is_for(contains, name), "{contains}");
+        }
+    }
 }

@@ -83,6 +83,12 @@ section! {
         /// Files of textual inversions (ours), one or a list: prompts and captions can use their words. A word is the `name` in the file's
         /// metadata, or else the file's name. Stable Diffusion 1.x, 2.x and SDXL.
         embedding_paths: OneOrMany<String> = OneOrMany(Vec::new()), Works, input Embedding;
+        /// Stable Diffusion 1.x and 2.x (ours): the layer of the text encoder whose output is used, counted from the last one. 1 is the last
+        /// one; 2 leaves one out, as AUTOMATIC1111 and sd-scripts count.
+        clip_skip: u32 = 1, Works;
+        /// Stable Diffusion 1.x, 2.x and SDXL (ours): how many tokens of a prompt are read: 75, 150 or 225, in blocks of 75 as in
+        /// sd-scripts.
+        max_token_length: u32 = 75, Works;
         /// LoRA that is active only on the unconditional pass.
         unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
         /// LoRA that compensates for quantisation.
@@ -143,6 +149,51 @@ section! {
     check = check;
 }
 
+/// Checks `clip_skip` and `max_token_length`.
+fn check_prompt_reading(model: &ModelConfig, cx: &mut ReadContext) {
+    let arch = model.arch.name;
+    let is_diffusion = matches!(arch, ArchName::Sd1 | ArchName::Sd2);
+    if model.clip_skip != 1 && !is_diffusion {
+        let message = format!(
+            "is for Stable Diffusion 1.x and 2.x, and this is `arch: {}`",
+            model.arch
+        );
+        cx.error_at("clip_skip", message);
+    } else if !(1..=MAX_CLIP_SKIP).contains(&model.clip_skip) {
+        let message = format!("expected a number from 1 to {MAX_CLIP_SKIP}, found {}", model.clip_skip);
+        cx.error_at("clip_skip", message);
+    }
+    if model.max_token_length != TOKENS_OF_BLOCK && !is_diffusion && arch != ArchName::Sdxl {
+        let message = format!(
+            "is for Stable Diffusion 1.x, 2.x and SDXL, and this is `arch: {}`",
+            model.arch
+        );
+        cx.error_at("max_token_length", message);
+    } else if ![1, 2, 3].contains(&model.token_blocks()) || !model.max_token_length.is_multiple_of(TOKENS_OF_BLOCK) {
+        let message = format!("expected 75, 150 or 225, found {}", model.max_token_length);
+        cx.error_at("max_token_length", message);
+    }
+}
+
+/// The tokens that CLIP reads at once.
+const TOKENS_OF_BLOCK: u32 = 75;
+/// The text encoder of Stable Diffusion 1.x has 12 layers; of 2.x, 23.
+const MAX_CLIP_SKIP: u32 = 12;
+
+impl ModelConfig {
+    /// How many of the last layers of the text encoder `clip_skip` leaves out.
+    #[must_use]
+    pub fn skipped_text_layers(&self) -> u32 {
+        self.clip_skip.saturating_sub(1)
+    }
+
+    /// How many blocks of 75 tokens a prompt has (`max_token_length`).
+    #[must_use]
+    pub fn token_blocks(&self) -> u32 {
+        self.max_token_length / TOKENS_OF_BLOCK
+    }
+}
+
 fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) {
     match model.legacy_arch() {
         Some((arch, _)) if !present.has("arch") => model.arch = Arch::from(arch),
@@ -172,6 +223,7 @@ fn finish(model: &mut ModelConfig, present: &PresentKeys, cx: &mut ReadContext) 
             ),
         );
     }
+    check_prompt_reading(model, cx);
     let recovery = model.accuracy_recovery_adapter.is_some() || model.qtype.contains('|');
     if recovery && model.assistant_lora_path.is_some() {
         cx.error_at(

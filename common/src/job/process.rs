@@ -121,6 +121,9 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
     }
     if arch.is_flow() {
         check_flow(&process.train, path, report);
+    } else if let Some(key) = process.train.shifts_timesteps() {
+        let message = format!("is only for flow models, and `arch: {arch}` is a diffusion model: it has no effect");
+        report.warn(join(path, &format!("train.{key}")), message);
     }
     if let Some(network) = &process.network
         && matches!(network.kind, NetworkType::Locon | NetworkType::Lycoris)
@@ -144,6 +147,19 @@ fn check_flow(train: &TrainConfig, path: &str, report: &mut SupportReport) {
         let message =
             "expected at least 3: a step leads from one time step to another, and the last one is not trained";
         report.error(join(path, "train.next_sample_timesteps"), message.to_owned());
+    }
+    let shiftable = matches!(train.timestep_type, TimestepType::Sigmoid | TimestepType::Linear);
+    if let Some(key) = train.shifts_timesteps().filter(|_| !shiftable) {
+        let message = "only changes the time steps of `timestep_type: sigmoid` and `linear`";
+        report.error(join(path, &format!("train.{key}")), message.to_owned());
+    }
+    if train.timestep_shift_by_size && train.timestep_shift != 1.0 {
+        let message = "contradicts `timestep_shift_by_size`: remove one of them";
+        report.error(join(path, "train.timestep_shift"), message.to_owned());
+    }
+    if train.timestep_sigmoid_scale != 1.0 && train.timestep_type == TimestepType::Linear {
+        let message = "has no effect on `timestep_type: linear`";
+        report.warn(join(path, "train.timestep_sigmoid_scale"), message.to_owned());
     }
     if train.debiased_estimation_loss {
         let message = "weighs the noise levels of diffusion models; flow models have `timestep_type: weighted`";

@@ -97,6 +97,13 @@ section! {
         noise_scheduler: SamplerName = SamplerName::Ddpm, Works;
         /// How flow models draw time steps; others ignore it.
         timestep_type: TimestepType = TimestepType::Sigmoid, Works;
+        /// sd-scripts: the standard deviation of the normal numbers of `timestep_type: sigmoid`.
+        timestep_sigmoid_scale: f64 = 1.0, Works;
+        /// sd-scripts: the noise levels of `timestep_type: sigmoid` and `linear` are shifted by this factor, above 1 towards more
+        /// noise: `shift s / (1 + (shift - 1) s)`.
+        timestep_shift: f64 = 1.0, Works;
+        /// sd-scripts: they are shifted by the size of the image instead, as FLUX.1's sampler does.
+        timestep_shift_by_size: bool = false, Works;
         /// Which noise levels are trained most.
         content_or_style: ContentOrStyle = ContentOrStyle::Balanced, Works;
         /// Smallest index of the time step table that is drawn.
@@ -304,12 +311,24 @@ section! {
     check = check;
 }
 
+/// The largest shift of time steps, and the largest scale of their normal numbers: beyond it, all of them are at the ends.
+const MAX_TIMESTEP_FACTOR: f64 = 100.0;
+
 fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext) {
     if train.batch_size == 0 {
         cx.error_at("batch_size", "expected at least 1");
     }
     cx.check_at_most("batch_size", train.batch_size, MAX_BATCH);
     cx.check_at_most("num_train_timesteps", train.num_train_timesteps, MAX_TIMESTEPS);
+    for (key, factor) in [
+        ("timestep_shift", train.timestep_shift),
+        ("timestep_sigmoid_scale", train.timestep_sigmoid_scale),
+    ] {
+        if factor <= 0.0 {
+            cx.error_at(key, "expected a factor above 0");
+        }
+        cx.check_in_range(key, factor, 0.0..=MAX_TIMESTEP_FACTOR);
+    }
     if train.gradient_accumulation == 0 {
         cx.error_at("gradient_accumulation", "expected at least 1");
     }
@@ -494,5 +513,17 @@ fn check(train: &TrainConfig, path: &str, report: &mut SupportReport) {
             format!("expected a number, found {value}")
         };
         report.error(join(path, &format!("lr_scheduler_params.{key}")), problem);
+    }
+}
+
+impl TrainConfig {
+    /// The first key that shifts or spreads the time steps of flow models, if one is set.
+    pub(super) fn shifts_timesteps(&self) -> Option<&'static str> {
+        let keys = [
+            (self.timestep_shift != 1.0, "timestep_shift"),
+            (self.timestep_shift_by_size, "timestep_shift_by_size"),
+            (self.timestep_sigmoid_scale != 1.0, "timestep_sigmoid_scale"),
+        ];
+        keys.into_iter().find_map(|(on, key)| on.then_some(key))
     }
 }

@@ -11,6 +11,15 @@ pub(super) struct Argument {
 }
 
 impl Argument {
+    /// Splits `name=value`.
+    pub(super) fn split(text: &str) -> Option<Self> {
+        let (name, value) = text.split_once('=')?;
+        Some(Self {
+            name: name.trim().to_owned(),
+            text: value.trim().trim_matches('"').to_owned(),
+        })
+    }
+
     /// Its value as Python's literal: a number, `True`, `None`, a text in quotes, a tuple or list of numbers.
     pub(super) fn literal(&self) -> Option<Value> {
         literal(&self.text)
@@ -35,7 +44,7 @@ pub(super) fn arguments(import: &mut Import<'_>, option: &str) -> Vec<Argument> 
     let mut found: Vec<Argument> = Vec::new();
     let settings = import.settings;
     for text in settings.texts(option) {
-        let Some((name, value)) = text.split_once('=') else {
+        let Some(argument) = Argument::split(text) else {
             let shown: String = text.chars().take(60).collect();
             import.error(
                 option,
@@ -43,13 +52,12 @@ pub(super) fn arguments(import: &mut Import<'_>, option: &str) -> Vec<Argument> 
             );
             continue;
         };
-        let name = name.trim().to_owned();
-        if found.iter().any(|argument| argument.name == name) {
-            import.error(option, format!("`{}` is given twice", name.escape_debug()));
+        if found.iter().any(|other| other.name == argument.name) {
+            let name = argument.name.escape_debug();
+            import.error(option, format!("`{name}` is given twice"));
             continue;
         }
-        let text = value.trim().trim_matches('"').to_owned();
-        found.push(Argument { name, text });
+        found.push(argument);
     }
     found
 }

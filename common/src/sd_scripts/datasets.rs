@@ -581,39 +581,25 @@ fn captions(import: &mut Import<'_>, levels: &Levels<'_>, training: &Training, s
         section.insert("shuffle_tokens".into(), json!(true));
     }
     let kept = levels.whole("keep_tokens", 0, 0, &mut import.errors);
-    if kept > 0 && shuffles {
-        let message = "aitk's shuffle_tokens shuffles all tags, also those that keep_tokens keeps from being dropped: remove \
-                       keep_tokens, or shuffle_caption";
-        levels.error("keep_tokens", message, &mut import.errors);
-    } else if kept > 0 && drops_tags {
+    if kept > 0 && (shuffles || drops_tags) {
         section.insert("keep_tokens".into(), json!(kept));
-    }
-    if shuffles || drops_tags {
-        if levels.text("keep_tokens_separator").is_some() {
-            levels.error(
-                "keep_tokens_separator",
-                "aitk keeps a number of tags (keep_tokens), not those before a separator",
-                &mut import.errors,
-            );
-        }
-        if levels
-            .text("caption_separator")
-            .is_some_and(|separator| separator.trim() != ",")
-        {
-            levels.error(
-                "caption_separator",
-                "aitk separates tags by commas alone: write the captions with commas",
-                &mut import.errors,
-            );
+        if shuffles {
+            section.insert("shuffle_keeps_tokens".into(), json!(true));
         }
     }
-    if let Some(prefix) = levels.text("caption_prefix") {
-        if shuffles || drops_tags {
-            let message = "aitk puts it before the tags after they are shuffled or dropped, sd-scripts before that: write it into the captions";
-            levels.error("caption_prefix", message, &mut import.errors);
-        } else {
-            section.insert("trigger_word".into(), json!(prefix));
+    let mut text = |option: &str, on: bool| {
+        if let Some(text) = levels.text(option).filter(|text| on && !text.is_empty()) {
+            section.insert(option.into(), json!(text));
         }
+    };
+    text("keep_tokens_separator", shuffles || drops_tags);
+    text("secondary_separator", true);
+    text("caption_prefix", true);
+    text("caption_suffix", true);
+    let separator = levels.text("caption_separator").filter(|separator| *separator != ",");
+    text("caption_separator", separator.is_some());
+    if levels.flag("enable_wildcard") {
+        section.insert("enable_wildcard".into(), json!(true));
     }
     let changing = [
         (shuffles, "shuffle_caption"),

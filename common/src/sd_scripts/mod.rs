@@ -12,6 +12,7 @@ mod epochs;
 mod folders;
 mod gui;
 mod image_size;
+mod lora_plus;
 mod model;
 mod network;
 mod objective;
@@ -225,9 +226,9 @@ fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Optio
     train.insert("batch_size".into(), json!(batch_size));
     train.insert("gradient_accumulation".into(), json!(accumulated));
     train.insert("lr".into(), number(rates.rate));
-    if !rates.factors.is_empty() {
-        let factors = rates
-            .factors
+    let factors = lora_plus::lr_factors(import, &rates);
+    if !factors.is_empty() {
+        let factors = factors
             .iter()
             .map(|(name, factor)| json!({"contains": name, "factor": number(*factor)}));
         train.insert("lr_factors".into(), factors.collect());

@@ -28,6 +28,7 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
         ScriptFamily::Sd3 => "sd3",
     };
     model.insert("arch".into(), json!(arch));
+    prompts(import, &mut model);
     if settings.flag("v_parameterization") && !import.script.is_flow() {
         model.insert("is_v_pred".into(), json!(true));
     } else if arch == "sd2" && is_file(path) {
@@ -68,6 +69,27 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
     }
     swap(import, &mut model);
     model
+}
+
+/// How prompts are read.
+fn prompts(import: &mut Import<'_>, model: &mut Section) {
+    let family = import.script.family();
+    // sd-scripts ignores it for SDXL.
+    if family == ScriptFamily::Sd {
+        let skip = import.whole_from("clip_skip", 1, 1);
+        if skip > 12 {
+            import.error("clip_skip", format!("expected a number from 1 to 12, found {skip}"));
+        } else if skip > 1 {
+            model.insert("clip_skip".into(), json!(skip));
+        }
+    }
+    if matches!(family, ScriptFamily::Sd | ScriptFamily::Sdxl) {
+        match import.whole_from("max_token_length", 75, 75) {
+            75 => {}
+            tokens @ (150 | 225) => drop(model.insert("max_token_length".into(), json!(tokens))),
+            other => import.error("max_token_length", format!("expected 75, 150 or 225, found {other}")),
+        }
+    }
 }
 
 fn is_file(path: &str) -> bool {

@@ -28,18 +28,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("down_lr_weight", "aitk has one learning rate for all blocks"),
     ("mid_lr_weight", "aitk has one learning rate for all blocks"),
     ("up_lr_weight", "aitk has one learning rate for all blocks"),
-    (
-        "loraplus_lr_ratio",
-        "aitk trains both matrices of a LoRA with one learning rate (no LoRA+)",
-    ),
-    (
-        "loraplus_unet_lr_ratio",
-        "aitk trains both matrices of a LoRA with one learning rate (no LoRA+)",
-    ),
-    (
-        "loraplus_text_encoder_lr_ratio",
-        "aitk trains both matrices of a LoRA with one learning rate (no LoRA+)",
-    ),
     ("network_reg_lrs", "aitk has one learning rate for all layers"),
     ("network_reg_dims", "aitk has one rank for all layers"),
     ("ggpo_beta", "aitk has no GGPO"),
@@ -124,6 +112,9 @@ const TRANSLATED: &[&str] = &[
     "train_single_block_indices",
     "train_block_indices",
     "split_qkv",
+    "loraplus_lr_ratio",
+    "loraplus_unet_lr_ratio",
+    "loraplus_text_encoder_lr_ratio",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -159,6 +150,9 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
             "split_qkv",
             "FLUX.1 and SD3: aitk always trains q, k and v on their own",
         ),
+        ("loraplus_lr_ratio", "LoRA+: `train.lr_factors`; of LyCORIS refused"),
+        ("loraplus_unet_lr_ratio", "the same for the U-Net or transformer alone"),
+        ("loraplus_text_encoder_lr_ratio", "the same for text encoders alone"),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
     let refused = REFUSED_ARGUMENTS

@@ -80,34 +80,25 @@ fn flux(import: &mut Import<'_>, train: &mut Section) {
                        it, sd-scripts trains another loss (sigma_scaled)";
         import.error("model_prediction_type", message);
     }
-    let shift = settings.number("discrete_flow_shift").unwrap_or(3.0);
     let sampling = settings.text("timestep_sampling").unwrap_or("sigma");
-    let advice = "set timestep_sampling to sigmoid, or to uniform";
-    let ours = match sampling {
-        "uniform" => "linear",
-        "sigmoid" => "sigmoid",
-        "shift" if shift == 1.0 => "sigmoid",
-        "sigma" if shift == 1.0 => match settings.text("weighting_scheme").unwrap_or("uniform") {
-            "logit_normal" | "mode" => {
-                import.error("weighting_scheme", format!("aitk draws no such time steps: {advice}"));
-                return;
-            }
-            _ => "linear",
-        },
-        other => {
-            let message = format!(
-                "aitk cannot shift the time steps of {other}{}: {advice}",
-                if other == "flux_shift" {
-                    String::new()
-                } else {
-                    format!(" by discrete_flow_shift {shift:?}")
-                }
-            );
-            import.error("timestep_sampling", message);
-            return;
-        }
-    };
-    train.insert("timestep_type".into(), json!(ours));
+    let scheme = settings.text("weighting_scheme").unwrap_or("uniform");
+    if sampling == "sigma" && matches!(scheme, "logit_normal" | "mode") {
+        let advice = "aitk draws no such time steps: set timestep_sampling to sigmoid, shift, flux_shift or uniform";
+        import.error("weighting_scheme", advice);
+    }
+    let has_levels = matches!(sampling, "uniform" | "sigma");
+    train.insert(
+        "timestep_type".into(),
+        json!(if has_levels { "linear" } else { "sigmoid" }),
+    );
+    if !has_levels {
+        positive_factor(import, train, "sigmoid_scale", 1.0, "timestep_sigmoid_scale");
+    }
+    match sampling {
+        "shift" | "sigma" => positive_factor(import, train, "discrete_flow_shift", 3.0, "timestep_shift"),
+        "flux_shift" => drop(train.insert("timestep_shift_by_size".into(), json!(true))),
+        _ => {}
+    }
     train.insert(
         "cfg_scale".into(),
         number(settings.number("guidance_scale").unwrap_or(3.5)),
@@ -123,12 +114,26 @@ fn flux(import: &mut Import<'_>, train: &mut Section) {
     }
 }
 
+/// Sets a key of `train` to an option that must be above 0, unless it is 1.
+fn positive_factor(import: &mut Import<'_>, train: &mut Section, option: &str, default: f64, key: &str) {
+    let factor = import.settings.number(option).unwrap_or(default);
+    if factor <= 0.0 {
+        import.error(option, format!("expected a number above 0, found {factor:?}"));
+    } else if factor != 1.0 {
+        train.insert(key.into(), number(factor));
+    }
+}
+
 fn sd3(import: &mut Import<'_>, train: &mut Section) {
     let settings = import.settings;
     train.insert("noise_scheduler".into(), json!("flowmatch"));
+    positive_factor(import, train, "training_shift", 1.0, "timestep_shift");
     let (timesteps, compares_images) = match settings.text("weighting_scheme").unwrap_or("uniform") {
         "uniform" | "none" => ("linear", true),
-        "logit_normal" => ("sigmoid", true),
+        "logit_normal" => {
+            positive_factor(import, train, "logit_std", 1.0, "timestep_sigmoid_scale");
+            ("sigmoid", true)
+        }
         // Weighted by 1 / sigma^2, the loss of the image is that of the velocity.
         "sigma_sqrt" => ("linear", false),
         other => {

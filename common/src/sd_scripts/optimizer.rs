@@ -134,7 +134,7 @@ pub(super) struct Rates {
     pub denoiser: bool,
     pub text_encoder: bool,
     /// `train.lr_factors`: a part of the names of tensors, and how many times `rate` their rate is.
-    pub factors: Vec<(&'static str, f64)>,
+    pub factors: Vec<(String, f64)>,
 }
 
 /// Decides `train.lr` and `train.lr_factors`, and which parts are trained.
@@ -204,7 +204,7 @@ fn adapter_rates(import: &mut Import<'_>, default: f64) -> Rates {
 }
 
 /// The factors of the rates of text encoders, where they are not `rate`.
-fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(&'static str, f64)> {
+fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(String, f64)> {
     // Names of one text encoder, or of all of them, and of the first two.
     let (all, each) = match import.script.is_flow() {
         true => ("text_encoder", ["text_encoder.", "text_encoder_2."]),
@@ -222,11 +222,11 @@ fn text_factors(import: &mut Import<'_>, rates: &[f64], rate: f64) -> Vec<(&'sta
         return Vec::new();
     }
     match rates.iter().all(|other| *other == first) {
-        true => vec![(all, first / rate)],
+        true => vec![(all.to_owned(), first / rate)],
         false => each
             .into_iter()
             .zip(rates)
-            .map(|(name, other)| (name, other / rate))
+            .map(|(name, other)| (name.to_owned(), other / rate))
             .collect(),
     }
 }

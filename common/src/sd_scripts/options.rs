@@ -21,11 +21,8 @@ const GUI: &str = "a field of the kohya GUI, which sd-scripts does not read";
 /// Why an option of captions or images is refused, in training configs and in data set configs.
 pub(super) const COLOR_AUG: &str = "aitk has no color augmentation";
 pub(super) const FACE_CROP: &str = "aitk crops at the centre or at random";
-pub(super) const WILDCARDS: &str = "aitk trains captions as they are, without wildcards or a random line of several";
 pub(super) const EVERY_N_EPOCHS: &str = "aitk drops captions at random (`caption_dropout_rate`), not in certain epochs";
 pub(super) const TOKEN_WARMUP: &str = "aitk trains whole captions from the first step on";
-pub(super) const SECONDARY_SEPARATOR: &str = "aitk separates tags by commas alone; write the captions with commas";
-pub(super) const CAPTION_SUFFIX: &str = "aitk appends no text to captions; write it into the caption files";
 pub(super) const METADATA_FILE: &str = "aitk reads captions from files beside the images: write them with \
                                         finetune/merge_captions_to_metadata.py's inputs, and use train_data_dir or image_dir";
 pub(super) const VALIDATION: &str = "aitk does not hold images out of the training; move them into another folder";
@@ -54,8 +51,8 @@ const MODEL: &[OptionRow] = &[
     row("base_weights_multiplier", Numbers, "1", LORA, Translated("only 1: a LoRA is applied at full strength")),
     row("no_half_vae", Flag, "false", UNET, NoInfluence("aitk's VAE computes in float32 where its config asks for it")),
     row("tokenizer_cache_dir", Text, "", ALL, NoInfluence("the tokenizers are built in, or in the model's folder")),
-    row("clip_skip", Whole, "", UsedBy::SD, refused_unless("1", "aitk uses the last layer of the text encoder")),
-    row("max_token_length", Whole, "75", UNET, refused_unless("75", "aitk reads 75 tokens of a caption, in one block")),
+    row("clip_skip", Whole, "", UsedBy::SD, Translated("`model.clip_skip`")),
+    row("max_token_length", Whole, "75", UNET, Translated("`model.max_token_length`")),
     row("weighted_captions", Flag, "false", UNET, refused("aitk has no weights in captions")),
     row("no_token_padding", Flag, "false", UsedBy::FULL_SD, refused("aitk fills captions up to 77 tokens")),
     row("t5xxl_max_token_length", Whole, "512 (dev), 256", FLOW, Translated("only the model's own: 512 of FLUX.1-dev, 256 of schnell and SD3")),
@@ -239,15 +236,15 @@ const LOSS: &[OptionRow] = &[
     row("masked_loss", Flag, "false", ALL, Translated("`datasets[].mask_path`; aitk scales the weights of a batch to 1 on average")),
     row("conditioning_data_dir", Text, "", ALL, refused("sd-scripts reads it in the subsets of a dataset_config only: put it there")),
     row("guidance_scale", Number, "3.5", FLUX, Translated("`train.cfg_scale`")),
-    row("timestep_sampling", Choice(&["sigma", "uniform", "sigmoid", "shift", "flux_shift"]), "sigma", FLUX, Translated("`train.timestep_type`: uniform is linear, sigmoid is sigmoid; others are refused, except a shift of 1")),
-    row("discrete_flow_shift", Number, "3.0", FLUX, Translated("only 1, with timestep_sampling shift or sigma")),
-    row("sigmoid_scale", Number, "1.0", FLUX, refused_unless("1", "aitk's sigmoid has the scale 1")),
+    row("timestep_sampling", Choice(&["sigma", "uniform", "sigmoid", "shift", "flux_shift"]), "sigma", FLUX, Translated("`train.timestep_type`: uniform and sigma are linear, the others sigmoid")),
+    row("discrete_flow_shift", Number, "3.0", FLUX, Translated("`train.timestep_shift`, with timestep_sampling shift or sigma")),
+    row("sigmoid_scale", Number, "1.0", FLUX, Translated("`train.timestep_sigmoid_scale`, with timestep_sampling sigmoid, shift or flux_shift")),
     row("model_prediction_type", Choice(&["raw", "additive", "sigma_scaled"]), "sigma_scaled", FLUX, Translated("only raw")),
-    row("weighting_scheme", Choice(&["sigma_sqrt", "logit_normal", "mode", "cosmap", "none", "uniform"]), "uniform", FLOW, Translated("SD3: `train.timestep_type`, `t0_loss_target`; mode and cosmap are refused. FLUX.1: only with timestep_sampling sigma")),
+    row("weighting_scheme", Choice(&["sigma_sqrt", "logit_normal", "mode", "cosmap", "none", "uniform"]), "uniform", FLOW, Translated("SD3: `train.timestep_type`, `t0_loss_target`; mode and cosmap are refused. FLUX.1: only with timestep_sampling sigma, where logit_normal and mode are refused")),
     row("logit_mean", Number, "0", SD3, refused_unless("0", "aitk's sigmoid has the mean 0")),
-    row("logit_std", Number, "1", SD3, refused_unless("1", "aitk's sigmoid has the scale 1")),
+    row("logit_std", Number, "1", SD3, Translated("`train.timestep_sigmoid_scale`, with weighting_scheme logit_normal")),
     row("mode_scale", Number, "1.29", FLOW, NoInfluence("only weighting_scheme mode uses it, which is refused")),
-    row("training_shift", Number, "1.0", SD3, refused_unless("1", "aitk draws the time steps of SD3 without a shift, or with the model's own")),
+    row("training_shift", Number, "1.0", SD3, Translated("`train.timestep_shift`")),
 ];
 
 #[rustfmt::skip]
@@ -267,13 +264,13 @@ const DATA: &[OptionRow] = &[
     row("caption_extension", Text, ".caption", ALL, Translated("`datasets[].caption_ext`")),
     row("caption_extention", Text, "", ALL, Translated("older spelling of caption_extension")),
     row("shuffle_caption", Flag, "false", ALL, Translated("`datasets[].shuffle_tokens`")),
-    row("keep_tokens", Whole, "0", ALL, Translated("`datasets[].keep_tokens`; refused with shuffle_caption")),
-    row("keep_tokens_separator", Text, "", ALL, Translated("refused if captions are shuffled or tags are dropped, else without influence")),
-    row("caption_separator", Text, ",", ALL, Translated("only a comma, if captions are shuffled or tags are dropped")),
-    row("secondary_separator", Text, "", ALL, refused(SECONDARY_SEPARATOR)),
-    row("enable_wildcard", Flag, "false", ALL, refused(WILDCARDS)),
-    row("caption_prefix", Text, "", ALL, Translated("`datasets[].trigger_word`; refused if captions are shuffled or tags are dropped")),
-    row("caption_suffix", Text, "", ALL, refused(CAPTION_SUFFIX)),
+    row("keep_tokens", Whole, "0", ALL, Translated("`datasets[].keep_tokens`, `datasets[].shuffle_keeps_tokens`")),
+    row("keep_tokens_separator", Text, "", ALL, Translated("`datasets[].keep_tokens_separator` if captions are shuffled or tags are dropped, else without influence")),
+    row("caption_separator", Text, ",", ALL, Translated("`datasets[].caption_separator`")),
+    row("secondary_separator", Text, "", ALL, Translated("`datasets[].secondary_separator`")),
+    row("enable_wildcard", Flag, "false", ALL, Translated("`datasets[].enable_wildcard`")),
+    row("caption_prefix", Text, "", ALL, Translated("`datasets[].caption_prefix`")),
+    row("caption_suffix", Text, "", ALL, Translated("`datasets[].caption_suffix`")),
     row("caption_dropout_rate", Number, "0", ALL, Translated("`datasets[].caption_dropout_rate`")),
     row("caption_dropout_every_n_epochs", Whole, "0", ALL, refused(EVERY_N_EPOCHS)),
     row("caption_tag_dropout_rate", Number, "0", ALL, Translated("`datasets[].token_dropout_rate`")),

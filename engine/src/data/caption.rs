@@ -1,5 +1,6 @@
 //! Captions: where they are read from, and how they are changed for training.
 
+use super::caption_tags::{TagRules, change_tags, shuffle};
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
 use aitk_common::fsutil::regular;
@@ -18,12 +19,8 @@ pub struct CaptionRules {
     pub regularisation: bool,
     /// Probability of an empty caption.
     pub caption_dropout: f64,
-    /// Probability to drop each token.
-    pub token_dropout: f64,
-    /// Leading tokens that are never dropped.
-    pub keep_tokens: usize,
-    /// Shuffle the tokens.
-    pub shuffle: bool,
+    /// How the tags are changed.
+    pub tags: TagRules,
     /// Random triggers, which are appended to the caption.
     pub random_triggers: Vec<String>,
     /// Above 1: a random number of triggers is appended, from 0 to this. Otherwise: one.
@@ -94,15 +91,6 @@ fn parse_json_caption(path: &Path, text: &str) -> Result<String> {
         .ok_or_else(|| error("expected a JSON object with a text `caption`".into()))
 }
 
-/// Shuffles with one draw of `torch.randperm`.
-fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
-    generator
-        .randperm(items.len())
-        .into_iter()
-        .filter_map(|i| items.get(usize::try_from(i).ok()?).cloned())
-        .collect()
-}
-
 /// Whether caption dropout removes a caption. Draws `rand(1)` if the rule is on.
 #[must_use]
 pub fn drops_caption(rules: &CaptionRules, generator: &mut TorchGenerator) -> bool {
@@ -116,12 +104,11 @@ pub fn dropped_caption(rules: &CaptionRules) -> String {
     trigger.unwrap_or_default()
 }
 
-/// Changes one caption for training, in ai-toolkit's order: dropout, tokens, trigger, random triggers.
+/// Changes one caption for training, in ai-toolkit's order: dropout, tags, trigger, random triggers.
 ///
-/// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; token dropout
-/// `rand(1)` per token after `keep_tokens`; shuffling `randperm(tokens)`; number of random triggers
-/// `randint(0, max + 1)`, which ones `randperm(triggers)`, or a single one `randint(0, triggers)`; shuffling again
-/// `randperm(tokens)`; repeating it `rand(1)`.
+/// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; those of the tags
+/// ([`change_tags`]); number of random triggers `randint(0, max + 1)`, which ones `randperm(triggers)`, or a single one
+/// `randint(0, triggers)`; shuffling again `randperm(tags)`; repeating it `rand(1)`.
 #[must_use]
 pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
     let caption = match drops_caption(rules, generator) {
@@ -140,21 +127,7 @@ pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGener
 
 /// The caption without caption dropout and repetition.
 fn changed_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
-    let mut happens = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;
-    let mut tokens: Vec<&str> = raw.split(',').collect();
-    if rules.token_dropout > 0.0 {
-        let mut index = 0;
-        tokens.retain(|_| {
-            index += 1;
-            index <= rules.keep_tokens || !happens(rules.token_dropout)
-        });
-    }
-    if rules.shuffle {
-        tokens = shuffle(&tokens, generator);
-    }
-    // Tokens are not trimmed, so `a, b` becomes `a,  b`, as in ai-toolkit.
-    let mut caption = tokens.join(", ");
-
+    let mut caption = change_tags(raw, &rules.tags, generator);
     let trigger = rules.trigger.as_deref().unwrap_or_default();
     for placeholder in ["[trigger]", "[name]"] {
         caption = caption.replace(placeholder, trigger);
@@ -179,7 +152,8 @@ fn changed_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerat
         for index in indices {
             caption = format!("{caption}, {}", rules.random_triggers[index]);
         }
-        if rules.shuffle {
+        // The tags that keep their places do so here too.
+        if rules.tags.shuffle && !rules.tags.keeps_places() {
             let tokens: Vec<&str> = caption.split(',').collect();
             caption = shuffle(&tokens, generator).join(", ");
         }

@@ -14,6 +14,95 @@ fn build(raw: &str, rules: &CaptionRules) -> String {
     build_caption(raw, rules, &mut TorchGenerator::manual_seed(1))
 }
 
+/// What sd-scripts' `process_caption` gives, where nothing is random.
+#[test]
+fn tags_are_kept_as_in_sd_scripts() {
+    let tags = |raw: &str, change: &dyn Fn(&mut TagRules)| {
+        let mut rules = rules();
+        change(&mut rules.tags);
+        build(raw, &rules)
+    };
+    let text = |text: &str| Some(text.to_owned());
+    // With a dropout of 1 only the tags stay that keep their places.
+    assert_eq!(
+        tags("sks, girl ,hat, dress", &|r| {
+            (r.dropout, r.kept, r.kept_in_place) = (1.0, 2, true);
+        }),
+        "sks, girl"
+    );
+    assert_eq!(
+        tags("sks , girl||| hat, dress|||best,  , new", &|r| {
+            (r.dropout, r.kept_separator) = (1.0, text("|||"));
+        }),
+        "sks, girl, best, new"
+    );
+    // Without a rule that changes tags, the separator stays.
+    assert_eq!(tags("a|||b", &|r| r.kept_separator = text("|||")), "a|||b");
+    // A caption without it follows `kept`.
+    assert_eq!(
+        tags("a, b, c", &|r| {
+            (r.dropout, r.kept, r.kept_in_place) = (1.0, 1, true);
+            r.kept_separator = text("|||");
+        }),
+        "a"
+    );
+    assert_eq!(
+        tags("a;;b, c", &|r| {
+            (r.dropout, r.kept, r.kept_in_place) = (1.0, 1, true);
+            r.secondary_separator = text(";;");
+        }),
+        "a,b"
+    );
+    assert_eq!(
+        tags("b. c", &|r| {
+            (r.separator, r.prefix, r.suffix) = (text("."), text("a."), text(".d"));
+            (r.dropout, r.kept, r.kept_in_place) = (0.001, 9, true);
+        }),
+        "a, b, c, d"
+    );
+    for (raw, expected) in [
+        ("{{a|b}}", "{a|b}"),
+        ("{a}", "a"),
+        ("{}x{", "{}x{"),
+        ("}{|}", "}"),
+        ("{ü}ö}", "üö}"),
+    ] {
+        assert_eq!(tags(raw, &|r| r.wildcards = true), expected, "{raw}");
+    }
+}
+
+#[test]
+fn some_tags_are_shuffled_and_every_alternative_is_chosen() {
+    let rules = CaptionRules {
+        tags: TagRules {
+            shuffle: true,
+            kept: 1,
+            kept_in_place: true,
+            wildcards: true,
+            ..TagRules::default()
+        },
+        random_triggers: vec!["last".into()],
+        ..rules()
+    };
+    let mut seen = std::collections::BTreeSet::new();
+    for seed in 0..60 {
+        let mut generator = TorchGenerator::manual_seed(seed);
+        let got = build_caption("one, {x|y}, two\nonly", &rules, &mut generator);
+        if got != "only, last" {
+            assert!(got.starts_with("one, ") && got.ends_with(", last"), "{got}");
+        }
+        seen.insert(got);
+    }
+    let expected = [
+        "one, two, x, last",
+        "one, two, y, last",
+        "one, x, two, last",
+        "one, y, two, last",
+        "only, last",
+    ];
+    assert_eq!(seen.into_iter().collect::<Vec<_>>(), expected);
+}
+
 #[test]
 fn captions_are_changed_in_ai_toolkits_order() {
     assert_eq!(build("a, b,c", &rules()), "a,  b, c");
@@ -42,8 +131,11 @@ fn captions_are_changed_in_ai_toolkits_order() {
         ""
     );
     let tokens = CaptionRules {
-        token_dropout: 1.0,
-        keep_tokens: 2,
+        tags: TagRules {
+            dropout: 1.0,
+            kept: 2,
+            ..TagRules::default()
+        },
         ..rules()
     };
     assert_eq!(build("a,b,c,d", &tokens), "a, b");
@@ -55,7 +147,10 @@ fn captions_are_changed_in_ai_toolkits_order() {
     let shuffled = build(
         "a,b,c,d,e,f,g",
         &CaptionRules {
-            shuffle: true,
+            tags: TagRules {
+                shuffle: true,
+                ..TagRules::default()
+            },
             ..rules()
         },
     );

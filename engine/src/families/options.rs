@@ -36,6 +36,35 @@ impl LoadedParts {
     }
 }
 
+/// How the CLIP text encoders of Stable Diffusion and SDXL read prompts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PromptReading {
+    /// How many of the last layers are left out; diffusers' `clip_skip`. Stable Diffusion 1.x and 2.x.
+    pub skipped_layers: usize,
+    /// A prompt has up to so many blocks of 75 tokens.
+    pub blocks: usize,
+}
+
+impl Default for PromptReading {
+    fn default() -> Self {
+        Self {
+            skipped_layers: 0,
+            blocks: 1,
+        }
+    }
+}
+
+impl PromptReading {
+    /// As the `model` section says.
+    #[must_use]
+    pub fn of(model: &ModelConfig) -> Self {
+        Self {
+            skipped_layers: model.skipped_text_layers() as usize,
+            blocks: model.token_blocks() as usize,
+        }
+    }
+}
+
 /// Options for loading a model.
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
@@ -52,6 +81,8 @@ pub struct LoadOptions {
     pub denoiser_quantization: Option<QuantizationConfig>,
     /// How to quantise the text encoders' layers.
     pub text_encoder_quantization: Option<QuantizationConfig>,
+    /// How prompts are read.
+    pub prompt_reading: PromptReading,
     /// The options of the memory profile: what is streamed, tiled and so on.
     pub memory_options: MemoryOptions,
     /// Which tensors of the denoiser are trained.
@@ -75,6 +106,7 @@ impl LoadOptions {
             parts: PartPaths::default(),
             denoiser_quantization: None,
             text_encoder_quantization: None,
+            prompt_reading: PromptReading::default(),
             memory_options: MemoryOptions::default(),
             denoiser_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
@@ -98,6 +130,7 @@ impl LoadOptions {
             device,
             denoiser_quantization: quantization(model.quantization()),
             text_encoder_quantization: quantization(model.text_encoder_quantization()),
+            prompt_reading: PromptReading::of(model),
             memory_options: MemoryOptions::of(profile).merge(model.memory_options()),
             ..Self::cpu()
         }

@@ -78,7 +78,7 @@ impl FlowShift {
 
 /// `calculate_shift` of diffusers' pipelines: linear between the two sequence lengths of the config.
 #[must_use]
-pub(super) fn dynamic_mu(params: &SamplerParams, image_tokens: usize) -> f64 {
+pub fn dynamic_mu(params: &SamplerParams, image_tokens: usize) -> f64 {
     let base_tokens = params.base_image_seq_len.unwrap_or(256) as f64;
     let max_tokens = params.max_image_seq_len.unwrap_or(4096) as f64;
     let (base, max) = (params.base_shift.unwrap_or(0.5), params.max_shift.unwrap_or(1.15));

@@ -28,7 +28,7 @@ mod spacing;
 mod tests;
 mod unipc;
 
-pub use flow_sigmas::shifted_timesteps;
+pub use flow_sigmas::{dynamic_mu, shifted_timesteps};
 pub use noise::NoiseSource;
 pub use params::{BetaSchedule, PredictionType, SamplerParams, Spacing, parse_scheduler_config};
 pub use sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep};

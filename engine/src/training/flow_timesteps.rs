@@ -3,7 +3,7 @@
 
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
-use crate::samplers::{SamplerParams, shifted_timesteps};
+use crate::samplers::{SamplerParams, dynamic_mu, shifted_timesteps};
 
 /// Time steps from all noise to none.
 pub(super) const TRAIN_TIMESTEPS: f64 = 1000.0;
@@ -15,8 +15,8 @@ const LOGNORMAL_DEVIATION: f64 = 0.333;
 /// How the table of time steps is made.
 #[derive(Clone, Debug, PartialEq)]
 pub enum FlowTimesteps {
-    /// The sigmoids of normal numbers, drawn anew for each micro-batch.
-    Sigmoid,
+    /// The sigmoids of normal numbers of this standard deviation, drawn anew for each micro-batch.
+    Sigmoid(f64),
     /// Even, from 1000 to 1.
     Linear,
     /// Those of a sampler, which the scheduler's config shifts, by the number of image tokens if it says so.
@@ -26,8 +26,29 @@ pub enum FlowTimesteps {
     /// Those of a sampler of so many steps, shifted as the scheduler's config says. Each item takes one step of it with the model
     /// before its loss is computed, so that it is trained on what sampling gives (`next_sample`).
     NextSample(Box<SamplerParams>, u32),
+    /// The entries of a table, shifted.
+    Shifted(Box<Self>, FlowShift),
     /// The even table, of which only the entries where a sampler of so many steps would be are trained: 1, 2, 4 or 8.
     FewSteps(u32),
+}
+
+/// How noise levels are shifted towards more noise: the level `s` becomes `shift s / (1 + (shift - 1) s)`, as in sd-scripts
+/// (`library/flux_train_utils.py`).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum FlowShift {
+    /// By this factor.
+    Constant(f64),
+    /// By `exp(mu)`, where `mu` grows with the number of image tokens, as in sampling with FLUX.1: 0.5 at 256 of them, 1.15 at 4096.
+    BySize,
+}
+
+impl FlowShift {
+    fn factor(self, image_tokens: usize) -> f64 {
+        match self {
+            Self::Constant(factor) => factor,
+            Self::BySize => dynamic_mu(&SamplerParams::default(), image_tokens).exp(),
+        }
+    }
 }
 
 impl FlowTimesteps {
@@ -40,9 +61,19 @@ impl FlowTimesteps {
             Self::Linear | Self::FewSteps(_) => return Ok(linear(length)),
             Self::Shift(params) => return shifted(params, length, image_tokens),
             Self::NextSample(params, steps) => return shifted(params, *steps as usize, image_tokens),
-            Self::Sigmoid => {
+            Self::Shifted(of, shift) => {
+                let factor = shift.factor(image_tokens);
+                let shifted = |timestep: f32| {
+                    let level = f64::from(timestep) / TRAIN_TIMESTEPS;
+                    (factor * level / (1.0 + (factor - 1.0) * level) * TRAIN_TIMESTEPS) as f32
+                };
+                let table = of.table(generator, length, image_tokens)?;
+                return Ok(table.into_iter().map(shifted).collect());
+            }
+            Self::Sigmoid(deviation) => {
                 let normal = generator.randn(length).into_iter();
-                normal.map(|x| (1.0 - sigmoid(x)) * TRAIN_TIMESTEPS as f32).collect()
+                let level = |x: f32| 1.0 - sigmoid(x * *deviation as f32);
+                normal.map(|x| level(x) * TRAIN_TIMESTEPS as f32).collect()
             }
             Self::LognormBlend => {
                 let share = |share: f64| (length as f64 * share) as usize;
@@ -67,6 +98,7 @@ impl FlowTimesteps {
     pub(super) fn choices(&self, length: usize) -> Option<Vec<usize>> {
         let steps = match self {
             Self::FewSteps(steps) => steps,
+            Self::Shifted(of, _) => return of.choices(length),
             // A step can be taken from each, and neither the last entry nor the last but one is reached, as in ai-toolkit.
             Self::NextSample(_, steps) => return Some((0..(*steps as usize).saturating_sub(2).max(1)).collect()),
             _ => return None,
@@ -190,6 +222,46 @@ mod tests {
         assert_eq!(half(900.0), FlowWeighting::Bell.weight(900.0));
         assert_eq!(FlowWeighting::Measured.weight(1000.0), 0.906);
         assert_eq!(FlowWeighting::Measured.weight(0.5), 0.447);
+    }
+
+    /// Against the formulas of sd-scripts' `timestep_sampling` `shift` and `flux_shift`, on the same normal numbers.
+    #[test]
+    fn shifted_levels_are_those_of_sd_scripts() {
+        let table = |timesteps: &FlowTimesteps| {
+            let mut generator = TorchGenerator::manual_seed(3);
+            timesteps.table(&mut generator, 100, 1024).unwrap()
+        };
+        let expected = |factor: f64, deviation: f64| {
+            let normal = TorchGenerator::manual_seed(3).randn(100).into_iter();
+            // Minus: the table is that of `1 - sigmoid(x)`.
+            let level = normal.map(|x| 1.0 / (1.0 + (deviation * f64::from(x)).exp()));
+            let mut levels: Vec<f64> = level
+                .map(|s| 1000.0 * (s * factor) / (1.0 + (factor - 1.0) * s))
+                .collect();
+            levels.sort_by(|a, b| b.total_cmp(a));
+            levels
+        };
+        let mu: f64 = 0.5 + (1.15 - 0.5) / (4096.0 - 256.0) * (1024.0 - 256.0);
+        for (shift, factor, deviation) in [
+            (FlowShift::Constant(3.1582), 3.1582, 1.0),
+            (FlowShift::Constant(0.5), 0.5, 2.0),
+            (FlowShift::BySize, mu.exp(), 0.7),
+        ] {
+            let got = table(&FlowTimesteps::Shifted(
+                Box::new(FlowTimesteps::Sigmoid(deviation)),
+                shift,
+            ));
+            for (got, expected) in got.iter().zip(expected(factor, deviation)) {
+                assert!((f64::from(*got) - expected).abs() < 1e-2, "{shift:?}: {got} {expected}");
+            }
+        }
+        let even = table(&FlowTimesteps::Shifted(
+            Box::new(FlowTimesteps::Linear),
+            FlowShift::Constant(3.0),
+        ));
+        assert_eq!(even[0], 1000.0);
+        // 0.001 * 3 / (1 + 2 * 0.001)
+        assert!((even[99] - 2.994).abs() < 1e-3, "{}", even[99]);
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub use cfg::TrainingCfg;
 pub use conditioning_cache::ConditioningCache;
 pub use ddpm::{Ddpm, SnrWeighting};
 pub use flow_match::{FlowMatch, step_to};
-pub use flow_timesteps::{FlowTimesteps, FlowWeighting};
+pub use flow_timesteps::{FlowShift, FlowTimesteps, FlowWeighting};
 pub use latent_options::{ChannelStatistics, LatentOptions};
 pub use latents::LatentStore;
 pub use loss::{

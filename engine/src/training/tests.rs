@@ -431,7 +431,10 @@ fn the_documented_python_draws_the_same_numbers() {
         let mut generator = batch_generator(whole("seed", 0), whole("step", 0), whole("micro", 0));
         let captions: Vec<String> = serde_json::from_value(case["captions"].clone()).unwrap_or_default();
         let rules = crate::data::CaptionRules {
-            shuffle: true,
+            tags: crate::data::TagRules {
+                shuffle: true,
+                ..crate::data::TagRules::default()
+            },
             ..Default::default()
         };
         for (caption, want) in captions.iter().zip(case["shuffled"].as_array().unwrap()) {

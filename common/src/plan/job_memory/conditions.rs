@@ -1,7 +1,7 @@
 //! What the denoiser is conditioned on: encoded prompts, and control images.
 
 use super::{CAPTION_TOKENS, Job, Model};
-use crate::plan::json::text;
+use crate::plan::json::{number, text};
 use crate::plan::shapes::TransformerKind;
 use crate::plan::walk::{Backend, Conditions, Shaped, Walk};
 
@@ -26,6 +26,12 @@ impl Job<'_> {
         }
     }
 
+    /// Blocks of tokens of a prompt, each of which a CLIP encoder reads on its own.
+    fn token_blocks(&self) -> f64 {
+        let tokens = number(self.body, "/model/max_token_length").unwrap_or(0.0);
+        (tokens / 75.0).floor().max(1.0)
+    }
+
     /// The text encoders, one prompt at a time.
     pub(super) fn text_pass(&self, model: &Model, backend: Backend, prompt_tokens: f64) -> f64 {
         let walk = Walk::new(backend);
@@ -34,7 +40,7 @@ impl Job<'_> {
             .as_ref()
             .map(|encoder| encoder.forward(&walk, 1.0, self.language_tokens(prompt_tokens)));
         for encoder in &model.text {
-            encoder.forward(&walk, 1.0, false, self.family.penultimate);
+            encoder.forward(&walk, self.token_blocks(), false, self.family.penultimate);
         }
         drop(encoded);
         walk.peak()
@@ -73,7 +79,8 @@ impl Job<'_> {
         let features = f64::from(transformer.context);
         match transformer.kind {
             TransformerKind::None => (
-                f64::from(self.shapes.text[0].positions),
+                // The blocks have one start and one end together.
+                self.token_blocks() * (f64::from(self.shapes.text[0].positions) - 2.0) + 2.0,
                 f64::from(self.shapes.unet.context),
             ),
             TransformerKind::Flux => (self.language_tokens(0.0), features),
@@ -96,10 +103,15 @@ impl Job<'_> {
             .as_ref()
             .and_then(|encoder| encoder.forward(walk, batch, self.language_tokens(CAPTION_TOKENS)));
         let mut of_clip: Option<Shaped> = None;
+        let blocks = self.token_blocks();
         for encoder in &model.text {
-            let Some(text) = encoder.forward(walk, batch, checkpointed, self.family.penultimate) else {
+            let Some(mut text) = encoder.forward(walk, batch * blocks, checkpointed, self.family.penultimate) else {
                 continue;
             };
+            if blocks > 1.0 {
+                let [_, _, features, _] = text.dims();
+                text = walk.rearranged(&text, [batch, self.context_size().0, features, 1.0]);
+            }
             of_clip = Some(match of_clip {
                 None => text,
                 Some(before) => walk.cat_features(&before, &text),

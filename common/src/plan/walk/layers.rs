@@ -349,7 +349,7 @@ impl Walk {
     }
 
     /// A copy in another order or size whose backward pass needs nothing: a transposition, an upsampling, a padding.
-    pub(super) fn rearranged(&self, x: &Shaped, dims: [f64; 4]) -> Shaped {
+    pub(in crate::plan) fn rearranged(&self, x: &Shaped, dims: [f64; 4]) -> Shaped {
         let x = self.contiguous(x.clone());
         let y = self.tensor(dims, self.is_recording() && x.tracked);
         if y.tracked {

@@ -37,5 +37,5 @@ fn examples_become_their_hand_written_yaml() {
             SourceFormat::GuiPreset => presets += 1,
         }
     }
-    assert_eq!((toml, presets), (11, 3));
+    assert_eq!((toml, presets), (12, 3));
 }

@@ -71,16 +71,15 @@ fn mistakes_of_training_configs_are_named() {
             "network_args = [\"down_lr_weight=1,1\"]",
             "one learning rate for all blocks",
         ),
-        ("keep_tokens = 1\nshuffle_caption = true", "shuffles all tags"),
         (
             "enable_bucket = true\nmax_bucket_reso = 256",
             "max_bucket_reso: contradicts the resolution 512,512",
         ),
         ("full_bf16 = true", "contradicts mixed_precision no"),
-        ("clip_skip = 2", "clip_skip: 2 is not supported, only 1"),
+        ("clip_skip = 20", "clip_skip: expected a number from 1 to 12, found 20"),
         (
-            "max_token_length = 225",
-            "max_token_length: 225 is not supported, only 75",
+            "max_token_length = 100",
+            "max_token_length: expected 75, 150 or 225, found 100",
         ),
         ("adaptive_noise_scale = 0.1", "adaptive_noise_scale: needs noise_offset"),
         ("loss_type = \"huber\"", "huber_schedule = \"constant\""),
@@ -140,13 +139,15 @@ fn mistakes_of_training_configs_are_named() {
     let found = errors(&flux.replace("\"raw\"", "\"additive\""));
     assert!(found[0].contains("only raw is supported"), "{found:?}");
     let found = errors(&format!(
-        "{}timestep_sampling = \"flux_shift\"\n",
+        "{}timestep_sampling = \"shift\"\ndiscrete_flow_shift = 0\n",
         flux.replace("timestep_sampling = \"sigmoid\"\n", "")
     ));
-    assert!(
-        found[0].contains("cannot shift the time steps of flux_shift"),
-        "{found:?}"
-    );
+    assert!(found[0].contains("expected a number above 0"), "{found:?}");
+    let found = errors(&format!(
+        "{}timestep_sampling = \"sigma\"\nweighting_scheme = \"mode\"\n",
+        flux.replace("timestep_sampling = \"sigmoid\"\n", "")
+    ));
+    assert!(found[0].contains("aitk draws no such time steps"), "{found:?}");
     for missing in [
         "pretrained_model_name_or_path",
         "train_data_dir",
@@ -291,8 +292,8 @@ fn mistakes_of_presets_are_named() {
         ),
         (
             "\"noise_offset\": 0",
-            "\"clip_skip\": 2, \"noise_offset\": 0",
-            "clip_skip: 2 is not supported",
+            "\"clip_skip\": 20, \"noise_offset\": 0",
+            "clip_skip: expected a number from 1 to 12, found 20",
         ),
         (
             "\"sdxl\": false",

@@ -63,11 +63,14 @@ fn setting(name: &str) -> Option<(&'static str, &'static str)> {
         "huber_c" => ("0.01", "loss_type = \"huber\"\nhuber_schedule = \"constant\""),
         "huber_scale" => ("0.1", "loss_type = \"huber\"\nhuber_schedule = \"constant\""),
         "timestep_sampling" => ("\"uniform\"", ""),
-        "discrete_flow_shift" => ("1", "timestep_sampling = \"shift\""),
+        "discrete_flow_shift" => ("3.1582", "timestep_sampling = \"shift\""),
         "weighting_scheme" => (
             "\"logit_normal\"",
             "timestep_sampling = \"sigma\"\ndiscrete_flow_shift = 1",
         ),
+        "clip_skip" => ("2", ""),
+        "max_token_length" => ("225", ""),
+        "logit_std" => ("0.5", "weighting_scheme = \"logit_normal\""),
         "masked_loss" => ("true", "dataset_config = \"sdxl_masked.dataset.toml\""),
         "reg_data_dir" => ("\"reg\"", ""),
         "dataset_config" => ("\"sd21_lion.dataset.toml\"", ""),
@@ -218,13 +221,11 @@ const WITHOUT_CHANGE: &[&str] = &[
     "learning_rate_te1",
     "learning_rate_te2",
     "weighting_scheme",
-    "discrete_flow_shift",
     "full_bf16",
     "save_model_as",
     "network_module",
     "max_timestep",
     "train_data_dir",
-    "keep_tokens",
     "save_precision",
 ];
 
@@ -315,5 +316,26 @@ fn text_encoders_have_their_own_learning_rates() {
     assert_eq!(
         factors(Script::FluxTrainNetwork, "text_encoder_lr = [5e-5, 0]"),
         (true, vec![one("text_encoder", 0.5)])
+    );
+    // LoRA+: the second matrices have a rate of their own, in the U-Net and in the text encoders.
+    let all = "network_args = [\"loraplus_lr_ratio=16\"]\n";
+    assert_eq!(
+        factors(Script::TrainNetwork, &format!("{all}text_encoder_lr = 5e-5")),
+        (
+            true,
+            vec![one("lora_te*lora_up", 8.0), one("lora_te", 0.5), one("lora_up", 16.0)]
+        )
+    );
+    assert_eq!(
+        factors(
+            Script::FluxTrainNetwork,
+            &format!("{all}network_train_unet_only = true")
+        ),
+        (false, vec![one("lora_B", 16.0)])
+    );
+    let unet = "network_args = [\"loraplus_unet_lr_ratio=4\"]\ntext_encoder_lr = 1e-4";
+    assert_eq!(
+        factors(Script::TrainNetwork, unet),
+        (true, vec![one("lora_te", 1.0), one("lora_up", 4.0)])
     );
 }

@@ -257,6 +257,7 @@ fn build_text(
             spec,
             tokenizer: tokenizer.limited_to(config.max_position_embeddings),
             model: model(weights)?,
+            reading: options.prompt_reading,
             frozen: is_trained.then(|| model(&weights.detached())).transpose()?,
         })
     });

@@ -9,6 +9,9 @@ mod model;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod prequantised_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod prompt_tests;
 mod resume;
 mod save;
 #[cfg(test)]
@@ -28,6 +31,7 @@ pub use text::load_text_encoders;
 pub use variant::{DefaultConfigs, TextEncoderSpec, TextLayout, TextOutput, Variant, pipeline_overrides};
 
 use crate::families::encoded_prompts::EncodedPrompts;
+use crate::families::options::PromptReading;
 use crate::families::part_role::PartRole;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::unet::UNet2DConditionModel;
@@ -45,6 +49,8 @@ pub struct TextEncoder {
     pub tokenizer: ClipTokenizer,
     /// Encodes ids.
     pub model: ClipTextModel,
+    /// How prompts are read.
+    pub reading: PromptReading,
     /// If it is trained: a copy that shares its memory and has no variables.
     frozen: Option<ClipTextModel>,
 }

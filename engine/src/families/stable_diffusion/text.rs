@@ -6,7 +6,7 @@ use super::variant::{TextOutput, Variant};
 use crate::error::{EngineError, Result};
 use crate::families::conditioning::{Conditioning, Prompt};
 use crate::families::model::{LoraNames, Part, TextEncoders};
-use crate::families::options::LoadOptions;
+use crate::families::options::{LoadOptions, PromptReading};
 use crate::families::part_role::PartRole;
 use candle_core::{D, Device, Tensor};
 use std::path::Path;
@@ -31,13 +31,22 @@ pub(super) fn encode(
                 _ => prompt.text.as_str(),
             })
             .collect();
-        let ids = encoder.tokenizer.encode(&texts)?.to_device(device)?;
+        let PromptReading { skipped_layers, blocks } = encoder.reading;
+        let ids = encoder.tokenizer.encode_blocks(&texts, blocks)?.to_device(device)?;
         match variant.text_output {
-            TextOutput::LastHidden => contexts.push(encoder.model.forward(&ids)?),
+            TextOutput::LastHidden => {
+                contexts.push(join_blocks(
+                    &encoder.model.forward_skipping(&ids, skipped_layers)?,
+                    blocks,
+                )?);
+            }
             TextOutput::PenultimateAndPooled => {
                 let (context, of_encoder) = encoder.model.penultimate_and_pooled(&ids)?;
-                contexts.push(context);
-                pooled = of_encoder.or(pooled);
+                contexts.push(join_blocks(&context, blocks)?);
+                pooled = of_encoder
+                    .map(|pooled| of_first_block(&pooled, blocks))
+                    .transpose()?
+                    .or(pooled);
             }
         }
     }
@@ -50,6 +59,31 @@ pub(super) fn encode(
         Some(pooled) => conditioning.with(POOLED, pooled),
         None => conditioning,
     })
+}
+
+/// The encoded blocks of each prompt as one text with one start and one end: [b * blocks, n, c] -> [b, blocks * (n - 2) + 2, c].
+fn join_blocks(context: &Tensor, blocks: usize) -> Result<Tensor> {
+    let (rows, n, width) = context.dims3()?;
+    if blocks == 1 {
+        return Ok(context.clone());
+    }
+    let (prompts, inner) = (rows / blocks, n - 2);
+    let start = context.reshape((prompts, blocks * n, width))?.narrow(1, 0, 1)?;
+    let end = context
+        .reshape((prompts, blocks * n, width))?
+        .narrow(1, blocks * n - 1, 1)?;
+    let inner = context
+        .narrow(1, 1, inner)?
+        .contiguous()?
+        .reshape((prompts, blocks * inner, width))?;
+    Ok(Tensor::cat(&[start, inner, end], 1)?)
+}
+
+/// The pooled text of each prompt: that of its first block, [b * blocks, c] -> [b, c].
+fn of_first_block(pooled: &Tensor, blocks: usize) -> Result<Tensor> {
+    let (rows, width) = pooled.dims2()?;
+    let pooled = pooled.reshape((rows / blocks, blocks, width))?;
+    Ok(pooled.narrow(1, 0, 1)?.squeeze(1)?)
 }
 
 /// The vectors of the first `count` tokens of a text, filled up with those of `*`, in each text encoder.

@@ -2,9 +2,7 @@
 
 use super::super::context::Context;
 use super::options::{self, caches_captions};
-use crate::data::{
-    Batch, CaptionRules, Dataset, TrainingImage, batches, build_caption, dropped_caption, drops_caption, epoch_order,
-};
+use crate::data::{Batch, Dataset, TrainingImage, batches, build_caption, dropped_caption, drops_caption, epoch_order};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::rng::{TorchGenerator, generator_for};
@@ -162,11 +160,9 @@ impl TrainingData {
     /// tokens and one choice of random triggers, and without dropout of tokens.
     pub(super) fn frozen_caption(&self, dataset: usize, item: usize) -> String {
         let set = &self.datasets[dataset];
-        let rules = CaptionRules {
-            caption_dropout: 0.0,
-            token_dropout: 0.0,
-            ..set.options.captions.clone()
-        };
+        let mut rules = set.options.captions.clone();
+        rules.caption_dropout = 0.0;
+        rules.tags.dropout = 0.0;
         let mut generator = generator_for(self.seed, "caption", dataset as u64, item as u64);
         build_caption(&set.items[item].caption, &rules, &mut generator)
     }

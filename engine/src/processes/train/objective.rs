@@ -4,7 +4,7 @@ use super::options;
 use crate::error::Result;
 use crate::families::Model;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
-use crate::training::{Ddpm, FlowMatch, FlowTimesteps, FlowWeighting, Objective};
+use crate::training::{Ddpm, FlowMatch, FlowShift, FlowTimesteps, FlowWeighting, Objective};
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::train::TimestepType;
 
@@ -36,9 +36,9 @@ pub(super) fn objective(process: &TrainerProcess, model: &dyn Model) -> Result<B
 /// The time steps of `train.timestep_type`.
 fn flow_timesteps(process: &TrainerProcess, params: SamplerParams) -> Result<FlowTimesteps> {
     let train = &process.train;
-    Ok(match train.timestep_type {
+    let timesteps = match train.timestep_type {
         _ if train.linear_timesteps || train.linear_timesteps2 => FlowTimesteps::Linear,
-        TimestepType::Sigmoid => FlowTimesteps::Sigmoid,
+        TimestepType::Sigmoid => FlowTimesteps::Sigmoid(train.timestep_sigmoid_scale),
         TimestepType::Linear | TimestepType::Weighted => FlowTimesteps::Linear,
         TimestepType::Shift => FlowTimesteps::Shift(Box::new(params)),
         TimestepType::LognormBlend => FlowTimesteps::LognormBlend,
@@ -47,7 +47,13 @@ fn flow_timesteps(process: &TrainerProcess, params: SamplerParams) -> Result<Flo
         TimestepType::FourStep => FlowTimesteps::FewSteps(4),
         TimestepType::EightStep => FlowTimesteps::FewSteps(8),
         TimestepType::NextSample => FlowTimesteps::NextSample(Box::new(params), train.next_sample_timesteps),
-    })
+    };
+    let shift = match train.timestep_shift_by_size {
+        true => FlowShift::BySize,
+        false if train.timestep_shift == 1.0 => return Ok(timesteps),
+        false => FlowShift::Constant(train.timestep_shift),
+    };
+    Ok(FlowTimesteps::Shifted(Box::new(timesteps), shift))
 }
 
 /// The weighting that goes with them. `weighted` has precedence, as in ai-toolkit.

@@ -4,7 +4,7 @@ use super::super::context::Context;
 use super::folder::SAMPLES;
 use super::sliders::slider;
 use crate::adapters::{AdapterType, Difference, Dora, Dropout, Locon, Loha, Lokr, Lora, LoraConfig};
-use crate::data::{CaptionRules, ControlOptions, ControlRole, DatasetOptions, MaskOptions};
+use crate::data::{CaptionRules, ControlOptions, ControlRole, DatasetOptions, MaskOptions, TagRules};
 use crate::error::{EngineError, Result};
 use crate::families;
 use crate::rng::TorchGenerator;
@@ -229,9 +229,18 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 process_trigger: process.trigger_word.clone(),
                 regularisation: dataset.is_reg,
                 caption_dropout: *dataset.caption_dropout_rate,
-                token_dropout: *dataset.token_dropout_rate,
-                keep_tokens: dataset.keep_tokens as usize,
-                shuffle: dataset.shuffle_tokens,
+                tags: TagRules {
+                    prefix: dataset.caption_prefix.clone(),
+                    suffix: dataset.caption_suffix.clone(),
+                    wildcards: dataset.enable_wildcard,
+                    separator: dataset.caption_separator.clone(),
+                    dropout: *dataset.token_dropout_rate,
+                    kept: dataset.keep_tokens as usize,
+                    shuffle: dataset.shuffle_tokens,
+                    kept_in_place: dataset.shuffle_keeps_tokens,
+                    kept_separator: dataset.keep_tokens_separator.clone(),
+                    secondary_separator: dataset.secondary_separator.clone(),
+                },
                 random_triggers,
                 random_triggers_max: dataset.random_triggers_max as usize,
                 saturation: process.train.prompt_saturation_chance,

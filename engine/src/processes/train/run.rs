@@ -56,7 +56,7 @@ pub(super) struct Run<'a> {
 /// Checks that each entry of `train.lr_factors` is for some tensor.
 fn check_lr_factors(process: &TrainerProcess, params: &[Param]) -> Result<()> {
     for factor in &process.train.lr_factors {
-        if !params.iter().any(|param| param.name.contains(&factor.contains)) {
+        if !params.iter().any(|param| factor.is_for(&param.name)) {
             let names: Vec<&str> = params
                 .iter()
                 .step_by((params.len() / 3).max(1))

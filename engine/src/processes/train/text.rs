@@ -10,8 +10,9 @@ use crate::adapters::load_text_lora;
 use crate::data::{TextCache, TextKey, dropped_caption};
 use crate::device::Compute;
 use crate::error::Result;
-use crate::families::Prompt;
+use crate::families::{Prompt, PromptReading};
 use crate::training::TextEmbeddings;
+use aitk_common::job::model::ModelConfig;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
 
@@ -43,7 +44,7 @@ pub(super) fn encode(
     });
     let changes: Vec<_> = lora.iter().cloned().chain(cx.embedding_files(model)?).collect();
     let cache = TextCache::new(TextKey {
-        space: model.arch.name.to_string(),
+        space: text_space(model),
         encoders: options::text_fingerprint(&path, &cx.part_paths(model)?, &changes)?,
         dtype: compute.dtype.as_str().to_owned(),
         quantization: quantization.unwrap_or_default(),
@@ -74,6 +75,18 @@ pub(super) fn encode(
         format!("{total} of {} prompts were encoded", embeddings.count()),
     );
     Ok(Some(embeddings))
+}
+
+/// What the encoded prompts are for: the family and how it reads prompts.
+fn text_space(model: &ModelConfig) -> String {
+    let (name, reading) = (model.arch.name, PromptReading::of(model));
+    match reading == PromptReading::default() {
+        true => name.to_string(),
+        false => format!(
+            "{name}, {} layers skipped, {} blocks of tokens",
+            reading.skipped_layers, reading.blocks
+        ),
+    }
 }
 
 /// Adds every prompt of the run.

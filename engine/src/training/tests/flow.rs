@@ -1,7 +1,7 @@
 //! The draws of flow matching: comparison with the Python code of `docs/randomness.md` (`tests/reference/make_randomness.py`).
 
 use super::load;
-use crate::data::{CaptionRules, build_caption};
+use crate::data::{CaptionRules, TagRules, build_caption};
 use crate::samplers::SamplerParams;
 use crate::testing::fixtures;
 use crate::training::{
@@ -16,7 +16,7 @@ const TOKENS: usize = 1024;
 
 fn timesteps_of(flow: &Value) -> FlowTimesteps {
     match flow["timestep_type"].as_str().unwrap() {
-        "sigmoid" => FlowTimesteps::Sigmoid,
+        "sigmoid" => FlowTimesteps::Sigmoid(1.0),
         "linear" => FlowTimesteps::Linear,
         "lognorm_blend" => FlowTimesteps::LognormBlend,
         "two_step" => FlowTimesteps::FewSteps(2),
@@ -61,7 +61,10 @@ fn draws_match_the_documented_python() {
         };
         let mut generator = batch_generator(whole("seed", 0), whole("step", 0), whole("micro", 0));
         let rules = CaptionRules {
-            shuffle: true,
+            tags: TagRules {
+                shuffle: true,
+                ..TagRules::default()
+            },
             ..CaptionRules::default()
         };
         for caption in case["captions"].as_array().into_iter().flatten() {

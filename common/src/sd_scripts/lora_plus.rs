@@ -1,0 +1,69 @@
+//! LoRA+ of `network_args`: the second matrix of each LoRA has a higher learning rate (<https://arxiv.org/abs/2402.12354>).
+
+use super::arguments::Argument;
+use super::optimizer::Rates;
+use super::report::Import;
+
+/// `train.lr_factors`: those of text encoders, and those of the second matrices.
+pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String, f64)> {
+    if !import.script.trains_adapter() {
+        return rates.factors.clone();
+    }
+    // What is no argument is reported with the others of the network.
+    let given: Vec<Argument> = import
+        .settings
+        .texts("network_args")
+        .iter()
+        .filter_map(|text| Argument::split(text))
+        .collect();
+    let mut ratio = |name: &str| {
+        let argument = given.iter().find(|argument| argument.name == name)?;
+        if argument.is_off() {
+            return None;
+        }
+        let ratio = argument.number().filter(|ratio| *ratio > 0.0);
+        if ratio.is_none() {
+            import.error(
+                "network_args",
+                format!(
+                    "{name}: expected a number above 0, found \"{}\"",
+                    argument.text.escape_debug()
+                ),
+            );
+        }
+        ratio
+    };
+    let both = ratio("loraplus_lr_ratio");
+    let denoiser = ratio("loraplus_unet_lr_ratio").or(both).filter(|_| rates.denoiser);
+    let text = ratio("loraplus_text_encoder_lr_ratio")
+        .or(both)
+        .filter(|_| rates.text_encoder);
+    let ratios = [denoiser, text];
+    if ratios == [None, None] {
+        return rates.factors.clone();
+    }
+    if import.settings.text("network_module") == Some("lycoris.kohya") {
+        import.error(
+            "network_args",
+            "LoRA+ (loraplus_lr_ratio) is for networks.lora, networks.lora_flux and networks.lora_sd3",
+        );
+    }
+    let (up, texts) = match import.script.is_flow() {
+        true => ("lora_B", "text_encoder"),
+        false => ("lora_up", "lora_te"),
+    };
+    let mut of_text = rates.factors.clone();
+    if of_text.is_empty() && rates.text_encoder {
+        of_text.push((texts.to_owned(), 1.0));
+    }
+    let mut factors = Vec::new();
+    for (name, factor) in of_text {
+        if let Some(ratio) = text {
+            factors.push((format!("{name}*{up}"), factor * ratio));
+        }
+        factors.push((name, factor));
+    }
+    // The first entry that a tensor's name has is used.
+    factors.extend(denoiser.map(|ratio| (up.to_owned(), ratio)));
+    factors
+}

@@ -1,0 +1,188 @@
+//! The tags of a caption: wildcards, which tags keep their place, which are dropped, their order. What goes beyond ai-toolkit
+//! follows sd-scripts' `process_caption` (`library/train_util.py`).
+
+use crate::rng::TorchGenerator;
+
+/// The text between tags, if the config sets none.
+const COMMA: &str = ",";
+
+/// How the tags of every caption are changed.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TagRules {
+    /// Text before each caption, and a blank.
+    pub prefix: Option<String>,
+    /// Text after each caption, and a blank before it.
+    pub suffix: Option<String>,
+    /// One line of the caption is chosen, and one alternative of each `{a|b|c}`.
+    pub wildcards: bool,
+    /// The text between tags; `None`: a comma.
+    pub separator: Option<String>,
+    /// Probability to drop each tag.
+    pub dropout: f64,
+    /// Leading tags that are never dropped.
+    pub kept: usize,
+    /// Shuffle the tags.
+    pub shuffle: bool,
+    /// The leading tags that are never dropped are not shuffled either.
+    pub kept_in_place: bool,
+    /// Tags before this text, and after it where it stands a second time, are neither dropped nor shuffled.
+    pub kept_separator: Option<String>,
+    /// In the result, this text becomes `separator`. It joins several tags to one, which is dropped and shuffled as one.
+    pub secondary_separator: Option<String>,
+}
+
+impl TagRules {
+    /// Whether some tags are not shuffled.
+    pub(super) fn keeps_places(&self) -> bool {
+        self.kept_in_place || self.kept_separator.is_some()
+    }
+
+    fn separator(&self) -> &str {
+        self.separator.as_deref().unwrap_or(COMMA)
+    }
+}
+
+/// The caption with its tags changed.
+///
+/// Draws these random numbers, in this order and only where the rule is on: the line `randint(0, lines)` if there are several; of
+/// each wildcard `randint(0, alternatives)`; dropout `rand(1)` per tag that can be dropped; shuffling `randperm(tags)` of the tags
+/// that are shuffled.
+pub(super) fn change_tags(raw: &str, rules: &TagRules, generator: &mut TorchGenerator) -> String {
+    let mut caption = raw.to_owned();
+    if let Some(prefix) = &rules.prefix {
+        caption = format!("{prefix} {caption}");
+    }
+    if let Some(suffix) = &rules.suffix {
+        caption = format!("{caption} {suffix}");
+    }
+    if rules.wildcards {
+        caption = choose_alternatives(choose_line(&caption, generator), generator);
+    }
+    let caption = split_tags(&caption, rules).joined(rules, generator);
+    match &rules.secondary_separator {
+        Some(secondary) => caption.replace(secondary.as_str(), rules.separator()),
+        None => caption,
+    }
+}
+
+/// The tags of a caption.
+struct Tags<'a> {
+    first: Vec<&'a str>,
+    /// Those that are dropped and shuffled; of these, the first `kept` are shuffled only.
+    free: Vec<&'a str>,
+    kept: usize,
+    last: Vec<&'a str>,
+}
+
+fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
+    let separator = rules.separator();
+    let changes = rules.shuffle || rules.dropout > 0.0;
+    let kept_separator = rules.kept_separator.as_deref().filter(|_| changes);
+    if let Some((first, rest)) = kept_separator.and_then(|kept| caption.split_once(kept)) {
+        let parts = kept_separator.and_then(|kept| rest.split_once(kept));
+        let (free, last) = parts.unwrap_or((rest, ""));
+        let trimmed = |part: &'a str| {
+            let tags = part.split(separator).map(str::trim);
+            tags.filter(|tag| !tag.is_empty()).collect()
+        };
+        return Tags {
+            first: trimmed(first),
+            free: trimmed(free),
+            kept: 0,
+            last: trimmed(last),
+        };
+    }
+    if rules.kept_in_place && changes {
+        let mut first: Vec<&str> = caption.trim().split(separator).map(str::trim).collect();
+        let free = first.split_off(rules.kept.min(first.len()));
+        return Tags {
+            first,
+            free,
+            kept: 0,
+            last: Vec::new(),
+        };
+    }
+    Tags {
+        first: Vec::new(),
+        free: caption.split(separator).collect(),
+        kept: rules.kept,
+        last: Vec::new(),
+    }
+}
+
+impl Tags<'_> {
+    fn joined(mut self, rules: &TagRules, generator: &mut TorchGenerator) -> String {
+        if rules.dropout > 0.0 {
+            let mut index = 0;
+            self.free.retain(|_| {
+                index += 1;
+                index <= self.kept || f64::from(generator.rand(1)[0]) >= rules.dropout
+            });
+        }
+        if rules.shuffle {
+            self.free = shuffle(&self.free, generator);
+        }
+        // Without a rule that keeps the places of tags they are not trimmed, so `a, b` becomes `a,  b`, as in ai-toolkit.
+        let all = [self.first, self.free, self.last].concat();
+        all.join(", ")
+    }
+}
+
+/// Shuffles with one draw of `torch.randperm`.
+pub(super) fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
+    generator
+        .randperm(items.len())
+        .into_iter()
+        .filter_map(|i| items.get(usize::try_from(i).ok()?).cloned())
+        .collect()
+}
+
+/// One of several texts.
+fn choose<'a>(texts: &[&'a str], generator: &mut TorchGenerator) -> &'a str {
+    let drawn = generator.randint(0, texts.len() as i64, 1)[0];
+    usize::try_from(drawn)
+        .ok()
+        .and_then(|i| texts.get(i).copied())
+        .unwrap_or_default()
+}
+
+fn choose_line<'a>(caption: &'a str, generator: &mut TorchGenerator) -> &'a str {
+    let lines: Vec<&str> = caption.split('\n').collect();
+    match lines.len() {
+        1 => caption,
+        _ => choose(&lines, generator),
+    }
+}
+
+/// Replaces each `{a|b|c}` by one of its alternatives; `{{` and `}}` stand for braces.
+fn choose_alternatives(caption: &str, generator: &mut TorchGenerator) -> String {
+    let mut out = String::with_capacity(caption.len());
+    let mut rest = caption;
+    while let Some(at) = rest.find(['{', '}']) {
+        out.push_str(&rest[..at]);
+        rest = &rest[at..];
+        if let Some(after) = rest.strip_prefix("{{") {
+            out.push('{');
+            rest = after;
+        } else if let Some(after) = rest.strip_prefix("}}") {
+            out.push('}');
+            rest = after;
+        } else if let Some((alternatives, after)) = alternatives_at(rest) {
+            out.push_str(choose(&alternatives.split('|').collect::<Vec<_>>(), generator));
+            rest = after;
+        } else {
+            // A brace without a partner, or `{}`.
+            out.push_str(&rest[..1]);
+            rest = &rest[1..];
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+/// The text in the braces at the start of `text`, and what follows them.
+fn alternatives_at(text: &str) -> Option<(&str, &str)> {
+    let inner = text.strip_prefix('{')?;
+    let end = inner.find('}').filter(|end| *end > 0)?;
+    Some((&inner[..end], &inner[end + 1..]))
+}
