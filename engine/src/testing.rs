@@ -2,16 +2,19 @@
 
 pub(crate) mod single_files;
 
+use crate::adapters::safetensors_bytes;
 use crate::families::stable_diffusion::{SdModel, Variant};
 use crate::families::{LoadOptions, Model, Part};
+use crate::weights::Index;
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::job::JobSpec;
 use aitk_common::job::arch::ArchName;
 use aitk_common::model_files::{Inventory, ModelFileKind, identify};
 use aitk_common::plan::profile::MemoryProfile;
-use candle_core::Tensor;
+use candle_core::{DType, Device, Tensor};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
@@ -283,4 +286,50 @@ pub(crate) fn in_own_folder(mut attempt: AttemptSpec, root: &Path) -> AttemptSpe
     }
     attempt.output_root = Some(root.to_owned());
     attempt
+}
+
+/// A change of a weight by its name and its number among the weights of its folder.
+pub(crate) type Change = dyn Fn(&str, usize, &Tensor) -> Tensor;
+
+/// A copy of a model folder with changed weights in these component folders. Files of other components are links.
+pub(crate) fn tuned(model: &Path, components: &[&str], change: &Change) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for entry in std::fs::read_dir(model).unwrap() {
+        let name = entry.unwrap().file_name();
+        let source = model.join(&name).canonicalize().unwrap();
+        if !components.contains(&name.to_str().unwrap()) {
+            std::os::unix::fs::symlink(source, folder.path().join(name)).unwrap();
+            continue;
+        }
+        let target = folder.path().join(&name);
+        std::fs::create_dir(&target).unwrap();
+        let is_target = |name: &str| {
+            let is_text = target.to_str().unwrap().contains("text_encoder");
+            !is_text || name.contains("self_attn.") || name.contains("mlp.")
+        };
+        let index = Index::open(&source).unwrap();
+        let weights = index
+            .tensors()
+            .filter(|(name, dims)| name.ends_with(".weight") && dims.len() > 1);
+        let numbers: BTreeMap<String, usize> = weights.map(|(name, _)| name.to_owned()).zip(0..).collect();
+        for file in std::fs::read_dir(&source).unwrap() {
+            let file = file.unwrap().path();
+            let copy = target.join(file.file_name().unwrap());
+            if file.extension().is_none_or(|extension| extension != "safetensors") {
+                std::fs::copy(&file, copy).unwrap();
+                continue;
+            }
+            let mut tensors: BTreeMap<_, _> = candle_core::safetensors::load(&file, &Device::Cpu)
+                .unwrap()
+                .into_iter()
+                .collect();
+            for (name, tensor) in &mut tensors {
+                if let Some(number) = numbers.get(name).filter(|_| is_target(name)) {
+                    *tensor = change(name, *number, &tensor.to_dtype(DType::F32).unwrap());
+                }
+            }
+            std::fs::write(copy, safetensors_bytes(&tensors, &BTreeMap::new()).unwrap()).unwrap();
+        }
+    }
+    folder
 }

@@ -350,6 +350,9 @@ pub struct PlotArgs {
     /// Write the curve to an image file instead
     #[arg(short, long, value_name = "FILE.png")]
     pub output: Option<PathBuf>,
+    /// Show this metric instead of the loss, such as val/loss, lr or grad_norm (docs/run-folder.md#metricsjsonl)
+    #[arg(long, value_name = "NAME")]
+    pub metric: Option<String>,
     /// Use ASCII characters only
     #[arg(long)]
     pub ascii: bool,

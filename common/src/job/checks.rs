@@ -15,12 +15,6 @@ impl TrainerProcess {
         let model = &self.model;
         let has_trigger =
             self.trigger_word.is_some() || self.datasets.iter().any(|dataset| dataset.trigger_word.is_some());
-        if model.use_flux_cfg && train.bypass_guidance_embedding && train.do_guidance_loss {
-            cx.error_at(
-                "model.use_flux_cfg",
-                "cannot be used together with `train.bypass_guidance_embedding`",
-            );
-        }
         if train.unload_text_encoder && matches!(model.arch.name, ArchName::QwenImageEdit | ArchName::BooguImageEdit) {
             cx.error_at(
                 "train.unload_text_encoder",

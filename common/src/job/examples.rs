@@ -46,94 +46,27 @@ fn warned(job: &LoadedJob) -> Vec<String> {
 
 #[test]
 fn shipped_examples_are_supported() {
-    for (name, text) in [
-        (
-            "train_lora_sd15.yaml",
-            include_str!("../../../config/examples/train_lora_sd15.yaml"),
-        ),
-        (
-            "train_slider_sd15.yaml",
-            include_str!("../../../config/examples/train_slider_sd15.yaml"),
-        ),
-        (
-            "train_concept_slider_sd15.yaml",
-            include_str!("../../../config/examples/train_concept_slider_sd15.yaml"),
-        ),
-        (
-            "train_image_slider_sd15.yaml",
-            include_str!("../../../config/examples/train_image_slider_sd15.yaml"),
-        ),
-        (
-            "train_textual_inversion_sd15.yaml",
-            include_str!("../../../config/examples/train_textual_inversion_sd15.yaml"),
-        ),
-        (
-            "train_full_sd15.yaml",
-            include_str!("../../../config/examples/train_full_sd15.yaml"),
-        ),
-        (
-            "generate_sd15.yaml",
-            include_str!("../../../config/examples/generate_sd15.yaml"),
-        ),
-        (
-            "train_lora_sdxl.yaml",
-            include_str!("../../../config/examples/train_lora_sdxl.yaml"),
-        ),
-        (
-            "train_lora_flux.yaml",
-            include_str!("../../../config/examples/train_lora_flux.yaml"),
-        ),
-        (
-            "train_lokr_flux.yaml",
-            include_str!("../../../config/examples/train_lokr_flux.yaml"),
-        ),
-        (
-            "train_lora_flux_kontext.yaml",
-            include_str!("../../../config/examples/train_lora_flux_kontext.yaml"),
-        ),
-        (
-            "train_lora_sd35_large.yaml",
-            include_str!("../../../config/examples/train_lora_sd35_large.yaml"),
-        ),
-        (
-            "train_lora_zimage.yaml",
-            include_str!("../../../config/examples/train_lora_zimage.yaml"),
-        ),
-        (
-            "generate_zimage.yaml",
-            include_str!("../../../config/examples/generate_zimage.yaml"),
-        ),
-        (
-            "generate_sdxl.yaml",
-            include_str!("../../../config/examples/generate_sdxl.yaml"),
-        ),
-        (
-            "generate_flux.yaml",
-            include_str!("../../../config/examples/generate_flux.yaml"),
-        ),
-        (
-            "img2img_sd15.yaml",
-            include_str!("../../../config/examples/img2img_sd15.yaml"),
-        ),
-        (
-            "extract_locon.yaml",
-            include_str!("../../../config/examples/extract_locon.yaml"),
-        ),
-        (
-            "rescale_lora.yaml",
-            include_str!("../../../config/examples/rescale_lora.yaml"),
-        ),
-    ] {
-        let job = load_text(name, text);
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../config/examples");
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|end| end != "yaml") {
+            continue;
+        }
+        count += 1;
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let job = load_text(&name, &text);
         assert_eq!(job.warnings, [], "{name}");
         assert_eq!(job.spec.unsupported(), Support::default(), "{name}");
         // The commented-out keys are valid too.
-        let uncommented = uncomment(text);
+        let uncommented = uncomment(&text);
         assert_ne!(uncommented, text);
-        let job = load_text(name, &uncommented);
+        let job = load_text(&name, &uncommented);
         assert_eq!(job.warnings, [], "{name}");
         assert_eq!(job.spec.unsupported(), Support::default(), "{name}");
     }
+    assert!(count >= 24, "{count}");
 }
 
 /// Turns comments that hold a key (`# lr_scheduler: cosine`) into that key.

@@ -56,6 +56,10 @@ pub const MAX_MULTIRES: u32 = 64;
 pub const MAX_LR_FACTORS: usize = 256;
 /// Vectors of a textual inversion: the tokens of a prompt without the two that begin and end it.
 pub const MAX_EMBEDDING_VECTORS: u32 = 75;
+/// Images of `train.validation_config`, which stay in memory.
+pub const MAX_VALIDATION_ITEMS: usize = 256;
+/// Noise levels of `train.validation_config`.
+pub const MAX_VALIDATION_SIGMAS: usize = 100;
 /// Files of `model.embedding_paths`.
 pub const MAX_EMBEDDINGS: usize = 64;
 /// Noise tensors from which the nearest is taken.

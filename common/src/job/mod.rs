@@ -4,7 +4,7 @@
 //! reader, its documentation and its checks in [`JobSpec::unsupported`].
 
 pub mod arch;
-mod averages;
+pub mod averages;
 pub mod caption;
 pub mod change;
 mod checks;

@@ -64,9 +64,9 @@ section! {
         /// SDXL: use the second text encoder.
         use_text_encoder_2: bool = true, Accepted("only SDXL has two, and uses both: `false` is refused there");
         /// FLUX.1 with true CFG.
-        use_flux_cfg: bool = false, Accepted("only FLUX.1 uses it");
-        /// FLUX.1: mask padding in attention.
-        attn_masking: bool = false, Accepted("only FLUX.1 uses it");
+        use_flux_cfg: bool = false, Refused("samples of FLUX.1 have no true CFG; `train.bypass_guidance_embedding` is what it changes in the training");
+        /// FLUX.1: what T5 makes of the padding of prompts becomes zero.
+        attn_masking: bool = false, Works;
         /// Options of one family.
         model_kwargs: FreeMap = FreeMap::new(), Accepted("the families of this release have none");
         /// No effect, as in ai-toolkit.

@@ -80,7 +80,7 @@ section! {
         conv_alpha: Option<f64> = None, Works, shown "`conv`";
         /// Chance that an input of the up projection is dropped while training; for `lora`, `locon` and `dora`.
         dropout: Option<f64> = None, Works;
-        /// sd-scripts' limit of the norm of each layer's change, after each step; 1 is usual. Only for `lora`.
+        /// sd-scripts' limit of the norm of each layer's change, after each step; 1 is usual. Only for `lora`, `lokr` and `loha`.
         scale_weight_norms: Option<f64> = None, Works;
         /// Layer filters and other options.
         network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
@@ -143,8 +143,17 @@ fn finish(network: &mut NetworkConfig, present: &PresentKeys, cx: &mut ReadConte
             network.scale_weight_norms = None;
         }
         cx.check_in_range("scale_weight_norms", max, 0.0..=MAX_FACTOR);
-        if max != 0.0 && !matches!(network.kind, NetworkType::Lora | NetworkType::Lierla) {
-            let message = format!("limits the norms of a LoRA, and not of `type: {}`", network.kind);
+        let limited = [
+            NetworkType::Lora,
+            NetworkType::Lierla,
+            NetworkType::Lokr,
+            NetworkType::Loha,
+        ];
+        if max != 0.0 && !limited.contains(&network.kind) {
+            let message = format!(
+                "limits the norms of a LoRA, LoKr or LoHa, and not of `type: {}`",
+                network.kind
+            );
             cx.error_at("scale_weight_norms", message);
         }
         if max != 0.0 && !network.network_kwargs.full_if_contains.is_empty() {

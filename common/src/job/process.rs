@@ -125,6 +125,10 @@ fn check_trainer(process: &TrainerProcess, path: &str, report: &mut SupportRepor
         let message = format!("is only for flow models, and `arch: {arch}` is a diffusion model: it has no effect");
         report.warn(join(path, &format!("train.{key}")), message);
     }
+    if process.train.validation_config.is_some() && arch.takes_control_image() {
+        let message = format!("has no control images, which `arch: {arch}` needs: remove it");
+        report.error(join(path, "train.validation_config"), message);
+    }
     if let Some(network) = &process.network
         && matches!(network.kind, NetworkType::Locon | NetworkType::Lycoris)
         && arch.is_flow()

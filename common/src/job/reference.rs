@@ -69,11 +69,11 @@ fn sections() -> Vec<(&'static str, SectionInfo, bool)> {
         ("`config.process[]`: `batch_img2img`", Img2ImgProcess::describe(), false),
         ("`generate` of `batch_img2img`", Img2ImgConfig::describe(), false),
         ("`train.lr_factors[]` (ours)", LrFactor::describe(), false),
-        ("`train.validation_config`", ValidationConfig::describe(), true),
+        ("`train.validation_config`", ValidationConfig::describe(), false),
         (
             "`train.validation_config.validation_items[]`",
             ValidationItem::describe(),
-            true,
+            false,
         ),
         ("`embedding`", EmbeddingConfig::describe(), false),
         ("`slider`", SliderConfig::describe(), false),

@@ -148,8 +148,8 @@ section! {
         do_batch_noise_correction: bool = false, Works;
         /// Standard deviation of these numbers.
         batch_noise_correction_scale: f64 = 0.1, Works;
-        /// Noise mixed with blurred images.
-        blended_blur_noise: bool = false, Refused("plain noise only");
+        /// Add the difference between the blurred latents and the latents to the noise, times a random number from 0 to 2 per item.
+        blended_blur_noise: bool = false, Works;
         /// Contrast of the images.
         img_multiplier: f64 = 1.0, Refused("images are used as they are");
         /// Scale of the latents.
@@ -295,7 +295,7 @@ section! {
         /// Weight of that loss.
         inverted_mask_prior_multiplier: f64 = 0.5, Works;
         /// Loss on fixed images.
-        validation_config: Option<ValidationConfig> = None, Ignored("validation does not run; the training is the same");
+        validation_config: Option<ValidationConfig> = None, Works;
     }
     rare {
         "correct_pred_norm" => Refused("the prediction is used as it is");

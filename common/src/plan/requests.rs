@@ -2,6 +2,7 @@
 
 use super::json::{flag, number};
 use super::slider::slider_sizes;
+use crate::job::limits::MAX_SIDE;
 use crate::job::prompt::PromptFlags;
 use serde_json::Value;
 
@@ -98,6 +99,14 @@ pub(super) fn image_sizes(body: &Value, multiple: f64) -> Vec<ImageSize> {
         .into_iter()
         .map(|prompt| base.with_flags(prompt, multiple))
         .collect()
+}
+
+/// The side of a square of as many pixels as the images of `train.validation_config` have at most, if there are some.
+pub(super) fn validation_side(body: &Value) -> Option<f64> {
+    let config = body.pointer("/train/validation_config")?;
+    let items = config.get("validation_items").and_then(Value::as_array)?;
+    let side = number(config, "/resolution").unwrap_or(512.0);
+    (!items.is_empty()).then_some(side.clamp(64.0, f64::from(MAX_SIDE)))
 }
 
 /// The sizes at which the steps of a slider sample its noisy latents; those of a whole batch side by side.

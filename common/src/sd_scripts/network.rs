@@ -240,16 +240,10 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
     }
     let mut kwargs = Section::new();
     if is_lycoris {
-        if settings.number("scale_weight_norms").is_some_and(|max| max != 0.0) {
-            import.error("scale_weight_norms", "aitk limits the norms of networks.lora alone");
-        }
         lycoris(import, &arguments, rank, alpha, &mut network);
     } else {
         if let Some(chance) = settings.number("network_dropout").filter(|chance| *chance != 0.0) {
             network.insert("dropout".into(), number(chance));
-        }
-        if let Some(max) = settings.number("scale_weight_norms").filter(|max| *max != 0.0) {
-            network.insert("scale_weight_norms".into(), number(max));
         }
         if let Some(chance) = arguments.chance(import, "rank_dropout") {
             kwargs.insert("rank_dropout".into(), number(chance));
@@ -267,6 +261,14 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
                 "conv_alpha".into(),
                 number(if conv_alpha == 0.0 { conv } else { conv_alpha }),
             );
+        }
+    }
+    if let Some(max) = settings.number("scale_weight_norms").filter(|max| *max != 0.0) {
+        network.insert("scale_weight_norms".into(), number(max));
+        if network.get("type") == Some(&json!("locon")) {
+            let message =
+                "aitk limits the norms of a LoRA, LoKr or LoHa, and not of a LoCon with use_scalar: remove one of them";
+            import.error("scale_weight_norms", message);
         }
     }
     if let Some(chance) = arguments.chance(import, "module_dropout") {

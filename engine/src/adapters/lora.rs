@@ -3,7 +3,7 @@
 use super::file_layer::FileLayer;
 use super::layer::LoraLayer;
 use super::tensors::LoraTensors;
-use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values};
+use super::trained_layer::{AdapterType, NewLayer, TrainedLayer, Values, limit_norm_of, norm_of_product};
 use crate::families::LoraNames;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Result, Tensor, Var};
@@ -79,13 +79,8 @@ impl TrainedLayer for LoraLayer {
     fn limit_norm(&self, max: f64) -> Result<()> {
         let (down, up) = (self.down.as_detached_tensor(), self.up.as_detached_tensor());
         let (rows, columns) = (down.flatten_from(1)?, up.flatten_from(1)?);
-        let of_down = rows.matmul(&rows.t()?.contiguous()?)?;
-        let of_up = columns.t()?.contiguous()?.matmul(&columns)?;
-        let square = (of_down * of_up)?.sum_all()?.maximum(0f32)?;
-        let norm = (square.sqrt()? * (self.alpha / self.rank() as f64).abs())?.maximum(max / 2.0)?;
-        let factor = (norm.minimum(max)? / norm)?.sqrt()?;
-        self.down.set(&down.broadcast_mul(&factor)?)?;
-        self.up.set(&up.broadcast_mul(&factor)?)
+        let norm = (norm_of_product(&columns, &rows)? * (self.alpha / self.rank() as f64).abs())?;
+        limit_norm_of(&[&self.down, &self.up], &norm, max)
     }
 
     /// If the file has a lower rank, the additional rows of `down` keep their initial values and `up` is padded with zeros, so that

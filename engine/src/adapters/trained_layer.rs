@@ -82,7 +82,7 @@ pub trait TrainedLayer: WeightAdapter {
     /// When the device fails.
     fn saved(&self) -> Result<Vec<(&'static str, Tensor)>>;
 
-    /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for both matrices (`scale_weight_norms`).
+    /// Makes its change of the weight smaller if the norm is above `max`, by the same factor for all its matrices (`scale_weight_norms`).
     ///
     /// # Errors
     /// When the device fails, or the type of adapter has no such limit.
@@ -96,6 +96,30 @@ pub trait TrainedLayer: WeightAdapter {
     /// # Errors
     /// The end of a sentence that begins with the name of the layer, when the file does not fit.
     fn values(&self, file: &dyn FileLayer) -> std::result::Result<Values<'_>, String>;
+}
+
+/// The norm of a product of two matrices, without making it.
+///
+/// # Errors
+/// When the shapes do not match, or the device fails.
+pub(super) fn norm_of_product(left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    let of_left = left.t()?.contiguous()?.matmul(&left.contiguous()?)?;
+    let of_right = right.matmul(&right.t()?.contiguous()?)?;
+    (of_left * of_right)?.sum_all()?.maximum(0f32)?.sqrt()
+}
+
+/// Multiplies matrices, whose product is a change of this norm, by the same factor, so that the norm is at most `max`. As in
+/// sd-scripts and LyCORIS, a norm below half of `max` counts as that half.
+///
+/// # Errors
+/// When the device fails.
+pub(super) fn limit_norm_of(matrices: &[&Var], norm: &Tensor, max: f64) -> Result<()> {
+    let norm = norm.maximum(max / 2.0)?;
+    let factor = (norm.minimum(max)? / norm)?.powf(1.0 / matrices.len().max(1) as f64)?;
+    for matrix in matrices {
+        matrix.set(&matrix.as_detached_tensor().broadcast_mul(&factor)?)?;
+    }
+    Ok(())
 }
 
 /// New values of variables.

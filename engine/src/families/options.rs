@@ -36,13 +36,15 @@ impl LoadedParts {
     }
 }
 
-/// How the CLIP text encoders of Stable Diffusion and SDXL read prompts.
+/// How text encoders read prompts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PromptReading {
     /// How many of the last layers are left out; diffusers' `clip_skip`. Stable Diffusion 1.x and 2.x.
     pub skipped_layers: usize,
-    /// A prompt has up to so many blocks of 75 tokens.
+    /// A prompt has up to so many blocks of 75 tokens. Stable Diffusion 1.x, 2.x and SDXL.
     pub blocks: usize,
+    /// What T5 makes of the padding becomes zero. FLUX.1.
+    pub masks_padding: bool,
 }
 
 impl Default for PromptReading {
@@ -50,6 +52,7 @@ impl Default for PromptReading {
         Self {
             skipped_layers: 0,
             blocks: 1,
+            masks_padding: false,
         }
     }
 }
@@ -61,6 +64,7 @@ impl PromptReading {
         Self {
             skipped_layers: model.skipped_text_layers() as usize,
             blocks: model.token_blocks() as usize,
+            masks_padding: model.attn_masking,
         }
     }
 }

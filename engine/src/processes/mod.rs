@@ -23,6 +23,9 @@ mod rescale_lora_tests;
 mod result_file;
 mod save_dtype;
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod shipped_examples;
+#[cfg(test)]
 mod tests;
 mod train;
 

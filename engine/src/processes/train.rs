@@ -25,6 +25,7 @@ mod step;
 mod switched_loras;
 mod target;
 mod text;
+mod validation;
 mod write;
 
 pub use image_batches::image_batches;
@@ -45,15 +46,16 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::step_metrics::LOG_FILE;
 use data::TrainingData;
 use folder::RunFolder;
-use record::StepRecorder;
+use record::{Measured, StepRecorder};
 use resume::NON_FINITE_CAUSES;
 use run::{Run, trainer};
 use sliders::slider::Slider;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use switched_loras::SwitchedLoras;
 use target::Target;
+use validation::Validation;
 
 /// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
 /// as zero and continues.
@@ -91,6 +93,7 @@ impl<'a> Run<'a> {
         // The data sets are opened first, so that errors in them are reported within a second.
         let data = TrainingData::open(process, seed, cx)?;
         samples::check_control_images(process, cx)?;
+        let mut validation = Validation::open(process, cx)?;
 
         // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away, or in bfloat16
         // with stochastic rounding.
@@ -163,6 +166,9 @@ impl<'a> Run<'a> {
             Some(latents) => latents,
             None => latents::store(process, &vae_path, model.codec())?,
         };
+        if let Some(validation) = &mut validation {
+            validation.encode(model.codec())?;
+        }
         let metrics = StepRecorder::new(&folder.path);
         let mut run = Self {
             process,
@@ -186,6 +192,8 @@ impl<'a> Run<'a> {
             last_checkpoint: None,
             interrupted_saves: Vec::new(),
             non_finite_steps: 0,
+            validation: validation.map(Arc::new),
+            reading: Duration::ZERO,
             metrics,
             stop: cx.stop.clone(),
         };
@@ -235,6 +243,8 @@ impl<'a> Run<'a> {
             if cx.stop.is_set() {
                 return self.end_at(cx, step);
             }
+            let started = Instant::now();
+            self.reading = Duration::ZERO;
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
                 match self.micro_batch(step, micro) {
                     Err(EngineError::Stopped) => return self.end_at(cx, step),
@@ -262,10 +272,20 @@ impl<'a> Run<'a> {
                      was learned. {NON_FINITE_CAUSES}. Earlier saves are kept"
                 )));
             }
-            if let Some(warning) = self.metrics.step(done, &report) {
+            let seconds = started.elapsed().as_secs_f64();
+            let mut measured = Measured {
+                validation: None,
+                data_share: Some(self.reading.as_secs_f64() / seconds).filter(|share| share.is_finite()),
+            };
+            if let Some(fixed) = self.validation.clone().filter(|fixed| fixed.is_due(done, steps)) {
+                let start = Instant::now();
+                measured.validation = self.validation_loss(&fixed)?;
+                progress.exclude(start.elapsed());
+            }
+            if let Some(warning) = self.metrics.step(done, &report, measured) {
                 cx.log("warn", warning);
             }
-            if done.is_multiple_of(self.process.logging.every()) || done == steps {
+            if done.is_multiple_of(self.process.logging.every()) || done == steps || measured.validation.is_some() {
                 let mut values = BTreeMap::from([("learning_rate".to_owned(), report.lr)]);
                 // JSON has only finite numbers; a warning was logged above.
                 if report.loss.is_finite() {
@@ -278,6 +298,7 @@ impl<'a> Run<'a> {
                 if let Some(norm) = report.grad_norm {
                     values.insert("grad_norm".into(), norm);
                 }
+                values.extend(measured.values().filter(|(_, value)| value.is_finite()));
                 if let Some(seconds) = self.metrics.seconds_per_step(done) {
                     values.insert("seconds_per_step".into(), seconds);
                 }
@@ -378,6 +399,9 @@ mod text_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod transformer_runs;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod validation_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod zimage_tests;

@@ -83,6 +83,11 @@ impl Objective for Ddpm {
         }
     }
 
+    fn timestep_at(&self, level: f64) -> f32 {
+        let (count, last) = (self.schedule.len() as f64, self.schedule.len().saturating_sub(1) as f64);
+        (level * count).round_ties_even().min(last) as f32
+    }
+
     fn loss_weight(&self, timestep: f32) -> Result<f64> {
         let snr = f64::from(self.schedule.snr(index(timestep)).map_err(schedule_error)?);
         let weighting = &self.weighting;

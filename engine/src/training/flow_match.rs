@@ -76,6 +76,10 @@ impl Objective for FlowMatch {
         latents.iter().zip(&drawn.noise).map(velocity).collect()
     }
 
+    fn timestep_at(&self, level: f64) -> f32 {
+        (level * TRAIN_TIMESTEPS) as f32
+    }
+
     fn loss_weight(&self, timestep: f32) -> Result<f64> {
         Ok(self.weighting.weight(timestep))
     }

@@ -81,6 +81,9 @@ pub trait Objective: Send + Sync + Debug {
     /// As [`Self::noisy`], or when the objective cannot train what the model predicts.
     fn target(&self, latents: &[Tensor], drawn: &NoiseDraw) -> Result<Vec<Tensor>>;
 
+    /// The time step at this noise level, from 0 to 1.
+    fn timestep_at(&self, level: f64) -> f32;
+
     /// The factor of an item's loss at this time step.
     ///
     /// # Errors

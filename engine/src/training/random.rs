@@ -38,6 +38,8 @@ pub struct NoiseOptions {
     pub adaptive_offset: f64,
     /// The factor of the noise.
     pub multiplier: f64,
+    /// `blended_blur_noise`: the difference between the blurred latents and the latents is added, times a random number from 0 to 2.
+    pub blurred: bool,
     /// `dynamic_noise_offset`: half the mean of each channel of the latents is added.
     pub dynamic_offset: bool,
     /// `optimal_noise_pairing_samples`: of so many noise tensors per item, the one nearest to its latents is taken.
@@ -71,6 +73,7 @@ impl Default for NoiseOptions {
             random_offset: false,
             adaptive_offset: 0.0,
             multiplier: 1.0,
+            blurred: false,
             dynamic_offset: false,
             pairing_samples: 1,
             consistent: false,
@@ -149,6 +152,11 @@ pub(super) fn draw_noise(
     let mut all = Vec::with_capacity(inputs.latents.len());
     for (index, latents) in inputs.latents.iter().enumerate() {
         let mut noise = first_noise(options, generator, inputs, index, latents)?;
+        if options.blurred {
+            let strengths = Tensor::from_vec(generator.rand(inputs.items()), inputs.items(), &Device::Cpu)?;
+            let strengths = (strengths.reshape((inputs.items(), 1, 1, 1))? * 2.0)?;
+            noise = (noise + blur_difference(latents)?.broadcast_mul(&strengths)?)?;
+        }
         if options.dynamic_offset && !inputs.regularisation {
             noise = noise.broadcast_add(&(channel_means(latents)? / 2.0)?)?;
         }
@@ -185,6 +193,18 @@ pub(super) fn draw_noise(
         all.push(noise);
     }
     Ok(all)
+}
+
+/// Latents [b, c, h, w] at a quarter of their size, scaled back, minus the latents (`toolkit/util/blended_blur_noise.py` of ai-toolkit).
+///
+/// # Errors
+/// When they are no latents of images.
+fn blur_difference(latents: &Tensor) -> Result<Tensor> {
+    let (items, channels, height, width) = latents.dims4()?;
+    let planes = latents.reshape((items * channels, height, width))?;
+    let coarse = interpolate_bilinear(&planes, (height / 4).max(1), (width / 4).max(1))?;
+    let blurred = interpolate_bilinear(&coarse, height, width)?;
+    Ok((blurred - planes)?.reshape(latents.dims())?)
 }
 
 /// Noise with coarser noise on it, with a standard deviation of 1 (`pyramid_noise_like` in `library/custom_train_functions.py` of

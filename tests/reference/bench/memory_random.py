@@ -479,6 +479,15 @@ def draw_training(r, model, most):
     return process, images
 
 
+def draw_more(r, process, most):
+    section, train = process["model"], process.get("train")
+    if section["arch"] not in TRANSFORMERS and r.random() < 0.2:
+        section["max_token_length"] = r.choice([150, 225])
+    if train and r.random() < 0.25:
+        items = [{"image_path": "FOLDER/data0/0.png", "prompt": "a zorb"}]
+        train["validation_config"] = {"validation_items": items, "resolution": draw_side(r, most), "validate_every_n_steps": 1}
+
+
 def draw_job(seed, only=None, has_transformer=False):
     """Draws a job: its model, its process, the images of its data sets, its profile."""
     r = random.Random(f"memory-{seed}")
@@ -488,7 +497,10 @@ def draw_job(seed, only=None, has_transformer=False):
     training = r.random() < 0.65
     most = 4 if model == "sd1-full" else 6 if training else 8
     process, images = (draw_training if training else draw_generation)(r, model, most)
-    return {"seed": seed, "model": model, "profile": r.choice(PROFILES), "process": process, "images": images}
+    profile = r.choice(PROFILES)
+    # With a generator of its own, so that the jobs of earlier measurements stay what they were.
+    draw_more(random.Random(f"memory-more-{seed}"), process, most)
+    return {"seed": seed, "model": model, "profile": profile, "process": process, "images": images}
 
 
 def describe(job):

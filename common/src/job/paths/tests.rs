@@ -292,7 +292,7 @@ fn a_path_that_is_never_opened_is_not_an_input() {
         "steps: 10",
         "        validation_config: {validation_items: [{image_path: v.png}]}",
     );
-    assert_eq!(listed(&validated), ["images"]);
+    assert_eq!(listed(&validated), ["v.png", "images"]);
     let set = |keys: &str| with_line_after("folder_path: images", &format!("          {keys}"));
     assert_eq!(listed(&set("mask_path: masks")), ["images", "masks"]);
     assert_eq!(listed(&set("mask_path: masks\n          alpha_mask: true")), ["images"]);

@@ -4,7 +4,7 @@ use super::{CAPTION_TOKENS, Job, MAX_BATCH, MAX_SIDE, Model};
 use crate::plan::device_factors::Phase;
 use crate::plan::json::{dtype_bytes, flag, largest, number, text};
 use crate::plan::memory_options::MemoryOptions;
-use crate::plan::requests::{sample_sizes, slider_sampling_sizes};
+use crate::plan::requests::{sample_sizes, slider_sampling_sizes, validation_side};
 use crate::plan::slider::{SliderKind, slider_sizes};
 use crate::plan::walk::build::{TrainedTensor, Weights};
 use crate::plan::walk::{Backend, Walk};
@@ -138,6 +138,15 @@ impl Job<'_> {
         samples.extend(slider_sampling_sizes(body, self.multiple()));
         if !samples.is_empty() {
             phases.push(phase(swapped, self.images(model, options, backend, &samples)));
+        }
+        if let Some(side) = validation_side(body) {
+            let walk = self.denoising(model, backend, [side, side], 1.0, false, CAPTION_TOKENS);
+            phases.push(phase(0.0, walk.peak()));
+            // Before the first step.
+            phases.push(Phase {
+                held: 0.0,
+                transient: self.encoding(model, options, backend, [side, side]),
+            });
         }
         let others = phases.iter().skip(1).map(|phase| phase.transient);
         let first = match checkpointed {

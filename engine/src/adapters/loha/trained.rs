@@ -1,9 +1,9 @@
 //! The LoHa of a layer that is trained, and files of it.
 
 use super::super::file_layer::FileLayer;
-use super::super::trained_layer::{TrainedLayer, Values};
+use super::super::trained_layer::{TrainedLayer, Values, limit_norm_of};
 use super::file::LohaTensors;
-use super::layer::LohaLayer;
+use super::layer::{LohaLayer, Product};
 use candle_core::{Device, Result, Tensor, Var};
 
 impl TrainedLayer for LohaLayer {
@@ -27,6 +27,17 @@ impl TrainedLayer for LohaLayer {
             .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
             .chain([("alpha", alpha)])
             .collect())
+    }
+
+    fn limit_norm(&self, max: f64) -> Result<()> {
+        let product = |product: &Product| {
+            let (left, right) = (product.left.as_detached_tensor(), product.right.as_detached_tensor());
+            left.flatten_from(1)?.matmul(&right.flatten_from(1)?)
+        };
+        let change = (product(&self.first)? * product(&self.second)?)?;
+        let norm = (change.sqr()?.sum_all()?.sqrt()? * self.scale().abs())?;
+        let matrices: Vec<&Var> = self.params().into_iter().map(|(_, var)| var).collect();
+        limit_norm_of(&matrices, &norm, max)
     }
 
     /// The strength of the file is kept: where its scale is another one, `hada_w2_a` is multiplied.

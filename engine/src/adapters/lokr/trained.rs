@@ -1,7 +1,7 @@
 //! The LoKr of a layer that is trained, and files of it.
 
 use super::super::file_layer::FileLayer;
-use super::super::trained_layer::{TrainedLayer, Values};
+use super::super::trained_layer::{TrainedLayer, Values, limit_norm_of, norm_of_product};
 use super::layer::{Factor, LokrLayer};
 use super::tensors::LokrTensors;
 use candle_core::{Device, Result, Tensor, Var};
@@ -24,6 +24,20 @@ impl TrainedLayer for LokrLayer {
             .map(|(suffix, var)| (suffix, var.as_detached_tensor()))
             .chain([("alpha", alpha)])
             .collect())
+    }
+
+    /// The norm of a Kronecker product is the product of the norms.
+    fn limit_norm(&self, max: f64) -> Result<()> {
+        let norm = |factor: &Factor| match factor {
+            Factor::Full(matrix) => matrix.as_detached_tensor().sqr()?.sum_all()?.sqrt(),
+            Factor::LowRank(left, right) => norm_of_product(
+                &left.as_detached_tensor().flatten_from(1)?,
+                &right.as_detached_tensor().flatten_from(1)?,
+            ),
+        };
+        let of_both = (norm(&self.first)? * norm(&self.second)?)?;
+        let matrices: Vec<&Var> = self.params().into_iter().map(|(_, var)| var).collect();
+        limit_norm_of(&matrices, &(of_both * self.scale.abs())?, max)
     }
 
     /// The strength of the file is kept: where its scale is another one, the second matrix is multiplied.

@@ -3,7 +3,7 @@
 
 use super::{FLUX, FluxModel};
 use crate::error::Result;
-use crate::families::{self, LoadOptions, Model};
+use crate::families::{self, LoadOptions, Model, Prompt, PromptReading, load_text_encoders};
 use crate::models::flux::single_file::{config_of, with_diffusers_names};
 use crate::nn::{LayerMut, VisitLayers};
 use crate::rng::TorchGenerator;
@@ -453,4 +453,32 @@ fn a_folder_may_hold_a_transformer_with_original_names() {
     )
     .unwrap();
     check(folder.path(), &tiny_extras()).unwrap();
+}
+
+/// `attn_masking`: zeros behind the end of each prompt, the same numbers before it.
+#[test]
+fn the_padding_of_prompts_becomes_zero() {
+    let path = fixtures().join("tiny_flux");
+    let prompts = ["a red circle", ""].map(Prompt::new);
+    let context = |masks_padding: bool| {
+        let options = LoadOptions {
+            prompt_reading: PromptReading {
+                masks_padding,
+                ..PromptReading::default()
+            },
+            ..LoadOptions::cpu()
+        };
+        let encoders = load_text_encoders(&path, ArchName::Flux, &options).unwrap();
+        let context = encoders.encode_prompts(&prompts).unwrap();
+        context.get("context").unwrap().to_vec3::<f32>().unwrap()
+    };
+    let (masked, plain) = (context(true), context(false));
+    let is_zero = |row: &Vec<f32>| row.iter().all(|x| *x == 0.0);
+    let lengths = masked.iter().map(|rows| rows.iter().position(is_zero).unwrap());
+    let lengths: Vec<usize> = lengths.collect();
+    assert!(lengths[0] > 2 && lengths[1] == 1, "{lengths:?}");
+    for ((masked, plain), length) in masked.iter().zip(&plain).zip(lengths) {
+        assert_eq!(masked[..length], plain[..length]);
+        assert!(masked[length..].iter().all(is_zero) && !plain.iter().any(is_zero));
+    }
 }

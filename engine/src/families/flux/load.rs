@@ -149,6 +149,7 @@ fn build_text(parts: &Parts, options: &LoadOptions) -> Result<FluxTextEncoders> 
         clip: ClipTextModel::new(&weights(clip), clip_config)?,
         t5_tokenizer: T5Tokenizer::open(&parts.t5_tokenizer)?,
         t5: T5EncoderModel::new(&weights(t5), t5_config)?,
+        masks_padding: options.prompt_reading.masks_padding,
         max_sequence_length: match parts.transformer.1.guidance_embeds {
             true => TEXT_TOKENS_DEV,
             false => TEXT_TOKENS_SCHNELL,

@@ -21,6 +21,8 @@ pub(super) struct FluxTextEncoders {
     pub(super) t5: T5EncoderModel,
     /// Tokens of a prompt for T5: 512 for dev, 256 for schnell.
     pub(super) max_sequence_length: usize,
+    /// What T5 makes of the padding becomes zero (ai-toolkit's `attn_masking`).
+    pub(super) masks_padding: bool,
     pub(super) device: Device,
 }
 
@@ -33,8 +35,13 @@ impl TextEncoders for FluxTextEncoders {
             .collect();
         let clip_ids = self.clip_tokenizer.encode(&first)?.to_device(&self.device)?;
         let t5_ids = self.t5_tokenizer.encode(&second, self.max_sequence_length)?;
+        let mut context = self.t5.forward(&t5_ids.to_device(&self.device)?)?;
+        if self.masks_padding {
+            let mask = self.t5_tokenizer.mask(&t5_ids)?.to_device(&self.device)?;
+            context = context.broadcast_mul(&mask.to_dtype(context.dtype())?)?;
+        }
         Ok(Conditioning::default()
-            .with(CONTEXT, self.t5.forward(&t5_ids.to_device(&self.device)?)?)
+            .with(CONTEXT, context)
             .with(POOLED, self.clip.pooled(&clip_ids)?))
     }
 

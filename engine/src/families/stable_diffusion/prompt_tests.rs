@@ -35,6 +35,7 @@ fn long_prompts_and_skipped_layers_match_transformers() {
             prompt_reading: PromptReading {
                 skipped_layers: case["clip_skip"].as_u64().unwrap() as usize - 1,
                 blocks: case["blocks"].as_u64().unwrap() as usize,
+                ..PromptReading::default()
             },
             ..LoadOptions::cpu()
         };

@@ -31,7 +31,9 @@ pub(super) fn encode(
                 _ => prompt.text.as_str(),
             })
             .collect();
-        let PromptReading { skipped_layers, blocks } = encoder.reading;
+        let PromptReading {
+            skipped_layers, blocks, ..
+        } = encoder.reading;
         let ids = encoder.tokenizer.encode_blocks(&texts, blocks)?.to_device(device)?;
         match variant.text_output {
             TextOutput::LastHidden => {

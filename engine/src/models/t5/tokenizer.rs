@@ -73,4 +73,12 @@ impl T5Tokenizer {
         }
         Ok(Tensor::from_vec(ids, (texts.len(), length), &Device::Cpu)?)
     }
+
+    /// Ids [b, n] -> 1 for tokens and for the end, 0 for padding, [b, n, 1] (u8).
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn mask(&self, ids: &Tensor) -> Result<Tensor> {
+        Ok(ids.ne(self.pad)?.unsqueeze(2)?)
+    }
 }

@@ -1,62 +1,16 @@
 //! Runs whole `extract` jobs from YAML on tiny models and fine-tunes that the tests make of them.
 
-use crate::adapters::{LoraFile, safetensors_bytes};
+use crate::adapters::LoraFile;
 use crate::image_io;
 use crate::processes::tests::{images, run_spec, spec};
 use crate::processes::{EventSink, StopSignal, run};
-use crate::testing::{fixtures, in_own_folder, quantised_folder, sd35_large_folder, zimage_folder};
+use crate::testing::{fixtures, in_own_folder, quantised_folder, sd35_large_folder, tuned, zimage_folder};
 use crate::weights::Index;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-/// A change of a weight by its name and its number among the weights of its folder.
-type Change = dyn Fn(&str, usize, &Tensor) -> Tensor;
-
-/// A copy of a model folder with changed weights in these component folders. Files of other components are links.
-fn tuned(model: &Path, components: &[&str], change: &Change) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(model).unwrap() {
-        let name = entry.unwrap().file_name();
-        let source = model.join(&name).canonicalize().unwrap();
-        if !components.contains(&name.to_str().unwrap()) {
-            std::os::unix::fs::symlink(source, folder.path().join(name)).unwrap();
-            continue;
-        }
-        let target = folder.path().join(&name);
-        std::fs::create_dir(&target).unwrap();
-        let is_target = |name: &str| {
-            let is_text = target.to_str().unwrap().contains("text_encoder");
-            !is_text || name.contains("self_attn.") || name.contains("mlp.")
-        };
-        let index = Index::open(&source).unwrap();
-        let weights = index
-            .tensors()
-            .filter(|(name, dims)| name.ends_with(".weight") && dims.len() > 1);
-        let numbers: BTreeMap<String, usize> = weights.map(|(name, _)| name.to_owned()).zip(0..).collect();
-        for file in std::fs::read_dir(&source).unwrap() {
-            let file = file.unwrap().path();
-            let copy = target.join(file.file_name().unwrap());
-            if file.extension().is_none_or(|extension| extension != "safetensors") {
-                std::fs::copy(&file, copy).unwrap();
-                continue;
-            }
-            let mut tensors: BTreeMap<_, _> = candle_core::safetensors::load(&file, &Device::Cpu)
-                .unwrap()
-                .into_iter()
-                .collect();
-            for (name, tensor) in &mut tensors {
-                if let Some(number) = numbers.get(name).filter(|_| is_target(name)) {
-                    *tensor = change(name, *number, &tensor.to_dtype(DType::F32).unwrap());
-                }
-            }
-            std::fs::write(copy, safetensors_bytes(&tensors, &BTreeMap::new()).unwrap()).unwrap();
-        }
-    }
-    folder
-}
 
 /// The change of tests/reference/make_extract.py.
 fn change(_: &str, number: usize, base: &Tensor) -> Tensor {

@@ -376,6 +376,7 @@ pub(super) fn noise_options(process: &TrainerProcess, schedule_steps: usize) -> 
         random_offset: train.noise_offset_random_strength,
         adaptive_offset: train.adaptive_noise_scale,
         multiplier: train.noise_multiplier,
+        blurred: train.blended_blur_noise,
         dynamic_offset: train.dynamic_noise_offset,
         pairing_samples: train.optimal_noise_pairing_samples,
         consistent: train.force_consistent_noise,

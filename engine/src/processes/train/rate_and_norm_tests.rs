@@ -3,6 +3,7 @@
 use super::tests::{logs, run_spec, spec, trainer};
 use aitk_common::attempt::Outcome;
 use aitk_common::job::lr_factor::LrFactor;
+use aitk_common::job::network::NetworkType;
 use aitk_common::job::process::TrainerProcess;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -107,4 +108,66 @@ fn norms_of_a_lora_are_limited() {
     assert!(limited.values().any(|norm| *norm > MAX * 0.999), "{limited:?}");
     // Nothing is above this limit, so nothing changes.
     assert_eq!(train(Some(1e5)), free);
+}
+
+/// The norms of the changes that a saved LoHa or LoKr with a full first matrix makes, by layer.
+fn lycoris_norms(path: &Path) -> BTreeMap<String, f64> {
+    let file = candle_core::safetensors::load(path, &candle_core::Device::Cpu).unwrap();
+    let tensor = |layer: &str, suffix: &str| file.get(&format!("{layer}.{suffix}"));
+    let norm = |tensor: &candle_core::Tensor| {
+        let square = tensor.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
+        f64::from(square).sqrt()
+    };
+    let product = |layer: &str, left: &str, right: &str| {
+        let left = tensor(layer, left)?.flatten_from(1).unwrap();
+        Some(left.matmul(&tensor(layer, right)?.flatten_from(1).unwrap()).unwrap())
+    };
+    let layers = file.keys().filter_map(|name| name.strip_suffix(".alpha"));
+    let of_layer = |layer: &str| {
+        let alpha = f64::from(file[&format!("{layer}.alpha")].to_scalar::<f32>().unwrap());
+        if let Some(first) = product(layer, "hada_w1_a", "hada_w1_b") {
+            let second = product(layer, "hada_w2_a", "hada_w2_b").unwrap();
+            let rank = tensor(layer, "hada_w1_b").unwrap().dim(0).unwrap() as f64;
+            return (layer.to_owned(), norm(&(first * second).unwrap()) * alpha / rank);
+        }
+        let second = product(layer, "lokr_w2_a", "lokr_w2_b");
+        let scale = tensor(layer, "lokr_w2_b").map_or(1.0, |b| alpha / b.dim(0).unwrap() as f64);
+        let second = second.unwrap_or_else(|| tensor(layer, "lokr_w2").unwrap().clone());
+        (
+            layer.to_owned(),
+            norm(tensor(layer, "lokr_w1").unwrap()) * norm(&second) * scale,
+        )
+    };
+    layers.map(of_layer).collect()
+}
+
+#[test]
+fn norms_of_lokr_and_loha_are_limited() {
+    for (kind, full_rank, max) in [
+        (NetworkType::Loha, false, 0.02),
+        (NetworkType::Lokr, true, 0.1),
+        (NetworkType::Lokr, false, 0.1),
+    ] {
+        let train = |max: Option<f64>| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut process = trainer(dir.path(), 4);
+            process.train.lr = 2e-2;
+            let network = process.network.as_mut().unwrap();
+            (network.kind, network.lokr_full_rank, network.scale_weight_norms) = (kind, full_rank, max);
+            (network.linear, network.linear_alpha) = (1, 1.0);
+            trained_lora(dir.path(), process);
+            lycoris_norms(&dir.path().join("out/tiny/tiny.safetensors"))
+        };
+        let (free, limited) = (train(None), train(Some(max)));
+        let above = free.values().filter(|norm| **norm > max).count();
+        assert!(
+            above > 0 && free.len() == limited.len(),
+            "{kind}, {full_rank}: {free:?}"
+        );
+        for (layer, norm) in &limited {
+            assert!(*norm <= max * 1.000_1, "{kind}, {full_rank}, {layer}: {norm}");
+        }
+        assert!(limited.values().any(|norm| *norm > max * 0.99), "{kind}: {limited:?}");
+        assert_eq!(train(Some(1e5)), free, "{kind}");
+    }
 }

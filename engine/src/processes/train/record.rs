@@ -1,5 +1,6 @@
 //! The metrics of a run's steps: `metrics.jsonl`, and the plot of the loss.
 
+use super::validation::METRIC;
 use crate::error::{EngineError, Result};
 use crate::training::StepReport;
 use aitk_common::checkpoint::Checkpoint;
@@ -16,6 +17,25 @@ use std::time::Instant;
 /// The role of the checkpoint file with all losses so far, so that a run resumed on another machine has the whole
 /// curve.
 pub(super) const ROLE: &str = "losses";
+
+/// What is measured of a step besides its losses.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Measured {
+    /// The loss on the images of `train.validation_config`, if it was measured after this step.
+    pub(super) validation: Option<f64>,
+    /// The share of the step's time in which it read and encoded images.
+    pub(super) data_share: Option<f64>,
+}
+
+impl Measured {
+    /// The metrics, by name.
+    pub(super) fn values(&self) -> impl Iterator<Item = (String, f64)> {
+        let named = [(METRIC, self.validation), ("data_share", self.data_share)];
+        named
+            .into_iter()
+            .filter_map(|(name, value)| Some((name.to_owned(), value?)))
+    }
+}
 
 /// Records the metrics of a run's steps on disk and in memory.
 pub(super) struct StepRecorder {
@@ -84,7 +104,7 @@ impl StepRecorder {
     }
 
     /// Records the metrics of a step. Returns a warning, once, if the file cannot be written.
-    pub(super) fn step(&mut self, step: u64, report: &StepReport) -> Option<String> {
+    pub(super) fn step(&mut self, step: u64, report: &StepReport, measured: Measured) -> Option<String> {
         self.steps.push(step);
         self.losses.push(report.loss);
         self.learning_rates.push(report.lr);
@@ -92,6 +112,7 @@ impl StepRecorder {
         if let Some(norm) = report.grad_norm {
             values.insert("grad_norm".to_owned(), norm);
         }
+        values.extend(measured.values());
         let line = StepMetrics {
             step,
             values,
@@ -210,12 +231,12 @@ mod tests {
         };
         let mut record = open(0);
         for step in 1..=7 {
-            assert_eq!(record.step(step, &report(0.5)), None);
+            assert_eq!(record.step(step, &report(0.5), Measured::default()), None);
         }
         assert_eq!(steps(folder.path()), [1, 2, 3, 4, 5, 6, 7]);
         let mut resumed = open(5);
         assert_eq!(resumed.losses.len(), 5);
-        resumed.step(6, &report(0.25));
+        resumed.step(6, &report(0.25), Measured::default());
         assert_eq!(steps(folder.path()), [1, 2, 3, 4, 5, 6]);
         // A run that starts from the beginning keeps no line.
         open(0);

@@ -7,6 +7,7 @@ use super::record::StepRecorder;
 use super::sliders::slider::Slider;
 use super::switched_loras::SwitchedLoras;
 use super::target::Target;
+use super::validation::Validation;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
 use crate::families::Model;
@@ -19,6 +20,7 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::memory_options::MemoryOptions;
 use candle_core::DType;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A training run.
 pub(super) struct Run<'a> {
@@ -48,6 +50,10 @@ pub(super) struct Run<'a> {
     pub(super) interrupted_saves: Vec<u64>,
     /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
     pub(super) non_finite_steps: u64,
+    /// The images on which the loss is measured now and then.
+    pub(super) validation: Option<Arc<Validation>>,
+    /// The time in which this step read and encoded images.
+    pub(super) reading: Duration,
     pub(super) metrics: StepRecorder,
     /// Tells the run to stop.
     pub(super) stop: StopSignal,
@@ -101,7 +107,7 @@ pub(super) fn trainer(
     .map_err(error)?;
     let ema = &train.ema_config;
     let ema = if ema.use_ema {
-        Some(Ema::new(params.clone(), ema.ema_decay, false, 1.0).map_err(error)?)
+        Some(Ema::new(params.clone(), ema.ema_decay, ema.use_feedback, ema.param_multiplier).map_err(error)?)
     } else {
         None
     };

@@ -17,6 +17,7 @@ use crate::training::{
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// What a micro-batch is made of.
 #[derive(Clone)]
@@ -53,16 +54,21 @@ struct PreservationPass {
 }
 
 /// What the items of a batch are conditioned on besides their prompts.
-struct ItemInputs {
-    sizes: Vec<ItemSize>,
+pub(super) struct ItemInputs {
+    pub(super) sizes: Vec<ItemSize>,
     /// The latents of their control images.
-    control: Option<Tensor>,
+    pub(super) control: Option<Tensor>,
     /// The scale of the guidance, of each item or of all.
-    scales: Vec<f64>,
+    pub(super) scales: Vec<f64>,
 }
 
 impl ItemInputs {
-    fn add_to(&self, process: &TrainerProcess, model: &dyn Model, conditioning: Conditioning) -> Result<Conditioning> {
+    pub(super) fn add_to(
+        &self,
+        process: &TrainerProcess,
+        model: &dyn Model,
+        conditioning: Conditioning,
+    ) -> Result<Conditioning> {
         let conditioning = model.with_sizes(conditioning, &self.sizes)?;
         let conditioning = with_guidance(process, model, conditioning, &self.scales)?;
         match &self.control {
@@ -125,6 +131,7 @@ impl Run<'_> {
             captions,
         };
         let device = self.compute.device.clone();
+        let start = Instant::now();
         let latents = self
             .data
             .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
@@ -132,6 +139,7 @@ impl Run<'_> {
         let control = self
             .data
             .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        self.reading += start.elapsed();
         let control = match control {
             // The negative images of a slider are trained on as the positive ones are.
             Some(negative) if process.kind.uses_image_pairs() => {
@@ -354,6 +362,7 @@ impl Run<'_> {
         let unconditional = self.unconditional(cfg, captions.len())?;
         let contrast = self.contrast_prompt(captions.len(), handle)?;
         let (process, model) = (self.process, &*self.model);
+        let start = Instant::now();
         let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let outside = match process.train.inverted_mask_prior {
@@ -362,6 +371,7 @@ impl Run<'_> {
                 .outside(self.data.items_of(&step_batch.batch), model.codec())?,
             false => None,
         };
+        self.reading += start.elapsed();
         let outside_mask = outside.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let inputs = self.item_inputs(step_batch, control, prompts);
         let with_inputs = |conditioning: Conditioning| inputs.add_to(process, model, conditioning);

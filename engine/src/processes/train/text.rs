@@ -6,6 +6,7 @@ use super::data::TrainingData;
 use super::options::{self, caches_captions};
 use super::preservation::Preservation;
 use super::sliders::slider::Slider;
+use super::validation;
 use crate::adapters::load_text_lora;
 use crate::data::{TextCache, TextKey, dropped_caption};
 use crate::device::Compute;
@@ -83,8 +84,14 @@ fn text_space(model: &ModelConfig) -> String {
     match reading == PromptReading::default() {
         true => name.to_string(),
         false => format!(
-            "{name}, {} layers skipped, {} blocks of tokens",
-            reading.skipped_layers, reading.blocks
+            "{name}, {} layers skipped, {} blocks of tokens, {}",
+            reading.skipped_layers,
+            reading.blocks,
+            if reading.masks_padding {
+                "padding masked"
+            } else {
+                "with padding"
+            }
         ),
     }
 }
@@ -124,6 +131,9 @@ fn add_prompts(process: &TrainerProcess, seed: u64, data: &TrainingData, embeddi
     }
     if process.train.do_guidance_loss {
         add(&process.train.unconditional_prompt, None);
+    }
+    for prompt in validation::prompts(process) {
+        add(&prompt, None);
     }
     let preservation = Preservation::of(process);
     // Beside captions that are dropped.

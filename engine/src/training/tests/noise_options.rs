@@ -22,6 +22,7 @@ fn options(case: &Value) -> NoiseOptions {
     let iterations = case["iterations"].as_u64().unwrap() as u32;
     NoiseOptions {
         multires: (iterations > 0).then_some((iterations, case["discount"].as_f64().unwrap())),
+        blurred: case["blur"] == true,
         input: case["gamma"].as_f64().unwrap(),
         random_input: case["random"] == true,
         offset: case["offset"].as_f64().unwrap(),

@@ -1,0 +1,130 @@
+//! The loss on fixed images, against diffusers (`tests/reference/make_validation.py`), and what it leaves alone.
+
+use super::tests::{logs, losses, run_spec, saved_lora, spec, trainer};
+use super::transformer_runs::{complete, flow_trainer};
+use crate::testing::{fixtures, in_portable_mode};
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::job::arch::{Arch, ArchName};
+use aitk_common::job::averages::{ValidationConfig, ValidationItem};
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::step_metrics;
+use serde_json::Value;
+use std::fs::File;
+use std::path::Path;
+
+fn report() -> Value {
+    let text = std::fs::read(fixtures().join("train/validation.json")).unwrap();
+    serde_json::from_slice(&text).unwrap()
+}
+
+fn config(report: &Value, every: u64) -> ValidationConfig {
+    let prompts = report["prompts"].as_object().unwrap();
+    let item = |(name, prompt): (&String, &Value)| ValidationItem {
+        image_path: fixtures().join("replay/data").join(name).display().to_string(),
+        prompt: prompt.as_str().unwrap().to_owned(),
+        ..ValidationItem::default()
+    };
+    ValidationConfig {
+        validation_items: prompts.iter().map(item).collect(),
+        resolution: 96,
+        validate_every_n_steps: every,
+        validation_sigmas: serde_json::from_value(report["levels"].clone()).unwrap(),
+        ..ValidationConfig::default()
+    }
+}
+
+/// The steps at which it was measured, with the losses, as the events and as `metrics.jsonl` have them.
+fn measured(root: &Path, events: &[ChildEvent]) -> Vec<(u64, f64)> {
+    let of_event = |event: &ChildEvent| match event {
+        ChildEvent::Metrics { step, values } => Some((*step, *values.get("val/loss")?)),
+        _ => None,
+    };
+    let shown: Vec<(u64, f64)> = events.iter().filter_map(of_event).collect();
+    let file = File::open(root.join("out/tiny").join(step_metrics::METRICS_FILE)).unwrap();
+    let lines = step_metrics::read(file).unwrap();
+    let written = lines
+        .iter()
+        .filter_map(|line| Some((line.step, *line.values.get("val/loss")?)));
+    assert_eq!(written.collect::<Vec<_>>(), shown);
+    shown
+}
+
+#[test]
+fn the_loss_is_that_of_diffusers() {
+    let report = report();
+    for (arch, folder) in [
+        (ArchName::Sd1, "tiny_sd"),
+        (ArchName::Sd2, "tiny_sd21"),
+        (ArchName::Flux, "tiny_flux"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = match arch {
+            ArchName::Flux => flow_trainer(dir.path(), arch, &fixtures().join(folder), 1),
+            _ => trainer(dir.path(), 1),
+        };
+        process.model.arch = Arch::from(arch);
+        process.model.name_or_path = fixtures().join(folder).display().to_string();
+        // Without a change of the weights.
+        process.train.lr = 0.0;
+        process.train.validation_config = Some(config(&report, 1));
+        let events = complete(process);
+        let expected = report[folder].as_f64().unwrap();
+        let [(1, got)] = measured(dir.path(), &events)[..] else {
+            panic!("{folder}: {:?}", measured(dir.path(), &events));
+        };
+        assert!((got - expected).abs() < 1e-4 * expected, "{folder}: {got} {expected}");
+    }
+}
+
+in_portable_mode! {
+    the_loss_is_that_of_diffusers,
+}
+
+/// The weights and the losses are those of a run without it: with a LoRA of the text encoder too, with dropout, with encoded prompts,
+/// and of a whole model.
+#[test]
+fn the_training_does_not_depend_on_it() {
+    let report = report();
+    let variants: [fn(&mut TrainerProcess); 3] = [
+        |process| {
+            process.train.train_text_encoder = true;
+            process.network.as_mut().unwrap().dropout = Some(0.2);
+        },
+        |process| process.train.cache_text_embeddings = true,
+        |process| process.network = None,
+    ];
+    for (number, change) in variants.iter().enumerate() {
+        let train = |validates: bool| {
+            let dir = tempfile::tempdir().unwrap();
+            let mut process = trainer(dir.path(), 5);
+            process.datasets[0].shuffle_tokens = false;
+            process.logging.log_every = Some(3);
+            change(&mut process);
+            process.train.validation_config = validates.then(|| config(&report, 2));
+            let events = complete(process);
+            let validated = measured(dir.path(), &events);
+            let saved = saved_lora(dir.path());
+            (validated, saved, losses(&events).last().copied())
+        };
+        let (validated, with, loss) = train(true);
+        let (none, without, plain_loss) = train(false);
+        assert!(with == without && loss == plain_loss, "{number}");
+        assert!(none.is_empty());
+        let steps: Vec<u64> = validated.iter().map(|(step, _)| *step).collect();
+        assert_eq!(steps, [1, 2, 4, 5], "{number}");
+        assert!(validated[0].1 != validated[3].1, "{number}: {validated:?}");
+    }
+}
+
+#[test]
+fn a_missing_image_is_an_error_before_the_model_is_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 2);
+    let mut fixed = config(&report(), 2);
+    fixed.validation_items[1].image_path = dir.path().join("none.png").display().to_string();
+    process.train.validation_config = Some(fixed);
+    let (outcome, events) = run_spec(&spec(process));
+    let text = format!("{outcome:?} {}", logs(&events));
+    assert!(outcome != Outcome::Completed && text.contains("none.png"), "{text}");
+    assert!(!format!("{events:?}").contains("loading model"), "{events:?}");
+}
