@@ -8,6 +8,7 @@ use aitk_common::control_plane::{
     Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, SubmissionReceipt, WorkerView,
 };
 use aitk_common::id::JobId;
+use aitk_common::requested_outputs::RequestedOutputs;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::client::{AuthChannel, Clients, ConnectError, addresses, connect};
@@ -279,6 +280,22 @@ impl Api {
         let request = v1::PauseJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.pause(request).await };
         self.call(request, call).await?.try_into().map_err(invalid_message)
+    }
+
+    /// Asks a running training for outputs: to save, or to sample.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn request_outputs(&self, id: &JobId, outputs: RequestedOutputs) -> Result<JobView, Failure> {
+        let job_id = id.to_string();
+        let job = if outputs.samples {
+            let call = |mut jobs: Jobs, request| async move { jobs.sample(request).await };
+            self.call(v1::SampleJobRequest { job_id }, call).await?
+        } else {
+            let call = |mut jobs: Jobs, request| async move { jobs.save(request).await };
+            self.call(v1::SaveJobRequest { job_id }, call).await?
+        };
+        job.try_into().map_err(invalid_message)
     }
 
     /// Sets the priority of a job.

@@ -2,6 +2,8 @@
 //!
 //! The daemon writes an [`AttemptSpec`] as JSON into a file and starts the child with its path. The child
 //! writes one [`ChildEvent`] per line, as JSON, on its standard output; its standard error is log text.
+//! On the child's standard input the daemon writes one [`RequestedOutputs`](crate::requested_outputs::RequestedOutputs) per line, as
+//! JSON, when the user asks a training for outputs.
 //! The child stops by itself when its standard input closes, so that it never outlives the daemon.
 
 use crate::capability::DeviceRef;

@@ -21,6 +21,7 @@ pub mod model_files;
 pub mod plan;
 #[cfg(feature = "plot")]
 pub mod plot;
+pub mod requested_outputs;
 pub mod sd_scripts;
 pub mod security;
 pub mod step_metrics;

@@ -125,6 +125,7 @@ fn worker(number: u64) -> Event {
             running: Vec::new(),
             confinement: None,
             offers: Vec::new(),
+            outputs_on_request: false,
         }),
     }
 }

@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::outbox::Request;
 use crate::outcome::{file_failure, internal_failure};
 use crate::pins::{self, PinFolder};
-use crate::runner::{self, DesiredState, Launch};
+use crate::runner::{self, DesiredState, Launch, PendingOutputs};
 use crate::sandbox::{self, SandboxRules};
 use crate::session::Reporter;
 use crate::spec_file::SPEC_FILE;
@@ -49,13 +49,14 @@ pub(crate) async fn run(
     assignment: Assignment,
     reporter: Reporter,
     mut desired: watch::Receiver<DesiredState>,
+    outputs: PendingOutputs,
     fence: CancellationToken,
 ) {
     let folder = context.data_folder.attempt(&assignment.attempt);
     // An error span, so that log lines of every level carry the job, the attempt and the trace.
     let (job, attempt, trace_id) = (&assignment.job, &assignment.attempt, trace_id_of(&assignment));
     let span = tracing::error_span!("attempt", %job, %attempt, %trace_id);
-    run_to_end(&context, &assignment, &reporter, &mut desired, &fence, &folder)
+    run_to_end(&context, &assignment, &reporter, &mut desired, outputs, &fence, &folder)
         .instrument(span)
         .await;
     let (cleanup, attempt) = (Arc::clone(&context), assignment.attempt.clone());
@@ -82,13 +83,16 @@ async fn run_to_end(
     assignment: &Assignment,
     reporter: &Reporter,
     desired: &mut watch::Receiver<DesiredState>,
+    outputs: PendingOutputs,
     fence: &CancellationToken,
     folder: &Path,
 ) {
     let trace = AttemptTrace::begin(&context.spans, assignment);
     // The state that the session wants; a fence also sets it to `Kill`.
     let (to_execute, desired_rx) = watch::channel(*desired.borrow());
-    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(context, assignment, reporter, &trace, desired_rx, folder));
+    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(
+        context, assignment, reporter, &trace, desired_rx, outputs, folder,
+    ));
     let mut executed = std::pin::pin!(AssertUnwindSafe(executed).catch_unwind());
     let ended = tokio::select! {
         ended = &mut executed => Some(ended),
@@ -138,6 +142,7 @@ async fn execute(
     reporter: &Reporter,
     trace: &AttemptTrace,
     mut desired: watch::Receiver<DesiredState>,
+    outputs: PendingOutputs,
     folder: &Path,
 ) -> Outcome {
     let job = match stage::parse_job(assignment) {
@@ -201,7 +206,7 @@ async fn execute(
     // The child follows the session's desired state. We change it too, when results cannot be stored.
     let (to_child, desired_rx) = watch::channel(*desired.borrow());
     let stopped_by_refusal = AtomicBool::new(false);
-    let child = runner::run(&context.spawner, launch, desired_rx, events);
+    let child = runner::run(&context.spawner, launch, desired_rx, events, outputs);
     let pins = PinFolder::new(folder.join("pins"));
     let forward_events = async {
         let mut steps = ReportedSteps::default();

@@ -14,10 +14,10 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::Confinement;
 use aitk_common::telemetry;
 use aitk_engine::device::threads::on_pool;
-use aitk_engine::processes::{self, EventSink, StopSignal};
+use aitk_engine::processes::{self, EventSink, OutputRequests, StopSignal};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
-use std::io::{self, Read, Write};
+use std::io::{self, BufRead, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::process::ExitCode;
@@ -25,6 +25,9 @@ use std::time::Duration;
 
 /// How long a child may take to stop after its daemon has ended.
 const ORPHAN_GRACE: Duration = Duration::from_secs(10);
+
+/// The most bytes of a line on standard input that are read at once: far above any request.
+const MAX_REQUEST_BYTES: u64 = 4 << 10;
 
 /// Runs the attempt described in a file and returns the exit code of the process.
 ///
@@ -38,7 +41,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
         json: false,
     });
     let mut events = EventWriter::default();
-    let stop = StopSignal::new();
+    let (stop, requests) = (StopSignal::new(), OutputRequests::new());
     // Before the first thread starts: a thread that does not block the signals would let them end the process.
     let signals = block_signals();
     for message in warnings {
@@ -54,7 +57,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
         Ok(signals) => stop_on_signals(signals, &stop),
         Err(error) => events.emit(log("warn", format!("stop signals cannot be handled: {error}"))),
     }
-    stop_when_stdin_closes(&stop);
+    read_stdin(&stop, &requests);
     let (outcome, code) = match spec {
         Ok((spec, confinement)) if spec.require_sandbox && !confinement.holds() && spec.output_root.is_some() => {
             (not_confined_outcome(&confinement), 1)
@@ -81,7 +84,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
                     if let Some(message) = limit_memory(&spec) {
                         events.emit(log("warn", message));
                     }
-                    processes::run(&spec, &mut events, &stop)
+                    processes::run_with_requests(&spec, &mut events, &stop, &requests)
                 })
             }));
             let outcome =
@@ -117,7 +120,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
 }
 
 /// Asks the kernel to kill this process when its daemon ends, if the system supports that; see also
-/// [`stop_when_stdin_closes`].
+/// [`read_stdin`].
 fn set_parent_death_signal() {
     #[cfg(target_os = "linux")]
     {
@@ -129,24 +132,35 @@ fn set_parent_death_signal() {
     }
 }
 
-/// Stops, and then ends, this process when standard input is closed because the daemon has ended. This also covers a
-/// daemon that ended before [`set_parent_death_signal`].
-fn stop_when_stdin_closes(stop: &StopSignal) {
-    let stop = stop.clone();
+/// Starts a thread that reads the daemon's requests for outputs from standard input. When standard input is closed because the daemon
+/// has ended, the thread stops, and then ends, this process. This also covers a daemon that ended before [`set_parent_death_signal`].
+fn read_stdin(stop: &StopSignal, requests: &OutputRequests) {
+    let (stop, requests) = (stop.clone(), requests.clone());
     std::thread::spawn(move || {
-        let mut buffer = [0_u8; 64];
-        let mut stdin = io::stdin().lock();
-        loop {
-            match stdin.read(&mut buffer) {
-                Ok(0) => break,
-                Err(error) if error.kind() != io::ErrorKind::Interrupted => break,
-                _ => {}
-            }
-        }
+        read_requests(io::stdin().lock(), &requests);
         stop.stop();
         std::thread::sleep(ORPHAN_GRACE);
         std::process::exit(4);
     });
+}
+
+/// Reads requests for outputs, one per line, until the input is closed. Lines of another form, which a newer daemon may write, are
+/// ignored.
+fn read_requests(mut input: impl BufRead, requests: &OutputRequests) {
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        match (&mut input).take(MAX_REQUEST_BYTES).read_until(b'\n', &mut line) {
+            Ok(0) => return,
+            Ok(_) => {
+                if let Ok(outputs) = serde_json::from_slice(&line) {
+                    requests.request(outputs);
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return,
+        }
+    }
 }
 
 /// Blocks the stop signals in this thread, and in all threads that it starts later.
@@ -236,5 +250,22 @@ fn log(level: &str, message: String) -> ChildEvent {
     ChildEvent::Log {
         level: level.to_owned(),
         message,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_common::requested_outputs::RequestedOutputs;
+
+    #[test]
+    fn requests_are_read_until_the_input_closes() {
+        let requests = OutputRequests::new();
+        read_requests(&b"{\"save\":true}\nanother form\n{\"later\":1}\n"[..], &requests);
+        assert_eq!(requests.take(), RequestedOutputs::SAVE);
+        read_requests(&b"{\"samples\":true}\n{\"save\":true}\n{\"save\":true}"[..], &requests);
+        let both = RequestedOutputs::SAVE.or(RequestedOutputs::SAMPLES);
+        assert_eq!(requests.take(), both);
+        assert!(requests.take().is_empty(), "taken once");
     }
 }

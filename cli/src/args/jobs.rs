@@ -253,6 +253,30 @@ pub struct PauseArgs {
     pub json: bool,
 }
 
+/// `aitk save`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk save my_lora\n  aitk save 3f2a && aitk logs 3f2a -f")]
+pub struct SaveArgs {
+    /// Jobs: ids, names, or beginnings of ids
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk sample`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk sample my_lora\n  aitk sample 3f2a && aitk logs 3f2a -f")]
+pub struct SampleArgs {
+    /// Jobs: ids, names, or beginnings of ids
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `aitk priority`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk priority my_lora 10\n  aitk priority 3f2a -5")]

@@ -9,7 +9,7 @@ mod notify;
 
 pub use artifacts::{ArtifactsArgs, ArtifactsCommand, ArtifactsGetArgs, ArtifactsLsArgs};
 pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, BenchStore};
-pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
+pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs, SampleArgs, SaveArgs};
 pub use jobs::{PlotArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
 pub use local::{AttemptArgs, CompletionsArgs, ConvertArgs, DemoArgs, HelpArgs, ImportArgs, InitArgs, RunArgs, UpArgs};
@@ -166,6 +166,26 @@ pub enum Command {
                      saves its state and frees its device. Both keep their position in the queue."
     )]
     Pause(PauseArgs),
+    /// Save a running training now, without stopping it
+    #[command(
+        long_about = "Save a running training now, without stopping it.\n\nAfter the step that it computes, the training writes a \
+                      checkpoint and a save, named by its step, as `save_every` does, and goes on; the results are the same as \
+                      without. The save counts for max_step_saves_to_keep. The command returns as soon as the request is on its \
+                      way: `aitk logs` says when it is done, `aitk artifacts ls` lists the file. A second request before that \
+                      changes nothing, and a request is lost if its worker is lost or the job stops before. The exit code is 6 \
+                      if the job does not run or is no training."
+    )]
+    Save(SaveArgs),
+    /// Make the samples of a running training now
+    #[command(
+        long_about = "Make the samples of a running training now.\n\nAfter the step that it computes, the training makes the \
+                      samples of its config, named by its step, as `sample_every` does, and goes on; the results are the same \
+                      as without. The command returns as soon as the request is on its way: `aitk logs` says when it is done, \
+                      `aitk artifacts ls` lists the files. A second request before that changes nothing, and a request is lost if \
+                      its worker is lost or the job stops before. The exit code is 6 if the job does not run, is no training, \
+                      or has no samples."
+    )]
+    Sample(SampleArgs),
     /// Change the priority of a job
     #[command(
         long_about = "Change the priority of a job: higher runs first.\n\nA running job keeps its device, unless it \

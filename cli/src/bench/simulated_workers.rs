@@ -125,6 +125,7 @@ fn registration(number: usize, slow: bool) -> Registration {
         running: Vec::new(),
         confinement: None,
         offers: Vec::new(),
+        outputs_on_request: false,
     }
 }
 
@@ -198,7 +199,7 @@ impl SimulatedWorker {
                 // A heartbeat named an attempt whose end was on its way. The answer about the end follows.
                 ToWorker::Fence { .. } => {}
                 ToWorker::GoingAway { reason, .. } => return Err(reason),
-                ToWorker::HeartbeatReply { .. } | ToWorker::Stop { .. } => {}
+                ToWorker::HeartbeatReply { .. } | ToWorker::Stop { .. } | ToWorker::RequestOutputs { .. } => {}
             }
         }
     }

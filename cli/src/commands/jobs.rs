@@ -1,7 +1,7 @@
-//! `ps`, `wait`, `stop`, `rm`, `resume`, `pause`, `priority`.
+//! `ps`, `wait`, `stop`, `rm`, `resume`, `pause`, `save`, `sample`, `priority`.
 
 use crate::api::Api;
-use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, StopArgs, WaitArgs};
+use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, SampleArgs, SaveArgs, StopArgs, WaitArgs};
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
@@ -12,6 +12,7 @@ use crate::output::{Format, Ui};
 use crate::views::{job_exit, job_json, jobs_table};
 use aitk_common::control_plane::{JobState, JobView};
 use aitk_common::id::JobId;
+use aitk_common::requested_outputs::RequestedOutputs;
 use aitk_proto::v1;
 use futures::future::join_all;
 use serde_json::{Value, json};
@@ -277,6 +278,45 @@ pub(super) async fn pause(context: &Context, args: PauseArgs) -> CommandResult {
         JobState::Running => "saves, then waits until it is resumed".to_owned(),
         _ => "waits until it is resumed".to_owned(),
     })
+}
+
+pub(super) async fn save(context: &Context, args: SaveArgs) -> CommandResult {
+    request_outputs(context, &args.jobs, args.json, RequestedOutputs::SAVE).await
+}
+
+pub(super) async fn sample(context: &Context, args: SampleArgs) -> CommandResult {
+    request_outputs(context, &args.jobs, args.json, RequestedOutputs::SAMPLES).await
+}
+
+/// Asks running trainings for outputs.
+async fn request_outputs(context: &Context, jobs: &[String], json: bool, outputs: RequestedOutputs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let jobs = resolve_all(&api, jobs).await?;
+    // Before anything is sent. Of the other kinds the coordinator knows which have a training.
+    if let Some(job) = jobs.iter().find(|job| has_no_training(&job.kind)) {
+        return Err(Failure::new(
+            Exit::Conflict,
+            format!(
+                "job {} cannot {outputs} on request: it is a job of the kind `{}`, and only trainings save and sample on request",
+                job.id, job.kind
+            ),
+        )
+        .hint(format!("`aitk artifacts ls {}` lists the files that it has made", job.id)));
+    }
+    let mut asked = Vec::new();
+    for job in jobs {
+        asked.push(api.request_outputs(&job.id, outputs).await?);
+    }
+    print_jobs(&ui, &asked, json, |job| match is_array(job) {
+        true => format!("was asked to {outputs}: the members that run do so after their current steps"),
+        false => format!("was asked to {outputs}: it does so after its current step; `aitk logs` says when"),
+    })
+}
+
+/// Whether jobs of this kind never train.
+fn has_no_training(kind: &str) -> bool {
+    matches!(kind, "generate" | "extract" | "mod")
 }
 
 pub(super) async fn priority(context: &Context, args: PriorityArgs) -> CommandResult {

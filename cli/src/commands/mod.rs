@@ -47,6 +47,8 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Rm(args) => jobs::rm(&context, args).await,
         Command::Resume(args) => jobs::resume(&context, args).await,
         Command::Pause(args) => jobs::pause(&context, args).await,
+        Command::Save(args) => jobs::save(&context, args).await,
+        Command::Sample(args) => jobs::sample(&context, args).await,
         Command::Priority(args) => jobs::priority(&context, args).await,
         Command::Explain(args) => forecast::explain(&context, args).await,
         Command::Fit(args) => Box::pin(forecast::fit(&context, args)).await,

@@ -8,6 +8,7 @@ use crate::confinement::Confinement;
 use crate::hash::ContentHash;
 use crate::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
 use crate::plan::profile::MemoryProfile;
+use crate::requested_outputs::RequestedOutputs;
 use crate::telemetry::context::TraceContext;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -45,6 +46,8 @@ pub struct Registration {
     pub confinement: Option<Confinement>,
     /// Local checkpoints that it could not commit, of running and of earlier attempts.
     pub offers: Vec<OfferedCheckpoint>,
+    /// Whether it understands [`ToWorker::RequestOutputs`]. Older workers do not.
+    pub outputs_on_request: bool,
 }
 
 /// A checkpoint that a worker has and that is not committed.
@@ -203,6 +206,14 @@ pub enum ToWorker {
         held: HeldAttempt,
         /// Whether to save the state first.
         save: bool,
+    },
+    /// Asks the training of an attempt for outputs after its current step. Sent only to workers with
+    /// [`Registration::outputs_on_request`].
+    RequestOutputs {
+        /// The attempt.
+        held: HeldAttempt,
+        /// What it should make.
+        outputs: RequestedOutputs,
     },
     /// Ends an attempt immediately. The worker sends nothing more for it.
     Fence {

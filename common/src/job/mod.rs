@@ -37,6 +37,7 @@ pub mod node;
 mod objective;
 pub mod optimizer;
 pub mod optimizer_params;
+mod outputs;
 pub mod paths;
 pub mod process;
 mod process_type;

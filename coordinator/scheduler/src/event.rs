@@ -11,6 +11,7 @@ use aitk_common::control_plane::{
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::requested_outputs::RequestedOutputs;
 use aitk_common::telemetry::context::TraceContext;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -154,6 +155,15 @@ pub enum Event {
         ticket: Ticket,
         /// The job's id, a unique prefix of it, or its name.
         job: String,
+    },
+    /// A client asks a running training for outputs.
+    OutputsRequested {
+        /// The caller that waits for the reply.
+        ticket: Ticket,
+        /// The job's id, a unique prefix of it, or its name.
+        job: String,
+        /// What it should make.
+        outputs: RequestedOutputs,
     },
     /// A client changes the priority of a job.
     PriorityRequested {

@@ -151,7 +151,7 @@ impl State {
     }
 
     /// Applies a change to a job, or to all members of an array that allow it. Refused if no member allows it.
-    fn change(
+    pub(super) fn change(
         &mut self,
         changes: &mut Changes,
         ticket: Ticket,

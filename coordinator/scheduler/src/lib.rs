@@ -27,6 +27,7 @@ mod placement;
 mod preemption;
 mod queue;
 mod reasons;
+mod requested_outputs;
 mod retention;
 mod saved_work;
 mod speed;
@@ -73,6 +74,9 @@ impl State {
             Event::StopRequested { ticket, job, now } => self.stop(&mut changes, ticket, &job, now),
             Event::ResumeRequested { ticket, job } => self.resume(&mut changes, ticket, &job),
             Event::PauseRequested { ticket, job } => self.pause(&mut changes, ticket, &job),
+            Event::OutputsRequested { ticket, job, outputs } => {
+                self.request_outputs(&mut changes, ticket, &job, outputs);
+            }
             Event::PriorityRequested { ticket, job, priority } => {
                 self.set_priority(&mut changes, ticket, &job, priority);
             }

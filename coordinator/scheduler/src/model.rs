@@ -458,6 +458,9 @@ pub struct Worker {
     /// Volatile: it connected over loopback, so it may run jobs in place.
     #[serde(skip)]
     pub same_machine: bool,
+    /// Volatile: its trainings make outputs on request.
+    #[serde(skip)]
+    pub outputs_on_request: bool,
     /// Volatile: when its last message arrived.
     #[serde(skip)]
     pub last_seen: UnixMillis,

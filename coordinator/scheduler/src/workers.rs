@@ -86,6 +86,7 @@ impl State {
             session: Some(session),
             leaving: false,
             same_machine,
+            outputs_on_request: registration.outputs_on_request,
             last_seen: changes.now,
         };
         changes.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));

@@ -34,6 +34,7 @@ fn right_of(path: &str) -> Option<Right> {
         "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" | "Jobs/Remove" | "Jobs/Submission" => {
             Right::ChangeJobs
         }
+        "Jobs/Save" | "Jobs/Sample" => Right::ChangeJobs,
         "Jobs/ListWorkers" | "Jobs/Fit" => Right::SeeWorkers,
         "Jobs/DrainWorker" | "Jobs/ForgetWorker" => Right::ChangeWorkers,
         "Blobs/Has" | "Blobs/Put" => Right::Upload,

@@ -66,7 +66,7 @@ fn is_change(path: &str) -> bool {
     name.is_some_and(|name| {
         matches!(
             name,
-            "Submit" | "SubmitArray" | "Stop" | "Resume" | "Pause" | "SetPriority" | "Remove"
+            "Submit" | "SubmitArray" | "Stop" | "Resume" | "Pause" | "Save" | "Sample" | "SetPriority" | "Remove"
         )
     })
 }

@@ -14,6 +14,7 @@ use aitk_common::control_plane::{
     Forecast, JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis,
 };
 use aitk_common::id::{JobId, UserName};
+use aitk_common::requested_outputs::RequestedOutputs;
 use aitk_proto::v1::jobs_server::Jobs;
 use aitk_proto::{MAX_MESSAGE_BYTES, Message, encoded_len, trace, v1};
 use aitk_scheduler::{Event, ListQuery, NewJob, Payload, Refusal, Reply, State, Ticket};
@@ -62,7 +63,7 @@ impl JobsApi {
     }
 
     /// Finds a job that the caller may change; a refusal is recorded in the audit log.
-    async fn find_to_change(
+    pub(super) async fn find_to_change(
         &self,
         who: &Identity,
         action: &str,
@@ -306,6 +307,18 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let pause = |ticket, job| Event::PauseRequested { ticket, job };
         self.change(&who, "job.pause", request.into_inner().job_id, pause).await
+    }
+
+    async fn save(&self, request: Request<v1::SaveJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let who = caller(&request)?;
+        self.request_outputs(&who, request.into_inner().job_id, RequestedOutputs::SAVE)
+            .await
+    }
+
+    async fn sample(&self, request: Request<v1::SampleJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let who = caller(&request)?;
+        self.request_outputs(&who, request.into_inner().job_id, RequestedOutputs::SAMPLES)
+            .await
     }
 
     async fn set_priority(&self, request: Request<v1::SetPriorityRequest>) -> Result<Response<v1::Job>, Status> {

@@ -10,6 +10,7 @@ mod enrol;
 mod follow;
 mod jobs;
 mod new_job;
+mod outputs;
 mod shared;
 mod status;
 mod submission;

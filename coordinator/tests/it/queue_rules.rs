@@ -1,14 +1,16 @@
 //! Queue rules through the protocol, before and after a restart.
 
+use crate::access::wait_for_audit_line;
 use crate::support::{FakeWorker, TestCoordinator, held_attempt, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control_plane::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
 use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::requested_outputs::RequestedOutputs;
 use aitk_proto::v1;
 use std::time::Duration;
-use tonic::Code;
+use tonic::{Code, Status};
 
 const LONG_LEASE: Duration = Duration::from_secs(60);
 
@@ -207,6 +209,107 @@ async fn pauses_priorities_owners_and_dependencies_survive_a_restart() {
         .await;
     let next = worker.next_assignment().await;
     assert_eq!(next.job, second.id);
+    within(coordinator.running.shutdown()).await;
+}
+
+/// The answer to `Save` or `Sample`.
+async fn request_outputs(
+    coordinator: &TestCoordinator,
+    job: &JobView,
+    outputs: RequestedOutputs,
+) -> Result<JobView, Status> {
+    let (mut jobs, job_id) = (coordinator.clients.jobs.clone(), job.id.to_string());
+    let answer = match outputs.samples {
+        true => within(jobs.sample(v1::SampleJobRequest { job_id })).await,
+        false => within(jobs.save(v1::SaveJobRequest { job_id })).await,
+    };
+    answer.map(|job| job.into_inner().try_into().unwrap())
+}
+
+/// A refusal with the code for a state, and with these texts.
+fn assert_refused(answer: Result<JobView, Status>, parts: &[&str]) {
+    let refused = answer.unwrap_err();
+    assert_eq!(refused.code(), Code::Aborted, "{refused:?}");
+    for part in parts {
+        assert!(refused.message().contains(part), "\"{part}\" is not in: {refused:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_request_for_outputs_reaches_the_worker_or_is_refused() {
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let small = r#""memory_budget":1000000000"#;
+    let training = submit(&coordinator, lora("training", small)).await;
+    let refused = request_outputs(&coordinator, &training, RequestedOutputs::SAVE).await;
+    assert_refused(refused, &["cannot save now", "queued", "aitk explain"]);
+    let mut worker = FakeWorker::new(&coordinator, "w1").await;
+    let work = worker.next_assignment().await;
+    worker.heartbeat(&[held_attempt(&work)]).await;
+    // Each request is passed on; the worker merges those that it has not served.
+    for _ in 0..2 {
+        let view = request_outputs(&coordinator, &training, RequestedOutputs::SAVE)
+            .await
+            .unwrap();
+        assert_eq!((view.id, view.state), (training.id.clone(), JobState::Running));
+        let (held, outputs) = worker
+            .wait_for_message(|message| match message {
+                ToWorker::RequestOutputs { held, outputs } => Some((held, outputs)),
+                _ => None,
+            })
+            .await;
+        assert_eq!((held, outputs), (held_attempt(&work), RequestedOutputs::SAVE));
+    }
+    let no_samples = request_outputs(&coordinator, &training, RequestedOutputs::SAMPLES).await;
+    assert_refused(no_samples, &["cannot sample on request", "has no prompts"]);
+    // What is refused is in the audit log, too.
+    for (action, done) in [("job.save", true), ("job.save", false), ("job.sample", false)] {
+        let is_line = |line: &v1::AuditLine| line.action == action && line.done == done;
+        let line = wait_for_audit_line(&coordinator.clients, action, is_line).await;
+        assert_eq!(line.object, training.id.as_str(), "{line:?}");
+    }
+
+    // The worker is lost: nothing is kept for the next attempt.
+    drop(worker);
+    let mut refusals = tokio::time::interval(Duration::from_millis(20));
+    let refused = within(async {
+        loop {
+            refusals.tick().await;
+            if let Err(refused) = request_outputs(&coordinator, &training, RequestedOutputs::SAVE).await {
+                return refused;
+            }
+        }
+    })
+    .await;
+    assert_refused(Err(refused), &["runs on w1", "not connected"]);
+    within(coordinator.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn outputs_are_requested_only_of_trainings_and_of_workers_that_know_requests() {
+    let coordinator = TestCoordinator::start(LONG_LEASE).await;
+    let images = submit(&coordinator, submission("images")).await;
+    let older = aitk_common::control_plane::Registration {
+        outputs_on_request: false,
+        ..FakeWorker::registration("w1", None, Vec::new())
+    };
+    let mut worker = FakeWorker::register(&coordinator.clients, older).await;
+    let work = worker.next_assignment().await;
+    assert_eq!(work.job, images.id);
+    for outputs in [RequestedOutputs::SAVE, RequestedOutputs::SAMPLES] {
+        let refused = request_outputs(&coordinator, &images, outputs).await;
+        assert_refused(refused, &["on request", "it has no training"]);
+    }
+    worker
+        .request(|request| aitk_common::control_plane::ToCoordinator::Finished {
+            request,
+            held: held_attempt(&work),
+            outcome: Outcome::Completed,
+        })
+        .await;
+    let training = submit(&coordinator, lora("training", r#""memory_budget":1000000000"#)).await;
+    worker.next_assignment().await;
+    let refused = request_outputs(&coordinator, &training, RequestedOutputs::SAVE).await;
+    assert_refused(refused, &["runs on w1", "aitk test", "does not know such requests"]);
     within(coordinator.running.shutdown()).await;
 }
 

@@ -1,6 +1,6 @@
 //! The context that a process runs in: its spec, its events, its paths and its model.
 
-use super::events::{EventSink, StopSignal};
+use super::events::{EventSink, OutputRequests, StopSignal};
 use super::log_file::LogFile;
 use crate::adapters::LoadedLora;
 use crate::device::Compute;
@@ -42,6 +42,8 @@ pub struct Context<'a> {
     pub events: &'a mut dyn EventSink,
     /// Tells the process to stop.
     pub stop: &'a StopSignal,
+    /// The outputs that a training is asked for.
+    pub requests: &'a OutputRequests,
     /// The log file, which is written once the run folder is open.
     pub log_file: LogFile,
 }

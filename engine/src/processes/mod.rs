@@ -30,19 +30,30 @@ mod tests;
 mod train;
 
 pub use context::{Context, artifact_name, expand_home};
-pub use events::{EventSink, StopSignal};
+pub use events::{EventSink, OutputRequests, StopSignal};
 pub use log_file::LogFile;
 pub use train::{TrainingPreview, image_batches, preview};
 
 use crate::device::portable::{is_portable, portable};
 use crate::error::{EngineError, Result};
-use aitk_common::attempt::{AttemptSpec, FailureCause, Outcome};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 
-/// Runs all processes of an attempt's job.
+/// Runs all processes of an attempt's job, which nobody asks for outputs.
 pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) -> Outcome {
+    run_with_requests(spec, events, stop, &OutputRequests::new())
+}
+
+/// Runs all processes of an attempt's job. Its trainings make the outputs that `requests` asks for, each after the step that it
+/// computes when the request arrives.
+pub fn run_with_requests(
+    spec: &AttemptSpec,
+    events: &mut dyn EventSink,
+    stop: &StopSignal,
+    requests: &OutputRequests,
+) -> Outcome {
     if spec.device.is_portable() && !is_portable() {
-        return portable(|| run(spec, events, stop));
+        return portable(|| run_with_requests(spec, events, stop, requests));
     }
     let job: JobSpec = match serde_json::from_value(spec.job.clone()) {
         Ok(job) => job,
@@ -65,6 +76,7 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
             job: &job,
             events: &mut sink,
             stop,
+            requests,
             log_file: log_file.clone(),
         };
         match run_process(process, &mut context) {
@@ -78,6 +90,13 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
                 };
             }
         }
+    }
+    let unserved = requests.take();
+    if !unserved.is_empty() {
+        sink.emit(ChildEvent::Log {
+            level: "warn".into(),
+            message: format!("the request to {unserved} came when no training followed, so nothing was done for it"),
+        });
     }
     Outcome::Completed
 }

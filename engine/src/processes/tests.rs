@@ -54,6 +54,23 @@ fn assert_matches_diffusers(path: &Path, case: &str) {
 }
 
 #[test]
+fn a_job_without_training_logs_that_nothing_is_done_for_a_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = generate_job(
+        dir.path(),
+        "",
+        "prompts: [a circle], width: 64, height: 64, sample_steps: 1",
+    );
+    let requests = OutputRequests::new();
+    requests.request(aitk_common::requested_outputs::RequestedOutputs::SAVE);
+    let mut events = Vec::new();
+    let outcome = run_with_requests(&spec(&job), &mut events, &StopSignal::new(), &requests);
+    assert_eq!(outcome, Outcome::Completed);
+    let is_warning = |event: &ChildEvent| matches!(event, ChildEvent::Log { level, message } if level == "warn" && message.contains("the request to save came"));
+    assert_eq!(events.iter().filter(|event| is_warning(event)).count(), 1, "{events:?}");
+}
+
+#[test]
 fn an_inference_lora_has_its_full_strength_in_every_image() {
     let dir = tempfile::tempdir().unwrap();
     let lora = fixtures().join("pipelines/lora.safetensors");

@@ -191,6 +191,7 @@ impl<'a> Run<'a> {
             start_step: 0,
             last_checkpoint: None,
             interrupted_saves: Vec::new(),
+            requested_saves: Vec::new(),
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
             reading: Duration::ZERO,
@@ -308,13 +309,17 @@ impl<'a> Run<'a> {
             }
             progress.step(cx, done, steps);
             if done < steps {
-                let save = self.process.save.is_due(done);
+                let requested = self.take_requests(cx, done);
+                let save = self.process.save.is_due(done) || requested.save;
                 if save && non_finite >= MAX_SAVED_NON_FINITE_STEPS {
                     cx.log("warn", not_saved_message(done, non_finite));
+                } else if requested.save {
+                    self.save_as_requested(cx, done)?;
                 } else if save {
                     self.save(cx, done)?;
                 }
-                let sample = self.process.sample.is_due(done) && !self.process.train.disable_sampling;
+                let sample =
+                    (self.process.sample.is_due(done) || requested.samples) && !self.process.train.disable_sampling;
                 if sample {
                     let start = Instant::now();
                     self.sample(cx, done, false)?;
@@ -384,6 +389,9 @@ mod record_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod replay;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod request_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;

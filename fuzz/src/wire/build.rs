@@ -104,7 +104,7 @@ choices! {
     outcome::Outcome { Completed Stopped Failed }
     attempt_event::Report { Phase Progress Metrics Log }
     worker_message::Message { Register Beat Event ArtifactReady ArtifactRemoved Commit Finished GoingAway }
-    coordinator_message::Message { Welcome BeatReply Assign Stop Fence Answer GoingAway }
+    coordinator_message::Message { Welcome BeatReply Assign Stop Fence Answer GoingAway RequestOutputs }
     job_event::Body { State Attempt Phase Progress Metrics Log Artifact ArtifactRemoved Checkpoint }
     put_blob_request::Part { Header Data }
     get_blob_reply::Part { Header Data }
@@ -144,7 +144,7 @@ messages! {
     Artifact { name kind sha256 bytes step index local_path }
     Outcome { outcome }
     HeldAttempt { attempt_id epoch }
-    Register { protocol worker_id name version host devices labels running confinement offers }
+    Register { protocol worker_id name version host devices labels running confinement offers outputs_on_request }
     OfferedCheckpoint { attempt_id epoch step bytes }
     Confinement { files network syscalls limits }
     Protection { in_force by }
@@ -164,6 +164,7 @@ messages! {
         profile seed drawn traceparent owner
     }
     StopAttempt { attempt_id epoch save }
+    RequestOutputs { attempt_id epoch save samples }
     Fence { attempt_id epoch reason }
     Answer { request_id verdict message }
     CoordinatorGoingAway { reason retry }
@@ -203,6 +204,8 @@ messages! {
     StopJobRequest { job_id now }
     ResumeJobRequest { job_id }
     PauseJobRequest { job_id }
+    SaveJobRequest { job_id }
+    SampleJobRequest { job_id }
     SetPriorityRequest { job_id priority }
     ExplainRequest { job_id }
     DeviceForecast {

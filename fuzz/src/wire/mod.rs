@@ -80,7 +80,7 @@ messages! {
     ReadAuditRequest ReadAuditReply CollectGarbageRequest CollectGarbageReply
     HasRequest HasReply PutBlobRequest PutBlobReply GetBlobRequest GetBlobReply SubmitArrayRequest
     JoinRequest JoinReply RenewRequest RenewReply CreateJoinTokenRequest CreateJoinTokenReply ListCertificatesRequest
-    ListCertificatesReply RevokeWorkerRequest RevokeWorkerReply
+    ListCertificatesReply RevokeWorkerRequest RevokeWorkerReply SaveJobRequest SampleJobRequest
 }
 
 fn encode<Wire: Message + Make>(form: Form, input: &mut Unstructured<'_>) -> Vec<u8> {

@@ -13,6 +13,7 @@ use aitk_common::control_plane::{
 use aitk_common::control_plane::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::Epoch;
+use aitk_common::requested_outputs::RequestedOutputs;
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
@@ -126,6 +127,7 @@ impl TryFrom<v1::Register> for Registration {
             running: held_list(wire.running, "running")?,
             confinement: confinement(wire.confinement)?,
             offers: offers(wire.offers)?,
+            outputs_on_request: wire.outputs_on_request,
         })
     }
 }
@@ -204,6 +206,7 @@ impl From<Registration> for v1::Register {
             running: wire_held(registration.running),
             confinement: registration.confinement.map(wire_confinement),
             offers: registration.offers.into_iter().map(Into::into).collect(),
+            outputs_on_request: registration.outputs_on_request,
         }
     }
 }
@@ -447,6 +450,13 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
                 held: held(&stop.attempt_id, stop.epoch).within("stop")?,
                 save: stop.save,
             },
+            Wire::RequestOutputs(request) => Self::RequestOutputs {
+                held: held(&request.attempt_id, request.epoch).within("request_outputs")?,
+                outputs: RequestedOutputs {
+                    save: request.save,
+                    samples: request.samples,
+                },
+            },
             Wire::Fence(fence) => Self::Fence {
                 held: held(&fence.attempt_id, fence.epoch).within("fence")?,
                 reason: fence.reason,
@@ -504,6 +514,12 @@ impl From<ToWorker> for v1::CoordinatorMessage {
                 attempt_id: held.attempt.to_string(),
                 epoch: held.epoch.0,
                 save,
+            }),
+            ToWorker::RequestOutputs { held, outputs } => Wire::RequestOutputs(v1::RequestOutputs {
+                attempt_id: held.attempt.to_string(),
+                epoch: held.epoch.0,
+                save: outputs.save,
+                samples: outputs.samples,
             }),
             ToWorker::Fence { held, reason } => Wire::Fence(v1::Fence {
                 attempt_id: held.attempt.to_string(),

@@ -6,4 +6,5 @@ mod dead_machine;
 mod disk_full;
 mod leader;
 mod network;
+mod requested_outputs;
 mod whole_path;

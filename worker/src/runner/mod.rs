@@ -8,6 +8,7 @@ mod environment;
 mod exit;
 mod lines;
 mod memory;
+mod pending_outputs;
 mod spawner;
 mod watchdog;
 
@@ -20,6 +21,7 @@ use lines::{BoundedLines, Line};
 use memory::MemoryWatch;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
+pub use pending_outputs::PendingOutputs;
 pub use spawner::Spawner;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -92,7 +94,8 @@ pub enum DesiredState {
     Kill,
 }
 
-/// Runs a child to its end. Sends its events to `events`, except the last one, which decides the outcome.
+/// Runs a child to its end. Sends its events to `events`, except the last one, which decides the outcome. Passes on to the child
+/// what is asked for through `outputs`.
 ///
 /// Dropping the future kills the child and its group.
 pub async fn run(
@@ -100,6 +103,7 @@ pub async fn run(
     launch: Launch,
     mut desired: watch::Receiver<DesiredState>,
     events: mpsc::Sender<ChildEvent>,
+    outputs: PendingOutputs,
 ) -> Outcome {
     let mut child = match start(spawner, &launch).await {
         Ok(child) => child,
@@ -117,7 +121,9 @@ pub async fn run(
     if let Some(Err(error)) = &control_group {
         tracing::warn!(%error, "an attempt could not get a control group of its own");
     }
-    let stdin = child.stdin.take();
+    // A task of its own, because a child that is stopped by SIGSTOP does not read.
+    let stdin = child.stdin.take().map(|pipe| tokio::spawn(outputs.send_to(pipe)));
+    let stdin_open = AbortOnDrop::of(&stdin);
     let started_at = Instant::now();
     let period = launch
         .progress_timeout
@@ -200,7 +206,7 @@ pub async fn run(
     drop(events);
     // Kill the group first: its other processes must not see the closed pipe and act on it.
     process_group.signal(Signal::SIGKILL);
-    drop(stdin);
+    drop(stdin_open);
     exited.cancel();
     let finished = match stdout {
         Some(task) => task.await.unwrap_or_default(),

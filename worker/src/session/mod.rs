@@ -12,7 +12,7 @@ use crate::attempt;
 use crate::context::Context;
 use crate::outbox::{Outbox, Request};
 use crate::resend;
-use crate::runner::DesiredState;
+use crate::runner::{DesiredState, PendingOutputs};
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
 use aitk_common::control_plane::{
@@ -69,6 +69,7 @@ pub(crate) struct RegistrationInfo {
 struct AttemptHandle {
     epoch: Epoch,
     desired: watch::Sender<DesiredState>,
+    outputs: PendingOutputs,
     fence: CancellationToken,
     /// The number of the request that reports its outcome.
     finish_request: Option<u64>,
@@ -241,6 +242,7 @@ impl Session {
                     running: self.running_attempts(),
                     confinement: self.identity.confinement.clone(),
                     offers: self.context.uncommitted.offers(),
+                    outputs_on_request: true,
                 });
             }
             LinkEvent::Open {
@@ -287,6 +289,17 @@ impl Session {
                     .filter(|attempt| attempt.epoch == held.epoch)
                 {
                     set_desired_state(attempt, if save { DesiredState::Stop } else { DesiredState::Kill });
+                }
+            }
+            ToWorker::RequestOutputs { held, outputs } => {
+                // The attempt may have ended while the request was on its way.
+                if let Some(attempt) = self
+                    .attempts
+                    .get(&held.attempt)
+                    .filter(|attempt| attempt.epoch == held.epoch)
+                {
+                    tracing::info!(attempt = %held.attempt, %outputs, "outputs are requested");
+                    attempt.outputs.request(outputs);
                 }
             }
             // The attempt is over, but the checkpoint that the coordinator asked for is still being sent.
@@ -388,13 +401,15 @@ impl Session {
             DesiredState::Run
         };
         let (desired, desired_rx) = watch::channel(initial);
+        let outputs = PendingOutputs::new();
         let fence = CancellationToken::new();
         let reporter = Reporter::new(held.clone(), self.to_session.clone());
         let context = Arc::clone(&self.context);
         let fenced = fence.clone();
+        let pending = outputs.clone();
         let id = held.attempt.clone();
         self.tasks.spawn(async move {
-            attempt::run(context, assignment, reporter, desired_rx, fenced).await;
+            attempt::run(context, assignment, reporter, desired_rx, pending, fenced).await;
             id
         });
         self.attempts.insert(
@@ -402,6 +417,7 @@ impl Session {
             AttemptHandle {
                 epoch: held.epoch,
                 desired,
+                outputs,
                 fence,
                 finish_request: None,
                 is_over: false,

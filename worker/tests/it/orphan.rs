@@ -1,7 +1,7 @@
 //! A child must end when its daemon is killed by SIGKILL. The daemon is this test program, run again.
 
 use crate::support::TIMEOUT;
-use aitk_worker::runner::{DesiredState, Launch, Spawner, run};
+use aitk_worker::runner::{DesiredState, Launch, PendingOutputs, Spawner, run};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -39,7 +39,7 @@ fn daemon_process() {
         let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);
         let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
         let listen = async { while event_receiver.recv().await.is_some() {} };
-        tokio::join!(run(&spawner, launch, desired_rx, events), listen);
+        tokio::join!(run(&spawner, launch, desired_rx, events, PendingOutputs::new()), listen);
     });
 }
 

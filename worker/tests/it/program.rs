@@ -3,7 +3,7 @@
 use crate::support::{self, TestCluster};
 use aitk_common::attempt::Outcome;
 use aitk_common::job;
-use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
+use aitk_worker::runner::{self, DesiredState, Launch, PendingOutputs, Spawner};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -218,7 +218,10 @@ async fn a_failed_attempt_names_files_as_in_its_config() {
     let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);
     let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
     let listen = async { while event_receiver.recv().await.is_some() {} };
-    let (outcome, ()) = tokio::join!(runner::run(&spawner, launch, desired_rx, events), listen);
+    let (outcome, ()) = tokio::join!(
+        runner::run(&spawner, launch, desired_rx, events, PendingOutputs::new()),
+        listen
+    );
     let Outcome::Failed { message, .. } = outcome else {
         panic!("{outcome:?}");
     };

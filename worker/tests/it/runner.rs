@@ -2,7 +2,8 @@
 
 use crate::support::{TIMEOUT, eventually};
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
-use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
+use aitk_common::requested_outputs::RequestedOutputs;
+use aitk_worker::runner::{self, DesiredState, Launch, PendingOutputs, Spawner};
 use std::ffi::OsString;
 use std::path::Path;
 use std::time::Duration;
@@ -77,7 +78,7 @@ async fn run_with(script: &str, when_ready: Option<DesiredState>, change: impl F
     let (events, mut event_receiver) = mpsc::channel(4);
     let mut launch = launch(script, folder.path());
     change(&mut launch);
-    let child = runner::run(&spawner, launch, desired_rx, events);
+    let child = runner::run(&spawner, launch, desired_rx, events, PendingOutputs::new());
     let listen = async {
         let mut all = Vec::new();
         while let Some(event) = event_receiver.recv().await {
@@ -147,6 +148,46 @@ async fn the_child_gets_its_arguments_a_clean_environment_and_its_own_group() {
 }
 
 #[tokio::test]
+async fn the_child_gets_requests_for_outputs_as_lines_on_its_standard_input() {
+    let folder = tempfile::tempdir().unwrap();
+    let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
+    let (_desired, desired_rx) = watch::channel(DesiredState::Run);
+    let (events, mut event_receiver) = mpsc::channel(4);
+    let script = format!(r#"read -r line; echo "got $line"; read -r line; echo "got $line"; {DONE}"#);
+    let outputs = PendingOutputs::new();
+    // Before the child exists, and twice.
+    outputs.request(RequestedOutputs::SAVE);
+    outputs.request(RequestedOutputs::SAVE);
+    let child = runner::run(
+        &spawner,
+        launch(&script, folder.path()),
+        desired_rx,
+        events,
+        outputs.clone(),
+    );
+    let listen = async {
+        let mut lines = Vec::new();
+        while let Some(event) = event_receiver.recv().await {
+            if let ChildEvent::Log { message, .. } = event {
+                lines.push(message);
+                outputs.request(RequestedOutputs::SAMPLES);
+            }
+        }
+        lines
+    };
+    let all = async { tokio::join!(child, listen) };
+    let (outcome, lines) = tokio::time::timeout(TIMEOUT, all).await.expect("the child hangs");
+    assert_eq!(outcome, Outcome::Completed);
+    assert_eq!(
+        lines,
+        [
+            r#"got {"save":true,"samples":false}"#,
+            r#"got {"save":false,"samples":true}"#
+        ]
+    );
+}
+
+#[tokio::test]
 async fn the_message_of_a_crash_has_the_last_lines_of_standard_error() {
     let child = run("echo 'CUDA driver error: 700' >&2; exit 9").await;
     let (cause, message) = child.failure();
@@ -173,7 +214,7 @@ async fn a_missing_program_is_a_failure_of_the_machine() {
         ..launch("", folder.path())
     };
     let (_desired, receiver) = watch::channel(DesiredState::Run);
-    let outcome = runner::run(&spawner, launch, receiver, mpsc::channel(1).0).await;
+    let outcome = runner::run(&spawner, launch, receiver, mpsc::channel(1).0, PendingOutputs::new()).await;
     assert!(
         matches!(&outcome, Outcome::Failed { cause: FailureCause::Machine, message } if message.contains("/nowhere/aitk"))
     );

@@ -9,7 +9,7 @@ use aitk_common::job;
 use aitk_common::storage::snapshot;
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
+use aitk_worker::runner::{self, DesiredState, Launch, PendingOutputs, Spawner};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::PermissionsExt;
@@ -99,7 +99,10 @@ impl AttemptFolder {
             }
             all
         };
-        tokio::join!(runner::run(&spawner, launch, desired_rx, events), listen)
+        tokio::join!(
+            runner::run(&spawner, launch, desired_rx, events, PendingOutputs::new()),
+            listen
+        )
     }
 
     /// All files outside of the attempt's own folders, with their content.

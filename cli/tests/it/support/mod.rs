@@ -262,6 +262,14 @@ impl jobs_server::Jobs for FakeCoordinator {
         self.job(&request.into_inner().job_id)
     }
 
+    async fn save(&self, request: Request<v1::SaveJobRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
+    async fn sample(&self, request: Request<v1::SampleJobRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
     async fn set_priority(&self, request: Request<v1::SetPriorityRequest>) -> Result<Response<v1::Job>, Status> {
         self.job(&request.into_inner().job_id)
     }

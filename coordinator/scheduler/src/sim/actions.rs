@@ -12,6 +12,7 @@ use aitk_common::id::{JobId, UserName};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::requested_outputs::RequestedOutputs;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -30,7 +31,7 @@ impl World {
     /// A random action of a user, or a random fault.
     pub(super) fn random_action(&mut self) {
         let index = self.random.below(WORKERS as u64) as usize;
-        match self.random.below(33) {
+        match self.random.below(34) {
             0..=7 => self.submit(),
             8 => self.submit_array(),
             9 => self.request(|ticket, job| Event::StopRequested {
@@ -109,6 +110,11 @@ impl World {
                     self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
+            33 => self.request(|ticket, job| Event::OutputsRequested {
+                ticket,
+                job,
+                outputs: RequestedOutputs::SAVE,
+            }),
             25 => self.crash(),
             26 => self.expire(),
             _ => {}

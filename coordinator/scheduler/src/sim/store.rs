@@ -80,6 +80,7 @@ pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Job>, BTreeMap<WorkerId
     let mut workers: BTreeMap<WorkerId, Worker> = state.workers.clone().into_iter().collect();
     for worker in workers.values_mut() {
         (worker.session, worker.leaving, worker.same_machine, worker.last_seen) = (None, false, false, UnixMillis(0));
+        worker.outputs_on_request = false;
     }
     (jobs, workers)
 }

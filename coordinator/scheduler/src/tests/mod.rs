@@ -6,6 +6,7 @@ mod endings;
 mod offers;
 mod placement;
 mod queue;
+mod requested_outputs;
 mod retention;
 mod rules;
 
@@ -73,6 +74,7 @@ pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<Held
         running,
         confinement: None,
         offers: Vec::new(),
+        outputs_on_request: true,
     }
 }
 

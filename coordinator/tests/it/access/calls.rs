@@ -13,7 +13,7 @@ use tonic::{Code, Request, Status};
 const PROTOCOL: &str = include_str!("../../../../proto/proto/aitk/v1/aitk.proto");
 const VIEWER: &str =
     "Jobs/Info Jobs/Get Jobs/List Jobs/Explain Jobs/Fit Jobs/Events Jobs/Artifacts Jobs/ListWorkers Blobs/Get";
-const SUBMITTER: &str = "Jobs/Submit Jobs/SubmitArray Jobs/Submission Jobs/Stop Jobs/Resume Jobs/Pause Jobs/SetPriority Jobs/Remove Blobs/Has Blobs/Put";
+const SUBMITTER: &str = "Jobs/Submit Jobs/SubmitArray Jobs/Submission Jobs/Stop Jobs/Resume Jobs/Pause Jobs/Save Jobs/Sample Jobs/SetPriority Jobs/Remove Blobs/Has Blobs/Put";
 const OPERATOR: &str = "Jobs/DrainWorker Jobs/ForgetWorker";
 const WORKER: &str = "Workers/Session Workers/Renew Jobs/Info Blobs/Has Blobs/Put Blobs/Get";
 

@@ -80,6 +80,12 @@ async fn call_everything(clients: &Clients, job: &str) -> Vec<Result<(), Status>
         within(jobs.pause(v1::PauseJobRequest { job_id: job_id() }))
             .await
             .map(drop),
+        within(jobs.save(v1::SaveJobRequest { job_id: job_id() }))
+            .await
+            .map(drop),
+        within(jobs.sample(v1::SampleJobRequest { job_id: job_id() }))
+            .await
+            .map(drop),
         within(jobs.resume(v1::ResumeJobRequest { job_id: job_id() }))
             .await
             .map(drop),
@@ -100,7 +106,15 @@ async fn a_user_cannot_access_another_users_job_or_log() {
             assert!(error.message().contains("there is no job"), "{error}");
         }
     }
-    for action in ["job.read", "job.stop", "job.pause", "job.resume", "job.priority"] {
+    for action in [
+        "job.read",
+        "job.stop",
+        "job.pause",
+        "job.save",
+        "job.sample",
+        "job.resume",
+        "job.priority",
+    ] {
         let refused = wait_for_audit_line(&fixture.coordinator.clients, action, |line| line.action == action).await;
         assert!(
             !refused.done && refused.who == "ben" && refused.object == fixture.hers,

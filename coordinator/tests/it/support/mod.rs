@@ -271,6 +271,7 @@ impl FakeWorker {
             running,
             confinement: None,
             offers: Vec::new(),
+            outputs_on_request: true,
         }
     }
 

@@ -103,6 +103,7 @@ fn regularisation_does_not_change_the_order_of_the_training_images() {
         job: &job,
         events: &mut cx_events,
         stop: &crate::processes::StopSignal::new(),
+        requests: &crate::processes::OutputRequests::new(),
         log_file: Default::default(),
     };
     let mut data = super::TrainingData::open(&process, 42, &mut cx).unwrap();

@@ -28,7 +28,7 @@ fn numbers(value: &Value) -> Vec<f64> {
     serde_json::from_value(value.clone()).unwrap()
 }
 
-fn with_word(mut process: TrainerProcess) -> TrainerProcess {
+pub(super) fn with_word(mut process: TrainerProcess) -> TrainerProcess {
     process.network = None;
     process.embedding = Some(EmbeddingConfig {
         trigger: "vorx".into(),
@@ -41,7 +41,7 @@ fn with_word(mut process: TrainerProcess) -> TrainerProcess {
 }
 
 /// The same training with samples at its end.
-fn sampled(mut process: TrainerProcess, prompts: &[&str]) -> TrainerProcess {
+pub(super) fn sampled(mut process: TrainerProcess, prompts: &[&str]) -> TrainerProcess {
     process.train.disable_sampling = false;
     process.sample.sample_steps = 2;
     (process.sample.width, process.sample.height) = (64, 64);

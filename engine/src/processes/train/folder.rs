@@ -8,6 +8,7 @@ use aitk_common::fsutil;
 use aitk_common::job::naming;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::save::SaveFormat;
+use std::collections::BTreeSet;
 use std::fs::{File, TryLockError};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -124,27 +125,46 @@ impl RunFolder {
         out
     }
 
-    /// Removes old step saves and old checkpoints. Saves of the steps `excluded` are neither counted nor removed.
-    /// Returns the removed files, including those of an expired save that another machine made and that is not on this
-    /// disk.
+    /// Removes old step saves and old checkpoints, after the save of `step`. Returns what is removed, including saves
+    /// that another machine made and that are not on this disk.
     pub(super) fn apply_retention(
         &self,
         process: &TrainerProcess,
         step: u64,
-        excluded: &[u64],
-    ) -> Result<Vec<PathBuf>> {
+        other: OtherSaves<'_>,
+    ) -> Result<ExpiredSaves> {
         aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), KEPT_CHECKPOINTS).map_err(checkpoint_error)?;
         let keep = process.save.max_step_saves_to_keep;
         if keep == 0 {
-            return Ok(Vec::new());
+            return Ok(ExpiredSaves::default());
         }
-        let steps = self.saves().into_iter().filter_map(|(s, _)| s);
-        let steps = steps.filter(|s| *s <= step && !excluded.contains(s));
-        let expired = naming::saves_to_delete(&steps.collect::<Vec<_>>(), keep);
-        let mut removed = Vec::new();
+        let here = self.saves().into_iter().filter_map(|(s, _)| s);
+        let all: BTreeSet<u64> = here.chain(other.requested.iter().copied()).collect();
+        let counted = all.into_iter().filter(|s| *s <= step && !other.interrupted.contains(s));
+        let mut expired = naming::saves_to_delete(&counted.collect::<Vec<_>>(), keep);
+        let expired_elsewhere = process
+            .save
+            .save_every
+            .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
+        let is_new = |old: &u64| *old > 0 && process.save.is_due(*old) && !expired.contains(old);
+        let expired_elsewhere = expired_elsewhere.filter(is_new);
+        let expired_elsewhere =
+            expired_elsewhere.filter(|old| !other.interrupted.contains(old) && !self.step_save(*old).exists());
+        expired.extend(expired_elsewhere);
+        let mut files = Vec::new();
         for old in &expired {
             let save = self.step_save(*old);
-            removed.extend(files_in_save(&save));
+            if !save.exists() {
+                // It had the same files as the save of this step.
+                let this = self.step_save(step);
+                let inside = files_in_save(&this).into_iter();
+                files.extend(inside.map(|file| match file.strip_prefix(&this) {
+                    Ok(below) if !below.as_os_str().is_empty() => save.join(below),
+                    _ => save.clone(),
+                }));
+                continue;
+            }
+            files.extend(files_in_save(&save));
             fsutil::remove(&save)?;
             // ai-toolkit removes a config of the same stem too.
             let yaml = self
@@ -155,23 +175,26 @@ impl RunFolder {
                 fsutil::remove(&yaml)?;
             }
         }
-        let expired_elsewhere = process
-            .save
-            .save_every
-            .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
-        let expired_elsewhere =
-            expired_elsewhere.filter(|old| *old > 0 && !expired.contains(old) && !excluded.contains(old));
-        if let Some(old) = expired_elsewhere.filter(|old| !self.step_save(*old).exists()) {
-            // It had the same files as the save of this step.
-            let (this, old) = (self.step_save(step), self.step_save(old));
-            let inside = files_in_save(&this).into_iter();
-            removed.extend(inside.map(|file| match file.strip_prefix(&this) {
-                Ok(below) if !below.as_os_str().is_empty() => old.join(below),
-                _ => old.clone(),
-            }));
-        }
-        Ok(removed)
+        Ok(ExpiredSaves { steps: expired, files })
     }
+}
+
+/// Step saves that are not made by `save_every`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OtherSaves<'a> {
+    /// Steps at which attempts were interrupted: their saves are neither counted nor removed.
+    pub(super) interrupted: &'a [u64],
+    /// Steps that the user asked to save, perhaps on another machine: they count as any other.
+    pub(super) requested: &'a [u64],
+}
+
+/// What retention removed.
+#[derive(Debug, Default)]
+pub(super) struct ExpiredSaves {
+    /// The steps of the removed saves.
+    pub(super) steps: Vec<u64>,
+    /// Their files.
+    pub(super) files: Vec<PathBuf>,
 }
 
 /// Locks the folder, because two runs in one folder would overwrite each other's files. It waits a while for a run that

@@ -16,7 +16,7 @@ use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-fn full(root: &Path, steps: u64) -> TrainerProcess {
+pub(super) fn full(root: &Path, steps: u64) -> TrainerProcess {
     let mut process = trainer(root, steps);
     process.network = None;
     process.train.lr = 1e-4;

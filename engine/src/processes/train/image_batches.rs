@@ -3,7 +3,7 @@
 use super::options;
 use crate::data::DatasetScan;
 use crate::error::Result;
-use crate::processes::{Context, LogFile, StopSignal};
+use crate::processes::{Context, LogFile, OutputRequests, StopSignal};
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::job::JobSpec;
 use aitk_common::job::process::TrainerProcess;
@@ -31,6 +31,7 @@ fn batches_of(spec: &AttemptSpec, job: &JobSpec, index: usize, process: &Trainer
         job,
         events: &mut events,
         stop: &StopSignal::new(),
+        requests: &OutputRequests::new(),
         log_file: LogFile::default(),
     };
     let divisibility = process.model.arch.name.bucket_divisibility();

@@ -5,7 +5,7 @@ use super::image_batches::image_batch;
 use super::options;
 use crate::data::{DatasetContents, DatasetOptions, DatasetReport};
 use crate::error::{EngineError, Result};
-use crate::processes::{Context, LogFile, StopSignal};
+use crate::processes::{Context, LogFile, OutputRequests, StopSignal};
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::job::JobSpec;
 use aitk_common::job::process::TrainerProcess;
@@ -74,6 +74,7 @@ impl TrainingPreview {
             job,
             events: &mut events,
             stop: &StopSignal::new(),
+            requests: &OutputRequests::new(),
             log_file: LogFile::default(),
         };
         let names = process.split_datasets();

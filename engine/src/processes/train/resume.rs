@@ -25,10 +25,11 @@ use std::path::{Path, PathBuf};
 
 /// Version of the trainer's state in a manifest.
 const STATE_VERSION: u64 = 1;
-/// Optional keys of the state: the number of last steps in a row that were not finite, and interrupted steps whose
-/// saves are to be removed.
+/// Optional keys of the state: the number of last steps in a row that were not finite, interrupted steps whose
+/// saves are to be removed, and steps that were saved because the user asked for it.
 const NON_FINITE_KEY: &str = "lost_steps";
 const INTERRUPTED_KEY: &str = "interrupted_saves";
+const REQUESTED_KEY: &str = "requested_saves";
 /// What may have made losses or weights infinite or NaN, for messages.
 pub(super) const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` \
                                  or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a range; the base \
@@ -260,8 +261,12 @@ impl Run<'_> {
         self.start_step = checkpoint.step();
         self.last_checkpoint = Some(checkpoint.step());
         self.non_finite_steps = number(NON_FINITE_KEY).unwrap_or(0);
-        let interrupted = state.get(INTERRUPTED_KEY).and_then(Value::as_array);
-        self.interrupted_saves = interrupted.into_iter().flatten().filter_map(Value::as_u64).collect();
+        let steps = |key: &str| {
+            let list = state.get(key).and_then(Value::as_array);
+            list.into_iter().flatten().filter_map(Value::as_u64).collect()
+        };
+        self.interrupted_saves = steps(INTERRUPTED_KEY);
+        self.requested_saves = steps(REQUESTED_KEY);
         self.metrics.load_checkpoint(checkpoint);
         Ok(())
     }
@@ -369,6 +374,9 @@ impl Run<'_> {
         }
         if !self.interrupted_saves.is_empty() {
             state.insert(INTERRUPTED_KEY.into(), self.interrupted_saves.clone().into());
+        }
+        if !self.requested_saves.is_empty() {
+            state.insert(REQUESTED_KEY.into(), self.requested_saves.clone().into());
         }
         let path = writer.commit(state).map_err(checkpoint_error)?;
         self.last_checkpoint = Some(step);

@@ -31,6 +31,12 @@ impl Run<'_> {
         })
     }
 
+    /// Whether the config has samples to make during the training.
+    pub(super) fn makes_samples(&self) -> bool {
+        let requests = self.process.sample.requests(self.process.sample_trigger());
+        !self.process.train.disable_sampling && !requests.is_empty()
+    }
+
     /// Samples the images of the `sample` section (`first_sample` once, before the first step) with the current
     /// weights, as `samples/<unix ms>__<step>_<index>.<format>`. Returns `false` when the run should stop; finished
     /// images are kept.

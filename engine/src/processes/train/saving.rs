@@ -1,18 +1,20 @@
 //! Saves during a run, and the end of a run.
 
 use super::super::context::{Context, artifact_name};
+use super::folder::OtherSaves;
 use super::run::Run;
 use super::save_files::files_in_save;
 use crate::error::Result;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;
+use aitk_common::requested_outputs::RequestedOutputs;
 use std::path::Path;
 
 impl Run<'_> {
     /// Saves the state of an interrupted run, if it is not saved yet.
     pub(super) fn save_and_stop(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
         if step > self.start_step && self.last_checkpoint != Some(step) {
-            if cx.has_staged_inputs() && !self.process.save.is_due(step) {
+            if cx.has_staged_inputs() && !self.is_wanted_save(step) {
                 // No retention here, so that the kept saves are those of a run without interruption.
                 self.save_without_retention(cx, step)?;
             } else {
@@ -45,6 +47,8 @@ impl Run<'_> {
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;
         self.remove_interrupted_saves(cx, &path)?;
+        // Requests that came after the last step: the final save and the samples have just been made.
+        let _served = cx.requests.take();
         Ok(Outcome::Completed)
     }
 
@@ -54,6 +58,36 @@ impl Run<'_> {
         let path = self.folder.final_save();
         self.emit_save(cx, &path, self.process.train.steps);
         self.remove_interrupted_saves(cx, &path)
+    }
+
+    /// Takes the outputs that the user asks for after `step` steps, and logs that samples will be made.
+    pub(super) fn take_requests(&mut self, cx: &mut Context<'_>, step: u64) -> RequestedOutputs {
+        let requested = cx.requests.take();
+        if requested.samples && self.makes_samples() {
+            cx.log("info", format!("sampling at step {step}, as requested"));
+        } else if requested.samples {
+            cx.log(
+                "warn",
+                "samples were requested, but the section `sample` of the config has no prompts, or `train.disable_sampling` is \
+                 true: nothing is sampled",
+            );
+        }
+        requested
+    }
+
+    /// As [`Self::save`], because the user asked for it. If the config does not save this step, it is recorded, so that a later
+    /// attempt does not take the save for that of an interrupted one.
+    pub(super) fn save_as_requested(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        cx.log("info", format!("saving at step {step}, as requested"));
+        if !self.is_wanted_save(step) {
+            self.requested_saves.push(step);
+        }
+        self.save(cx, step)
+    }
+
+    /// Whether the save of a step is made by the config or was requested, and not only because an attempt was interrupted.
+    fn is_wanted_save(&self, step: u64) -> bool {
+        self.process.save.is_due(step) || self.requested_saves.contains(&step)
     }
 
     /// Makes a step save: writes the checkpoint, then the LoRA or model, then applies retention. In this order, so that
@@ -83,7 +117,7 @@ impl Run<'_> {
             return;
         }
         // At the last step there is a final save and no step save.
-        let is_extra_save = !self.process.save.is_due(self.start_step) && self.start_step != self.process.train.steps;
+        let is_extra_save = !self.is_wanted_save(self.start_step) && self.start_step != self.process.train.steps;
         if self.last_checkpoint == Some(self.start_step)
             && is_extra_save
             && !self.interrupted_saves.contains(&self.start_step)
@@ -119,11 +153,19 @@ impl Run<'_> {
     }
 
     /// Applies retention after the save of this step.
-    fn apply_retention(&self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        for removed in self
-            .folder
-            .apply_retention(self.process, step, &self.interrupted_saves)?
-        {
+    fn apply_retention(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        let saves = OtherSaves {
+            interrupted: &self.interrupted_saves,
+            // A run in place has all of them on its disk, unless the user removed some.
+            requested: if cx.has_staged_inputs() {
+                &self.requested_saves
+            } else {
+                &[]
+            },
+        };
+        let expired = self.folder.apply_retention(self.process, step, saves)?;
+        self.requested_saves.retain(|save| !expired.steps.contains(save));
+        for removed in expired.files {
             let name = artifact_name(&self.folder.root, &removed);
             cx.events.emit(ChildEvent::ArtifactRemoved { name });
         }
@@ -135,7 +177,7 @@ impl Run<'_> {
     pub(super) fn finish_last_checkpoint(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start_step;
         let from_checkpoint = self.last_checkpoint == Some(step);
-        if from_checkpoint && self.process.save.is_due(step) {
+        if from_checkpoint && self.is_wanted_save(step) {
             let save = self.folder.step_save(step);
             if !save.exists() {
                 self.write_save(cx, &save, step)?;

@@ -63,7 +63,7 @@ fn image_pairs(root: &Path) -> ReferenceDataset {
 }
 
 /// The training of the reference with this name.
-fn reference(name: &str, root: &Path) -> TrainerProcess {
+pub(super) fn reference(name: &str, root: &Path) -> TrainerProcess {
     let mut process = replayed(root);
     process.train.steps = STEPS;
     let samples = ["prompts", "parts"].contains(&name);

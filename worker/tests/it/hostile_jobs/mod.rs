@@ -18,7 +18,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId};
 use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_worker::runner::{self, DesiredState, Launch, Spawner};
+use aitk_worker::runner::{self, DesiredState, Launch, PendingOutputs, Spawner};
 use canary::{Canary, MARK, list_files, marked_files};
 use job_generator::{INPUTS, JobGenerator, Rng};
 use serde_json::{Value, json};
@@ -198,7 +198,12 @@ impl AttemptRunner {
             desired.send_replace(DesiredState::Kill);
             std::future::pending::<()>().await;
         };
-        let ran = async { tokio::join!(runner::run(&self.spawner, launch, desired_rx, events), listen) };
+        let ran = async {
+            tokio::join!(
+                runner::run(&self.spawner, launch, desired_rx, events, PendingOutputs::new()),
+                listen
+            )
+        };
         let (outcome, messages) = tokio::select! {
             ran = ran => ran,
             () = end => unreachable!(),

@@ -203,6 +203,7 @@ fn run_case(case: &Case) -> Result<(), String> {
         let id = WorkerId::new(name.replace('.', "-"));
         // What the scheduler knew of it before a restart.
         let known = Worker {
+            outputs_on_request: true,
             id: id.clone(),
             name: registration.name.clone(),
             version: String::new(),
