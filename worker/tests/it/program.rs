@@ -213,6 +213,7 @@ async fn a_failed_attempt_names_files_as_in_its_config() {
         sandbox_profile: None,
         cuda_cache: None,
         control_groups: None,
+        causes: Default::default(),
     };
     let (_desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
     let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);

@@ -301,7 +301,7 @@ impl Conversation<'_, '_> {
         match ending {
             Some(Ending::Done(until)) if now > until => {
                 let why = format!("sent `done`, but did not exit within {}", seconds(EXIT_TIMEOUT));
-                Err(self.failure(FailureCause::NoProgress, &why))
+                Err(self.failure(FailureCause::Job, &why))
             }
             Some(Ending::Stopped(until)) if now > until => {
                 let name = &self.allowed.name;
@@ -322,7 +322,7 @@ impl Conversation<'_, '_> {
                     return Ok(None);
                 }
                 let why = format!("hangs: it {why} {}{}", seconds(limit), self.at_step());
-                Err(self.failure(FailureCause::NoProgress, &why))
+                Err(self.failure(FailureCause::Job, &why))
             }
         }
     }
@@ -340,7 +340,7 @@ impl Conversation<'_, '_> {
             _ => {
                 // SIGKILL comes from outside: from people, or from the kernel when memory runs out.
                 let cause = match status.signal() {
-                    Some(9) => FailureCause::Machine,
+                    Some(9) => FailureCause::Job,
                     _ => FailureCause::BadInput,
                 };
                 Err(self.failure(cause, &format!("{how}{}, before it sent `done`", self.at_step())))

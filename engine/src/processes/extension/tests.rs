@@ -93,7 +93,7 @@ fn a_program_that_dies_hangs_or_lies_fails_with_a_message() {
     for (rest, cause, expected) in [
         (
             "kill -9 $$",
-            FailureCause::Machine,
+            FailureCause::Job,
             "was killed by signal 9 (SIGKILL) at step 3 of 9, before it sent `done`",
         ),
         (
@@ -153,7 +153,7 @@ fn a_program_that_dies_hangs_or_lies_fails_with_a_message() {
     }
     let second = Duration::from_secs(1);
     let (cause, message) = failure(&format!("{HELLO}; {STEP}; exec sleep 1000"), second);
-    assert_eq!(cause, FailureCause::NoProgress);
+    assert_eq!(cause, FailureCause::Job);
     assert_eq!(
         message,
         "the extension `test` hangs: it sent no message for 1 s at step 3 of 9"
