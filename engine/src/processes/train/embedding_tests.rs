@@ -275,6 +275,23 @@ fn another_run_continues_from_the_newest_save() {
 }
 
 #[test]
+fn a_word_is_trained_without_the_u_net() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |folder: &str, train_unet| {
+        let mut process = with_word(trainer(dir.path(), 2));
+        process.train.train_unet = train_unet;
+        process.training_folder = Some(dir.path().join(folder).display().to_string());
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        tensors(&dir.path().join(folder).join("tiny/vorx.safetensors"))
+            .values()
+            .map(flat)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(file("on", true), file("off", false));
+}
+
+#[test]
 fn words_that_cannot_be_trained_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     for (trigger, tokens, expected) in [
