@@ -275,6 +275,29 @@ fn another_run_continues_from_the_newest_save() {
 }
 
 #[test]
+fn a_run_folder_of_another_word_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = |steps, trigger: &str| {
+        let mut process = with_word(trainer(dir.path(), steps));
+        if let Some(embedding) = &mut process.embedding {
+            embedding.trigger = trigger.into();
+        }
+        spec(process)
+    };
+    assert_eq!(run_spec(&job(2, "vorx")).0, Outcome::Completed);
+    let (outcome, _) = run_spec(&job(4, "quux"));
+    let Outcome::Failed { message, .. } = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert!(
+        message.starts_with("embedding.trigger: the run folder ")
+            && message.contains("a checkpoint of the word `vorx`"),
+        "{message}"
+    );
+    assert_eq!(run_spec(&job(4, "vorx")).0, Outcome::Completed);
+}
+
+#[test]
 fn a_word_is_trained_without_the_u_net() {
     let dir = tempfile::tempdir().unwrap();
     let file = |folder: &str, train_unet| {
