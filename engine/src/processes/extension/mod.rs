@@ -137,7 +137,8 @@ impl Conversation<'_, '_> {
         let outcome = self.converse().unwrap_or_else(|failure| failure);
         // Inside a sandbox this is refused; the daemon kills the attempt's process group when the attempt has ended.
         let _ = self.program.child.kill();
-        self.forward_errors();
+        self.forward_last_errors();
+        self.log_limit.left_out += self.program.take_left_out();
         if let Some(left_out) = self.log_limit.take_left_out() {
             self.cx.log("warn", left_out);
         }
@@ -288,6 +289,19 @@ impl Conversation<'_, '_> {
         while let Ok(line) = self.program.errors.try_recv() {
             self.log("info", line);
         }
+    }
+
+    /// Forwards standard error to its end, if the program has exited. Processes that it started may keep it open.
+    fn forward_last_errors(&mut self) {
+        let until = Instant::now() + DRAIN_TIMEOUT;
+        while matches!(self.program.child.try_wait(), Ok(Some(_))) {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.program.errors.recv_timeout(left) {
+                Ok(line) => self.log("info", line),
+                Err(_) => return,
+            }
+        }
+        self.forward_errors();
     }
 
     /// Checks how long the program has been silent, or has been ending.

@@ -166,6 +166,23 @@ fn a_program_that_dies_hangs_or_lies_fails_with_a_message() {
 }
 
 #[test]
+fn log_lines_that_are_left_out_are_counted() {
+    let script = format!("{HELLO}; yes line | head -n 50000 >&2; exit 3");
+    let (_, events) = run_script(&script, "{}", LONG, &StopSignal::new());
+    let logs = events.iter().filter_map(|event| match event {
+        ChildEvent::Log { message, .. } => Some(message.as_str()),
+        _ => None,
+    });
+    let (shown, others): (Vec<_>, Vec<_>) = logs.partition(|message| *message == "line");
+    let left_out = others.iter().find_map(|message| {
+        message.strip_suffix(" lines of the extension were left out of the log: it wrote too many")
+    });
+    let left_out: usize = left_out.unwrap().parse().unwrap();
+    assert!(!shown.is_empty());
+    assert_eq!(shown.len() + left_out, 50_000);
+}
+
+#[test]
 fn a_config_that_the_program_does_not_accept_names_the_key() {
     let outcome = run_script(HELLO, "{steps: many}", LONG, &StopSignal::new()).0;
     let Outcome::Failed { message, .. } = outcome else {
