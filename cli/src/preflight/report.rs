@@ -110,7 +110,7 @@ impl Report {
         #[cfg(feature = "embedded")]
         report
             .missing
-            .extend(super::embeddings::embedding_problems(spec, directory));
+            .extend(super::embeddings::embedding_problems(spec, directory).await);
         let counts = crate::job_file::parameter_counts(loaded, directory);
         report.trainings = trainings(loaded, counts, directory).await;
         #[cfg(not(feature = "embedded"))]
