@@ -95,6 +95,19 @@ async fn a_wrong_token_exits_with_4_and_a_missing_device_with_1() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_value_of_allow_extension_exits_with_2() {
+    for wrong in ["py", "py=", "=x", "PY=x", "py=nope.py", "py=/usr"] {
+        let output = run(program().args(["--allow-extension", wrong])).await;
+        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        let shown = text(&output.stderr);
+        assert!(
+            shown.contains(&format!("error: --allow-extension {wrong}: ")),
+            "{shown}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn sigterm_shuts_down_cleanly() {
     let cluster = TestCluster::start().await;
     let mut daemon = program()
