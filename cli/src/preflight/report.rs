@@ -34,7 +34,7 @@ pub struct Report {
     pub warnings: Vec<String>,
     /// What was found about each model.
     pub models: Vec<ModelReport>,
-    /// Errors about files of prompts and folders of control images that do not exist.
+    /// Errors about files of prompts, folders of control images and inputs of extensions that do not exist.
     pub missing: Vec<String>,
     /// One report for each training process.
     pub trainings: Vec<ProcessReport>,

@@ -724,3 +724,21 @@ fn words_that_the_model_cannot_use_are_reported_with_their_file_and_key() {
         );
     }
 }
+
+#[test]
+fn a_missing_input_of_an_extension_is_reported() {
+    let home = Home::new();
+    home.write(
+        "job.yaml",
+        "job: extension\nconfig:\n  name: x\n  training_folder: out\n  process:\n    - type: extension:py\n      inputs:\n        data: \
+         nope\n",
+    );
+    let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+    let shown = format!("{}{}", out(&output), err(&output));
+    let shown = shown.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert_eq!(code(&output), 1, "{shown}");
+    assert!(
+        shown.contains("job.yaml:8:9: config.process[0].inputs.data: nope: no such file or folder"),
+        "{shown}"
+    );
+}
