@@ -5,18 +5,16 @@ use crate::failure::Failure;
 use aitk_common::job::JobSpec;
 use std::path::Path;
 
-/// Makes the programs absolute. The worker checks everything else.
-#[must_use]
-pub fn absolute_programs(values: &[String], directory: &Path) -> Vec<String> {
-    let absolute = |value: &String| match value.split_once('=') {
-        Some((name, program)) if !program.is_empty() => format!("{name}={}", directory.join(program).display()),
-        _ => value.clone(),
-    };
-    values
-        .iter()
-        .filter(|value| !value.trim().is_empty())
-        .map(absolute)
-        .collect()
+/// Checks the programs, and makes their paths absolute.
+///
+/// # Errors
+/// When a value is wrong: an error of the command line.
+pub fn absolute_programs(values: &[String], directory: &Path) -> Result<Vec<String>, Failure> {
+    let checked = aitk_worker::check_allowed_programs(values, directory);
+    checked.map_err(|wrong| {
+        let hint = "give NAME=PROGRAM, such as --allow-extension my-tool=program/my_tool.py (`aitk help extensions`)";
+        Failure::usage(format!("--allow-extension {wrong}")).hint(hint)
+    })
 }
 
 /// Checks that the extension of a job, if it has one, is allowed.
@@ -44,11 +42,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn programs_become_absolute() {
-        let values = ["a=bin/x", "b=/opt/y", "c", ""].map(str::to_owned);
-        assert_eq!(
-            absolute_programs(&values, Path::new("/home/u")),
-            ["a=/home/u/bin/x", "b=/opt/y", "c"]
-        );
+    fn wrong_values_are_errors_of_the_command_line() {
+        let absolute = |values: &[&str]| {
+            let values: Vec<String> = values.iter().map(|value| (*value).to_owned()).collect();
+            absolute_programs(&values, Path::new("/"))
+        };
+        assert_eq!(absolute(&["", " "]).unwrap(), Vec::<String>::new());
+        for wrong in ["py", "py=", "=x", "PY=x", "py=nope.py", "py=usr"] {
+            let failure = absolute(&[wrong]).unwrap_err();
+            assert_eq!(failure.exit, Exit::Usage);
+            let shown = failure.render(false);
+            assert!(shown.contains(&format!("--allow-extension {wrong}: ")), "{shown}");
+        }
+        let twice = absolute(&["sh=bin/../bin/sh", "sh=usr/bin/env"]);
+        assert!(twice.is_err());
     }
 }

@@ -202,12 +202,15 @@ pub enum FailureCause {
     Internal,
     /// A model hub, or the network on the way to it, failed. It has a retry limit of its own.
     Network,
-    /// The attempt made no progress for too long and was ended.
+    /// The attempt made no progress for too long and was ended. Counted against the device.
     NoProgress,
     /// The attempt's process survives SIGKILL. Its device is unusable until an administrator has checked the machine.
     DeviceStuck,
     /// The worker ended the attempt for a reason unrelated to the job. Not counted as a failure of the job.
     Interrupted,
+    /// The job's own doing: the program of its extension hung or crashed, or it made no progress for as long as its own
+    /// `progress_timeout`, which is shorter than the worker's. Retried, and never counted against the device.
+    Job,
     /// A cause that only a newer version of the peer knows.
     Unknown,
 }

@@ -5,7 +5,7 @@ use crate::context::Context;
 use crate::outbox::Request;
 use crate::outcome::{file_failure, internal_failure};
 use crate::pins::{self, PinFolder};
-use crate::runner::{self, DesiredState, Launch, PendingOutputs};
+use crate::runner::{self, DesiredState, FailureCauses, Launch, PendingOutputs};
 use crate::sandbox::{self, SandboxRules};
 use crate::session::Reporter;
 use crate::spec_file::SPEC_FILE;
@@ -200,6 +200,7 @@ async fn execute(
         sandbox_profile,
         control_groups: context.control_groups.clone(),
         cuda_cache: staged.cuda_cache.as_ref().map(|guard| guard.path().to_owned()),
+        causes: FailureCauses::of_job(job.extension().is_some(), silence < context.progress_timeout),
     };
     let (events, event_receiver) = mpsc::channel(EVENT_CAPACITY);
     let (items, queue) = mpsc::channel(upload::QUEUE_CAPACITY);

@@ -96,7 +96,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
                 } => Outcome::Failed {
                     cause: FailureCause::BadInput,
                     // With the paths of the config, which are searched for in it.
-                    message: with_config_location(&spec.job, events.redactor.redact(message)),
+                    message: with_config_location(&spec.job, &spec.inputs, events.redactor.redact(message)),
                 },
                 other => other,
             };

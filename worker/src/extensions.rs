@@ -13,23 +13,35 @@ use std::time::Duration;
 pub(crate) struct AllowedExtensions(BTreeMap<String, PathBuf>);
 
 impl AllowedExtensions {
-    /// Reads the values of `--allow-extension`: `NAME=/PATH/OF/PROGRAM`.
+    /// Reads the values of `--allow-extension`: `NAME=PROGRAM`. `directory`: the folder that relative paths begin at.
     ///
     /// # Errors
-    /// What is wrong with a value.
-    pub(crate) fn parse(texts: &[String]) -> Result<Self, String> {
+    /// The value, and what is wrong with it.
+    pub(crate) fn parse(texts: &[String], directory: &Path) -> Result<Self, String> {
         let mut programs = BTreeMap::new();
         for text in texts.iter().filter(|text| !text.trim().is_empty()) {
-            let (name, program) = text
-                .split_once('=')
-                .ok_or_else(|| format!("`{text}`: expected NAME=/PATH/OF/PROGRAM"))?;
-            check_extension_name(name).map_err(|why| format!("the name of an extension, {why}"))?;
-            let program = check_program(Path::new(program)).map_err(|why| format!("{name}: {program}: {why}"))?;
+            let wrong = |why: &str| format!("{text}: {why}");
+            let (name, program) = match text.split_once('=') {
+                Some((name, program)) if !program.is_empty() => (name, program),
+                _ => {
+                    return Err(wrong(
+                        "expected NAME=PROGRAM, the name of the extension and the path of its program",
+                    ));
+                }
+            };
+            check_extension_name(name).map_err(|why| wrong(&format!("the name of an extension, {why}")))?;
+            let program = check_program(&directory.join(program)).map_err(|why| wrong(&why))?;
             if programs.insert(name.to_owned(), program).is_some() {
-                return Err(format!("{name} is given twice"));
+                return Err(wrong(&format!("the extension `{name}` is given twice")));
             }
         }
         Ok(Self(programs))
+    }
+
+    /// The same values as absolute paths without links.
+    fn values(&self) -> Vec<String> {
+        let value = |(name, program): (&String, &PathBuf)| format!("{name}={}", program.display());
+        self.0.iter().map(value).collect()
     }
 
     /// The labels by which the worker announces what it allows.
@@ -45,11 +57,18 @@ impl AllowedExtensions {
     }
 }
 
+/// Checks the values of `--allow-extension`, `NAME=PROGRAM`, and makes their paths absolute. `directory`: the folder that relative
+/// paths begin at.
+///
+/// # Errors
+/// The first wrong value, and what is wrong with it: an error of the command line.
+pub fn check_allowed_programs(values: &[String], directory: &Path) -> Result<Vec<String>, String> {
+    let allowed = AllowedExtensions::parse(values, directory)?;
+    Ok(allowed.values())
+}
+
 /// Checks a program, and returns its path without links.
 fn check_program(program: &Path) -> Result<PathBuf, String> {
-    if !program.is_absolute() {
-        return Err("expected an absolute path".to_owned());
-    }
     let real = program.canonicalize().map_err(|error| error.to_string())?;
     let metadata = real.metadata().map_err(|error| error.to_string())?;
     if !metadata.is_file() || metadata.permissions().mode() & 0o111 == 0 {
@@ -71,7 +90,7 @@ mod tests {
     use super::*;
 
     fn parse(text: &str) -> Result<AllowedExtensions, String> {
-        AllowedExtensions::parse(&[text.to_owned()])
+        AllowedExtensions::parse(&[text.to_owned()], Path::new("/"))
     }
 
     #[test]
@@ -90,14 +109,19 @@ mod tests {
             [("extension:my-tool".into(), "allowed".into())]
         );
         assert!(
-            AllowedExtensions::parse(&[text.clone(), text])
+            AllowedExtensions::parse(&[text.clone(), text], Path::new("/"))
                 .unwrap_err()
                 .contains("twice")
         );
+        let relative = ["my-tool=program".to_owned()];
+        let absolute = check_allowed_programs(&relative, folder.path()).unwrap();
+        assert_eq!(absolute, [format!("my-tool={}", program.display())]);
         for (wrong, expected) in [
-            ("my-tool", "NAME=/PATH"),
-            ("My=/bin/sh", "the name of an extension"),
-            ("a=sh", "absolute"),
+            ("my-tool", "my-tool: expected NAME=PROGRAM"),
+            ("my-tool=", "my-tool=: expected NAME=PROGRAM"),
+            ("=/bin/sh", "=/bin/sh: the name of an extension"),
+            ("My=/bin/sh", "My=/bin/sh: the name of an extension"),
+            ("a=no-such-program", "a=no-such-program: No such file"),
             ("a=/no/such/program", "No such file"),
             ("a=/usr", "executable"),
         ] {

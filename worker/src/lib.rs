@@ -46,6 +46,7 @@ use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use data_folder::DataFolderError;
 use extensions::AllowedExtensions;
+pub use extensions::check_allowed_programs;
 use futures::future::BoxFuture;
 pub use host::host_name;
 pub use identity::Membership;
@@ -54,7 +55,7 @@ pub use join_calls::JoinError;
 pub use session::{Refusal, Status};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -227,7 +228,8 @@ async fn start_session(config: Config) -> Result<WorkerHandle, StartError> {
         ));
     }
     let allow_list = stage::hub::AllowList::parse(&config.hub_allow).map_err(StartError::HubAllow)?;
-    let extensions = AllowedExtensions::parse(&config.allow_extensions).map_err(StartError::Extension)?;
+    let extensions =
+        AllowedExtensions::parse(&config.allow_extensions, Path::new("/")).map_err(StartError::Extension)?;
     let (data_dir, upload_timeout) = (config.data_dir.clone(), config.upload_timeout);
     let (data_folder, uncommitted) = tokio::task::spawn_blocking(move || data_folder::open_all(&data_dir))
         .await

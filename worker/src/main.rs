@@ -6,7 +6,7 @@ use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, DeviceSelection};
 use aitk_worker::runner::detect_control_groups;
-use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
+use aitk_worker::{Config, JoinOptions, Membership, Refusal, check_allowed_programs, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use std::collections::BTreeMap;
@@ -290,7 +290,14 @@ fn print_probe(json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn run_daemon(options: Daemon) -> anyhow::Result<ExitCode> {
+fn run_daemon(mut options: Daemon) -> anyhow::Result<ExitCode> {
+    match check_allowed_programs(&options.allow_extension, &std::env::current_dir()?) {
+        Ok(programs) => options.allow_extension = programs,
+        Err(wrong) => {
+            let _ = writeln!(std::io::stderr(), "error: --allow-extension {wrong}");
+            return Ok(ExitCode::from(2));
+        }
+    }
     let log = telemetry::Options {
         kind: telemetry::Kind::Daemon,
         json: options.json_log,

@@ -81,7 +81,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
         name: args.name,
         changes: config::parse_changes(&args.set)?,
         device: args.device,
-        allow_extensions: absolute_programs(&args.extensions.allow_extension, &context.directory),
+        allow_extensions: absolute_programs(&args.extensions.allow_extension, &context.directory)?,
         notify,
         format: Format::from_flags(args.json, false),
     };

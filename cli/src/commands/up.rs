@@ -45,6 +45,7 @@ fn is_running(pid: u32) -> bool {
 
 pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     let ui = context.ui(true);
+    let allow_extensions = absolute_programs(&args.extensions.allow_extension, &context.directory)?;
     let mut signals = StopSignals::listen()?;
     let devices = if args.no_worker {
         Vec::new()
@@ -74,7 +75,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         args.worker_name.as_deref(),
         WorkerOffer {
             devices: devices.clone(),
-            allow_extensions: absolute_programs(&args.extensions.allow_extension, &context.directory),
+            allow_extensions,
         },
         ca_file.as_deref(),
         Some(ServerOptions {

@@ -341,14 +341,14 @@ fn model_of<'a>(spec: &'a JobSpec, key: &str) -> Option<&'a ModelConfig> {
     spec.process.get(index)?.model()
 }
 
-/// Returns an error for each file of prompts, textual inversion and folder of control images that does not exist. Models and data
-/// sets are checked elsewhere.
+/// Returns an error for each file of prompts, textual inversion, folder of control images and input of an extension that does not
+/// exist. Models and data sets are checked elsewhere.
 pub(super) fn missing_inputs(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let is_checked_here = |input: &Input| {
         matches!(
             input.kind,
             InputKind::PromptFile | InputKind::ControlImages | InputKind::Embedding
-        )
+        ) || spec.extension().is_some()
     };
     let inputs = spec.inputs().into_iter().filter(is_checked_here);
     inputs

@@ -34,7 +34,7 @@ pub struct Report {
     pub warnings: Vec<String>,
     /// What was found about each model.
     pub models: Vec<ModelReport>,
-    /// Errors about files of prompts and folders of control images that do not exist.
+    /// Errors about files of prompts, folders of control images and inputs of extensions that do not exist.
     pub missing: Vec<String>,
     /// One report for each training process.
     pub trainings: Vec<ProcessReport>,
@@ -110,7 +110,7 @@ impl Report {
         #[cfg(feature = "embedded")]
         report
             .missing
-            .extend(super::embeddings::embedding_problems(spec, directory));
+            .extend(super::embeddings::embedding_problems(spec, directory).await);
         let counts = crate::job_file::parameter_counts(loaded, directory);
         report.trainings = trainings(loaded, counts, directory).await;
         #[cfg(not(feature = "embedded"))]

@@ -99,6 +99,38 @@ fn the_example_trains_and_is_refused_unless_it_is_allowed() {
     );
 }
 
+#[test]
+fn wrong_values_of_allow_extension_are_errors_of_the_command_line() {
+    let home = Home::new();
+    home.write("job.yaml", "job: extension\n");
+    home.write("program/not_executable", "");
+    for wrong in [
+        "py",
+        "py=",
+        "=x",
+        "PY=x",
+        "py=nope.py",
+        "py=program",
+        "py=program/not_executable",
+    ] {
+        for command in [&["run", "job.yaml"][..], &["up", "--no-worker"]] {
+            let output = home
+                .aitk()
+                .args(command)
+                .args(["--allow-extension", wrong])
+                .output()
+                .unwrap();
+            assert_eq!(code(&output), 2, "{command:?} {wrong}: {}", err(&output));
+            let expected = format!("--allow-extension {wrong}: ");
+            assert!(
+                err(&output).contains(&expected),
+                "{command:?} {wrong}: {}",
+                err(&output)
+            );
+        }
+    }
+}
+
 /// A program whose mistakes are chosen by its config.
 const HOSTILE: &str = r#"#!/usr/bin/env python3
 import json, os, resource, signal, socket, sys, time

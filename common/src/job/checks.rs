@@ -15,6 +15,13 @@ impl TrainerProcess {
         let model = &self.model;
         let has_trigger =
             self.trigger_word.is_some() || self.datasets.iter().any(|dataset| dataset.trigger_word.is_some());
+        // A textual inversion trains its word, whatever these say.
+        if !train.train_unet && !train.train_text_encoder && self.embedding.is_none() {
+            cx.error_at(
+                "train.train_unet",
+                "is off, and so is `train_text_encoder`: there is nothing to train",
+            );
+        }
         if train.unload_text_encoder && matches!(model.arch.name, ArchName::QwenImageEdit | ArchName::BooguImageEdit) {
             cx.error_at(
                 "train.unload_text_encoder",

@@ -2,7 +2,8 @@
 
 use super::arch::ArchName;
 use super::process::TrainerProcess;
-use super::schema::ReadContext;
+use super::process_type::ProcessType;
+use super::schema::{ReadContext, join};
 
 impl TrainerProcess {
     /// Whether the model's own weights are trained: a full fine-tune, without a network or an embedding.
@@ -35,6 +36,15 @@ impl TrainerProcess {
     pub(super) fn check_embedding(&self, cx: &mut ReadContext) {
         let arch = self.model.arch.name;
         if self.embedding.is_none() {
+            let path = join(cx.path(), "embedding");
+            let is_reported = cx.errors.iter().any(|error| error.key.starts_with(&path));
+            if self.kind == ProcessType::TextualInversionTrainer && !is_reported {
+                cx.error_at(
+                    "embedding",
+                    "missing: this type of process trains a word, and without one it would train the whole model; add \
+                     `embedding: {trigger: WORD}`, or use `type: sd_trainer`",
+                );
+            }
             return;
         }
         if !matches!(arch, ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl) {
@@ -74,5 +84,56 @@ impl TrainerProcess {
                 );
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::job::{Format, LoadOptions, parse};
+
+    /// The errors of a process with these lines.
+    fn errors(lines: &str) -> String {
+        let text = format!(
+            "job: extension\nconfig:\n  name: a\n  process:\n    - type: textual_inversion_trainer\n      training_folder: out\n      \
+             datasets: [{{folder_path: cats}}]\n      model: {{name_or_path: models/sd, arch: sd15}}\n{lines}"
+        );
+        let read = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default());
+        read.err().map_or_else(String::new, |error| error.to_string())
+    }
+
+    #[test]
+    fn a_textual_inversion_needs_an_embedding() {
+        for lines in ["", "      embedding: null\n"] {
+            let found = errors(lines);
+            assert!(
+                found.contains("config.process[0].embedding") && found.contains("add `embedding: {trigger: WORD}`"),
+                "{lines}: {found}"
+            );
+        }
+        assert_eq!(errors("      embedding: {trigger: vorx}\n"), "");
+        let wrong = errors("      embedding: {trigger: two words}\n");
+        assert!(
+            wrong.contains("expected one word") && !wrong.contains("missing"),
+            "{wrong}"
+        );
+    }
+
+    #[test]
+    fn a_textual_inversion_trains_its_word_without_the_u_net() {
+        let off = "      train: {train_unet: false}\n";
+        assert_eq!(errors(&format!("      embedding: {{trigger: vorx}}\n{off}")), "");
+        let text = "job: extension\nconfig:\n  name: a\n  process:\n    - type: sd_trainer\n      training_folder: out\n      datasets: \
+                    [{folder_path: cats}]\n      model: {name_or_path: models/sd, arch: sd15}\n      network: {type: lora}\n";
+        let read = parse(
+            &format!("{text}{off}"),
+            Format::Yaml,
+            Some("a.yaml"),
+            &LoadOptions::default(),
+        );
+        let found = read.unwrap_err().to_string();
+        assert!(
+            found.contains("config.process[0].train.train_unet") && found.contains("there is nothing to train"),
+            "{found}"
+        );
     }
 }

@@ -61,8 +61,8 @@ impl JobSpec {
         keys
     }
 
-    /// Returns the input that a message is about: the one with the longest path in it. `local`: the path of an input on this
-    /// machine, if it is known.
+    /// Returns the input that a message is about: the one with the longest path in it. A path counts where it is a whole one, or
+    /// the beginning of one. `local`: the path of an input on this machine, if it is known.
     #[must_use]
     pub fn input_named_in(&self, message: &str, local: impl Fn(&Input) -> Option<String>) -> Option<Input> {
         let mut named: Option<(usize, Input)> = None;
@@ -70,7 +70,7 @@ impl JobSpec {
             let paths = [Some(input.config_path.clone()), local(&input)];
             let paths = paths.into_iter().flatten();
             let length = paths
-                .filter(|path| !path.is_empty() && message.contains(path))
+                .filter(|path| self.mentions(message, path))
                 .map(|path| path.len())
                 .max();
             // Of several keys with one path, the first.
@@ -81,6 +81,35 @@ impl JobSpec {
             }
         }
         named.map(|(_, input)| input)
+    }
+
+    /// Whether a message names a path, or a file below it.
+    fn mentions(&self, message: &str, path: &str) -> bool {
+        let path = match path.trim_end_matches('/') {
+            "" => path,
+            trimmed => trimmed,
+        };
+        if path.is_empty() {
+            return false;
+        }
+        // A single word may stand in the text for something else, and in backticks for a key.
+        let is_word = !path.contains(|c: char| !c.is_alphanumeric() && !matches!(c, '_' | '-'));
+        let is_key = || self.positions.keys().any(|key| key.rsplit('.').next() == Some(path));
+        message.match_indices(path).any(|(start, _)| {
+            let (before, after) = (&message[..start], &message[start + path.len()..]);
+            let is_quoted = before.ends_with('`') && after.starts_with('`');
+            if is_word {
+                return match after.chars().next() {
+                    Some('/') => before.is_empty() || before.ends_with([' ', '`', '"', '\'', '(']),
+                    Some(':') | None => before.is_empty(),
+                    _ => is_quoted && !is_key(),
+                };
+            }
+            let begins = !before.ends_with(|c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.'));
+            // A full stop ends a sentence, or begins a suffix.
+            let rest = after.trim_start_matches('.');
+            begins && !rest.starts_with(|c: char| c.is_alphanumeric() || matches!(c, '_' | '-'))
+        })
     }
 
     /// Adds the control images named in prompts.
@@ -245,5 +274,52 @@ mod tests {
         ));
         assert!(ends("/home/models/flux: wrong", "].model.name_or_path"));
         assert_eq!(key("out of memory"), None);
+    }
+
+    #[test]
+    fn a_short_path_counts_only_where_a_message_names_it() {
+        let spec = |folder: &str| {
+            let text = format!(
+                "job: extension\nconfig:\n  name: a\n  process:\n    - type: sd_trainer\n      training_folder: out\n      model: \
+                 {{name_or_path: models/sd, arch: sd15}}\n      network: {{type: lora}}\n      datasets:\n        - folder_path: \
+                 {folder}\n      train: {{steps: 4}}\n"
+            );
+            parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default())
+                .unwrap()
+                .spec
+        };
+        let names = |folder: &str, message: &str| spec(folder).input_named_in(message, |_| None).is_some();
+        for message in [
+            "in: no images",
+            "in/7.png: this is no image",
+            "no images in in/cats",
+            "`in`: no images",
+            "`in/7.png` is no image",
+        ] {
+            assert!(names("in", message), "{message}");
+        }
+        for message in [
+            "the training began",
+            "no images in the folder",
+            "an error in: step 3",
+            "train.lr_factors: expected a string, found 3",
+            "main/7.png: this is no image",
+        ] {
+            assert!(!names("in", message), "{message}");
+        }
+        assert!(!names("name", "the extension has no `name`"));
+        assert!(!names("type", "expected another `type` for this key"));
+        for message in [
+            "data/cats/7.png: this is no image",
+            "/home/u/data/cats/7.png: this is no image",
+            "cannot read data/cats, or data/dogs",
+            "no images in data/cats.",
+        ] {
+            assert!(names("data/cats", message), "{message}");
+            assert!(names("data/cats/", message), "{message}");
+        }
+        for message in ["data/cats2/7.png: wrong", "mydata/cats: wrong", "data/cats.json: wrong"] {
+            assert!(!names("data/cats", message), "{message}");
+        }
     }
 }

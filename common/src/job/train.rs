@@ -445,12 +445,6 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
             "cannot be used together with `do_guidance_loss`",
         );
     }
-    if !train.train_unet && !train.train_text_encoder {
-        cx.error_at(
-            "train_unet",
-            "is off, and so is `train_text_encoder`: there is nothing to train",
-        );
-    }
     if train.train_text_encoder {
         for (on, key) in [
             (train.unload_text_encoder, "unload_text_encoder"),

@@ -396,6 +396,7 @@ fn failure_label(cause: FailureCause) -> &'static str {
         FailureCause::NoProgress => "it made no progress",
         FailureCause::DeviceStuck => "its device is stuck",
         FailureCause::Interrupted => "its worker interrupted it",
+        FailureCause::Job => "the job failed",
         FailureCause::Unknown => "a cause that this coordinator does not know",
     }
 }

@@ -15,6 +15,8 @@ const NAME: &str = "emb_params";
 const NAMES_OF_TWO: [&str; 2] = ["clip_l", "clip_g"];
 /// The most features of a vector.
 const MAX_WIDTH: usize = 1 << 16;
+/// The most characters of a word.
+const MAX_WORD_CHARS: usize = 100;
 
 /// The names of the vectors in a file for so many text encoders.
 #[must_use]
@@ -36,8 +38,14 @@ pub struct LearnedWord {
     pub step: Option<u64>,
 }
 
+/// Whether a prompt can have a word of this name.
+fn can_be_written(name: &str) -> bool {
+    !name.is_empty() && name.chars().count() <= MAX_WORD_CHARS && !name.contains(char::is_control)
+}
+
 impl LearnedWord {
-    /// Reads a safetensors file. The word is the `name` in its metadata, or else the name of the file without suffix.
+    /// Reads a safetensors file. The word is the `name` in its metadata if that can be a word, or else the name of the file without
+    /// suffix.
     ///
     /// # Errors
     /// When it cannot be read or is no textual inversion.
@@ -84,12 +92,25 @@ impl LearnedWord {
         let metadata = index.metadata();
         let value = |key: &str| {
             let found = metadata.iter().find(|(name, _)| name == key).map(|(_, value)| value);
-            found.map(|value| value.trim_matches('"').to_owned())
+            // ai-toolkit writes JSON, other programs write plain text.
+            found.map(|value| serde_json::from_str(value).unwrap_or_else(|_| value.trim_matches('"').to_owned()))
         };
         let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-        let is_word = |name: &String| !name.is_empty() && !name.chars().any(char::is_whitespace);
+        let named =
+            value("name").filter(|name| name != "null" && !name.contains(char::is_whitespace) && can_be_written(name));
+        let trigger = match named {
+            Some(name) => name,
+            None if can_be_written(&stem) => stem,
+            None => {
+                return Err(EngineError::bad_input(format!(
+                    "{}: the name of the file is the word that prompts use, and this one has control characters, or more than \
+                     {MAX_WORD_CHARS} characters: rename the file",
+                    path.display()
+                )));
+            }
+        };
         Ok(Self {
-            trigger: value("name").filter(is_word).unwrap_or(stem),
+            trigger,
             vectors,
             step: value("step").and_then(|step| step.parse().ok()),
         })
@@ -139,6 +160,35 @@ mod tests {
             read(&[("clip_g", &[2, 12]), ("clip_l", &[2, 8])], &[("name", "two words")]),
             ("my-word".into(), vec![vec![2, 8], vec![2, 12]], None)
         );
+    }
+
+    #[test]
+    fn names_that_no_prompt_can_have_are_replaced_by_the_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let trigger = |name: &str| {
+            let path = file(dir.path(), &[("emb_params", &[2, 8])], &[("name", name)]);
+            LearnedWord::read(&path).unwrap().trigger
+        };
+        let long = "x".repeat(101);
+        for name in [
+            "null",
+            "\"null\"",
+            "",
+            "a\nb",
+            "a\u{7}b",
+            "\"a\\nb\"",
+            "\u{85}",
+            long.as_str(),
+        ] {
+            assert_eq!(trigger(name), "my-word", "{name:?}");
+        }
+        assert_eq!(trigger(&long[1..]), long[1..]);
+        assert_eq!(trigger("\"\\u00c4\\u00f6\""), "Äö");
+        let path = file(dir.path(), &[("emb_params", &[2, 8])], &[]);
+        let renamed = path.with_file_name(format!("{long}.safetensors"));
+        std::fs::rename(&path, &renamed).unwrap();
+        let error = LearnedWord::read(&renamed).unwrap_err().to_string();
+        assert!(error.contains("rename the file") && error.contains(&long), "{error}");
     }
 
     #[test]

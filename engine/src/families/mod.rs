@@ -115,6 +115,18 @@ pub fn check(path: &Path, arch: ArchName, parts: &PartPaths) -> Result<()> {
     layout(path, arch, parts).map(drop)
 }
 
+/// Why words cannot be added to a model, for each of them in their order. Reads tokenizers, configs and headers, but no weights.
+///
+/// # Errors
+/// As [`load`].
+pub fn check_words(path: &Path, arch: ArchName, words: &[LearnedWord]) -> Result<Vec<Option<EngineError>>> {
+    let mut model = layout(path, arch, &PartPaths::default())?;
+    let added = words
+        .iter()
+        .map(|word| model.add_word(&word.trigger, &word.vectors).err());
+    Ok(added.collect())
+}
+
 /// The model with the names and shapes of its files; every number is zero.
 ///
 /// # Errors

@@ -176,8 +176,9 @@ impl Context<'_> {
             );
         }
         // The prompts were encoded with the words.
-        for word in self.words(config)?.iter().filter(|_| encodes_prompts) {
-            model.add_word(&word.trigger, &word.vectors)?;
+        for (place, word) in self.words(config)?.iter().filter(|_| encodes_prompts) {
+            let added = model.add_word(&word.trigger, &word.vectors);
+            added.map_err(|error| EngineError::bad_input(format!("{place}: {error}")))?;
         }
         let vae_path = match &config.vae_path {
             Some(vae) => {
@@ -230,8 +231,9 @@ impl Context<'_> {
         FreePages::Release.apply();
         let path = self.local_path(&config.name_or_path)?;
         let mut encoders = families::load_text_encoders(&path, config.arch.name, &options)?;
-        for word in self.words(config)? {
-            encoders.add_word(&word.trigger, &word.vectors)?;
+        for (place, word) in self.words(config)? {
+            let added = encoders.add_word(&word.trigger, &word.vectors);
+            added.map_err(|error| EngineError::bad_input(format!("{place}: {error}")))?;
         }
         Ok(encoders)
     }
@@ -248,11 +250,17 @@ impl Context<'_> {
             .collect()
     }
 
-    /// Reads the words of `model.embedding_paths`.
-    fn words(&mut self, config: &ModelConfig) -> Result<Vec<LearnedWord>> {
+    /// Reads the words of `model.embedding_paths`, each with its key and its file for messages.
+    fn words(&mut self, config: &ModelConfig) -> Result<Vec<(String, LearnedWord)>> {
         let mut words = Vec::new();
-        for path in self.embedding_files(config)? {
-            let word = LearnedWord::read(&path)?;
+        let files = self.embedding_files(config)?;
+        for (number, path) in files.iter().enumerate() {
+            let key = match files.len() {
+                1 => "model.embedding_paths".to_owned(),
+                _ => format!("model.embedding_paths[{number}]"),
+            };
+            let read = LearnedWord::read(path);
+            let word = read.map_err(|error| EngineError::bad_input(format!("{key}: {error}")))?;
             let vectors = word.vectors.first().map_or(0, |vectors| vectors.dims()[0]);
             self.log(
                 "info",
@@ -262,7 +270,7 @@ impl Context<'_> {
                     word.trigger
                 ),
             );
-            words.push(word);
+            words.push((format!("{key}: {}", path.display()), word));
         }
         Ok(words)
     }

@@ -62,6 +62,45 @@ pub(super) struct ChildExit {
     pub memory_ran_out: bool,
     /// The last lines of its standard error.
     pub tail: StderrTail,
+    /// The causes of a hang and of a crash.
+    pub causes: FailureCauses,
+}
+
+/// The causes of failures of a child that hangs or crashes. They decide whether the failure counts against the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FailureCauses {
+    /// It makes no progress.
+    pub hang: FailureCause,
+    /// It is killed by a signal, or exits with an unknown code.
+    pub crash: FailureCause,
+}
+
+impl Default for FailureCauses {
+    /// Those of the engine, whose hangs and crashes may be the device's.
+    fn default() -> Self {
+        Self {
+            hang: FailureCause::NoProgress,
+            crash: FailureCause::Machine,
+        }
+    }
+}
+
+impl FailureCauses {
+    /// The causes for a job. `has_extension`: it runs a program of its own, which can make its attempt's process hang and
+    /// crash. `has_short_timeout`: it set a `progress_timeout` below that of the worker.
+    pub(crate) fn of_job(has_extension: bool, has_short_timeout: bool) -> Self {
+        let device = Self::default();
+        Self {
+            hang: match has_extension || has_short_timeout {
+                true => FailureCause::Job,
+                false => device.hang,
+            },
+            crash: match has_extension {
+                true => FailureCause::Job,
+                false => device.crash,
+            },
+        }
+    }
 }
 
 /// Decides the outcome of the attempt. An outcome that the child reported counts; a child without one crashed.
@@ -75,7 +114,7 @@ pub(super) fn outcome(exit: ChildExit) -> Outcome {
             None => "it was killed",
         };
         return Outcome::Failed {
-            cause: FailureCause::NoProgress,
+            cause: exit.causes.hang,
             message: format!("{reason}; {how}"),
         };
     }
@@ -97,10 +136,7 @@ pub(super) fn outcome(exit: ChildExit) -> Outcome {
         (FailureCause::OutOfMemory, what.to_owned())
     } else if let Some(signal) = signal {
         let name = Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |name| name.to_string());
-        (
-            FailureCause::Machine,
-            format!("the attempt's process was ended by {name}"),
-        )
+        (exit.causes.crash, format!("the attempt's process was ended by {name}"))
     } else {
         match exit.status.code().unwrap_or(-1) {
             101 => (
@@ -112,7 +148,7 @@ pub(super) fn outcome(exit: ChildExit) -> Outcome {
                 "the attempt's process ended without reporting an outcome".to_owned(),
             ),
             code => (
-                FailureCause::Machine,
+                exit.causes.crash,
                 format!("the attempt's process ended with exit code {code}"),
             ),
         }
@@ -144,6 +180,7 @@ mod tests {
             hang_reason: None,
             memory_ran_out,
             tail,
+            causes: FailureCauses::default(),
         }) {
             Outcome::Failed { cause, message } => (cause, message),
             other => panic!("{other:?}"),
@@ -188,6 +225,7 @@ mod tests {
             hang_reason: None,
             memory_ran_out: true,
             tail: StderrTail::default(),
+            causes: FailureCauses::default(),
         };
         assert_eq!(
             outcome(exit(Some(Outcome::Completed), StopAction::Kill)),
@@ -204,6 +242,33 @@ mod tests {
                 "{ended:?}"
             );
         }
+    }
+
+    #[test]
+    fn hangs_and_crashes_of_a_jobs_own_program_are_failures_of_the_job() {
+        let cause = |raw_status: i32, hang_reason: Option<&str>, has_extension, has_short_timeout| {
+            let exit = ChildExit {
+                status: ExitStatus::from_raw(raw_status),
+                finished: None,
+                stop_action: StopAction::Nothing,
+                hang_reason: hang_reason.map(str::to_owned),
+                memory_ran_out: false,
+                tail: StderrTail::default(),
+                causes: FailureCauses::of_job(has_extension, has_short_timeout),
+            };
+            match outcome(exit) {
+                Outcome::Failed { cause, .. } => cause,
+                other => panic!("{other:?}"),
+            }
+        };
+        let hang = Some("no progress for 10 min");
+        // A program can stop its attempt's process, and end it.
+        for (raw_status, reason) in [(9, hang), (9, None), (11, None), (7 << 8, None)] {
+            assert_eq!(cause(raw_status, reason, true, false), FailureCause::Job);
+        }
+        assert_eq!(cause(9, hang, false, true), FailureCause::Job);
+        assert_eq!(cause(11, None, false, true), FailureCause::Machine);
+        assert_eq!(cause(9, hang, false, false), FailureCause::NoProgress);
     }
 
     #[test]

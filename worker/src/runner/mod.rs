@@ -16,6 +16,7 @@ use crate::memory_usage;
 use crate::spec_file::read_spec;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 pub use control_groups::{ControlGroups, detect_control_groups, max_attempt_memory};
+pub use exit::FailureCauses;
 use exit::{ChildExit, StderrTail, StopAction};
 use lines::{BoundedLines, Line};
 use memory::MemoryWatch;
@@ -80,6 +81,8 @@ pub struct Launch {
     pub cuda_cache: Option<PathBuf>,
     /// Creates a control group for it. `None`: it shares its daemon's.
     pub control_groups: Option<ControlGroups>,
+    /// The causes of its failures when it hangs or crashes.
+    pub causes: FailureCauses,
 }
 
 /// The state that a running child should reach. It only increases.
@@ -229,6 +232,7 @@ pub async fn run(
                 hang_reason,
                 memory_ran_out,
                 tail,
+                causes: launch.causes,
             });
             add_memory_advice(outcome, &launch.spec)
         }

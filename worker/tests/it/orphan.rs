@@ -34,6 +34,7 @@ fn daemon_process() {
             sandbox_profile: None,
             cuda_cache: None,
             control_groups: None,
+            causes: Default::default(),
         };
         let (_desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
         let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);

@@ -95,6 +95,19 @@ async fn a_wrong_token_exits_with_4_and_a_missing_device_with_1() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_value_of_allow_extension_exits_with_2() {
+    for wrong in ["py", "py=", "=x", "PY=x", "py=nope.py", "py=/usr"] {
+        let output = run(program().args(["--allow-extension", wrong])).await;
+        assert_eq!(output.status.code(), Some(2), "{wrong}");
+        let shown = text(&output.stderr);
+        assert!(
+            shown.contains(&format!("error: --allow-extension {wrong}: ")),
+            "{shown}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn sigterm_shuts_down_cleanly() {
     let cluster = TestCluster::start().await;
     let mut daemon = program()
@@ -213,6 +226,7 @@ async fn a_failed_attempt_names_files_as_in_its_config() {
         sandbox_profile: None,
         cuda_cache: None,
         control_groups: None,
+        causes: Default::default(),
     };
     let (_desired, desired_rx) = tokio::sync::watch::channel(DesiredState::Run);
     let (events, mut event_receiver) = tokio::sync::mpsc::channel(16);

@@ -50,6 +50,7 @@ fn launch(script: &str, folder: &Path) -> Launch {
         sandbox_profile: None,
         cuda_cache: None,
         control_groups: None,
+        causes: Default::default(),
     }
 }
 

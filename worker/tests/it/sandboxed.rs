@@ -86,6 +86,7 @@ impl AttemptFolder {
             sandbox_profile: None,
             cuda_cache: None,
             control_groups: None,
+            causes: Default::default(),
             progress_timeout: None,
             memory_limited: spec.get("most_memory").is_some(),
         };

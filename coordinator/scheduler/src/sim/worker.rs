@@ -395,6 +395,7 @@ fn failure(random: &mut Random) -> Outcome {
         FailureCause::NoProgress,
         FailureCause::DeviceStuck,
         FailureCause::Interrupted,
+        FailureCause::Job,
         FailureCause::Unknown,
     ];
     Outcome::Failed {

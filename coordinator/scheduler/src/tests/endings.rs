@@ -222,6 +222,53 @@ fn a_stuck_device_is_quarantined_at_once() {
 }
 
 #[test]
+fn failures_of_the_job_itself_leave_the_device_to_others() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(5));
+    for epoch in 1..=6 {
+        world.finish(session, &held("ja", epoch), failed(FailureCause::Job));
+        let view = world.state.worker_views(|_| true)[0].devices[0].clone();
+        assert_eq!((view.faults, view.quarantined), (0, false));
+        assert_eq!(world.view("ja").failures, epoch as u32);
+        let other = format!("jo{epoch}");
+        world.submit(&other, retries(0));
+        assert_eq!(world.view(&other).state, JobState::Running);
+        world.finish(session, &held(&other, 1), Outcome::Completed);
+        world.pass(8);
+        world.heartbeat(session, &[]);
+    }
+    let view = world.view("ja");
+    assert_eq!(view.state, JobState::Failed);
+    assert_eq!(
+        view.reason,
+        "gave up after 6 tries in a row; the last one: the job failed: boom"
+    );
+}
+
+#[test]
+fn a_job_that_hangs_on_the_only_device_ends() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(3));
+    for epoch in 1..=3 {
+        world.finish(session, &held("ja", epoch), failed(FailureCause::NoProgress));
+        world.pass(4);
+        world.heartbeat(session, &[]);
+    }
+    assert_eq!(world.view("ja").state, JobState::Queued);
+    let reason = world.view("ja").reason;
+    assert!(reason.contains("quarantined: 3 faults in a row"), "{reason}");
+    // The quarantine ends by itself; the job is tried once more, and then it has no try left.
+    for _ in 0..12 {
+        world.pass(5);
+        world.heartbeat(session, &[]);
+    }
+    world.finish(session, &held("ja", 4), failed(FailureCause::NoProgress));
+    assert_eq!(world.view("ja").state, JobState::Failed);
+}
+
+#[test]
 fn interrupted_attempts_do_not_count() {
     let mut world = World::new();
     let session = world.cpu("w1");

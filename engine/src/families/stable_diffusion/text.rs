@@ -112,6 +112,13 @@ pub(super) fn add_word(encoders: &mut [TextEncoder], trigger: &str, vectors: &[T
         )));
     }
     for (encoder, vectors) in encoders.iter_mut().zip(vectors) {
+        let (width, expected) = (vectors.dim(D::Minus1)?, encoder.model.vector_width());
+        if width != expected {
+            return Err(EngineError::bad_input(format!(
+                "the word `{trigger}` has vectors of {width} numbers, and the text encoder has vectors of {expected}: it was trained for \
+                 another family of models"
+            )));
+        }
         let ids = encoder.model.add_vectors(vectors.clone())?;
         encoder.tokenizer.add_word(trigger, ids)?;
     }

@@ -7,4 +7,4 @@ mod words;
 
 pub use text::{ClipTextConfig, ClipTextModel};
 pub use tokenizer::ClipTokenizer;
-pub use words::{has_word, replace_word};
+pub use words::{has_word, replace_word, word_conflict};

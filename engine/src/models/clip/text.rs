@@ -198,6 +198,12 @@ impl ClipTextModel {
         Ok(self.learned.add(vectors, &self.token_embedding)?)
     }
 
+    /// The numbers of a token's vector.
+    #[must_use]
+    pub fn vector_width(&self) -> usize {
+        self.token_embedding.width()
+    }
+
     /// Whether some of the added vectors are variables.
     #[must_use]
     pub fn trains_vectors(&self) -> bool {

@@ -150,15 +150,18 @@ impl ClipTokenizer {
     /// Adds a word of textual inversion, which stands for these ids.
     ///
     /// # Errors
-    /// When it is a word of the vocabulary, or was added before.
+    /// When it is a word of the vocabulary, was added before, or prompts could not tell it from one that was.
     pub fn add_word(&mut self, trigger: &str, ids: Range<u32>) -> Result<()> {
-        let known = self.words.iter().any(|word| word.is(trigger));
-        if known || self.vocabulary_tokens(trigger)?.len() <= 1 {
+        if self.vocabulary_tokens(trigger)?.len() <= 1 {
             return Err(EngineError::bad_input(format!(
                 "the text encoder knows the word `{trigger}` already: choose another one, or prompts could no longer use this one"
             )));
         }
-        self.words.push(Word::new(trigger, ids));
+        let new = Word::new(trigger, ids);
+        if let Some(conflict) = self.words.iter().find_map(|known| new.conflict(known)) {
+            return Err(EngineError::bad_input(conflict));
+        }
+        self.words.push(new);
         Ok(())
     }
 

@@ -2,9 +2,12 @@
 //!
 //! A word stands for several ids, which follow those of the vocabulary. `word` in a prompt is all of them, as diffusers'
 //! `maybe_convert_prompt` makes it; `word_2` is the third one alone. A `word` that `word_1` follows is the first one alone: the
-//! prompt has been converted already. Capitals do not matter, and a part of a longer word is not the word.
+//! prompt has been converted already. Capitals do not matter, and a part of a longer word is not the word. Both are compared as
+//! CLIP's tokenizer compares words: composed (NFC), in lower case.
 
 use std::ops::Range;
+use tokenizers::NormalizedString;
+use tokenizers::normalizer::Range as Place;
 
 /// A word and its ids.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,16 +34,42 @@ struct Found {
 impl Word {
     pub(super) fn new(trigger: &str, ids: Range<u32>) -> Self {
         Self {
-            trigger: trigger.to_ascii_lowercase(),
+            trigger: normalized(trigger).get().to_owned(),
             ids,
         }
     }
 
-    pub(super) fn is(&self, trigger: &str) -> bool {
-        self.trigger == trigger.to_ascii_lowercase()
+    /// Why prompts cannot use both words, if they cannot.
+    pub(super) fn conflict(&self, known: &Self) -> Option<String> {
+        if self.trigger == known.trigger {
+            return Some(format!(
+                "another word is called `{}` too: keep one of them, or rename one",
+                self.trigger
+            ));
+        }
+        let (word, part) = match (known.has_part(self), self.has_part(known)) {
+            (true, _) => (known, self),
+            (_, true) => (self, known),
+            _ => return None,
+        };
+        Some(format!(
+            "prompts could not use both words: `{}` is also how they write one of the {} vectors of `{}`; rename one of them",
+            part.trigger,
+            word.ids.end - word.ids.start,
+            word.trigger
+        ))
     }
 
-    /// The first place at or after `from` of a text in small letters.
+    /// Whether the other word is how prompts write a single vector of this one: `word_2`.
+    fn has_part(&self, other: &Self) -> bool {
+        let rest = other.trigger.strip_prefix(self.trigger.as_str());
+        rest.is_some_and(|rest| {
+            number_after(rest)
+                .is_some_and(|(number, length)| length == rest.len() && number < self.ids.end - self.ids.start)
+        })
+    }
+
+    /// The first place at or after `from` of a normalised text.
     fn find(&self, lower: &str, from: usize) -> Option<Found> {
         let mut from = from;
         loop {
@@ -87,6 +116,22 @@ impl Word {
     }
 }
 
+/// A text as words are compared, which knows the places of its letters in the original.
+fn normalized(text: &str) -> NormalizedString {
+    let mut text = NormalizedString::from(text);
+    text.nfc().lowercase();
+    text
+}
+
+/// The place in the original where the letter at a place of the normalised text begins.
+fn original_place(text: &NormalizedString, place: usize) -> usize {
+    // A letter has several places in the original if it was composed: the end of one is where the next one begins.
+    let next = text.get().get(place..).and_then(|rest| rest.chars().next());
+    let letter = next.map(|next| Place::Normalized(place..place + next.len_utf8()));
+    let original = letter.and_then(|letter| text.convert_offsets(letter));
+    original.map_or(text.len_original(), |original| original.start)
+}
+
 fn is_word_char(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
@@ -103,32 +148,39 @@ fn number_after(rest: &str) -> Option<(u32, usize)> {
 
 /// Splits a prompt at learned words. Where several begin, the longest counts.
 pub(super) fn split<'a>(words: &[Word], text: &'a str) -> Vec<Piece<'a>> {
-    // As long as the text: only letters of ASCII change.
-    let lower = text.to_ascii_lowercase();
-    let (mut pieces, mut from) = (Vec::new(), 0);
+    let lower = normalized(text);
+    // `from` is a place in the normalised text, `done` the same place in the original.
+    let (mut pieces, mut from, mut done) = (Vec::new(), 0, 0);
     loop {
-        let found = words.iter().filter_map(|word| word.find(&lower, from));
+        let found = words.iter().filter_map(|word| word.find(lower.get(), from));
         let Some(Found { at, ids }) = found.min_by_key(|found| (found.at.start, std::cmp::Reverse(found.at.end)))
         else {
             break;
         };
-        if at.start > from {
-            pieces.push(Piece::Text(&text[from..at.start]));
+        let start = original_place(&lower, at.start);
+        if let Some(before) = text.get(done..start).filter(|before| !before.is_empty()) {
+            pieces.push(Piece::Text(before));
         }
-        from = at.end;
+        (from, done) = (at.end, original_place(&lower, at.end));
         pieces.push(Piece::Ids(ids));
     }
-    if from < text.len() {
-        pieces.push(Piece::Text(&text[from..]));
+    if let Some(rest) = text.get(done..).filter(|rest| !rest.is_empty()) {
+        pieces.push(Piece::Text(rest));
     }
     pieces
+}
+
+/// Why prompts cannot use both words, each with its number of vectors, if they cannot.
+#[must_use]
+pub fn word_conflict(new: (&str, u32), known: (&str, u32)) -> Option<String> {
+    Word::new(new.0, 0..new.1).conflict(&Word::new(known.0, 0..known.1))
 }
 
 /// Whether a prompt has the word of so many vectors.
 #[must_use]
 pub fn has_word(text: &str, trigger: &str, vectors: u32) -> bool {
     let word = Word::new(trigger, 0..vectors);
-    word.find(&text.to_ascii_lowercase(), 0).is_some()
+    word.find(normalized(text).get(), 0).is_some()
 }
 
 /// A text in which the word is replaced by another text; `word_1`, `word_2`, … are removed.
@@ -204,9 +256,48 @@ mod tests {
         assert_eq!(split(&words, "a-b a"), [Ids(0..1), Text(" "), Ids(1..2)]);
     }
 
+    #[test]
+    fn letters_are_compared_as_clip_compares_them() {
+        let words = [Word::new("Äöü", 100..103), Word::new("STRAẞE", 103..104)];
+        // The second is decomposed: letters and diaereses.
+        for text in ["äöü", "A\u{308}o\u{308}U\u{308}", "ÄÖÜ"] {
+            assert_eq!(split(&words, text), [Ids(100..103)], "{text}");
+            let long = format!("İ É {text} İ");
+            assert_eq!(
+                split(&words, &long),
+                [Text("İ É "), Ids(100..103), Text(" İ")],
+                "{text}"
+            );
+        }
+        assert_eq!(split(&words, "äöü_1 straße"), [Ids(101..102), Text(" "), Ids(103..104)]);
+        assert_eq!(split(&words, "äöüé aou"), [Text("äöüé aou")]);
+        assert!(has_word("ÉIN ÄÖÜ", "äöü", 3));
+        assert_eq!(replace_word("É Äöü, É", "äöü", 3, "cat"), "É cat, É");
+    }
+
+    #[test]
+    fn a_word_that_names_a_vector_of_another_one_is_its_part() {
+        let word = Word::new("Vorx", 0..4);
+        for part in ["vorx_1", "VORX_3"] {
+            assert!(word.has_part(&Word::new(part, 0..1)), "{part}");
+        }
+        for other in ["vorx", "vorx_0", "vorx_4", "vorx_1x", "vorx_01", "vorx1", "a_vorx_1"] {
+            assert!(!word.has_part(&Word::new(other, 0..1)), "{other}");
+        }
+        let conflict = |new: &str, known: &str| word_conflict((new, 4), (known, 4));
+        assert!(
+            conflict("vorx_1", "Vorx")
+                .unwrap()
+                .contains("`vorx_1` is also how they write one of the 4 vectors of `vorx`")
+        );
+        assert!(conflict("vorx", "vorx_1").unwrap().contains("`vorx_1` is also how"));
+        assert!(conflict("vorx", "VORX").unwrap().contains("called `vorx` too"));
+        assert_eq!(conflict("vorx", "vorxes"), None);
+    }
+
     proptest::proptest! {
         #[test]
-        fn no_text_is_lost(text in "[zZorb_ 12é<cat>]{0,40}") {
+        fn no_text_is_lost(text in "[zZorb_ 12éİ\u{308}<cat>]{0,40}") {
             let kept: String = split(&words(), &text)
                 .into_iter()
                 .map(|piece| match piece {

@@ -137,7 +137,8 @@ impl Conversation<'_, '_> {
         let outcome = self.converse().unwrap_or_else(|failure| failure);
         // Inside a sandbox this is refused; the daemon kills the attempt's process group when the attempt has ended.
         let _ = self.program.child.kill();
-        self.forward_errors();
+        self.forward_last_errors();
+        self.log_limit.left_out += self.program.take_left_out();
         if let Some(left_out) = self.log_limit.take_left_out() {
             self.cx.log("warn", left_out);
         }
@@ -290,6 +291,19 @@ impl Conversation<'_, '_> {
         }
     }
 
+    /// Forwards standard error to its end, if the program has exited. Processes that it started may keep it open.
+    fn forward_last_errors(&mut self) {
+        let until = Instant::now() + DRAIN_TIMEOUT;
+        while matches!(self.program.child.try_wait(), Ok(Some(_))) {
+            let left = until.saturating_duration_since(Instant::now());
+            match self.program.errors.recv_timeout(left) {
+                Ok(line) => self.log("info", line),
+                Err(_) => return,
+            }
+        }
+        self.forward_errors();
+    }
+
     /// Checks how long the program has been silent, or has been ending.
     ///
     /// # Errors
@@ -301,7 +315,7 @@ impl Conversation<'_, '_> {
         match ending {
             Some(Ending::Done(until)) if now > until => {
                 let why = format!("sent `done`, but did not exit within {}", seconds(EXIT_TIMEOUT));
-                Err(self.failure(FailureCause::NoProgress, &why))
+                Err(self.failure(FailureCause::Job, &why))
             }
             Some(Ending::Stopped(until)) if now > until => {
                 let name = &self.allowed.name;
@@ -322,7 +336,7 @@ impl Conversation<'_, '_> {
                     return Ok(None);
                 }
                 let why = format!("hangs: it {why} {}{}", seconds(limit), self.at_step());
-                Err(self.failure(FailureCause::NoProgress, &why))
+                Err(self.failure(FailureCause::Job, &why))
             }
         }
     }
@@ -340,7 +354,7 @@ impl Conversation<'_, '_> {
             _ => {
                 // SIGKILL comes from outside: from people, or from the kernel when memory runs out.
                 let cause = match status.signal() {
-                    Some(9) => FailureCause::Machine,
+                    Some(9) => FailureCause::Job,
                     _ => FailureCause::BadInput,
                 };
                 Err(self.failure(cause, &format!("{how}{}, before it sent `done`", self.at_step())))

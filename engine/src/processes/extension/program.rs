@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -38,6 +39,8 @@ pub(super) struct Program {
     pub(super) lines: Receiver<Line>,
     /// Lines of its standard error; some are left out when there are too many.
     pub(super) errors: Receiver<String>,
+    /// How many of those were left out.
+    left_out: Arc<AtomicU64>,
     messages: SyncSender<Vec<u8>>,
     tail: Arc<Mutex<VecDeque<String>>>,
 }
@@ -65,6 +68,7 @@ impl Program {
         end_with_this_process(&mut command);
         let mut child = command.spawn()?;
         let tail = Arc::new(Mutex::new(VecDeque::new()));
+        let left_out = Arc::new(AtomicU64::new(0));
         let (line_sender, lines) = sync_channel(MAX_WAITING_LINES);
         let (error_sender, errors) = sync_channel(MAX_WAITING_LINES);
         // One message of each kind at most.
@@ -73,8 +77,8 @@ impl Program {
             start_thread(move || read_lines(pipe, &line_sender))?;
         }
         if let Some(pipe) = child.stderr.take() {
-            let tail = Arc::clone(&tail);
-            start_thread(move || read_errors(pipe, &error_sender, &tail))?;
+            let (tail, left_out) = (Arc::clone(&tail), Arc::clone(&left_out));
+            start_thread(move || read_errors(pipe, &error_sender, &left_out, &tail))?;
         }
         if let Some(pipe) = child.stdin.take() {
             start_thread(move || write_messages(pipe, &waiting))?;
@@ -83,6 +87,7 @@ impl Program {
             child,
             lines,
             errors,
+            left_out,
             messages,
             tail,
         })
@@ -94,6 +99,11 @@ impl Program {
             line.push(b'\n');
             let _ = self.messages.try_send(line);
         }
+    }
+
+    /// How many lines of its standard error were left out since the last call, because `errors` was full.
+    pub(super) fn take_left_out(&self) -> u64 {
+        self.left_out.swap(0, Ordering::Relaxed)
     }
 
     /// The last lines of its standard error, for the end of a sentence; empty if it wrote none.
@@ -165,7 +175,7 @@ fn read_lines(pipe: ChildStdout, to: &SyncSender<Line>) {
 }
 
 /// Reads standard error to its end, so that the program never blocks on it.
-fn read_errors(pipe: ChildStderr, to: &SyncSender<String>, tail: &Mutex<VecDeque<String>>) {
+fn read_errors(pipe: ChildStderr, to: &SyncSender<String>, left_out: &AtomicU64, tail: &Mutex<VecDeque<String>>) {
     let mut pipe = BufReader::new(pipe);
     loop {
         let mut bytes = Vec::new();
@@ -184,8 +194,10 @@ fn read_errors(pipe: ChildStderr, to: &SyncSender<String>, tail: &Mutex<VecDeque
             }
             tail.push_back(line.clone());
         }
-        if let Err(TrySendError::Disconnected(_)) = to.try_send(line) {
-            return;
+        match to.try_send(line) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => drop(left_out.fetch_add(1, Ordering::Relaxed)),
+            Err(TrySendError::Disconnected(_)) => return,
         }
     }
 }

@@ -93,7 +93,7 @@ fn a_program_that_dies_hangs_or_lies_fails_with_a_message() {
     for (rest, cause, expected) in [
         (
             "kill -9 $$",
-            FailureCause::Machine,
+            FailureCause::Job,
             "was killed by signal 9 (SIGKILL) at step 3 of 9, before it sent `done`",
         ),
         (
@@ -153,7 +153,7 @@ fn a_program_that_dies_hangs_or_lies_fails_with_a_message() {
     }
     let second = Duration::from_secs(1);
     let (cause, message) = failure(&format!("{HELLO}; {STEP}; exec sleep 1000"), second);
-    assert_eq!(cause, FailureCause::NoProgress);
+    assert_eq!(cause, FailureCause::Job);
     assert_eq!(
         message,
         "the extension `test` hangs: it sent no message for 1 s at step 3 of 9"
@@ -163,6 +163,23 @@ fn a_program_that_dies_hangs_or_lies_fails_with_a_message() {
         message,
         "the extension `test` hangs: it did not send `hello` within 1 s"
     );
+}
+
+#[test]
+fn log_lines_that_are_left_out_are_counted() {
+    let script = format!("{HELLO}; yes line | head -n 50000 >&2; exit 3");
+    let (_, events) = run_script(&script, "{}", LONG, &StopSignal::new());
+    let logs = events.iter().filter_map(|event| match event {
+        ChildEvent::Log { message, .. } => Some(message.as_str()),
+        _ => None,
+    });
+    let (shown, others): (Vec<_>, Vec<_>) = logs.partition(|message| *message == "line");
+    let left_out = others.iter().find_map(|message| {
+        message.strip_suffix(" lines of the extension were left out of the log: it wrote too many")
+    });
+    let left_out: usize = left_out.unwrap().parse().unwrap();
+    assert!(!shown.is_empty());
+    assert_eq!(shown.len() + left_out, 50_000);
 }
 
 #[test]

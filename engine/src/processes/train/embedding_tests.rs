@@ -275,6 +275,108 @@ fn another_run_continues_from_the_newest_save() {
 }
 
 #[test]
+fn a_run_folder_of_another_word_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = |steps, trigger: &str| {
+        let mut process = with_word(trainer(dir.path(), steps));
+        if let Some(embedding) = &mut process.embedding {
+            embedding.trigger = trigger.into();
+        }
+        spec(process)
+    };
+    assert_eq!(run_spec(&job(2, "vorx")).0, Outcome::Completed);
+    let (outcome, _) = run_spec(&job(4, "quux"));
+    let Outcome::Failed { message, .. } = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert!(
+        message.starts_with("embedding.trigger: the run folder ")
+            && message.contains("a checkpoint of the word `vorx`"),
+        "{message}"
+    );
+    assert_eq!(run_spec(&job(4, "vorx")).0, Outcome::Completed);
+}
+
+#[test]
+fn files_of_words_that_cannot_be_used_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, width: usize, vectors: usize| {
+        let path = dir.path().join(format!("{name}.safetensors"));
+        let vectors = Tensor::ones((vectors, width), candle_core::DType::F32, &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&[("emb_params", vectors)].into(), &path).unwrap();
+        path.display().to_string()
+    };
+    let width = {
+        let (outcome, _) = run_spec(&spec(with_word(trainer(dir.path(), 1))));
+        assert_eq!(outcome, Outcome::Completed);
+        let saved = tensors(&dir.path().join("out/tiny/vorx.safetensors"));
+        saved["emb_params"].dims()[1]
+    };
+    let good = write("quux", width, 4);
+    for (other, expected) in [
+        (write("cat", width, 1), "knows the word `cat`"),
+        (
+            write("narrow", width / 2, 1),
+            "numbers, and the text encoder has vectors of",
+        ),
+        (
+            write("QUUX_2", width, 1),
+            "`quux_2` is also how they write one of the 4 vectors of `quux`",
+        ),
+    ] {
+        let mut process = trainer(dir.path(), 1);
+        process.model.embedding_paths = OneOrMany(vec![good.clone(), other.clone()]);
+        process.training_folder = Some(dir.path().join("other").display().to_string());
+        let (outcome, _) = run_spec(&spec(process));
+        let Outcome::Failed { cause, message } = outcome else {
+            panic!("{other}: {outcome:?}");
+        };
+        assert_eq!(cause, aitk_common::attempt::FailureCause::BadInput, "{message}");
+        assert!(
+            message.starts_with(&format!("model.embedding_paths[1]: {other}: ")) && message.contains(expected),
+            "{message}"
+        );
+    }
+    // A trigger that a loaded word takes.
+    for (trigger, expected) in [
+        ("Quux", "another word is called `quux`"),
+        ("quux_1", "`quux_1` is also how"),
+    ] {
+        let mut process = with_word(trainer(dir.path(), 1));
+        process.model.embedding_paths = OneOrMany(vec![good.clone()]);
+        process.training_folder = Some(dir.path().join(trigger).display().to_string());
+        if let Some(embedding) = &mut process.embedding {
+            embedding.trigger = trigger.into();
+        }
+        let (outcome, _) = run_spec(&spec(process));
+        let Outcome::Failed { message, .. } = outcome else {
+            panic!("{trigger}: {outcome:?}");
+        };
+        assert!(
+            message.starts_with("embedding.trigger: ") && message.contains(expected),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_word_is_trained_without_the_u_net() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |folder: &str, train_unet| {
+        let mut process = with_word(trainer(dir.path(), 2));
+        process.train.train_unet = train_unet;
+        process.training_folder = Some(dir.path().join(folder).display().to_string());
+        let (outcome, events) = run_spec(&spec(process));
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+        tensors(&dir.path().join(folder).join("tiny/vorx.safetensors"))
+            .values()
+            .map(flat)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(file("on", true), file("off", false));
+}
+
+#[test]
 fn words_that_cannot_be_trained_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     for (trigger, tokens, expected) in [

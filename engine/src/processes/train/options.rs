@@ -57,7 +57,7 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder has its sample images there"
         )));
     }
-    if !process.train.train_text_encoder && !process.train.train_unet {
+    if !process.train.train_text_encoder && !process.train.train_unet && process.embedding.is_none() {
         return Err(EngineError::bad_input(
             "`train.train_unet` and `train.train_text_encoder` are both false: there is nothing to train",
         ));
@@ -97,7 +97,12 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
 /// Checks a textual inversion. Jobs are checked before they are accepted; this protects against specs from other sources.
 fn check_embedding(process: &TrainerProcess) -> Result<()> {
     let Some(embedding) = &process.embedding else {
-        return Ok(());
+        return match process.kind {
+            ProcessType::TextualInversionTrainer => Err(EngineError::bad_input(
+                "embedding: missing: add `embedding: {trigger: WORD}`, the word that is trained",
+            )),
+            _ => Ok(()),
+        };
     };
     let wrong = |what: &str| Err(EngineError::bad_input(format!("embedding{what}")));
     if process.network.is_some() || process.kind.is_slider() {

@@ -28,6 +28,7 @@ const STATE_VERSION: u64 = 1;
 /// Optional keys of the state: the number of last steps in a row that were not finite, interrupted steps whose
 /// saves are to be removed, and steps that were saved because the user asked for it.
 const NON_FINITE_KEY: &str = "lost_steps";
+const WORD_KEY: &str = "word";
 const INTERRUPTED_KEY: &str = "interrupted_saves";
 const REQUESTED_KEY: &str = "requested_saves";
 /// What may have made losses or weights infinite or NaN, for messages.
@@ -88,6 +89,24 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Checks that a checkpoint is of the word that is trained. Checkpoints of earlier versions do not name it.
+    fn check_word(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let word = self
+            .process
+            .embedding
+            .as_ref()
+            .map(|embedding| embedding.trigger.as_str());
+        let earlier = checkpoint.state().get(WORD_KEY).and_then(Value::as_str);
+        match (word, earlier) {
+            (Some(word), Some(earlier)) if word != earlier => Err(EngineError::bad_input(format!(
+                "embedding.trigger: the run folder {} has a checkpoint of the word `{earlier}`, and this training is of `{word}`: give \
+                 the run another `config.name`, or move the folder away",
+                self.folder.path.display()
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// Resumes from the run folder. `false`: there is no state in it.
     fn resume_from_run_folder(&mut self, cx: &mut Context<'_>) -> Result<bool> {
         let scan = Checkpoint::scan(&self.folder.checkpoints()).map_err(checkpoint_error)?;
@@ -95,6 +114,7 @@ impl Run<'_> {
             cx.log("warn", format!("{}: {error}", folder.display()));
         }
         if let Some(checkpoint) = scan.newest {
+            self.check_word(&checkpoint)?;
             let saved = self.folder.saves().iter().filter_map(|(step, _)| *step).max();
             if saved.is_some_and(|step| step > checkpoint.step()) {
                 cx.log(
@@ -369,6 +389,9 @@ impl Run<'_> {
         state.insert("state_version".into(), STATE_VERSION.into());
         state.insert("optimizer".into(), self.process.train.optimizer.name().into());
         state.insert("ema_updates".into(), ema_updates.into());
+        if let Some(embedding) = &self.process.embedding {
+            state.insert(WORD_KEY.into(), embedding.trigger.as_str().into());
+        }
         if self.non_finite_steps > 0 {
             state.insert(NON_FINITE_KEY.into(), self.non_finite_steps.into());
         }

@@ -181,6 +181,7 @@ impl AttemptRunner {
             memory_limited: true,
             cuda_cache: None,
             control_groups: None,
+            causes: Default::default(),
             sandbox_profile: None,
             progress_timeout: None,
         };
