@@ -262,7 +262,7 @@ impl LoraNetwork {
         }
         if targets.is_empty() {
             return Err(EngineError::bad_input(
-                "no layer is left to train; check `only_if_contains`, `ignore_if_contains` and `parameter_threshold` in `network_kwargs`",
+                "network.network_kwargs: no layer is left to train; check `only_if_contains`, `ignore_if_contains` and `parameter_threshold`",
             ));
         }
         Ok(Self { targets, index, handle })

@@ -26,6 +26,7 @@ mod switched_loras;
 mod target;
 mod text;
 mod validation;
+mod validation_loss;
 mod write;
 
 pub use image_batches::image_batches;

@@ -3,16 +3,12 @@
 //! it.
 
 use super::super::context::Context;
-use super::run::Run;
-use super::step::ItemInputs;
-use crate::adapters::LoraPass;
 use crate::data::plan_bucket;
-use crate::error::{EngineError, Result};
+use crate::error::Result;
 use crate::families::ItemSize;
 use crate::image_io::{self, Filter};
 use crate::models::codec::Codec;
 use crate::rng::TorchGenerator;
-use crate::training::NoiseDraw;
 use aitk_common::job::averages::ValidationConfig;
 use aitk_common::job::process::TrainerProcess;
 use candle_core::{DType, Device, Tensor};
@@ -24,22 +20,23 @@ const SEED: u64 = 42;
 
 /// The images on which the loss is measured.
 pub(super) struct Validation {
-    images: Vec<Image>,
+    pub(super) images: Vec<Image>,
     /// Noise levels, from 0 to 1.
-    levels: Vec<f64>,
+    pub(super) levels: Vec<f64>,
     /// Steps between measurements; 0: after the first and the last step alone.
     every: u64,
 }
 
-struct Image {
-    prompt: String,
-    size: ItemSize,
+/// One of them.
+pub(super) struct Image {
+    pub(super) prompt: String,
+    pub(super) size: ItemSize,
     /// [3, h, w] from -1 to 1; none after they are encoded.
     pixels: Option<Tensor>,
     /// Of one item, float32 on the CPU.
-    latents: Vec<Tensor>,
+    pub(super) latents: Vec<Tensor>,
     /// Noise of the shapes of the latents.
-    noise: Vec<Tensor>,
+    pub(super) noise: Vec<Tensor>,
 }
 
 /// The images that a config measures the loss on, if there are some.
@@ -119,72 +116,4 @@ impl Validation {
 fn draw(generator: &mut TorchGenerator, shape: &[usize]) -> Result<Tensor> {
     let noise = generator.randn(shape.iter().product());
     Ok(Tensor::from_vec(noise, shape, &Device::Cpu)?)
-}
-
-impl Run<'_> {
-    /// The mean squared error over all images and noise levels, with the current weights and an adapter at full strength. One image at
-    /// one noise level at a time, so that it needs no more memory than a sample. `None`: the run should stop.
-    ///
-    /// # Errors
-    /// When a prompt was not encoded, or the model fails.
-    pub(super) fn validation_loss(&mut self, validation: &Validation) -> Result<Option<f64>> {
-        let mut losses = Vec::new();
-        for image in &validation.images {
-            if self.stop.is_set() {
-                return Ok(None);
-            }
-            losses.push(match self.target.handle().cloned() {
-                Some(handle) => {
-                    handle.in_pass(LoraPass::inference(1.0), || self.image_loss(image, &validation.levels))?
-                }
-                None => self.image_loss(image, &validation.levels)?,
-            });
-        }
-        Ok(Some(losses.iter().sum::<f64>() / losses.len() as f64))
-    }
-
-    fn image_loss(&mut self, image: &Image, levels: &[f64]) -> Result<f64> {
-        let conditioning = self.encode_frozen(std::slice::from_ref(&image.prompt))?;
-        let detached = self.model.detach();
-        let model = &**detached.as_ref().unwrap_or(&self.model);
-        let inputs = ItemInputs {
-            sizes: vec![image.size],
-            control: None,
-            scales: vec![self.process.train.cfg_scale],
-        };
-        let conditioning = inputs.add_to(self.process, model, conditioning)?;
-        let device = &self.compute.device;
-        let on_device = |tensors: &[Tensor]| {
-            let moved = tensors.iter().map(|tensor| Ok(tensor.to_device(device)?));
-            moved.collect::<Result<Vec<_>>>()
-        };
-        let (latents, noise) = (on_device(&image.latents)?, on_device(&image.noise)?);
-        let mut losses = Vec::new();
-        for level in levels {
-            let drawn = NoiseDraw {
-                timesteps: vec![self.objective.timestep_at(*level)],
-                noise: noise.clone(),
-                input_noise: Vec::new(),
-            };
-            let times = self.timesteps_of(&drawn)?;
-            let noisy = self.objective.noisy(&latents, &drawn)?;
-            let target = self.objective.target(&latents, &drawn)?;
-            let predicted = model.predict(&noisy, &times, &conditioning)?;
-            losses.push(mean_squared_error(&predicted, &target)?);
-        }
-        Ok(losses.iter().sum::<f64>() / losses.len() as f64)
-    }
-}
-
-fn mean_squared_error(predicted: &[Tensor], target: &[Tensor]) -> Result<f64> {
-    let (mut sum, mut count) = (0.0, 0);
-    for (predicted, target) in predicted.iter().zip(target) {
-        let difference = (predicted.detach().to_dtype(DType::F32)? - target.to_dtype(DType::F32)?)?;
-        sum += f64::from(difference.sqr()?.sum_all()?.to_scalar::<f32>()?);
-        count += difference.elem_count();
-    }
-    match count {
-        0 => Err(EngineError::Internal("a model that predicts nothing".into())),
-        count => Ok(sum / count as f64),
-    }
 }
