@@ -25,6 +25,8 @@ mod notify;
 #[cfg(feature = "embedded")]
 mod preflight;
 #[cfg(feature = "embedded")]
+mod preflight_inputs;
+#[cfg(feature = "embedded")]
 mod records;
 #[cfg(feature = "embedded")]
 mod run;

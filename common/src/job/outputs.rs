@@ -1,6 +1,6 @@
 //! Which jobs make outputs on request.
 
-use super::process::{Process, ProcessKind, TrainerProcess};
+use super::process::{Process, TrainerProcess};
 use super::spec::JobSpec;
 use crate::requested_outputs::RequestedOutputs;
 
@@ -10,7 +10,7 @@ impl JobSpec {
     /// # Errors
     /// Why none can, as the end of a sentence: `it has no training (…)`.
     pub fn check_requested_outputs(&self, outputs: RequestedOutputs) -> Result<(), String> {
-        let trainings: Vec<&TrainerProcess> = self.process.iter().filter_map(Process::training).collect();
+        let trainings: Vec<&TrainerProcess> = self.process.iter().filter_map(Process::trainer).collect();
         if trainings.is_empty() {
             let mut types: Vec<&str> = self.process.iter().map(|process| process.process_type.name()).collect();
             types.dedup();
@@ -32,17 +32,6 @@ impl JobSpec {
             return Err("the section `sample` of its config has no prompts, so there is nothing to sample".to_owned());
         }
         Ok(())
-    }
-}
-
-impl Process {
-    /// The process, if it is a training.
-    #[must_use]
-    pub fn training(&self) -> Option<&TrainerProcess> {
-        match &self.kind {
-            ProcessKind::Train(training) => Some(training),
-            _ => None,
-        }
     }
 }
 

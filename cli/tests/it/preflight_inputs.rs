@@ -1,0 +1,103 @@
+//! The checks of files that a job names besides its model and its data sets: words of textual inversions, inputs of extensions.
+
+use crate::preflight::{TINY, images};
+use crate::support::{Home, code, err, out};
+use std::path::Path;
+
+/// Writes a textual inversion of so many vectors.
+fn word(home: &Home, name: &str, vectors: usize, width: usize) {
+    let bytes = 4 * vectors * width;
+    let header =
+        format!(r#"{{"emb_params":{{"dtype":"F32","shape":[{vectors},{width}],"data_offsets":[0,{bytes}]}}}}"#);
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend_from_slice(header.as_bytes());
+    file.resize(file.len() + bytes, 0);
+    home.write(name, &file);
+}
+
+#[test]
+fn words_that_the_model_cannot_use_are_reported_with_their_file_and_key() {
+    let home = Home::new();
+    images(&home, "data", 2);
+    let width = {
+        let config = std::fs::read(Path::new(TINY).join("text_encoder/config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+        usize::try_from(config["hidden_size"].as_u64().unwrap()).unwrap()
+    };
+    for (name, vectors, width) in [
+        ("quux", 4, width),
+        ("cat", 1, width),
+        ("narrow", 1, width / 2),
+        ("Quux_1", 1, width),
+    ] {
+        word(&home, &format!("{name}.safetensors"), vectors, width);
+    }
+    let config = |trigger: &str, files: &str| {
+        let text = format!(
+            "job: extension\nconfig:\n  name: word\n  process:\n    - type: textual_inversion_trainer\n      training_folder: out\n      \
+             embedding:\n        trigger: '{trigger}'\n      datasets: [{{folder_path: data, resolution: [32]}}]\n      train: \
+             {{steps: 2, dtype: float32, train_unet: false}}\n      model:\n        name_or_path: {TINY}\n        embedding_paths: \
+             [{files}]\n"
+        );
+        home.write("word.yaml", &text);
+        home.aitk().args(["validate", "word.yaml"]).output().unwrap()
+    };
+    let good = config("vorx", "quux.safetensors");
+    assert_eq!(code(&good), 0, "{}{}", out(&good), err(&good));
+    for (trigger, files, expected) in [
+        (
+            "vorx",
+            "quux.safetensors, cat.safetensors",
+            "embedding_paths[1]: cat.safetensors: the text encoder knows the word `cat` already",
+        ),
+        (
+            "vorx",
+            "narrow.safetensors",
+            "embedding_paths: narrow.safetensors: the word `narrow` has vectors of",
+        ),
+        (
+            "vorx",
+            "quux.safetensors, Quux_1.safetensors",
+            "embedding_paths[1]: Quux_1.safetensors: prompts could not use both words: `quux_1` is also how they write one of the 4",
+        ),
+        (
+            "QUUX",
+            "quux.safetensors",
+            "embedding.trigger: another word is called `quux` too",
+        ),
+        (
+            "quux_3",
+            "quux.safetensors",
+            "embedding.trigger: prompts could not use both words",
+        ),
+    ] {
+        let output = config(trigger, files);
+        let shown = format!("{}{}", out(&output), err(&output))
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" ");
+        assert_eq!(code(&output), 1, "{trigger}, {files}: {shown}");
+        assert!(
+            shown.contains(expected),
+            "{trigger}, {files}: {expected} is not in\n{shown}"
+        );
+    }
+}
+
+#[test]
+fn a_missing_input_of_an_extension_is_reported() {
+    let home = Home::new();
+    home.write(
+        "job.yaml",
+        "job: extension\nconfig:\n  name: x\n  training_folder: out\n  process:\n    - type: extension:py\n      inputs:\n        data: \
+         nope\n",
+    );
+    let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+    let shown = format!("{}{}", out(&output), err(&output));
+    let shown = shown.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert_eq!(code(&output), 1, "{shown}");
+    assert!(
+        shown.contains("job.yaml:8:9: config.process[0].inputs.data: nope: no such file or folder"),
+        "{shown}"
+    );
+}
