@@ -5,7 +5,6 @@
 //! relative to the loss in 32 bits.
 
 use super::tests::{logs, losses, run_spec, spec};
-use crate::testing::chosen;
 use aitk_common::attempt::Outcome;
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::dtype::DType;
@@ -78,15 +77,18 @@ fn final_loss(optimizer: OptimizerName, lr: f64, steps: u64) -> f64 {
 
 #[test]
 fn eight_bit_optimizers_reach_the_loss_of_32_bit_ones() {
+    if crate::testing::is_left_out() {
+        return;
+    }
     use OptimizerName::*;
     crate::testing::compute_on_this_thread();
     let configured = std::env::var("AITK_OPTIMIZER_STEPS").ok();
     let steps = configured.map_or(10, |steps| steps.parse().unwrap());
-    for (full, lr, eight_bit_optimizers) in chosen(vec![
+    for (full, lr, eight_bit_optimizers) in [
         (AdamW, 1e-3, &[AdamW8Bit, AdamW8][..]),
         (Lion, 2e-4, &[Lion8Bit]),
         (Prodigy, 1.0, &[Prodigy8Bit]),
-    ]) {
+    ] {
         let expected = final_loss(full, lr, steps);
         println!("{full}: {expected:.5} after {steps} steps");
         for eight_bit in eight_bit_optimizers {

@@ -7,7 +7,7 @@ use super::transformer_runs::{complete, flow_trainer, tensors};
 use crate::adapters::{LoraFile, LoraNetwork, LoraTensors};
 use crate::families::{self, LoadOptions, PartRole};
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, zimage_folder};
+use crate::testing::{chosen, fixtures, zimage_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::job::arch::ArchName;
@@ -86,7 +86,7 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         lokr_factor: Integer(-1),
         ..network(NetworkType::Lokr)
     };
-    for (network, optimizer) in [
+    for (network, optimizer) in chosen(vec![
         (network(NetworkType::Lokr), OptimizerName::AdamW8Bit),
         (full, OptimizerName::Adafactor),
         (locon.clone(), OptimizerName::Adafactor),
@@ -96,7 +96,7 @@ fn every_type_of_adapter_of_a_unet_resumes_exactly() {
         (network(NetworkType::Fullrank), OptimizerName::AdamW8Bit),
         (dropping(NetworkType::Dora), OptimizerName::AdamW),
         (with_differences(NetworkType::Lora), OptimizerName::Prodigy),
-    ] {
+    ]) {
         check_resumption(&|root| {
             let mut process = trainer(root, 6);
             process.network = Some(network.clone());
@@ -154,12 +154,12 @@ fn a_lokr_of_a_transformer_resumes_exactly_and_is_in_samples() {
 /// Adapters are in float32 beside a model in half precision.
 #[test]
 fn a_portable_training_of_an_adapter_has_the_same_losses_in_every_dtype() {
-    for kind in [
+    for kind in chosen(vec![
         NetworkType::Lokr,
         NetworkType::Dora,
         NetworkType::Loha,
         NetworkType::Fullrank,
-    ] {
+    ]) {
         check_dtypes(kind);
     }
 }
