@@ -93,6 +93,9 @@ section! {
         keep_tokens: u32 = 0, Works;
         /// Shuffle the comma-separated tokens.
         shuffle_tokens: bool = false, Works;
+        /// Captions as sd-scripts reads them: the first line, without spaces at its ends (with `enable_wildcard` every line that is
+        /// not blank). Commas and spaces stay as they are, unless tokens are shuffled or dropped.
+        sd_scripts_captions: bool = false, Works;
         /// sd-scripts: the tokens of `keep_tokens` keep their places when tokens are shuffled, too.
         shuffle_keeps_tokens: bool = false, Works;
         /// sd-scripts: tokens before this text, and after it where it stands a second time, are neither dropped nor shuffled; it

@@ -577,6 +577,7 @@ fn captions(import: &mut Import<'_>, levels: &Levels<'_>, training: &Training, s
         }
     }
     let drops_tags = rates[1] > 0.0;
+    section.insert("sd_scripts_captions".into(), json!(true));
     if shuffles {
         section.insert("shuffle_tokens".into(), json!(true));
     }

@@ -9,6 +9,9 @@ const COMMA: &str = ",";
 /// How the tags of every caption are changed.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TagRules {
+    /// As sd-scripts reads captions: of a file's lines the first, without spaces at its ends (with `wildcards` every line that is not
+    /// blank); the text between tags stays as it is, unless tags are dropped or shuffled; then tags lose the spaces at their ends.
+    pub of_sd_scripts: bool,
     /// Text before each caption, and a blank.
     pub prefix: Option<String>,
     /// Text after each caption, and a blank before it.
@@ -40,6 +43,11 @@ impl TagRules {
     fn separator(&self) -> &str {
         self.separator.as_deref().unwrap_or(COMMA)
     }
+
+    /// Whether tags are dropped or shuffled.
+    fn changes_tags(&self) -> bool {
+        self.shuffle || self.dropout > 0.0
+    }
 }
 
 /// The caption with its tags changed.
@@ -48,7 +56,10 @@ impl TagRules {
 /// each wildcard `randint(0, alternatives)`; dropout `rand(1)` per tag that can be dropped; shuffling `randperm(tags)` of the tags
 /// that are shuffled.
 pub(super) fn change_tags(raw: &str, rules: &TagRules, generator: &mut TorchGenerator) -> String {
-    let mut caption = raw.to_owned();
+    let mut caption = match rules.of_sd_scripts {
+        true => lines_of_sd_scripts(raw, rules.wildcards),
+        false => raw.to_owned(),
+    };
     if let Some(prefix) = &rules.prefix {
         caption = format!("{prefix} {caption}");
     }
@@ -57,12 +68,29 @@ pub(super) fn change_tags(raw: &str, rules: &TagRules, generator: &mut TorchGene
     }
     if rules.wildcards {
         caption = choose_alternatives(choose_line(&caption, generator), generator);
+    } else if rules.of_sd_scripts {
+        caption = first_line(&caption).to_owned();
     }
-    let caption = split_tags(&caption, rules).joined(rules, generator);
+    if rules.changes_tags() || !rules.of_sd_scripts {
+        caption = split_tags(&caption, rules).joined(rules, generator);
+    }
     match &rules.secondary_separator {
         Some(secondary) => caption.replace(secondary.as_str(), rules.separator()),
         None => caption,
     }
+}
+
+/// What sd-scripts reads of a caption file.
+fn lines_of_sd_scripts(raw: &str, all: bool) -> String {
+    if all {
+        let lines = raw.lines().map(str::trim).filter(|line| !line.is_empty());
+        return lines.collect::<Vec<_>>().join("\n");
+    }
+    first_line(raw).trim().to_owned()
+}
+
+fn first_line(text: &str) -> &str {
+    text.split('\n').next().unwrap_or_default()
 }
 
 /// The tags of a caption.
@@ -76,8 +104,7 @@ struct Tags<'a> {
 
 fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
     let separator = rules.separator();
-    let changes = rules.shuffle || rules.dropout > 0.0;
-    let kept_separator = rules.kept_separator.as_deref().filter(|_| changes);
+    let kept_separator = rules.kept_separator.as_deref().filter(|_| rules.changes_tags());
     if let Some((first, rest)) = kept_separator.and_then(|kept| caption.split_once(kept)) {
         let parts = kept_separator.and_then(|kept| rest.split_once(kept));
         let (free, last) = parts.unwrap_or((rest, ""));
@@ -92,13 +119,21 @@ fn split_tags<'a>(caption: &'a str, rules: &TagRules) -> Tags<'a> {
             last: trimmed(last),
         };
     }
-    if rules.kept_in_place && changes {
-        let mut first: Vec<&str> = caption.trim().split(separator).map(str::trim).collect();
-        let free = first.split_off(rules.kept.min(first.len()));
+    if rules.changes_tags() && (rules.kept_in_place || rules.of_sd_scripts) {
+        let mut tags: Vec<&str> = caption.trim().split(separator).map(str::trim).collect();
+        if rules.kept_in_place {
+            let free = tags.split_off(rules.kept.min(tags.len()));
+            return Tags {
+                first: tags,
+                free,
+                kept: 0,
+                last: Vec::new(),
+            };
+        }
         return Tags {
-            first,
-            free,
-            kept: 0,
+            first: Vec::new(),
+            free: tags,
+            kept: rules.kept,
             last: Vec::new(),
         };
     }
@@ -154,30 +189,30 @@ fn choose_line<'a>(caption: &'a str, generator: &mut TorchGenerator) -> &'a str 
     }
 }
 
-/// Replaces each `{a|b|c}` by one of its alternatives; `{{` and `}}` stand for braces.
+/// A brace that is text: characters that are in no text.
+const OPEN: &str = "\u{FFFE}";
+const CLOSE: &str = "\u{FFFF}";
+
+/// Replaces each `{a|b|c}` by one of its alternatives. `{{` and `}}` stand for braces, and do so before a wildcard is looked for:
+/// `{a|{b|c}}` has no end.
 fn choose_alternatives(caption: &str, generator: &mut TorchGenerator) -> String {
+    let caption = caption.replace("{{", OPEN).replace("}}", CLOSE);
     let mut out = String::with_capacity(caption.len());
-    let mut rest = caption;
-    while let Some(at) = rest.find(['{', '}']) {
+    let mut rest = caption.as_str();
+    while let Some(at) = rest.find('{') {
         out.push_str(&rest[..at]);
         rest = &rest[at..];
-        if let Some(after) = rest.strip_prefix("{{") {
-            out.push('{');
-            rest = after;
-        } else if let Some(after) = rest.strip_prefix("}}") {
-            out.push('}');
-            rest = after;
-        } else if let Some((alternatives, after)) = alternatives_at(rest) {
+        if let Some((alternatives, after)) = alternatives_at(rest) {
             out.push_str(choose(&alternatives.split('|').collect::<Vec<_>>(), generator));
             rest = after;
         } else {
             // A brace without a partner, or `{}`.
-            out.push_str(&rest[..1]);
+            out.push('{');
             rest = &rest[1..];
         }
     }
     out.push_str(rest);
-    out
+    out.replace(OPEN, "{").replace(CLOSE, "}")
 }
 
 /// The text in the braces at the start of `text`, and what follows them.

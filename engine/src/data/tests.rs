@@ -66,9 +66,59 @@ fn tags_are_kept_as_in_sd_scripts() {
         ("{}x{", "{}x{"),
         ("}{|}", "}"),
         ("{ü}ö}", "üö}"),
+        ("{a|{b|c}}", "{a|{b|c}"),
     ] {
         assert_eq!(tags(raw, &|r| r.wildcards = true), expected, "{raw}");
     }
+}
+
+/// Where nothing is shuffled or dropped, sd-scripts leaves a caption as it is; where something is, it trims tags.
+#[test]
+fn captions_of_sd_scripts_change_no_more_than_there() {
+    let tags = |raw: &str, change: &dyn Fn(&mut TagRules)| {
+        let mut rules = rules();
+        rules.tags.of_sd_scripts = true;
+        change(&mut rules.tags);
+        build(raw, &rules)
+    };
+    let text = |text: &str| Some(text.to_owned());
+    for raw in ["a,,b, ,c", "A circle. It is 0.5 cm. No", "x ||| y", ";;;", ""] {
+        for separator in [None, text("."), text(" "), text("|"), text(";")] {
+            let got = tags(raw, &|r| {
+                (r.separator, r.kept, r.kept_in_place) = (separator.clone(), 2, true);
+                r.kept_separator = text("|||");
+            });
+            assert_eq!(got, raw, "{separator:?}");
+        }
+    }
+    assert_eq!(tags("  a , b \n c", &|_| {}), "a , b");
+    assert_eq!(tags("\na", &|_| {}), "");
+    assert_eq!(
+        tags("a", &|r| (r.prefix, r.suffix) = (text("p"), text("s\nt"))),
+        "p a s"
+    );
+    assert_eq!(
+        tags("a;;b.c", &|r| (r.secondary_separator, r.separator) =
+            (text(";;"), text("."))),
+        "a.b.c"
+    );
+    // Every line that is not blank is one of several.
+    let lines: std::collections::BTreeSet<String> = (0..40)
+        .map(|seed| {
+            let mut rules = rules();
+            (rules.tags.of_sd_scripts, rules.tags.wildcards) = (true, true);
+            build_caption(" a, b \n\n {c|d}\t\r\n", &rules, &mut TorchGenerator::manual_seed(seed))
+        })
+        .collect();
+    assert_eq!(lines.into_iter().collect::<Vec<_>>(), ["a, b", "c", "d"]);
+    // Tags lose their blanks when others are dropped, and empty ones stay.
+    assert_eq!(
+        tags(" a ,, b , c ", &|r| {
+            (r.dropout, r.kept, r.kept_in_place) = (1e-9, 1, true);
+        }),
+        "a, , b, c"
+    );
+    assert_eq!(tags(" a ,, b , c ", &|r| r.dropout = 1e-9), "a, , b, c");
 }
 
 #[test]

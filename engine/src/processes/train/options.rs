@@ -235,6 +235,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 regularisation: dataset.is_reg,
                 caption_dropout: *dataset.caption_dropout_rate,
                 tags: TagRules {
+                    of_sd_scripts: dataset.sd_scripts_captions,
                     prefix: dataset.caption_prefix.clone(),
                     suffix: dataset.caption_suffix.clone(),
                     wildcards: dataset.enable_wildcard,
