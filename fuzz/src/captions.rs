@@ -97,6 +97,7 @@ fn tags(input: &mut Unstructured<'_>) -> TagRules {
         kept_in_place: input.flag(),
         kept_separator: word(input),
         secondary_separator: word(input),
+        of_sd_scripts: input.flag(),
     }
 }
 

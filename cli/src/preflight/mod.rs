@@ -6,6 +6,7 @@
 mod dataset;
 #[cfg(feature = "embedded")]
 mod embeddings;
+mod inputs;
 mod models;
 mod output;
 mod report;

@@ -1,5 +1,6 @@
 //! Checks the models of a config: to which family their files belong, and whether they are complete.
 
+use super::inputs::missing_message;
 use crate::context::env;
 use crate::paths::expand;
 use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
@@ -341,28 +342,6 @@ fn model_of<'a>(spec: &'a JobSpec, key: &str) -> Option<&'a ModelConfig> {
     spec.process.get(index)?.model()
 }
 
-/// Returns an error for each file of prompts, textual inversion, folder of control images and input of an extension that does not
-/// exist. Models and data sets are checked elsewhere.
-pub(super) fn missing_inputs(spec: &JobSpec, directory: &Path) -> Vec<String> {
-    let is_checked_here = |input: &Input| {
-        matches!(
-            input.kind,
-            InputKind::PromptFile | InputKind::ControlImages | InputKind::Embedding
-        ) || spec.extension().is_some()
-    };
-    let inputs = spec.inputs().into_iter().filter(is_checked_here);
-    inputs
-        .filter_map(|input| {
-            let local = expand(&input.config_path, directory, &env);
-            let is_missing = !input.config_path.is_empty() && !local.exists();
-            is_missing.then(|| {
-                spec.finding(input.key.clone(), missing_message(&input, &local))
-                    .to_string()
-            })
-        })
-        .collect()
-}
-
 /// Returns why an existing file cannot be the LoRA that a config names.
 fn adapter_problem(path: &str, files: &Inventory) -> Option<String> {
     if let Some(problem) = &files.problem {
@@ -374,23 +353,6 @@ fn adapter_problem(path: &str, files: &Inventory) -> Option<String> {
         _ => return None,
     };
     Some(format!("{path} is {what}, but a LoRA was expected"))
-}
-
-/// Returns the error for a path that does not exist.
-fn missing_message(input: &Input, local: &Path) -> String {
-    let path = &input.config_path;
-    if path.starts_with("http://") || path.starts_with("https://") {
-        return format!("{path} is a URL: download the file and give its path, or name a repository as ORG/NAME");
-    }
-    let repository = match input.kind {
-        InputKind::Model | InputKind::Vae => ", and it is not the name of a repository (ORG/NAME)",
-        _ => "",
-    };
-    let full_path = match local.display().to_string() {
-        local if local == *path => String::new(),
-        local => format!(" ({local})"),
-    };
-    format!("{path}: no such file or folder{full_path}{repository}")
 }
 
 impl ModelReport {

@@ -34,7 +34,7 @@ pub struct Report {
     pub warnings: Vec<String>,
     /// What was found about each model.
     pub models: Vec<ModelReport>,
-    /// Errors about files of prompts, folders of control images and inputs of extensions that do not exist.
+    /// Errors about files of prompts, control images and inputs of extensions that do not exist or cannot be read.
     pub missing: Vec<String>,
     /// One report for each training process.
     pub trainings: Vec<ProcessReport>,
@@ -101,7 +101,7 @@ impl Report {
             warnings,
             models: models::inspect_models(spec, directory, |_| true).await,
             images: crate::job_file::images(spec, directory),
-            missing: models::missing_inputs(spec, directory),
+            missing: super::inputs::input_problems(spec, directory),
             ..Self::default()
         };
         report

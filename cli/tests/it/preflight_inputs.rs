@@ -101,3 +101,66 @@ fn a_missing_input_of_an_extension_is_reported() {
         "{shown}"
     );
 }
+
+/// What a run would stop at is an error of `validate`, with the key's line: masks, images of a validation, files of prompts.
+#[test]
+fn files_that_cannot_be_read_are_reported_before_the_run() {
+    let home = Home::new();
+    images(&home, "data", 2);
+    std::fs::create_dir(home.path().join("masks")).unwrap();
+    std::fs::create_dir(home.path().join("folder")).unwrap();
+    home.write("binary.txt", &[b'a', 0xff, b'\n']);
+    home.write("empty.txt", b"\n \n");
+    let train = |dataset: &str, train: &str| {
+        format!(
+            "job: extension\nconfig:\n  name: x\n  process:\n    - type: sd_trainer\n      training_folder: out\n      network: {{type: \
+             lora, linear: 1}}\n      datasets:\n        - {{folder_path: data, default_caption: a, resolution: [32]{dataset}}}\n      \
+             train: {{steps: 2, dtype: float32{train}}}\n      model: {{name_or_path: {TINY}}}\n"
+        )
+    };
+    let item = |path: &str| format!(", validation_config: {{validation_items: [{{image_path: {path}, prompt: a}}]}}");
+    let prompts = |path: &str| {
+        format!(
+            "job: generate\nconfig:\n  name: x\n  process:\n    - type: to_folder\n      output_folder: out\n      generate: {{prompts: \
+             {path}, width: 32, height: 32}}\n      model: {{name_or_path: {TINY}}}\n"
+        )
+    };
+    for (text, expected) in [
+        (train(", random_triggers: folder", ""), "x.yaml:9:"),
+        (
+            train(", random_triggers: folder", ""),
+            "datasets[0].random_triggers: folder: is a directory",
+        ),
+        (
+            train(", random_triggers: binary.txt", ""),
+            "expected a text file with one text per line",
+        ),
+        (train("", &item("folder")), "validation_items[0].image_path: "),
+        (train("", &item("empty.txt")), "x.yaml:10:"),
+        (prompts("folder"), "x.yaml:7:"),
+        (prompts("binary.txt"), "generate.prompts: binary.txt: "),
+        (prompts("empty.txt"), "empty.txt: there is no prompt in this file"),
+    ] {
+        home.write("x.yaml", &text);
+        let output = home.aitk().args(["validate", "x.yaml"]).output().unwrap();
+        let all = out(&output) + &err(&output);
+        assert!(
+            code(&output) == 1 && all.contains(expected),
+            "{text}\n{all}\n{expected}"
+        );
+    }
+    let first = std::fs::read_dir(home.path().join("data"))
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap();
+    let mask = home.path().join("masks").join(first.path().file_stem().unwrap());
+    image::RgbImage::new(40, 10).save(mask.with_extension("png")).unwrap();
+    home.write("x.yaml", train(", mask_path: masks", ""));
+    let output = home.aitk().args(["validate", "x.yaml"]).output().unwrap();
+    let all = out(&output) + &err(&output);
+    assert!(
+        code(&output) == 1 && all.contains("the mask has 40 x 10 pixels"),
+        "{all}"
+    );
+}

@@ -70,6 +70,12 @@ fn bucket_size(width: u32, height: u32, resolution: u32, divisibility: u32) -> (
     (bw as u32, bh as u32)
 }
 
+/// Whether two sizes, width and height, differ only by a factor, up to 2 %.
+pub(super) fn have_same_aspect_ratio((width, height): (u32, u32), (other_width, other_height): (u32, u32)) -> bool {
+    let ratio = f64::from(width) * f64::from(other_height) / (f64::from(height) * f64::from(other_width));
+    (0.98..1.02).contains(&ratio)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -1,7 +1,7 @@
 //! Data sets: images with their buckets and captions, and the batches of a run.
 
 use super::allowed_paths::AllowedPaths;
-use super::bucket::{BucketPlan, plan_bucket, plan_square};
+use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::controls::ControlOptions;
 use super::discover::discover;
@@ -370,6 +370,14 @@ impl Dataset {
             Some(folder) if options.stay_in_folder => AllowedPaths::below(folder)?,
             _ => AllowedPaths::any(),
         };
+        if let Some(masks) = &options.masks {
+            for image in images {
+                if let Some(mask) = masks.mask_for(&image.path).filter(|mask| !mask.alpha) {
+                    allowed_masks.check(&mask.path)?;
+                    masks.check(&image.path)?;
+                }
+            }
+        }
         let mut hashes: HashMap<PathBuf, String> = HashMap::new();
         let mut hash = |path: &PathBuf| -> Result<String> {
             if let Some(hash) = hashes.get(path) {
@@ -410,9 +418,6 @@ impl Dataset {
                     };
                     let plan = plan_item(*size, &options, divisibility, seed, path);
                     let mask = options.masks.as_ref().and_then(|masks| masks.mask_for(path));
-                    if let Some(mask) = mask.as_ref().filter(|mask| !mask.alpha) {
-                        allowed_masks.check(&mask.path)?;
-                    }
                     items.push(TrainingImage {
                         path: path.clone(),
                         content,
@@ -449,12 +454,6 @@ pub(super) fn check_options(options: &DatasetOptions, divisibility: u32) -> Resu
         controls.check_folders_exist()?;
     }
     Ok(())
-}
-
-/// Whether two sizes, width and height, differ only by a factor, up to 2 %.
-fn have_same_aspect_ratio((width, height): (u32, u32), (other_width, other_height): (u32, u32)) -> bool {
-    let ratio = f64::from(width) * f64::from(other_height) / (f64::from(height) * f64::from(other_width));
-    (0.98..1.02).contains(&ratio)
 }
 
 fn image_size(path: &Path) -> Result<(u32, u32)> {

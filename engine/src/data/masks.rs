@@ -1,5 +1,6 @@
 //! Loss masks: the mask file of each image, and the mask scaled, cropped and flipped like its image.
 
+use super::bucket::have_same_aspect_ratio;
 use super::pixels::apply_plan;
 use super::training_image::{Mask, TrainingImage};
 use crate::error::{EngineError, Result};
@@ -32,6 +33,21 @@ impl MaskOptions {
         }
     }
 
+    /// Checks the header of an image's mask file, if it has one.
+    ///
+    /// # Errors
+    /// When the file is no image, or its aspect ratio differs from the image's.
+    pub(super) fn check(&self, image: &Path) -> Result<()> {
+        match self.mask_for(image) {
+            Some(mask) if !mask.alpha => check_aspect_ratio(
+                &mask.path,
+                image_io::dimensions(&mask.path)?,
+                image_io::dimensions(image)?,
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// The mask of an image; `None` if the folder has no file with its stem.
     pub(super) fn mask_for(&self, image: &Path) -> Option<Mask> {
         let (path, alpha) = match &self.folder {
@@ -58,6 +74,21 @@ impl MaskOptions {
     }
 }
 
+/// Sizes are width and height in pixels.
+fn check_aspect_ratio(path: &Path, mask: (u32, u32), image: (u32, u32)) -> Result<()> {
+    if have_same_aspect_ratio(mask, image) {
+        return Ok(());
+    }
+    Err(EngineError::bad_input(format!(
+        "{}: the mask has {} x {} pixels and its image {} x {}: they must have the same aspect ratio",
+        path.display(),
+        mask.0,
+        mask.1,
+        image.0,
+        image.1
+    )))
+}
+
 /// Loads the loss weights of an item's pixels: bucket width times bucket height numbers, row by row.
 ///
 /// # Errors
@@ -68,16 +99,7 @@ pub fn load_mask(item: &TrainingImage, mask: &Mask) -> Result<Vec<f32>> {
     } else {
         image_io::open_rgb(&mask.path)?
     };
-    let (width, height) = image_io::dimensions(&item.path)?;
-    let (mask_width, mask_height) = image.dimensions();
-    let ratio = f64::from(mask_width) * f64::from(height) / (f64::from(mask_height) * f64::from(width));
-    if !(0.98..1.02).contains(&ratio) {
-        return Err(EngineError::bad_input(format!(
-            "{}: the mask has {mask_width} x {mask_height} pixels and its image {width} x {height}: they must have the \
-             same aspect ratio",
-            mask.path.display()
-        )));
-    }
+    check_aspect_ratio(&mask.path, image.dimensions(), image_io::dimensions(&item.path)?)?;
     let pixels = apply_plan(image, item);
     let weight = |sum: u32| {
         let value = f64::from(sum) / (3.0 * 255.0);

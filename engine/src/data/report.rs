@@ -224,7 +224,12 @@ impl DatasetReport {
                 report.cut_off.add(|| relative(&file.path));
             }
             if let (Some(masks), Some(count)) = (&options.masks, &mut report.masks) {
-                *count += u64::from(masks.mask_for(&file.path).is_some());
+                let mask = masks.mask_for(&file.path);
+                *count += u64::from(mask.is_some());
+                masks.check(&file.path)?;
+                if let Some(mask) = mask.filter(|mask| !mask.alpha && is_cut_off(&mask.path)) {
+                    report.cut_off.add(|| relative(&mask.path));
+                }
             }
             // The seed only changes the crop, not the bucket.
             let BucketPlan { bucket, .. } = plan_item(file.size, options, divisibility, 0, &file.path);

@@ -152,3 +152,47 @@ fn a_truncated_image_is_found_and_one_with_data_after_its_end_is_complete() {
     let cut_off = DatasetReport::read(&options, "set", 16).unwrap().cut_off;
     assert_eq!(cut_off.first, ["cut.jpg", "cut.png", "cut.webp"]);
 }
+
+#[test]
+fn masks_that_would_stop_the_training_are_errors_before_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, masks) = (dir.path().join("set"), dir.path().join("masks"));
+    for folder in [&root, &masks] {
+        std::fs::create_dir(folder).unwrap();
+    }
+    for name in ["a.png", "b.png"] {
+        RgbImage::new(64, 64).save(root.join(name)).unwrap();
+    }
+    let options = DatasetOptions {
+        path: root,
+        resolution: 64,
+        default_caption: Some("a thing".into()),
+        masks: Some(crate::data::MaskOptions {
+            folder: Some(masks.clone()),
+            invert: false,
+            min_value: 0.0,
+        }),
+        ..DatasetOptions::default()
+    };
+    let read = || DatasetReport::read(&options, "set", 16);
+    let open = || crate::data::Dataset::open(options.clone(), 16, 1);
+    RgbImage::new(128, 127).save(masks.join("b.png")).unwrap();
+    assert_eq!(read().unwrap().masks, Some(1));
+    open().unwrap();
+
+    RgbImage::new(256, 192).save(masks.join("b.png")).unwrap();
+    for error in [read().unwrap_err().to_string(), open().unwrap_err().to_string()] {
+        assert!(
+            error.contains("b.png: the mask has 256 x 192 pixels and its image 64 x 64"),
+            "{error}"
+        );
+    }
+    std::fs::write(masks.join("b.png"), "no image").unwrap();
+    for error in [read().unwrap_err().to_string(), open().unwrap_err().to_string()] {
+        assert!(error.contains("b.png: not an image"), "{error}");
+    }
+    RgbImage::new(64, 64).save(masks.join("b.png")).unwrap();
+    let bytes = std::fs::read(masks.join("b.png")).unwrap();
+    std::fs::write(masks.join("b.png"), &bytes[..bytes.len() - 20]).unwrap();
+    assert_eq!(read().unwrap().cut_off.count, 1);
+}

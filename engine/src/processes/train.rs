@@ -192,9 +192,10 @@ impl<'a> Run<'a> {
             start_step: 0,
             last_checkpoint: None,
             interrupted_saves: Vec::new(),
-            requested_saves: Vec::new(),
+            kept_saves: Vec::new(),
             non_finite_steps: 0,
             validation: validation.map(Arc::new),
+            misses_validation: false,
             reading: Duration::ZERO,
             metrics,
             stop: cx.stop.clone(),
@@ -234,6 +235,7 @@ impl<'a> Run<'a> {
         } else if self.start_step > 0 && self.start_step < steps {
             self.finish_last_checkpoint(cx)?;
         }
+        self.measure_missed_validation(cx)?;
         if self.start_step < steps {
             cx.phase("training");
         }
@@ -282,6 +284,7 @@ impl<'a> Run<'a> {
             if let Some(fixed) = self.validation.clone().filter(|fixed| fixed.is_due(done, steps)) {
                 let start = Instant::now();
                 measured.validation = self.validation_loss(&fixed)?;
+                self.misses_validation = measured.validation.is_none();
                 progress.exclude(start.elapsed());
             }
             if let Some(warning) = self.metrics.step(done, &report, measured) {

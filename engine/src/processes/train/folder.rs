@@ -139,18 +139,9 @@ impl RunFolder {
             return Ok(ExpiredSaves::default());
         }
         let here = self.saves().into_iter().filter_map(|(s, _)| s);
-        let all: BTreeSet<u64> = here.chain(other.requested.iter().copied()).collect();
+        let all: BTreeSet<u64> = here.chain(other.kept.iter().copied()).collect();
         let counted = all.into_iter().filter(|s| *s <= step && !other.interrupted.contains(s));
-        let mut expired = naming::saves_to_delete(&counted.collect::<Vec<_>>(), keep);
-        let expired_elsewhere = process
-            .save
-            .save_every
-            .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
-        let is_new = |old: &u64| *old > 0 && process.save.is_due(*old) && !expired.contains(old);
-        let expired_elsewhere = expired_elsewhere.filter(is_new);
-        let expired_elsewhere =
-            expired_elsewhere.filter(|old| !other.interrupted.contains(old) && !self.step_save(*old).exists());
-        expired.extend(expired_elsewhere);
+        let expired = naming::saves_to_delete(&counted.collect::<Vec<_>>(), keep);
         let mut files = Vec::new();
         for old in &expired {
             let save = self.step_save(*old);
@@ -179,13 +170,13 @@ impl RunFolder {
     }
 }
 
-/// Step saves that are not made by `save_every`.
+/// Step saves that may not be on this disk, or do not count.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OtherSaves<'a> {
     /// Steps at which attempts were interrupted: their saves are neither counted nor removed.
     pub(super) interrupted: &'a [u64],
-    /// Steps that the user asked to save, perhaps on another machine: they count as any other.
-    pub(super) requested: &'a [u64],
+    /// Steps whose saves are kept, perhaps made on another machine.
+    pub(super) kept: &'a [u64],
 }
 
 /// What retention removed.

@@ -200,7 +200,12 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             TextSource::File(file) if file.is_empty() => Vec::new(),
             TextSource::File(file) => {
                 let path = cx.local_path(file)?;
-                let text = regular::read_text(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
+                let text = regular::read_text(&path, MAX_TEXT_FILE_BYTES).map_err(|error| {
+                    EngineError::bad_input(format!(
+                        "datasets.random_triggers: {}: {error}: expected a text file with one word or text per line",
+                        path.display()
+                    ))
+                })?;
                 text.lines()
                     .map(str::trim)
                     .filter(|l| !l.is_empty())

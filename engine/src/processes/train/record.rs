@@ -43,10 +43,14 @@ pub(super) struct StepRecorder {
     file: Option<File>,
     /// The metrics in the checkpoint from which the run resumes.
     earlier: Vec<StepMetrics>,
+    /// The step after which the run resumes.
+    resumed: Option<StepMetrics>,
     start: Instant,
     steps: Vec<u64>,
     losses: Vec<f64>,
     learning_rates: Vec<f64>,
+    /// The losses on the images of `train.validation_config`; NaN after the steps without one.
+    validations: Vec<f64>,
     /// Time and step of the last call of [`Self::seconds_per_step`].
     last_report: (Instant, u64),
 }
@@ -59,10 +63,12 @@ impl StepRecorder {
             path: folder.join(METRICS_FILE),
             file: None,
             earlier: Vec::new(),
+            resumed: None,
             start: now,
             steps: Vec::new(),
             losses: Vec::new(),
             learning_rates: Vec::new(),
+            validations: Vec::new(),
             last_report: (now, 0),
         }
     }
@@ -91,8 +97,12 @@ impl StepRecorder {
         self.file = Some(File::options().append(true).open(&self.path).map_err(failed)?);
         self.steps = earlier.keys().copied().collect();
         self.losses = earlier.values().map(|entry| entry.loss().unwrap_or(f64::NAN)).collect();
-        let rate = |entry: &StepMetrics| entry.values.get("lr").copied().unwrap_or(f64::NAN);
-        self.learning_rates = earlier.values().map(rate).collect();
+        let column = |name: &str| {
+            let value = |entry: &StepMetrics| entry.values.get(name).copied().unwrap_or(f64::NAN);
+            earlier.values().map(value).collect::<Vec<f64>>()
+        };
+        (self.learning_rates, self.validations) = (column("lr"), column(METRIC));
+        self.resumed = earlier.pop_last().map(|(_, entry)| entry);
         self.begin(start_step);
         Ok(())
     }
@@ -108,6 +118,7 @@ impl StepRecorder {
         self.steps.push(step);
         self.losses.push(report.loss);
         self.learning_rates.push(report.lr);
+        self.validations.push(measured.validation.unwrap_or(f64::NAN));
         let mut values = BTreeMap::from([("loss".to_owned(), report.loss), ("lr".to_owned(), report.lr)]);
         if let Some(norm) = report.grad_norm {
             values.insert("grad_norm".to_owned(), norm);
@@ -120,8 +131,23 @@ impl StepRecorder {
             seconds: Some((self.start.elapsed().as_secs_f64() * 1000.0).round() / 1000.0),
             memory: resident_bytes(),
         };
+        self.write(&line)
+    }
+
+    /// Adds the loss on fixed images to the step after which the run resumes. Returns the metrics of that step; `None`: they are
+    /// not known.
+    pub(super) fn add_validation(&mut self, step: u64, loss: f64) -> Option<StepMetrics> {
+        let mut line = self.resumed.take().filter(|line| line.step == step)?;
+        line.values.insert(METRIC.to_owned(), loss);
+        *self.validations.last_mut()? = loss;
+        // A reader takes the last line of a step.
+        let _warning = self.write(&line);
+        Some(line)
+    }
+
+    fn write(&mut self, line: &StepMetrics) -> Option<String> {
         let file = self.file.as_mut()?;
-        let text = serde_json::to_string(&line).unwrap_or_default();
+        let text = serde_json::to_string(line).unwrap_or_default();
         // A single write, so that a kill leaves no partial line.
         match file.write_all(format!("{text}\n").as_bytes()) {
             Ok(()) => None,
@@ -150,11 +176,16 @@ impl StepRecorder {
             .iter()
             .map(|step| i64::try_from(*step).unwrap_or(i64::MAX))
             .collect();
-        Ok(BTreeMap::from([
+        let mut tensors = BTreeMap::from([
             ("step".to_owned(), Tensor::new(steps, &Device::Cpu)?),
             ("loss".to_owned(), Tensor::new(self.losses.clone(), &Device::Cpu)?),
             ("lr".to_owned(), Tensor::new(self.learning_rates.clone(), &Device::Cpu)?),
-        ]))
+        ]);
+        if self.validations.iter().any(|loss| !loss.is_nan()) {
+            let losses = Tensor::new(self.validations.clone(), &Device::Cpu)?;
+            tensors.insert(METRIC.to_owned(), losses);
+        }
+        Ok(tensors)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -178,11 +209,18 @@ fn losses_of(checkpoint: &Checkpoint) -> Vec<StepMetrics> {
         let steps = tensors.get("step")?.to_vec1::<i64>().ok()?;
         let column = |name: &str| tensors.get(name)?.to_vec1::<f64>().ok();
         let (losses, learning_rates) = (column("loss")?, column("lr")?);
-        let rows = steps.into_iter().zip(losses).zip(learning_rates);
-        let entry = |((step, loss), rate): ((i64, f64), f64)| StepMetrics {
-            step: u64::try_from(step).unwrap_or(0),
-            values: BTreeMap::from([("loss".to_owned(), loss), ("lr".to_owned(), rate)]),
-            ..StepMetrics::default()
+        let validations = column(METRIC).unwrap_or_else(|| vec![f64::NAN; steps.len()]);
+        let rows = steps.into_iter().zip(losses).zip(learning_rates).zip(validations);
+        let entry = |(((step, loss), rate), validation): (((i64, f64), f64), f64)| {
+            let mut values = BTreeMap::from([("loss".to_owned(), loss), ("lr".to_owned(), rate)]);
+            if !validation.is_nan() {
+                values.insert(METRIC.to_owned(), validation);
+            }
+            StepMetrics {
+                step: u64::try_from(step).unwrap_or(0),
+                values,
+                ..StepMetrics::default()
+            }
         };
         Some(rows.map(entry).collect())
     };

@@ -25,12 +25,15 @@ use std::path::{Path, PathBuf};
 
 /// Version of the trainer's state in a manifest.
 const STATE_VERSION: u64 = 1;
-/// Optional keys of the state: the number of last steps in a row that were not finite, interrupted steps whose
-/// saves are to be removed, and steps that were saved because the user asked for it.
+/// Optional keys of the state: the number of last steps in a row that were not finite, the trained word, interrupted steps whose
+/// saves are to be removed, steps whose saves are kept, those of them that the user asked for (written by earlier versions), and
+/// whether the loss on fixed images was not measured, because the run was told to stop.
 const NON_FINITE_KEY: &str = "lost_steps";
 const WORD_KEY: &str = "word";
 const INTERRUPTED_KEY: &str = "interrupted_saves";
+const KEPT_KEY: &str = "kept_saves";
 const REQUESTED_KEY: &str = "requested_saves";
+const UNMEASURED_KEY: &str = "validation_missing";
 /// What may have made losses or weights infinite or NaN, for messages.
 pub(super) const NON_FINITE_CAUSES: &str = "Possible causes: `train.lr` is too high; a factor of the config, such as `train.noise_multiplier` \
                                  or a data set's `loss_multiplier`, is too large; `train.dtype` has too small a range; the base \
@@ -281,14 +284,34 @@ impl Run<'_> {
         self.start_step = checkpoint.step();
         self.last_checkpoint = Some(checkpoint.step());
         self.non_finite_steps = number(NON_FINITE_KEY).unwrap_or(0);
-        let steps = |key: &str| {
-            let list = state.get(key).and_then(Value::as_array);
-            list.into_iter().flatten().filter_map(Value::as_u64).collect()
+        let steps = |key: &str| -> Option<Vec<u64>> {
+            let list = state.get(key).and_then(Value::as_array)?;
+            Some(list.iter().filter_map(Value::as_u64).collect())
         };
-        self.interrupted_saves = steps(INTERRUPTED_KEY);
-        self.requested_saves = steps(REQUESTED_KEY);
+        self.interrupted_saves = steps(INTERRUPTED_KEY).unwrap_or_default();
+        self.kept_saves = match steps(KEPT_KEY) {
+            Some(kept) => kept,
+            None => self.saves_until(checkpoint.step(), &steps(REQUESTED_KEY).unwrap_or_default()),
+        };
+        self.misses_validation = state.get(UNMEASURED_KEY).and_then(Value::as_bool).unwrap_or(false);
         self.metrics.load_checkpoint(checkpoint);
         Ok(())
+    }
+
+    /// The saves that a run without a list of them kept until a step. `requested`: those that the user asked for.
+    fn saves_until(&self, step: u64, requested: &[u64]) -> Vec<u64> {
+        let save = &self.process.save;
+        let keep = usize::try_from(save.max_step_saves_to_keep).unwrap_or(usize::MAX);
+        let every = save.save_every.filter(|every| *every > 0);
+        let due = every
+            .into_iter()
+            .flat_map(|every| (1..=step / every).rev().map(move |k| k * every));
+        let mut saves: Vec<u64> = due.filter(|step| save.is_due(*step)).take(keep).collect();
+        saves.extend(requested);
+        saves.sort_unstable_by(|a, b| b.cmp(a));
+        saves.dedup();
+        saves.truncate(keep);
+        saves
     }
 
     /// Warns when the seed, the config or the data changed since the checkpoint.
@@ -398,8 +421,9 @@ impl Run<'_> {
         if !self.interrupted_saves.is_empty() {
             state.insert(INTERRUPTED_KEY.into(), self.interrupted_saves.clone().into());
         }
-        if !self.requested_saves.is_empty() {
-            state.insert(REQUESTED_KEY.into(), self.requested_saves.clone().into());
+        state.insert(KEPT_KEY.into(), self.kept_saves.clone().into());
+        if self.misses_validation {
+            state.insert(UNMEASURED_KEY.into(), true.into());
         }
         let path = writer.commit(state).map_err(checkpoint_error)?;
         self.last_checkpoint = Some(step);

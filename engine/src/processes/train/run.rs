@@ -48,13 +48,15 @@ pub(super) struct Run<'a> {
     pub(super) last_checkpoint: Option<u64>,
     /// Steps at which earlier attempts were interrupted. Their step saves are removed after the next save.
     pub(super) interrupted_saves: Vec<u64>,
-    /// Steps, also of earlier attempts, that were saved because the user asked for it. Only those that the config does not save and
-    /// that retention has not removed.
-    pub(super) requested_saves: Vec<u64>,
+    /// Steps, also of earlier attempts, that were saved because of the config or because the user asked for it. Without those
+    /// whose saves retention has removed.
+    pub(super) kept_saves: Vec<u64>,
     /// How many of the last steps in a row, also of earlier attempts, had no finite loss or gradients.
     pub(super) non_finite_steps: u64,
     /// The images on which the loss is measured now and then.
     pub(super) validation: Option<Arc<Validation>>,
+    /// The run was told to stop before this was done after the last step.
+    pub(super) misses_validation: bool,
     /// The time in which this step read and encoded images.
     pub(super) reading: Duration,
     pub(super) metrics: StepRecorder,

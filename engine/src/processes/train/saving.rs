@@ -75,24 +75,24 @@ impl Run<'_> {
         requested
     }
 
-    /// As [`Self::save`], because the user asked for it. If the config does not save this step, it is recorded, so that a later
-    /// attempt does not take the save for that of an interrupted one.
+    /// As [`Self::save`], because the user asked for it.
     pub(super) fn save_as_requested(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.log("info", format!("saving at step {step}, as requested"));
-        if !self.is_wanted_save(step) {
-            self.requested_saves.push(step);
-        }
         self.save(cx, step)
     }
 
     /// Whether the save of a step is made by the config or was requested, and not only because an attempt was interrupted.
     fn is_wanted_save(&self, step: u64) -> bool {
-        self.process.save.is_due(step) || self.requested_saves.contains(&step)
+        self.process.save.is_due(step) || self.kept_saves.contains(&step)
     }
 
     /// Makes a step save: writes the checkpoint, then the LoRA or model, then applies retention. In this order, so that
-    /// a kill in between leaves a checkpoint; from weights alone the run would resume without the optimizer's state.
+    /// a kill in between leaves a checkpoint; from weights alone the run would resume without the optimizer's state. The
+    /// checkpoint lists the save: a later attempt neither takes it for that of an interrupted one, nor forgets to remove it.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        if !self.kept_saves.contains(&step) {
+            self.kept_saves.push(step);
+        }
         self.save_without_retention(cx, step)?;
         self.apply_retention(cx, step)
     }
@@ -157,14 +157,10 @@ impl Run<'_> {
         let saves = OtherSaves {
             interrupted: &self.interrupted_saves,
             // A run in place has all of them on its disk, unless the user removed some.
-            requested: if cx.has_staged_inputs() {
-                &self.requested_saves
-            } else {
-                &[]
-            },
+            kept: if cx.has_staged_inputs() { &self.kept_saves } else { &[] },
         };
         let expired = self.folder.apply_retention(self.process, step, saves)?;
-        self.requested_saves.retain(|save| !expired.steps.contains(save));
+        self.kept_saves.retain(|save| !expired.steps.contains(save));
         for removed in expired.files {
             let name = artifact_name(&self.folder.root, &removed);
             cx.events.emit(ChildEvent::ArtifactRemoved { name });

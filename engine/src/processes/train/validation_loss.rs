@@ -1,11 +1,13 @@
 //! Measures the loss on the images of `train.validation_config`.
 
+use super::super::context::Context;
 use super::run::Run;
 use super::step::ItemInputs;
-use super::validation::{Image, Validation};
+use super::validation::{Image, METRIC, Validation};
 use crate::adapters::LoraPass;
 use crate::error::{EngineError, Result};
 use crate::training::NoiseDraw;
+use aitk_common::attempt::ChildEvent;
 use candle_core::{DType, Tensor};
 
 impl Run<'_> {
@@ -28,6 +30,34 @@ impl Run<'_> {
             });
         }
         Ok(Some(losses.iter().sum::<f64>() / losses.len() as f64))
+    }
+
+    /// Measures it after the step at which an earlier attempt was told to stop before it had done so.
+    ///
+    /// # Errors
+    /// As [`Self::validation_loss`].
+    pub(super) fn measure_missed_validation(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let Some(fixed) = self.validation.clone().filter(|_| self.misses_validation) else {
+            self.misses_validation = false;
+            return Ok(());
+        };
+        let Some(loss) = self.validation_loss(&fixed)? else {
+            return Ok(());
+        };
+        self.misses_validation = false;
+        if let Some(line) = self.metrics.add_validation(self.start_step, loss) {
+            let named = |(from, to): (&str, &str)| Some((to.to_owned(), *line.values.get(from)?));
+            let names = [("lr", "learning_rate"), ("loss", "loss/loss"), (METRIC, METRIC)];
+            let values = names
+                .into_iter()
+                .filter_map(named)
+                .filter(|(_, value)| value.is_finite());
+            cx.events.emit(ChildEvent::Metrics {
+                step: self.start_step,
+                values: values.collect(),
+            });
+        }
+        Ok(())
     }
 
     fn image_loss(&mut self, image: &Image, levels: &[f64]) -> Result<f64> {

@@ -2,7 +2,9 @@
 
 use super::tests::{logs, losses, run_spec, saved_lora, spec, trainer};
 use super::transformer_runs::{complete, flow_trainer};
-use crate::testing::{chosen, fixtures, in_portable_mode};
+use super::validation::METRIC;
+use crate::processes::{EventSink, StopSignal, run};
+use crate::testing::{chosen, fixtures, in_own_folder, in_portable_mode};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::arch::{Arch, ArchName};
 use aitk_common::job::averages::{ValidationConfig, ValidationItem};
@@ -127,4 +129,56 @@ fn a_missing_image_is_an_error_before_the_model_is_loaded() {
     let text = format!("{outcome:?} {}", logs(&events));
     assert!(outcome != Outcome::Completed && text.contains("none.png"), "{text}");
     assert!(!format!("{events:?}").contains("loading model"), "{events:?}");
+}
+
+/// A run that is told to stop while the loss is measured measures it when it resumes, on another machine too, where the metrics of
+/// earlier steps come from the checkpoint.
+#[test]
+fn a_loss_that_an_interruption_prevented_is_measured_on_resume() {
+    /// Stops after the second step that is not finite, before the loss is measured.
+    struct StopAtWarning(StopSignal, u64);
+    impl EventSink for StopAtWarning {
+        fn emit(&mut self, event: ChildEvent) {
+            if matches!(&event, ChildEvent::Log { level, message, .. } if level == "warn" && message.contains("finite"))
+            {
+                self.1 += 1;
+                if self.1 == 2 {
+                    self.0.stop();
+                }
+            }
+        }
+    }
+    let report = report();
+    let [one, two] = [0; 2].map(|_| tempfile::tempdir().unwrap());
+    let mut process = trainer(one.path(), 4);
+    process.train.validation_config = Some(config(&report, 1));
+    // No step changes the weights, so all measurements are equal.
+    process.datasets[0].loss_multiplier = 1e300;
+    let first = in_own_folder(spec(process.clone()), &one.path().join("out"));
+    let signal = StopSignal::new();
+    assert_eq!(
+        run(&first, &mut StopAtWarning(signal.clone(), 0), &signal),
+        Outcome::stopped()
+    );
+    let values = |root: &Path| -> Vec<(u64, Option<f64>)> {
+        let file = std::fs::File::open(root.join("out/tiny/metrics.jsonl")).unwrap();
+        let lines = step_metrics::read(file).unwrap().into_iter();
+        lines
+            .map(|line| (line.step, line.values.get(METRIC).copied()))
+            .collect()
+    };
+    let interrupted = values(one.path());
+    assert!(interrupted.len() == 2 && interrupted[0].1.is_some() && interrupted[1].1.is_none());
+    let mut other = in_own_folder(spec(process), &two.path().join("out"));
+    other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000002"));
+    for spec in [&other, &first] {
+        let (_, events) = run_spec(spec);
+        let is_measured = |event: &ChildEvent| matches!(event, ChildEvent::Metrics { step: 2, values } if values.get(METRIC).copied() == interrupted[0].1);
+        assert!(events.iter().any(is_measured), "{}", logs(&events));
+    }
+    for root in [one.path(), two.path()] {
+        let expected = (1..=4).map(|step| (step, interrupted[0].1)).collect::<Vec<_>>();
+        // The run fails after its last step, because none was finite.
+        assert_eq!(values(root)[..3], expected[..3]);
+    }
 }

@@ -1,0 +1,78 @@
+//! Checks the files that a config names, beside models and data sets: do they exist, and can they be read as what they are used for?
+
+use crate::context::env;
+use crate::paths::expand;
+use aitk_common::fsutil::regular;
+use aitk_common::job::generate::prompt_lines;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
+use aitk_common::job::{Input, InputKind, JobSpec};
+use std::path::Path;
+
+/// Returns an error for each file of prompts, textual inversion, control image, image of a validation, folder of control images and
+/// input of an extension that does not exist or cannot be read. Models and data sets are checked elsewhere.
+pub(super) fn input_problems(spec: &JobSpec, directory: &Path) -> Vec<String> {
+    let is_checked_here = |input: &Input| {
+        matches!(
+            input.kind,
+            InputKind::PromptFile | InputKind::ControlImages | InputKind::Embedding
+        ) || spec.extension().is_some()
+    };
+    let inputs = spec.inputs().into_iter().filter(is_checked_here);
+    inputs
+        .filter(|input| !input.config_path.is_empty())
+        .filter_map(|input| {
+            let local = expand(&input.config_path, directory, &env);
+            let problem = match local.exists() {
+                false => Some(missing_message(&input, &local)),
+                true => content_problem(&input, &local),
+            };
+            problem.map(|problem| spec.finding(input.key.clone(), problem).to_string())
+        })
+        .collect()
+}
+
+/// Returns why an existing file cannot be used.
+fn content_problem(input: &Input, local: &Path) -> Option<String> {
+    let path = &input.config_path;
+    // Other files of prompts are not read.
+    let (prompts, triggers) = (input.key.ends_with(".prompts"), input.key.ends_with(".random_triggers"));
+    match input.kind {
+        InputKind::PromptFile if prompts || triggers => match regular::read_text(local, MAX_TEXT_FILE_BYTES) {
+            Ok(text) => (prompts && prompt_lines(&text).is_empty())
+                .then(|| format!("{path}: there is no prompt in this file: write one per line")),
+            Err(error) => Some(format!("{path}: {error}: expected a text file with one text per line")),
+        },
+        InputKind::ControlImages if !input.key.contains(".datasets[") => image_problem(local),
+        _ => None,
+    }
+}
+
+#[cfg(feature = "embedded")]
+fn image_problem(local: &Path) -> Option<String> {
+    aitk_engine::image_io::dimensions(local)
+        .err()
+        .map(|error| error.to_string())
+}
+
+/// Nothing: this build cannot read images.
+#[cfg(not(feature = "embedded"))]
+fn image_problem(_: &Path) -> Option<String> {
+    None
+}
+
+/// Returns the error for a path that does not exist.
+pub(super) fn missing_message(input: &Input, local: &Path) -> String {
+    let path = &input.config_path;
+    if path.starts_with("http://") || path.starts_with("https://") {
+        return format!("{path} is a URL: download the file and give its path, or name a repository as ORG/NAME");
+    }
+    let repository = match input.kind {
+        InputKind::Model | InputKind::Vae => ", and it is not the name of a repository (ORG/NAME)",
+        _ => "",
+    };
+    let full_path = match local.display().to_string() {
+        local if local == *path => String::new(),
+        local => format!(" ({local})"),
+    };
+    format!("{path}: no such file or folder{full_path}{repository}")
+}
