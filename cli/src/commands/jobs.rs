@@ -226,14 +226,52 @@ async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobVie
     Ok(job)
 }
 
+/// Sends a request for each job. A job that refuses it does not keep the others from getting theirs. After another error, such as a
+/// lost connection, no further one is sent.
+async fn for_each(jobs: Vec<JobView>, request: impl AsyncFn(&JobView) -> Result<JobView, Failure>) -> Results {
+    let mut results = Results::default();
+    for job in jobs {
+        match request(&job).await {
+            Ok(job) => results.changed.push(job),
+            Err(failure) => {
+                let is_refused = failure.exit == Exit::Conflict;
+                results.failures.push(failure);
+                if !is_refused {
+                    break;
+                }
+            }
+        }
+    }
+    results
+}
+
+/// The results of requests for several jobs.
+#[derive(Default)]
+struct Results {
+    changed: Vec<JobView>,
+    failures: Vec<Failure>,
+}
+
+/// Prints the jobs that were changed, then the errors of the others. The last of them is the result of the command.
+fn print_results(ui: &Ui, results: &Results, json: bool, describe: impl Fn(&JobView) -> String) -> CommandResult {
+    let Some((last, failures)) = results.failures.split_last() else {
+        return print_jobs(ui, &results.changed, json, describe);
+    };
+    if !results.changed.is_empty() {
+        print_jobs(ui, &results.changed, json, describe)?;
+    }
+    for failure in failures {
+        ui.failure(failure);
+    }
+    Err(last.clone())
+}
+
 pub(super) async fn stop(context: &Context, args: StopArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
-    let mut stopped = Vec::new();
-    for job in resolve_all(&api, &args.jobs).await? {
-        stopped.push(api.stop(&job.id, args.now).await?);
-    }
-    print_jobs(&ui, &stopped, args.json, |job| match job.state {
+    let jobs = resolve_all(&api, &args.jobs).await?;
+    let stopped = for_each(jobs, async |job| api.stop(&job.id, args.now).await).await;
+    print_results(&ui, &stopped, args.json, |job| match job.state {
         JobState::Stopping if args.now => "stops without saving".to_owned(),
         JobState::Stopping => "saves and stops; `aitk wait` waits for it".to_owned(),
         state => format!("is {state}"),
@@ -243,21 +281,17 @@ pub(super) async fn stop(context: &Context, args: StopArgs) -> CommandResult {
 pub(super) async fn rm(context: &Context, args: RmArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
-    let mut removed = Vec::new();
-    for job in resolve_all(&api, &args.jobs).await? {
-        removed.push(api.remove(&job.id).await?);
-    }
-    print_jobs(&ui, &removed, args.json, |_| "is deleted".to_owned())
+    let jobs = resolve_all(&api, &args.jobs).await?;
+    let removed = for_each(jobs, async |job| api.remove(&job.id).await).await;
+    print_results(&ui, &removed, args.json, |_| "is deleted".to_owned())
 }
 
 pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
-    let mut resumed = Vec::new();
-    for job in resolve_all(&api, &args.jobs).await? {
-        resumed.push(api.resume(&job.id).await?);
-    }
-    print_jobs(&ui, &resumed, args.json, |job| match job.checkpoint_step {
+    let jobs = resolve_all(&api, &args.jobs).await?;
+    let resumed = for_each(jobs, async |job| api.resume(&job.id).await).await;
+    print_results(&ui, &resumed, args.json, |job| match job.checkpoint_step {
         _ if is_array(job) => format!("is {}: {}", job.state, job.reason),
         Some(step) => format!("is {}, resumes from step {step}", job.state),
         None => format!(
@@ -270,11 +304,9 @@ pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult
 pub(super) async fn pause(context: &Context, args: PauseArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
-    let mut paused = Vec::new();
-    for job in resolve_all(&api, &args.jobs).await? {
-        paused.push(api.pause(&job.id).await?);
-    }
-    print_jobs(&ui, &paused, args.json, |job| match job.state {
+    let jobs = resolve_all(&api, &args.jobs).await?;
+    let paused = for_each(jobs, async |job| api.pause(&job.id).await).await;
+    print_results(&ui, &paused, args.json, |job| match job.state {
         JobState::Running => "saves, then waits until it is resumed".to_owned(),
         _ => "waits until it is resumed".to_owned(),
     })
@@ -293,25 +325,28 @@ async fn request_outputs(context: &Context, jobs: &[String], json: bool, outputs
     let ui = context.ui(true);
     let api = context.api().await?;
     let jobs = resolve_all(&api, jobs).await?;
-    // Before anything is sent. Of the other kinds the coordinator knows which have a training.
-    if let Some(job) = jobs.iter().find(|job| has_no_training(&job.kind)) {
-        return Err(Failure::new(
-            Exit::Conflict,
-            format!(
-                "job {} cannot {outputs} on request: it is a job of the kind `{}`, and only trainings save and sample on request",
-                job.id, job.kind
-            ),
-        )
-        .hint(format!("`aitk artifacts ls {}` lists the files that it has made", job.id)));
-    }
-    let mut asked = Vec::new();
-    for job in jobs {
-        asked.push(api.request_outputs(&job.id, outputs).await?);
-    }
-    print_jobs(&ui, &asked, json, |job| match is_array(job) {
+    let asked = for_each(jobs, async |job| {
+        // Of the other kinds the coordinator knows which have a training.
+        if has_no_training(&job.kind) {
+            return Err(no_training(job, outputs));
+        }
+        api.request_outputs(&job.id, outputs).await
+    });
+    print_results(&ui, &asked.await, json, |job| match is_array(job) {
         true => format!("was asked to {outputs}: the members that run do so after their current steps"),
         false => format!("was asked to {outputs}: it does so after its current step; `aitk logs` says when"),
     })
+}
+
+fn no_training(job: &JobView, outputs: RequestedOutputs) -> Failure {
+    Failure::new(
+        Exit::Conflict,
+        format!(
+            "job {} cannot {outputs} on request: it is a job of the kind `{}`, and only trainings save and sample on request",
+            job.id, job.kind
+        ),
+    )
+    .hint(format!("`aitk artifacts ls {}` lists the files that it has made", job.id))
 }
 
 /// Whether jobs of this kind never train.

@@ -156,7 +156,7 @@ fn files_that_cannot_be_read_are_reported_before_the_run() {
         .unwrap();
     let mask = home.path().join("masks").join(first.path().file_stem().unwrap());
     image::RgbImage::new(40, 10).save(mask.with_extension("png")).unwrap();
-    home.write("x.yaml", train(", mask_path: masks", ""));
+    home.write("x.yaml", &train(", mask_path: masks", ""));
     let output = home.aitk().args(["validate", "x.yaml"]).output().unwrap();
     let all = out(&output) + &err(&output);
     assert!(

@@ -103,6 +103,11 @@ fn find_any(name: &str) -> Option<&'static OptionRow> {
         .find(|row| row.name == name)
 }
 
+/// What becomes of the options of data set configs.
+pub(super) fn rows() -> impl Iterator<Item = &'static OptionRow> {
+    [SUBSET, SHARED, DATASET].into_iter().flatten()
+}
+
 /// Reads the data sets of a config. `dataset_config` is that of the command line.
 pub(super) fn read(import: &mut Import<'_>, dataset_config: Option<&Path>) -> Datasets {
     let settings = import.settings;
@@ -332,6 +337,13 @@ pub(super) struct Training {
 }
 
 impl Datasets {
+    /// The options, those of folders first.
+    pub(super) fn settings(&self) -> impl Iterator<Item = &Settings> {
+        let folders = self.datasets.iter().flat_map(|dataset| &dataset.subsets);
+        let datasets = self.datasets.iter().map(|dataset| &dataset.options);
+        folders.chain(datasets).chain([&self.general])
+    }
+
     /// The entries of `datasets`, and what decides the number of batches.
     pub(super) fn sections(&self, import: &mut Import<'_>, training: &Training) -> (Vec<Json>, Vec<CountedDataset>) {
         let (mut sections, mut counted) = (Vec::new(), Vec::new());
@@ -357,8 +369,19 @@ impl Datasets {
             }
             counted.push(count);
         }
-        if sections.is_empty() && import.errors.is_empty() {
-            import.error("dataset_config", "no data set has images");
+        let is_trained = |section: &Json| section.get("is_reg").is_none();
+        if import.errors.is_empty() && !sections.iter().any(is_trained) {
+            let option = match import.settings.get("dataset_config") {
+                Some(_) => "dataset_config",
+                None => "train_data_dir",
+            };
+            import.error(
+                option,
+                match sections.is_empty() {
+                    true => "no data set has images",
+                    false => "every data set is one of regularisation images (is_reg): add one to train on",
+                },
+            );
         }
         (sections, counted)
     }
@@ -543,17 +566,27 @@ fn resolution(
             .largest
             .checked_next_multiple_of(options.step)
             .unwrap_or(options.largest);
-        if width.max(height) > largest {
-            let message =
-                format!("contradicts the resolution {width},{height}, which is larger: sd-scripts stops with an error");
-            levels.error("max_bucket_reso", message, &mut import.errors);
-            return None;
-        }
-        if width.min(height) < options.least - options.least % options.step {
-            let message = format!(
-                "contradicts the resolution {width},{height}, which is smaller: sd-scripts stops with an error"
-            );
-            levels.error("min_bucket_reso", message, &mut import.errors);
+        let contradiction = |option: &'static str, default: u32, is: &str| match levels.value(option) {
+            Some(_) => (
+                option,
+                format!("contradicts the resolution {width},{height}, which is {is}: sd-scripts stops with an error"),
+            ),
+            None => (
+                "resolution",
+                format!(
+                    "{width},{height} is {is} than {option}, whose default is {default}: sd-scripts stops with an error; set {option}"
+                ),
+            ),
+        };
+        let problem = if width.max(height) > largest {
+            Some(contradiction("max_bucket_reso", options.largest, "larger"))
+        } else if width.min(height) < options.least - options.least % options.step {
+            Some(contradiction("min_bucket_reso", options.least, "smaller"))
+        } else {
+            None
+        };
+        if let Some((option, message)) = problem {
+            levels.error(option, message, &mut import.errors);
             return None;
         }
         count.buckets = Some(options);

@@ -20,6 +20,7 @@ mod optimizer;
 mod option;
 mod options;
 pub mod reference;
+mod refused;
 mod report;
 mod samples;
 mod saving;
@@ -32,7 +33,7 @@ mod yaml;
 pub use gui::is_preset;
 pub use script::{Script, ScriptFamily};
 
-use crate::job::{self, Finding, Format, JobError, LoadOptions};
+use crate::job::Finding;
 use document::{Position, finding};
 use epochs::batches;
 use optimizer::Rates;
@@ -132,6 +133,7 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
         settings: &settings,
         script,
         directory: source.directory,
+        of_datasets: Vec::new(),
         errors,
         notes,
     };
@@ -152,7 +154,7 @@ pub fn import(source: Source<'_>) -> Result<Imported, Vec<Finding>> {
         script.name(),
         yaml::write(&config)
     );
-    check(&yaml, file)?;
+    refused::check(&yaml, &settings, &import.of_datasets)?;
     Ok(Imported {
         yaml,
         script,
@@ -166,37 +168,12 @@ fn sorted(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings
 }
 
-/// Reads the YAML as any config is read.
-fn check(yaml: &str, file: &str) -> Result<(), Vec<Finding>> {
-    let refused = |problem: &Finding| {
-        let message = format!(
-            "the config that this becomes is refused: {}: {}",
-            problem.key, problem.message
-        );
-        finding(file, Position::default(), "", message)
-    };
-    // Variables of the environment are read when the config is, so that their names stand for them here.
-    let options = LoadOptions {
-        env: &|name| Some(name.to_owned()),
-        ..LoadOptions::default()
-    };
-    match job::parse(yaml, Format::Yaml, None, &options) {
-        Ok(loaded) => {
-            let support = loaded.spec.unsupported();
-            let problems = support.errors.iter().chain(&loaded.warnings);
-            let errors: Vec<Finding> = problems.map(refused).collect();
-            if errors.is_empty() { Ok(()) } else { Err(errors) }
-        }
-        Err(JobError::Invalid { findings }) => Err(findings.iter().map(refused).collect()),
-        Err(other) => Err(vec![finding(file, Position::default(), "", other.to_string())]),
-    }
-}
-
 /// The whole config.
 fn config(import: &mut Import<'_>, dataset_config: Option<&Path>, prompts: Option<Prompts>) -> Section {
     let settings = import.settings;
     let rates = optimizer::rates(import);
     let datasets = datasets::read(import, dataset_config);
+    import.of_datasets = datasets.settings().cloned().collect();
     let batch_size = datasets.batch_size(import);
     let accumulated = import.whole_from("gradient_accumulation_steps", 1, 1);
     let mut train = Section::new();

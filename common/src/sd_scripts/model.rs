@@ -35,6 +35,11 @@ pub(super) fn model(import: &mut Import<'_>) -> Section {
         let message = "a single file of Stable Diffusion 2.x says nothing about its objective, and aitk takes it for a velocity model: set \
                        v_parameterization = true, or give a diffusers folder";
         import.error("v2", message);
+    } else if arch == "sd2" {
+        import.note(
+            "v2",
+            "the objective is that of the model's own files: sd-scripts trains without velocity if v_parameterization is not set",
+        );
     }
     match import.script.family() {
         ScriptFamily::Sd | ScriptFamily::Sdxl => {

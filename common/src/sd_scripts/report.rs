@@ -16,6 +16,8 @@ pub(super) struct Import<'a> {
     pub script: Script,
     /// The folder that relative paths start from.
     pub directory: &'a Path,
+    /// The options of the data sets: of each folder, of each data set, and those that all share.
+    pub of_datasets: Vec<Settings>,
     pub errors: Vec<Finding>,
     pub notes: Vec<Finding>,
 }

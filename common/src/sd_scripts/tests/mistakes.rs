@@ -42,7 +42,7 @@ fn mistakes_of_training_configs_are_named() {
         ("optimizer_args = [\"weight_decay\"]", "expected name=value"),
         (
             "optimizer_args = [\"nesterov=True\"]",
-            "optimizer_params.nesterov: no such parameter",
+            "optimizer_args: becomes `train.optimizer_params.nesterov`, which is refused: no such parameter",
         ),
         ("optimizer_type = \"Prodigy\"", "reads a rate below 0.1 as 1"),
         (
@@ -307,4 +307,55 @@ fn mistakes_of_presets_are_named() {
     }
     assert!(errors("[]")[0].contains("expected a JSON object"));
     assert!(errors("{")[0].contains("not valid JSON"));
+}
+
+/// What only the reader of the resulting config refuses is reported at the option that it comes from.
+#[test]
+fn what_the_config_refuses_is_reported_at_its_option() {
+    let sd = base(Script::TrainNetwork);
+    for (more, expected) in [
+        (
+            "text_encoder_lr = -1e-5",
+            "config.toml:7:1: text_encoder_lr: becomes `train.lr_factors[0].factor`, which is refused: expected",
+        ),
+        (
+            "learning_rate = 2147483648",
+            ": learning_rate: becomes `train.lr`, which is refused: ",
+        ),
+        (
+            "network_dropout = 1",
+            ": network_dropout: becomes `network.dropout`, which is refused: ",
+        ),
+        (
+            "caption_extension = \"a/b\"",
+            ": caption_extension: becomes `datasets[0].caption_ext`, which is refused: ",
+        ),
+        (
+            "optimizer_args = [\"betas=0.9\"]",
+            "optimizer_args: becomes `train.optimizer_params.betas`, which is refused: ",
+        ),
+    ] {
+        let found = errors(&format!("{sd}{more}\n"));
+        assert!(
+            found
+                .iter()
+                .any(|error| error.contains(expected) && error.starts_with("config.toml:")),
+            "{more}: {found:#?}"
+        );
+    }
+    // A default that the user did not write.
+    for (side, expected) in [
+        (
+            64,
+            "resolution: 64,64 is smaller than min_bucket_reso, whose default is 256",
+        ),
+        (
+            2048,
+            "resolution: 2048,2048 is larger than max_bucket_reso, whose default is 1024",
+        ),
+    ] {
+        let text = format!("{}enable_bucket = true\n", sd.replace("512", &side.to_string()));
+        let found = errors(&text);
+        assert!(found.len() == 1 && found[0].contains(expected), "{text}{found:#?}");
+    }
 }
