@@ -3,7 +3,7 @@
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
 use aitk_common::job::prompt::{PromptFlags, floor_size, replace_trigger};
-use aitk_engine::data::{BucketPlan, CaptionRules, TagRules, build_caption, plan_bucket, plan_square, read_caption};
+use aitk_engine::data::{BucketPlan, CaptionRules, TagRules, build_caption, plan_bucket, plan_fixed, read_caption};
 use aitk_engine::rng::TorchGenerator;
 use std::path::Path;
 
@@ -116,7 +116,7 @@ fn buckets(input: &mut Unstructured<'_>) {
     let (width, height, resolution) = (side(input), side(input), side(input));
     let divisibility = [1, 2, 8, 16, 32, 64, 0, side(input)][input.below(8)];
     assert_crop_is_inside(&plan_bucket(width, height, resolution, divisibility, input.flag()));
-    assert_crop_is_inside(&plan_square(width, height, resolution));
+    assert_crop_is_inside(&plan_fixed(width, height, (resolution, side(input))));
 }
 
 /// The crop lies inside the scaled image.

@@ -19,12 +19,16 @@ pub(super) fn dataset_summary(set: &DatasetReport) -> String {
         plural(set.images, "image"),
         set.captioned,
         plural(set.buckets.len() as u64, "bucket"),
-        match set.batches {
-            1 => "1 batch".to_owned(),
-            batches => format!("{batches} batches"),
-        },
+        batches(set.batches),
         set.batch_size
     )
+}
+
+fn batches(count: u64) -> String {
+    match count {
+        1 => "1 batch".to_owned(),
+        count => format!("{count} batches"),
+    }
 }
 
 /// Returns what in the files of a data set would make its training fail.
@@ -145,10 +149,10 @@ pub(super) fn dataset_lines(set: &DatasetReport) -> Vec<String> {
         String::new()
     };
     lines.push(format!(
-        "{}{repeats}{copies}: {} per epoch, in {} batches of {}",
+        "{}{repeats}{copies}: {} per epoch, in {} of {}",
         plural(set.images, "image"),
         set.items,
-        set.batches,
+        batches(set.batches),
         set.batch_size
     ));
     lines

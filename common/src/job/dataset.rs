@@ -4,7 +4,7 @@ use super::declare::{choices, section};
 use super::limits::{MAX_BATCH, MAX_CONTROL_FOLDERS, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
 use super::schema::{FieldValue, PresentKeys, ReadContext, SupportReport, join};
-use super::values::{Float, OneOrMany, TextSource};
+use super::values::{Float, ImageSize, OneOrMany, TextSource};
 use serde::{Deserialize, Serialize};
 
 choices! {
@@ -126,6 +126,9 @@ section! {
         loss_multiplier: f64 = 1.0, Works;
         /// Aspect buckets; all data sets or none. Without buckets: squares of the resolution, cropped from the centre.
         buckets: bool = true, Works;
+        /// As `resolution` of sd-scripts without buckets: the width and height of every image, which is scaled to cover them and
+        /// cropped from the centre. Only with `buckets: false`; `resolution` then counts for the prediction of memory.
+        size: Option<ImageSize> = None, Works;
         /// No effect: the model's divisibility is used.
         bucket_tolerance: u32 = 64, Accepted("the model's divisibility is used, as ai-toolkit did");
         /// Crop to a square.
@@ -292,6 +295,21 @@ fn finish(dataset: &mut DatasetConfig, present: &PresentKeys, cx: &mut ReadConte
         );
     }
     cx.check_item_count("resolution", dataset.resolution.len(), MAX_RESOLUTIONS);
+    if let Some(ImageSize(width, height)) = dataset.size {
+        if dataset.buckets {
+            cx.error_at(
+                "size",
+                "needs `buckets: false`: with buckets, images keep their aspect ratio",
+            );
+        } else if dataset.resolution.len() > 1 {
+            cx.error_at("size", "takes the place of `resolution`, which must not be a list then");
+        } else if width.min(height) == 0 || width.max(height) > MAX_SIDE {
+            cx.error_at("size", format!("expected a width and a height from 1 to {MAX_SIDE}"));
+        } else {
+            // Of the same area.
+            dataset.resolution.0 = vec![(f64::from(width) * f64::from(height)).sqrt() as u32];
+        }
+    }
     if dataset.batch_size == Some(0) {
         cx.error_at("batch_size", "expected at least 1");
     }

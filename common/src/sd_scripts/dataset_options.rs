@@ -14,7 +14,7 @@ const fn refused(why: &'static str) -> Fate {
 /// Of `[[datasets]]` and `[general]`.
 #[rustfmt::skip]
 pub(super) const DATASET: &[OptionRow] = &[
-    row("resolution", Size, "resolution", ALL, Translated("`resolution`")),
+    row("resolution", Size, "resolution", ALL, Translated("`resolution`, `size`")),
     row("batch_size", Whole, "train_batch_size", ALL, Translated("`batch_size`")),
     row("enable_bucket", Flag, "enable_bucket", ALL, Translated("`buckets`")),
     row("bucket_no_upscale", Flag, "bucket_no_upscale", ALL, Translated("always on: with buckets, aitk does not enlarge images")),

@@ -543,13 +543,10 @@ fn resolution(
     let buckets = levels.flag("enable_bucket");
     let side = (f64::from(width) * f64::from(height)).sqrt();
     if !buckets && width != height {
-        let message = format!(
-            "without buckets, aitk trains squares, and {width},{height} is none: set enable_bucket = true, or a square"
-        );
-        levels.error("resolution", message, &mut import.errors);
-        return None;
+        section.insert("size".into(), json!([width, height]));
+    } else {
+        section.insert("resolution".into(), json!([side as u32]));
     }
-    section.insert("resolution".into(), json!([side as u32]));
     section.insert("buckets".into(), json!(buckets));
     if buckets {
         let side_of = |name: &str, default: i64, errors: &mut Vec<Finding>| {

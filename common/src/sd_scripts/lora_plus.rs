@@ -1,10 +1,12 @@
-//! LoRA+ of `network_args`: the second matrix of each LoRA has a higher learning rate (<https://arxiv.org/abs/2402.12354>).
+//! `train.lr_factors`: the learning rates of text encoders, of blocks, and of LoRA+ of `network_args`, with which the second matrix of
+//! each LoRA has a higher one (<https://arxiv.org/abs/2402.12354>).
 
 use super::arguments::Argument;
+use super::block_rates::block_rates;
 use super::optimizer::Rates;
 use super::report::Import;
 
-/// `train.lr_factors`: those of text encoders, and those of the second matrices.
+/// `train.lr_factors`. The first entry that a tensor's name has is used.
 pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String, f64)> {
     if !import.script.trains_adapter() {
         return rates.factors.clone();
@@ -38,11 +40,12 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
     let text = ratio("loraplus_text_encoder_lr_ratio")
         .or(both)
         .filter(|_| rates.text_encoder);
-    let ratios = [denoiser, text];
-    if ratios == [None, None] {
-        return rates.factors.clone();
-    }
-    if import.settings.text("network_module") == Some("lycoris.kohya") {
+    let has_convolutions = given
+        .iter()
+        .any(|argument| argument.name == "conv_dim" && !argument.is_off());
+    let blocks = block_rates(import, &given, has_convolutions);
+    let has_ratio = denoiser.is_some() || text.is_some();
+    if has_ratio && import.settings.text("network_module") == Some("lycoris.kohya") {
         import.error(
             "network_args",
             "LoRA+ (loraplus_lr_ratio) is for networks.lora, networks.lora_flux and networks.lora_sd3",
@@ -53,17 +56,26 @@ pub(super) fn lr_factors(import: &mut Import<'_>, rates: &Rates) -> Vec<(String,
         false => ("lora_up", "lora_te"),
     };
     let mut of_text = rates.factors.clone();
-    if of_text.is_empty() && rates.text_encoder {
+    // Otherwise the entry of all second matrices would be theirs.
+    if of_text.is_empty() && rates.text_encoder && has_ratio {
         of_text.push((texts.to_owned(), 1.0));
     }
     let mut factors = Vec::new();
-    for (name, factor) in of_text {
-        if let Some(ratio) = text {
+    let mut push = |name: String, factor: f64, ratio: Option<f64>| {
+        if let Some(ratio) = ratio {
             factors.push((format!("{name}*{up}"), factor * ratio));
         }
         factors.push((name, factor));
+    };
+    for (name, factor) in of_text {
+        push(name, factor, text);
     }
-    // The first entry that a tensor's name has is used.
+    // A block of weight 0 has no LoRA.
+    for block in blocks {
+        if rates.denoiser && block.weight != 1.0 && block.weight != 0.0 {
+            push(block.flattened(), block.weight, denoiser);
+        }
+    }
     factors.extend(denoiser.map(|ratio| (up.to_owned(), ratio)));
     factors
 }

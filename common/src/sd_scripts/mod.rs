@@ -5,6 +5,7 @@
 //! `docs/sd-scripts.md` is generated from these lines. Source of all facts: sd-scripts 48d368fa, LyCORIS 3, kohya_ss 45088f04.
 
 mod arguments;
+mod block_rates;
 mod dataset_options;
 mod datasets;
 mod document;

@@ -1,6 +1,7 @@
 //! `network_module`, `network_dim`, `network_args` and the other options of adapters.
 
 use super::arguments::{Argument, arguments};
+use super::block_rates::block_rates;
 use super::optimizer::Rates;
 use super::report::{Import, Section, number};
 use super::script::ScriptFamily;
@@ -25,9 +26,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("block_alphas", "aitk has one alpha for all blocks"),
     ("conv_block_dims", "aitk has one rank for all blocks"),
     ("conv_block_alphas", "aitk has one alpha for all blocks"),
-    ("down_lr_weight", "aitk has one learning rate for all blocks"),
-    ("mid_lr_weight", "aitk has one learning rate for all blocks"),
-    ("up_lr_weight", "aitk has one learning rate for all blocks"),
     ("network_reg_lrs", "aitk has one learning rate for all layers"),
     ("network_reg_dims", "aitk has one rank for all layers"),
     ("ggpo_beta", "aitk has no GGPO"),
@@ -82,7 +80,6 @@ const REFUSED_ARGUMENTS: &[(&str, &str)] = &[
     ("rank_dropout_scale", "aitk's rank_dropout has LoRA's own scale"),
     ("rescaled", "aitk trains no OFT"),
     ("constraint", "aitk trains no OFT"),
-    ("block_lr_zero_threshold", "aitk has one learning rate for all blocks"),
 ];
 
 /// Arguments without influence on what is trained here.
@@ -115,6 +112,10 @@ const TRANSLATED: &[&str] = &[
     "loraplus_lr_ratio",
     "loraplus_unet_lr_ratio",
     "loraplus_text_encoder_lr_ratio",
+    "down_lr_weight",
+    "mid_lr_weight",
+    "up_lr_weight",
+    "block_lr_zero_threshold",
 ];
 
 /// All arguments with what becomes of them, for the documentation.
@@ -153,6 +154,13 @@ pub(super) fn documented_arguments() -> impl Iterator<Item = (&'static str, Stri
         ("loraplus_lr_ratio", "LoRA+: `train.lr_factors`; of LyCORIS refused"),
         ("loraplus_unet_lr_ratio", "the same for the U-Net or transformer alone"),
         ("loraplus_text_encoder_lr_ratio", "the same for text encoders alone"),
+        (
+            "down_lr_weight",
+            "U-Nets: `train.lr_factors`; blocks of weight 0: `network.network_kwargs.ignore_if_contains`",
+        ),
+        ("mid_lr_weight", "the same"),
+        ("up_lr_weight", "the same"),
+        ("block_lr_zero_threshold", "weights up to it count as 0"),
     ];
     let translated = translated.into_iter().map(|(name, what)| (name, what.to_owned()));
     let refused = REFUSED_ARGUMENTS
@@ -295,6 +303,15 @@ pub(super) fn network(import: &mut Import<'_>, rates: &Rates) -> Section {
         let text = (rates.text_encoder).then(|| TEXT_ENCODER.to_owned());
         let all: Vec<String> = layers.into_iter().chain(text).collect();
         kwargs.insert("only_if_contains".into(), json!(all));
+    }
+    let without = block_rates(import, &arguments.0, network.contains_key("conv"));
+    let without: Vec<String> = without
+        .into_iter()
+        .filter(|block| block.weight == 0.0)
+        .map(|block| block.name)
+        .collect();
+    if !without.is_empty() {
+        kwargs.insert("ignore_if_contains".into(), json!(without));
     }
     if !kwargs.is_empty() {
         network.insert("network_kwargs".into(), Value::Object(kwargs));

@@ -255,7 +255,7 @@ const DATA: &[OptionRow] = &[
     row("in_json", Text, "", ALL, refused(METADATA_FILE)),
     row("dataset_repeats", Whole, "1", ALL, Translated("`datasets[].num_repeats` of data set configs")),
     row("dataset_class", Text, "", ALL, refused("aitk runs no code of a config")),
-    row("resolution", Size, "", ALL, Translated("`datasets[].resolution`: the side of a square of the same area")),
+    row("resolution", Size, "", ALL, Translated("`datasets[].resolution`: the side of a square of the same area; without buckets, if it is no square: `datasets[].size`")),
     row("enable_bucket", Flag, "false", ALL, Translated("`datasets[].buckets`")),
     row("bucket_no_upscale", Flag, "false", ALL, Translated("always on: with buckets, aitk does not enlarge images")),
     row("min_bucket_reso", Whole, "256", ALL, NoInfluence("aitk's buckets have the area of the resolution, at the ratio of the image")),

@@ -27,10 +27,10 @@ pub fn plan_bucket(width: u32, height: u32, resolution: u32, divisibility: u32, 
     cover(width, height, bucket)
 }
 
-/// Plans an image without buckets: scaled until the shorter side is `side`, then cropped to a square from the centre.
+/// Plans an image without buckets: scaled to cover a size (width and height), then cropped to it from the centre.
 #[must_use]
-pub fn plan_square(width: u32, height: u32, side: u32) -> BucketPlan {
-    cover(width.max(1), height.max(1), (side, side))
+pub fn plan_fixed(width: u32, height: u32, size: (u32, u32)) -> BucketPlan {
+    cover(width.max(1), height.max(1), size)
 }
 
 /// Scales the image to cover the bucket and crops it from the centre.
@@ -96,15 +96,20 @@ mod tests {
     }
 
     #[test]
-    fn without_buckets_every_plan_is_a_square() {
+    fn without_buckets_every_plan_has_one_size() {
         for ((w, h), scaled, crop) in [
             ((1920, 1080), (911, 512), (199, 0)),
             ((300, 400), (512, 683), (0, 85)),
             ((512, 512), (512, 512), (0, 0)),
         ] {
-            let plan = plan_square(w, h, 512);
+            let plan = plan_fixed(w, h, (512, 512));
             assert_eq!((plan.bucket, plan.scale_to, plan.crop), ((512, 512), scaled, crop));
         }
+        let plan = plan_fixed(800, 600, (512, 768));
+        assert_eq!(
+            (plan.bucket, plan.scale_to, plan.crop),
+            ((512, 768), (1024, 768), (256, 0))
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Data sets: images with their buckets and captions, and the batches of a run.
 
 use super::allowed_paths::AllowedPaths;
-use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_square};
+use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_fixed};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::controls::ControlOptions;
 use super::discover::discover;
@@ -41,6 +41,8 @@ pub struct DatasetOptions {
     pub regularisation: bool,
     /// Use aspect buckets. Otherwise all images become squares of the resolution.
     pub buckets: bool,
+    /// Without buckets: width and height of every image. `None`: a square of the resolution.
+    pub size: Option<(u32, u32)>,
     /// Crop to a square.
     pub square_crop: bool,
     /// Crop at a random position instead of the centre.
@@ -71,6 +73,13 @@ pub struct DatasetOptions {
     pub stay_in_folder: bool,
 }
 
+impl DatasetOptions {
+    /// Width and height of every image without buckets.
+    pub(super) fn fixed_size(&self) -> (u32, u32) {
+        self.size.unwrap_or((self.resolution, self.resolution))
+    }
+}
+
 impl Default for DatasetOptions {
     /// The defaults of a `datasets` entry.
     fn default() -> Self {
@@ -86,6 +95,7 @@ impl Default for DatasetOptions {
             captions: CaptionRules::default(),
             regularisation: false,
             buckets: true,
+            size: None,
             square_crop: false,
             random_crop: false,
             scale: 1.0,
@@ -440,11 +450,16 @@ impl Dataset {
 
 /// Checks that the options fit together, without opening a file.
 pub(super) fn check_options(options: &DatasetOptions, divisibility: u32) -> Result<()> {
-    if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
+    let (width, height) = options.fixed_size();
+    let fits = |side: u32| side.is_multiple_of(divisibility.max(1));
+    if !(options.buckets || fits(width) && fits(height)) {
+        let key = match options.size {
+            Some(_) => "datasets.size",
+            None => "resolution",
+        };
         return Err(EngineError::bad_input(format!(
-            "without `buckets` every image becomes {side} x {side}, and the model needs a multiple of \
-             {divisibility}; change `resolution` or remove `buckets: false`",
-            side = options.resolution
+            "without `buckets` every image becomes {width} x {height}, and the model needs multiples of {divisibility}; change \
+             `{key}` or remove `buckets: false`"
         )));
     }
     if let Some(masks) = &options.masks {
@@ -496,7 +511,7 @@ pub(super) fn plan_item(
     let scaled = |side: u32| ((f64::from(side) * options.scale) as u32).max(1);
     let (width, height) = (scaled(width), scaled(height));
     if !options.buckets {
-        return plan_square(width, height, options.resolution);
+        return plan_fixed(width, height, options.fixed_size());
     }
     let mut plan = plan_bucket(width, height, options.resolution, divisibility, options.square_crop);
     if options.random_crop {

@@ -20,7 +20,7 @@ mod text_cache;
 mod training_image;
 
 pub use allowed_paths::AllowedPaths;
-pub use bucket::{BucketPlan, plan_bucket, plan_square};
+pub use bucket::{BucketPlan, plan_bucket, plan_fixed};
 pub use caption::{CaptionRules, build_caption, dropped_caption, drops_caption, read_caption};
 pub use caption_tags::TagRules;
 pub use controls::{ControlOptions, ControlRole, load_control};

@@ -213,7 +213,7 @@ impl DatasetReport {
             let (width, height) = (scaled(file.size.0), scaled(file.size.1));
             let small = match options.buckets {
                 true => width.saturating_mul(height) < budget,
-                false => width.min(height) < u64::from(options.resolution),
+                false => width < u64::from(options.fixed_size().0) || height < u64::from(options.fixed_size().1),
             };
             if small {
                 report

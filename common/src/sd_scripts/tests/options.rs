@@ -1,6 +1,7 @@
 //! Every option of the table has the effect that its line says.
 
 use super::support::{base, folder, import_in, job};
+use crate::job::values::ImageSize;
 use crate::sd_scripts::Script;
 use crate::sd_scripts::option::{Fate, Kind, OptionRow};
 use crate::sd_scripts::options;
@@ -265,6 +266,88 @@ fn images_smaller_than_the_resolution_are_noted() {
     );
     assert_eq!(notes("bucket_no_upscale = true\n"), []);
     assert_eq!(notes("resolution = \"512\"\n"), []);
+}
+
+/// The weights of blocks, beside those of text encoders and LoRA+; names as `networks/lora.py` counts blocks (`get_block_index`).
+#[test]
+fn blocks_have_their_own_learning_rates() {
+    let folder = folder();
+    let read = |script: Script, arguments: &str| {
+        let text = merged(&format!(
+            "{}text_encoder_lr = 5e-5\nlearning_rate = 1e-4\nnetwork_args = [{arguments}]\n",
+            base(script)
+        ));
+        let job = job(&import_in(folder.path(), &text, Some(script)).unwrap().yaml);
+        let process = job.process[0].trainer().unwrap();
+        let factors = process.train.lr_factors.iter();
+        let factors: Vec<String> = factors
+            .map(|one| format!("{} {:.4}", one.contains, one.factor))
+            .collect();
+        let network = process.network.as_ref().unwrap();
+        (factors, network.network_kwargs.ignore_if_contains.0.clone())
+    };
+    let (factors, ignored) = read(
+        Script::TrainNetwork,
+        "\"down_lr_weight=9,0.5,1,0,0.25,0.1,1,1,1,1,1,1\", \"mid_lr_weight=2\", \"up_lr_weight=zeros+1\", \"block_lr_zero_threshold=0.1\"",
+    );
+    assert_eq!(
+        factors,
+        [
+            "lora_te 0.5000",
+            "down_blocks_0_attentions_0_ 0.5000",
+            "down_blocks_1_attentions_0_ 0.2500",
+            "mid_block_ 2.0000"
+        ]
+    );
+    assert_eq!(ignored, ["down_blocks.1.attentions.1."]);
+
+    let (factors, ignored) = read(
+        Script::SdxlTrainNetwork,
+        "\"up_lr_weight=0,1,0.5,1,1,1,1,0.3,0\", \"mid_lr_weight=0,0.7\", \"conv_dim=4\", \"loraplus_unet_lr_ratio=4\"",
+    );
+    assert_eq!(
+        factors[1..],
+        [
+            "mid_block_attentions_0_*lora_up 2.8000",
+            "mid_block_attentions_0_ 0.7000",
+            "up_blocks_0_attentions_2_*lora_up 2.0000",
+            "up_blocks_0_attentions_2_ 0.5000",
+            "up_blocks_0_resnets_2_*lora_up 2.0000",
+            "up_blocks_0_resnets_2_ 0.5000",
+            "up_blocks_0_upsamplers_0_*lora_up 2.0000",
+            "up_blocks_0_upsamplers_0_ 0.5000",
+            "up_blocks_2_resnets_1_*lora_up 1.2000",
+            "up_blocks_2_resnets_1_ 0.3000",
+            "lora_up 4.0000",
+        ]
+    );
+    assert_eq!(
+        ignored,
+        [
+            "mid_block.resnets.0.",
+            "up_blocks.0.attentions.0.",
+            "up_blocks.0.resnets.0.",
+            "up_blocks.2.resnets.2."
+        ]
+    );
+}
+
+#[test]
+fn sizes_without_buckets_are_kept() {
+    let folder = folder();
+    let dataset = |more: &str| {
+        let text = merged(&format!("{}{more}", base(Script::TrainNetwork)));
+        let job = job(&import_in(folder.path(), &text, None).unwrap().yaml);
+        let dataset = job.process[0].trainer().unwrap().datasets[0].clone();
+        (dataset.size, dataset.resolution.0[0], dataset.buckets)
+    };
+    let size = Some(ImageSize(512, 768));
+    assert_eq!(dataset("resolution = \"512,768\"\n"), (size, 627, false));
+    assert_eq!(dataset("resolution = \"512,512\"\n"), (None, 512, false));
+    assert_eq!(
+        dataset("resolution = \"512,768\"\nenable_bucket = true\n"),
+        (None, 627, true)
+    );
 }
 
 #[test]

@@ -70,17 +70,18 @@ impl TrainingData {
             seed,
             counted_steps: (0, 0),
         };
+        let count = |count: usize, one: &str, several: &str| match count {
+            1 => format!("1 {one}"),
+            _ => format!("{count} {several}"),
+        };
         let mut text = format!(
-            "{} training images in {} batches",
-            data.count(false),
-            data.batches.len()
+            "{} in {}",
+            count(data.count(false), "training image", "training images"),
+            count(data.batches.len(), "batch", "batches")
         );
         if !data.regularisation.is_empty() {
-            text += &format!(
-                ", {} regularisation images in {}",
-                data.count(true),
-                data.regularisation.len()
-            );
+            let images = count(data.count(true), "regularisation image", "regularisation images");
+            text += &format!(", {images} in {}", data.regularisation.len());
         }
         cx.log("info", text);
         Ok(data)

@@ -4,7 +4,7 @@ use super::tests::{logs, losses, run_spec, saved_lora, spec, stop_at, trainer};
 use super::{image_batches, preview};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::job::values::OneOrMany;
+use aitk_common::job::values::{ImageSize, OneOrMany};
 use aitk_common::plan::image_batches::ImageBatch;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -151,13 +151,33 @@ fn without_buckets_all_images_are_in_the_same_batches() {
     let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(
-        logs(&events).contains("5 training images in 1 batches"),
+        logs(&events).contains("5 training images in 1 batch"),
         "{}",
         logs(&events)
     );
     process.datasets[0].resolution.0 = vec![500];
-    match run_spec(&spec(process)).0 {
+    match run_spec(&spec(process.clone())).0 {
         Outcome::Failed { message, .. } => assert!(message.contains("500 x 500"), "{message}"),
+        other => panic!("{other:?}"),
+    }
+    // Images of one size that is no square.
+    process.datasets[0].size = Some(ImageSize(64, 32));
+    process.datasets[0].cache_latents_to_disk = true;
+    let (outcome, events) = run_spec(&spec(process.clone()));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let cache = dir.path().join("data/_latent_cache");
+    let latents: Vec<_> = std::fs::read_dir(cache)
+        .unwrap()
+        .map(|entry| candle_core::safetensors::load(entry.unwrap().path(), &candle_core::Device::Cpu).unwrap())
+        .filter(|file| file.values().any(|latent| latent.dims().ends_with(&[4, 8])))
+        .collect();
+    assert_eq!(latents.len(), 5);
+    process.datasets[0].size = Some(ImageSize(64, 36));
+    match run_spec(&spec(process)).0 {
+        Outcome::Failed { message, .. } => assert!(
+            message.contains("64 x 36") && message.contains("datasets.size"),
+            "{message}"
+        ),
         other => panic!("{other:?}"),
     }
 }

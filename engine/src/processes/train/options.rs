@@ -20,7 +20,7 @@ use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
 use aitk_common::job::process::{ProcessType, TrainerProcess};
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, GuidanceLossSchedule, LossType};
-use aitk_common::job::values::TextSource;
+use aitk_common::job::values::{ImageSize, TextSource};
 use aitk_common::model_files::PartPaths;
 use sha2::{Digest, Sha256};
 use std::io::{Read, Seek, SeekFrom};
@@ -258,6 +258,7 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             },
             regularisation: dataset.is_reg,
             buckets: dataset.buckets,
+            size: dataset.size.map(|ImageSize(width, height)| (width, height)),
             square_crop: dataset.square_crop,
             random_crop: dataset.random_crop,
             scale: dataset.scale,
