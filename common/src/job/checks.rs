@@ -61,6 +61,7 @@ impl TrainerProcess {
             );
         }
         check_model_kind(self, cx);
+        check_images(self, cx);
         check_targets(self, cx);
         if model.lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
@@ -157,6 +158,33 @@ fn check_targets(process: &TrainerProcess, cx: &mut ReadContext) {
     }
 }
 
+/// Warns of options of images that have no effect.
+fn check_images(process: &TrainerProcess, cx: &mut ReadContext) {
+    let train = &process.train;
+    if train.img_multiplier > 1.0 {
+        cx.warn_at(
+            "train.img_multiplier",
+            "has no effect above 1, as in ai-toolkit, which only reduces the contrast",
+        );
+    } else if train.img_multiplier < 0.0 {
+        cx.error_at("train.img_multiplier", "expected 0 to 1");
+    }
+    if !process.datasets.iter().any(DatasetConfig::caches_latents) {
+        return;
+    }
+    for (on, key) in [
+        (train.standardize_images, "standardize_images"),
+        (train.img_multiplier < 1.0, "img_multiplier"),
+    ] {
+        if on {
+            cx.warn_at(
+                &format!("train.{key}"),
+                "has no effect on data sets with `cache_latents` or `cache_latents_to_disk`, as in ai-toolkit",
+            );
+        }
+    }
+}
+
 /// Checks that options of flow models, and of latents with 4 channels, are used with such models.
 fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
     let (train, arch) = (&process.train, process.model.arch.name);
@@ -189,6 +217,22 @@ impl Img2ImgProcess {
     /// Checks that every data set has a path.
     pub(super) fn check_dataset_paths(&self, cx: &mut ReadContext) {
         check_datasets(&self.datasets, cx);
+        for (index, dataset) in self.datasets.iter().enumerate() {
+            let listed = dataset.augmentations.as_ref().is_some_and(|list| !list.is_empty());
+            for (on, key) in [
+                (!dataset.augments.is_empty(), "augments"),
+                (listed, "augmentations"),
+                (dataset.standardize_images, "standardize_images"),
+                (dataset.random_crop && !dataset.buckets, "random_crop"),
+            ] {
+                if on {
+                    cx.error_at(
+                        &format!("datasets[{index}].{key}"),
+                        "is not supported for the images of `batch_img2img`, which are used as they are",
+                    );
+                }
+            }
+        }
     }
 }
 

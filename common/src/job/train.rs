@@ -150,16 +150,17 @@ section! {
         batch_noise_correction_scale: f64 = 0.1, Works;
         /// Add the difference between the blurred latents and the latents to the noise, times a random number from 0 to 2 per item.
         blended_blur_noise: bool = false, Works;
-        /// Contrast of the images.
-        img_multiplier: f64 = 1.0, Refused("images are used as they are");
+        /// Contrast of the images around the mean of their batch, from 0 to 1. Not of regularisation sets, nor where latents are cached.
+        img_multiplier: f64 = 1.0, Works;
         /// Scale of the latents.
         latent_multiplier: f64 = 1.0, Works;
         /// Scale of the noisy latents.
         noisy_latent_multiplier: f64 = 1.0, Works;
         /// Divide latents by their standard deviation per channel, in place of `latent_multiplier`.
         adaptive_scaling_factor: bool = false, Works;
-        /// Match fixed channel statistics of images.
-        standardize_images: bool = false, Refused("images are used as they are");
+        /// Give red, green and blue of each image a fixed mean and standard deviation: those of SDXL, or of Stable Diffusion for all
+        /// other models. Not where latents are cached.
+        standardize_images: bool = false, Works;
         /// Give each channel of the latents the mean and the standard deviation of ai-toolkit's tables. Stable Diffusion 1.x, 2.x
         /// and SDXL only.
         standardize_latents: bool = false, Works;
@@ -429,6 +430,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
             Some(train.blank_prompt_preservation_multiplier),
         ),
         ("cfg_rescale", train.cfg_rescale),
+        ("img_multiplier", Some(train.img_multiplier)),
     ] {
         cx.check_in_range(key, value.unwrap_or(1.0), -MAX_FACTOR..=MAX_FACTOR);
     }

@@ -1,11 +1,13 @@
 //! Data sets: images with their buckets and captions, and the batches of a run.
 
 use super::allowed_paths::AllowedPaths;
+use super::augment::Augmentations;
 use super::bucket::{BucketPlan, plan_bucket, plan_square};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::controls::ControlOptions;
 use super::discover::discover;
 use super::half::Half;
+use super::image_statistics::ImageStatistics;
 use super::latent_cache::content_hash;
 use super::masks::MaskOptions;
 use super::sizes::SizeCache;
@@ -43,14 +45,20 @@ pub struct DatasetOptions {
     pub buckets: bool,
     /// Crop to a square.
     pub square_crop: bool,
-    /// Crop at a random position instead of the centre.
+    /// Crop at a random position instead of the centre: once, and without buckets each time.
     pub random_crop: bool,
+    /// Without buckets: scale to a random size before a random crop.
+    pub random_scale: bool,
     /// Factor that images are scaled by before everything else.
     pub scale: f64,
     /// Add copies flipped left to right.
     pub flip_x: bool,
     /// Add copies flipped upside down.
     pub flip_y: bool,
+    /// What the pixels of images are normalised by. `None`: they are from -1 to 1.
+    pub normalization: Option<ImageStatistics>,
+    /// Random changes of each image, each time.
+    pub augmentations: Augmentations,
     /// Loss masks. `None`: all pixels count.
     pub masks: Option<MaskOptions>,
     /// Control images. `None`: the images are trained without them.
@@ -88,9 +96,12 @@ impl Default for DatasetOptions {
             buckets: true,
             square_crop: false,
             random_crop: false,
+            random_scale: false,
             scale: 1.0,
             flip_x: false,
             flip_y: false,
+            normalization: None,
+            augmentations: Augmentations::default(),
             masks: None,
             controls: None,
             side_by_side: false,
@@ -101,6 +112,26 @@ impl Default for DatasetOptions {
             cache_latents_to_disk: false,
             stay_in_folder: false,
         }
+    }
+}
+
+impl DatasetOptions {
+    /// Whether an image is different each time it is trained on.
+    #[must_use]
+    pub fn draws_images(&self) -> bool {
+        !self.augmentations.is_empty() || self.draws_crops()
+    }
+
+    /// Whether another part of an image is trained on each time.
+    #[must_use]
+    pub fn draws_crops(&self) -> bool {
+        self.random_crop && !self.buckets
+    }
+
+    /// A width and a height times `scale`.
+    pub(super) fn scaled(&self, (width, height): (u32, u32)) -> (u32, u32) {
+        let scaled = |side: u32| ((f64::from(side) * self.scale) as u32).max(1);
+        (scaled(width), scaled(height))
     }
 }
 
@@ -221,6 +252,32 @@ impl DatasetScan {
             sizes.save();
         }
         Ok(scan)
+    }
+
+    /// Checks that no image is too small for a random crop.
+    ///
+    /// # Errors
+    /// When an image is smaller than the square that is cropped from it.
+    pub(super) fn check_sizes(&self, options: &DatasetOptions) -> Result<()> {
+        let is_too_small = |image: &&ScannedImage| {
+            let (width, height) = options.scaled(image.size);
+            width.min(height) < options.resolution
+        };
+        match self.images.iter().find(is_too_small).filter(|_| options.draws_crops()) {
+            Some(image) => Err(EngineError::bad_input(format!(
+                "{}: the image has {} x {} pixels{}, and `random_crop` without buckets crops {side} x {side} from it: lower \
+                 `resolution`, or remove the image or `random_crop`",
+                image.path.display(),
+                image.size.0,
+                image.size.1,
+                match options.scale == 1.0 {
+                    true => String::new(),
+                    false => format!(", times `scale: {}`", options.scale),
+                },
+                side = options.resolution
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// How many images there are, readable or not.
@@ -350,6 +407,7 @@ impl Dataset {
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
         check_options(&options, divisibility)?;
         let scan = DatasetScan::read(&options, true)?;
+        scan.check_sizes(&options)?;
         let (warnings, first_error) = (scan.warnings(&options), scan.unreadable.first());
         let images = &scan.images;
         if images.is_empty() {
@@ -420,6 +478,7 @@ impl Dataset {
                         half: options.side_by_side.then_some(Half::Right),
                         size: *size,
                         plan,
+                        normalization: options.normalization,
                         flip_x,
                         flip_y,
                         caption: caption.clone(),
@@ -488,14 +547,13 @@ pub(super) fn flip_variants(x: bool, y: bool) -> Vec<(bool, bool)> {
 
 /// Plans the bucket and crop of one image. A random crop depends on the seed, the file name and the resolution.
 pub(super) fn plan_item(
-    (width, height): (u32, u32),
+    size: (u32, u32),
     options: &DatasetOptions,
     divisibility: u32,
     seed: u64,
     path: &Path,
 ) -> BucketPlan {
-    let scaled = |side: u32| ((f64::from(side) * options.scale) as u32).max(1);
-    let (width, height) = (scaled(width), scaled(height));
+    let (width, height) = options.scaled(size);
     if !options.buckets {
         return plan_square(width, height, options.resolution);
     }

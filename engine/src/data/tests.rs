@@ -236,6 +236,7 @@ fn the_latent_key_has_ai_toolkits_hash() {
         flip_x: false,
         flip_y: false,
         latent_space: "flux1".into(),
+        normalization: None,
         control: None,
         half: None,
     };
@@ -249,6 +250,11 @@ fn the_latent_key_has_ai_toolkits_hash() {
         .ai_toolkit_hash(),
         key.ai_toolkit_hash()
     );
+    let normalised = LatentKey {
+        normalization: Some("sdxl"),
+        ..key.clone()
+    };
+    assert_ne!(normalised.hash("one", "vae"), key.hash("one", "vae"));
 }
 
 #[test]
@@ -262,6 +268,7 @@ fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
         flip_x: false,
         flip_y: false,
         latent_space: "sd1".into(),
+        normalization: None,
         control: None,
         half: None,
     };

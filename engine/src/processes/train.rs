@@ -181,6 +181,7 @@ impl<'a> Run<'a> {
             memory_options,
             loss: options::loss_options(process),
             latent_options: options::latent_options(process),
+            pixel_options: options::pixel_options(process),
             objective: objective::objective(process, &*model)?,
             data,
             latents,
@@ -339,6 +340,9 @@ impl<'a> Run<'a> {
     }
 }
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod augmentation_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod bf16_tests;

@@ -7,7 +7,7 @@ use super::preservation::{self, Preservation};
 use super::run::Run;
 use super::sliders::{self, MicroBatchNumber};
 use crate::adapters::{LoraHandle, LoraPass};
-use crate::data::TrainingImage;
+use crate::data::{SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
 use crate::families::{Conditioning, ItemSize, Model};
 use crate::training::{
@@ -26,6 +26,8 @@ pub(super) struct BatchInputs {
     pub(super) latents: Vec<Tensor>,
     /// The latents of its control images, or of the negative images of a slider, on the device. `None`: it has none.
     pub(super) control: Option<Tensor>,
+    /// How the pixels of each of its images moved, which its mask follows.
+    pub(super) moves: Vec<Vec<SpatialChange>>,
 }
 
 /// The prompts of a micro-batch, and how they guide.
@@ -132,13 +134,14 @@ impl Run<'_> {
         };
         let device = self.compute.device.clone();
         let start = Instant::now();
-        let latents = self
-            .data
-            .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let (batch, codec) = (&step_batch.batch, self.model.codec());
+        let (latents, moves) =
+            self.data
+                .latents(batch, (step, micro), &self.pixel_options, &mut self.latents, codec)?;
         let latents = [self.latent_options.standardized(latents)?];
         let control = self
             .data
-            .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+            .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?;
         self.reading += start.elapsed();
         let control = match control {
             // The negative images of a slider are trained on as the positive ones are.
@@ -173,6 +176,7 @@ impl Run<'_> {
         let inputs = BatchInputs {
             latents: latents.collect::<Result<_>>()?,
             control,
+            moves,
         };
         Ok(DrawnBatch {
             step_batch,
@@ -263,7 +267,7 @@ impl Run<'_> {
         kept: &PreservationPass,
         step_batch: &StepBatch,
         prompts: &BatchPrompts,
-        BatchInputs { latents, control }: BatchInputs,
+        BatchInputs { latents, control, .. }: BatchInputs,
         drawn: &NoiseDraw,
     ) -> Result<()> {
         let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
@@ -350,7 +354,11 @@ impl Run<'_> {
         step: u64,
         step_batch: &StepBatch,
         (prompts, image_tokens): (&BatchPrompts, usize),
-        BatchInputs { latents, control }: BatchInputs,
+        BatchInputs {
+            latents,
+            control,
+            moves,
+        }: BatchInputs,
         mut drawn: NoiseDraw,
         handle: Option<&LoraHandle>,
     ) -> Result<NoiseDraw> {
@@ -363,12 +371,14 @@ impl Run<'_> {
         let contrast = self.contrast_prompt(captions.len(), handle)?;
         let (process, model) = (self.process, &*self.model);
         let start = Instant::now();
-        let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
+        let items = || {
+            let moves = moves.iter().map(Vec::as_slice);
+            self.data.items_of(&step_batch.batch).zip(moves)
+        };
+        let mask = self.masks.get(items(), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let outside = match process.train.inverted_mask_prior {
-            true => self
-                .masks
-                .outside(self.data.items_of(&step_batch.batch), model.codec())?,
+            true => self.masks.outside(items(), model.codec())?,
             false => None,
         };
         self.reading += start.elapsed();
