@@ -1,6 +1,6 @@
-//! Tests of what options of images exclude.
+//! Tests of what options of images and short captions exclude.
 
-use super::tests::{load_yaml, with_line_after};
+use super::tests::{MINIMAL, load_yaml, with_line_after};
 
 /// The messages of the errors and of the warnings of a job.
 fn findings(text: &str) -> (Vec<String>, Vec<String>) {
@@ -96,4 +96,26 @@ fn changes_of_all_images_have_no_effect_on_cached_latents() {
     assert_one(&of_train("img_multiplier: 1.5").1, &["img_multiplier", "above 1"]);
     assert_one(&of_train("img_multiplier: -0.5").0, &["img_multiplier", "0 to 1"]);
     assert_eq!(of_dataset("standardize_images: true"), (vec![], vec![]));
+}
+
+#[test]
+fn short_captions_and_dropped_prompts_need_text_encoders() {
+    assert!(MINIMAL.contains("train"));
+    assert_eq!(of_train("short_and_long_captions: true"), (vec![], vec![]));
+    for (other, part) in [
+        ("cache_text_embeddings: true", "cache_text_embeddings"),
+        ("unload_text_encoder: true", "unload_text_encoder"),
+        ("short_and_long_captions_encoder_split: true", "encoder_split"),
+    ] {
+        let (errors, _) = of_train(&format!("short_and_long_captions: true\n{other}"));
+        assert_one(&errors, &["train.short_and_long_captions", part]);
+    }
+    let (errors, warnings) = of_train("short_and_long_captions_encoder_split: true");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["only SDXL"]);
+    assert_eq!(of_train("prompt_dropout_prob: 0.1"), (vec![], vec![]));
+    assert_one(&of_train("prompt_dropout_prob: 1.1").0, &["prompt_dropout_prob"]);
+    let (errors, warnings) = of_train("prompt_dropout_prob: 0.1\ncache_text_embeddings: true");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["prompt_dropout_prob", "no effect"]);
 }

@@ -37,6 +37,8 @@ pub struct DatasetOptions {
     pub default_caption: Option<String>,
     /// Use `caption_short` of a JSON data set.
     pub short_captions: bool,
+    /// Each image needs a short caption besides its own.
+    pub needs_short_captions: bool,
     /// How captions are changed.
     pub captions: CaptionRules,
     /// The data set is a regularisation set.
@@ -91,6 +93,7 @@ impl Default for DatasetOptions {
             caption_ext: ".txt".into(),
             default_caption: None,
             short_captions: false,
+            needs_short_captions: false,
             captions: CaptionRules::default(),
             regularisation: false,
             buckets: true,
@@ -147,6 +150,8 @@ pub struct ScannedImage {
     pub size: (u32, u32),
     /// The caption as read, or else the default caption.
     pub caption: String,
+    /// The short caption: `caption_short` of a JSON data set, or else the default caption of an image without an entry there.
+    pub short_caption: Option<String>,
     /// Whether it has a caption file, or a caption in the JSON file, that is not blank.
     pub has_caption: bool,
     /// Its control image. `None`: the data set has none.
@@ -241,6 +246,10 @@ impl DatasetScan {
                     Some(default) if !has_caption => default.clone(),
                     _ => text,
                 },
+                short_caption: match listing.captions.contains_key(path) {
+                    true => listing.short_captions.get(path).cloned(),
+                    false => options.default_caption.clone(),
+                },
                 has_caption,
                 control,
             });
@@ -254,11 +263,21 @@ impl DatasetScan {
         Ok(scan)
     }
 
-    /// Checks that no image is too small for a random crop.
+    /// Checks that no image is too small for a random crop, and that there are short captions where they are needed.
     ///
     /// # Errors
-    /// When an image is smaller than the square that is cropped from it.
-    pub(super) fn check_sizes(&self, options: &DatasetOptions) -> Result<()> {
+    /// When an image is smaller than the square that is cropped from it, or has no short caption.
+    pub(super) fn check_images(&self, options: &DatasetOptions) -> Result<()> {
+        let without = self.images.iter().find(|image| image.short_caption.is_none());
+        if let Some(image) = without.filter(|_| options.needs_short_captions) {
+            return Err(EngineError::bad_input(format!(
+                "{}: the image has no short caption, which `train.short_and_long_captions` and \
+                 `short_and_long_captions_encoder_split` need: give `dataset_path` a JSON file such as {{\"{}\": {{\"caption\": \
+                 \"a red circle\", \"caption_short\": \"circle\"}}}}",
+                image.path.display(),
+                image.path.file_name().unwrap_or_default().to_string_lossy()
+            )));
+        }
         let is_too_small = |image: &&ScannedImage| {
             let (width, height) = options.scaled(image.size);
             width.min(height) < options.resolution
@@ -407,7 +426,7 @@ impl Dataset {
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
         check_options(&options, divisibility)?;
         let scan = DatasetScan::read(&options, true)?;
-        scan.check_sizes(&options)?;
+        scan.check_images(&options)?;
         let (warnings, first_error) = (scan.warnings(&options), scan.unreadable.first());
         let images = &scan.images;
         if images.is_empty() {
@@ -444,6 +463,7 @@ impl Dataset {
                     path,
                     size,
                     caption,
+                    short_caption,
                     control,
                     ..
                 } in images
@@ -482,6 +502,7 @@ impl Dataset {
                         flip_x,
                         flip_y,
                         caption: caption.clone(),
+                        short_caption: short_caption.clone(),
                         mask,
                         control,
                     });

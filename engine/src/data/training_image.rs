@@ -29,6 +29,8 @@ pub struct TrainingImage {
     pub flip_y: bool,
     /// The caption as read, before the caption rules.
     pub caption: String,
+    /// The short caption as read.
+    pub short_caption: Option<String>,
     /// Its loss mask. `None`: all pixels count.
     pub mask: Option<Mask>,
     /// Its control image. `None`: it is trained without one.

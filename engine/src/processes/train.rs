@@ -14,6 +14,7 @@ mod objective;
 mod options;
 mod preservation;
 mod preview;
+mod prompts;
 mod record;
 mod resume;
 mod run;
@@ -400,6 +401,9 @@ mod request_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod short_caption_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod slider_tests;

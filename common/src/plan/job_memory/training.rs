@@ -297,6 +297,16 @@ impl Job<'_> {
 
     /// The batches of the data sets: those that were seen, or else squares of the resolutions.
     pub(super) fn data(&self) -> Vec<DataBatch> {
+        let mut batches = self.data_batches();
+        if flag(self.body, "/train/short_and_long_captions") {
+            // Each image is trained with both its captions.
+            batches.iter_mut().for_each(|batch| batch.items *= 2.0);
+        }
+        batches
+    }
+
+    /// The batches of the data sets that need the most memory.
+    fn data_batches(&self) -> Vec<DataBatch> {
         if !self.batches.is_empty() {
             let side = |side: u32| f64::from(side).clamp(1.0, MAX_SIDE);
             let batches = self.batches.iter().map(|batch| DataBatch {

@@ -196,6 +196,21 @@ impl TrainingData {
         batch.items.iter().map(caption).collect()
     }
 
+    /// The short captions of a batch, built without caption dropout and token dropout, as in ai-toolkit. `saturates`: short ones are
+    /// repeated as the long ones are. Draws from the micro-batch's generator.
+    pub(super) fn short_captions(&self, batch: &Batch, saturates: bool, generator: &mut TorchGenerator) -> Vec<String> {
+        let dataset = &self.datasets[batch.dataset];
+        let mut rules = dataset.options.captions.clone();
+        rules.caption_dropout = 0.0;
+        rules.tags.dropout = 0.0;
+        if !saturates {
+            rules.saturation = 0.0;
+        }
+        let items = batch.items.iter().map(|index| &dataset.items[*index]);
+        let short = items.map(|item| item.short_caption.as_deref().unwrap_or_default());
+        short.map(|caption| build_caption(caption, &rules, generator)).collect()
+    }
+
     /// The items of a batch.
     pub(super) fn items_of<'a>(&'a self, batch: &'a Batch) -> impl Iterator<Item = &'a TrainingImage> {
         let items = &self.datasets[batch.dataset].items;

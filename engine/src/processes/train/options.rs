@@ -2,6 +2,7 @@
 
 use super::super::context::Context;
 use super::folder::SAMPLES;
+use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::adapters::{AdapterType, Difference, Dora, Dropout, Locon, Loha, Lokr, Lora, LoraConfig};
 use crate::data::{
@@ -87,6 +88,9 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
             "`inverted_mask_prior`, `do_prior_divergence` and `prior_reg` need a `network`: they compare with what the model predicts \
              without it",
         ));
+    }
+    if let Some((key, why)) = process.excluded_by_short_captions() {
+        return Err(EngineError::bad_input(format!("train.{key}: {why}")));
     }
     if let Some((key, why)) = process.datasets.iter().find_map(DatasetConfig::excluded_by_random_crop) {
         return Err(EngineError::bad_input(format!("datasets: {key}: {why}")));
@@ -234,6 +238,8 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 }),
             },
             short_captions: dataset.use_short_captions,
+            needs_short_captions: (process.train.short_and_long_captions && !dataset.is_reg)
+                || splits_captions(process),
             captions: CaptionRules {
                 trigger: dataset.trigger_word.clone(),
                 process_trigger: process.trigger_word.clone(),
