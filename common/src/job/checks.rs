@@ -61,6 +61,8 @@ impl TrainerProcess {
             );
         }
         check_model_kind(self, cx);
+        check_images(self, cx);
+        check_prompts(self, cx);
         check_targets(self, cx);
         if model.lora_path.is_some() && self.trains_whole_model() {
             cx.error_at(
@@ -157,6 +159,64 @@ fn check_targets(process: &TrainerProcess, cx: &mut ReadContext) {
     }
 }
 
+/// Checks what short captions exclude, and warns of a dropout of prompts that has no effect.
+fn check_prompts(process: &TrainerProcess, cx: &mut ReadContext) {
+    let train = &process.train;
+    if let Some((key, why)) = process.excluded_by_short_captions() {
+        cx.error_at(&format!("train.{key}"), why);
+    }
+    if train.short_and_long_captions_encoder_split && process.model.arch.name != ArchName::Sdxl {
+        cx.warn_at(
+            "train.short_and_long_captions_encoder_split",
+            "has no effect: only SDXL has two text encoders that read a caption each",
+        );
+    }
+    if train.prompt_dropout_prob == 0.0 {
+        return;
+    }
+    if train.diff_output_preservation && process.drops_prompts() {
+        cx.error_at(
+            "train.prompt_dropout_prob",
+            "is not supported together with `diff_output_preservation`; use a data set's `caption_dropout_rate`",
+        );
+    } else if !process.drops_prompts() {
+        cx.warn_at(
+            "train.prompt_dropout_prob",
+            format!(
+                "has no effect, as in ai-toolkit: captions are encoded before the training, or `{}` has no such dropout",
+                process.model.arch.name
+            ),
+        );
+    }
+}
+
+/// Warns of options of images that have no effect.
+fn check_images(process: &TrainerProcess, cx: &mut ReadContext) {
+    let train = &process.train;
+    if train.img_multiplier > 1.0 {
+        cx.warn_at(
+            "train.img_multiplier",
+            "has no effect above 1, as in ai-toolkit, which only reduces the contrast",
+        );
+    } else if train.img_multiplier < 0.0 {
+        cx.error_at("train.img_multiplier", "expected 0 to 1");
+    }
+    if !process.datasets.iter().any(DatasetConfig::caches_latents) {
+        return;
+    }
+    for (on, key) in [
+        (train.standardize_images, "standardize_images"),
+        (train.img_multiplier < 1.0, "img_multiplier"),
+    ] {
+        if on {
+            cx.warn_at(
+                &format!("train.{key}"),
+                "has no effect on data sets with `cache_latents` or `cache_latents_to_disk`, as in ai-toolkit",
+            );
+        }
+    }
+}
+
 /// Checks that options of flow models, and of latents with 4 channels, are used with such models.
 fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
     let (train, arch) = (&process.train, process.model.arch.name);
@@ -185,10 +245,74 @@ fn check_model_kind(process: &TrainerProcess, cx: &mut ReadContext) {
     }
 }
 
+impl TrainerProcess {
+    /// Whether every caption is encoded before the training.
+    fn encodes_captions_first(&self) -> bool {
+        let train = &self.train;
+        train.unload_text_encoder
+            || train.cache_text_embeddings
+            || self.datasets.iter().any(|dataset| dataset.cache_text_embeddings)
+    }
+
+    /// Whether `train.prompt_dropout_prob` empties prompts. In ai-toolkit, only these models have it, and not with captions that are
+    /// encoded before the training.
+    #[must_use]
+    pub fn drops_prompts(&self) -> bool {
+        let has_dropout = matches!(
+            self.model.arch.name,
+            ArchName::Sd1 | ArchName::Sd2 | ArchName::Sdxl | ArchName::Flux
+        );
+        self.train.prompt_dropout_prob > 0.0 && has_dropout && !self.kind.is_slider() && !self.encodes_captions_first()
+    }
+
+    /// The key of `train` that cannot be used with short captions, and why, if there is one.
+    #[must_use]
+    pub fn excluded_by_short_captions(&self) -> Option<(&'static str, &'static str)> {
+        let train = &self.train;
+        let (doubles, splits) = (
+            train.short_and_long_captions,
+            train.short_and_long_captions_encoder_split,
+        );
+        let key = match (doubles, splits) {
+            (true, _) => "short_and_long_captions",
+            (false, true) => "short_and_long_captions_encoder_split",
+            (false, false) => return None,
+        };
+        let why = if doubles && splits {
+            "cannot be used together with `short_and_long_captions_encoder_split`"
+        } else if self.encodes_captions_first() {
+            "cannot be used together with `cache_text_embeddings` or `unload_text_encoder`, in ai-toolkit neither"
+        } else if train.diff_output_preservation {
+            "cannot be used together with `diff_output_preservation`, in ai-toolkit neither"
+        } else if self.kind.is_slider() {
+            "cannot be used in a slider, whose prompts are its own"
+        } else {
+            return None;
+        };
+        Some((key, why))
+    }
+}
+
 impl Img2ImgProcess {
     /// Checks that every data set has a path.
     pub(super) fn check_dataset_paths(&self, cx: &mut ReadContext) {
         check_datasets(&self.datasets, cx);
+        for (index, dataset) in self.datasets.iter().enumerate() {
+            let listed = dataset.augmentations.as_ref().is_some_and(|list| !list.is_empty());
+            for (on, key) in [
+                (!dataset.augments.is_empty(), "augments"),
+                (listed, "augmentations"),
+                (dataset.standardize_images, "standardize_images"),
+                (dataset.random_crop && !dataset.buckets, "random_crop"),
+            ] {
+                if on {
+                    cx.error_at(
+                        &format!("datasets[{index}].{key}"),
+                        "is not supported for the images of `batch_img2img`, which are used as they are",
+                    );
+                }
+            }
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! `datasets`: images, captions and their preprocessing.
 
+use super::augmentation;
 use super::declare::{choices, section};
 use super::limits::{MAX_BATCH, MAX_CONTROL_FOLDERS, MAX_FACTOR, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
@@ -135,24 +136,29 @@ section! {
         square_crop: bool = false, Works;
         /// Scale before everything else.
         scale: f64 = 1.0, Works;
-        /// Crop at a random position, drawn once, instead of at the centre.
+        /// Crop at a random position instead of at the centre. With buckets it is drawn once; without, each time, from the image at its
+        /// own size.
         random_crop: bool = false, Works;
-        /// Random scale; only without buckets.
-        random_scale: bool = false, Refused("images are scaled to their size only");
+        /// Scale each image, each time, to a random size between the resolution and its own before it is cropped. Only with
+        /// `random_crop` and `buckets: false`.
+        random_scale: bool = false, Works;
         /// Add copies flipped left to right.
         flip_x: bool = false, Works;
         /// Add copies flipped upside down.
         flip_y: bool = false, Works;
-        /// Built-in augmentations: `ColorJitter`, `RandomEqualize`.
-        augments: Vec<String> = Vec::new(), Refused("no augmentations except flips and crops");
-        /// Albumentations by name.
-        augmentations: Option<Vec<serde_json::Value>> = None, Refused("no augmentations except flips and crops");
-        /// A new order of augmentations per item.
-        shuffle_augmentations: bool = false, DependsOn("augmentations");
-        /// Apply spatial augmentations to control images too.
-        replay_transforms: bool = true, DependsOn("augmentations");
-        /// Match fixed channel statistics.
-        standardize_images: bool = false, Refused("images are used as they are");
+        /// Built-in augmentations, each time anew: `ColorJitter` (brightness, contrast and saturation by up to 20 %, hue by up to 3 %),
+        /// `RandomEqualize` (every fifth image). Latents are not cached then.
+        augments: Vec<String> = Vec::new(), Works;
+        /// Random changes of the images, each time anew: a list of `method` (a name of albumentations) and `params`; see
+        /// docs/datasets.md. Latents are not cached then.
+        augmentations: Option<Vec<serde_json::Value>> = None, Works;
+        /// A new order of `augmentations` for each image, each time.
+        shuffle_augmentations: bool = false, Works;
+        /// `Rotate` and the flips of `augmentations` are applied to control images and masks too.
+        replay_transforms: bool = true, Works;
+        /// Subtract fixed means of red, green and blue and divide by fixed deviations: those of SDXL, or of Stable Diffusion for all
+        /// other models. Control images stay as they are.
+        standardize_images: bool = false, Works;
         /// Keep latents in RAM.
         cache_latents: bool = false, Works;
         /// Keep latents on disk.
@@ -246,10 +252,41 @@ section! {
 }
 
 fn check(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
-    if dataset.random_crop && !dataset.buckets {
+    check_augmentations(dataset, path, report);
+    if let Some((key, why)) = dataset.excluded_by_random_crop() {
+        report.error(join(path, key), why);
+    }
+    if dataset.random_scale && (dataset.buckets || !dataset.random_crop) {
+        report.warn(
+            join(path, "random_scale"),
+            "has no effect without `random_crop: true` and `buckets: false`, as in ai-toolkit",
+        );
+    }
+}
+
+/// Checks the augmentations, and what they exclude.
+fn check_augmentations(dataset: &DatasetConfig, path: &str, report: &mut SupportReport) {
+    let entries = dataset.augmentations.as_deref().unwrap_or_default();
+    augmentation::check_names(&dataset.augments, entries, path, report);
+    if !dataset.is_augmented() {
+        return;
+    }
+    for (on, key) in [
+        (dataset.cache_latents, "cache_latents"),
+        (dataset.cache_latents_to_disk, "cache_latents_to_disk"),
+    ] {
+        if on {
+            let why = "is ignored, as in ai-toolkit: with `augments` or `augmentations` the images differ each time";
+            report.warn(join(path, key), why);
+        }
+    }
+    let follows = !dataset.control_path.is_empty() || dataset.mask_path.is_some() || dataset.alpha_mask;
+    let shifts = |entry: &serde_json::Value| entry.get("method").is_some_and(|name| name == "ShiftScaleRotate");
+    if follows && dataset.replay_transforms && entries.iter().any(shifts) {
         report.error(
-            join(path, "random_crop"),
-            "is not supported yet together with `buckets: false`",
+            join(path, "augmentations"),
+            "ai-toolkit does not apply `ShiftScaleRotate` to masks and control images, so they would not fit their images: use \
+             `Rotate`, or set `replay_transforms: false` if they should stay as they are",
         );
     }
 }
@@ -402,6 +439,40 @@ impl DatasetConfig {
         first
             .map(|(_, key)| key)
             .or((!self.control_path.is_empty()).then_some("control_path"))
+    }
+
+    /// Whether images are changed at random each time.
+    #[must_use]
+    pub fn is_augmented(&self) -> bool {
+        !self.augments.is_empty() || self.augmentations.as_ref().is_some_and(|list| !list.is_empty())
+    }
+
+    /// The key that cannot be used with a part that is cropped at random each time, and why, if there is one.
+    #[must_use]
+    pub fn excluded_by_random_crop(&self) -> Option<(&'static str, &'static str)> {
+        if !self.random_crop || self.buckets {
+            return None;
+        }
+        let cached =
+            "cannot be used with `random_crop` without buckets, which crops another part each time; remove one of them";
+        let fixed = "cannot be used with `buckets: false` and `random_crop`, as in ai-toolkit; remove one of them";
+        let squares = "cannot be used with `random_crop` without buckets, which crops squares; remove one of them";
+        [
+            (self.cache_latents, "cache_latents", cached),
+            (self.cache_latents_to_disk, "cache_latents_to_disk", cached),
+            (self.mask_path.is_some(), "mask_path", fixed),
+            (self.alpha_mask, "alpha_mask", fixed),
+            (!self.control_path.is_empty(), "control_path", fixed),
+            (self.size.is_some(), "size", squares),
+        ]
+        .into_iter()
+        .find_map(|(on, key, why)| on.then_some((key, why)))
+    }
+
+    /// Whether latents are encoded once. Not where images are changed each time.
+    #[must_use]
+    pub fn caches_latents(&self) -> bool {
+        (self.cache_latents || self.cache_latents_to_disk) && !self.is_augmented()
     }
 
     /// Where the images are: `dataset_path`, else `folder_path`.

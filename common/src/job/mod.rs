@@ -4,6 +4,8 @@
 //! reader, its documentation and its checks in [`JobSpec::unsupported`].
 
 pub mod arch;
+pub mod augmentation;
+mod augmentation_params;
 pub mod averages;
 pub mod caption;
 pub mod change;
@@ -107,6 +109,9 @@ impl Format {
 mod examples;
 #[cfg(test)]
 mod hostile;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod image_option_tests;
 #[cfg(test)]
 mod mistakes;
 #[cfg(test)]

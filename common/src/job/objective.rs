@@ -26,9 +26,9 @@ choices! {
         /// The noise (or velocity) that was added.
         Noise = "noise", Works;
         /// The image.
-        Source = "source", Refused("use `noise`");
+        Source = "source", Refused("of flow matching it is the same as `noise`, and with the other models ai-toolkit fails: use `noise`");
         /// The image before augmentation.
-        Unaugmented = "unaugmented", Refused("use `noise`");
+        Unaugmented = "unaugmented", Refused("ai-toolkit fails with it: use `noise`");
         /// The difference to the base model's noise.
         DifferentialNoise = "differential_noise", Refused("use `noise`");
     }

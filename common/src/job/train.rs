@@ -150,16 +150,17 @@ section! {
         batch_noise_correction_scale: f64 = 0.1, Works;
         /// Add the difference between the blurred latents and the latents to the noise, times a random number from 0 to 2 per item.
         blended_blur_noise: bool = false, Works;
-        /// Contrast of the images.
-        img_multiplier: f64 = 1.0, Refused("images are used as they are");
+        /// Contrast of the images around the mean of their batch, from 0 to 1. Not of regularisation sets, nor where latents are cached.
+        img_multiplier: f64 = 1.0, Works;
         /// Scale of the latents.
         latent_multiplier: f64 = 1.0, Works;
         /// Scale of the noisy latents.
         noisy_latent_multiplier: f64 = 1.0, Works;
         /// Divide latents by their standard deviation per channel, in place of `latent_multiplier`.
         adaptive_scaling_factor: bool = false, Works;
-        /// Match fixed channel statistics of images.
-        standardize_images: bool = false, Refused("images are used as they are");
+        /// Give red, green and blue of each image a fixed mean and standard deviation: those of SDXL, or of Stable Diffusion for all
+        /// other models. Not where latents are cached.
+        standardize_images: bool = false, Works;
         /// Give each channel of the latents the mean and the standard deviation of ai-toolkit's tables. Stable Diffusion 1.x, 2.x
         /// and SDXL only.
         standardize_latents: bool = false, Works;
@@ -243,15 +244,17 @@ section! {
         max_cfg_scale: Option<f64> = None, Works, shown "`cfg_scale`";
         /// The guided prediction gets the mean and the standard deviation that this scale would give it.
         cfg_rescale: Option<f64> = None, Works, shown "`cfg_scale`";
-        /// Chance to drop a text encoder's prompt.
-        prompt_dropout_prob: f64 = 0.0, Refused("use a dataset's `caption_dropout_rate`");
+        /// Chance that a prompt is empty, of SDXL for each of its text encoders. Stable Diffusion 1.x, 2.x, SDXL and FLUX.1; without
+        /// `cache_text_embeddings` and `unload_text_encoder`.
+        prompt_dropout_prob: f64 = 0.0, Works;
         /// Chance to repeat a caption of fewer than 77 words until it fills the encoder; not in regularisation sets, and not with
         /// `cache_text_embeddings`.
         prompt_saturation_chance: f64 = 0.0, Works;
-        /// Train each image with both its captions.
-        short_and_long_captions: bool = false, Refused("one caption per image");
-        /// SDXL: one caption per encoder.
-        short_and_long_captions_encoder_split: bool = false, Refused("one caption per image");
+        /// Train each image with its caption and with `caption_short` of the JSON data set: batches are twice as large. Not
+        /// regularisation sets.
+        short_and_long_captions: bool = false, Works;
+        /// SDXL: the first text encoder gets `caption_short` of the JSON data set, the second one the caption.
+        short_and_long_captions_encoder_split: bool = false, Works;
         /// Items whose caption is blank are trained with latents of zeros.
         do_blank_stabilization: bool = false, Works;
         /// Models with a guidance embedding (FLUX.1-dev): train without it. Samples have it.
@@ -384,6 +387,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
     // Its exponential is the factor.
     cx.check_in_range("random_noise_multiplier", train.random_noise_multiplier, 0.0..=4.0);
     cx.check_in_range("prompt_saturation_chance", train.prompt_saturation_chance, 0.0..=1.0);
+    cx.check_in_range("prompt_dropout_prob", train.prompt_dropout_prob, 0.0..=1.0);
     cx.check_at_most(
         "optimal_noise_pairing_samples",
         train.optimal_noise_pairing_samples,
@@ -429,6 +433,7 @@ fn finish(train: &mut TrainConfig, _present: &PresentKeys, cx: &mut ReadContext)
             Some(train.blank_prompt_preservation_multiplier),
         ),
         ("cfg_rescale", train.cfg_rescale),
+        ("img_multiplier", Some(train.img_multiplier)),
     ] {
         cx.check_in_range(key, value.unwrap_or(1.0), -MAX_FACTOR..=MAX_FACTOR);
     }

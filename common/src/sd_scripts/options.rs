@@ -19,7 +19,7 @@ const HUB: &str = "nothing is uploaded; take the files from the run folder";
 const GUI: &str = "a field of the kohya GUI, which sd-scripts does not read";
 
 /// Why an option of captions or images is refused, in training configs and in data set configs.
-pub(super) const COLOR_AUG: &str = "aitk has no color augmentation";
+pub(super) const COLOR_AUG: &str = "write the change of colors as `datasets[].augmentations` of a config of aitk";
 pub(super) const FACE_CROP: &str = "aitk crops at the centre or at random";
 pub(super) const EVERY_N_EPOCHS: &str = "aitk drops captions at random (`caption_dropout_rate`), not in certain epochs";
 pub(super) const TOKEN_WARMUP: &str = "aitk trains whole captions from the first step on";

@@ -1,5 +1,7 @@
 //! Aspect buckets, as in ai-toolkit (docs/randomness.md): the size that an image is scaled and cropped to.
 
+use crate::rng::TorchGenerator;
+
 /// How an image becomes a training image: it is scaled to `scale_to`, then cropped at `crop`.
 ///
 /// Its `Debug` text is hashed in checkpoints and must not change.
@@ -31,6 +33,40 @@ pub fn plan_bucket(width: u32, height: u32, resolution: u32, divisibility: u32, 
 #[must_use]
 pub fn plan_fixed(width: u32, height: u32, size: (u32, u32)) -> BucketPlan {
     cover(width.max(1), height.max(1), size)
+}
+
+/// Plans an image without buckets that is cropped to a square at a random position, and with `scaled` before that to a random size
+/// between `side` and its own, as in ai-toolkit. A side that is smaller than `side` is enlarged to it.
+///
+/// Draws `randint(side, shorter side + 1)` if the image is scaled, and the left and the top edge of the crop.
+pub(super) fn draw_square(
+    (width, height): (u32, u32),
+    side: u32,
+    scaled: bool,
+    generator: &mut TorchGenerator,
+) -> BucketPlan {
+    let mut number = |low: u32, high: u32| {
+        let drawn = generator.randint(i64::from(low), i64::from(high) + 1, 1);
+        drawn
+            .first()
+            .and_then(|number| u32::try_from(*number).ok())
+            .unwrap_or(low)
+    };
+    let shorter = width.min(height);
+    let size = match scaled && shorter > side {
+        true => {
+            let factor = f64::from(number(side, shorter)) / f64::from(shorter);
+            // ai-toolkit adds 5 pixels, so that no side is below the square's.
+            [width, height].map(|length| (f64::from(length + 5) * factor) as u32)
+        }
+        false => [width, height],
+    };
+    let [width, height] = size.map(|length| length.max(side));
+    BucketPlan {
+        bucket: (side, side),
+        scale_to: (width, height),
+        crop: (number(0, width - side), number(0, height - side)),
+    }
 }
 
 /// Scales the image to cover the bucket and crops it from the centre.
@@ -110,6 +146,31 @@ mod tests {
             (plan.bucket, plan.scale_to, plan.crop),
             ((512, 768), (1024, 768), (256, 0))
         );
+    }
+
+    #[test]
+    fn random_squares_are_inside_of_the_image_and_reach_every_scale() {
+        let draws = |size, scaled| {
+            let mut generator = crate::rng::generator_for(1, "test", 0, 0);
+            let draw = move |_| draw_square(size, 64, scaled, &mut generator);
+            (0..500).map(draw).collect::<Vec<_>>()
+        };
+        for plan in draws((100, 80), false) {
+            assert_eq!((plan.bucket, plan.scale_to), ((64, 64), (100, 80)));
+        }
+        let edges: Vec<(u32, u32)> = draws((100, 80), false).iter().map(|plan| plan.crop).collect();
+        let sides = |of: &dyn Fn(&(u32, u32)) -> u32| (edges.iter().map(of).min(), edges.iter().map(of).max());
+        assert_eq!(sides(&|crop| crop.0), (Some(0), Some(36)));
+        assert_eq!(sides(&|crop| crop.1), (Some(0), Some(16)));
+        let heights: std::collections::BTreeSet<u32> =
+            draws((100, 80), true).iter().map(|plan| plan.scale_to.1).collect();
+        // `int((80 + 5) * side / 80)` for each side from 64 to 80.
+        let expected: Vec<u32> = (64..=80).map(|side| 85 * side / 80).collect();
+        assert_eq!(heights.into_iter().collect::<Vec<_>>(), expected);
+        for plan in draws((100, 80), true) {
+            assert!(plan.crop.0 + 64 <= plan.scale_to.0 && plan.crop.1 + 64 <= plan.scale_to.1);
+        }
+        assert_eq!(draws((64, 90), true)[0].scale_to, (64, 90));
     }
 
     #[test]

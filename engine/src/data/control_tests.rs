@@ -70,7 +70,7 @@ fn control_images_have_the_pixels_of_ai_toolkit() {
             let (kind, flips) = (if full_size { "whole" } else { "small" }, [item.flip_x, item.flip_y]);
             let name = format!("{kind}:{stem}:{}{}", u8::from(flips[0]), u8::from(flips[1]));
             let Some(expected) = expected.get(&name) else { continue };
-            let found = load_control(item, item.control.as_ref().unwrap()).unwrap();
+            let found = load_control(item, item.control.as_ref().unwrap(), &[]).unwrap();
             match full_size {
                 true => {
                     let bytes = ((found + 1.0).unwrap() * 127.5).unwrap().round().unwrap();
@@ -85,7 +85,7 @@ fn control_images_have_the_pixels_of_ai_toolkit() {
                         flip_x: true,
                         ..item.clone()
                     };
-                    let flipped = load_control(&flipped, item.control.as_ref().unwrap()).unwrap();
+                    let flipped = load_control(&flipped, item.control.as_ref().unwrap(), &[]).unwrap();
                     assert_eq!(gap(&flipped, &found), 0.0, "{name}");
                 }
             }
@@ -209,7 +209,8 @@ fn halves_of_one_file_have_the_pixels_of_two_files() {
     for (half, whole) in halves.iter().zip(&two) {
         assert_eq!((half.size, half.plan), (whole.size, whole.plan));
         assert_eq!(values(load_pixels(half).unwrap()), values(load_pixels(whole).unwrap()));
-        let [left, control] = [half, whole].map(|item| load_control(item, item.control.as_ref().unwrap()).unwrap());
+        let [left, control] =
+            [half, whole].map(|item| load_control(item, item.control.as_ref().unwrap(), &[]).unwrap());
         assert_eq!(values(left), values(control));
         let [own, control] = [
             half.latent_key("sd1"),
@@ -408,7 +409,7 @@ proptest! {
                     let name = item.path.file_name().unwrap().to_string_lossy().into_owned();
                     prop_assert_eq!(&control.path, &good[&name]);
                     let (width, height) = item.plan.bucket;
-                    let pixels = load_control(item, control).unwrap();
+                    let pixels = load_control(item, control, &[]).unwrap();
                     prop_assert_eq!(pixels.dims(), [3, height as usize, width as usize]);
                 }
             }

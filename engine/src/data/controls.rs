@@ -1,6 +1,7 @@
 //! Control images: the file of each image, and its pixels in the size of the image.
 
 use super::allowed_paths::AllowedPaths;
+use super::augment::{SpatialChange, moved};
 use super::discover::suffix_rank;
 use super::half::half_of;
 use super::pixels::apply_plan;
@@ -193,20 +194,23 @@ impl ControlFiles {
     }
 }
 
-/// Loads the control image of an item in the size of the item: [3, h, w] from -1 to 1, float32 on the CPU.
+/// Loads the control image of an item in the size of the item: [3, h, w] from -1 to 1, float32 on the CPU. Its pixels move as those of
+/// the item did.
 ///
 /// # Errors
 /// When the control image is missing, damaged, or needs too much memory.
-pub fn load_control(item: &TrainingImage, control: &Control) -> Result<Tensor> {
+pub fn load_control(item: &TrainingImage, control: &Control, moves: &[SpatialChange]) -> Result<Tensor> {
     let image = match control.background {
         Some(background) => image_io::open_rgb_over(&control.path, background)?,
         None => image_io::open_rgb(&control.path)?,
     };
     let image = half_of(image, control.half);
     if control.full_size {
-        return image_io::to_tensor(&apply_plan(image, item), &Device::Cpu);
+        let cropped = moved(apply_plan(image, item), moves);
+        return image_io::to_tensor(&cropped, &Device::Cpu);
     }
     let small = image_io::resize(&image, SMALL_SIDE, SMALL_SIDE, Filter::Bicubic);
+    let small = moved(small, moves);
     let pixels = image_io::to_tensor(&small, &Device::Cpu)?;
     let (width, height) = item.plan.bucket;
     image_io::interpolate_bilinear(&pixels, height as usize, width as usize)

@@ -1,11 +1,13 @@
 //! Data sets: images with their buckets and captions, and the batches of a run.
 
 use super::allowed_paths::AllowedPaths;
+use super::augment::Augmentations;
 use super::bucket::{BucketPlan, have_same_aspect_ratio, plan_bucket, plan_fixed};
 use super::caption::{CaptionRules, caption_path, read_caption};
 use super::controls::ControlOptions;
 use super::discover::discover;
 use super::half::Half;
+use super::image_statistics::ImageStatistics;
 use super::latent_cache::content_hash;
 use super::masks::MaskOptions;
 use super::sizes::SizeCache;
@@ -35,6 +37,8 @@ pub struct DatasetOptions {
     pub default_caption: Option<String>,
     /// Use `caption_short` of a JSON data set.
     pub short_captions: bool,
+    /// Each image needs a short caption besides its own.
+    pub needs_short_captions: bool,
     /// How captions are changed.
     pub captions: CaptionRules,
     /// The data set is a regularisation set.
@@ -45,14 +49,20 @@ pub struct DatasetOptions {
     pub size: Option<(u32, u32)>,
     /// Crop to a square.
     pub square_crop: bool,
-    /// Crop at a random position instead of the centre.
+    /// Crop at a random position instead of the centre: once, and without buckets each time.
     pub random_crop: bool,
+    /// Without buckets: scale to a random size before a random crop.
+    pub random_scale: bool,
     /// Factor that images are scaled by before everything else.
     pub scale: f64,
     /// Add copies flipped left to right.
     pub flip_x: bool,
     /// Add copies flipped upside down.
     pub flip_y: bool,
+    /// What the pixels of images are normalised by. `None`: they are from -1 to 1.
+    pub normalization: Option<ImageStatistics>,
+    /// Random changes of each image, each time.
+    pub augmentations: Augmentations,
     /// Loss masks. `None`: all pixels count.
     pub masks: Option<MaskOptions>,
     /// Control images. `None`: the images are trained without them.
@@ -92,15 +102,19 @@ impl Default for DatasetOptions {
             caption_ext: ".txt".into(),
             default_caption: None,
             short_captions: false,
+            needs_short_captions: false,
             captions: CaptionRules::default(),
             regularisation: false,
             buckets: true,
             size: None,
             square_crop: false,
             random_crop: false,
+            random_scale: false,
             scale: 1.0,
             flip_x: false,
             flip_y: false,
+            normalization: None,
+            augmentations: Augmentations::default(),
             masks: None,
             controls: None,
             side_by_side: false,
@@ -111,6 +125,26 @@ impl Default for DatasetOptions {
             cache_latents_to_disk: false,
             stay_in_folder: false,
         }
+    }
+}
+
+impl DatasetOptions {
+    /// Whether an image is different each time it is trained on.
+    #[must_use]
+    pub fn draws_images(&self) -> bool {
+        !self.augmentations.is_empty() || self.draws_crops()
+    }
+
+    /// Whether another part of an image is trained on each time.
+    #[must_use]
+    pub fn draws_crops(&self) -> bool {
+        self.random_crop && !self.buckets
+    }
+
+    /// A width and a height times `scale`.
+    pub(super) fn scaled(&self, (width, height): (u32, u32)) -> (u32, u32) {
+        let scaled = |side: u32| ((f64::from(side) * self.scale) as u32).max(1);
+        (scaled(width), scaled(height))
     }
 }
 
@@ -126,6 +160,8 @@ pub struct ScannedImage {
     pub size: (u32, u32),
     /// The caption as read, or else the default caption.
     pub caption: String,
+    /// The short caption: `caption_short` of a JSON data set, or else the default caption of an image without an entry there.
+    pub short_caption: Option<String>,
     /// Whether it has a caption file, or a caption in the JSON file, that is not blank.
     pub has_caption: bool,
     /// Its control image. `None`: the data set has none.
@@ -220,6 +256,10 @@ impl DatasetScan {
                     Some(default) if !has_caption => default.clone(),
                     _ => text,
                 },
+                short_caption: match listing.captions.contains_key(path) {
+                    true => listing.short_captions.get(path).cloned(),
+                    false => options.default_caption.clone(),
+                },
                 has_caption,
                 control,
             });
@@ -231,6 +271,42 @@ impl DatasetScan {
             sizes.save();
         }
         Ok(scan)
+    }
+
+    /// Checks that no image is too small for a random crop, and that there are short captions where they are needed.
+    ///
+    /// # Errors
+    /// When an image is smaller than the square that is cropped from it, or has no short caption.
+    pub(super) fn check_images(&self, options: &DatasetOptions) -> Result<()> {
+        let without = self.images.iter().find(|image| image.short_caption.is_none());
+        if let Some(image) = without.filter(|_| options.needs_short_captions) {
+            return Err(EngineError::bad_input(format!(
+                "{}: the image has no short caption, which `train.short_and_long_captions` and \
+                 `short_and_long_captions_encoder_split` need: give `dataset_path` a JSON file such as {{\"{}\": {{\"caption\": \
+                 \"a red circle\", \"caption_short\": \"circle\"}}}}",
+                image.path.display(),
+                image.path.file_name().unwrap_or_default().to_string_lossy()
+            )));
+        }
+        let is_too_small = |image: &&ScannedImage| {
+            let (width, height) = options.scaled(image.size);
+            width.min(height) < options.resolution
+        };
+        match self.images.iter().find(is_too_small).filter(|_| options.draws_crops()) {
+            Some(image) => Err(EngineError::bad_input(format!(
+                "{}: the image has {} x {} pixels{}, and `random_crop` without buckets crops {side} x {side} from it: lower \
+                 `resolution`, or remove the image or `random_crop`",
+                image.path.display(),
+                image.size.0,
+                image.size.1,
+                match options.scale == 1.0 {
+                    true => String::new(),
+                    false => format!(", times `scale: {}`", options.scale),
+                },
+                side = options.resolution
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// How many images there are, readable or not.
@@ -360,6 +436,7 @@ impl Dataset {
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
         check_options(&options, divisibility)?;
         let scan = DatasetScan::read(&options, true)?;
+        scan.check_images(&options)?;
         let (warnings, first_error) = (scan.warnings(&options), scan.unreadable.first());
         let images = &scan.images;
         if images.is_empty() {
@@ -404,6 +481,7 @@ impl Dataset {
                     path,
                     size,
                     caption,
+                    short_caption,
                     control,
                     ..
                 } in images
@@ -435,9 +513,11 @@ impl Dataset {
                         half: options.side_by_side.then_some(Half::Right),
                         size: *size,
                         plan,
+                        normalization: options.normalization,
                         flip_x,
                         flip_y,
                         caption: caption.clone(),
+                        short_caption: short_caption.clone(),
                         mask,
                         control,
                     });
@@ -502,14 +582,13 @@ pub(super) fn flip_variants(x: bool, y: bool) -> Vec<(bool, bool)> {
 
 /// Plans the bucket and crop of one image. A random crop depends on the seed, the file name and the resolution.
 pub(super) fn plan_item(
-    (width, height): (u32, u32),
+    size: (u32, u32),
     options: &DatasetOptions,
     divisibility: u32,
     seed: u64,
     path: &Path,
 ) -> BucketPlan {
-    let scaled = |side: u32| ((f64::from(side) * options.scale) as u32).max(1);
-    let (width, height) = (scaled(width), scaled(height));
+    let (width, height) = options.scaled(size);
     if !options.buckets {
         return plan_fixed(width, height, options.fixed_size());
     }

@@ -16,6 +16,8 @@ pub struct ImageListing {
     pub images: Vec<PathBuf>,
     /// The captions in a JSON data set. Empty for a folder, whose captions are in files.
     pub captions: BTreeMap<PathBuf, String>,
+    /// The short captions (`caption_short`) in a JSON data set, of images that have a caption there.
+    pub short_captions: BTreeMap<PathBuf, String>,
     /// The paths that may be opened for it.
     pub allowed_paths: AllowedPaths,
 }
@@ -49,6 +51,7 @@ pub fn discover(path: &Path, short_captions: bool, stay_in_folder: bool) -> Resu
             root: path.to_path_buf(),
             images,
             captions: BTreeMap::new(),
+            short_captions: BTreeMap::new(),
             allowed_paths,
         });
     }
@@ -134,6 +137,9 @@ fn read_json_listing(path: &Path, short_captions: bool, allowed_paths: AllowedPa
             )));
         }
         let text = |key: &str| entry.get(key).and_then(serde_json::Value::as_str).map(str::to_owned);
+        if let (Some(short), Some(_)) = (text("caption_short"), text("caption")) {
+            out.short_captions.insert(image.clone(), short);
+        }
         let caption = if short_captions {
             text("caption_short").or_else(|| text("caption"))
         } else {

@@ -27,6 +27,8 @@ pub struct LatentKey {
     pub flip_y: bool,
     /// `model.latent_space_version`, or else the architecture's tag.
     pub latent_space: String,
+    /// The name of the statistics that its pixels are normalised by. `None`: they are from -1 to 1. ai-toolkit's keys do not have it.
+    pub normalization: Option<&'static str>,
     /// How a control image is loaded. `None`: it is the latent of a training image.
     pub control: Option<ControlKey>,
     /// The half of the file that is the image. `None`: all of it.
@@ -59,6 +61,9 @@ impl LatentKey {
             if on {
                 map.insert(key.into(), true.into());
             }
+        }
+        if let Some(name) = self.normalization {
+            map.insert("standardize_images".into(), name.into());
         }
         if let Some(half) = self.half {
             let half = if half == Half::Left { "left" } else { "right" };

@@ -1,5 +1,6 @@
 //! Loss masks: the mask file of each image, and the mask scaled, cropped and flipped like its image.
 
+use super::augment::{SpatialChange, moved};
 use super::bucket::have_same_aspect_ratio;
 use super::pixels::apply_plan;
 use super::training_image::{Mask, TrainingImage};
@@ -89,18 +90,19 @@ fn check_aspect_ratio(path: &Path, mask: (u32, u32), image: (u32, u32)) -> Resul
     )))
 }
 
-/// Loads the loss weights of an item's pixels: bucket width times bucket height numbers, row by row.
+/// Loads the loss weights of an item's pixels: bucket width times bucket height numbers, row by row. They move as those of the item
+/// did.
 ///
 /// # Errors
 /// When the mask cannot be read, or its aspect ratio differs from the image's.
-pub fn load_mask(item: &TrainingImage, mask: &Mask) -> Result<Vec<f32>> {
+pub fn load_mask(item: &TrainingImage, mask: &Mask, moves: &[SpatialChange]) -> Result<Vec<f32>> {
     let image = if mask.alpha {
         image_io::open_alpha(&mask.path)?
     } else {
         image_io::open_rgb(&mask.path)?
     };
     check_aspect_ratio(&mask.path, image.dimensions(), image_io::dimensions(&item.path)?)?;
-    let pixels = apply_plan(image, item);
+    let pixels = moved(apply_plan(image, item), moves);
     let weight = |sum: u32| {
         let value = f64::from(sum) / (3.0 * 255.0);
         let value = if mask.invert { 1.0 - value } else { value };

@@ -3,6 +3,7 @@
 //! It reads data sets as ai-toolkit does (docs/datasets.md); docs/randomness.md describes the random numbers.
 
 mod allowed_paths;
+mod augment;
 mod bucket;
 mod cache_file;
 mod caption;
@@ -10,7 +11,9 @@ mod caption_tags;
 mod controls;
 mod dataset;
 mod discover;
+mod drawn_image;
 mod half;
+mod image_statistics;
 mod latent_cache;
 mod masks;
 mod pixels;
@@ -20,13 +23,16 @@ mod text_cache;
 mod training_image;
 
 pub use allowed_paths::AllowedPaths;
+pub use augment::{Augmentations, AugmentedImage, BuiltInAugmentation, SpatialChange};
 pub use bucket::{BucketPlan, plan_bucket, plan_fixed};
 pub use caption::{CaptionRules, build_caption, dropped_caption, drops_caption, read_caption};
 pub use caption_tags::TagRules;
 pub use controls::{ControlOptions, ControlRole, load_control};
 pub use dataset::{Batch, Dataset, DatasetOptions, DatasetScan, ScannedImage, Warnings, batches, epoch_order};
 pub use discover::{ImageListing, discover};
+pub use drawn_image::DrawnImage;
 pub use half::Half;
+pub use image_statistics::ImageStatistics;
 pub use latent_cache::{ControlKey, LatentCache, LatentKey};
 pub use masks::{MaskOptions, load_mask};
 pub use pixels::load_pixels;

@@ -7,14 +7,27 @@ use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};
 use image::{RgbImage, imageops};
 
-/// Decodes, rotates (EXIF), flips, scales (bicubic) and crops an image: [3, h, w] from -1 to 1, float32 on the CPU.
+/// Decodes, rotates (EXIF), flips, scales (bicubic) and crops an image: [3, h, w], float32 on the CPU, from -1 to 1, or normalised.
 ///
 /// # Errors
 /// When the image is missing, damaged, or needs too much memory.
 pub fn load_pixels(item: &TrainingImage) -> Result<Tensor> {
+    to_pixels(&load_image(item)?, item)
+}
+
+/// Decodes, rotates (EXIF), flips, scales (bicubic) and crops an image.
+pub(super) fn load_image(item: &TrainingImage) -> Result<RgbImage> {
     let image = half_of(image_io::open_rgb(&item.path)?, item.half);
-    let cropped = apply_plan(image, item);
-    image_io::to_tensor(&cropped, &Device::Cpu)
+    Ok(apply_plan(image, item))
+}
+
+/// The pixels of an item's image, [3, h, w], float32 on the CPU: from -1 to 1, or normalised.
+pub(super) fn to_pixels(image: &RgbImage, item: &TrainingImage) -> Result<Tensor> {
+    let pixels = image_io::to_tensor(image, &Device::Cpu)?;
+    match &item.normalization {
+        Some(statistics) => statistics.remove(&pixels),
+        None => Ok(pixels),
+    }
 }
 
 /// Flips, scales and crops an image as the item says.

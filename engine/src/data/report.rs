@@ -177,6 +177,7 @@ impl DatasetReport {
     ) -> Result<Self> {
         check_options(options, divisibility)?;
         let scan = &contents.scan;
+        scan.check_images(options)?;
         let relative = |path: &Path| path.strip_prefix(&scan.root).unwrap_or(path).display().to_string();
         let mut report = Self {
             path: name.to_owned(),

@@ -286,6 +286,7 @@ fn the_latent_key_has_ai_toolkits_hash() {
         flip_x: false,
         flip_y: false,
         latent_space: "flux1".into(),
+        normalization: None,
         control: None,
         half: None,
     };
@@ -299,6 +300,11 @@ fn the_latent_key_has_ai_toolkits_hash() {
         .ai_toolkit_hash(),
         key.ai_toolkit_hash()
     );
+    let normalised = LatentKey {
+        normalization: Some("sdxl"),
+        ..key.clone()
+    };
+    assert_ne!(normalised.hash("one", "vae"), key.hash("one", "vae"));
 }
 
 #[test]
@@ -312,6 +318,7 @@ fn cached_latents_are_verified_and_those_of_ai_toolkit_are_read() {
         flip_x: false,
         flip_y: false,
         latent_space: "sd1".into(),
+        normalization: None,
         control: None,
         half: None,
     };

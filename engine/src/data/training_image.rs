@@ -2,6 +2,7 @@
 
 use super::bucket::BucketPlan;
 use super::half::Half;
+use super::image_statistics::ImageStatistics;
 use super::latent_cache::{ControlKey, LatentKey};
 use std::path::PathBuf;
 
@@ -20,12 +21,16 @@ pub struct TrainingImage {
     pub size: (u32, u32),
     /// How it is scaled and cropped.
     pub plan: BucketPlan,
+    /// What its pixels are normalised by. `None`: they are from -1 to 1.
+    pub normalization: Option<ImageStatistics>,
     /// Whether it is flipped left to right.
     pub flip_x: bool,
     /// Whether it is flipped upside down.
     pub flip_y: bool,
     /// The caption as read, before the caption rules.
     pub caption: String,
+    /// The short caption as read.
+    pub short_caption: Option<String>,
     /// Its loss mask. `None`: all pixels count.
     pub mask: Option<Mask>,
     /// Its control image. `None`: it is trained without one.
@@ -42,6 +47,7 @@ impl TrainingImage {
             flip_x: self.flip_x,
             flip_y: self.flip_y,
             latent_space: latent_space.to_owned(),
+            normalization: self.normalization.map(|statistics| statistics.name),
             control: None,
             half: self.half,
         }
@@ -74,6 +80,7 @@ impl TrainingImage {
                 full_size: control.full_size,
             }),
             half: control.half,
+            normalization: None,
             ..self.latent_key(latent_space)
         }
     }

@@ -14,6 +14,7 @@ mod objective;
 mod options;
 mod preservation;
 mod preview;
+mod prompts;
 mod record;
 mod resume;
 mod run;
@@ -181,6 +182,7 @@ impl<'a> Run<'a> {
             memory_options,
             loss: options::loss_options(process),
             latent_options: options::latent_options(process),
+            pixel_options: options::pixel_options(process),
             objective: objective::objective(process, &*model)?,
             data,
             latents,
@@ -344,6 +346,9 @@ impl<'a> Run<'a> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod augmentation_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod bf16_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -399,6 +404,9 @@ mod request_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod sd35_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod short_caption_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod slider_tests;

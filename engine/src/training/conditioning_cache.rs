@@ -4,10 +4,10 @@ use crate::error::Result;
 use crate::families::{Conditioning, Model, Prompt};
 use std::collections::HashMap;
 
-/// A cache of encoded captions by text, for frozen text encoders.
+/// A cache of encoded captions by their texts, for frozen text encoders.
 #[derive(Default)]
 pub struct ConditioningCache {
-    cache: HashMap<String, Conditioning>,
+    cache: HashMap<Prompt, Conditioning>,
     bytes: usize,
 }
 
@@ -31,20 +31,21 @@ impl ConditioningCache {
     ///
     /// # Errors
     /// When an encoder fails.
-    pub fn get(&mut self, captions: &[String], model: &dyn Model) -> Result<Conditioning> {
-        let mut rows = Vec::with_capacity(captions.len());
-        for caption in captions {
-            let row = match self.cache.get(caption) {
+    pub fn get(&mut self, prompts: &[Prompt], model: &dyn Model) -> Result<Conditioning> {
+        let mut rows = Vec::with_capacity(prompts.len());
+        for prompt in prompts {
+            let row = match self.cache.get(prompt) {
                 Some(row) => row.clone(),
                 None => {
-                    let row = Self::encode(std::slice::from_ref(caption), model)?.detached_as(model.dtype())?;
+                    let encoded = model.encode_prompts(std::slice::from_ref(prompt))?;
+                    let row = encoded.detached_as(model.dtype())?;
                     let bytes = row.size_in_bytes();
                     if self.cache.len() >= MAX_CACHED || self.bytes + bytes > MAX_BYTES {
                         self.cache.clear();
                         self.bytes = 0;
                     }
                     self.bytes += bytes;
-                    self.cache.insert(caption.clone(), row.clone());
+                    self.cache.insert(prompt.clone(), row.clone());
                     row
                 }
             };

@@ -1,6 +1,6 @@
 //! The latents of training images: encoded by the codec, cached in memory and on disk.
 
-use crate::data::{Control, LatentCache, LatentKey, TrainingImage, load_control, load_pixels};
+use crate::data::{Control, LatentCache, LatentKey, SpatialChange, TrainingImage, load_control, load_pixels};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::rng::generator_from_text;
@@ -67,9 +67,32 @@ impl LatentStore {
             item,
             key: item.control_key(control, &self.latent_space),
             content: &control.content,
-            pixels: &|| load_control(item, control),
+            pixels: &|| load_control(item, control, &[]),
         };
         self.get_image(&image, codec, in_memory, on_disk)
+    }
+
+    /// Returns the scaled latent [c, h, w] of pixels [3, h, w] that differ each time, in float32 on the CPU. It is not cached. `draw`
+    /// names what they were drawn for.
+    ///
+    /// # Errors
+    /// When the codec fails.
+    pub fn encode_drawn(&self, pixels: &Tensor, codec: &dyn Codec, draw: &str) -> Result<Tensor> {
+        encode(pixels, codec, draw)
+    }
+
+    /// Returns the scaled latent [c, h, w] of an item's control image whose pixels move as those of the item did. It is not cached.
+    ///
+    /// # Errors
+    /// As [`Self::get`].
+    pub fn encode_moved_control(
+        &self,
+        (item, control): (&TrainingImage, &Control),
+        moves: &[SpatialChange],
+        codec: &dyn Codec,
+        draw: &str,
+    ) -> Result<Tensor> {
+        encode(&load_control(item, control, moves)?, codec, draw)
     }
 
     fn get_image(&mut self, image: &Image<'_>, codec: &dyn Codec, in_memory: bool, on_disk: bool) -> Result<Tensor> {
@@ -86,7 +109,9 @@ impl LatentStore {
         let latent = match cached {
             Some(latent) => latent,
             None => {
-                let latent = encode(&(image.pixels)()?, codec, &name)?;
+                // The file name contains the hash of everything that the latent depends on.
+                let file = name.file_name().unwrap_or_default().to_string_lossy();
+                let latent = encode(&(image.pixels)()?, codec, &file)?;
                 if on_disk {
                     self.write(image, &latent)?;
                 }
@@ -129,11 +154,9 @@ struct Image<'a> {
     pixels: &'a dyn Fn() -> Result<Tensor>,
 }
 
-/// Encodes pixels [3, h, w] to [c, h, w], float32 on the CPU.
-fn encode(pixels: &Tensor, codec: &dyn Codec, name: &std::path::Path) -> Result<Tensor> {
+/// Encodes pixels [3, h, w] to [c, h, w], float32 on the CPU. `name` seeds the codec's posterior.
+fn encode(pixels: &Tensor, codec: &dyn Codec, name: &str) -> Result<Tensor> {
     let pixels = pixels.unsqueeze(0)?;
-    // The file name contains the hash of everything that the latent depends on.
-    let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let mut generator = generator_from_text(&format!("latent/{name}"));
     let mut noise = |shape: &[usize]| {
         let random = Tensor::from_vec(generator.randn(shape.iter().product()), shape, &Device::Cpu)?;

@@ -1,6 +1,6 @@
 //! Loss masks: the weight of each latent position in the loss.
 
-use crate::data::{Mask, TrainingImage, load_mask};
+use crate::data::{Mask, SpatialChange, TrainingImage, load_mask};
 use crate::error::Result;
 use crate::models::codec::Codec;
 use candle_core::{DType, Device, Tensor};
@@ -14,18 +14,20 @@ pub struct LossMasks {
 
 impl LossMasks {
     /// Returns the loss weights of a batch, [b, 1, h, w] on the CPU, with a mean of 1; `None` if no item has a mask. An
-    /// item without a mask has weight 1 everywhere before this scaling. A latent position gets the upper left pixel of
+    /// item without a mask has weight 1 everywhere before this scaling. `items`: with the moves of their pixels. A latent position gets the upper left pixel of
     /// its square, as with ai-toolkit's nearest-neighbour scaling.
     ///
     /// # Errors
     /// When a mask cannot be read or its shape differs from its image's.
     pub fn get<'a>(
         &mut self,
-        items: impl Iterator<Item = &'a TrainingImage>,
+        items: impl Iterator<Item = (&'a TrainingImage, &'a [SpatialChange])>,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
         // Where all masks are black, the loss of this batch is 0.
-        with_mean_1(items, |item| self.mask_weights(item, codec.pixels_per_latent()))
+        with_mean_1(items, |item, moves| {
+            self.mask_weights(item, moves, codec.pixels_per_latent())
+        })
     }
 
     /// Returns the weights of the loss outside of the masks (`train.inverted_mask_prior`), as [`Self::get`]: 1 minus the mask, which is
@@ -35,23 +37,25 @@ impl LossMasks {
     /// As [`Self::get`].
     pub fn outside<'a>(
         &mut self,
-        items: impl Iterator<Item = &'a TrainingImage>,
+        items: impl Iterator<Item = (&'a TrainingImage, &'a [SpatialChange])>,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
-        with_mean_1(items, |item| self.outside_weights(item, codec.pixels_per_latent()))
+        with_mean_1(items, |item, moves| {
+            self.outside_weights(item, moves, codec.pixels_per_latent())
+        })
     }
 
-    fn outside_weights(&mut self, item: &TrainingImage, scale: usize) -> Result<Tensor> {
+    fn outside_weights(&mut self, item: &TrainingImage, moves: &[SpatialChange], scale: usize) -> Result<Tensor> {
         let (bucket_width, bucket_height) = (item.plan.bucket.0 as usize, item.plan.bucket.1 as usize);
         let (width, height) = (bucket_width / scale, bucket_height / scale);
         let Some(mask) = &item.mask else {
             return Ok(Tensor::zeros((height, width), DType::F32, &Device::Cpu)?);
         };
         let key = format!("outside {}", cache_key(item, mask));
-        if let Some(tensor) = self.cache.get(&key) {
+        if let Some(tensor) = self.cache.get(&key).filter(|_| moves.is_empty()) {
             return Ok(tensor.clone());
         }
-        let pixels = load_mask(item, mask)?;
+        let pixels = load_mask(item, mask, moves)?;
         let (columns, rows) = (cubic_taps(width, bucket_width), cubic_taps(height, bucket_height));
         let at = |y: usize, x: usize| f64::from(pixels.get(y * bucket_width + x).copied().unwrap_or_default());
         let mut values = Vec::with_capacity(width * height);
@@ -63,25 +67,31 @@ impl LossMasks {
             }
         }
         let tensor = Tensor::from_vec(values, (height, width), &Device::Cpu)?;
-        self.cache.insert(key, tensor.clone());
+        // Others move each time.
+        if moves.is_empty() {
+            self.cache.insert(key, tensor.clone());
+        }
         Ok(tensor)
     }
 
-    fn mask_weights(&mut self, item: &TrainingImage, scale: usize) -> Result<Tensor> {
+    fn mask_weights(&mut self, item: &TrainingImage, moves: &[SpatialChange], scale: usize) -> Result<Tensor> {
         let (width, height) = (item.plan.bucket.0 as usize / scale, item.plan.bucket.1 as usize / scale);
         let Some(mask) = &item.mask else {
             return Ok(Tensor::ones((height, width), DType::F32, &Device::Cpu)?);
         };
         let key = cache_key(item, mask);
-        if let Some(tensor) = self.cache.get(&key) {
+        if let Some(tensor) = self.cache.get(&key).filter(|_| moves.is_empty()) {
             return Ok(tensor.clone());
         }
-        let (pixels, stride) = (load_mask(item, mask)?, item.plan.bucket.0 as usize);
+        let (pixels, stride) = (load_mask(item, mask, moves)?, item.plan.bucket.0 as usize);
         let sampled: Vec<f32> = (0..height * width)
             .map(|i| pixels[(i / width * scale) * stride + i % width * scale])
             .collect();
         let tensor = Tensor::from_vec(sampled, (height, width), &Device::Cpu)?;
-        self.cache.insert(key, tensor.clone());
+        // Others move each time.
+        if moves.is_empty() {
+            self.cache.insert(key, tensor.clone());
+        }
         Ok(tensor)
     }
 }
@@ -93,13 +103,13 @@ fn cache_key(item: &TrainingImage, mask: &Mask) -> String {
 
 /// The weights of a batch, [b, 1, h, w], of those of its items, [h, w], scaled to a mean of 1; zeros stay zeros. `None`: no item has a mask.
 fn with_mean_1<'a>(
-    items: impl Iterator<Item = &'a TrainingImage>,
-    mut weights_of: impl FnMut(&TrainingImage) -> Result<Tensor>,
+    items: impl Iterator<Item = (&'a TrainingImage, &'a [SpatialChange])>,
+    mut weights_of: impl FnMut(&TrainingImage, &[SpatialChange]) -> Result<Tensor>,
 ) -> Result<Option<Tensor>> {
     let (mut all, mut any) = (Vec::new(), false);
-    for item in items {
+    for (item, moves) in items {
         any |= item.mask.is_some();
-        all.push(weights_of(item)?);
+        all.push(weights_of(item, moves)?);
     }
     if !any {
         return Ok(None);

@@ -20,6 +20,7 @@ mod loss;
 mod loss_scale;
 mod masks;
 mod objective;
+mod pixel_options;
 mod random;
 mod slider;
 mod spectrum;
@@ -38,6 +39,7 @@ pub use loss::{
 };
 pub use masks::LossMasks;
 pub use objective::{DrawInputs, NoiseDraw, Objective};
+pub use pixel_options::PixelOptions;
 pub use random::{NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub use slider::{SliderTarget, moved_prediction, slider_loss, with_statistics_of};
 pub use text_embeddings::TextEmbeddings;

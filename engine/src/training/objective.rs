@@ -16,6 +16,20 @@ pub struct NoiseDraw {
     pub input_noise: Vec<Tensor>,
 }
 
+impl NoiseDraw {
+    /// Appends the draws of all items again.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn double(&mut self) -> Result<()> {
+        self.timesteps.extend_from_within(..);
+        for tensor in self.noise.iter_mut().chain(&mut self.input_noise) {
+            *tensor = Tensor::cat(&[&*tensor, &*tensor], 0)?;
+        }
+        Ok(())
+    }
+}
+
 /// What the draw of a micro-batch depends on besides the generator and the options.
 #[derive(Clone, Copy, Debug)]
 pub struct DrawInputs<'a> {

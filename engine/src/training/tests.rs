@@ -14,7 +14,7 @@ mod zimage;
 use super::*;
 use crate::adapters::{Dropout, LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
-use crate::families::{Conditioning, Model};
+use crate::families::{Conditioning, Model, Prompt};
 use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
 use crate::rng::TorchGenerator;
@@ -22,6 +22,10 @@ use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::testing::{fixtures, gap, in_portable_mode, tiny_sd, unet_part};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
+
+fn prompts_of(texts: &[String]) -> Vec<Prompt> {
+    texts.iter().map(|text| Prompt::new(text.as_str())).collect()
+}
 
 fn load(name: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("train").join(name), &Device::Cpu).unwrap()
@@ -164,7 +168,7 @@ fn compare(name: &str) -> (f64, f64) {
             let forward = || {
                 let conditioning = match trains("text_encoder") {
                     true => ConditioningCache::encode(&texts, &model),
-                    false => cache.get(&texts, &model),
+                    false => cache.get(&prompts_of(&texts), &model),
                 };
                 let batch = MicroBatch {
                     latents: vec![row("latents")],

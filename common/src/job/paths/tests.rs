@@ -44,6 +44,8 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "cluster.after_failed",
             "process.trigger_word",
             "datasets.trigger_word",
+            "datasets.augments",
+            "datasets.augmentations",
             "datasets.keep_tokens_separator",
             "datasets.caption_separator",
             "datasets.secondary_separator",

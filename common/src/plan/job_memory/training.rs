@@ -51,9 +51,15 @@ pub(in crate::plan) fn preserves(body: &Value) -> bool {
     keys.iter().any(|key| flag(body, key))
 }
 
+/// Whether each image of a data set is changed each time.
+fn is_augmented(set: &Value) -> bool {
+    let lists = ["/augments", "/augmentations"].map(|key| set.pointer(key).and_then(Value::as_array));
+    lists.into_iter().flatten().any(|list| !list.is_empty())
+}
+
 /// Whether the latents of a data set are cached.
 fn is_cached(set: &Value) -> bool {
-    flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk")
+    (flag(set, "/cache_latents") || flag(set, "/cache_latents_to_disk")) && !is_augmented(set)
 }
 
 impl Job<'_> {
@@ -130,7 +136,7 @@ impl Job<'_> {
             let encode = data
                 .iter()
                 .filter(|batch| batch.pixels() <= largest)
-                .map(|batch| self.encoding(model, options, backend, batch.size));
+                .map(|batch| self.encoding(model, options, backend, batch.size) + self.pixels_of(batch));
             let sums = if accumulates { gradients } else { 0.0 };
             phases.push(phase(sums, encode.fold(0.0, f64::max)));
         }
@@ -163,6 +169,18 @@ impl Job<'_> {
             }
         }
         (phases, recycled)
+    }
+
+    /// The pixels of a batch in float32, if they are changed together before they are encoded.
+    fn pixels_of(&self, batch: &DataBatch) -> f64 {
+        let body = self.body;
+        let contrast = number(body, "/train/img_multiplier").unwrap_or(1.0);
+        let sets = body.get("datasets").and_then(Value::as_array);
+        let is_augmented = sets.into_iter().flatten().any(is_augmented);
+        match contrast < 1.0 || flag(body, "/train/standardize_images") || is_augmented {
+            true => 12.0 * batch.pixels() * batch.items,
+            false => 0.0,
+        }
     }
 
     /// Whether every image is encoded before the model is loaded.
@@ -279,6 +297,16 @@ impl Job<'_> {
 
     /// The batches of the data sets: those that were seen, or else squares of the resolutions.
     pub(super) fn data(&self) -> Vec<DataBatch> {
+        let mut batches = self.data_batches();
+        if flag(self.body, "/train/short_and_long_captions") {
+            // Each image is trained with both its captions.
+            batches.iter_mut().for_each(|batch| batch.items *= 2.0);
+        }
+        batches
+    }
+
+    /// The batches of the data sets that need the most memory.
+    fn data_batches(&self) -> Vec<DataBatch> {
         if !self.batches.is_empty() {
             let side = |side: u32| f64::from(side).clamp(1.0, MAX_SIDE);
             let batches = self.batches.iter().map(|batch| DataBatch {

@@ -211,7 +211,7 @@ fn mistakes_of_data_set_configs_are_named() {
         ("[dataset]\nresolution = 512", "has [general] and [[datasets]] only"),
         (
             "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\ncolor_aug = true",
-            "data.toml:4:1: color_aug: aitk has no color augmentation",
+            "data.toml:4:1: color_aug: write the change of colors",
         ),
         (
             "[[datasets]]\n[[datasets.subsets]]\nimage_dir = \"cats\"\nconditioning_data_dir = \"masks\"",
@@ -272,7 +272,7 @@ fn mistakes_of_presets_are_named() {
         (
             "\"color_aug\": false",
             "\"color_aug\": true",
-            "color_aug: aitk has no color augmentation",
+            "color_aug: write the change of colors",
         ),
         (
             "\"epoch\": 2",

@@ -2,11 +2,14 @@
 
 use super::super::context::Context;
 use super::options::{self, caches_captions};
-use crate::data::{Batch, Dataset, TrainingImage, batches, build_caption, dropped_caption, drops_caption, epoch_order};
+use crate::data::{
+    Batch, Dataset, DrawnImage, SpatialChange, TrainingImage, batches, build_caption, dropped_caption, drops_caption,
+    epoch_order,
+};
 use crate::error::{EngineError, Result};
 use crate::models::codec::Codec;
 use crate::rng::{TorchGenerator, generator_for};
-use crate::training::LatentStore;
+use crate::training::{LatentStore, PixelOptions};
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
 use std::collections::BTreeSet;
@@ -194,33 +197,84 @@ impl TrainingData {
         batch.items.iter().map(caption).collect()
     }
 
+    /// The short captions of a batch, built without caption dropout and token dropout, as in ai-toolkit. `saturates`: short ones are
+    /// repeated as the long ones are. Draws from the micro-batch's generator.
+    pub(super) fn short_captions(&self, batch: &Batch, saturates: bool, generator: &mut TorchGenerator) -> Vec<String> {
+        let dataset = &self.datasets[batch.dataset];
+        let mut rules = dataset.options.captions.clone();
+        rules.caption_dropout = 0.0;
+        rules.tags.dropout = 0.0;
+        if !saturates {
+            rules.saturation = 0.0;
+        }
+        let items = batch.items.iter().map(|index| &dataset.items[*index]);
+        let short = items.map(|item| item.short_caption.as_deref().unwrap_or_default());
+        short.map(|caption| build_caption(caption, &rules, generator)).collect()
+    }
+
     /// The items of a batch.
     pub(super) fn items_of<'a>(&'a self, batch: &'a Batch) -> impl Iterator<Item = &'a TrainingImage> {
         let items = &self.datasets[batch.dataset].items;
         batch.items.iter().map(|i| &items[*i])
     }
 
-    /// The latents of a batch, [b, c, h, w] on the CPU.
-    pub(super) fn latents(&self, batch: &Batch, latents: &mut LatentStore, codec: &dyn Codec) -> Result<Tensor> {
-        let options = &self.datasets[batch.dataset].options;
-        let mut out = Vec::with_capacity(batch.items.len());
-        for item in self.items_of(batch) {
-            out.push(latents.get(item, codec, options.cache_latents, options.cache_latents_to_disk)?);
-        }
-        Ok(Tensor::stack(&out, 0)?)
-    }
-
-    /// The latents of a batch's control images, [b, c, h, w] on the CPU. `None`: its data set has none.
-    pub(super) fn control_latents(
+    /// The latents of a batch, [b, c, h, w] on the CPU, and how the pixels of each item moved. Images that differ each time are drawn
+    /// by generators of (seed, place in the batch, step, micro-batch). `pixels`: how images are changed whose latents are not cached.
+    pub(super) fn latents(
         &self,
         batch: &Batch,
+        (step, micro): (u64, u64),
+        pixels: &PixelOptions,
+        latents: &mut LatentStore,
+        codec: &dyn Codec,
+    ) -> Result<(Tensor, Vec<Vec<SpatialChange>>)> {
+        let options = &self.datasets[batch.dataset].options;
+        let is_cached = options.cache_latents || options.cache_latents_to_disk;
+        let mut out = Vec::with_capacity(batch.items.len());
+        if !options.draws_images() && (is_cached || pixels.is_neutral(options.regularisation)) {
+            for item in self.items_of(batch) {
+                out.push(latents.get(item, codec, options.cache_latents, options.cache_latents_to_disk)?);
+            }
+            return Ok((Tensor::stack(&out, 0)?, vec![Vec::new(); out.len()]));
+        }
+        let (mut images, mut moves) = (Vec::new(), Vec::new());
+        for (place, item) in self.items_of(batch).enumerate() {
+            let mut generator = generator_for(self.seed, &format!("image/{place}"), step, micro);
+            let drawn = DrawnImage::load(item, options, &mut generator)?;
+            images.push(drawn.pixels);
+            moves.push(drawn.moves);
+        }
+        let images = pixels.changed(images, options.regularisation)?;
+        for (place, image) in images.iter().enumerate() {
+            let name = self.name_of_draw("image", place, (step, micro));
+            out.push(latents.encode_drawn(image, codec, &name)?);
+        }
+        Ok((Tensor::stack(&out, 0)?, moves))
+    }
+
+    /// What seeds the codec's posterior of an image that was drawn for a place in a batch.
+    fn name_of_draw(&self, what: &str, place: usize, (step, micro): (u64, u64)) -> String {
+        format!("{}/{what}/{place}/{step}/{micro}", self.seed)
+    }
+
+    /// The latents of a batch's control images, [b, c, h, w] on the CPU, whose pixels move as those of their images. `None`: its data set
+    /// has none.
+    pub(super) fn control_latents(
+        &self,
+        (batch, moves): (&Batch, &[Vec<SpatialChange>]),
+        number: (u64, u64),
         latents: &mut LatentStore,
         codec: &dyn Codec,
     ) -> Result<Option<Tensor>> {
         let options = &self.datasets[batch.dataset].options;
         let mut out = Vec::with_capacity(batch.items.len());
-        for item in self.items_of(batch) {
+        for (place, item) in self.items_of(batch).enumerate() {
             let Some(control) = &item.control else { return Ok(None) };
+            if let Some(moves) = moves.get(place).filter(|moves| !moves.is_empty()) {
+                let name = self.name_of_draw("control", place, number);
+                out.push(latents.encode_moved_control((item, control), moves, codec, &name)?);
+                continue;
+            }
             let (in_memory, on_disk) = (options.cache_latents, options.cache_latents_to_disk);
             out.push(latents.get_control(item, control, codec, in_memory, on_disk)?);
         }

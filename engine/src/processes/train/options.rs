@@ -2,18 +2,24 @@
 
 use super::super::context::Context;
 use super::folder::SAMPLES;
+use super::prompts::splits_captions;
 use super::sliders::slider;
 use crate::adapters::{AdapterType, Difference, Dora, Dropout, Locon, Loha, Lokr, Lora, LoraConfig};
-use crate::data::{CaptionRules, ControlOptions, ControlRole, DatasetOptions, MaskOptions, TagRules};
+use crate::data::{
+    Augmentations, BuiltInAugmentation, CaptionRules, ControlOptions, ControlRole, DatasetOptions, ImageStatistics,
+    MaskOptions, TagRules,
+};
 use crate::error::{EngineError, Result};
 use crate::families;
 use crate::rng::TorchGenerator;
 use crate::training::{
     ChannelStatistics, EstimateLoss, GuidanceLoss, LatentOptions, LossKind, LossOptions, NoiseLevelPreference,
-    NoiseOptions, SnrWeighting, TrainingCfg,
+    NoiseOptions, PixelOptions, SnrWeighting, TrainingCfg,
 };
 use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::augmentation::read_augmentations;
+use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::limits::MAX_EMBEDDING_VECTORS;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::{LOKR_FULL_RANK, NetworkConfig, NetworkType};
@@ -83,8 +89,11 @@ pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()>
              without it",
         ));
     }
-    if process.datasets.iter().any(|d| !d.buckets && d.random_crop) {
-        return unsupported("random_crop does not work without buckets yet; remove `buckets: false`".into());
+    if let Some((key, why)) = process.excluded_by_short_captions() {
+        return Err(EngineError::bad_input(format!("train.{key}: {why}")));
+    }
+    if let Some((key, why)) = process.datasets.iter().find_map(DatasetConfig::excluded_by_random_crop) {
+        return Err(EngineError::bad_input(format!("datasets: {key}: {why}")));
     }
     if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
         return Err(EngineError::bad_input(
@@ -234,6 +243,8 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
                 }),
             },
             short_captions: dataset.use_short_captions,
+            needs_short_captions: (process.train.short_and_long_captions && !dataset.is_reg)
+                || splits_captions(process),
             captions: CaptionRules {
                 trigger: dataset.trigger_word.clone(),
                 process_trigger: process.trigger_word.clone(),
@@ -261,9 +272,15 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             size: dataset.size.map(|ImageSize(width, height)| (width, height)),
             square_crop: dataset.square_crop,
             random_crop: dataset.random_crop,
+            random_scale: dataset.random_scale,
             scale: dataset.scale,
             flip_x: dataset.flip_x,
             flip_y: dataset.flip_y,
+            normalization: dataset.standardize_images.then_some(match process.model.arch.name {
+                ArchName::Sdxl => ImageStatistics::SDXL,
+                _ => ImageStatistics::DATASET,
+            }),
+            augmentations: augmentations(&dataset)?,
             masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then_some(MaskOptions {
                 // The image's alpha channel has precedence over a mask file, as in ai-toolkit.
                 folder: masks,
@@ -283,12 +300,33 @@ pub(super) fn dataset_options(process: &TrainerProcess, cx: &Context<'_>) -> Res
             network_weight: *dataset.network_weight,
             loss_multiplier: dataset.loss_multiplier,
             prior_target: dataset.prior_reg,
-            cache_latents: dataset.cache_latents,
-            cache_latents_to_disk: dataset.cache_latents_to_disk,
+            cache_latents: dataset.cache_latents && dataset.caches_latents(),
+            cache_latents_to_disk: dataset.cache_latents_to_disk && dataset.caches_latents(),
             stay_in_folder: cx.has_staged_inputs(),
         });
     }
     Ok(out)
+}
+
+/// Converts the augmentations of a data set.
+fn augmentations(dataset: &DatasetConfig) -> Result<Augmentations> {
+    let built_in = dataset.augments.iter().map(|name| {
+        BuiltInAugmentation::from_name(name)
+            .ok_or_else(|| EngineError::bad_input(format!("datasets: augments: there is no `{name}`")))
+    });
+    let entries = dataset.augmentations.as_deref().unwrap_or_default();
+    let list = read_augmentations(entries).map_err(|mistakes| {
+        let lines = mistakes
+            .into_iter()
+            .map(|(key, message)| format!("datasets: augmentations{key}: {message}"));
+        EngineError::bad_input(lines.collect::<Vec<_>>().join("; "))
+    });
+    Ok(Augmentations {
+        built_in: built_in.collect::<Result<_>>()?,
+        list: list?,
+        shuffle: dataset.shuffle_augmentations,
+        replay: dataset.replay_transforms,
+    })
 }
 
 /// Converts the options of the loss.
@@ -343,6 +381,18 @@ pub(super) fn latent_options(process: &TrainerProcess) -> LatentOptions {
         multiplier: train.latent_multiplier,
         by_deviation: train.adaptive_scaling_factor,
         zeros_for_blank: train.do_blank_stabilization,
+    }
+}
+
+/// Converts the options of the images of a batch.
+pub(super) fn pixel_options(process: &TrainerProcess) -> PixelOptions {
+    let statistics = match process.model.arch.name {
+        ArchName::Sdxl => ImageStatistics::SDXL,
+        _ => ImageStatistics::TRAINING,
+    };
+    PixelOptions {
+        contrast: process.train.img_multiplier.clamp(0.0, 1.0),
+        statistics: process.train.standardize_images.then_some(statistics),
     }
 }
 

@@ -369,6 +369,17 @@ impl Run<'_> {
                     data.update(format!("control {content} {background} {}\n", control.full_size));
                 }
             }
+            let options = &self.data.datasets[batch.dataset].options;
+            if let Some(statistics) = &options.normalization {
+                data.update(format!("normalised {}\n", statistics.name));
+            }
+            if options.random_scale {
+                data.update(b"random scale\n");
+            }
+            let augmentations = &options.augmentations;
+            if !augmentations.is_empty() {
+                data.update(format!("{augmentations:?}\n"));
+            }
             data.update(b"--");
         }
         let mut map = Map::new();

@@ -13,7 +13,8 @@ use crate::error::{EngineError, Result};
 use crate::families::Model;
 use crate::optim::{Ema, Param, Schedule, ScheduleParams};
 use crate::training::{
-    ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, Trainer, TrainerOptions,
+    ConditioningCache, LatentOptions, LatentStore, LossMasks, LossOptions, Objective, PixelOptions, Trainer,
+    TrainerOptions,
 };
 use aitk_common::job::lr_factor::lr_factor;
 use aitk_common::job::process::TrainerProcess;
@@ -35,6 +36,7 @@ pub(super) struct Run<'a> {
     pub(super) objective: Box<dyn Objective>,
     pub(super) loss: LossOptions,
     pub(super) latent_options: LatentOptions,
+    pub(super) pixel_options: PixelOptions,
     pub(super) data: TrainingData,
     pub(super) latents: LatentStore,
     pub(super) masks: LossMasks,

@@ -4,12 +4,13 @@ use super::data::StepBatch;
 use super::embedding::{add_word_to, caption_with_class};
 use super::options;
 use super::preservation::{self, Preservation};
+use super::prompts::{self, splits_captions};
 use super::run::Run;
 use super::sliders::{self, MicroBatchNumber};
 use crate::adapters::{LoraHandle, LoraPass};
-use crate::data::TrainingImage;
+use crate::data::{SpatialChange, TrainingImage};
 use crate::error::{EngineError, Result};
-use crate::families::{Conditioning, ItemSize, Model};
+use crate::families::{Conditioning, ItemSize, Model, Prompt};
 use crate::training::{
     ConditioningCache, DrawInputs, MicroBatch, NoiseDraw, References, TrainingCfg, batch_generator, loss,
     noisy_latents, step_to,
@@ -26,11 +27,26 @@ pub(super) struct BatchInputs {
     pub(super) latents: Vec<Tensor>,
     /// The latents of its control images, or of the negative images of a slider, on the device. `None`: it has none.
     pub(super) control: Option<Tensor>,
+    /// How the pixels of each of its images moved, which its mask follows.
+    pub(super) moves: Vec<Vec<SpatialChange>>,
+}
+
+impl BatchInputs {
+    /// Appends all items again.
+    fn double(&mut self) -> Result<()> {
+        for tensor in self.latents.iter_mut().chain(&mut self.control) {
+            *tensor = Tensor::cat(&[&*tensor, &*tensor], 0)?;
+        }
+        self.moves.extend_from_within(..);
+        Ok(())
+    }
 }
 
 /// The prompts of a micro-batch, and how they guide.
 pub(super) struct BatchPrompts {
     pub(super) captions: Vec<String>,
+    /// What is encoded for each caption.
+    encoded: Vec<Prompt>,
     cfg: Option<TrainingCfg>,
     /// The scale of the guidance loss for each item; empty if there is none.
     guidance_scales: Vec<f64>,
@@ -120,25 +136,40 @@ impl Run<'_> {
     /// each time has a generator of its own.
     pub(super) fn draw_batch(&mut self, step: u64, micro: u64) -> Result<DrawnBatch> {
         let process = self.process;
-        let step_batch = self.data.batch_of_step(step, micro, process);
+        let mut step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
         let mut captions = self.data.captions(&step_batch.batch, process, &mut generator);
         let regularisation = self.data.datasets[step_batch.batch.dataset].options.regularisation;
-        add_word_to(&mut captions, process, regularisation);
+        let doubles = process.train.short_and_long_captions && !regularisation;
+        let splits = splits_captions(process);
+        let mut short = match doubles || splits {
+            true => self.data.short_captions(&step_batch.batch, doubles, &mut generator),
+            false => Vec::new(),
+        };
+        for captions in [&mut captions, &mut short] {
+            add_word_to(captions, process, regularisation);
+        }
+        if doubles {
+            captions.append(&mut short);
+        }
+        let cfg = options::training_cfg(process, &mut generator);
+        let guidance_scales = options::guidance_scales(process, captions.len(), &mut generator);
         let prompts = BatchPrompts {
-            cfg: options::training_cfg(process, &mut generator),
-            guidance_scales: options::guidance_scales(process, captions.len(), &mut generator),
+            encoded: prompts::prompts(&captions, splits.then_some(&short), process, &mut generator),
+            cfg,
+            guidance_scales,
             captions,
         };
         let device = self.compute.device.clone();
         let start = Instant::now();
-        let latents = self
-            .data
-            .latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+        let (batch, codec) = (&step_batch.batch, self.model.codec());
+        let (latents, moves) =
+            self.data
+                .latents(batch, (step, micro), &self.pixel_options, &mut self.latents, codec)?;
         let latents = [self.latent_options.standardized(latents)?];
         let control = self
             .data
-            .control_latents(&step_batch.batch, &mut self.latents, self.model.codec())?;
+            .control_latents((batch, &moves), (step, micro), &mut self.latents, codec)?;
         self.reading += start.elapsed();
         let control = match control {
             // The negative images of a slider are trained on as the positive ones are.
@@ -170,10 +201,17 @@ impl Run<'_> {
             let scaled = self.latent_options.scaled(latents, &prompts.captions)?;
             Ok(scaled.to_device(&device)?)
         });
-        let inputs = BatchInputs {
+        let mut inputs = BatchInputs {
             latents: latents.collect::<Result<_>>()?,
             control,
+            moves,
         };
+        if doubles {
+            // The images, their noise and their time steps again, for the short captions.
+            step_batch.batch.items.extend_from_within(..);
+            inputs.double()?;
+            drawn.double()?;
+        }
         Ok(DrawnBatch {
             step_batch,
             prompts,
@@ -263,7 +301,7 @@ impl Run<'_> {
         kept: &PreservationPass,
         step_batch: &StepBatch,
         prompts: &BatchPrompts,
-        BatchInputs { latents, control }: BatchInputs,
+        BatchInputs { latents, control, .. }: BatchInputs,
         drawn: &NoiseDraw,
     ) -> Result<()> {
         let rules = &self.data.datasets[step_batch.batch.dataset].options.captions;
@@ -294,11 +332,17 @@ impl Run<'_> {
             .in_pass(with, || self.trainer.accumulate_preservation(forward))
     }
 
+    /// Encodes texts without the graph of a text encoder that is trained.
+    pub(super) fn encode_frozen(&mut self, texts: &[String]) -> Result<Conditioning> {
+        let prompts: Vec<Prompt> = texts.iter().map(|text| Prompt::new(text.as_str())).collect();
+        self.encode_frozen_prompts(&prompts)
+    }
+
     /// Encodes prompts without the graph of a text encoder that is trained.
-    pub(super) fn encode_frozen(&mut self, prompts: &[String]) -> Result<Conditioning> {
+    fn encode_frozen_prompts(&mut self, prompts: &[Prompt]) -> Result<Conditioning> {
         let model = &*self.model;
         match self.target.covers_text_encoder() {
-            true => ConditioningCache::encode(prompts, model)?.detached_as(model.dtype()),
+            true => model.encode_prompts(prompts)?.detached_as(model.dtype()),
             false => self.captions.get(prompts, model),
         }
     }
@@ -350,25 +394,31 @@ impl Run<'_> {
         step: u64,
         step_batch: &StepBatch,
         (prompts, image_tokens): (&BatchPrompts, usize),
-        BatchInputs { latents, control }: BatchInputs,
+        BatchInputs {
+            latents,
+            control,
+            moves,
+        }: BatchInputs,
         mut drawn: NoiseDraw,
         handle: Option<&LoraHandle>,
     ) -> Result<NoiseDraw> {
-        let (captions, cfg) = (&prompts.captions, prompts.cfg);
+        let (captions, encoded, cfg) = (&prompts.captions, &prompts.encoded, prompts.cfg);
         let cached = match self.target.covers_text_encoder() {
             true => None,
-            false => Some(self.encode_frozen(captions)?),
+            false => Some(self.encode_frozen_prompts(encoded)?),
         };
         let unconditional = self.unconditional(cfg, captions.len())?;
         let contrast = self.contrast_prompt(captions.len(), handle)?;
         let (process, model) = (self.process, &*self.model);
         let start = Instant::now();
-        let mask = self.masks.get(self.data.items_of(&step_batch.batch), model.codec())?;
+        let items = || {
+            let moves = moves.iter().map(Vec::as_slice);
+            self.data.items_of(&step_batch.batch).zip(moves)
+        };
+        let mask = self.masks.get(items(), model.codec())?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let outside = match process.train.inverted_mask_prior {
-            true => self
-                .masks
-                .outside(self.data.items_of(&step_batch.batch), model.codec())?,
+            true => self.masks.outside(items(), model.codec())?,
             false => None,
         };
         self.reading += start.elapsed();
@@ -378,7 +428,7 @@ impl Run<'_> {
         let frozen_conditioning = || {
             let conditioning = match &cached {
                 Some(conditioning) => conditioning.clone(),
-                None => ConditioningCache::encode(captions, model)?.detached_as(model.dtype())?,
+                None => model.encode_prompts(encoded)?.detached_as(model.dtype())?,
             };
             with_inputs(conditioning)
         };
@@ -433,7 +483,7 @@ impl Run<'_> {
         let forward = || {
             let conditioning = match &cached {
                 Some(conditioning) => conditioning.clone(),
-                None => ConditioningCache::encode(captions, model)?,
+                None => model.encode_prompts(encoded)?,
             };
             let micro_batch = MicroBatch {
                 latents: latents.clone(),

@@ -1,7 +1,7 @@
 //! Comparison with the fixtures of `tests/reference/make_train_families.py`: twenty steps of Stable Diffusion 2.1 and XL
 //! with diffusers and peft, in float64.
 
-use super::{constant, ddpm, largest_gap, loss_of, with_prefix};
+use super::{constant, ddpm, largest_gap, loss_of, prompts_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::error::Result;
 use crate::families::stable_diffusion::{SdModel, Variant};
@@ -80,7 +80,7 @@ impl Family {
             let forward = || -> Result<Tensor> {
                 let conditioning = match trains_text {
                     true => ConditioningCache::encode(&texts, model)?,
-                    false => cache.get(&texts, model)?,
+                    false => cache.get(&prompts_of(&texts), model)?,
                 };
                 let batch = MicroBatch {
                     latents: vec![row("latents")],

@@ -1,7 +1,7 @@
 //! Comparison with the fixtures of `tests/reference/make_train_flux.py` and `make_train_kontext.py`: 20 steps of FLUX.1 and of FLUX.1
 //! Kontext with diffusers and peft, LoRAs and full fine-tunes.
 
-use super::{constant, largest_gap, loss_of, with_prefix};
+use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::error::Result;
 use crate::families::flux::{FluxFamily, FluxModel};
@@ -93,7 +93,7 @@ pub(super) fn train(model: &FluxModel, params: Vec<Param>, report: &Value, name:
         let row = |key: &str| inputs[key].get(step).unwrap();
         let texts = row("captions").to_vec1::<i64>().unwrap();
         let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
-        let conditioning = cache.get(&texts, model).unwrap();
+        let conditioning = cache.get(&prompts_of(&texts), model).unwrap();
         let conditioning = match control_shift {
             Some(shift) => {
                 let control = inputs["latents"].get((step + shift) % steps).unwrap();

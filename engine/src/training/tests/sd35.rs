@@ -1,7 +1,7 @@
 //! Comparison with the fixtures of `tests/reference/make_train_sd35.py`: twenty steps of Stable Diffusion 3.5 with diffusers and peft, LoRAs and
 //! full fine-tunes.
 
-use super::{constant, largest_gap, loss_of, with_prefix};
+use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::error::Result;
 use crate::families::sd3::Sd3Model;
@@ -65,7 +65,7 @@ fn train(model: &Sd3Model, params: Vec<Param>, report: &Value, name: &str) {
         let row = |key: &str| inputs[key].get(step).unwrap();
         let texts = row("captions").to_vec1::<i64>().unwrap();
         let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
-        let conditioning = cache.get(&texts, model).unwrap();
+        let conditioning = cache.get(&prompts_of(&texts), model).unwrap();
         let forward = || -> Result<Tensor> {
             let batch = MicroBatch {
                 latents: vec![row("latents")],

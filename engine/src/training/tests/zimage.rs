@@ -1,6 +1,6 @@
 //! Comparison with the fixtures of `tests/reference/make_train_zimage.py`: twenty steps of LoRAs of Z-Image with diffusers and peft.
 
-use super::{constant, largest_gap, loss_of, with_prefix};
+use super::{constant, largest_gap, loss_of, prompts_of, with_prefix};
 use crate::adapters::{LoraConfig, LoraNetwork};
 use crate::error::Result;
 use crate::families::zimage::{ZIMAGE, ZImageModel};
@@ -46,7 +46,7 @@ fn train(model: &ZImageModel, params: Vec<Param>, report: &Value, name: &str) {
         let row = |key: &str| inputs[key].get(step).unwrap();
         let texts = row("captions").to_vec1::<i64>().unwrap();
         let texts: Vec<String> = texts.iter().map(|i| captions[*i as usize].clone()).collect();
-        let conditioning = cache.get(&texts, model).unwrap();
+        let conditioning = cache.get(&prompts_of(&texts), model).unwrap();
         let forward = || -> Result<Tensor> {
             let batch = MicroBatch {
                 latents: vec![row("latents")],

@@ -1,0 +1,121 @@
+//! Tests of what options of images and short captions exclude.
+
+use super::tests::{MINIMAL, load_yaml, with_line_after};
+
+/// The messages of the errors and of the warnings of a job.
+fn findings(text: &str) -> (Vec<String>, Vec<String>) {
+    match load_yaml(text) {
+        Err(error) => (error.findings().iter().map(ToString::to_string).collect(), Vec::new()),
+        Ok(job) => {
+            let support = job.spec.unsupported();
+            let warnings = job.warnings.iter().chain(&support.warnings);
+            let text = |finding: &super::error::Finding| finding.to_string();
+            (support.errors.iter().map(text).collect(), warnings.map(text).collect())
+        }
+    }
+}
+
+fn of_dataset(lines: &str) -> (Vec<String>, Vec<String>) {
+    let lines = lines.lines().map(|line| format!("          {line}"));
+    findings(&with_line_after("folder_path", &lines.collect::<Vec<_>>().join("\n")))
+}
+
+fn of_train(lines: &str) -> (Vec<String>, Vec<String>) {
+    let lines = lines.lines().map(|line| format!("        {line}"));
+    findings(&with_line_after("steps: 10", &lines.collect::<Vec<_>>().join("\n")))
+}
+
+#[track_caller]
+fn assert_one(found: &[String], parts: &[&str]) {
+    assert_eq!(found.len(), 1, "{found:?}");
+    for part in parts {
+        assert!(found[0].contains(part), "{part} not in {found:?}");
+    }
+}
+
+#[test]
+fn augmentations_are_checked_with_file_line_and_key() {
+    let (errors, warnings) = of_dataset(
+        "augments: [ColorJitter, RandomEqualize]\naugmentations:\n  - method: HorizontalFlip\n  - {method: Rotate, params: {limit: 5}}",
+    );
+    assert_eq!((errors, warnings), (vec![], vec![]));
+    let (errors, _) = of_dataset("augments: [ColorJiter]");
+    assert_one(
+        &errors,
+        &["job.yaml:12:", "datasets[0].augments[0]", "ColorJitter, RandomEqualize"],
+    );
+    let (errors, _) = of_dataset("augmentations:\n  - method: Blurr");
+    assert_one(
+        &errors,
+        &[
+            "job.yaml:",
+            "datasets[0].augmentations[0].method",
+            "GaussianBlur",
+            "CLAHE",
+        ],
+    );
+    let (errors, _) = of_dataset("augmentations:\n  - {method: Rotate, params: {limitt: 5}}");
+    assert_one(&errors, &["augmentations[0].params.limitt", "limit"]);
+    let (errors, warnings) = of_dataset("augments: [ColorJitter]\ncache_latents_to_disk: true");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["cache_latents_to_disk", "is ignored"]);
+    let shift = "augmentations: [{method: ShiftScaleRotate}]\nmask_path: masks";
+    assert_one(&of_dataset(shift).0, &["ShiftScaleRotate", "replay_transforms"]);
+    let still = format!("{shift}\nreplay_transforms: false");
+    assert_eq!(of_dataset(&still).0, [""; 0]);
+}
+
+#[test]
+fn random_squares_exclude_what_is_computed_once() {
+    let squares = "buckets: false\nrandom_crop: true\nrandom_scale: true";
+    assert_eq!(of_dataset(squares), (vec![], vec![]));
+    for (line, key) in [
+        ("cache_latents: true", "cache_latents"),
+        ("mask_path: masks", "mask_path"),
+        ("alpha_mask: true", "alpha_mask"),
+    ] {
+        assert_one(&of_dataset(&format!("{squares}\n{line}")).0, &[key, "random_crop"]);
+    }
+    for lines in ["random_scale: true", "buckets: false\nrandom_scale: true"] {
+        let (errors, warnings) = of_dataset(lines);
+        assert_eq!(errors, [""; 0]);
+        assert_one(&warnings, &["random_scale", "no effect"]);
+    }
+}
+
+#[test]
+fn changes_of_all_images_have_no_effect_on_cached_latents() {
+    for lines in ["standardize_images: true", "img_multiplier: 0.5"] {
+        assert_eq!(of_train(lines), (vec![], vec![]));
+        let cached = with_line_after("folder_path", "          cache_latents: true");
+        let text = cached.replacen("        steps: 10", &format!("        steps: 10\n        {lines}"), 1);
+        let (errors, warnings) = findings(&text);
+        assert_eq!(errors, [""; 0]);
+        assert_one(&warnings, &["cache_latents", "no effect"]);
+    }
+    assert_one(&of_train("img_multiplier: 1.5").1, &["img_multiplier", "above 1"]);
+    assert_one(&of_train("img_multiplier: -0.5").0, &["img_multiplier", "0 to 1"]);
+    assert_eq!(of_dataset("standardize_images: true"), (vec![], vec![]));
+}
+
+#[test]
+fn short_captions_and_dropped_prompts_need_text_encoders() {
+    assert!(MINIMAL.contains("train"));
+    assert_eq!(of_train("short_and_long_captions: true"), (vec![], vec![]));
+    for (other, part) in [
+        ("cache_text_embeddings: true", "cache_text_embeddings"),
+        ("unload_text_encoder: true", "unload_text_encoder"),
+        ("short_and_long_captions_encoder_split: true", "encoder_split"),
+    ] {
+        let (errors, _) = of_train(&format!("short_and_long_captions: true\n{other}"));
+        assert_one(&errors, &["train.short_and_long_captions", part]);
+    }
+    let (errors, warnings) = of_train("short_and_long_captions_encoder_split: true");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["only SDXL"]);
+    assert_eq!(of_train("prompt_dropout_prob: 0.1"), (vec![], vec![]));
+    assert_one(&of_train("prompt_dropout_prob: 1.1").0, &["prompt_dropout_prob"]);
+    let (errors, warnings) = of_train("prompt_dropout_prob: 0.1\ncache_text_embeddings: true");
+    assert_eq!(errors, [""; 0]);
+    assert_one(&warnings, &["prompt_dropout_prob", "no effect"]);
+}

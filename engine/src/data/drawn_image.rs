@@ -1,0 +1,44 @@
+//! Images that are different each time they are trained on.
+
+use super::augment::{AugmentedImage, SpatialChange};
+use super::bucket::draw_square;
+use super::dataset::DatasetOptions;
+use super::pixels::{load_image, to_pixels};
+use super::training_image::TrainingImage;
+use crate::error::Result;
+use crate::rng::TorchGenerator;
+use candle_core::Tensor;
+
+/// An image as it is trained on once.
+pub struct DrawnImage {
+    /// [3, h, w], float32 on the CPU: from -1 to 1, or normalised.
+    pub pixels: Tensor,
+    /// How the pixels of its mask and of its control image move.
+    pub moves: Vec<SpatialChange>,
+}
+
+impl DrawnImage {
+    /// Loads the image of an item and changes it at random.
+    ///
+    /// # Errors
+    /// When the image is missing, damaged, or needs too much memory.
+    pub fn load(item: &TrainingImage, options: &DatasetOptions, generator: &mut TorchGenerator) -> Result<Self> {
+        let loaded = match options.draws_crops() {
+            true => load_image(&TrainingImage {
+                plan: draw_square(
+                    options.scaled(item.size),
+                    options.resolution,
+                    options.random_scale,
+                    generator,
+                ),
+                ..item.clone()
+            }),
+            false => load_image(item),
+        };
+        let AugmentedImage { image, moves } = options.augmentations.apply(loaded?, generator);
+        Ok(Self {
+            pixels: to_pixels(&image, item)?,
+            moves,
+        })
+    }
+}
