@@ -239,3 +239,82 @@ fn masks_and_control_images_follow_their_images() {
     });
     assert_eq!(numbers(&moves), turned);
 }
+
+/// Parameters at random, those that a config may have, on images of any small size: the size stays, and the same seed gives the same
+/// image.
+#[test]
+fn random_parameters_change_images_of_any_size() {
+    const NAMES: [&str; 27] = [
+        "p",
+        "limit",
+        "border_mode",
+        "value",
+        "shift_limit",
+        "shift_limit_x",
+        "shift_limit_y",
+        "scale_limit",
+        "rotate_limit",
+        "contrast_limit",
+        "brightness_limit",
+        "brightness_by_max",
+        "hue_shift_limit",
+        "sat_shift_limit",
+        "val_shift_limit",
+        "brightness",
+        "contrast",
+        "saturation",
+        "hue",
+        "blur_limit",
+        "sigma_limit",
+        "var_limit",
+        "mean",
+        "per_channel",
+        "alpha",
+        "clip_limit",
+        "tile_grid_size",
+    ];
+    let mut accepted = BTreeMap::<&str, u32>::new();
+    for round in 0..20_000 {
+        let mut random = generator_for(round, "augment/parameters", 0, 0);
+        let mut below = |count: usize| random.randint(0, count as i64, 1)[0] as usize;
+        let method = KNOWN[below(KNOWN.len())];
+        let mut params = serde_json::Map::new();
+        for _ in 0..below(3) {
+            let number = |at: usize| {
+                [
+                    0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 8.0, 31.0, 90.0, 180.0, 255.0, 1000.0, -1.0, -0.3,
+                ][at]
+            };
+            let value = match below(5) {
+                0 => json!(number(below(14))),
+                1 => json!([number(below(14)), number(below(14))]),
+                2 => json!(below(2) == 0),
+                3 => json!(below(300)),
+                _ => json!([below(40), below(40)]),
+            };
+            params.insert(NAMES[below(NAMES.len())].to_owned(), value);
+        }
+        params.insert("p".into(), json!(1.0));
+        let Ok(list) = read_augmentations(&[json!({"method": method, "params": params})]) else {
+            continue;
+        };
+        *accepted.entry(method).or_default() += 1;
+        let (width, height) = (1 + below(20) as u32, 1 + below(20) as u32);
+        let image = RgbImage::from_fn(width, height, |x, y| {
+            image::Rgb([x * 90, y * 70, x * y].map(|value| (value % 256) as u8))
+        });
+        let augmentations = Augmentations {
+            list,
+            built_in: vec![BuiltInAugmentation::ColorJitter, BuiltInAugmentation::RandomEqualize],
+            ..Augmentations::default()
+        };
+        let change = || augmentations.apply(image.clone(), &mut generator_for(round, "augment", 0, 0));
+        let changed = change();
+        assert_eq!(changed.image.dimensions(), (width, height), "{method} {params:?}");
+        assert_eq!(changed, change());
+    }
+    assert!(
+        accepted.len() == KNOWN.len() && accepted.values().all(|count| *count > 20),
+        "{accepted:?}"
+    );
+}
